@@ -1,0 +1,70 @@
+"""Configuration: frozen, documented once, validated when built (level 0).
+
+Constructors take the sub-config they need, never the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memserve.errors import UserError
+
+
+def _positive(name: str, value: int, hint: str) -> None:
+    if value < 1:
+        raise UserError(f"{name} must be at least 1, got {value}", hint=hint, param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """The memory of one instance."""
+
+    hbm_blocks: int = 512
+    """Blocks in the arena that attention reads."""
+    dram_blocks: int = 0
+    """Blocks in host memory behind it; 0 = no second tier."""
+    caching: bool = True
+    """Keep finished prefixes for reuse."""
+
+    def __post_init__(self) -> None:
+        _positive("hbm_blocks", self.hbm_blocks, "give the pool more memory, e.g. --kv-memory 512MiB")
+        if self.dram_blocks < 0:
+            raise UserError(f"dram_blocks must not be negative, got {self.dram_blocks}", param="dram_blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Iteration-level batching of one instance."""
+
+    max_running: int = 256
+    """Sequences that may hold a device slot at once."""
+    max_step_tokens: int = 2048
+    """Token budget of one step, decodes first."""
+    prefill_chunk_tokens: int = 512
+    """Largest piece of one prompt computed in one step."""
+    max_waiting: int = 4096
+    """Requests that may queue; more are rejected with a retry hint."""
+    steps_in_flight: int = 2
+    """Plans given to the device at once; 2 = the next step is prepared while one runs."""
+    preemption: str = "auto"
+    """``swap``, ``recompute``, or ``auto`` = the cheaper by the measured cost of each."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_step_tokens", "prefill_chunk_tokens", "max_waiting", "steps_in_flight"):
+            _positive(name, getattr(self, name), f"give a positive number for {name}")
+        if self.preemption not in ("auto", "swap", "recompute"):
+            raise UserError(
+                f"unknown preemption mode {self.preemption!r}", hint="use auto, swap or recompute", param="preemption"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceConfig:
+    """Everything the instance machine decides by."""
+
+    max_model_tokens: int
+    """The model's context: prompt and generated tokens together."""
+    namespace: str = "default"
+    """Model and weights fingerprint, dtype and layout: joined with the tenant into the index namespace."""
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

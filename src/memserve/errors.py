@@ -1,0 +1,33 @@
+"""The errors that memserve raises on purpose (level 0).
+
+"Not enough room" is never one of them: calls that may lack room return ``None``.
+"""
+
+from __future__ import annotations
+
+
+class MemserveError(Exception):
+    """Base of every error that memserve raises on purpose."""
+
+
+class UserError(MemserveError):
+    """Bad input from a person or a client: one line, and a hint that says what to do."""
+
+    def __init__(self, message: str, *, hint: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.param = param
+
+    def __str__(self) -> str:
+        return f"{self.message} (hint: {self.hint})" if self.hint else self.message
+
+
+class InvariantError(MemserveError):
+    """A bug in memserve: a promise that the code makes to itself does not hold."""
+
+
+def check(condition: object, message: str) -> None:
+    """Raise :class:`InvariantError` unless ``condition`` holds (unlike ``assert``, also under ``-O``)."""
+    if not condition:
+        raise InvariantError(message)

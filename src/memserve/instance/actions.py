@@ -1,0 +1,77 @@
+"""What an instance asks its host to do: actions, in the imperative (level 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memserve.types import CopyBlocks, SamplingParams, TokenArray, TokenOutput
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSequence:
+    """Bind a device slot to a sequence: its tokens so far, its sampling, its block table."""
+
+    slot: int
+    tokens: TokenArray  # every token known so far: prompt, then generated
+    prompt_tokens: int  # how many of them are the prompt
+    index: int  # which of the request's sequences: part of the sampling key
+    sampling: SamplingParams
+    blocks: list[int]  # HBM block ids, in order
+    beam_candidates: int = 0  # > 0: report this many candidates at every sampled position instead of drawing
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One device step. The device executes plans strictly in the order in which it gets them.
+
+    Order inside a plan: ``close``, then ``copies`` in order, then ``open``, ``grow``, ``replace``, then the rows are
+    computed as one batch, then tokens are sampled. The device keeps, for each slot, a token buffer: a sampled token is
+    written behind the slot's last token on the device, so a later plan may name its position before any host has seen
+    it. Row ``r`` computes tokens ``[starts[r], starts[r] + counts[r])`` of slot ``slots[r]``: it writes their K and V
+    to the slot's block table and attends to positions ``<= own position``.
+    """
+
+    step_id: int
+    close: list[int] = field(default_factory=list)  # slots
+    copies: list[CopyBlocks] = field(default_factory=list)
+    open: list[OpenSequence] = field(default_factory=list)
+    grow: list[tuple[int, list[int]]] = field(default_factory=list)  # (slot, block ids appended to its table)
+    replace: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, table position, new block id)
+    slots: list[int] = field(default_factory=list)  # one a row
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    sample_slots: list[tuple[int, ...]] = field(default_factory=list)
+    """One a row: the slots that draw a token from this row's last logits. ``()`` = no sampling (a prefill chunk),
+    ``(slot,)`` = the usual case, several = parallel sampling: sequences forked from this row's prompt."""
+    prompt_logprob_rows: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Give ``plan`` to the device (after all earlier ones)."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class EmitTokens:
+    """Deliver new tokens and endings to whoever waits for them."""
+
+    outputs: list[TokenOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class RejectRequest:
+    """The request can never run here, or there is no room for it in the queue. Nothing of it is held."""
+
+    request_id: str
+    reason: str
+    retry_after_s: float | None = None  # None: do not retry
+
+
+Action = RunStep | EmitTokens | RejectRequest

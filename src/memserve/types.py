@@ -1,0 +1,146 @@
+"""The words that every level shares (level 0): tiers, requests, sampling, outputs."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenArray = NDArray[np.int32]
+"""Token ids, shape ``[n]``, dtype int32, C-contiguous."""
+
+
+class Tier(enum.IntEnum):
+    """Where a block lies. On a CPU machine HBM is the arena that attention reads."""
+
+    HBM = 0
+    DRAM = 1
+    SSD = 2
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens or the model's context reached
+    CANCELLED = "cancelled"  # the client went away
+    DEADLINE = "deadline"  # the request's deadline passed
+    ERROR = "error"  # the device failed
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn from the logits (OpenAI's meanings and ranges).
+
+    Drawing is stateless: token ``i`` of sequence ``k`` depends only on the logits and ``(seed, k, i)``, so a
+    sequence that is preempted or migrated continues exactly as it would have.
+    """
+
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0  # the edge draws one when the client gives none
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None  # how many alternatives to report beside the chosen token; None = no logprobs
+    prompt_logprobs: bool = False  # report logprobs of the prompt too (``echo`` with ``logprobs``)
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When a sequence ends. Stop *strings* are found by the edge, which then posts ``SequenceStopped``."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # includes the model's end-of-sequence ids unless they are ignored
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation request as a machine sees it: token ids in, token ids out."""
+
+    request_id: str
+    prompt: TokenArray
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StopParams = field(default_factory=StopParams)
+    n: int = 1  # sequences drawn from the same prompt
+    beam_width: int = 0  # > 0: beam search with this many beams, of which the best ``n`` are returned
+    length_penalty: float = 1.0  # beam search: score = sum of logprobs / generated_tokens ** length_penalty
+    tenant: str = ""  # part of the index namespace: tenants never share KV
+    priority: int = 0  # lower runs first
+    deadline_ns: int | None = None  # absolute, same clock as ``handle(event, now)``
+    use_cache: bool = True  # may read and fill the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position, after penalties and bias, before temperature and truncation."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One step's news of one sequence."""
+
+    request_id: str
+    index: int  # which of the request's ``n`` sequences
+    tokens: tuple[int, ...]  # new tokens, usually one
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token when asked for
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0  # prompt tokens whose KV came from the cache (set on a sequence's first output)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # first output, when asked for
+    cumulative_logprob: float | None = None  # beam search only
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Copy whole blocks ``src[i] -> dst[i]`` between (or inside) tiers."""
+
+    src_tier: Tier
+    dst_tier: Tier
+    src: list[int]
+    dst: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """The shape of the KV cache of one model. Both ends of any transfer compare it.
+
+    A *page* is one layer's K and V of one block of tokens, heads outermost; inside a head K is
+    ``[head_dim_k, block_tokens]`` and V is ``[block_tokens, head_dim_v]``. A *block* is ``num_layers`` pages in a row.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    dtype: str  # "float32" | "bfloat16" | "float16"
+    block_tokens: int = 32
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes a value."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one layer's K and V of one block."""
+        return self.num_kv_heads * self.block_tokens * (self.head_dim_k + self.head_dim_v) * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.page_bytes * self.num_layers
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV over all layers."""
+        return self.block_bytes // self.block_tokens
