@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memserve.errors import UserError
+from memserve.types import KVGeometry
+from memserve.units import MIB, human_bytes
 
 
 def _positive(name: str, value: int, hint: str) -> None:
@@ -50,11 +52,19 @@ class SchedulerConfig:
     """``swap``, ``recompute``, or ``auto`` = the cheaper by the measured cost of each."""
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_step_tokens", "prefill_chunk_tokens", "max_waiting", "steps_in_flight"):
+        for name in (
+            "max_running",
+            "max_step_tokens",
+            "prefill_chunk_tokens",
+            "max_waiting",
+            "steps_in_flight",
+        ):
             _positive(name, getattr(self, name), f"give a positive number for {name}")
         if self.preemption not in ("auto", "swap", "recompute"):
             raise UserError(
-                f"unknown preemption mode {self.preemption!r}", hint="use auto, swap or recompute", param="preemption"
+                f"unknown preemption mode {self.preemption!r}",
+                hint="use auto, swap or recompute",
+                param="preemption",
             )
 
 
@@ -68,3 +78,70 @@ class InstanceConfig:
     """Model and weights fingerprint, dtype and layout: joined with the tenant into the index namespace."""
     pool: PoolConfig = field(default_factory=PoolConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""The bundled model: found in the installed package, no download."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What a person chooses when starting an engine; every field is a flag of ``memserve serve``."""
+
+    model: str = DEFAULT_MODEL
+    """A local folder, a hub id, a .gguf file, or the bundled default."""
+    dtype: str = "auto"
+    """``auto``, ``float32``, ``bfloat16`` or ``float16``, for weights, activations and KV alike."""
+    device: str = "auto"
+    """``auto``, ``cpu`` or ``cuda``."""
+    kv_memory_bytes: int = 384 * MIB
+    """Size of the arena that attention reads (tier HBM)."""
+    dram_memory_bytes: int = 0
+    """Size of the second tier (DRAM); evicted prefixes move there instead of being dropped."""
+    caching: bool = True
+    """Reuse the KV of shared prefixes."""
+    max_running: int = 64
+    """Sequences computed together."""
+    max_step_tokens: int = 2048
+    """Token budget of one step."""
+    prefill_chunk_tokens: int = 2048
+    """Largest piece of one prompt computed in one step."""
+    max_waiting: int = 4096
+    """Requests that may queue."""
+    steps_in_flight: int = 2
+    """Plans given to the device at once."""
+    preemption: str = "auto"
+    """``auto``, ``swap`` or ``recompute``."""
+    max_model_tokens: int | None = None
+    """Context limit; default: the model's own."""
+    block_tokens: int = 32
+    """Tokens a block."""
+    threads: int | None = None
+    """CPU threads of the device; default: every core."""
+
+    def instance_config(self, geometry: KVGeometry, model_max_tokens: int, namespace: str) -> InstanceConfig:
+        """The machine's part of these options, for a model with ``geometry``.
+
+        Raises :class:`UserError` when the memory holds fewer than two blocks.
+        """
+        hbm_blocks = self.kv_memory_bytes // geometry.block_bytes
+        if hbm_blocks < 2:
+            need = human_bytes(2 * geometry.block_bytes)
+            raise UserError(
+                f"kv memory of {human_bytes(self.kv_memory_bytes)} holds {hbm_blocks} blocks of this model",
+                hint=f"give at least {need}: --kv-memory {need.replace(' ', '')}",
+                param="kv_memory",
+            )
+        return InstanceConfig(
+            max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
+            namespace=namespace,
+            pool=PoolConfig(hbm_blocks, self.dram_memory_bytes // geometry.block_bytes, self.caching),
+            scheduler=SchedulerConfig(
+                max_running=self.max_running,
+                max_step_tokens=self.max_step_tokens,
+                prefill_chunk_tokens=self.prefill_chunk_tokens,
+                max_waiting=self.max_waiting,
+                steps_in_flight=self.steps_in_flight,
+                preemption=self.preemption,
+            ),
+        )

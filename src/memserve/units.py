@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from memserve.errors import UserError
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
@@ -29,3 +33,20 @@ def human_bytes(count: int) -> str:
             return f"{value:.0f} {name}" if name == "B" else f"{value:.1f} {name}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+_SUFFIXES = {"": 1, "b": 1, "k": KIB, "kib": KIB, "kb": 1000, "m": MIB, "mib": MIB, "mb": 1000**2}
+_SUFFIXES |= {"g": GIB, "gib": GIB, "gb": 1000**3, "t": GIB << 10, "tib": GIB << 10, "tb": 1000**4}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes meant by ``'512MiB'``, ``'2G'``, ``'1.5 GB'`` or a plain number.
+
+    Raises :class:`UserError` for anything else.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _SUFFIXES:
+        raise UserError(f"cannot read {text!r} as a size", hint="write it like 512MiB or 2GiB")
+    return int(float(match[1]) * _SUFFIXES[match[2]])

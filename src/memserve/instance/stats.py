@@ -1,0 +1,49 @@
+"""What an instance machine can say about itself (level 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """Blocks of one tier: ``total = free + used``; ``cached`` of the used ones only the index holds."""
+
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    """Held by the index alone: evictable, reusable."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStats:
+    """Gauges of the moment and totals since the start (additive: consumers ignore what they do not know)."""
+
+    requests_waiting: int = 0
+    sequences_running: int = 0
+    sequences_swapped: int = 0
+    requests_arrived: int = 0
+    requests_finished: int = 0
+    requests_rejected: int = 0
+    requests_cancelled: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of admitted requests."""
+    cached_tokens: int = 0
+    """Of them: KV came from the cache."""
+    computed_tokens: int = 0
+    """Tokens given to the device, prefill and decode."""
+    generated_tokens: int = 0
+    preemptions_swap: int = 0
+    preemptions_recompute: int = 0
+    steps_failed: int = 0
+    hbm: TierReport = field(default_factory=TierReport)
+    dram: TierReport = field(default_factory=TierReport)
+    running_slots_tokens: int = 0
+    """Token positions in the blocks that running sequences hold."""
+    running_tokens: int = 0
+    """Of them: positions that hold a token's state (row P4)."""
+
+    @property
+    def internal_fragmentation_tokens(self) -> int:
+        """Positions allocated to running sequences that hold no token yet: below one block a sequence."""
+        return self.running_slots_tokens - self.running_tokens
