@@ -77,9 +77,7 @@ class _Waiter:
 class Engine:
     """Runs requests: thread-safe ``submit``, answers through a sink that the engine thread calls."""
 
-    def __init__(
-        self, machine: Instance, device: Device, *, clock_ns: Callable[[], int] = time.monotonic_ns
-    ) -> None:
+    def __init__(self, machine: Instance, device: Device, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._machine = machine
         self._device = device
         self._clock_ns = clock_ns
@@ -160,9 +158,7 @@ class Engine:
             try:
                 self._handle(event)
             except Exception:
-                log.exception(
-                    "the instance machine failed on %s; its requests end with an error", type(event).__name__
-                )
+                log.exception("the instance machine failed on %s; its requests end with an error", type(event).__name__)
                 self._fail_everything()
                 self._plans.put(None)
                 return
