@@ -1,0 +1,72 @@
+"""The step context: what attention must know about the running step, without going through the model (level 3).
+
+Families differ in which keyword arguments they hand down to their attention function, some drop unknown ones. So the
+device installs the step's attention here, and the function registered with transformers picks it up. It is kept per
+thread: each device has a thread of its own, so two devices in one process never see each other's step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from memserve.errors import InvariantError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class StepAttention(Protocol):
+    """One step's ragged batch, seen by one layer after the other in model order.
+
+    This is the seam for everything that happens per layer. Whoever loads, saves or places KV by layer (LayerKV)
+    wraps a ``StepAttention`` in another one, which waits for layer ``l`` before and sends it off after the inner call.
+    """
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write this step's ``k, v`` into the pages of ``layer``, then attend causally over the paged context.
+
+        Shapes: ``q [1, H, T, Dk]``, ``k [1, Hkv, T, Dk]``, ``v [1, Hkv, T, Dv]``, any strides with a dense last
+        dimension, dtype of the KV cache; ``sinks`` ``[H]``, any float dtype. Returns ``[1, T, H, Dv]``, contiguous.
+        ``window`` > 0: attend only to the last ``window`` positions, the own one included. ``softcap`` > 0:
+        ``s = softcap * tanh(s / softcap)``. ``sinks``: one extra logit a head, in the softmax's denominator only.
+        """
+
+
+class _Context(threading.local):
+    attention: StepAttention | None = None
+
+
+_context = _Context()
+
+
+@contextmanager
+def attending(attention: StepAttention) -> Iterator[None]:
+    """Make ``attention`` the current step's for this thread."""
+    outer = _context.attention
+    _context.attention = attention
+    try:
+        yield
+    finally:
+        _context.attention = outer
+
+
+def current_attention() -> StepAttention:
+    """The running step's attention. Raises :class:`InvariantError` outside a step."""
+    attention = _context.attention
+    if attention is None:
+        raise InvariantError("attention was called outside a step: wrap the forward in `attending(...)`")
+    return attention
