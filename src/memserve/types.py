@@ -98,6 +98,7 @@ class TokenOutput:
     cached_tokens: int = 0  # prompt tokens whose KV came from the cache (set on a sequence's first output)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # first output, when asked for
     cumulative_logprob: float | None = None  # beam search only
+    queue_ns: int | None = None  # first output: from arrival to the first step that computed any of the prompt
 
 
 @dataclass(frozen=True, slots=True)
