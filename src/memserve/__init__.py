@@ -1,0 +1,31 @@
+"""memserve: serves large language models from a cluster whose KV cache is one elastic memory pool.
+
+The public names are imported when first used, so that ``import memserve`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memserve.errors import UserError
+    from memserve.llm import LLM
+    from memserve.mempool.mempool import MemPool
+    from memserve.types import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "MemPool", "SamplingParams", "UserError", "__version__"]
+
+_HOMES = {
+    "LLM": "memserve.llm",
+    "MemPool": "memserve.mempool.mempool",
+    "SamplingParams": "memserve.types",
+    "UserError": "memserve.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'memserve' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,230 @@
+"""Is greedy fp32 output token-identical to transformers' ``generate``, under every cache and scheduler setting?
+
+    python bench/lossless.py --data DIR [--settings warm,n4] [--prompts 72] [--new-tokens 32] [--reference FILE]
+
+Prompts are real multi-turn conversations and documents with questions (``DIR/conversations``, ``DIR/longdocs``). The
+reference is computed once, with the model as transformers itself loads it, and kept in ``--reference``. A difference
+counts as a *tie* only where the reference's own two best logits lie within 1e-4; it is listed, never hidden.
+Prints one line a setting; the exit status is 1 when any setting differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TIE_LOGITS = 1e-4
+MIB = 1 << 20
+
+
+@dataclass
+class Setting:
+    """One way to run the same prompts: engine options, and what must have happened for the run to count."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    warm: bool = False  # run everything twice, compare the second run
+    n: int = 1
+    must: tuple[str, ...] = ()  # counters of InstanceStats that must be positive afterwards
+
+
+def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
+    """Every setting. The small pool holds the longest prompt and little more."""
+    small = block_bytes * (longest_tokens // 32 + 40)
+    large = 4096 * MIB
+    roomy = {"kv_memory_bytes": large}
+    return [
+        Setting("caching off", {**roomy, "caching": False}),
+        Setting("caching on, cold", roomy),
+        Setting("caching on, warm", roomy, warm=True, must=("cached_tokens",)),
+        *(Setting(f"chunk {c}", {**roomy, "prefill_chunk_tokens": c}) for c in (16, 64, 512)),
+        *(Setting(f"batch {b}", {**roomy, "max_running": b}) for b in (1, 8, 32)),
+        *(
+            Setting(
+                f"tiny pool, {mode}, caching {word}",
+                {"kv_memory_bytes": small, "dram_memory_bytes": large, "preemption": mode, "caching": caching},
+                must=(f"preemptions_{mode}",),
+            )
+            for mode in ("swap", "recompute")
+            for caching, word in ((True, "on"), (False, "off"))
+        ),
+        Setting(
+            "evicted to DRAM and back",
+            {"kv_memory_bytes": small, "dram_memory_bytes": large},
+            warm=True,
+            must=("cached_tokens", "swapped_in_tokens"),
+        ),
+        Setting("n = 4", roomy, n=4),
+        Setting("n = 4, tiny pool", {"kv_memory_bytes": small, "dram_memory_bytes": large}, n=4),
+        Setting("one step in flight", {**roomy, "steps_in_flight": 1}),
+    ]
+
+
+# -- prompts
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of one ``.jsonl.gz`` file."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def conversations(data: Path, count: int) -> Iterator[list[dict[str, str]]]:
+    """Long chats, each at two successive user turns, so that the prompts share prefixes."""
+    for name in ("mtrag_un_human", "mtbench101"):
+        chats = [r["messages"] for r in read(data / "conversations" / f"{name}.jsonl.gz")]
+        chats.sort(key=lambda m: (-len(m), json.dumps(m)))
+        for messages in chats[: count // 4]:
+            turns = [i for i, m in enumerate(messages) if m["role"] == "user"]
+            for last in turns[-2:]:
+                yield messages[: last + 1]
+
+
+def documents(data: Path, tokenizer: Any, count: int) -> Iterator[list[dict[str, str]]]:
+    """A document of 2,000 tokens and more with a question, its answer, and a second question."""
+    sources = ("loogle_wikipedia", "qmsum_meetings")
+    records = [r for name in sources for r in read(data / "longdocs" / f"{name}.jsonl.gz")]
+    for i, record in enumerate(records[:count]):
+        questions = record["questions"]
+        ids = tokenizer(record["document"], add_special_tokens=False)["input_ids"][: 2000 + 50 * i]
+        first, second = questions[0], questions[1 % len(questions)]
+        yield [
+            {"role": "user", "content": tokenizer.decode(ids) + "\n\n" + first["question"]},
+            {"role": "assistant", "content": str(first["answer"])},
+            {"role": "user", "content": second["question"]},
+        ]
+
+
+def build_prompts(data: Path, tokenizer: Any, count: int) -> list[list[int]]:
+    """``count`` token prompts: about a sixth of them long."""
+    long = max(1, count // 9)
+    chats = [*conversations(data, count - long), *documents(data, tokenizer, long)]
+    return [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in chats]
+
+
+# -- reference
+
+
+def reference(model_source: str, prompts: list[list[int]], new_tokens: int, path: Path) -> list[dict[str, Any]]:
+    """Greedy tokens and the gap between the two best logits at each, from transformers; cached in ``path``."""
+    key = {"model": model_source, "prompts": prompts, "new_tokens": new_tokens}
+    if path.exists():
+        stored = json.loads(path.read_text())
+        if stored["key"] == key:
+            return stored["answers"]
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = Path(model_source)
+    where = (
+        {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+        if source.suffix == ".gguf"
+        else {"pretrained_model_name_or_path": model_source}
+    )
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    answers = []
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        best = [torch.topk(step[0].float(), 2).values for step in out.logits]
+        answers.append(
+            {"tokens": out.sequences[0, len(prompt) :].tolist(), "gaps": [float(b[0] - b[1]) for b in best]}
+        )
+        print(f"reference {i + 1}/{len(prompts)}", end="\r", file=sys.stderr, flush=True)
+    path.write_text(json.dumps({"key": key, "answers": answers}))
+    return answers
+
+
+# -- comparison
+
+
+def compare(got: list[int], want: dict[str, Any]) -> str:
+    """``equal``, ``tie`` or a description of the first difference."""
+    for i, (a, b) in enumerate(zip(got, want["tokens"], strict=False)):
+        if a != b:
+            gap = want["gaps"][i]
+            return "tie" if gap <= TIE_LOGITS else f"token {i}: {a} instead of {b} (gap {gap:.2e})"
+    if len(got) != len(want["tokens"]):
+        return f"{len(got)} tokens instead of {len(want['tokens'])}"
+    return "equal"
+
+
+def run(setting: Setting, model: str, prompts: list[list[int]], want: list[dict[str, Any]], new: int) -> dict[str, Any]:
+    """Run one setting; the verdict of every sequence, the counters that must have moved, the seconds."""
+    from memserve import LLM, SamplingParams
+
+    started = time.perf_counter()
+    with LLM(model, dtype="float32", **setting.options) as llm:
+        for _ in range(1 + setting.warm):
+            results = llm.generate(prompts, SamplingParams(temperature=0.0), max_tokens=new, n=setting.n)
+        stats = llm.stats().instance
+    verdicts = [compare(list(o.tokens), want[i]) for i, r in enumerate(results) for o in r.outputs]
+    wrong = [f"prompt {i // setting.n}: {v}" for i, v in enumerate(verdicts) if v not in ("equal", "tie")]
+    idle = [name for name in setting.must if not getattr(stats, name)]
+    return {
+        "setting": setting.name,
+        "equal": verdicts.count("equal"),
+        "ties": verdicts.count("tie"),
+        "wrong": wrong,
+        "did_not_happen": idle,
+        "sequences": len(verdicts),
+        "seconds": round(time.perf_counter() - started, 1),
+        "counters": {name: getattr(stats, name) for name in setting.must},
+    }
+
+
+def main() -> int:
+    """Run the chosen settings and print one line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with conversations/ and longdocs/")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="what memserve loads")
+    parser.add_argument("--reference-model", required=True, help="what transformers loads: a folder or a .gguf file")
+    parser.add_argument("--reference", type=Path, default=Path("build/lossless-reference.json"))
+    parser.add_argument("--prompts", type=int, default=72)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--settings", default="", help="comma-separated parts of setting names; default: all")
+    parser.add_argument("--only-reference", action="store_true")
+    args = parser.parse_args()
+    if not args.data.exists():
+        print(f"skipped: no data at {args.data}")
+        return 0
+    from transformers import AutoTokenizer
+
+    source = Path(args.reference_model)
+    where = {"gguf_file": source.name} if source.suffix == ".gguf" else {}
+    tokenizer = AutoTokenizer.from_pretrained(str(source.parent if where else source), **where)
+    prompts = build_prompts(args.data, tokenizer, args.prompts)
+    lengths = sorted(map(len, prompts))
+    long = sum(n >= 2000 for n in lengths)
+    print(f"{len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, {long} of 2,000 and more")
+    want = reference(args.reference_model, prompts, args.new_tokens, args.reference)
+    if args.only_reference:
+        return 0
+    parts = [p for p in args.settings.split(",") if p]
+    failed = False
+    for setting in settings(block_bytes=23040 * 2 * 32, longest_tokens=lengths[-1]):
+        if parts and not any(p in setting.name for p in parts):
+            continue
+        result = run(setting, args.model, prompts, want, args.new_tokens)
+        failed |= bool(result["wrong"] or result["did_not_happen"])
+        print(json.dumps(result), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
