@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -99,10 +99,12 @@ class LLM:
         length_penalty: float = 1.0,
         tenant: str = "",
         use_cache: bool = True,
+        on_progress: Callable[[], None] | None = None,
     ) -> list[Completion]:
         """Generate for every prompt (text, or token ids), all batched together; answers in the prompts' order.
 
-        ``sampling`` defaults to temperature 1 with seed 0, so that a call repeats exactly. Raises
+        ``sampling`` defaults to temperature 1 with seed 0, so that a call repeats exactly. ``on_progress`` is called
+        in this thread after each piece of news. Raises
         :class:`UserError` when the engine rejects a prompt (for example one beyond the context).
         """
         ends = () if ignore_eos else tuple(self.model.eos_token_ids)
@@ -123,7 +125,7 @@ class LLM:
                     use_cache=use_cache,
                 )
             )
-        return call.wait()
+        return call.wait(on_progress)
 
     def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None, **kwargs: Any) -> Completion:
         """Answer a conversation, through the model's chat template; keywords as in :meth:`generate`."""
@@ -187,11 +189,13 @@ class _Call:
         self._running += request.n
         self._engine.submit(request, lambda news: self._news.put((time.perf_counter_ns(), news)))
 
-    def wait(self) -> list[Completion]:
+    def wait(self, on_progress: Callable[[], None] | None) -> list[Completion]:
         """Block until everything has ended. Ctrl-C cancels what still runs."""
         try:
             while self._running:
                 self._take(*self._news.get())
+                if on_progress is not None:
+                    on_progress()
         except BaseException:
             for request_id in self._results:
                 self._engine.cancel(request_id)

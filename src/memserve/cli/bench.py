@@ -1,0 +1,43 @@
+"""``memserve bench``: measurements of this very installation (level 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import Annotated
+
+import typer
+
+from memserve.config import DEFAULT_MODEL
+
+app = typer.Typer(help="Measure memserve on this machine.", no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure memserve on this machine."""
+
+
+@app.command()
+def engine(
+    model: Annotated[str, typer.Option(help="Folder, hub id, .gguf file or the bundled model.")] = DEFAULT_MODEL,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_memory: Annotated[str, typer.Option(help="Size of the KV pool, e.g. 512MiB.")] = "384MiB",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs a figure; medians are printed.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Prefill, decode, TTFT, the scheduler's share of a step, and the memory report."""
+    started = time.perf_counter()
+    from memserve.bench.engine import bench_engine, describe
+    from memserve.llm import LLM
+
+    with LLM(model, dtype=dtype, kv_memory=kv_memory) as llm:
+        ready_s = time.perf_counter() - started
+        head = {**describe(llm), "ready_s": round(ready_s, 2)}
+        typer.echo(json.dumps(head) if as_json else "  ".join(f"{k}={v}" for k, v in head.items()))
+        for figure in bench_engine(llm, repeats=repeats):
+            if as_json:
+                typer.echo(json.dumps(dataclasses.asdict(figure)))
+            else:
+                typer.echo(f"{figure.name:<44}{figure.value:>12.2f} {figure.unit:<16}{figure.note}")
