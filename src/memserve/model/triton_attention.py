@@ -1,0 +1,171 @@
+"""Paged attention on a CUDA device: the same calls as the CPU kernels' ``PagedBatch`` and ``attend`` (level 3).
+
+The package ``triton`` is imported on first use, so that a machine without it can import this module and ask
+:func:`available`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import types
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memserve.errors import UserError, check
+from memserve.types import KVGeometry
+from memserve.units import ceil_div
+
+_DECODE_ROWS = 16  # query rows of a tile: the least that a tensor core takes
+_PREFILL_ROWS = 64
+_BLOCKS_A_SPLIT = 8  # a shorter piece of a row costs more in the merge than it gains
+_SPLITS_MAX = 32
+
+
+def available() -> bool:
+    """Whether the package ``triton`` is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _kernels() -> types.ModuleType:
+    if not available():
+        raise UserError("attention on this device needs the package triton", hint="pip install triton")
+    return importlib.import_module("memserve.model.triton_kernels")
+
+
+def _power_of_two(least: int, count: int) -> int:
+    return max(least, 1 << (count - 1).bit_length())
+
+
+class TritonBatch:
+    """One step's ragged batch on the device. Built once per step, used by every layer.
+
+    ``arena``: flat uint8 tensor, the whole KV arena. ``tables``: int32 ``[slots, max_blocks]``, block ids; a tensor on
+    the arena's device, or an array that is copied there. ``table_rows`` int32 ``[rows]``: which row of ``tables``
+    belongs to each sequence. ``q_starts`` int32 ``[rows + 1]``: the rows of q that belong to each sequence.
+    ``contexts`` int32 ``[rows]``: tokens of each sequence after this step. ``splits``: pieces into which a row's blocks
+    are divided among programs; ``None`` = enough to fill the device.
+    """
+
+    def __init__(
+        self,
+        arena: Tensor,
+        geometry: KVGeometry,
+        tables: Tensor | NDArray[np.int32],
+        table_rows: NDArray[np.int32],
+        q_starts: NDArray[np.int32],
+        contexts: NDArray[np.int32],
+        splits: int | None = None,
+    ) -> None:
+        check(arena.dtype == torch.uint8 and arena.dim() == 1, "the arena is a flat uint8 tensor")
+        counts = np.diff(q_starts)
+        check(bool((counts >= 1).all() and (counts <= contexts).all()), "every row computes 1 to `context` tokens")
+        self.geometry = geometry
+        self.arena = arena.view(getattr(torch, geometry.dtype))
+        self.device = arena.device
+        self.tables = tables if isinstance(tables, Tensor) else torch.from_numpy(tables).to(self.device)
+        self.tokens = int(q_starts[-1])
+        self._q_starts, self._counts = q_starts, counts
+        self._context_max = int(contexts.max())
+        self._splits = splits
+        token_rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        self.table_rows, self.q_starts, self.contexts, self.token_rows = self._upload(
+            table_rows, q_starts, contexts, token_rows
+        )
+        self._tiles: dict[int, tuple[int, int, Tensor, Tensor]] = {}
+
+    def _upload(self, *arrays: NDArray[np.int32]) -> tuple[Tensor, ...]:
+        """The arrays on the device, sent as one copy: a launch is cheaper than a transfer."""
+        joined = torch.from_numpy(np.concatenate(arrays, dtype=np.int32))
+        if self.device.type == "cuda":
+            joined = joined.pin_memory()
+        return tuple(torch.split(joined.to(self.device, non_blocking=True), [len(a) for a in arrays]))
+
+    def tiles(self, group: int) -> tuple[int, int, Tensor, Tensor]:
+        """``(query rows of a tile, tiles, row of each, first token of each)`` for ``group`` heads a KV head."""
+        if group not in self._tiles:
+            decode = int(self._counts.max()) == 1
+            m = _power_of_two(_DECODE_ROWS if decode else _PREFILL_ROWS, group)
+            per_row = -(-self._counts // (m // group))
+            rows = np.repeat(np.arange(len(per_row), dtype=np.int32), per_row)
+            nth = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
+            firsts = self._q_starts[rows] + nth * (m // group)
+            tile_rows, tile_firsts = self._upload(rows, firsts.astype(np.int32))
+            self._tiles[group] = (m, len(rows), tile_rows, tile_firsts)
+        return self._tiles[group]
+
+    def splits(self, programs: int) -> int:
+        """Pieces a row, so that ``programs`` times the pieces fill the device; 1 where there are queries enough."""
+        if self._splits is not None:
+            return self._splits
+        if self.device.type != "cuda":
+            return 1
+        wanted = ceil_div(2 * torch.cuda.get_device_properties(self.device).multi_processor_count, programs)
+        useful = ceil_div(self._context_max, self.geometry.block_tokens * _BLOCKS_A_SPLIT)
+        return max(1, min(wanted, useful, _SPLITS_MAX))
+
+    def common(self) -> tuple[Tensor | int, ...]:
+        """The arguments that every kernel starts with."""
+        return (self.arena, self.tables, self.tables.stride(0), self.table_rows, self.q_starts, self.contexts)
+
+    def shape(self) -> dict[str, int]:
+        """The compile-time constants of this geometry."""
+        g = self.geometry
+        return {
+            "LAYERS": g.num_layers, "KV_HEADS": g.num_kv_heads, "DK": g.head_dim_k, "DV": g.head_dim_v,
+            "BLOCK": g.block_tokens,
+            "DK_PAD": _power_of_two(16, g.head_dim_k), "DV_PAD": _power_of_two(16, g.head_dim_v),
+        }  # fmt: skip
+
+
+def attend(
+    batch: TritonBatch,
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    write: bool = True,
+) -> None:
+    """Write this step's K and V into the pages, then attend causally over the paged context.
+
+    ``q`` ``[T, H, Dk]``, ``k`` ``[T, Hkv, Dk]``, ``v`` ``[T, Hkv, Dv]``, ``out`` ``[T, H, Dv]``: of the KV's dtype, any
+    strides but a contiguous last dimension. Query ``i`` of a row sits at position ``context - count + i``; head ``h``
+    reads KV head ``h // (H / Hkv)``. ``window`` > 0: only the last ``window`` positions, its own included. ``softcap``
+    > 0: ``s = cap * tanh(s / cap)``. ``sinks``: float32 ``[H]``, one more logit a head, in the denominator only. Sums
+    are float32.
+    """
+    kernels = _kernels()
+    check(q.shape[0] == batch.tokens, f"q has {q.shape[0]} rows, the batch {batch.tokens}")
+    check(all(x.stride(-1) == 1 for x in (q, k, v, out)), "the last dimension must be contiguous")
+    g, shape = batch.geometry, batch.shape()
+    if write:
+        kernels.write_kv[(batch.tokens, g.num_kv_heads)](
+            *batch.common(), batch.token_rows, k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), layer, **shape
+        )
+    heads = q.shape[1]
+    m, tiles, tile_rows, tile_firsts = batch.tiles(heads // g.num_kv_heads)
+    splits = batch.splits(tiles * g.num_kv_heads)
+    pieces, stats = out, out  # not touched unless the row is split
+    if splits > 1:
+        pieces = torch.empty((batch.tokens, heads, splits, g.head_dim_v), dtype=torch.float32, device=q.device)
+        stats = torch.empty((batch.tokens, heads, splits, 2), dtype=torch.float32, device=q.device)
+    kernels.attend_tile[(tiles, g.num_kv_heads, splits)](
+        *batch.common(), tile_rows, tile_firsts, q, q.stride(0), q.stride(1), out, out.stride(0), out.stride(1),
+        pieces, stats, out if sinks is None else sinks, layer, scale, window, softcap, **shape,
+        KEYS=_power_of_two(16, g.block_tokens), GROUP=heads // g.num_kv_heads, M=m, SPLITS=splits,
+        WINDOW=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None,
+        WIDE=q.device.type == "cpu",
+    )  # fmt: skip
+    if splits > 1:
+        kernels.combine_splits[(batch.tokens, heads)](
+            pieces, stats, out, out.stride(0), out.stride(1),
+            HEADS=heads, DV=g.head_dim_v, DV_PAD=shape["DV_PAD"], SPLITS=splits, SPLITS_PAD=_power_of_two(2, splits),
+        )  # fmt: skip

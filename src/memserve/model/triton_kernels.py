@@ -1,0 +1,184 @@
+"""The CUDA kernels of paged attention, in Triton (level 3). Importing this module needs the package ``triton``.
+
+Three kernels: :func:`write_kv` puts a step's K and V into their pages, :func:`attend_tile` attends one tile of queries
+to one row's pages (online softmax: FlashAttention-2, Algorithm 1), :func:`combine_splits` merges the pieces of a row
+whose pages were divided among several programs (Flash-Decoding). ``TRITON_INTERPRET=1`` runs them on a CPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NEVER = tl.constexpr(-1.0e30)  # the running maximum before any key was seen; finite, so that differences are not NaN
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2_E)
+
+
+@triton.jit
+def page_of_head(table, index, layer, kv_head, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr):
+    """Element offset of one head in the page of ``table[index]`` and ``layer``: the one place that knows the arena."""
+    block = tl.load(table + index).to(tl.int64)
+    return ((block * LAYERS + layer) * KV_HEADS + kv_head) * HEAD
+
+
+@triton.jit
+def write_kv(
+    arena, tables, table_stride, table_rows, q_starts, contexts, token_rows,
+    k, k_token, k_head, v, v_token, v_head, layer,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+):  # fmt: skip
+    """Program (token, kv head): K goes into column ``t`` of ``[DK, BLOCK]``, V into row ``t`` of ``[BLOCK, DV]``."""
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    row = tl.load(token_rows + token)
+    position = tl.load(contexts + row) - tl.load(q_starts + row + 1) + token
+    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
+    head = arena + page_of_head(table, position // BLOCK, layer, kv_head, LAYERS, KV_HEADS, BLOCK * (DK + DV))
+    t = position % BLOCK
+    dk = tl.arange(0, DK_PAD)
+    dv = tl.arange(0, DV_PAD)
+    column = tl.load(k + token * k_token + kv_head * k_head + dk, mask=dk < DK)
+    tl.store(head + dk * BLOCK + t, column, mask=dk < DK)
+    line = tl.load(v + token * v_token + kv_head * v_head + dv, mask=dv < DV)
+    tl.store(head + BLOCK * DK + t * DV + dv, line, mask=dv < DV)
+
+
+@triton.jit
+def tile_queries(places, live, DK: tl.constexpr, DK_PAD: tl.constexpr, WIDE: tl.constexpr):
+    """Q ``[M, DK_PAD]`` of the heads at ``places`` ``[M]``; rows that are not live are zero."""
+    dk = tl.arange(0, DK_PAD)
+    queries = tl.load(places[:, None] + dk[None, :], mask=live[:, None] & (dk < DK)[None, :], other=0.0)
+    if WIDE:  # Triton's interpreter multiplies bfloat16 as if it were an integer
+        queries = queries.to(tl.float32)
+    return queries
+
+
+@triton.jit
+def run_of_blocks(
+    first, last, window, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr
+):  # fmt: skip
+    """Blocks ``[begin, stop)`` of one split, for queries at positions ``[first, last]``."""
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(first - window + 1, 0) // BLOCK
+    blocks = last // BLOCK + 1
+    share = (blocks - begin + SPLITS - 1) // SPLITS
+    begin += split * share
+    return begin, tl.minimum(begin + share, blocks)
+
+
+@triton.jit
+def block_scores(
+    queries, head, keys, positions, live, scale, window, softcap,
+    DK: tl.constexpr, BLOCK: tl.constexpr, DK_PAD: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Scores ``[M, KEYS]`` of a tile's queries against one block, in units of log2, and which of them count."""
+    t = tl.arange(0, KEYS)
+    dk = tl.arange(0, DK_PAD)
+    k = tl.load(head + dk[:, None] * BLOCK + t[None, :], mask=(dk < DK)[:, None] & (t < BLOCK)[None, :], other=0.0)
+    if WIDE:
+        k = k.to(tl.float32)
+    score = tl.dot(queries, k, input_precision="ieee") * scale
+    if SOFTCAP:  # tanh(x) = 2 sigmoid(2x) - 1
+        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+    seen = live[:, None] & (keys[None, :] <= positions[:, None]) & (t < BLOCK)[None, :]
+    if WINDOW:
+        seen = seen & (keys[None, :] > positions[:, None] - window)
+    return tl.where(seen, score * LOG2_E, NEVER), seen
+
+
+@triton.jit
+def block_values(
+    place, keys, last,
+    DV: tl.constexpr, BLOCK: tl.constexpr, DV_PAD: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """V ``[KEYS, DV_PAD]`` of one block. Slots behind the last token may hold anything, NaN too, and 0 * NaN must not
+    reach the sum: they are not read."""
+    t = tl.arange(0, KEYS)
+    dv = tl.arange(0, DV_PAD)
+    written = (keys <= last) & (t < BLOCK)
+    v = tl.load(place + t[:, None] * DV + dv[None, :], mask=written[:, None] & (dv < DV)[None, :], other=0.0)
+    if WIDE:
+        v = v.to(tl.float32)
+    return v
+
+
+@triton.jit
+def attend_tile(
+    arena, tables, table_stride, table_rows, q_starts, contexts, tile_rows, tile_firsts,
+    q, q_token, q_head, out, out_token, out_head, pieces, piece_stats, sinks,
+    layer, scale, window, softcap,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, kv head, split). A tile is ``M // GROUP`` tokens of one row times the ``GROUP`` heads that share
+    a KV head; a split is a run of that row's blocks. Keys are taken one block at a time: a page is contiguous."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    row = tl.load(tile_rows + tile)
+    first = tl.load(tile_firsts + tile)
+    end = tl.load(q_starts + row + 1)
+    shift = tl.load(contexts + row) - end  # a token's position is its place in the batch plus this
+    TOKENS: tl.constexpr = M // GROUP
+    m = tl.arange(0, M)
+    tokens = (first + m // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + m % GROUP
+    live = (m < TOKENS * GROUP) & (tokens < end)
+    positions = tokens + shift
+    last = tl.minimum(first + TOKENS, end) - 1 + shift
+
+    dv = tl.arange(0, DV_PAD)
+    queries = tile_queries(q + tokens * q_token + heads * q_head, live, DK, DK_PAD, WIDE)
+    top = tl.full([M], NEVER, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if SINKS:  # one more logit in the denominator, counted once: in the first split
+        top = tl.where(split == 0, tl.load(sinks + heads, mask=live, other=0.0) * LOG2_E, top)
+        total = tl.where(split == 0, total + 1.0, total)
+    acc = tl.zeros([M, DV_PAD], tl.float32)
+
+    begin, stop = run_of_blocks(first + shift, last, window, split, BLOCK, SPLITS, WINDOW)
+    table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
+    for index in range(begin, stop):
+        head = arena + page_of_head(table, index, layer, kv_head, LAYERS, KV_HEADS, BLOCK * (DK + DV))
+        keys = index * BLOCK + tl.arange(0, KEYS)
+        score, seen = block_scores(queries, head, keys, positions, live, scale, window, softcap,
+                                   DK, BLOCK, DK_PAD, KEYS, WINDOW, SOFTCAP, WIDE)  # fmt: skip
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.where(seen, tl.exp2(score - higher[:, None]), 0.0)
+        fade = tl.exp2(top - higher)
+        v = block_values(head + BLOCK * DK, keys, last, DV, BLOCK, DV_PAD, KEYS, WIDE)
+        acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        total = total * fade + tl.sum(weight, 1)
+        top = higher
+
+    cells = live[:, None] & (dv < DV)[None, :]
+    if SPLITS == 1:
+        tl.store(out + (tokens * out_token + heads * out_head)[:, None] + dv[None, :], acc / total[:, None], mask=cells)
+    else:
+        piece = (tokens * (KV_HEADS * GROUP) + heads) * SPLITS + split
+        tl.store(pieces + piece[:, None] * DV + dv[None, :], acc, mask=cells)
+        tl.store(piece_stats + piece * 2, top, mask=live)
+        tl.store(piece_stats + piece * 2 + 1, total, mask=live)
+
+
+@triton.jit
+def combine_splits(
+    pieces, piece_stats, out, out_token, out_head,
+    HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+):  # fmt: skip
+    """Program (token, head): weigh each split's unnormalised sum by its maximum, and divide by the whole total."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    piece = (token * HEADS + head) * SPLITS + tl.arange(0, SPLITS_PAD)
+    known = tl.arange(0, SPLITS_PAD) < SPLITS
+    dv = tl.arange(0, DV_PAD)
+    top = tl.load(piece_stats + piece * 2, mask=known, other=NEVER)
+    total = tl.load(piece_stats + piece * 2 + 1, mask=known, other=0.0)
+    weight = tl.exp2(top - tl.max(top, 0))
+    parts = tl.load(pieces + piece[:, None] * DV + dv[None, :], mask=known[:, None] & (dv < DV)[None, :], other=0.0)
+    mixed = tl.sum(parts * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(out + token * out_token + head * out_head + dv, mixed, mask=dv < DV)

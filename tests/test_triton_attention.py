@@ -1,0 +1,138 @@
+"""The Triton kernels, run by Triton's interpreter on the CPU, against attention in float64.
+
+They run in a child process: whether kernels are interpreted is decided once, when triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+CASES = {
+    # name: dtype, layers, heads, kv heads, dk, dv, block, counts, contexts, options
+    "decode": ("float32", 2, 3, 1, 16, 16, 16, [1, 1, 1], [1, 17, 40], {}),
+    "prefill and decode mixed": ("float32", 2, 4, 2, 16, 16, 32, [33, 1, 5], [33, 40, 70], {}),
+    "window": ("float32", 1, 2, 1, 16, 16, 16, [1, 20], [50, 60], {"window": 9}),
+    "softcap": ("float32", 1, 2, 2, 16, 16, 16, [3], [20], {"softcap": 2.5}),
+    "sinks": ("float32", 1, 4, 2, 16, 16, 16, [1, 3], [20, 3], {"sinks": True}),
+    "values narrower than keys": ("float32", 1, 2, 1, 24, 12, 16, [2], [19], {}),
+    "split rows": ("float32", 1, 3, 1, 16, 16, 16, [1, 1], [100, 5], {"splits": 3, "sinks": True}),
+    "split rows in a window": ("float32", 1, 2, 1, 16, 16, 16, [1], [100], {"splits": 4, "window": 40}),
+    "block of 48": ("float32", 1, 2, 1, 16, 16, 48, [2], [60], {}),
+    "bfloat16": ("bfloat16", 1, 4, 2, 16, 16, 32, [1, 6], [40, 6], {}),
+    "float16": ("float16", 1, 4, 2, 16, 16, 32, [1, 6], [40, 6], {}),
+}
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+def reference(q, keys, values, scale, window, softcap, sinks):
+    """Causal attention of one row in float64: q ``[n, H, Dk]``, keys ``[c, Hkv, Dk]``, values ``[c, Hkv, Dv]``."""
+    n, heads, _ = q.shape
+    context, kv_heads, _ = keys.shape
+    out = np.zeros((n, heads, values.shape[2]))
+    for i in range(n):
+        position = context - n + i
+        first = max(0, position - window + 1) if window else 0
+        for h in range(heads):
+            kv = h // (heads // kv_heads)
+            s = keys[first : position + 1, kv] @ q[i, h] * scale
+            if softcap:
+                s = softcap * np.tanh(s / softcap)
+            top = max(s.max(), sinks[h]) if sinks is not None else s.max()
+            e = np.exp(s - top)
+            below = e.sum() + (np.exp(sinks[h] - top) if sinks is not None else 0.0)
+            out[i, h] = e @ values[first : position + 1, kv] / below
+    return out
+
+
+def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
+    """The largest difference between kernel and reference, relative to the largest output."""
+    import torch
+
+    from memserve.model.triton_attention import TritonBatch, attend
+    from memserve.types import KVGeometry
+
+    dtype_name, layers, heads, kv_heads, dk, dv, block, counts, contexts, options = CASES[name]
+    dtype = getattr(torch, dtype_name)
+    rng = np.random.default_rng(list(name.encode()))
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.standard_normal(shape)).to(dtype)
+
+    geometry = KVGeometry(layers, kv_heads, dk, dv, dtype_name, block)
+    needed = [-(-c // block) for c in contexts]
+    order = rng.permutation(sum(needed) + 3).astype(np.int32)
+    arena = torch.full(((sum(needed) + 3) * geometry.block_bytes,), 0xFF, dtype=torch.uint8, device=device)  # NaN
+    tables = np.full((len(counts) + 2, max(needed) + 1), -1, np.int32)
+    table_rows = rng.permutation(len(counts) + 2)[: len(counts)].astype(np.int32)
+    taken = 0
+    for row, blocks in zip(table_rows, needed, strict=True):
+        tables[row, :blocks] = order[taken : taken + blocks]
+        taken += blocks
+
+    context_kv = [(draw(c, kv_heads, dk), draw(c, kv_heads, dv)) for c in contexts]
+    q_rows = [draw(n, heads, dk) for n in counts]
+    sinks = rng.standard_normal(heads) if options.get("sinks") else None
+    layer = layers - 1
+    on = {"layer": layer, "scale": scale}
+    extra = {"window": options.get("window", 0), "softcap": options.get("softcap", 0.0)}
+
+    def step(pieces: list[tuple[int, int, int]], queries: list[torch.Tensor]) -> torch.Tensor:
+        """Compute tokens ``[start, stop)`` of each ``(row, start, stop)``."""
+        rows = [r for r, _, _ in pieces]
+        starts = np.cumsum([0] + [stop - start for _, start, stop in pieces]).astype(np.int32)
+        batch = TritonBatch(
+            arena, geometry, tables, table_rows[rows], starts,
+            np.array([stop for _, _, stop in pieces], np.int32), options.get("splits"),
+        )  # fmt: skip
+        # Storage is [H, T, D], handed over as [T, H, D]: the strides that a model's attention layer gives.
+        k = torch.cat([context_kv[r][0][a:b] for r, a, b in pieces]).transpose(0, 1).contiguous().to(device)
+        v = torch.cat([context_kv[r][1][a:b] for r, a, b in pieces]).transpose(0, 1).contiguous().to(device)
+        q = torch.cat(queries).to(device)
+        out = torch.zeros(len(q), heads, dv, dtype=dtype, device=device)
+        sink_logits = None if sinks is None else torch.tensor(sinks, dtype=torch.float32, device=device)
+        attend(batch, q=q, k=k.transpose(0, 1), v=v.transpose(0, 1), out=out, sinks=sink_logits, **on, **extra)
+        return out
+
+    before = [(r, 0, c - n) for r, (c, n) in enumerate(zip(contexts, counts, strict=True)) if c > n]
+    if before:
+        step(before, [draw(stop, heads, dk) for _, _, stop in before])
+    got = step([(r, c - n, c) for r, (c, n) in enumerate(zip(contexts, counts, strict=True))], q_rows)
+    want = np.concatenate([
+        reference(q.double().numpy(), k.double().numpy(), v.double().numpy(), scale, *extra.values(), sinks)
+        for q, (k, v) in zip(q_rows, context_kv, strict=True)
+    ])  # fmt: skip
+    return float(np.abs(got.double().cpu().numpy() - want).max() / np.abs(want).max())
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, float]:
+    """Relative error of every case, from one child process."""
+    pytest.importorskip("triton", reason="the package triton (extra: test) is not installed")
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    child = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=240)
+    assert child.returncode == 0, child.stderr[-3000:]
+    return {name: float(error) for name, error in (line.rsplit(" ", 1) for line in child.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernel_equals_float64_reference(errors: dict[str, float], name: str) -> None:
+    assert errors[name] < TOLERANCE[CASES[name][0]]
+
+
+def test_without_triton_the_module_imports_and_the_hint_says_what_to_install(monkeypatch) -> None:
+    from memserve.errors import UserError
+    from memserve.model import triton_attention
+
+    monkeypatch.setattr(triton_attention, "available", lambda: False)
+    with pytest.raises(UserError, match="pip install triton"):
+        triton_attention._kernels()
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        print(case, run_case(case), flush=True)
