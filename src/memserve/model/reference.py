@@ -15,7 +15,7 @@ from memserve.types import KVGeometry
 
 
 class ReferencePages:
-    """An arena of bytes seen as pages: ``k [blocks, layers, Hkv, Dk, block]`` and ``v [blocks, layers, Hkv, block, Dv]``."""
+    """An arena of bytes seen as ``k [blocks, layers, Hkv, Dk, block]`` and ``v [blocks, layers, Hkv, block, Dv]``."""
 
     def __init__(self, arena: Tensor, geometry: KVGeometry) -> None:
         """``arena``: uint8 ``[blocks * block_bytes]``, any device; both views share its memory."""
@@ -83,15 +83,15 @@ class ReferenceAttention:
         for row, (table, context) in enumerate(zip(self._tables, self._contexts, strict=True)):
             first, last = self._starts[row], self._starts[row + 1]
             keys, values = self._pages.read(layer, table, context)
-            mixed = _attend_dense(q[0, :, first:last], keys, values, scale, window, softcap, sinks)
+            mixed = attend_dense(q[0, :, first:last], keys, values, scale, window, softcap, sinks)
             out[0, first:last] = mixed.transpose(0, 1)
         return out
 
 
-def _attend_dense(
+def attend_dense(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """``q [H, n, Dk]`` are the last ``n`` positions of ``k [Hkv, context, Dk], v [Hkv, context, Dv]``: ``[H, n, Dv]``."""
+    """``q [H, n, Dk]``: the last ``n`` positions of ``k [Hkv, context, Dk], v [Hkv, context, Dv]``. ``[H, n, Dv]``."""
     heads, count, _ = q.shape
     kv_heads, context, _ = k.shape
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32

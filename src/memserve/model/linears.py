@@ -1,0 +1,100 @@
+"""oneDNN-packed linear layers (level 3, CPU): the largest single gain on this hardware.
+
+``F.linear`` lays the weight out anew on every call; packed once, a decode step streams it at memory speed (twice as
+fast at batch 8). The two torch ops are what Inductor emits. They are private in name, so they are tried out first, and
+the plain layers stay where they do not behave.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_TRIAL_ROWS = 8
+
+
+class PackedLinear(nn.Module):
+    """``y = x W^T + b`` with ``W`` in oneDNN's own layout, for any number of rows."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.packed = _pack(linear.weight.detach())
+        self.bias = linear.bias
+        #: shape and dtype for code that asks; computing with it is an error, not a wrong result
+        self.weight = torch.empty_like(linear.weight, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features] -> [..., out_features]``."""
+        if x.numel() == 0:  # a step in which no row samples
+            return x.new_empty((*x.shape[:-1], self.out_features))
+        return _linear(x, self.packed, self.bias)
+
+
+def pack_linears(module: nn.Module) -> int:
+    """Replace every ``nn.Linear`` below ``module`` by a packed one and free its weight; returns how many.
+
+    Nothing is replaced on other devices, for other dtypes, or where the packed result would differ.
+    """
+    found = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
+    linears = [entry for entry in found if type(entry[2]) is nn.Linear and _is_packable(entry[2])]
+    trusted: dict[tuple[Any, ...], bool] = {}
+    packed = 0
+    for parent, name, linear in linears:
+        replacement = _try_pack(linear, trusted)
+        if replacement is not None:
+            setattr(parent, name, replacement)
+            packed += 1
+    own_storage(module)
+    return packed
+
+
+def own_storage(module: nn.Module) -> None:
+    """Copy every parameter that is left in host memory out of the weights file that it may be mapped from.
+
+    As long as one parameter refers to the mapping, all of it stays resident, the packed weights' originals too.
+    """
+    for parameter in module.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
+
+
+def _is_packable(linear: nn.Module) -> bool:
+    weight = linear.weight
+    return isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.dtype in _TOLERANCE
+
+
+def _try_pack(linear: nn.Linear, trusted: dict[tuple[Any, ...], bool]) -> PackedLinear | None:
+    """The packed layer, or ``None`` if layers of this shape failed their trial (run once a shape)."""
+    kind = (linear.weight.shape, linear.weight.dtype, linear.bias is not None)
+    if trusted.get(kind) is False:
+        return None
+    try:
+        packed = PackedLinear(linear)
+        if kind not in trusted:
+            trusted[kind] = _agrees(packed, linear)
+    except (RuntimeError, AttributeError):  # this build of torch has no such op, or not for this dtype
+        trusted[kind] = False
+    return packed if trusted[kind] else None
+
+
+def _agrees(packed: PackedLinear, linear: nn.Linear) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((_TRIAL_ROWS, linear.in_features), generator=generator).to(linear.weight.dtype)
+    with torch.inference_mode():
+        expected, got = F.linear(x, linear.weight, linear.bias).float(), packed(x).float()
+    return bool((got - expected).abs().max() <= _TOLERANCE[linear.weight.dtype] * expected.abs().max())
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TRIAL_ROWS)
+    return packed
+
+
+def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return y

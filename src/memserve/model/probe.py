@@ -1,0 +1,123 @@
+"""The probe: one small forward at load that finds every attention layer, or refuses the model (level 3).
+
+No per-family knowledge and no guessing from the config: what reaches our attention function is what the KV cache must
+hold. The same forward is compared with the family's own eager attention, so a family that does more than its call says
+(a position bias added through the mask, say) is refused instead of served wrongly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memserve.errors import UserError, check
+from memserve.model.attention import ATTENTION_NAME, register_attention
+from memserve.model.context import attending
+from memserve.model.reference import attend_dense
+from memserve.types import KVGeometry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PROBE_TOKENS = 6
+_HINT = "serve a model whose attention goes through transformers' attention interface (Llama, Qwen, Gemma, OPT, ...)"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedLayer:
+    """What one layer gave to attention."""
+
+    layer: int
+    kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    window: int
+
+
+class DenseAttention:
+    """A :class:`~memserve.model.context.StepAttention` without pages: one sequence from position 0. Keeps a record."""
+
+    def __init__(self) -> None:
+        self.layers: list[ProbedLayer] = []
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See :meth:`memserve.model.context.StepAttention.attend`."""
+        self.layers.append(ProbedLayer(layer, k.shape[1], k.shape[3], v.shape[3], window))
+        return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
+
+
+def probe_model(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry, list[ProbedLayer]]:
+    """Switch ``module`` to our attention and find its KV geometry. Raises :class:`UserError` for what cannot be served.
+
+    ``module``: a transformers causal language model, loaded with its eager attention.
+    """
+    family = module.config.model_type
+    vocab = module.config.get_text_config().vocab_size
+    ids = torch.arange(1, _PROBE_TOKENS + 1, device=module.device) * 7919 % vocab
+    expected = _last_logits(module, ids, family)
+    register_attention()
+    module.set_attn_implementation(ATTENTION_NAME)
+    attention = DenseAttention()
+    with attending(attention):
+        logits = _last_logits(module, ids, family)
+    layers = attention.layers
+    _check_layers(layers, module.config.get_text_config().num_hidden_layers, family)
+    _check_logits(logits, expected, dtype, family)
+    first = layers[0]
+    geometry = KVGeometry(len(layers), first.kv_heads, first.head_dim_k, first.head_dim_v, dtype, block_tokens)
+    check(geometry.page_bytes > 0, "a page must hold something")
+    return geometry, layers
+
+
+def _last_logits(module: Any, ids: Tensor, family: str) -> Tensor:
+    positions = torch.arange(len(ids), device=ids.device)
+    try:
+        with torch.inference_mode():
+            out = module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"a {family} model cannot be served: its forward refused a plain step ({error})", hint=_HINT
+        ) from error
+    last: Tensor = out.logits[0, -1].float()
+    return last
+
+
+def _check_layers(layers: list[ProbedLayer], expected: int, family: str) -> None:
+    seen = [layer.layer for layer in layers]
+    if not seen:
+        raise UserError(
+            f"a {family} model cannot be served: its attention does not use transformers' interface", hint=_HINT
+        )
+    if seen != list(range(expected)):
+        missing = sorted(set(range(expected)) - set(seen))
+        story = f"layers {missing} have no attention of this kind" if missing else f"its layers attend in order {seen}"
+        raise UserError(f"a {family} model cannot be served: {story}", hint=_HINT)
+    shapes = sorted({(layer.kv_heads, layer.head_dim_k, layer.head_dim_v) for layer in layers})
+    if len(shapes) > 1:
+        raise UserError(
+            f"a {family} model cannot be served: its layers differ in KV shape (heads, K size, V size): {shapes}",
+            hint=_HINT,
+        )
+
+
+def _check_logits(logits: Tensor, expected: Tensor, dtype: str, family: str) -> None:
+    """Ours and the family's own attention agree up to rounding, measured against the spread of the logits."""
+    error = float((logits - expected).square().mean().sqrt() / expected.std())
+    if not error <= (1e-3 if dtype == "float32" else 0.2):
+        raise UserError(
+            f"a {family} model cannot be served: its logits change by {error:.0%} with the attention that it describes",
+            hint=_HINT,
+        )

