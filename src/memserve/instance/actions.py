@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memserve.types import CopyBlocks, SamplingParams, TokenArray, TokenOutput
+from memserve.types import CopyBlocks, SamplingParams, StopParams, TokenArray, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class OpenSequence:
     sampling: SamplingParams
     blocks: list[int]  # HBM block ids, in order
     beam_candidates: int = 0  # > 0: report this many candidates at every sampled position instead of drawing
+    stop: StopParams = field(default_factory=StopParams)  # the device never draws a stop token before ``min_tokens``
 
 
 @dataclass(slots=True)
