@@ -1,6 +1,6 @@
-"""The Triton kernels, run by Triton's interpreter on the CPU, against attention in float64.
+"""The Triton kernels: interpreted on the CPU and compared with attention in float64, and compiled for a CUDA device.
 
-They run in a child process: whether kernels are interpreted is decided once, when triton is imported.
+Both run in child processes: whether kernels are interpreted is decided once, when triton is imported.
 """
 
 from __future__ import annotations
@@ -109,14 +109,56 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
     return float(np.abs(got.double().cpu().numpy() - want).max() / np.abs(want).max())
 
 
+def compile_kernels() -> None:
+    """Compile for compute capability 9.0 (needs no device); print tensor core calls and wide loads of each kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from memserve.model import triton_kernels
+
+    shape = {"LAYERS": 30, "KV_HEADS": 3, "DK": 64, "DV": 64, "BLOCK": 32, "DK_PAD": 64, "DV_PAD": 64}
+    tile = {"KEYS": 32, "GROUP": 3, "M": 64, "WINDOW": True, "SOFTCAP": True, "SINKS": True, "WIDE": False}
+    merge = {"HEADS": 9, "DV": 64, "DV_PAD": 64, "SPLITS": 3, "SPLITS_PAD": 4}
+    bf16, fp32, scalars = {"arena", "k", "v", "q", "out"}, {"pieces", "piece_stats", "sinks"}, {"scale", "softcap"}
+    for name, constants in (
+        ("write_kv", shape), ("attend_tile", shape | tile | {"SPLITS": 1}),
+        ("attend_tile", shape | tile | {"SPLITS": 3}), ("combine_splits", merge),
+    ):  # fmt: skip
+        kernel, signature = getattr(triton_kernels, name), {}
+        for arg in kernel.arg_names:
+            pointer = "*bf16" if arg in bf16 else "*fp32" if arg in fp32 else "*i32"
+            plain = arg in ("layer", "window", "table_stride") or arg.endswith(("_token", "_head"))
+            number = "fp32" if arg in scalars else "i32" if plain else pointer
+            signature[arg] = "constexpr" if arg in constants else number
+        aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
+        source = ASTSource(kernel, signature, constants, aligned)
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        print(name, ptx.count("mma."), ptx.count("ld.global.v4") + ptx.count("cp.async"), flush=True)
+
+
+def child(mode: str, **env: str) -> list[str]:
+    """What this file prints when run as a program in ``mode``."""
+    pytest.importorskip("triton", reason="the package triton (extra: test) is not installed")
+    run = subprocess.run(
+        [sys.executable, __file__, mode], env={**os.environ, **env}, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout.splitlines()
+
+
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float]:
     """Relative error of every case, from one child process."""
-    pytest.importorskip("triton", reason="the package triton (extra: test) is not installed")
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    child = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=240)
-    assert child.returncode == 0, child.stderr[-3000:]
-    return {name: float(error) for name, error in (line.rsplit(" ", 1) for line in child.stdout.splitlines())}
+    lines = child("interpret", TRITON_INTERPRET="1")
+    return {name: float(error) for name, error in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_kernels_compile_for_cuda_with_tensor_cores_and_wide_loads(tmp_path) -> None:
+    lines = [line.split() for line in child("compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))]
+    assert [line[0] for line in lines] == ["write_kv", "attend_tile", "attend_tile", "combine_splits"]
+    for _, tensor_core_calls, wide_loads in lines[1:3]:
+        assert int(tensor_core_calls) > 0 and int(wide_loads) > 0, "a page is contiguous: 16 bytes a load"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,6 +175,8 @@ def test_without_triton_the_module_imports_and_the_hint_says_what_to_install(mon
         triton_attention._kernels()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:] == ["compile"]:
+    compile_kernels()
+elif __name__ == "__main__":
     for case in CASES:
         print(case, run_case(case), flush=True)
