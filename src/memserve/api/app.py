@@ -1,0 +1,119 @@
+"""The HTTP application: routes and what they share (level 4)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from memserve.api.auth import KeyRing
+from memserve.api.endpoints import ChatEndpoint, CompletionsEndpoint
+from memserve.api.errors import model_not_found, shutting_down
+from memserve.api.guard import Guard, on_http_error
+from memserve.api.hub import Hub
+from memserve.api.metrics import ApiMetrics
+from memserve.api.prompts import PromptEncoder
+from memserve.api.served import ServedModel, ServingEngine, TokenNames
+from memserve.units import MIB
+
+BODY_BYTES_MAX = 16 * MIB
+
+
+class _Pages:
+    """The routes that generate nothing."""
+
+    def __init__(self, hub: Hub, model: ServedModel, metrics: ApiMetrics) -> None:
+        self._hub, self._model, self._metrics = hub, model, metrics
+        self._created_s = int(time.time())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": "memserve",
+            "max_model_len": self._model.max_model_tokens,
+        }
+
+    async def models(self, request: Request) -> Response:
+        """``GET /v1/models``."""
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """``GET /v1/models/{id}``; names may contain slashes."""
+        if request.path_params["name"] != self._model.name:
+            raise model_not_found(request.path_params["name"])
+        return _json(self._card())
+
+    async def health(self, request: Request) -> Response:
+        """``GET /health``: 200 while the engine answers and requests are accepted."""
+        if self._hub.draining:
+            raise shutting_down()
+        if await self._engine_stats() is None:
+            return _json({"status": "engine does not answer"}, 503)
+        return _json({"status": "ok", "model": self._model.name})
+
+    async def metrics(self, request: Request) -> Response:
+        """``GET /metrics`` in Prometheus' text form."""
+        page = self._metrics.render(await self._engine_stats())
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _engine_stats(self) -> Any | None:
+        try:
+            return await asyncio.to_thread(self._hub.engine.stats)
+        except TimeoutError:
+            return None
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def create_app(
+    engine: ServingEngine,
+    model: ServedModel,
+    *,
+    api_keys: Sequence[str] = (),
+    body_bytes_max: int = BODY_BYTES_MAX,
+) -> Starlette:
+    """The OpenAI API in front of ``engine``. ``app.state.hub`` lets a server drain it.
+
+    Raises :class:`UserError` for malformed keys.
+    """
+    hub, metrics, encoder = Hub(engine), ApiMetrics(), PromptEncoder(model)
+    names = TokenNames(encoder.tokenizer)
+    pages = _Pages(hub, model, metrics)
+    parts = (hub, model, encoder, names, metrics, body_bytes_max)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        encoder.close()
+
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", CompletionsEndpoint(*parts), methods=["POST"]),
+            Route("/v1/chat/completions", ChatEndpoint(*parts), methods=["POST"]),
+            Route("/v1/models", pages.models),
+            Route("/v1/models/{name:path}", pages.model),
+            Route("/health", pages.health),
+            Route("/metrics", pages.metrics),
+        ],
+        middleware=[Middleware(Guard, keys=KeyRing(api_keys), metrics=metrics)],
+        exception_handlers={HTTPException: on_http_error},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.hub = hub
+    app.state.metrics = metrics
+    return app

@@ -1,0 +1,94 @@
+"""Errors as OpenAI's clients expect them: a status and ``{"error": {message, type, param, code}}`` (level 4)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memserve.errors import UserError
+
+
+class ApiError(Exception):
+    """What the client gets instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request itself is wrong; sending it again will not help."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, what: str) -> ApiError:
+    """400: a feature of the protocol that memserve does not have. Never ignored in silence."""
+    return ApiError(400, f"{what} is not supported by this server", param=param, code="unsupported_parameter")
+
+
+def from_user_error(error: UserError) -> ApiError:
+    """400 for a :class:`UserError` from below, with its hint."""
+    return bad_request(str(error), param=error.param)
+
+
+def unauthorized() -> ApiError:
+    """401: no key, or a wrong one."""
+    return ApiError(
+        401,
+        "Incorrect or missing API key: send it as 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    )
+
+
+def model_not_found(name: str) -> ApiError:
+    """404: the client asks for a model that is not the one served."""
+    return ApiError(404, f"The model `{name}` does not exist", param="model", code="model_not_found")
+
+
+def too_large(limit_bytes: int) -> ApiError:
+    """413: the body is longer than the server reads."""
+    return ApiError(413, f"The request body is larger than {limit_bytes} bytes", code="request_too_large")
+
+
+def rejected(reason: str, retry_after_s: float | None) -> ApiError:
+    """429 when trying later can help, 400 when the engine can never run such a request."""
+    if retry_after_s is None:
+        return bad_request(reason, code="request_rejected")
+    headers = {"retry-after": str(max(1, round(retry_after_s)))}
+    return ApiError(429, reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+
+
+def shutting_down() -> ApiError:
+    """503: the server is going away."""
+    return ApiError(
+        503, "The server is shutting down", kind="server_error", code="shutting_down", headers={"retry-after": "5"}
+    )
+
+
+def deadline_passed() -> ApiError:
+    """504: the request's own deadline passed before it was done."""
+    return ApiError(504, "The request's deadline passed before it was done", kind="timeout", code="deadline_exceeded")
+
+
+def internal(message: str = "The server failed while working on the request") -> ApiError:
+    """500: our fault; the log has the details, the client gets none."""
+    return ApiError(500, message, kind="server_error", code="internal_error")

@@ -1,0 +1,126 @@
+"""Carries the engine's news from its thread into the event loop (level 4).
+
+One wake-up of the loop serves all streams of a step: the engine thread appends to one mailbox and rings the bell only
+if nobody rang it since the mailbox was last emptied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from memserve.api.body import ClientGone
+from memserve.api.errors import shutting_down
+from memserve.api.served import ServingEngine
+from memserve.runtime.engine import Rejected
+from memserve.types import Request, TokenOutput
+
+News = tuple[int, TokenOutput | Rejected]
+"""Which of the call's requests, and what happened to it."""
+
+
+class Call:
+    """One HTTP request's work in the engine: one engine request a prompt. Lives in the event loop."""
+
+    def __init__(self, hub: Hub, requests: list[Request]) -> None:
+        self._hub = hub
+        self._news: list[News] = []
+        self._bell = asyncio.Event()
+        self._error: Exception | None = None
+        #: sequences of each request that have not ended, by the position of the request
+        self._running = [request.n for request in requests]
+        self.requests = requests
+
+    async def news(self) -> list[News]:
+        """Everything that happened since the last time; waits for something to happen.
+
+        Raises :class:`ClientGone` when the client left, :class:`ApiError` 503 when the server ends all calls.
+        """
+        while not self._news and self._error is None:
+            self._bell.clear()
+            await self._bell.wait()
+        if self._error is not None:
+            raise self._error
+        news, self._news = self._news, []
+        return news
+
+    def deliver(self, at: int, news: TokenOutput | Rejected) -> None:
+        """Called by the hub, in the loop."""
+        if isinstance(news, Rejected):
+            self._running[at] = 0
+        elif news.finish_reason is not None:
+            self._running[at] -= 1
+        self._news.append((at, news))
+        self._bell.set()
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits for news gets ``error`` instead."""
+        self._error = self._error or error
+        self._bell.set()
+
+    def abandon(self) -> None:
+        """The client went away: free its memory in the engine now, not when somebody looks."""
+        self.fail(ClientGone())
+        self.cancel_rest()
+
+    def stop_sequence(self, at: int, index: int) -> None:
+        """A stop string was found in the text of one sequence."""
+        self._hub.engine.stop_sequence(self.requests[at].request_id, index)
+
+    def cancel_rest(self) -> None:
+        """Cancel every request that has not ended."""
+        for at, request in enumerate(self.requests):
+            if self._running[at] > 0:
+                self._running[at] = 0
+                self._hub.engine.cancel(request.request_id)
+
+
+class Hub:
+    """All calls of a server."""
+
+    def __init__(self, engine: ServingEngine) -> None:
+        self.engine = engine
+        self.draining = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._mailbox: deque[tuple[Call, int, TokenOutput | Rejected]] = deque()
+        self._rung = False
+        self._calls: dict[int, Call] = {}  # in order of arrival
+
+    @property
+    def calls_open(self) -> int:
+        """Calls that are being answered."""
+        return len(self._calls)
+
+    def open(self, requests: list[Request]) -> Call:
+        """Submit ``requests`` as one call. Raises :class:`ApiError` 503 when the server is going away."""
+        if self.draining:
+            raise shutting_down()
+        self._loop = asyncio.get_running_loop()
+        call = Call(self, requests)
+        self._calls[id(call)] = call
+        for at, request in enumerate(requests):
+            self.engine.submit(request, lambda news, at=at: self._post(call, at, news))  # type: ignore[misc]
+        return call
+
+    def close(self, call: Call) -> None:
+        """The call was answered, or will not be: nothing of it may stay in the engine."""
+        call.cancel_rest()
+        self._calls.pop(id(call), None)
+
+    def end_all(self) -> None:
+        """The patience for a graceful end is over: every open call ends with a 503."""
+        for call in list(self._calls.values()):
+            call.fail(shutting_down())
+
+    def _post(self, call: Call, at: int, news: TokenOutput | Rejected) -> None:
+        """Called from the engine's thread."""
+        self._mailbox.append((call, at, news))
+        if not self._rung and self._loop is not None:
+            self._rung = True
+            self._loop.call_soon_threadsafe(self._empty_mailbox)
+
+    def _empty_mailbox(self) -> None:
+        self._rung = False  # before reading: a letter that comes now rings again
+        while self._mailbox:
+            call, at, news = self._mailbox.popleft()
+            call.deliver(at, news)

@@ -1,0 +1,137 @@
+"""Prometheus metrics: what the edge sees itself, and what the engine says about itself (level 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from memserve.units import NS_PER_S
+
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
+_REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class ApiMetrics:
+    """Counters and histograms of one server. Hot ones are attributes: no look-up by label a token."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        counter, histogram = self._counter, self._histogram
+        self.requests = Counter(
+            "memserve_http_requests", "HTTP requests by route and status", ["route", "status"], registry=self.registry
+        )
+        self.in_progress = Gauge("memserve_http_requests_in_progress", "Open HTTP requests", registry=self.registry)
+        self.prompt_tokens = counter("memserve_prompt_tokens", "Prompt tokens of answered requests")
+        self.cached_tokens = counter("memserve_cached_prompt_tokens", "Of them: KV came from the cache")
+        self.generated_tokens = counter("memserve_generated_tokens", "Tokens generated for clients")
+        self.rejected = counter("memserve_rejected_requests", "Requests that the engine refused")
+        self.disconnected = counter("memserve_disconnected_requests", "Clients that left before their answer's end")
+        self.to_first_token = histogram("memserve_time_to_first_token_seconds", "TTFT at the edge", _FIRST_TOKEN_S)
+        self.in_queue = histogram("memserve_queue_seconds", "Time until a request was first computed", _FIRST_TOKEN_S)
+        self.between_tokens = histogram("memserve_inter_token_seconds", "Time between two tokens", _TOKEN_S)
+        self.per_token = histogram("memserve_time_per_output_token_seconds", "TPOT, mean over a request", _TOKEN_S)
+        self.whole_request = histogram("memserve_request_seconds", "From request to last token", _REQUEST_S)
+
+    def first_token(self, seconds: float, queue_ns: int | None) -> None:
+        """The first token of a request came after ``seconds``."""
+        self.to_first_token.observe(seconds)
+        if queue_ns is not None:
+            self.in_queue.observe(queue_ns / NS_PER_S)
+
+    def render(self, engine_stats: Any | None) -> bytes:
+        """The text that Prometheus scrapes; without the engine's part when it could not answer."""
+        registry = CollectorRegistry()
+        registry.register(_Snapshot(engine_stats))
+        return generate_latest(self.registry) + generate_latest(registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, buckets=buckets, registry=self.registry)
+
+
+Read = Callable[[Any], float]
+Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+
+#: name, kind, help, how to read it from ``EngineStats``
+ENGINE_METRICS: list[tuple[str, Kind, str, Read]] = [
+    ("steps", CounterMetricFamily, "Steps executed by the device", lambda s: s.steps),
+    ("scheduler_seconds", CounterMetricFamily, "Time the scheduler thought", lambda s: s.machine_ns / NS_PER_S),
+    ("device_seconds", CounterMetricFamily, "Time the device worked", lambda s: s.device_ns / NS_PER_S),
+    ("scheduler_time_share", GaugeMetricFamily, "Thinking / device time", lambda s: s.scheduler_share),
+    ("scheduler_step_seconds", GaugeMetricFamily, "Median thinking a step", lambda s: s.machine_step_ns / NS_PER_S),
+    ("device_step_seconds", GaugeMetricFamily, "Median device time a step", lambda s: s.device_step_ns / NS_PER_S),
+]
+
+#: the same for ``InstanceStats``
+INSTANCE_METRICS: list[tuple[str, Kind, str, Read]] = [
+    ("requests_waiting", GaugeMetricFamily, "Requests in the queue", lambda s: s.requests_waiting),
+    ("sequences_running", GaugeMetricFamily, "Sequences computed together", lambda s: s.sequences_running),
+    ("sequences_swapped", GaugeMetricFamily, "Sequences swapped out", lambda s: s.sequences_swapped),
+    ("engine_requests", CounterMetricFamily, "Requests that reached the engine", lambda s: s.requests_arrived),
+    ("engine_requests_finished", CounterMetricFamily, "Of them finished", lambda s: s.requests_finished),
+    ("engine_requests_rejected", CounterMetricFamily, "Of them refused", lambda s: s.requests_rejected),
+    ("engine_requests_cancelled", CounterMetricFamily, "Of them cancelled", lambda s: s.requests_cancelled),
+    ("engine_prompt_tokens", CounterMetricFamily, "Prompt tokens admitted", lambda s: s.prompt_tokens),
+    ("engine_cached_tokens", CounterMetricFamily, "Of them from the cache", lambda s: s.cached_tokens),
+    ("engine_computed_tokens", CounterMetricFamily, "Tokens given to the device", lambda s: s.computed_tokens),
+    ("engine_generated_tokens", CounterMetricFamily, "Tokens drawn", lambda s: s.generated_tokens),
+    ("steps_failed", CounterMetricFamily, "Steps that the device could not do", lambda s: s.steps_failed),
+    ("pool_slot_tokens", GaugeMetricFamily, "Token positions held by running sequences",
+     lambda s: s.running_slots_tokens),
+    ("pool_state_tokens", GaugeMetricFamily, "Of them: positions that hold a token's state",
+     lambda s: s.running_tokens),
+    ("pool_internal_fragmentation_tokens", GaugeMetricFamily, "Positions held that hold no token yet",
+     lambda s: s.internal_fragmentation_tokens),
+    ("pool_external_fragmentation_blocks", GaugeMetricFamily,
+     "Free blocks that no request could use: none, every block fits every request", lambda s: 0),
+    ("pool_token_state_share", GaugeMetricFamily, "Share of held positions that hold a token's state",
+     lambda s: s.running_tokens / s.running_slots_tokens if s.running_slots_tokens else 1.0),
+]  # fmt: skip
+
+
+class _Snapshot:
+    """One reading of the engine, as Prometheus wants it."""
+
+    def __init__(self, stats: Any | None) -> None:
+        self._stats = stats
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("memserve_engine_up", "1 while the engine answers")
+        up.add_metric([], 0.0 if self._stats is None else 1.0)
+        yield up
+        if self._stats is None:
+            return
+        yield from _read(ENGINE_METRICS, self._stats)
+        if self._stats.instance is not None:
+            yield from _read(INSTANCE_METRICS, self._stats.instance)
+            yield from _tiers(self._stats.instance)
+
+
+def _read(table: list[tuple[str, Kind, str, Read]], source: Any) -> Iterator[Metric]:
+    for name, kind, text, read in table:
+        family = kind(f"memserve_{name}", text)
+        family.add_metric([], read(source))
+        yield family
+
+
+def _tiers(instance: Any) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily("memserve_pool_blocks", "Blocks by tier and state", labels=["tier", "state"])
+    for tier in ("hbm", "dram"):
+        report = getattr(instance, tier)
+        used = report.blocks_total - report.blocks_free - report.blocks_cached
+        for state, count in (("free", report.blocks_free), ("cached", report.blocks_cached), ("used", used)):
+            blocks.add_metric([tier, state], count)
+    yield blocks
+    preemptions = CounterMetricFamily("memserve_preemptions", "Sequences preempted", labels=["kind"])
+    preemptions.add_metric(["swap"], instance.preemptions_swap)
+    preemptions.add_metric(["recompute"], instance.preemptions_recompute)
+    yield preemptions

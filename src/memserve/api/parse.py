@@ -1,0 +1,59 @@
+"""From body bytes to a checked request body (level 4)."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import TypeVar
+
+import msgspec
+
+from memserve.api.errors import ApiError, bad_request, unsupported
+from memserve.api.schema import REFUSED, ChatBody, CompletionBody, GenerationBody
+
+Body = TypeVar("Body", CompletionBody, ChatBody)
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+
+
+def parse_body(data: bytes, kind: type[Body]) -> Body:
+    """``data`` as ``kind``. Raises :class:`ApiError` 400 that names the field at fault."""
+    try:
+        body = msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), kind) from None
+    except msgspec.DecodeError as error:
+        raise bad_request(f"The request body is not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise bad_request(f"The request body is not valid UTF-8: {error.reason}") from None
+    except RecursionError:
+        raise bad_request("The request body is nested too deeply") from None
+    _refuse_unsupported(body)
+    return body
+
+
+def _explain(message: str, kind: type[GenerationBody]) -> ApiError:
+    path = _PATH.search(message)
+    param = path.group(1) if path else None
+    message = message[: path.start()] if path else message
+    if unknown := _UNKNOWN.search(message):
+        name = unknown.group(1)
+        names = [] if param else [field for field in kind.__struct_fields__ if field not in REFUSED]
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        full = f"{param}.{name}" if param else name
+        return bad_request(f"Unknown field '{full}'{hint}", full, "unknown_field")
+    if missing := _MISSING.search(message):
+        name = missing.group(1)
+        return bad_request(f"The field '{name}' is required", name, "missing_required_parameter")
+    where = f"Invalid value for '{param}': " if param else "Invalid request body: "
+    return bad_request(where + message[:1].lower() + message[1:], param, "invalid_value")
+
+
+def _refuse_unsupported(body: GenerationBody) -> None:
+    for field, (what, harmless) in REFUSED.items():
+        value = getattr(body, field, None)
+        if value is not None and value not in harmless:
+            raise unsupported(field, what)

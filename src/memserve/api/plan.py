@@ -1,0 +1,186 @@
+"""From a checked body to engine requests (level 4)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+
+from memserve.api.errors import bad_request
+from memserve.api.prompts import Prompt, context_exceeded
+from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
+from memserve.api.served import ServedModel
+from memserve.types import Request, SamplingParams, StopParams
+from memserve.units import ns_from_s
+
+SEQUENCES_MAX = 4096
+"""Answers one HTTP request may ask for: prompts times ``n``."""
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one HTTP request asks for, beyond what the engine needs to know."""
+
+    requests: list[Request]
+    prompts: list[Prompt]
+    stops: tuple[str, ...]
+    n: int  # answers a prompt
+    drawn: int  # sequences drawn for them, ``best_of >= n``
+    logprobs: int | None  # alternatives to report, if asked for
+    echo: bool
+    generates: bool  # False: ``max_tokens=0``, only the prompt's own text and logprobs are wanted
+    skip_special_tokens: bool
+    stream: bool
+    include_usage: bool
+    explain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: decides whose KV may be shared."""
+
+    tenant: str
+    explain: bool = False
+
+
+def plan_completion(
+    body: CompletionBody, prompts: list[Prompt], model: ServedModel, caller: Caller, request_id: str
+) -> Generation:
+    """The engine requests of ``POST /v1/completions``."""
+    echo = bool(body.echo)
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not echo:
+        raise bad_request("max_tokens must be at least 1 (0 only together with echo)", "max_tokens")
+    n = body.n or 1
+    drawn = body.best_of or n
+    if drawn < n:
+        raise bad_request(f"best_of ({drawn}) must not be less than n ({n})", "best_of")
+    if drawn > n and body.stream:
+        raise bad_request("best_of greater than n cannot be streamed: the best are known only at the end", "best_of")
+    return _plan(
+        body, prompts, model, caller, request_id,
+        n=n, drawn=drawn, max_tokens=max_tokens, echo=echo, logprobs=body.logprobs,
+    )  # fmt: skip
+
+
+def plan_chat(body: ChatBody, prompt: Prompt, model: ServedModel, caller: Caller, request_id: str) -> Generation:
+    """The engine request of ``POST /v1/chat/completions``."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    n = body.n or 1
+    return _plan(
+        body, [prompt], model, caller, request_id,
+        n=n, drawn=n, max_tokens=max_tokens, echo=False, logprobs=logprobs,
+    )  # fmt: skip
+
+
+def _plan(
+    body: GenerationBody, prompts: list[Prompt], model: ServedModel, caller: Caller, request_id: str, *,
+    n: int, drawn: int, max_tokens: int | None, echo: bool, logprobs: int | None,
+) -> Generation:  # fmt: skip
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream to be true", "stream_options")
+    if len(prompts) * drawn > SEQUENCES_MAX:
+        raise bad_request(f"{len(prompts)} prompts times {drawn} answers exceed {SEQUENCES_MAX} sequences", "n")
+    beam_width = _beam_width(body, n)
+    sampling = _sampling(body, model, rank=drawn > n, logprobs=logprobs, prompt_logprobs=echo and logprobs is not None)
+    deadline_ns = time.monotonic_ns() + ns_from_s(body.timeout_s) if body.timeout_s else None
+    requests = [
+        Request(
+            request_id=f"{request_id}-{at}",
+            prompt=prompt.tokens,
+            sampling=sampling,
+            stop=_stop(body, model, _answer_tokens(prompt, max_tokens, model.max_model_tokens)),
+            n=drawn,
+            beam_width=beam_width,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+            tenant=caller.tenant if body.cache_salt is None else f"{caller.tenant}\x1f{body.cache_salt}",
+            priority=body.priority or 0,
+            deadline_ns=deadline_ns,
+            use_cache=body.use_cache is not False,
+        )
+        for at, prompt in enumerate(prompts)
+    ]
+    return Generation(
+        requests=requests,
+        prompts=prompts,
+        stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        n=n,
+        drawn=drawn,
+        logprobs=logprobs,
+        echo=echo,
+        generates=max_tokens != 0,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        explain=caller.explain or bool(body.explain),
+    )
+
+
+def _beam_width(body: GenerationBody, n: int) -> int:
+    """0 without beam search; the width defaults to ``n``, as in vLLM."""
+    if not body.use_beam_search:
+        if body.beam_width is not None or body.length_penalty is not None:
+            param = "beam_width" if body.beam_width is not None else "length_penalty"
+            raise bad_request(f"{param} needs use_beam_search to be true", param)
+        return 0
+    width = body.beam_width or n
+    if width < n:
+        raise bad_request(f"beam_width ({width}) must not be less than n ({n})", "beam_width")
+    if isinstance(body, CompletionBody) and body.best_of and body.best_of != n:
+        raise bad_request("best_of and use_beam_search exclude each other: set beam_width", "best_of")
+    return width
+
+
+def _answer_tokens(prompt: Prompt, max_tokens: int | None, limit_tokens: int) -> int:
+    """How many tokens the answer may have. Raises :class:`ApiError` 400 when it does not fit the context."""
+    prompt_tokens = len(prompt.tokens)
+    if max_tokens is None:
+        if prompt_tokens >= limit_tokens:
+            raise context_exceeded(limit_tokens, f"{prompt_tokens} tokens in the prompt, and an answer needs one")
+        return limit_tokens - prompt_tokens
+    wanted = max(max_tokens, 1)  # echo alone still computes the prompt, which draws one token
+    if prompt_tokens + wanted > limit_tokens:
+        total = prompt_tokens + wanted
+        raise context_exceeded(
+            limit_tokens, f"{total} tokens ({prompt_tokens} in the prompt, {wanted} in the completion)"
+        )
+    return wanted
+
+
+def _stop(body: GenerationBody, model: ServedModel, max_tokens: int) -> StopParams:
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise bad_request(f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens})", "min_tokens")
+    ends = () if body.ignore_eos else tuple(model.eos_token_ids)
+    return StopParams(max_tokens, min_tokens, tuple(dict.fromkeys((*ends, *(body.stop_token_ids or ())))))
+
+
+def _sampling(
+    body: GenerationBody, model: ServedModel, *, rank: bool, logprobs: int | None, prompt_logprobs: bool
+) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        seed=secrets.randbits(63) if body.seed is None else body.seed % (1 << 63),
+        logit_bias=_logit_bias(body.logit_bias or {}, model),
+        logprobs=0 if rank and logprobs is None else logprobs,  # best_of ranks by the drawn tokens' logprobs
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _logit_bias(bias: dict[str, float], model: ServedModel) -> tuple[tuple[int, float], ...]:
+    vocab: int = model.tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=True)
+    for key in bias:
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab):
+            raise bad_request(f"logit_bias key {key[:20]!r} is no token id in [0, {vocab})", "logit_bias")
+    return tuple((int(key), value) for key, value in bias.items())

@@ -1,0 +1,200 @@
+"""What has been answered so far: the texts of all sequences of a call, and the account of its tokens (level 4)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from memserve.api.errors import ApiError, deadline_passed, internal, rejected, shutting_down
+from memserve.api.hub import Call
+from memserve.api.metrics import ApiMetrics
+from memserve.api.plan import Generation
+from memserve.runtime.engine import Rejected
+from memserve.runtime.text import TextStream
+from memserve.types import FinishReason, TokenLogprobs, TokenOutput
+from memserve.units import NS_PER_MS, NS_PER_S
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One sequence: of prompt ``at``, number ``index`` among those drawn from it."""
+
+    at: int
+    index: int
+    choice: int  # its place among the response's choices
+    stream: TextStream
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token of ``stream.tokens`` when asked for
+    shown_tokens: int = 0
+    cumulative_logprob: float | None = None
+    last_ns: int = 0
+
+    @property
+    def rank(self) -> float:
+        """Mean logprob a token: what ``best_of`` ranks by."""
+        return sum(entry.logprob for entry in self.logprobs) / max(len(self.logprobs), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one sequence, ready to be shown: tokens ``[first, last)`` and the text that came with them."""
+
+    sequence: Sequence
+    text: str
+    first: int
+    last: int
+    finish_reason: FinishReason | None
+    opens: bool
+    """This is the first that is heard of the sequence."""
+
+
+class Reply:
+    """Absorbs a call's news. All counts are of this call alone."""
+
+    def __init__(self, plan: Generation, tokenizer: Tokenizer, metrics: ApiMetrics) -> None:
+        self.plan = plan
+        self._metrics = metrics
+        self._started_ns = time.monotonic_ns()
+        self._first_ns: int | None = None
+        self._queue_ns: int | None = None
+        self.sequences = [
+            self._sequence(at, index, tokenizer) for at in range(len(plan.prompts)) for index in range(plan.drawn)
+        ]
+        self.prompt_logprobs: list[tuple[TokenLogprobs | None, ...] | None] = [None] * len(plan.prompts)
+        self.prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
+        self.completion_tokens = 0
+        self._cached: list[int | None] = [None] * len(plan.prompts)
+        self._unfinished = len(self.sequences)
+
+    def _sequence(self, at: int, index: int, tokenizer: Tokenizer) -> Sequence:
+        stop = self.plan.requests[at].stop
+        stream = TextStream(
+            tokenizer,
+            stops=self.plan.stops,
+            stop_token_ids=stop.stop_token_ids,
+            min_tokens=stop.min_tokens,
+            skip_special_tokens=self.plan.skip_special_tokens,
+        )
+        return Sequence(at, index, at * self.plan.n + index, stream)
+
+    @property
+    def done(self) -> bool:
+        """Every sequence has ended."""
+        return self._unfinished == 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV came from the cache."""
+        return sum(count or 0 for count in self._cached)
+
+    def absorb(self, call: Call, at: int, news: TokenOutput | Rejected) -> Delta | None:
+        """Take in one piece of news; ``None`` when it adds nothing.
+
+        Raises :class:`ApiError` when the engine refused or gave up the request.
+        """
+        if isinstance(news, Rejected):
+            self._metrics.rejected.inc()
+            raise rejected(news.reason, news.retry_after_s)
+        if error := _failure(news.finish_reason):
+            raise error
+        sequence = self.sequences[at * self.plan.drawn + news.index]
+        if sequence.stream.finish_reason is not None:
+            return None
+        self._note_first(at, news)
+        return self._advance(call, sequence, news)
+
+    def _note_first(self, at: int, output: TokenOutput) -> None:
+        if self._cached[at] is None:
+            self._cached[at] = output.cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs[at] = output.prompt_logprobs
+        if self._first_ns is None:
+            self._first_ns = time.monotonic_ns()
+            self._queue_ns = output.queue_ns
+            self._metrics.first_token((self._first_ns - self._started_ns) / NS_PER_S, output.queue_ns)
+
+    def _advance(self, call: Call, sequence: Sequence, output: TokenOutput) -> Delta:
+        opens = not sequence.stream.tokens
+        before = len(sequence.stream.tokens)
+        news = sequence.stream.push(output)
+        taken = len(sequence.stream.tokens) - before
+        sequence.logprobs.extend(output.logprobs[:taken])
+        sequence.text += news.text
+        sequence.cumulative_logprob = output.cumulative_logprob
+        first, sequence.shown_tokens = sequence.shown_tokens, sequence.shown_tokens + news.tokens_shown
+        self._count(sequence, taken, opens)
+        if news.stop_found:
+            call.stop_sequence(sequence.at, sequence.index)
+        if news.finish_reason is not None:
+            self._unfinished -= 1
+        return Delta(sequence, news.text, first, sequence.shown_tokens, news.finish_reason, opens)
+
+    def _count(self, sequence: Sequence, tokens: int, opens: bool) -> None:
+        now_ns = time.monotonic_ns()
+        if self.plan.generates:
+            self.completion_tokens += tokens
+            self._metrics.generated_tokens.inc(tokens)
+            if tokens and not opens:
+                self._metrics.between_tokens.observe((now_ns - sequence.last_ns) / NS_PER_S / tokens)
+        sequence.last_ns = now_ns
+
+    def usage(self) -> dict[str, Any]:
+        """The ``usage`` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def finished(self) -> None:
+        """Enter the call's totals into the metrics."""
+        now_ns = time.monotonic_ns()
+        self._metrics.prompt_tokens.inc(self.prompt_tokens)
+        self._metrics.cached_tokens.inc(self.cached_tokens)
+        self._metrics.whole_request.observe((now_ns - self._started_ns) / NS_PER_S)
+        later = self.completion_tokens - len(self.sequences)
+        if self._first_ns is not None and later > 0:
+            spent_s = (now_ns - self._first_ns) / NS_PER_S
+            self._metrics.per_token.observe(spent_s * len(self.sequences) / later)
+
+    def explanation(self) -> dict[str, Any]:
+        """Where the prompt's KV came from, and where the time to the first token went."""
+        first_ns = (self._first_ns or self._started_ns) - self._started_ns
+        known = self._queue_ns is not None
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "computed_tokens": self.prompt_tokens - self.cached_tokens,
+            "queue_ms": round(self._queue_ns / NS_PER_MS, 3) if self._queue_ns is not None else None,
+            "prefill_ms": round((first_ns - (self._queue_ns or 0)) / NS_PER_MS, 3) if known else None,
+            "ttft_ms": round(first_ns / NS_PER_MS, 3),
+            "total_ms": round((time.monotonic_ns() - self._started_ns) / NS_PER_MS, 3),
+        }
+
+    def best(self) -> list[Sequence]:
+        """The sequences to return, in the order of the response's choices."""
+        plan, chosen = self.plan, []
+        for at in range(len(plan.prompts)):
+            drawn = self.sequences[at * plan.drawn : (at + 1) * plan.drawn]
+            if plan.drawn > plan.n:
+                drawn = sorted(drawn, key=lambda sequence: -sequence.rank)[: plan.n]
+            chosen += drawn
+        for choice, sequence in enumerate(chosen):
+            sequence.choice = choice
+        return chosen
+
+
+def _failure(reason: FinishReason | None) -> ApiError | None:
+    """The error for an ending that is no answer. The client did not cancel, or nobody would ask."""
+    match reason:
+        case FinishReason.DEADLINE:
+            return deadline_passed()
+        case FinishReason.ERROR:
+            return internal()
+        case FinishReason.CANCELLED:
+            return shutting_down()
+    return None

@@ -1,0 +1,158 @@
+"""Answers a call: as one JSON object, or as a stream of server-sent events (level 4)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Send
+
+from memserve import __version__
+from memserve.api.body import ClientGone, wait_for_disconnect
+from memserve.api.errors import ApiError, internal
+from memserve.api.hub import Call, Hub
+from memserve.api.reply import Reply
+from memserve.api.shapes import Shape
+
+FINGERPRINT = f"memserve-{__version__}"
+
+_encode = msgspec.json.Encoder().encode
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What every part of one response repeats."""
+
+    response_id: str
+    model: str
+    created_s: int
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """The fields around ``choices``."""
+        return {
+            "id": self.response_id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+
+def new_envelope(response_id: str, model: str) -> Envelope:
+    """An envelope created now."""
+    return Envelope(response_id, model, int(time.time()))
+
+
+async def answer(hub: Hub, reply: Reply, shape: Shape, envelope: Envelope, receive: Receive, send: Send) -> None:
+    """Run ``reply.plan`` in the engine and answer the client.
+
+    Whatever happens, nothing of the call stays in the engine. Raises :class:`ApiError` as long as no byte was sent,
+    and :class:`ClientGone` when the client left.
+    """
+    call = hub.open(reply.plan.requests)
+    watcher = asyncio.create_task(_abandon_on_disconnect(call, receive))
+    try:
+        if reply.plan.stream:
+            await _Streamer(reply, shape, envelope, send).run(call)
+        else:
+            await _answer_whole(call, reply, shape, envelope, send)
+        reply.finished()
+    finally:
+        watcher.cancel()
+        hub.close(call)
+
+
+async def _abandon_on_disconnect(call: Call, receive: Receive) -> None:
+    await wait_for_disconnect(receive)
+    call.abandon()
+
+
+async def _answer_whole(call: Call, reply: Reply, shape: Shape, envelope: Envelope, send: Send) -> None:
+    while not reply.done:
+        for at, news in await call.news():
+            reply.absorb(call, at, news)
+    body = envelope.fields(shape.response_kind)
+    body["choices"] = [shape.choice(reply, sequence) for sequence in reply.best()]
+    body["usage"] = reply.usage()
+    if reply.plan.explain:
+        body["memserve"] = reply.explanation()
+    await send_json(send, 200, _encode(body), {"x-request-id": envelope.response_id})
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    """One whole JSON response."""
+    fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+class _Streamer:
+    """One stream. The headers wait for the first news: a request that is refused still gets its proper status."""
+
+    def __init__(self, reply: Reply, shape: Shape, envelope: Envelope, send: Send) -> None:
+        self._reply, self._shape, self._envelope, self._send = reply, shape, envelope, send
+        self._head = b"data: " + _encode(envelope.fields(shape.chunk_kind))[:-1] + b',"choices":'
+        self._tail = b',"usage":null}\n\n' if reply.plan.include_usage else b"}\n\n"
+        self._started = False
+
+    async def run(self, call: Call) -> None:
+        """Stream until every sequence ended."""
+        try:
+            while not self._reply.done:
+                await self._show(call)
+        except ApiError as error:
+            await self._end_with(error)
+            return
+        except ClientGone:
+            raise
+        except Exception:
+            await self._end_with(internal())
+            raise
+        await self._write(self._last_chunks() + _DONE, more=False)
+
+    async def _show(self, call: Call) -> None:
+        """One write for everything that happened since the last one."""
+        parts: list[bytes] = []
+        try:
+            for at, news in await call.news():
+                delta = self._reply.absorb(call, at, news)
+                if delta is not None:
+                    parts += self._chunks(self._shape.choices(self._reply, delta))
+        finally:
+            if parts:
+                await self._write(b"".join(parts))
+
+    def _chunks(self, choices: list[bytes]) -> list[bytes]:
+        return [self._head + encoded + self._tail for encoded in choices]
+
+    def _last_chunks(self) -> bytes:
+        plan, extra = self._reply.plan, {}
+        if plan.include_usage:
+            extra["usage"] = self._reply.usage()
+        if plan.explain:
+            extra["memserve"] = self._reply.explanation()
+        if not extra:
+            return b""
+        return self._head + b"[]," + _encode(extra)[1:] + b"\n\n"
+
+    async def _end_with(self, error: ApiError) -> None:
+        if not self._started:
+            raise error
+        await self._write(b"data: " + error.body() + b"\n\n" + _DONE, more=False)
+
+    async def _write(self, data: bytes, *, more: bool = True) -> None:
+        if not self._started:
+            self._started = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+                (b"x-request-id", self._envelope.response_id.encode()),
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,0 +1,96 @@
+"""What the edge needs to know of the model and the engine: two small interfaces (level 4)."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from memserve.runtime.engine import Rejected
+from memserve.types import Request, TokenOutput
+
+
+class ServedModel(Protocol):
+    """The loaded model as the edge sees it."""
+
+    @property
+    def name(self) -> str:
+        """The name under which clients ask for it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """A transformers fast tokenizer: chat template and ``backend_tokenizer``."""
+
+    @property
+    def max_model_tokens(self) -> int:
+        """The context: prompt and generated tokens together."""
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Tokens that end an answer."""
+
+
+class ServingEngine(Protocol):
+    """The engine as the edge sees it (:class:`memserve.runtime.engine.Engine`)."""
+
+    def submit(self, request: Request, sink: Callable[[TokenOutput | Rejected], None]) -> None:
+        """Run ``request``; ``sink`` is called from another thread."""
+
+    def cancel(self, request_id: str) -> None:
+        """End every sequence of the request."""
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence: its stop string was found."""
+
+    def stats(self) -> Any:
+        """A snapshot of counters. May wait for the engine thread."""
+
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes, read backwards."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    fresh = itertools.count(256)
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(next(fresh)): byte for byte in others}
+
+
+class TokenNames:
+    """The text and the exact bytes of single tokens, for logprobs."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._byte_level = "ByteLevel" in repr(tokenizer.decoder)
+        self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        self._names: dict[int, tuple[str, bytes]] = {}
+
+    def name(self, token: int) -> tuple[str, bytes]:
+        """Text and bytes; a piece of a character reads ``bytes:\\xe4\\xb8``, as OpenAI writes it."""
+        if token not in self._names:
+            data = self._bytes(token)
+            try:
+                text = data.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            self._names[token] = (text, data)
+        return self._names[token]
+
+    def _bytes(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            table = _byte_of_char()
+            return b"".join(bytes([table[char]]) if char in table else char.encode() for char in piece)
+        if fallback := _BYTE_FALLBACK.fullmatch(piece):
+            return bytes([int(fallback.group(1), 16)])
+        return piece.replace("\u2581", " ").encode()

@@ -1,0 +1,87 @@
+"""The HTTP server: its socket, its start, and its end (level 4)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from memserve.api.hub import Hub
+from memserve.errors import UserError
+
+DRAIN_S = 20.0
+"""How long open streams may go on after the first signal."""
+
+_BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 chooses a free one. Raises :class:`UserError` when that is impossible.
+
+    Done before the model loads: a taken port should not cost a minute.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(_BACKLOG)  # SO_REUSEADDR lets two binds pass: only listening shows a port in use
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="choose another port with --port, or --port 0 for any free one",
+            param="port",
+        ) from None
+    return bound
+
+
+class Server(uvicorn.Server):
+    """uvicorn with a graceful end: the first signal drains, the second ends at once."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        *,
+        drain_s: float = DRAIN_S,
+        log_level: str = "warning",
+        on_ready: Callable[[], None] | None = None,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            log_level=log_level,
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=round(drain_s) + 2,
+            backlog=_BACKLOG,
+            server_header=False,
+        )
+        super().__init__(config)
+        self._hub: Hub = app.state.hub
+        self._drain_s = drain_s
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept, then say so."""
+        await super().startup(sockets)
+        if self._on_ready is not None and not self.should_exit:
+            self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing new; let streams finish, or end them when the patience is over."""
+        self._hub.draining = True
+        patience = asyncio.get_running_loop().call_later(self._drain_s, self._hub.end_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            patience.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came. Not remembered as uvicorn does: a drained server ends with status 0."""
+        self._hub.draining = True
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
