@@ -1,0 +1,218 @@
+"""memserve beside other engines on this machine, in one run: ``python bench/rivals.py --model DIR [--rounds 3]``.
+
+Every engine lives in its own process from start to end. One measures while the others are stopped (SIGSTOP), and the
+engines take turns measurement by measurement, so that a busy minute of the machine hits all of them. Medians over
+``--rounds``; the ratio is memserve's figure over the rival's, turned round where less is better. A rival that is not
+installed is skipped with the reason.
+
+``--vllm PYTHON`` names a Python that can import vllm (its CPU build), ``--llamacpp PYTHON`` with ``--gguf FILE`` one
+that can import llama_cpp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SHAPES: dict[str, dict[str, Any]] = {
+    "prefill 512": {"op": "prefill", "batch": 1, "tokens": 512},
+    "prefill 2048": {"op": "prefill", "batch": 1, "tokens": 2048},
+    "prefill 8 x 512": {"op": "prefill", "batch": 8, "tokens": 512},
+    "decode, batch 1": {"op": "decode", "batch": 1, "tokens": 128, "new": 64},
+    "decode, batch 8": {"op": "decode", "batch": 8, "tokens": 128, "new": 64},
+    "decode, batch 32": {"op": "decode", "batch": 32, "tokens": 128, "new": 64},
+}
+FIGURES = [  # title, shape (None = once a process), key, whether more is better
+    ("prefill 512 [tok/s]", "prefill 512", "prefill_tok_s", True),
+    ("prefill 2,048 [tok/s]", "prefill 2048", "prefill_tok_s", True),
+    ("prefill 8 x 512 [tok/s]", "prefill 8 x 512", "prefill_tok_s", True),
+    ("decode, batch 1 [tok/s]", "decode, batch 1", "decode_tok_s", True),
+    ("decode, batch 8 [tok/s]", "decode, batch 8", "decode_tok_s", True),
+    ("decode, batch 32 [tok/s]", "decode, batch 32", "decode_tok_s", True),
+    ("TTFT 2,048 cold [ms]", "prefill 2048", "ttft_cold_ms", False),
+    ("TTFT 2,048 warm [ms]", "prefill 2048", "ttft_warm_ms", False),
+    ("start-up [s]", None, "startup_s", False),
+    ("peak resident [MB]", None, "peak_mb", False),
+]
+
+
+@dataclass
+class Engine:
+    """One engine's process, stopped except while it measures."""
+
+    name: str
+    kind: str
+    python: str
+    options: dict[str, Any]
+    process: subprocess.Popen[str] | None = None
+    once: dict[str, Any] = field(default_factory=dict)
+    samples: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+
+    def start(self, log: Path) -> str | None:
+        """Start, wait until ready, stop. Returns why the engine cannot run here, or ``None``."""
+        command = [self.python, str(HERE / "rival_engines.py"), self.kind, json.dumps(self.options)]
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            )
+        hello = self._answer()
+        if hello is None:
+            lines = [line for line in log.read_text().splitlines() if line.strip()]
+            return lines[-1] if lines else f"it ended with code {self.process.wait()}"
+        self.once.update(hello)
+        self._signal(signal.SIGSTOP)
+        return None
+
+    def measure(self, shape: str, seed: int) -> None:
+        """One measurement, alone on the machine."""
+        assert self.process is not None and self.process.stdin is not None
+        self._signal(signal.SIGCONT)
+        self.process.stdin.write(json.dumps({**SHAPES[shape], "seed": seed}) + "\n")
+        self.process.stdin.flush()
+        answer = self._answer()
+        if answer is None:
+            raise SystemExit(f"{self.name} ended in the middle of {shape}: code {self.process.wait()}")
+        self._signal(signal.SIGSTOP)
+        self.once["peak_mb"] = answer.pop("peak_mb")
+        for key, value in answer.items():
+            self.samples.setdefault((shape, key), []).append(value)
+
+    def figure(self, shape: str | None, key: str) -> float | None:
+        """Median of a measured figure."""
+        if shape is None:
+            return self.once.get(key)
+        values = self.samples.get((shape, key))
+        return median(values) if values else None
+
+    def end(self) -> None:
+        """Kill the process and what it started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._signal(signal.SIGKILL)
+            self.process.wait()
+
+    def _answer(self) -> dict[str, Any] | None:
+        assert self.process is not None and self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def _signal(self, number: int) -> None:
+        assert self.process is not None
+        os.killpg(self.process.pid, number)
+
+
+def bundled_model(dtype: str) -> str:
+    """The folder of the bundled default, converted if need be."""
+    from memserve.config import DEFAULT_MODEL
+    from memserve.model.sources import resolve_source
+
+    return str(resolve_source(DEFAULT_MODEL, dtype).path)
+
+
+def engines(args: argparse.Namespace) -> tuple[list[Engine], list[str]]:
+    """The engines asked for, and why others are missing."""
+    same = {"model": args.model, "dtype": args.dtype}
+    found = [Engine("memserve", "memserve", sys.executable, {**same, **json.loads(args.options)})]
+    found.append(Engine("transformers", "transformers", sys.executable, same))
+    skipped = []
+    if args.vllm:
+        found.append(Engine("vLLM-CPU eager", "vllm", args.vllm, same))
+        found.append(Engine("vLLM-CPU compiled", "vllm", args.vllm, {**same, "compile": True}))
+    else:
+        skipped.append("vLLM-CPU: --vllm PYTHON was not given")
+    if args.llamacpp and args.gguf:
+        found.append(Engine("llama.cpp", "llamacpp", args.llamacpp, {"model": args.gguf, "dtype": args.dtype}))
+    else:
+        skipped.append("llama.cpp: --llamacpp PYTHON and --gguf FILE were not given")
+    wanted = [e for e in found if not args.only or e.name in args.only]
+    return wanted, skipped
+
+
+def run(wanted: list[Engine], shapes: list[str], rounds: int, logs: Path) -> tuple[list[Engine], list[str]]:
+    """Start all, then measure in turn. The order of the engines turns with each round."""
+    ready, skipped = [], []
+    for number, engine in enumerate(wanted):
+        print(f"starting {engine.name} ...", file=sys.stderr, flush=True)
+        reason = engine.start(logs / f"{number}.log")
+        if reason is None:
+            ready.append(engine)
+        else:
+            skipped.append(f"{engine.name}: {reason}")
+    for turn in range(rounds):
+        for shape in shapes:
+            for place in range(len(ready)):
+                engine = ready[(place + turn) % len(ready)]
+                engine.measure(shape, seed=1000 * turn + shapes.index(shape))
+        print(f"round {turn + 1} of {rounds} done", file=sys.stderr, flush=True)
+    return ready, skipped
+
+
+def cell(mine: float | None, value: float | None, more_is_better: bool, own: bool) -> str:
+    """A figure, with memserve's advantage behind a rival's."""
+    if value is None:
+        return ""
+    number = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    if own or mine is None:
+        return number
+    ratio = mine / value if more_is_better else value / mine
+    return f"{number} ({ratio:.2f}x)"
+
+
+def table(ready: list[Engine]) -> str:
+    """Markdown: a row a figure, a column an engine; in brackets how much better memserve is."""
+    names = [f"{e.name} {e.once['version']}" for e in ready]
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(ready) + 1) + "|"]
+    own = next((e for e in ready if e.name == "memserve"), None)
+    for title, shape, key, more in FIGURES:
+        mine = own.figure(shape, key) if own else None
+        cells = [cell(mine, e.figure(shape, key), more, e is own) for e in ready]
+        if any(cells):
+            lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure, print the table, write the samples."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="model folder; default: the bundled model")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm", help="Python of a vLLM environment")
+    parser.add_argument("--llamacpp", help="Python of a llama-cpp-python environment")
+    parser.add_argument("--gguf", help="model file for llama.cpp")
+    parser.add_argument("--options", default="{}", help="more options of memserve.LLM, as JSON")
+    parser.add_argument("--only", action="append", help="only this engine (may be repeated)")
+    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="only this shape (may be repeated)")
+    parser.add_argument("--json", type=Path, help="write every sample there")
+    args = parser.parse_args()
+    args.model = args.model or bundled_model(args.dtype)
+    wanted, skipped = engines(args)
+    with tempfile.TemporaryDirectory() as logs:
+        try:
+            ready, broken = run(wanted, args.shape or list(SHAPES), args.rounds, Path(logs))
+        finally:
+            for engine in wanted:
+                engine.end()
+    print(f"\n{args.dtype}, {os.cpu_count()} CPUs, medians of {args.rounds} rounds, engines in turn\n")
+    print(table(ready) + "\n")
+    print("\n".join(f"skipped {reason}" for reason in skipped + broken))
+    if args.json:
+        samples = [{"engine": e.name, **e.once, **{f"{s}: {k}": v for (s, k), v in e.samples.items()}} for e in ready]
+        report = {"dtype": args.dtype, "engines": samples, "skipped": skipped + broken}
+        args.json.write_text(json.dumps(report, indent=1))
+    return 0 if ready else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
