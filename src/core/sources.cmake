@@ -1,5 +1,16 @@
 nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/module.cpp
+  src/core/sequence.cpp
+  src/core/allocator.cpp
+  src/core/radix_nodes.cpp
+  src/core/radix_index.cpp
+  src/core/radix_evict.cpp
+  src/core/radix_holders.cpp
+  src/core/radix_check.cpp
+  src/core/bind_allocator.cpp
+  src/core/bind_radix.cpp
+  src/core/bind_identity.cpp
 )
+target_compile_options(_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
 target_link_libraries(_core PRIVATE Threads::Threads)
 install(TARGETS _core LIBRARY DESTINATION memserve)

@@ -1,0 +1,80 @@
+// Every promise of radix_index.h, verified the slow way.
+#include <algorithm>
+#include <unordered_map>
+
+#include "errors.h"
+#include "radix_index.h"
+
+namespace memserve {
+
+void RadixIndex::check_node(const Node& node, size_t (&in)[kTiers], size_t (&locked)[kTiers]) const {
+  check((node.parent == nullptr) == (node.root_of != nullptr), "a node has neither parent nor namespace, or both");
+  check(node.root_of ? node.size == 0 : node.size > 0, "only roots have an empty edge");
+  check(node.size <= node.capacity && node.hbm <= node.size, "a node's sizes are out of order");
+  check(!node.root_of || node.first_child, "a root without children was kept");
+  uint64_t locks = node.pins;
+  for (const Node* child = node.first_child; child; child = child->next_sibling) {
+    check(child->parent == &node, "a child has another parent");
+    check(!child->next_sibling || child->next_sibling->prev_sibling == child, "siblings are linked wrongly");
+    check(node.hbm == node.size || child->hbm == 0, "an HBM block below a DRAM block");
+    check(find_child(&node, child->tokens()) == child, "a child is not found by its first block");
+    locks += child->locks;
+  }
+  check(locks == node.locks, "a node's locks are not the pins below it");
+  for (int tier = 0; tier < kTiers; ++tier) {
+    const uint32_t count = node.in_tier(tier);
+    check(node.listed[tier] == (node.locks == 0 && count > 0), "a node is listed wrongly");
+    in[tier] += count;
+    if (node.locks > 0) locked[tier] += count;
+    if (!allocator_[tier]) continue;
+    for (uint32_t i = 0; i < count; ++i) {
+      const int32_t block = node.blocks()[(tier == kHbm ? 0 : node.hbm) + i];
+      check(allocator_[tier]->ref_count(block) > 0, "the index names a free block");
+      check(allocator_[tier]->is_idle(block) == (node.locks == 0), "a block's idle mark does not match its node");
+    }
+  }
+}
+
+void RadixIndex::check_lists() const {
+  for (int tier = 0; tier < kTiers; ++tier) {
+    std::unordered_map<const Node*, size_t> rank;  // 0 = newest
+    const Node* newer = nullptr;
+    for (const Node* node = lists_[tier].newest; node; newer = node, node = node->older[tier]) {
+      check(node->listed[tier] && node->newer[tier] == newer, "an LRU list is linked wrongly");
+      check(rank.emplace(node, rank.size()).second, "an LRU list has a cycle");
+    }
+    check(lists_[tier].oldest == newer, "an LRU list ends elsewhere");
+    size_t listed = 0;
+    for (const Node& node : nodes_) listed += node.id != 0 && node.listed[tier];
+    check(listed == rank.size(), "a listed node is not in its list");
+    for (const auto& [node, at] : rank) {
+      const auto parent = rank.find(node->parent);
+      check(parent == rank.end() || parent->second < at, "a parent is older than its child");
+    }
+  }
+}
+
+void RadixIndex::check_invariants() const {
+  size_t in[kTiers] = {}, locked[kTiers] = {}, used = 0, edges = 0;
+  for (const Node& node : nodes_) {
+    if (node.id == 0) continue;
+    ++used;
+    edges += node.parent != nullptr;
+    check_node(node, in, locked);
+  }
+  for (int tier = 0; tier < kTiers; ++tier) {
+    check(in[tier] == blocks_in_[tier], "the block count of a tier is wrong");
+    check(locked[tier] == blocks_locked_[tier], "the locked block count of a tier is wrong");
+  }
+  check(used == nodes_in_use_ && edges == edges_, "the node or edge count is wrong");
+  for (const auto& [name, root] : roots_) check(root->root_of && *root->root_of == name, "a root has another name");
+  check_lists();
+}
+
+size_t RadixIndex::bytes() const {
+  size_t total = nodes_.size() * sizeof(Node) + buckets_.size() * sizeof(Node*);
+  for (const Node& node : nodes_) total += size_t{node.capacity} * (1 + block_tokens_) * sizeof(int32_t);
+  return total;
+}
+
+}  // namespace memserve

@@ -1,0 +1,201 @@
+// The prefix index: a radix tree over whole blocks of tokens, one root a namespace.
+//
+//      root of namespace N
+//       |-- [ b0 b1 b2 b3 | b4 b5 ]     a node's edge is a run of whole blocks; `|` = node.hbm: blocks before it lie in
+//       |        |                      HBM, blocks behind it in DRAM
+//       |        `-- [ | b6 b7 ]        below a DRAM block there are only DRAM blocks
+//       `-- [ c0 c1 | ]
+//
+// Invariants (check_invariants):
+//   * Along any path from the root the tier never goes up: HBM blocks, then DRAM blocks. So eviction takes leaves of a
+//     tier first, and what is left is always a usable prefix.
+//   * node.locks = pins that end in the node's subtree. Locked nodes are in no LRU list and are never evicted.
+//   * An unlocked node is in the LRU list of each tier that it has blocks in, and never behind (older than) a child of
+//     its own in that list: the list's tail is always evictable. Paths are touched deepest node first to keep it so.
+//   * A child is found by the 64-bit hash of (parent, first block of its edge); tokens are compared always, so a hash
+//     collision costs time and never gives wrong KV.
+// Order comes from the lists alone: no clock, no counter that could wrap.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "allocator.h"
+
+namespace memserve {
+
+enum Tier : int { kHbm = 0, kDram = 1, kTiers = 2 };
+
+// 128 bits that name a namespace (tenant, model and weights, dtype, layout).
+struct NamespaceId {
+  uint64_t low, high;
+  bool operator==(const NamespaceId&) const = default;
+};
+
+struct NamespaceHash {
+  size_t operator()(const NamespaceId& id) const { return id.low ^ id.high * 0x9e3779b97f4a7c15ull; }
+};
+
+struct Node {
+  Node* parent = nullptr;
+  Node* first_child = nullptr;
+  Node* next_sibling = nullptr;
+  Node* prev_sibling = nullptr;
+  Node* next_in_bucket = nullptr;
+  Node* newer[kTiers] = {};
+  Node* older[kTiers] = {};
+  bool listed[kTiers] = {};
+  uint32_t id = 0;        // handle of the node; 0 = the node is not in use
+  uint32_t size = 0;      // blocks on the edge; 0 only for a root
+  uint32_t capacity = 0;  // blocks that the storage holds
+  uint32_t hbm = 0;       // blocks [0, hbm) lie in HBM, [hbm, size) in DRAM
+  uint32_t pins = 0;      // pins that end at this node
+  uint32_t locks = 0;     // pins that end in this subtree
+  uint64_t edge_hash = 0;
+  std::unique_ptr<int32_t[]> storage;  // `capacity` block ids, then `capacity` blocks of tokens
+  const NamespaceId* root_of = nullptr;
+  std::unique_ptr<std::vector<uint32_t>> holders;  // sorted; null in a local index
+
+  int32_t* blocks() { return storage.get(); }
+  const int32_t* blocks() const { return storage.get(); }
+  int32_t* tokens() { return storage.get() + capacity; }
+  const int32_t* tokens() const { return storage.get() + capacity; }
+  uint32_t in_tier(int tier) const { return tier == kHbm ? hbm : size - hbm; }
+};
+
+// Where a walk ended: `in_node` blocks of `node` match, `depth` blocks in all.
+struct Position {
+  Node* node;
+  uint32_t in_node;
+  size_t depth;
+};
+
+// What one call took out of the index or moved inside it, in order. References are already dropped.
+struct Eviction {
+  enum Kind : int32_t { kDroppedHbm, kDroppedDram, kMoved };  // moved: HBM block `from` goes to DRAM block `to`
+  struct Change {
+    Kind kind;
+    int32_t from, to;
+  };
+  std::vector<Change> changes;
+  size_t dropped_dram = 0;
+  size_t freed = 0;  // blocks of the asked tier that became free
+};
+
+struct Insertion {
+  size_t added = 0;                   // blocks that the index took a reference on
+  std::vector<int32_t> adopted_dram;  // DRAM blocks given up because the caller brought the same tokens in HBM
+  uint32_t pin = 0;
+};
+
+struct Promotion {
+  uint32_t pin = 0;
+  std::vector<int32_t> left_dram;  // DRAM blocks whose contents must go to the given HBM blocks, in order
+};
+
+class RadixIndex {
+ public:
+  RadixIndex(uint32_t block_tokens, BlockAllocator* hbm, BlockAllocator* dram, uint64_t hash_seed);
+  RadixIndex(const RadixIndex&) = delete;
+  RadixIndex& operator=(const RadixIndex&) = delete;
+
+  uint32_t block_tokens() const { return block_tokens_; }
+  size_t blocks_in(int tier) const { return blocks_in_[tier]; }
+  size_t blocks_locked(int tier) const { return blocks_locked_[tier]; }
+  size_t nodes() const { return nodes_in_use_; }
+  size_t bytes() const;
+
+  // Read-only.
+  Position walk(const NamespaceId& name, std::span<const int32_t> tokens) const;
+  void path_blocks(const Position& end, std::vector<int32_t>& hbm, std::vector<int32_t>& dram) const;
+
+  // Pins (0 = nothing pinned). A pin protects its node and all above.
+  uint32_t pin(const NamespaceId& name, std::span<const int32_t> tokens, Position& end);
+  void unpin(uint32_t pin);
+  void retain_hbm(std::span<const int32_t> blocks) { if (allocator_[kHbm]) allocator_[kHbm]->retain(blocks); }
+  Node* pinned_node(uint32_t pin) const;
+
+  // blocks[0, hbm_blocks) lie in HBM, the rest in DRAM. With `keep_pin` the deepest node stays pinned.
+  Insertion insert(const NamespaceId& name, std::span<const int32_t> tokens, std::span<const int32_t> blocks,
+                   size_t hbm_blocks, bool keep_pin);
+  Promotion promote(uint32_t pin, std::span<const int32_t> hbm_blocks);
+  size_t evict_hbm(size_t count, Eviction& out);
+  size_t evict_dram(size_t count, Eviction& out);
+  void erase(const NamespaceId& name, std::span<const int32_t> tokens, Eviction& out);
+  void clear(Eviction& out);
+
+  // The global tree: who holds which prefix.
+  void hold(const NamespaceId& name, std::span<const int32_t> tokens, uint32_t holder);
+  void unhold(const NamespaceId& name, std::span<const int32_t> tokens, size_t keep_blocks, uint32_t holder);
+  void remove_holder(uint32_t holder);
+  std::vector<std::pair<uint32_t, size_t>> match_holders(const NamespaceId& name,
+                                                         std::span<const int32_t> tokens) const;
+
+  void check_invariants() const;
+
+ private:
+  struct List {
+    Node* newest = nullptr;
+    Node* oldest = nullptr;
+  };
+
+  // radix_nodes.cpp: storage, children, lists, locks
+  Node* new_node();
+  void free_node(Node* node);
+  Node* root(const NamespaceId& name);
+  Node* find_child(const Node* parent, const int32_t* block) const;
+  void attach(Node* parent, Node* child);
+  void detach(Node* child);
+  void link_bucket(Node* child);
+  void unlink_bucket(Node* child);
+  void grow_buckets();
+  void store(Node* node, uint32_t capacity, const int32_t* blocks, const int32_t* tokens, uint32_t size);
+  void shrink(Node* node, uint32_t size);
+  Node* split(Node* node, uint32_t at);
+  void remove_childless(Node* node);
+  void list_before(int tier, Node* node, Node* older);
+  void unlist(int tier, Node* node);
+  void touch(Node* node);
+  void lock_path(Node* node);
+  void unlock_path(Node* node);
+  void set_idle(Node* node, bool idle);
+  uint64_t edge_hash(const Node* parent, const int32_t* block) const;
+  uint32_t equal_blocks(const Node* node, const int32_t* tokens, size_t blocks) const;
+
+  // radix_index.cpp
+  void adopt(Node* node, uint32_t upto, const int32_t* blocks, Insertion& out);
+  Node* append(Node* parent, std::span<const int32_t> tokens, std::span<const int32_t> blocks, size_t hbm_blocks);
+  uint32_t pin_at(Node* node);
+  Node* node_ending_at(const Position& end);
+
+  // radix_evict.cpp
+  size_t release_one(int tier, const int32_t* blocks, size_t count);
+  void drop_tail_dram(Node* node, uint32_t count, Eviction& out);
+  void drop_tail_hbm(Node* node, uint32_t count, Eviction& out);
+  void demote_tail(Node* node, uint32_t count, Eviction& out);
+  uint32_t reserve_dram(uint32_t count, Eviction& out);
+  void drop_unlocked_below(Node* node, Eviction& out);
+  void drop_from_holder(Node* node, uint32_t holder);
+  void check_node(const Node& node, size_t (&in)[kTiers], size_t (&locked)[kTiers]) const;
+  void check_lists() const;
+
+  uint32_t block_tokens_;
+  BlockAllocator* allocator_[kTiers];
+  uint64_t hash_seed_;
+  std::unordered_map<NamespaceId, Node*, NamespaceHash> roots_;
+  std::deque<Node> nodes_;            // nodes_[id - 1]; never moves
+  std::vector<uint32_t> free_ids_;
+  std::vector<Node*> buckets_;
+  size_t edges_ = 0;
+  size_t nodes_in_use_ = 0;
+  size_t blocks_in_[kTiers] = {};
+  size_t blocks_locked_[kTiers] = {};
+  List lists_[kTiers];
+};
+
+}  // namespace memserve

@@ -1,0 +1,174 @@
+"""The native core (C++): block allocator, radix index, block identity, arenas and copy engine (level 0).
+
+Wherever blocks or tokens go in, a buffer of int32 (numpy, ``array('i')``) or a :class:`BlockIds` is read in place, a
+buffer of int64 is narrowed, and any other sequence of int is read item by item.
+"""
+
+from collections.abc import Buffer, Iterator, Sequence
+from typing import overload
+
+class BlockIds(Sequence[int], Buffer):
+    """An immutable run of int32 ids; ``numpy.asarray(ids)`` views it without a copy."""
+
+    def __init__(self, ids: Sequence[int] = ...) -> None: ...
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> BlockIds: ...
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def tolist(self) -> list[int]: ...
+
+Ids = BlockIds | Sequence[int] | Buffer
+
+class BlockAllocator:
+    """Free and held blocks and loose pages of one arena; page ``p`` belongs to block ``p // pages_per_block``.
+
+    A bad or free block raises :class:`memserve.errors.InvariantError`, names the block, and changes nothing.
+    """
+
+    def __init__(self, num_blocks: int, pages_per_block: int = 1) -> None: ...
+    def allocate(self, count: int) -> BlockIds | None:
+        """``count`` blocks, lowest ids first, one reference each; ``None`` = no room."""
+    def retain(self, blocks: Ids) -> None:
+        """One more reference each."""
+    def release(self, blocks: Ids) -> int:
+        """One reference less each; returns how many blocks became free."""
+    def ref_count(self, block: int) -> int: ...
+    def allocate_pages(self, count: int) -> BlockIds | None:
+        """``count`` loose pages, from blocks that are broken already where possible; ``None`` = no room."""
+    def release_pages(self, pages: Ids) -> int:
+        """Give loose pages back; returns how many blocks are whole again."""
+    @property
+    def blocks_total(self) -> int: ...
+    @property
+    def blocks_free(self) -> int: ...
+    @property
+    def blocks_used(self) -> int:
+        """Blocks with references (broken blocks not counted)."""
+    @property
+    def blocks_broken(self) -> int:
+        """Blocks of which some pages are out."""
+    @property
+    def blocks_evictable(self) -> int:
+        """Blocks that only an unpinned entry of the index refers to."""
+    @property
+    def pages_per_block(self) -> int: ...
+    @property
+    def pages_free(self) -> int: ...
+    @property
+    def pages_loose(self) -> int: ...
+    def check_invariants(self) -> None: ...
+
+class Match:
+    """A cached path."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def pin(self) -> int: ...
+    @property
+    def hbm(self) -> BlockIds: ...
+    @property
+    def dram(self) -> BlockIds: ...
+
+class Insertion:
+    """What an insert did."""
+
+    @property
+    def added(self) -> int:
+        """Blocks that the index took a reference on."""
+    @property
+    def pin(self) -> int: ...
+    @property
+    def adopted_dram(self) -> BlockIds:
+        """DRAM blocks that the index gave up because the caller brought the same tokens in HBM."""
+
+class Promotion:
+    """What came up from DRAM."""
+
+    @property
+    def pin(self) -> int: ...
+    @property
+    def left_dram(self) -> BlockIds: ...
+
+class Eviction:
+    """What left the index or moved down inside it, in order; the index's references are dropped already."""
+
+    @property
+    def freed(self) -> int: ...
+    @property
+    def changes(self) -> list[tuple[int, int, int]]:
+        """``(kind, from, to)``: kind 0 = dropped from HBM, 1 = dropped from DRAM, 2 = HBM to DRAM."""
+    @property
+    def moved_from(self) -> BlockIds: ...
+    @property
+    def moved_to(self) -> BlockIds: ...
+    @property
+    def dropped_hbm(self) -> BlockIds: ...
+    @property
+    def dropped_dram(self) -> BlockIds: ...
+
+class RadixIndex:
+    """Radix tree over whole blocks of tokens, one root a namespace (16 bytes).
+
+    With allocators, the index holds one reference on each block that it names; without, block ids mean nothing to it.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        hbm: BlockAllocator | None = None,
+        dram: BlockAllocator | None = None,
+        hash_seed: int = 0,
+    ) -> None: ...
+    def match(self, namespace: bytes, tokens: Ids) -> int:
+        """Cached prefix in tokens (whole blocks). Changes nothing."""
+    def match_blocks(self, namespace: bytes, tokens: Ids) -> Match:
+        """The cached prefix with its blocks. Changes nothing."""
+    def acquire(self, namespace: bytes, tokens: Ids) -> Match:
+        """As ``match_blocks``, pinned (``pin``, 0 = nothing), with a reference on each HBM block for the caller."""
+    def unpin(self, pin: int) -> None:
+        """End a pin (0 = nothing); its path becomes the most recently used."""
+    def insert(
+        self, namespace: bytes, tokens: Ids, blocks: Ids, hbm_blocks: int = -1, pin: bool = False
+    ) -> Insertion:
+        """Add the whole blocks of ``tokens``; the first ``hbm_blocks`` of ``blocks`` lie in HBM (-1 = all)."""
+    def promote(self, pin: int, hbm_blocks: Ids) -> Promotion:
+        """The pinned path's first DRAM blocks move to ``hbm_blocks``; the pin moves to the end of HBM."""
+    def evict(self, tier: int, count: int) -> Eviction:
+        """Free ``count`` blocks of a tier (HBM: moved down to DRAM where it has room), oldest leaves first."""
+    def delete(self, namespace: bytes, tokens: Ids) -> Eviction:
+        """Remove what only ``tokens`` leads to.
+
+        That is: every unpinned entry that extends ``tokens``, then the blocks of ``tokens`` from the end upwards, as
+        far as they are unpinned and lead nowhere else. Nothing, when ``tokens`` is not cached in full.
+        """
+    def clear(self) -> Eviction:
+        """Drop everything that is not pinned."""
+    def blocks(self, tier: int) -> int: ...
+    def blocks_pinned(self, tier: int) -> int: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def nbytes(self) -> int:
+        """Bytes of nodes, tokens, block ids and hash table."""
+    def hold(self, namespace: bytes, tokens: Ids, holder: int) -> None:
+        """Global tree: ``holder`` has the whole blocks of ``tokens``."""
+    def unhold(self, namespace: bytes, tokens: Ids, keep_tokens: int, holder: int) -> None:
+        """Global tree: of this path ``holder`` keeps only the first ``keep_tokens``, and nothing that extends it."""
+    def remove_holder(self, holder: int) -> None: ...
+    def match_holders(self, namespace: bytes, tokens: Ids) -> list[tuple[int, int]]:
+        """``(holder, cached tokens)`` for each holder of a prefix, by holder id."""
+    def check_invariants(self) -> None: ...
+
+def siphash128(key: bytes, data: bytes) -> bytes:
+    """SipHash-2-4 with 128-bit output; ``key`` is 16 bytes."""
+
+def block_identities(key: bytes, namespace: bytes, tokens: Ids, block_tokens: int) -> bytes:
+    """16 bytes a whole block: ``identity[i] = siphash128(key, identity[i-1] + tokens of block i)``."""

@@ -1,0 +1,99 @@
+"""What a pool tells the global trees: KV events (level 1, rows M12 and X2)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+from operator import itemgetter
+
+from memserve.types import Tier
+
+DROPPED_HBM, DROPPED_DRAM, MOVED_DOWN = 0, 1, 2  # kinds of changes in `_core.Eviction`
+
+
+class KvEventKind(StrEnum):
+    """What happened to cached blocks."""
+
+    STORED = "stored"  # the index has them now, on `tier`
+    MOVED = "moved"  # they lie on `tier` now
+    EVICTED = "evicted"  # the index has them no more
+    LOST = "lost"  # events were dropped before this one: the follower must ask for everything
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvent:
+    """One change of the index. Block identities name (namespace, tokens up to the block's end), see ``identity``."""
+
+    sequence: int  # counts up by one a pool: a gap means that events were lost
+    kind: KvEventKind
+    tier: Tier
+    identities: tuple[bytes, ...]  # 16 bytes each
+
+
+class EventLog:
+    """A bounded buffer of :class:`KvEvent`; knows which identity lies in which block.
+
+    With ``capacity`` 0 it is off and costs nothing. When the buffer overflows the oldest event goes, and the next
+    ``take`` opens with a ``LOST`` event.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.enabled = capacity > 0
+        self._events: deque[KvEvent] = deque(maxlen=capacity or None)
+        self._sequence = 0
+        self._lost = False
+        #: identity of every block that the index holds
+        self._identity: dict[tuple[Tier, int], bytes] = {}
+
+    def published(self, blocks: Sequence[int], identities: Sequence[bytes], adopted_dram: Sequence[int]) -> None:
+        """The index now has ``blocks`` in HBM under ``identities``; those of ``adopted_dram`` lay in DRAM before."""
+        came_up = {self._identity.pop((Tier.DRAM, block)) for block in adopted_dram}
+        stored, moved = [], []
+        for block, identity in zip(blocks, identities, strict=True):
+            if self._identity.get((Tier.HBM, block)) == identity:
+                continue
+            self._identity[Tier.HBM, block] = identity
+            (moved if identity in came_up else stored).append(identity)
+        self._append(KvEventKind.MOVED, Tier.HBM, moved)
+        self._append(KvEventKind.STORED, Tier.HBM, stored)
+
+    def promoted(self, dram_blocks: Sequence[int], hbm_blocks: Sequence[int]) -> None:
+        """The entries of ``dram_blocks`` lie in ``hbm_blocks`` now."""
+        identities = [self._identity.pop((Tier.DRAM, block)) for block in dram_blocks]
+        for block, identity in zip(hbm_blocks, identities, strict=True):
+            self._identity[Tier.HBM, block] = identity
+        self._append(KvEventKind.MOVED, Tier.HBM, identities)
+
+    def changed(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        """An eviction, as :class:`memserve._core.Eviction` lists it; neighbours of one kind become one event."""
+        for kind, run in groupby(changes, key=itemgetter(0)):
+            tier = Tier.DRAM if kind == DROPPED_DRAM else Tier.HBM
+            identities = []
+            for _, source, target in run:
+                identity = self._identity.pop((tier, source))
+                identities.append(identity)
+                if kind == MOVED_DOWN:
+                    self._identity[Tier.DRAM, target] = identity
+            if kind == MOVED_DOWN:
+                self._append(KvEventKind.MOVED, Tier.DRAM, identities)
+            else:
+                self._append(KvEventKind.EVICTED, tier, identities)
+
+    def take(self) -> list[KvEvent]:
+        """The events since the last call, in order."""
+        events = list(self._events)
+        self._events.clear()
+        if self._lost:
+            events.insert(0, KvEvent(events[0].sequence - 1, KvEventKind.LOST, Tier.HBM, ()))
+            self._lost = False
+        return events
+
+    def _append(self, kind: KvEventKind, tier: Tier, identities: Sequence[bytes]) -> None:
+        if not identities:
+            return
+        self._lost = self._lost or len(self._events) == self._events.maxlen
+        self._events.append(KvEvent(self._sequence, kind, tier, tuple(identities)))
+        self._sequence += 1

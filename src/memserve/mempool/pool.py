@@ -1,0 +1,256 @@
+"""The blocks and the prefix cache of one instance: accounting only, no bytes move here (level 1).
+
+    acquire ------> Lease: cached prefix, pinned, one reference a block for the caller
+    allocate -----> blocks with one reference each, for what is not cached
+    publish ------> the index takes references of its own and the lease's pin moves down
+    unpin, release: the caller is done; the cached blocks stay until eviction takes them
+
+Who owns what: a block of HBM is free, or held by its reference count. The index holds one reference on each block
+that it names. Every other reference belongs to a caller of this class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from memserve import _core
+from memserve.config import PoolConfig
+from memserve.errors import InvariantError
+from memserve.mempool.copylog import CopyLog
+from memserve.mempool.events import EventLog, KvEvent
+from memserve.mempool.identity import block_identities, namespace_id
+from memserve.mempool.report import PoolReport, TierReport
+from memserve.types import CopyBlocks, Tier, TokenArray
+
+
+@dataclass(slots=True)
+class Lease:
+    """A pinned path of the index."""
+
+    blocks: list[int] = field(default_factory=list)
+    """HBM blocks of the matched prefix, in order, each with one reference for the caller."""
+    tokens: int = 0
+    """``len(blocks) * block_tokens``."""
+    dram_tokens: int = 0
+    """How many of them had to be brought up from DRAM (copies recorded)."""
+    pin: int = 0
+    """The index's handle of the path's end; 0 = nothing pinned."""
+
+
+def _promised(blocks: _core.BlockIds | None) -> _core.BlockIds:
+    if blocks is None:
+        raise InvariantError("the allocator has no room for what the evictable count promised")
+    return blocks
+
+
+class BlockPool:
+    """Blocks of HBM and DRAM, and the radix index over them."""
+
+    def __init__(
+        self, config: PoolConfig, geometry_block_tokens: int, namespace: str, *, event_capacity: int = 0
+    ) -> None:
+        """``namespace`` names model and weights, dtype and layout. ``event_capacity`` 0 = no KV events."""
+        self.config = config
+        self.block_tokens = geometry_block_tokens
+        self._namespace = namespace
+        self._names: dict[str, bytes] = {}  # tenant -> namespace id
+        self._hbm = _core.BlockAllocator(config.hbm_blocks)
+        self._dram = _core.BlockAllocator(config.dram_blocks)
+        self._index = _core.RadixIndex(geometry_block_tokens, self._hbm, self._dram)
+        self._copies = CopyLog()
+        self._events = EventLog(event_capacity)
+
+    # -- prefix cache
+
+    def match(self, tenant: str, tokens: TokenArray) -> int:
+        """Cached prefix of ``tokens`` in tokens, whole blocks. Changes nothing, not even the order of eviction."""
+        return self._index.match(self._name(tenant), tokens) if self.config.caching else 0
+
+    def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
+        """The longest cached prefix of ``tokens`` (whole blocks), pinned, with one reference a block for the caller.
+
+        What lies in DRAM is brought up as far as HBM has room (which may evict unpinned blocks); behind that the
+        prefix is cut.
+        """
+        if not self.config.caching:
+            return Lease()
+        found = self._index.acquire(self._name(tenant), tokens)
+        lease = Lease(found.hbm.tolist(), found.tokens, 0, found.pin)
+        if len(found.dram):
+            self._bring_up(lease, len(found.dram))
+        return lease
+
+    def publish(self, lease: Lease, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> int:
+        """Make the KV of ``tokens`` (whole blocks of it) reusable; ``blocks`` hold it, all in HBM.
+
+        The index takes a reference on each block that it did not have yet; where it already has the same tokens it
+        keeps its own block (unless that lies in DRAM: then it takes the caller's and frees its own). The lease's pin
+        moves to the end of ``tokens``. Returns the blocks that the index took.
+        """
+        if not self.config.caching or len(tokens) < self.block_tokens:
+            return 0
+        name = self._name(tenant)
+        done = self._index.insert(name, tokens, blocks, pin=True)
+        self._index.unpin(lease.pin)
+        lease.pin = done.pin
+        if self._events.enabled:
+            self._tell_published(name, tokens, done)
+        return done.added
+
+    def unpin(self, lease: Lease) -> None:
+        """End the lease's protection from eviction. Its blocks are returned separately, by :meth:`release`."""
+        self._index.unpin(lease.pin)
+        lease.pin = 0
+
+    # -- blocks
+
+    def allocate(self, count: int) -> list[int] | None:
+        """``count`` HBM blocks with one reference each. ``None`` = no room, and nothing changed.
+
+        Unpinned cached blocks are evicted for it, least recently used first: to DRAM while there is room (or its
+        oldest can go), else dropped.
+        """
+        blocks = self._allocate(count)
+        return None if blocks is None else blocks.tolist()
+
+    def available(self) -> int:
+        """Blocks that :meth:`allocate` could give now: free ones and evictable ones."""
+        return self._hbm.blocks_free + self._hbm.blocks_evictable
+
+    def retain(self, blocks: Sequence[int]) -> None:
+        """One more reference on each block."""
+        self._hbm.retain(blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less on each block; a block without references is free."""
+        self._hbm.release(blocks)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether writing to ``block`` needs a copy first."""
+        return self._hbm.ref_count(block) > 1
+
+    def copy_block(self, block: int) -> int | None:
+        """A new block with the contents of ``block`` (copy recorded), or ``None`` = no room.
+
+        The caller's reference on the old block stays the caller's.
+        """
+        fresh = self._allocate(1)
+        if fresh is None:
+            return None
+        self._copies.record(Tier.HBM, (block,), Tier.HBM, fresh)
+        return fresh[0]
+
+    # -- preemption by swap
+
+    def swap_out(self, blocks: Sequence[int]) -> list[int] | None:
+        """Copy ``blocks`` to DRAM and drop the caller's references on them. ``None`` = no room, nothing changed.
+
+        DRAM's unpinned cached blocks are dropped for it, oldest first.
+        """
+        missing = len(blocks) - self._dram.blocks_free
+        if missing > self._dram.blocks_evictable:
+            return None
+        if missing > 0:
+            self._events_of(self._index.evict(Tier.DRAM, missing))
+        below = _promised(self._dram.allocate(len(blocks)))
+        self._copies.record(Tier.HBM, blocks, Tier.DRAM, below)
+        self._hbm.release(blocks)
+        return below.tolist()
+
+    def swap_in(self, dram_blocks: Sequence[int]) -> list[int] | None:
+        """Copy ``dram_blocks`` up into new HBM blocks (one reference each) and free them. ``None`` = no room."""
+        above = self._allocate(len(dram_blocks))
+        if above is None:
+            return None
+        self._copies.record(Tier.DRAM, dram_blocks, Tier.HBM, above)
+        self._dram.release(dram_blocks)
+        return above.tolist()
+
+    def release_dram(self, dram_blocks: Sequence[int]) -> None:
+        """Give up DRAM blocks that :meth:`swap_out` returned."""
+        self._dram.release(dram_blocks)
+
+    # -- out
+
+    def take_copies(self) -> list[CopyBlocks]:
+        """Copies recorded since the last call, in order."""
+        return self._copies.take() if len(self._copies) else []
+
+    def take_events(self) -> list[KvEvent]:
+        """KV events since the last call, in order (none when the pool was built without a buffer for them)."""
+        return self._events.take()
+
+    def report(self) -> PoolReport:
+        """The state of the memory (row P4)."""
+        tiers = ((Tier.HBM, self._hbm), (Tier.DRAM, self._dram))
+        return PoolReport(
+            tiers=tuple(
+                TierReport(
+                    tier,
+                    allocator.blocks_total,
+                    allocator.blocks_free,
+                    allocator.blocks_used,
+                    self._index.blocks(tier),
+                    self._index.blocks_pinned(tier),
+                    allocator.blocks_evictable,
+                )
+                for tier, allocator in tiers
+            ),
+            block_tokens=self.block_tokens,
+            copies_pending=len(self._copies),
+        )
+
+    def clear_cache(self) -> int:
+        """Drop every unpinned entry of the index; returns how many blocks it named."""
+        gone = self._index.clear()
+        self._events_of(gone)
+        return len(gone.dropped_hbm) + len(gone.dropped_dram)
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` when the books do not balance."""
+        self._hbm.check_invariants()
+        self._dram.check_invariants()
+        self._index.check_invariants()
+
+    # -- inside
+
+    def _name(self, tenant: str) -> bytes:
+        name = self._names.get(tenant)
+        if name is None:
+            name = self._names[tenant] = namespace_id(tenant, self._namespace)
+        return name
+
+    def _allocate(self, count: int) -> _core.BlockIds | None:
+        blocks = self._hbm.allocate(count)
+        if blocks is not None:
+            return blocks
+        missing = count - self._hbm.blocks_free
+        if missing > self._hbm.blocks_evictable:
+            return None
+        gone = self._index.evict(Tier.HBM, missing)
+        self._copies.record(Tier.HBM, gone.moved_from, Tier.DRAM, gone.moved_to)
+        self._events_of(gone)
+        return self._hbm.allocate(count)
+
+    def _bring_up(self, lease: Lease, dram_blocks: int) -> None:
+        above = _promised(self._allocate(min(dram_blocks, self.available())))
+        moved = self._index.promote(lease.pin, above)
+        lease.pin = moved.pin
+        self._hbm.retain(above)
+        self._copies.record(Tier.DRAM, moved.left_dram, Tier.HBM, above)
+        if self._events.enabled:
+            self._events.promoted(moved.left_dram, above)
+        lease.blocks += above.tolist()
+        lease.tokens = len(lease.blocks) * self.block_tokens
+        lease.dram_tokens = len(above) * self.block_tokens
+
+    def _events_of(self, gone: _core.Eviction) -> None:
+        if self._events.enabled:
+            self._events.changed(gone.changes)
+
+    def _tell_published(self, name: bytes, tokens: TokenArray, done: _core.Insertion) -> None:
+        """The index now has all of ``tokens`` in HBM: tell what is new and what came up from DRAM."""
+        blocks = self._index.match_blocks(name, tokens).hbm.tolist()
+        identities = block_identities(name, tokens, self.block_tokens)
+        self._events.published(blocks, identities, done.adopted_dram.tolist())

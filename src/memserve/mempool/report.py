@@ -1,0 +1,53 @@
+"""The memory report (row P4): what each tier holds, exactly (level 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memserve.types import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """Blocks of one tier. ``total = free + used``; cached blocks are part of the used ones."""
+
+    tier: Tier
+    blocks_total: int
+    blocks_free: int
+    blocks_used: int
+    blocks_cached: int  # known to the prefix index
+    blocks_pinned: int  # cached and under a pin: not evictable
+    blocks_evictable: int  # cached, and free as soon as the index gives them up
+
+    @property
+    def share_used(self) -> float:
+        """Used blocks as a share of the tier, 0 to 1."""
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """The state of a pool's memory.
+
+    External fragmentation is zero by construction: every block is the same size, any free block serves any request,
+    so there is no free memory that an allocation could not use. Internal fragmentation (the unused tail of each
+    sequence's last block, below one block a sequence) is known to the machine only; it fills
+    ``internal_tokens_unused`` and ``tokens_held`` with :func:`dataclasses.replace`.
+    """
+
+    tiers: tuple[TierReport, ...]
+    block_tokens: int
+    external_fragmentation: float = 0.0
+    internal_tokens_unused: int = 0  # token places in held blocks that hold no token state
+    tokens_held: int = 0  # token states in HBM blocks
+    copies_pending: int = 0  # blocks whose recorded copy has not been taken yet
+    by_tier: dict[Tier, TierReport] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_tier", {report.tier: report for report in self.tiers})
+
+    @property
+    def share_of_token_states(self) -> float:
+        """Share of the held HBM token places that hold token states (PagedAttention's measure), 0 to 1."""
+        places = self.by_tier[Tier.HBM].blocks_used * self.block_tokens
+        return self.tokens_held / places if places else 0.0
