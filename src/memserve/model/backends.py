@@ -1,0 +1,138 @@
+"""Who computes a step's attention: the native kernel, Triton, or plain torch (level 3)."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memserve.model.context import StepAttention
+from memserve.model.reference import ReferenceAttention, ReferencePages
+from memserve.types import KVGeometry
+
+log = logging.getLogger(__name__)
+
+Int32s = NDArray[np.int32]
+
+AttentionFactory = Callable[[Int32s, Int32s, Int32s, Int32s], StepAttention]
+"""Called once a step: ``(tables [slots, max_blocks], table_rows [rows], q_starts [rows + 1], contexts [rows])``."""
+
+
+class KernelAttention:
+    """The CPU kernel of ``memserve._kernels`` over one step's batch."""
+
+    def __init__(
+        self, base: int, geometry: KVGeometry, tables: Int32s, table_rows: Int32s, q_starts: Int32s, contexts: Int32s
+    ) -> None:
+        """``base``: address of the arena."""
+        kernels = _kernels()
+        g = geometry
+        shape = (g.num_layers, g.num_kv_heads, g.head_dim_k, g.head_dim_v, g.block_tokens, g.dtype)
+        self.batch = kernels.PagedBatch(base, shape, tables, table_rows, q_starts, contexts)
+        self._attend = kernels.attend
+        self._head_dim_v = g.head_dim_v
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See :meth:`memserve.model.context.StepAttention.attend`."""
+        _, heads, tokens, _ = q.shape
+        out = q.new_empty((1, tokens, heads, self._head_dim_v))
+        # rows with a strided last dimension are copied; the copies must live until the kernel is done
+        q, k, v = _dense(q), _dense(k), _dense(v)
+        self._attend(
+            self.batch,
+            layer,
+            heads,
+            (q.data_ptr(), q.stride(2), q.stride(1)),
+            (k.data_ptr(), k.stride(2), k.stride(1)),
+            (v.data_ptr(), v.stride(2), v.stride(1)),
+            (out.data_ptr(), out.stride(1), out.stride(2)),
+            scale,
+            window,
+            softcap,
+            None if sinks is None else sinks.detach().float().numpy(),
+        )
+        return out
+
+
+class TritonAttention:
+    """The Triton kernel over one step's batch, on CUDA."""
+
+    def __init__(
+        self,
+        arena: Tensor,
+        geometry: KVGeometry,
+        tables: Int32s,
+        table_rows: Int32s,
+        q_starts: Int32s,
+        contexts: Int32s,
+    ) -> None:
+        """``arena``: uint8 ``[bytes]`` on the device."""
+        from memserve.model import triton_attention
+
+        # only the rows of this step travel
+        rows = np.ascontiguousarray(tables[table_rows, : -(-int(contexts.max()) // geometry.block_tokens)])
+        places = np.arange(len(table_rows), dtype=np.int32)
+        self.batch = triton_attention.TritonBatch(arena, geometry, rows, places, q_starts, contexts)
+        self._attend = triton_attention.attend
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See :meth:`memserve.model.context.StepAttention.attend`."""
+        out = q.new_empty((q.shape[2], q.shape[1], v.shape[3]))
+        by_token = [_dense(x)[0].transpose(0, 1) for x in (q, k, v)]
+        sinks = None if sinks is None else sinks.float()
+        self._attend(self.batch, layer, *by_token, out, scale, window, softcap, sinks)
+        return out[None]
+
+
+def choose_attention(arena: Tensor, geometry: KVGeometry) -> AttentionFactory:
+    """The fastest attention for where ``arena`` (uint8, blocks) lies, and for the geometry."""
+    flat = arena.view(-1)
+    if flat.device.type == "cpu" and _kernel_supports(geometry):
+        return partial(KernelAttention, flat.data_ptr(), geometry)
+    if flat.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return partial(TritonAttention, flat, geometry)
+    log.warning("attention runs in plain torch: no kernel for device %s and %s", flat.device.type, geometry)
+    return partial(ReferenceAttention, ReferencePages(flat, geometry))
+
+
+def _kernel_supports(geometry: KVGeometry) -> bool:
+    narrow = geometry.head_dim_k % 8 or geometry.head_dim_v % 8 or geometry.block_tokens % 16
+    return not narrow and hasattr(_kernels(), "PagedBatch")
+
+
+def _kernels() -> Any:
+    from memserve import _kernels
+
+    return _kernels
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

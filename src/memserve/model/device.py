@@ -1,0 +1,145 @@
+"""The device (level 3): executes step plans with a real model, as :class:`memserve.instance.actions.StepPlan` says."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memserve.config import InstanceConfig
+from memserve.instance.actions import StepPlan
+from memserve.instance.events import StepFinished
+from memserve.model.arena import KvArenas
+from memserve.model.backends import AttentionFactory, choose_attention
+from memserve.model.context import attending
+from memserve.model.forward import EagerForward, Forward
+from memserve.model.loader import LoadedModel
+from memserve.model.logprobs import report_logprobs
+from memserve.model.sampler import Drawn, sample
+from memserve.model.slots import Int64s, SlotTable
+from memserve.types import TokenLogprobs
+
+
+class ModelDevice:
+    """A model, its KV arenas and its slots. Used from one thread."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: InstanceConfig,
+        forward: Forward | None = None,
+        attention: AttentionFactory | None = None,
+    ) -> None:
+        """``forward`` defaults to the module as it is, ``attention`` to the best for the model's device."""
+        geometry, scheduler = model.geometry, config.scheduler
+        self._device = model.device
+        self._arenas = KvArenas(model.device, geometry.block_bytes, config.pool.hbm_blocks, config.pool.dram_blocks)
+        # a step under way may sample one token beyond the last that the machine will use
+        tokens_max = config.max_model_tokens + scheduler.steps_in_flight
+        self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens)
+        self._forward = forward or EagerForward(model.module)
+        self._attention = attention or choose_attention(self._arenas.hbm, geometry)
+
+    def execute(self, plan: StepPlan) -> StepFinished:
+        """Do the copies, compute the rows, draw the tokens."""
+        started_ns = time.perf_counter_ns()
+        self._prepare(plan)
+        finished = StepFinished(plan.step_id, [], 0)
+        if plan.slots:
+            with torch.inference_mode():
+                finished = self._compute(plan)
+        elif self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return _timed(finished, started_ns)
+
+    def close(self) -> None:
+        """Give the arenas back (with the last reference to this device)."""
+        del self._attention, self._arenas
+
+    def _prepare(self, plan: StepPlan) -> None:
+        for slot in plan.close:
+            self._slots.close(slot)
+        for order in plan.copies:
+            self._arenas.copy(order)
+        for sequence in plan.open:
+            self._slots.open(sequence)
+        for slot, blocks in plan.grow:
+            self._slots.grow(slot, blocks)
+        for slot, position, block in plan.replace:
+            self._slots.replace(slot, position, block)
+
+    def _compute(self, plan: StepPlan) -> StepFinished:
+        slots, starts = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
+        counts = np.array(plan.counts, np.int64)
+        self._slots.check_rows(slots, starts, counts)
+        q_starts = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=q_starts[1:])
+        drawing = [row for row, drawn in enumerate(plan.sample_slots) if drawn]
+        logits_rows = [q_starts[1:][drawing] - 1]
+        logits_rows += [np.arange(q_starts[row], q_starts[row + 1]) for row in plan.prompt_logprob_rows]
+
+        attention = self._attention(
+            self._slots.tables, slots.astype(np.int32), q_starts, (starts + counts).astype(np.int32)
+        )
+        with attending(attention):
+            logits = self._forward(
+                *self._inputs(slots, starts, counts, q_starts), self._send(np.concatenate(logits_rows, dtype=np.int64))
+            )
+
+        prompt_logprobs = self._prompt_logprobs(plan, logits[len(drawing) :])
+        drawn = self._draw(plan, drawing, logits[: len(drawing)])
+        return StepFinished(plan.step_id, drawn.tokens.tolist(), 0, drawn.logprobs, prompt_logprobs, drawn.candidates)
+
+    def _inputs(self, slots: Int64s, starts: Int64s, counts: Int64s, q_starts: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Token ids and positions of the ragged batch, both ``[T]`` int64."""
+        if q_starts[-1] == len(slots):  # decodes only
+            return self._send(self._slots.tokens[slots, starts].astype(np.int64)), self._send(starts)
+        owners = np.repeat(slots, counts)
+        positions = np.arange(q_starts[-1]) + np.repeat(starts - q_starts[:-1], counts)
+        return self._send(self._slots.tokens[owners, positions].astype(np.int64)), self._send(positions)
+
+    def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor) -> Drawn:
+        """Sample, and write each token behind its slot's last one."""
+        if not drawing:
+            return Drawn(np.empty(0, np.int64))
+        groups = [plan.sample_slots[row] for row in drawing]
+        slots = np.array([slot for group in groups for slot in group], np.int64)
+        rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        drawn = sample(logits, rows, slots, self._slots)
+        self._slots.append(slots, drawn.tokens)
+        return drawn
+
+    def _prompt_logprobs(self, plan: StepPlan, logits: Tensor) -> dict[int, list[TokenLogprobs | None]]:
+        """Row -> one entry for each token that it computed: the logprobs of the prompt token *behind* that one.
+
+        ``None`` where the prompt ends.
+        """
+        reports: dict[int, list[TokenLogprobs | None]] = {}
+        first = 0
+        for row in plan.prompt_logprob_rows:
+            slot, start, count = plan.slots[row], plan.starts[row], plan.counts[row]
+            known = max(0, min(count, int(self._slots.prompt_tokens[slot]) - start - 1))
+            following = self._slots.tokens[slot, start + 1 : start + 1 + known].astype(np.int64)
+            top = self._slots.sampling(slot).logprobs or 0
+            found = report_logprobs(logits[first : first + known], self._send(following), top)
+            reports[row] = [*found, *[None] * (count - known)]
+            first += count
+        return reports
+
+    def _send(self, values: Int64s) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _timed(finished: StepFinished, started_ns: int) -> StepFinished:
+    elapsed_ns = time.perf_counter_ns() - started_ns
+    return StepFinished(
+        finished.step_id,
+        finished.tokens,
+        elapsed_ns,
+        finished.logprobs,
+        finished.prompt_logprobs,
+        finished.candidates,
+    )

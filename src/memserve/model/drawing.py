@@ -1,0 +1,88 @@
+"""Drawing tokens from logits by given uniform numbers (level 3): temperature, top-k, top-p, min-p.
+
+Inverse transform sampling over the tokens in order of their id: one uniform number a row decides, and the result moves
+only if rounding moves a boundary across it. So a sequence draws the same tokens alone and in a crowd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_HEAD_TOKENS = 256
+"""Top-k and top-p usually keep fewer; rows that keep more are sorted whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How each row is drawn. All tensors ``[n]`` on the logits' device."""
+
+    temperature: Tensor  # float32, > 0
+    top_k: Tensor  # int64, 0 = off
+    top_p: Tensor  # float32, 1 = off
+    min_p: Tensor  # float32, 0 = off
+    uniform: Tensor  # float64 in [0, 1)
+
+    def rows(self, rows: Tensor) -> Truncation:
+        """The part of these ``rows``."""
+        return Truncation(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows]
+        )
+
+
+def draw(logits: Tensor, how: Truncation) -> Tensor:
+    """One token a row: ``logits [n, vocab]`` float32 -> ``[n]`` int64.
+
+    Order of the filters: temperature, top-k, top-p over what top-k kept, min-p relative to the best token.
+    """
+    weights = logits - logits.amax(-1, keepdim=True)  # before the temperature: no overflow however small that is
+    weights = weights.div_(how.temperature[:, None]).exp_()
+    ranked = (how.top_k > 0) | (how.top_p < 1)
+    if bool(ranked.all()):
+        return _draw_ranked(weights, how)
+    tokens = _draw_plain(weights, how)
+    if bool(ranked.any()):
+        rows = ranked.nonzero()[:, 0]
+        tokens[rows] = _draw_ranked(weights[rows], how.rows(rows))
+    return tokens
+
+
+def _draw_plain(weights: Tensor, how: Truncation) -> Tensor:
+    if bool((how.min_p > 0).any()):
+        weights = weights.masked_fill(weights < how.min_p[:, None], 0.0)
+    return _invert(weights, how.uniform)
+
+
+def _draw_ranked(weights: Tensor, how: Truncation) -> Tensor:
+    tokens, done = _draw_head(weights, how, min(_HEAD_TOKENS, weights.shape[-1]))
+    if not bool(done.all()):
+        rows = (~done).nonzero()[:, 0]
+        tokens[rows], _ = _draw_head(weights[rows], how.rows(rows), weights.shape[-1])
+    return tokens
+
+
+def _draw_head(weights: Tensor, how: Truncation, width: int) -> tuple[Tensor, Tensor]:
+    """Draw from the ``width`` best tokens; also says, for each row, whether those are all that the filters keep."""
+    vocab = weights.shape[-1]
+    values, ids = weights.topk(width, dim=-1)
+    limit = torch.where(how.top_k > 0, how.top_k.clamp(max=vocab), vocab)
+    before = values.double().cumsum(-1)
+    limit_mass = before.gather(1, (limit.clamp(max=width) - 1)[:, None])[:, 0]
+    mass = torch.where(limit <= width, limit_mass, weights.sum(-1, dtype=torch.float64))
+    before -= values
+    keep = (torch.arange(width, device=weights.device) < limit[:, None]) & (values >= how.min_p[:, None])
+    keep &= (before < (how.top_p * mass)[:, None]) | (how.top_p >= 1)[:, None]
+    keep[:, 0] = True
+    done = (limit <= width) | ((limit == vocab) & ~keep[:, -1])
+    ordered, order = torch.where(keep, ids, vocab).sort(dim=-1)  # back to the order of ids
+    kept = torch.where(keep, values, 0.0).gather(1, order)
+    return ordered.gather(1, _invert(kept, how.uniform)[:, None])[:, 0], done
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The first index whose cumulated weight exceeds ``uniform`` of the total: never one of weight zero."""
+    cumulated = weights.cumsum(-1, dtype=torch.float64)
+    target = torch.minimum(uniform * cumulated[:, -1], torch.nextafter(cumulated[:, -1], torch.zeros_like(uniform)))
+    return torch.searchsorted(cumulated, target[:, None], right=True)[:, 0]

@@ -1,0 +1,58 @@
+"""Log probabilities to report, and adjustments of logits before anything is drawn (level 3)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memserve.types import SamplingParams, StopParams, TokenLogprobs
+
+_SLICE_ROWS = 64
+"""Rows whose log-softmax exists at a time: a long prompt times a vocabulary is hundreds of megabytes."""
+
+
+def adjust_logits(
+    row: Tensor, tokens: NDArray[np.int32], prompt_tokens: int, sampling: SamplingParams, stop: StopParams
+) -> None:
+    """Apply penalties, bias and ``min_tokens`` to ``row [vocab]`` in place.
+
+    ``tokens``: prompt, then output. As elsewhere, repetition counts both (CTRL, Keskar et al. 2019: positive logits are
+    divided, negative ones multiplied), presence and frequency count the output only (OpenAI).
+    """
+    output = torch.from_numpy(tokens[prompt_tokens:].astype(np.int64)).to(row.device)
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.from_numpy(tokens.astype(np.int64)).to(row.device)
+        values = row[seen]
+        factor = sampling.repetition_penalty
+        row[seen] = torch.where(values > 0, values / factor, values * factor)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and len(output):
+        counts = torch.bincount(output, minlength=len(row)).float()
+        row -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+    if sampling.logit_bias:
+        biased, values = zip(*sampling.logit_bias, strict=True)
+        row.index_add_(0, torch.tensor(biased, device=row.device), torch.tensor(values, device=row.device))
+    if len(output) < stop.min_tokens and stop.stop_token_ids:
+        row[torch.tensor(stop.stop_token_ids, device=row.device)] = -torch.inf
+
+
+def report_logprobs(logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogprobs]:
+    """Log probabilities of ``tokens [n]`` under ``logits [n, vocab]``, with the ``top`` best ones of each row."""
+    reports: list[TokenLogprobs] = []
+    for first in range(0, len(tokens), _SLICE_ROWS):
+        rows, chosen = logits[first : first + _SLICE_ROWS], tokens[first : first + _SLICE_ROWS]
+        normalisers = rows.logsumexp(-1)
+        own = (rows.gather(1, chosen[:, None])[:, 0] - normalisers).tolist()
+        best = best_logprobs(rows, normalisers, top) if top else [[]] * len(own)
+        named = zip(chosen.tolist(), own, best, strict=True)
+        reports += [TokenLogprobs(token, logprob, tuple(others)) for token, logprob, others in named]
+    return reports
+
+
+def best_logprobs(logits: Tensor, normalisers: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The ``count`` best (token, logprob) of each row, best first; impossible tokens are left out."""
+    values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    values = values - normalisers[:, None]
+    pairs = zip(ids.tolist(), values.tolist(), strict=True)
+    return [[(token, value) for token, value in zip(*pair, strict=True) if value > -torch.inf] for pair in pairs]

@@ -1,0 +1,119 @@
+"""What the device knows of each slot: tokens, block table, sampling (level 3).
+
+Everything is a preallocated array with one row a slot, so that a step reads the rows it needs with one indexing
+operation each, however many sequences run. Untouched rows cost no memory: the pages come zeroed from the kernel.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve.errors import check
+from memserve.instance.actions import OpenSequence
+from memserve.types import SamplingParams, StopParams
+from memserve.units import ceil_div
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+_SEED_MASK = (1 << 64) - 1
+
+
+class SlotTable:
+    """Slots ``0 .. slots - 1``. Tokens ``[0, lengths[s])`` of row ``s`` of ``tokens`` are known; blocks likewise."""
+
+    def __init__(self, slots: int, max_tokens: int, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.tokens: Int32s = np.zeros((slots, max_tokens), np.int32)
+        self.lengths: Int64s = np.zeros(slots, np.int64)
+        self.prompt_tokens: Int64s = np.zeros(slots, np.int64)
+        self.tables: Int32s = np.zeros((slots, ceil_div(max_tokens, block_tokens) + 1), np.int32)
+        self.table_lengths: Int64s = np.zeros(slots, np.int64)
+        # sampling
+        self.temperature: NDArray[np.float32] = np.zeros(slots, np.float32)
+        self.top_k: Int64s = np.zeros(slots, np.int64)
+        self.top_p: NDArray[np.float32] = np.ones(slots, np.float32)
+        self.min_p: NDArray[np.float32] = np.zeros(slots, np.float32)
+        self.seed: NDArray[np.uint64] = np.zeros(slots, np.uint64)
+        self.index: Int64s = np.zeros(slots, np.int64)
+        self.beam_candidates: Int64s = np.zeros(slots, np.int64)
+        #: slots whose logits are changed before drawing: penalties, bias, ``min_tokens``
+        self.adjusts: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        #: slots that report logprobs
+        self.reports: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self.opened: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self._sampling: list[SamplingParams] = [SamplingParams()] * slots
+        self._stop: list[StopParams] = [StopParams()] * slots
+
+    def open(self, sequence: OpenSequence) -> None:
+        """Bind a closed slot to ``sequence``."""
+        slot, sampling, stop = sequence.slot, sequence.sampling, sequence.stop
+        check(not self.opened[slot], f"slot {slot} is opened twice")
+        self.opened[slot] = True
+        length = len(sequence.tokens)
+        self.tokens[slot, :length] = sequence.tokens
+        self.lengths[slot], self.prompt_tokens[slot] = length, sequence.prompt_tokens
+        self.table_lengths[slot] = 0
+        self.grow(slot, sequence.blocks)
+        self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
+        self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
+        self.seed[slot], self.index[slot] = sampling.seed & _SEED_MASK, sequence.index
+        self.beam_candidates[slot] = sequence.beam_candidates
+        self.reports[slot] = sampling.logprobs is not None
+        self.adjusts[slot] = changes_logits(sampling) or bool(stop.min_tokens and stop.stop_token_ids)
+        self._sampling[slot], self._stop[slot] = sampling, stop
+
+    def close(self, slot: int) -> None:
+        """Unbind an open slot."""
+        check(self.opened[slot], f"slot {slot} is closed although it is not open")
+        self.opened[slot] = False
+
+    def grow(self, slot: int, blocks: list[int]) -> None:
+        """Append ``blocks`` to the slot's table."""
+        first = self.table_lengths[slot]
+        self.tables[slot, first : first + len(blocks)] = blocks
+        self.table_lengths[slot] += len(blocks)
+
+    def replace(self, slot: int, position: int, block: int) -> None:
+        """Let entry ``position`` of the slot's table name ``block``: a private copy is written to from now on."""
+        check(position < self.table_lengths[slot], f"slot {slot} has no table entry {position}")
+        self.tables[slot, position] = block
+
+    def append(self, slots: Int64s, tokens: Int64s) -> None:
+        """Write one token behind the last one of each of ``slots``, shape ``[n]``."""
+        lengths = self.lengths[slots]
+        self.tokens[slots, lengths] = tokens
+        self.lengths[slots] = lengths + 1
+
+    def sampling(self, slot: int) -> SamplingParams:
+        """How tokens of ``slot`` are drawn."""
+        return self._sampling[slot]
+
+    def stop(self, slot: int) -> StopParams:
+        """When the sequence in ``slot`` ends."""
+        return self._stop[slot]
+
+    def check_rows(self, slots: Int64s, starts: Int64s, counts: Int64s) -> None:
+        """Raise :class:`InvariantError` unless every row's tokens are known and have blocks to lie in."""
+        ends = starts + counts
+        good = self.opened[slots] & (counts > 0) & (ends <= self.lengths[slots])
+        good &= ends <= self.table_lengths[slots] * self.block_tokens
+        if not good.all():
+            row = int(np.argmin(good))
+            slot = int(slots[row])
+            check(
+                False,
+                f"row {row} computes [{starts[row]}, {ends[row]}) of slot {slot} (open: {bool(self.opened[slot])}), "
+                f"which knows {self.lengths[slot]} tokens and has {self.table_lengths[slot]} blocks",
+            )
+
+
+def changes_logits(sampling: SamplingParams) -> bool:
+    """Whether penalties or a bias apply."""
+    return bool(
+        sampling.presence_penalty
+        or sampling.frequency_penalty
+        or sampling.repetition_penalty != 1.0
+        or sampling.logit_bias
+    )
