@@ -1,0 +1,255 @@
+"""The house rules, as a test. Every message says what to do instead.
+
+Read from the top: budgets, import layers, banned imports, words that leave work open, docstrings, dead files.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src"
+PACKAGE = SRC / "memserve"
+
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 60
+
+# Level 0 is every module right under the package, and the native modules. `llm` and `__init__` are the edges.
+LEVELS = {
+    "mempool": 1, "policy": 1, "workloads": 1,
+    "instance": 2, "cluster": 2, "meta": 2,
+    "runtime": 3, "sim": 3, "model": 3,
+    "api": 4, "cli": 4, "bench": 4, "dashboard": 4, "integrations": 4, "llm": 4, "": 4,
+}  # fmt: skip
+APART = ({"sim", "runtime"}, {"instance", "cluster", "meta"})
+"""Packages of one level that never import each other."""
+
+PURE_LEVEL_MAX = 2
+IMPURE = {
+    "asyncio", "socket", "time", "datetime", "random", "secrets", "uuid", "threading", "multiprocessing", "concurrent",
+    "queue", "subprocess", "os", "pathlib", "io", "shutil", "tempfile", "glob", "mmap", "signal", "selectors",
+    "logging", "torch", "transformers", "starlette", "uvicorn", "httpx", "typer", "prometheus_client",
+}  # fmt: skip
+ONLY_IN = {"vllm": "integrations", "typer": "cli", "starlette": "api", "uvicorn": "api"}
+"""Outside packages that one package of ours hides from the rest."""
+
+ENTRY_POINTS = {"memserve.cli.main", "memserve.__main__", "memserve"}
+
+
+@functools.cache
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(text(path))
+
+
+def tracked(*globs: str) -> list[Path]:
+    """Files of the project that git does not ignore."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", *globs]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
+    return [ROOT / name for name in sorted(set(names)) if name and (ROOT / name).is_file()]
+
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+NATIVE = sorted(path for path in SRC.glob("*/*") if path.suffix in (".cpp", ".h"))
+
+
+def where(path: Path, line: int | None = None) -> str:
+    return f"{path.relative_to(ROOT)}" + (f":{line}" if line else "")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part_of(module: str) -> str | None:
+    """The package of ours that a module belongs to; ``None`` for the words (level 0)."""
+    parts = module.split(".")
+    first = parts[1] if len(parts) > 1 else ""
+    return first if first in LEVELS else None
+
+
+def level_of(module: str) -> int:
+    part = part_of(module)
+    return 0 if part is None else LEVELS[part]
+
+
+def imports(path: Path, *, also_for_typing: bool = True) -> Iterator[tuple[int, str]]:
+    """``(line, module)`` of every import in a file, those inside functions included."""
+    typing_only = {
+        id(child)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree(path)):
+        if id(node) in typing_only and not also_for_typing:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.module != "memserve":
+                yield node.lineno, node.module or ""
+            if (node.module or "").split(".")[0] == "memserve":
+                yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def report(problems: list[str], advice: str) -> None:
+    assert not problems, f"{advice}\n  " + "\n  ".join(problems)
+
+
+def test_files_fit_their_budget() -> None:
+    long = [f"{where(p)} has {n} lines" for p in [*SOURCES, *NATIVE] if (n := text(p).count("\n")) > FILE_LINES_MAX]
+    report(long, f"No file of src is longer than {FILE_LINES_MAX} lines: give one duty a file of its own.")
+
+
+def test_functions_fit_their_budget() -> None:
+    long = [
+        f"{where(path, node.lineno)} {node.name} has {lines} lines"
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES_MAX
+    ]
+    report(long, f"No function is longer than {FUNCTION_LINES_MAX} lines: name its steps and call them.")
+
+
+def test_arrows_only_point_down() -> None:
+    problems = []
+    for path in SOURCES:
+        mine, part = level_of(module_name(path)), part_of(module_name(path))
+        for line, target in imports(path, also_for_typing=False):
+            if not target.startswith("memserve"):
+                continue
+            their_part = part_of(target)
+            if target == "memserve" or (level_of(target) > mine and their_part != ""):
+                problems.append(f"{where(path, line)} (level {mine}) imports {target}")
+            if any(part != their_part and {part, their_part} <= apart for apart in APART):
+                problems.append(f"{where(path, line)} imports {target}: these two never import each other")
+    report(problems, "Imports point down: pass the object in, post an event, or move the word to memserve.types.")
+
+
+def test_thinking_is_separate_from_doing() -> None:
+    problems = [
+        f"{where(path, line)} imports {target}"
+        for path in SOURCES
+        if level_of(module_name(path)) <= PURE_LEVEL_MAX
+        for line, target in imports(path)
+        if target.split(".")[0] in IMPURE
+    ]
+    advice = "Levels 0 to 2 know no clock, file, socket, thread or device: return an action, and let the host do it; "
+    report(problems, advice + "take the time as an argument.")
+
+
+def test_outside_packages_stay_behind_their_door() -> None:
+    problems = [
+        f"{where(path, line)} imports {target}: only {ONLY_IN[root]}/ does"
+        for path in SOURCES
+        for line, target in imports(path)
+        if (root := target.split(".")[0]) in ONLY_IN and part_of(module_name(path)) != ONLY_IN[root]
+    ]
+    report(problems, "Call our own package that wraps it.")
+
+
+def test_no_work_is_left_open() -> None:
+    open_work = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK|NotImplemented" + r"Error)\b")
+    problems = [
+        f"{where(path, number)} {line.strip()[:80]}"
+        for path in tracked("*.py", "*.cpp", "*.h", "*.md", "*.toml", "*.txt", "Makefile")
+        for number, line in enumerate(text(path).splitlines(), 1)
+        if open_work.search(line)
+    ]
+    report(problems, "Finish it, delete it, or open an issue: the tree holds no promises.")
+
+
+def test_no_path_of_one_machine() -> None:
+    machine = re.compile(r"(?<![\w.$])/(home|root|work|Users|tmp/w)/")
+    problems = [
+        f"{where(path, number)} {line.strip()[:80]}"
+        for path in tracked("*.py", "*.cpp", "*.h", "*.md", "*.toml", "*.txt", "*.sh", "Makefile", "CMakeLists.txt")
+        if path != Path(__file__)
+        for number, line in enumerate(text(path).splitlines(), 1)
+        if machine.search(line)
+    ]
+    report(problems, "Take the path as an argument, or derive it from __file__.")
+
+
+def public_definitions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Functions and classes whose names do not start with ``_``, and the methods of classes without bases (an override
+    inherits its docstring)."""
+    for node in tree(path).body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        yield node
+        if isinstance(node, ast.ClassDef) and not node.bases:
+            members = (m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef))
+            yield from (m for m in members if not m.name.startswith("_"))
+
+
+def test_public_names_have_docstrings() -> None:
+    problems = [
+        f"{where(path, node.lineno)} {node.name}"
+        for path in SOURCES
+        if not path.name.startswith("_") or path.name == "__init__.py"
+        for node in public_definitions(path)
+        if not ast.get_docstring(node)
+        and not any("overload" in ast.dump(d) or "setter" in ast.dump(d) for d in node.decorator_list)
+    ]
+    silent = (path for path in SOURCES if text(path).strip() and not ast.get_docstring(tree(path)))
+    problems += [f"{where(path)} (the module)" for path in silent]
+    report(problems, "Say what it promises: shapes, dtypes, units, errors. Or start its name with an underscore.")
+
+
+def test_no_dead_files() -> None:
+    used = {target for path in [*SOURCES, *tracked("bench/*.py", "scripts/*.py")] for _, target in imports(path)}
+    used |= {f"memserve.{m}" for p in SOURCES for m in re.findall(r"\"memserve\.([\w.]+)\"", text(p))}  # lazy imports
+    used |= {name.rpartition(".")[0] for name in used}
+    dead = [
+        where(path)
+        for path in SOURCES
+        if path.name != "__init__.py" and module_name(path) not in used | ENTRY_POINTS
+    ]
+    report(dead, "Nothing imports it: use it or delete it. A test alone is not a user.")
+
+
+def test_skips_give_a_reason() -> None:
+    """``skip("why")`` or ``...(reason="why")``; the bare decorators and calls without one are found by their text."""
+    bare = re.compile(r"@pytest\.mark\.(skip|xfail)\s*$|pytest\.(mark\.)?(skip|xfail)\(\s*\)")
+    problems = []
+    for path in tracked("tests/*.py"):
+        calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+        for node in calls:
+            name = ast.unparse(node.func).rpartition(".")[2]
+            if name in ("skipif", "importorskip", "xfail") and not any(k.arg == "reason" for k in node.keywords):
+                problems.append(where(path, node.lineno))
+        problems += [where(path, n) for n, line in enumerate(text(path).splitlines(), 1) if bare.search(line)]
+    report(problems, "A skipped test says why: reason='...'.")
+
+
+def test_native_code_needs_no_torch_and_no_machine_flags() -> None:
+    problems = [
+        f"{where(path, number)} {line.strip()[:80]}"
+        for path in [*NATIVE, ROOT / "CMakeLists.txt", *(SRC / f / "sources.cmake" for f in ("core", "kernels"))]
+        for number, line in enumerate(text(path).splitlines(), 1)
+        if re.search(r"#include\s*[<\"](torch|ATen|c10)/|-march=native", line)
+    ]
+    report(problems, "Take raw pointers instead of torch's types; choose the instruction set at load time.")
+
+
+def test_ruff_is_content() -> None:
+    pytest.importorskip("ruff", reason="ruff (extra: lint) is not installed")
+    command = [sys.executable, "-m", "ruff", "check", "--quiet", "--output-format", "concise", "."]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, f"Run `ruff check --fix .`:\n{run.stdout[-3000:]}"
