@@ -1,5 +1,37 @@
+# One module. ISA sources are compiled once per instruction set into a namespace MEMSERVE_ISA; isa.h picks at run time.
+set(MEMSERVE_ISA_SOURCES
+  src/kernels/attention_kernels.cpp
+)
 nanobind_add_module(_kernels STABLE_ABI NB_STATIC
   src/kernels/module.cpp
+  src/kernels/attention.cpp
+  src/kernels/attention_bind.cpp
+  src/kernels/attention_plan.cpp
 )
+find_package(OpenMP)
+if(OpenMP_CXX_FOUND)
+  # torch ships a libgomp of the same SONAME: one process has one runtime and one team of threads.
+  target_link_libraries(_kernels PRIVATE OpenMP::OpenMP_CXX)
+endif()
 target_link_libraries(_kernels PRIVATE Threads::Threads)
+
+function(memserve_add_isa name)
+  add_library(_kernels_${name} OBJECT ${MEMSERVE_ISA_SOURCES})
+  set_target_properties(_kernels_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)
+  target_compile_definitions(_kernels_${name} PRIVATE MEMSERVE_ISA=${name})
+  target_compile_options(_kernels_${name} PRIVATE -O3 -ffp-contract=fast -fno-math-errno -fno-trapping-math ${ARGN})
+  target_sources(_kernels PRIVATE $<TARGET_OBJECTS:_kernels_${name}>)
+endfunction()
+
+memserve_add_isa(portable)
+include(CheckCXXCompilerFlag)
+check_cxx_compiler_flag(-mavx512bf16 MEMSERVE_HAS_AVX512BF16)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$" AND MEMSERVE_HAS_AVX512BF16)
+  set(MEMSERVE_AVX2 -mavx2 -mfma -mf16c)
+  set(MEMSERVE_AVX512 ${MEMSERVE_AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512)
+  memserve_add_isa(avx2 ${MEMSERVE_AVX2})
+  memserve_add_isa(avx512 ${MEMSERVE_AVX512})
+  memserve_add_isa(avx512_bf16 ${MEMSERVE_AVX512} -mavx512bf16)
+  target_compile_definitions(_kernels PRIVATE MEMSERVE_X86_ISAS)
+endif()
 install(TARGETS _kernels LIBRARY DESTINATION memserve)

@@ -1,0 +1,64 @@
+// Cuts a ragged batch into tiles that keep every thread busy until the end.
+#include "attention.h"
+
+namespace memserve {
+namespace {
+
+constexpr int kSplitTokensMin = 2 * kChunkTokens;  // a part of a context is worth a merge from here on
+constexpr int64_t kPanelOverheadRows = 8;          // reading and packing a panel costs about as much as 8 rows of work
+
+int64_t cost(const Tile& t, int group) {
+  return (int64_t(t.queries) * group + kPanelOverheadRows) * ((t.end_token - t.first_token + kPanelTokens - 1) / kPanelTokens);
+}
+
+// All queries of a row for one kv head, `queries_max` at a time.
+void add_tiles(std::vector<Tile>& tiles, const Batch& batch, int row, int kv_head, int queries_max, int window) {
+  for (int first = 0; first < batch.count(row); first += queries_max) {
+    const int queries = std::min(queries_max, batch.count(row) - first);
+    const int position = batch.first_position(row) + first;
+    const int oldest = window > 0 ? std::max(0, position + 1 - window) : 0;
+    tiles.push_back({row, kv_head, first, queries, oldest / kPanelTokens * kPanelTokens, position + queries, -1});
+  }
+}
+
+// Replaces a tile that would keep one thread busy for too long by parts of its context.
+void split_tile(Plan& plan, const Tile& whole, int64_t cost_max, int group) {
+  const int tokens = whole.end_token - whole.first_token;
+  const int64_t wanted = (cost(whole, group) + cost_max - 1) / cost_max;
+  const int parts = int(std::min<int64_t>(wanted, tokens / kSplitTokensMin));
+  if (parts < 2) return plan.tiles.push_back(whole);
+  const int part_tokens = padded((tokens + parts - 1) / parts, kPanelTokens);
+  Merge merge{whole, plan.partials, 0};
+  for (int first = whole.first_token; first < whole.end_token; first += part_tokens, ++merge.parts) {
+    Tile part = whole;
+    part.first_token = first;
+    part.end_token = std::min(first + part_tokens, whole.end_token);
+    part.partial = plan.partials++;
+    plan.tiles.push_back(part);
+  }
+  plan.merges.push_back(merge);
+}
+
+}  // namespace
+
+Plan make_plan(const Batch& batch, int heads, int window, int threads_max) {
+  Plan plan{heads, window, threads_max};
+  const int kv_heads = batch.layout.num_kv_heads, group = heads / kv_heads;
+  const int queries_max = std::max(1, kTileRows / group);
+  std::vector<Tile> wholes;
+  for (int row = 0; row < batch.rows(); ++row)
+    for (int kv_head = 0; kv_head < kv_heads; ++kv_head) add_tiles(wholes, batch, row, kv_head, queries_max, window);
+  int64_t total = 0;
+  for (const Tile& tile : wholes) {
+    total += cost(tile, group);
+    plan.tile_rows_max = std::max(plan.tile_rows_max, tile.queries * group);
+  }
+  const int64_t cost_max = std::max<int64_t>(1, threads_max > 1 ? total / (4 * threads_max) : total);
+  for (const Tile& tile : wholes) split_tile(plan, tile, cost_max, group);
+  // Long pieces first: the short ones fill the gaps at the end.
+  std::stable_sort(plan.tiles.begin(), plan.tiles.end(),
+                   [group](const Tile& a, const Tile& b) { return cost(a, group) > cost(b, group); });
+  return plan;
+}
+
+}  // namespace memserve

@@ -1,0 +1,73 @@
+// Fused operations around attention, and the linear for few rows.
+//
+// Every function has one body (fused_body.h, fused_linear_body.h), written with the compiler's vector extension and
+// compiled once per instruction set (isa.h). The bodies work on a range of rows or columns and start no threads:
+// fused.cpp shares the ranges out.
+#pragma once
+#include <cstddef>
+
+#include "page_layout.h"
+
+namespace memserve::fused {
+
+enum class Gate : int { silu = 0, gelu_tanh = 1 };
+
+// y = norm(x [+ residual]) * weight over the last dimension. Rows lie in two levels (tokens, heads), each with its own
+// stride in elements; outputs are dense. `sum` receives x + residual, rounded to the dtype, before it is normalised.
+struct RmsNorm {
+  const void* x;
+  const void* residual;  // null: no addition, `sum` unused
+  void* sum;
+  void* y;
+  const float* weight;
+  float eps;
+  bool round_first;  // round the normalised value to the dtype before the weight (Llama), or after it (Gemma)
+  std::ptrdiff_t inner, stride_outer, stride_inner, width;
+};
+
+// y[r] = act(gate[r]) * up[r]; strides between rows in elements, y is dense.
+struct Gated {
+  const void *gate, *up;
+  void* y;
+  std::ptrdiff_t stride_gate, stride_up, width;
+  Gate kind;
+};
+
+// Rotary embedding by halves: y = x * cos + (-x[half:], x[:half]) * sin. y is dense [tokens, heads, dim].
+struct Rotary {
+  const void *x, *cosine, *sine;
+  void* y;
+  std::ptrdiff_t stride_token, stride_head, stride_table, heads, dim;
+};
+
+// y[r, n] = sum_k x[r, k] * w[n, k] + bias[n], w packed by oneDNN as [n / 64][k / 2][64][2] (bf16) or [n / 64][k][64]
+// (f32), padded with zeros to whole blocks (64 columns, `k_padded` inputs).
+struct Linear {
+  const void *x, *w, *bias;  // bias may be null, has the dtype of x
+  void* y;
+  std::ptrdiff_t rows, k, k_padded, n, stride_x, stride_y;
+};
+
+struct Kernels {
+  void (*rms_norm)(const RmsNorm&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);  // rows
+  void (*gated)(const Gated&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);       // rows
+  void (*rotary)(const Rotary&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);     // tokens
+  void (*linear)(const Linear&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);     // columns, multiples of 32
+};
+
+// Several threads share the rows or columns; no Python state is touched.
+void run(const RmsNorm& op, Dtype dtype, std::ptrdiff_t rows);
+void run(const Gated& op, Dtype dtype, std::ptrdiff_t rows);
+void run(const Rotary& op, Dtype dtype, std::ptrdiff_t tokens);
+void run(const Linear& op, Dtype dtype);
+
+}  // namespace memserve::fused
+
+namespace memserve {
+namespace portable { extern const fused::Kernels fused_kernels; }
+#if defined(MEMSERVE_X86_ISAS)
+namespace avx2 { extern const fused::Kernels fused_kernels; }
+namespace avx512 { extern const fused::Kernels fused_kernels; }
+namespace avx512_bf16 { extern const fused::Kernels fused_kernels; }
+#endif
+}  // namespace memserve

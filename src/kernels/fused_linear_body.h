@@ -1,0 +1,150 @@
+// The linear for few rows over oneDNN's packed weights, compiled once per instruction set.
+//
+// A step that decodes a few sequences reads every weight once and computes little: it is bound by memory. A tile of up
+// to kTileRows rows and 64 columns keeps its sums in registers while the weights stream through, once; each further
+// tile of rows finds them in the cache. The weights stay where oneDNN packed them for large products, so both paths
+// share one copy.
+#pragma once
+#include "fused.h"
+#include "fused_vector.h"
+
+namespace {
+using memserve::fused::Linear;
+
+constexpr std::ptrdiff_t kBlock = 64;  // columns in one packed block
+#if defined(__AVX512F__)
+constexpr int kTileRows = 6, kTileVectors = 4;  // 24 sums, 4 weights, 1 broadcast of 32 registers
+#elif defined(__AVX2__)
+constexpr int kTileRows = 4, kTileVectors = 2;
+#else
+constexpr int kTileRows = 2, kTileVectors = 4;
+#endif
+
+template <int R, int C>
+struct Sums {
+  Floats v[R][C];
+};
+
+// f32: one input a time, [k][64].
+template <int R, int C>
+static inline void accumulate(Sums<R, C>& sums, const float* x, std::ptrdiff_t stride_x, const float* w,
+                              std::ptrdiff_t k) {
+  for (std::ptrdiff_t i = 0; i < k; ++i, w += kBlock) {
+    Floats weight[C];
+    for (int c = 0; c < C; ++c) weight[c] = load(w + c * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const float value = x[r * stride_x + i];
+      for (int c = 0; c < C; ++c) sums.v[r][c] += weight[c] * value;
+    }
+  }
+}
+
+static inline std::uint32_t pair_at(const Bf16* x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, x, 4);
+  return bits;
+}
+
+#if defined(__AVX512BF16__)
+template <int R, int C, class Pair>
+static inline void accumulate_pair(Sums<R, C>& sums, const Bf16* w, Pair pair) {
+  __m512bh weight[C];
+  for (int c = 0; c < C; ++c) weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 2 * kLanes);
+  for (int r = 0; r < R; ++r) {
+    const __m512bh value = (__m512bh)_mm512_set1_epi32(static_cast<int>(pair(r)));
+    for (int c = 0; c < C; ++c) sums.v[r][c] = (Floats)_mm512_dpbf16_ps((__m512)sums.v[r][c], weight[c], value);
+  }
+}
+#else
+template <int R, int C, class Pair>
+static inline void accumulate_pair(Sums<R, C>& sums, const Bf16* w, Pair pair) {
+  Floats even[C], odd[C];
+  for (int c = 0; c < C; ++c) {
+    Words bits;
+    std::memcpy(&bits, w + c * 2 * kLanes, sizeof bits);
+    even[c] = as_floats(bits << 16);
+    odd[c] = as_floats(bits & 0xffff0000u);
+  }
+  for (int r = 0; r < R; ++r) {
+    const std::uint32_t bits = pair(r);
+    const float low = to_float(Bf16{static_cast<std::uint16_t>(bits)});
+    const float high = to_float(Bf16{static_cast<std::uint16_t>(bits >> 16)});
+    for (int c = 0; c < C; ++c) sums.v[r][c] += even[c] * low;
+    for (int c = 0; c < C; ++c) sums.v[r][c] += odd[c] * high;
+  }
+}
+#endif
+
+// bf16: two inputs a time, [k / 2][64][2]; an odd last input meets a zero.
+template <int R, int C>
+static inline void accumulate(Sums<R, C>& sums, const Bf16* x, std::ptrdiff_t stride_x, const Bf16* w,
+                              std::ptrdiff_t k) {
+  std::ptrdiff_t i = 0;
+  for (; i + 2 <= k; i += 2, w += 2 * kBlock) accumulate_pair(sums, w, [&](int r) { return pair_at(x + r * stride_x + i); });
+  if (i < k) accumulate_pair(sums, w, [&](int r) { return std::uint32_t{x[r * stride_x + i].bits}; });
+}
+
+template <class T, int R, int C>
+static void tile(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column) {
+  constexpr std::ptrdiff_t pack = sizeof(T) == 2 ? 2 : 1;
+  const T* x = static_cast<const T*>(op.x) + row * op.stride_x;
+  const T* w = static_cast<const T*>(op.w) + column / kBlock * (kBlock * op.k_padded) + column % kBlock * pack;
+  Sums<R, C> sums{};
+  accumulate(sums, x, op.stride_x, w, op.k);
+  for (int r = 0; r < R; ++r) {
+    T* y = static_cast<T*>(op.y) + (row + r) * op.stride_y + column;
+    for (int c = 0; c < C; ++c) {
+      const std::ptrdiff_t at = column + c * kLanes;
+      if (at + kLanes <= op.n) {
+        if (op.bias) sums.v[r][c] += load(static_cast<const T*>(op.bias) + at);
+        store(y + c * kLanes, sums.v[r][c]);
+      } else {
+        for (std::ptrdiff_t i = 0; at + i < op.n; ++i)
+          put(y + c * kLanes + i, sums.v[r][c][i] + (op.bias ? to_float(static_cast<const T*>(op.bias)[at + i]) : 0.0f));
+      }
+    }
+  }
+}
+
+template <class T, int C, int R = kTileRows>
+static void tile_of(int rows, const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column) {
+  if constexpr (R == 1) {
+    tile<T, 1, C>(op, row, column);
+  } else if (rows == R) {
+    tile<T, R, C>(op, row, column);
+  } else {
+    tile_of<T, C, R - 1>(rows, op, row, column);
+  }
+}
+
+// All rows of some columns, in tiles of about equal height.
+template <class T, int C>
+static void all_rows(const Linear& op, std::ptrdiff_t column) {
+  std::ptrdiff_t tiles = (op.rows + kTileRows - 1) / kTileRows, row = 0;
+  for (; tiles > 0; --tiles) {
+    const std::ptrdiff_t height = (op.rows - row + tiles - 1) / tiles;
+    tile_of<T, C>(static_cast<int>(height), op, row, column);
+    row += height;
+  }
+}
+
+template <class T>
+static void linear_columns(const Linear& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  constexpr std::ptrdiff_t wide = kTileVectors * kLanes, narrow = 32 < wide ? 32 : wide;
+  for (std::ptrdiff_t column = begin; column < end;) {
+    if (column % kBlock % wide == 0 && column + wide <= end) {
+      all_rows<T, wide / kLanes>(op, column);
+      column += wide;
+    } else {
+      all_rows<T, narrow / kLanes>(op, column);
+      column += narrow;
+    }
+  }
+}
+
+static void linear(const Linear& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  if (dtype == Dtype::float32) return linear_columns<float>(op, begin, end);
+  linear_columns<Bf16>(op, begin, end);
+}
+
+}  // namespace

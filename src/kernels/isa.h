@@ -1,0 +1,36 @@
+// Which instruction set the kernels use: chosen once from what the processor has, lowered by tests.
+//
+// Every kernel source that profits is compiled once per entry (see sources.cmake), into a namespace of that name.
+#pragma once
+
+#include <atomic>
+
+namespace memserve {
+
+enum class Isa : int { portable = 0, avx2 = 1, avx512 = 2, avx512_bf16 = 3 };
+
+inline constexpr int kIsaCount = 4;
+inline constexpr const char* kIsaNames[kIsaCount] = {"portable", "avx2", "avx512", "avx512_bf16"};
+
+// The widest instruction set that was compiled in and that this processor and kernel can run.
+inline Isa best_isa() {
+#if defined(MEMSERVE_X86_ISAS)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) return Isa::avx512_bf16;
+  if (avx512) return Isa::avx512;
+  if (avx2) return Isa::avx2;
+#endif
+  return Isa::portable;
+}
+
+inline std::atomic<Isa>& isa_in_use() {
+  static std::atomic<Isa> isa{best_isa()};
+  return isa;
+}
+
+inline Isa current_isa() { return isa_in_use().load(std::memory_order_relaxed); }
+
+}  // namespace memserve

@@ -1,0 +1,37 @@
+// Where keys and values lie: the arena of pages, and the inside of a page.
+//
+//   block b, layer l        one page            one head of a page
+//   +-----+-----+---+       +------+------+     +----------------------+----------------------+
+//   | l=0 | l=1 |...|       | kv 0 | kv 1 |     | K [head_dim_k, block] | V [block, head_dim_v] |
+//   +-----+-----+---+       +------+------+     +----------------------+----------------------+
+//
+// K lies transposed: a step of the dot product over head_dim_k then reads neighbouring tokens with one vector load.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace memserve {
+
+enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2 };
+
+struct PageLayout {
+  char* base;  // of the arena
+  int num_layers, num_kv_heads, head_dim_k, head_dim_v, block_tokens;
+  Dtype dtype;
+
+  size_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; }
+  size_t head_bytes() const { return size_t(block_tokens) * (head_dim_k + head_dim_v) * element_bytes(); }
+  size_t page_bytes() const { return head_bytes() * num_kv_heads; }
+
+  // The only place that knows how blocks map to pages. Layer-wise placement replaces `block * num_layers + layer`.
+  char* page(int32_t block, int layer) const { return base + (size_t(block) * num_layers + layer) * page_bytes(); }
+
+  char* head(int32_t block, int layer, int kv_head) const { return page(block, layer) + kv_head * head_bytes(); }
+
+  // Element offsets inside a head. A token's key is a column with stride `block_tokens`, its value is a row.
+  int key_offset(int slot) const { return slot; }
+  int value_offset(int slot) const { return head_dim_k * block_tokens + slot * head_dim_v; }
+};
+
+}  // namespace memserve

@@ -1,0 +1,76 @@
+"""Native compute on CPU (level 0): paged attention. No torch linkage; the GIL is released in bulk work."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+type Address = tuple[int, int, int]
+"""``[token, head, element]`` storage: (pointer, token stride, head stride), strides in elements, elements dense."""
+
+type Geometry = tuple[int, int, int, int, int, str]
+"""(num_layers, num_kv_heads, head_dim_k, head_dim_v, block_tokens, dtype name: float32 | bfloat16 | float16)."""
+
+def isa() -> str:
+    """The instruction set in use: ``portable``, ``avx2``, ``avx512`` or ``avx512_bf16``."""
+
+def supported_isas() -> list[str]:
+    """What this processor can run, narrowest first; the last one is used unless one is forced."""
+
+def force_isa(name: str | None) -> None:
+    """Use the named instruction set from now on, ``None``: the widest. For tests. ValueError: not supported here."""
+
+class PagedBatch:
+    """One step's ragged batch: built once per step, used by every layer.
+
+    Row ``i`` has ``q_starts[i + 1] - q_starts[i]`` new tokens (0 is allowed), the last of ``contexts[i]`` tokens; its
+    blocks are the first ids of ``tables[table_rows[i]]``. The ids are copied, so the arrays may be reused at once.
+    """
+
+    def __init__(
+        self,
+        base: int,
+        geometry: Geometry,
+        tables: NDArray[np.int32],
+        table_rows: NDArray[np.int32],
+        q_starts: NDArray[np.int32],
+        contexts: NDArray[np.int32],
+        num_blocks: int | None = None,
+    ) -> None:
+        """``base``: address of the arena of pages. ``tables [slots, max_blocks]``, ``table_rows [rows]``,
+        ``q_starts [rows + 1]``, ``contexts [rows]``: int32, C-contiguous. ``num_blocks``: size of the arena.
+
+        Head sizes are multiples of 8, ``block_tokens`` is a multiple of 16 (32 is the fast one).
+        Raises ValueError, naming the value, for shapes that do not fit and for block ids outside the arena.
+        """
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all rows: the first dimension of q, k, v and out."""
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the batch."""
+
+def attend(
+    batch: PagedBatch,
+    layer: int,
+    heads: int,
+    q: Address,
+    k: Address,
+    v: Address,
+    out: Address,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: NDArray[np.float32] | None = None,
+    write: bool = True,
+) -> None:
+    """Store this step's ``k, v`` in the pages of ``layer``, then causal attention of ``q`` over the paged context.
+
+    ``q [T, heads, head_dim_k]``, ``k [T, kv_heads, head_dim_k]``, ``v [T, kv_heads, head_dim_v]``, ``out [T, heads,
+    head_dim_v]``, all of the pages' dtype; query head ``h`` reads kv head ``h // (heads // kv_heads)``. Softmax and sums
+    are float32 (weights are rounded to bfloat16 where the processor multiplies bfloat16). ``window`` > 0: only the last
+    ``window`` positions, the own one included. ``softcap`` > 0: ``s = softcap * tanh(s / softcap)``. ``sinks [heads]``:
+    one extra logit a head, in the denominator only. ``write=False``: the pages hold ``k, v`` already; both are ignored.
+
+    Runs on as many threads as OpenMP (torch.set_num_threads) allows. Raises ValueError, naming the value.
+    """
