@@ -1,0 +1,85 @@
+"""The documentation is complete because these tests say so."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+from memserve import config
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")]
+
+
+@pytest.fixture(scope="module")
+def reference() -> types.ModuleType:
+    """``scripts/reference.py`` as a module."""
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts" / "reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_reference_is_up_to_date(reference: types.ModuleType) -> None:
+    assert reference.PAGE.read_text() == reference.page(), "run `make docs`"
+
+
+def test_every_config_field_is_described(reference: types.ModuleType) -> None:
+    page = reference.page()
+    classes = [c for c in vars(config).values() if isinstance(c, type) and dataclasses.is_dataclass(c)]
+    assert len(classes) >= 4
+    for cls in classes:
+        docs = reference.field_docs(cls)
+        for field in dataclasses.fields(cls):
+            assert docs[field.name], f"{cls.__name__}.{field.name}: say what it means in a string below it"
+            assert f"`{field.name}`" in page, f"{cls.__name__} is missing in scripts/reference.py"
+
+
+def test_every_command_and_option_has_a_help_text(reference: types.ModuleType) -> None:
+    def walk(command: reference.click.Command, name: str) -> list[str]:
+        silent = [] if command.help else [name]
+        silent += [f"{name} {p.opts[0]}" for p in command.params if not getattr(p, "help", "argument")]
+        for child, below in getattr(command, "commands", {}).items():
+            silent += walk(below, f"{name} {child}")
+        return silent
+
+    app = reference.typer.main.get_command(reference.app)
+    assert not walk(app, "memserve"), "give these a help text"
+    assert {"serve", "chat", "doctor", "bench"} <= set(app.commands)
+
+
+def test_readme_names_every_command(reference: types.ModuleType) -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name in reference.typer.main.get_command(reference.app).commands:
+        assert f"memserve {name}" in readme or f"make {name}" in readme, f"README.md does not mention `memserve {name}`"
+
+
+def test_changelog_has_the_current_version() -> None:
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    headings = re.findall(r"^## \[?([^\]\s]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings and headings[0] in ("Unreleased", version.group(1)), "a change is written down where users look"
+    assert version.group(1) in headings
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text)
+    files = re.findall(r"`((?:src|tests|docs|bench|scripts)/[\w./-]+\.\w+)`", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [name for name in files if not (ROOT / name).exists()]
+    assert not missing, "these are gone: correct the page"
+
+
+def test_make_help_names_every_target_of_the_readme() -> None:
+    targets = set(re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE))
+        assert named <= targets, f"{page.name} names targets that do not exist"
