@@ -42,6 +42,17 @@ class InstanceStats:
     """Token positions in the blocks that running sequences hold."""
     running_tokens: int = 0
     """Of them: positions that hold a token's state (row P4)."""
+    plans_in_flight: int = 0
+    steps: int = 0
+    """Plans made."""
+    dropped_tokens: int = 0
+    """Sampled after the sequence had ended: stop tokens are seen one step late."""
+    copied_on_write: int = 0
+    """Blocks copied because a fork or the cache shared them."""
+    prefill_ns_per_token: int = 0
+    """What recomputing is taken to cost, learnt from finished steps."""
+    finished: dict[str, int] = field(default_factory=dict)
+    """Sequences by finish reason."""
 
     @property
     def internal_fragmentation_tokens(self) -> int:

@@ -1,0 +1,83 @@
+"""Who leaves the waiting line (level 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from memserve.instance.roster import Roster
+from memserve.instance.sequence import Phase, Sequence
+from memserve.policy.batching import headroom_blocks
+
+_HOLDS_PER_PLAN = 64  # how far behind held-back sequences one plan looks
+_HOLDS_PER_REQUEST = 256  # after so many the request no longer steps aside
+
+
+class Admission:
+    """Admits in rank order; stops at the first that does not fit, so that nobody overtakes it for ever."""
+
+    __slots__ = ("roster",)
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+
+    def candidates(self, publishing: list[Sequence]) -> Iterator[Sequence]:
+        """Waiting sequences in rank order, without those for which it pays to wait one step.
+
+        ``publishing`` are the sequences whose full blocks the plan being made publishes; the caller adds to it.
+        """
+        holds = 0
+        for sequence in list(self.roster.waiting.items):
+            if publishing and self._should_hold(sequence, publishing):
+                sequence.group.held_steps += 1
+                self.roster.counters.prefix_holds += 1
+                holds += 1
+                if holds >= _HOLDS_PER_PLAN:
+                    return
+            else:
+                yield sequence
+
+    def _should_hold(self, sequence: Sequence, publishing: list[Sequence]) -> bool:
+        """Whether the very next block of this sequence is being computed for another one in this plan."""
+        memory, group = self.roster.memory, sequence.group
+        if sequence.dram_blocks or group.held_steps >= _HOLDS_PER_REQUEST or not memory.reads_cache(sequence):
+            return False
+        tenant, tokens = group.request.tenant, sequence.known_tokens()
+        first_block = tokens[: memory.block_tokens]
+        cached: int | None = None
+        for leader in publishing:
+            prompt = leader.group.request.prompt
+            if leader.group.request.tenant != tenant or not np.array_equal(prompt[: len(first_block)], first_block):
+                continue
+            if cached is None:
+                cached = memory.pool.match(tenant, tokens)
+            end = cached + memory.block_tokens
+            if end > len(tokens) or not cached < min(leader.computed, leader.prompt_tokens) >= end:
+                continue
+            if np.array_equal(prompt[:end], tokens[:end]):
+                return True
+        return False
+
+    def admit(self, sequence: Sequence, now: int) -> bool:
+        """Give ``sequence`` its slots and blocks; ``False``, and nothing changed, when there are not enough."""
+        roster, group = self.roster, sequence.group
+        if 1 + group.forks_pending > len(roster.free_slots):
+            return False
+        if not roster.memory.attach(sequence, headroom_blocks(len(roster.decoding))):
+            return False
+        roster.take_slot(sequence)
+        roster.reserve_slots(group)
+        sequence.left = max(1, sequence.max_tokens) - len(sequence.out)
+        if group.admitted_ns is None:
+            self._first_time(sequence, now)
+        roster.move(sequence, Phase.WORKING)
+        return True
+
+    def _first_time(self, sequence: Sequence, now: int) -> None:
+        group, counters = sequence.group, self.roster.counters
+        group.admitted_ns = now
+        group.cached_tokens = sequence.computed
+        counters.queued_ns += now - group.arrived_ns
+        counters.prompt_tokens += sequence.prompt_tokens
+        counters.cached_tokens += sequence.computed

@@ -1,0 +1,80 @@
+"""What must hold between any two events (level 2). Only looks; never helps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from memserve.errors import check
+from memserve.instance.outstanding import Outstanding
+from memserve.instance.roster import Roster
+from memserve.instance.sequence import Phase, Sequence
+from memserve.units import ceil_div
+
+_HOLDING = (Phase.WORKING, Phase.DECODING, Phase.IDLE)
+
+
+def check_instance(roster: Roster, outstanding: Iterable[Outstanding]) -> None:
+    """Raise :class:`InvariantError` if anything contradicts."""
+    sequences = [s for group in roster.groups.values() for s in group.sequences.values()]
+    _check_containers(roster, sequences)
+    _check_slots(roster, sequences)
+    _check_inflight(sequences, outstanding)
+    for sequence in sequences:
+        _check_sequence(roster, sequence)
+    check(not roster.outputs, "outputs left over from an earlier event")
+    roster.memory.pool.check_invariants()
+
+
+def _check_containers(roster: Roster, sequences: list[Sequence]) -> None:
+    containers = {
+        Phase.WAITING: roster.waiting,
+        Phase.WORKING: roster.working,
+        Phase.DECODING: roster.decoding,
+        Phase.IDLE: roster.idle,
+    }
+    for phase, container in containers.items():
+        expected = sorted((s.rank, id(s)) for s in sequences if s.phase is phase)
+        check([(s.rank, id(s)) for s in container] == expected, f"the container of {phase} is not what it should be")
+    for group in roster.groups.values():
+        check(group.sequences, f"{group} is unfinished but has no sequence")
+    check(all(s.phase is not Phase.FINISHED for s in sequences), "a finished sequence is still listed")
+
+
+def _check_slots(roster: Roster, sequences: list[Sequence]) -> None:
+    slots = [s.slot for s in sequences if s.slot is not None] + roster.free_slots
+    for group in roster.groups.values():
+        slots += group.reserved_slots
+    check(sorted(slots) == list(range(roster.slots)), f"slots are lost or given twice: {sorted(slots)}")
+    check(len(set(roster.closing)) == len(roster.closing), f"a slot is to be closed twice: {roster.closing}")
+
+
+def _check_inflight(sequences: list[Sequence], outstanding: Iterable[Outstanding]) -> None:
+    draws = Counter(id(target) for plan in outstanding if not plan.void for target in plan.targets)
+    for sequence in sequences:
+        check(sequence.inflight == draws[id(sequence)], f"{sequence} waits for {draws[id(sequence)]} tokens")
+
+
+def _check_sequence(roster: Roster, sequence: Sequence) -> None:
+    block_tokens = roster.memory.block_tokens
+    holds = sequence.phase in _HOLDING
+    check((sequence.slot is not None) == holds, f"{sequence} has a slot and should not, or the reverse")
+    check(bool(sequence.blocks) == holds, f"{sequence} has HBM blocks and should not, or the reverse")
+    check(not (sequence.dram_blocks and sequence.blocks), f"{sequence} is on two tiers")
+    check(holds or not sequence.opened, f"{sequence} is open on the device")
+    check(sequence.computed <= sequence.length - (not sequence.inflight), f"{sequence} computed what it does not have")
+    check(sequence.published <= sequence.computed, f"{sequence} published what is not computed")
+    if holds:
+        capacity = len(sequence.blocks) * block_tokens
+        check(sequence.computed <= capacity, f"{sequence} has computed beyond its blocks")
+        check(sequence.writable_until <= capacity, f"{sequence} may write beyond its blocks")
+        tokens = max(sequence.computed + 1, sequence.known)
+        check(len(sequence.blocks) <= ceil_div(tokens, block_tokens), f"{sequence} has blocks for tokens that it lacks")
+    elif not sequence.dram_blocks:
+        check(sequence.computed == 0 and sequence.lease is None, f"{sequence} has no blocks, but KV or a lease")
+    if sequence.phase is Phase.DECODING:
+        check(sequence.computed == sequence.length - 1, f"{sequence} decodes, but is not at its end")
+        check(sequence.left > 0 and sequence.opened, f"{sequence} decodes, but has nothing to decode")
+    if sequence.group.beam is None:
+        left = max(1, sequence.max_tokens) - len(sequence.out) - sequence.inflight
+        check(sequence.phase is Phase.WAITING or sequence.left == left, f"{sequence} has {sequence.left} left")

@@ -1,0 +1,202 @@
+"""A sequence's blocks (level 2): the only module that talks to the pool on a sequence's behalf.
+
+Nothing here preempts: a call that lacks room changes nothing and says so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memserve.errors import check
+from memserve.units import ceil_div
+
+if TYPE_CHECKING:
+    from memserve.instance.sequence import Sequence
+    from memserve.mempool.pool import BlockPool, Lease
+    from memserve.types import TokenArray
+
+
+class SequenceMemory:
+    """Gives blocks to sequences and takes them back, each reference exactly once."""
+
+    __slots__ = ("block_tokens", "copied_on_write", "pool")
+
+    def __init__(self, pool: BlockPool, block_tokens: int) -> None:
+        self.pool = pool
+        self.block_tokens = block_tokens
+        self.copied_on_write = 0
+
+    # -- coming
+
+    def attach(self, sequence: Sequence, headroom: int) -> bool:
+        """Give a waiting sequence the blocks of all its known tokens, from the cache as far as possible.
+
+        A block beyond ``headroom`` stays available. Sets ``computed`` to the tokens whose KV is there already: at most
+        ``known - 1``, since the last one's logits are needed.
+        """
+        if sequence.dram_blocks:
+            return self._swap_in(sequence, headroom)
+        tokens = sequence.known_tokens()
+        if self._missing_blocks(sequence, tokens) + headroom > self.pool.available():
+            return False
+        if self._attach_prefix(sequence, tokens, tokens):
+            return True
+        # A fully cached prompt needs a copy of its last block: one more than the tokens have. Without it, if that
+        # does not fit.
+        return self._attach_prefix(sequence, tokens, tokens[:-1])
+
+    def reads_cache(self, sequence: Sequence) -> bool:
+        """Whether cached KV may stand in for computing. Logprobs of the prompt need every prompt position computed."""
+        group = sequence.group
+        return group.request.use_cache and (group.prompt_logprobs is None or bool(sequence.out))
+
+    def _missing_blocks(self, sequence: Sequence, tokens: TokenArray) -> int:
+        blocks = ceil_div(len(tokens), self.block_tokens)
+        if self.reads_cache(sequence):
+            blocks -= self.pool.match(sequence.group.request.tenant, tokens) // self.block_tokens
+        return blocks
+
+    def _acquire(self, sequence: Sequence, tokens: TokenArray) -> Lease | None:
+        request = sequence.group.request
+        if not request.use_cache:
+            return None
+        return self.pool.acquire(request.tenant, tokens if self.reads_cache(sequence) else tokens[:0])
+
+    def _attach_prefix(self, sequence: Sequence, tokens: TokenArray, reusable: TokenArray) -> bool:
+        """Acquire what is cached of ``reusable`` and allocate the rest of ``tokens``."""
+        lease = self._acquire(sequence, reusable)
+        blocks = list(lease.blocks) if lease is not None else []
+        sequence.lease, sequence.blocks = lease, blocks
+        sequence.published = lease.tokens if lease is not None else 0
+        sequence.computed = min(sequence.published, len(tokens) - 1)
+        missing = ceil_div(len(tokens), self.block_tokens) - len(blocks)
+        fits = self.make_private(sequence) if missing <= 0 else self._extend(sequence, missing)
+        if not fits:
+            self._drop(sequence)
+        return fits
+
+    def _extend(self, sequence: Sequence, count: int) -> bool:
+        got = self.pool.allocate(count)
+        if got is None:
+            return False
+        self.append(sequence, got)
+        return True
+
+    def append(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Add blocks that were allocated for this sequence."""
+        sequence.blocks.extend(blocks)
+        sequence.writable_until = len(sequence.blocks) * self.block_tokens
+
+    # -- running
+
+    def next_write_is_shared(self, sequence: Sequence) -> bool:
+        """Whether the next token falls into a block that it has, but may share with a fork."""
+        return sequence.computed < len(sequence.blocks) * self.block_tokens
+
+    def make_private(self, sequence: Sequence) -> bool:
+        """Copy-on-write: make the block that the next token falls into its own. ``False`` = no room for a copy."""
+        place = sequence.computed // self.block_tokens
+        old = sequence.blocks[place]
+        if self.pool.is_shared(old):
+            new = self.pool.copy_block(old)
+            if new is None:
+                return False
+            sequence.blocks[place] = new
+            self.pool.release([old])
+            self.copied_on_write += 1
+        sequence.writable_until = len(sequence.blocks) * self.block_tokens
+        return True
+
+    def publish(self, sequence: Sequence) -> None:
+        """Offer the full blocks of the known tokens computed so far to the prefix cache."""
+        if sequence.lease is None:
+            return
+        full = min(sequence.computed, sequence.known) // self.block_tokens
+        tokens = full * self.block_tokens
+        if tokens > sequence.published:
+            tenant = sequence.group.request.tenant
+            self.pool.publish(sequence.lease, tenant, sequence.known_tokens()[:tokens], sequence.blocks[:full])
+            sequence.published = tokens
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let ``child`` share all KV of ``parent``, which has computed at least what ``child`` knows but one token.
+
+        The child pins the published prefix too: it may outlive the parent.
+        """
+        shared = parent.blocks
+        if parent.lease is not None:
+            tokens = parent.known_tokens()[: parent.published]
+            child.lease = self.pool.acquire(parent.group.request.tenant, tokens)
+            child.published = child.lease.tokens
+            shared = shared[len(child.lease.blocks) :]
+            child.blocks = list(child.lease.blocks)
+        self.pool.retain(shared)
+        child.blocks = child.blocks + shared
+        child.computed = parent.computed
+        child.writable_until = parent.writable_until = parent.computed
+
+    # -- going
+
+    def detach(self, sequence: Sequence) -> None:
+        """Publish what can be, then return every block on every tier."""
+        if sequence.dram_blocks:
+            self.pool.release_dram(sequence.dram_blocks)
+            sequence.dram_blocks = []
+        self.publish(sequence)
+        self._drop(sequence)
+
+    def abandon(self, sequence: Sequence) -> None:
+        """Return every block without publishing: its content cannot be relied upon."""
+        if sequence.dram_blocks:
+            self.pool.release_dram(sequence.dram_blocks)
+            sequence.dram_blocks = []
+        self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence.lease is not None:
+            self.pool.unpin(sequence.lease)
+            sequence.lease = None
+        if sequence.blocks:
+            self.pool.release(sequence.blocks)
+            sequence.blocks = []
+        sequence.computed = sequence.published = sequence.writable_until = 0
+
+    # -- swapping
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Move the blocks to DRAM; ``False`` when it has no room. ``computed`` stays."""
+        self.publish(sequence)
+        blocks = sequence.blocks[: ceil_div(sequence.computed, self.block_tokens)]
+        if not blocks:
+            return False
+        dram_blocks = self.pool.swap_out(blocks)
+        if dram_blocks is None:
+            return False
+        unwritten = sequence.blocks[len(blocks) :]
+        if unwritten:
+            self.pool.release(unwritten)
+        if sequence.lease is not None:
+            self.pool.unpin(sequence.lease)
+            sequence.lease = None
+        sequence.dram_blocks, sequence.blocks = dram_blocks, []
+        sequence.published = sequence.writable_until = 0
+        return True
+
+    def _swap_in(self, sequence: Sequence, headroom: int) -> bool:
+        check(not sequence.blocks, f"{sequence} is swapped out but has HBM blocks")
+        missing = ceil_div(sequence.known, self.block_tokens)
+        if missing + headroom > self.pool.available():
+            return False
+        blocks = self.pool.swap_in(sequence.dram_blocks)
+        if blocks is None:
+            return False
+        sequence.dram_blocks, sequence.blocks = [], blocks
+        request = sequence.group.request
+        if request.use_cache:
+            sequence.lease = self.pool.acquire(request.tenant, request.prompt[:0])
+        # The blocks of tokens not computed yet: if they should be lacking after all, the step asks for them again.
+        sequence.writable_until = len(blocks) * self.block_tokens
+        extra = missing - len(blocks)
+        if extra > 0:
+            self._extend(sequence, extra)
+        return True

@@ -1,0 +1,28 @@
+"""What the machine remembers of a plan until the device reports on it (level 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memserve.instance.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """A plan under way: to whom its results belong."""
+
+    step_id: int
+    #: who gets the sampled tokens: ``plan.sample_slots`` flattened, as sequences
+    targets: list[Sequence] = field(default_factory=list)
+    #: sequences with a row that samples nothing
+    chunks: list[Sequence] = field(default_factory=list)
+    #: row -> (sequence, first position), for prompt logprobs
+    prompt_rows: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
+    prefill_tokens: int = 0
+    decode_rows: int = 0
+    #: an earlier plan failed: whatever the device says of this one is dropped
+    void: bool = False
+
+    def __repr__(self) -> str:
+        state = " void" if self.void else ""
+        return f"<Outstanding {self.step_id}{state} targets={len(self.targets)} chunks={len(self.chunks)}>"

@@ -1,0 +1,142 @@
+"""How a step is made (level 2): iteration-level batching with chunked prefill.
+
+A plan is filled in four passes, each in rank order:
+
+1. decodes: one token each; who needs a block gets one, if need be from a sequence of lower rank;
+2. work: pieces of prompts already admitted, beams, resumed sequences;
+3. admission: from the waiting line while there are slots, blocks and budget;
+4. what the plan computes is published and forked. Not earlier: inside one plan nothing may depend on its own rows.
+
+Progress: the sequence of the highest rank is served first in its pass, may take blocks from all others, and fits alone
+(checked on arrival), so it ends after finitely many steps. The one way to stand still is that nobody may take from
+anybody: beams that wait for each other across requests. When nothing is under way and nothing could be planned,
+everything is preempted and the line starts over from its head.
+"""
+
+from __future__ import annotations
+
+from memserve.config import SchedulerConfig
+from memserve.errors import check
+from memserve.instance.actions import StepPlan
+from memserve.instance.admission import Admission
+from memserve.instance.outstanding import Outstanding
+from memserve.instance.roster import Roster
+from memserve.instance.rows import RowWriter
+from memserve.instance.sequence import Phase, Sequence
+from memserve.policy.batching import chunk_tokens
+
+
+class Planner:
+    """Makes plans out of the roster."""
+
+    __slots__ = ("admission", "config", "next_step_id", "roster")
+
+    def __init__(self, roster: Roster, config: SchedulerConfig) -> None:
+        self.roster = roster
+        self.config = config
+        self.admission = Admission(roster)
+        self.next_step_id = 1
+
+    def make(self, now: int, nothing_under_way: bool) -> tuple[StepPlan, Outstanding] | None:
+        """The next plan, or ``None`` when there is nothing to compute."""
+        roster = self.roster
+        if not (roster.decoding.items or roster.working.items or roster.waiting.items):
+            return None
+        rows = self._fill(now)
+        if not rows.plan.slots and nothing_under_way:
+            roster.counters.standstills += 1
+            roster.preempt_all()
+            rows = self._fill(now)
+            check(rows.plan.slots, f"standing still with everything free: {roster}")
+        if not rows.plan.slots:
+            return None
+        self.next_step_id += 1
+        return self._seal(rows)
+
+    def _fill(self, now: int) -> RowWriter:
+        rows = RowWriter(self.roster, self.next_step_id)
+        budget = self.config.max_step_tokens
+        stalled = False
+        if self.roster.decoding.items:
+            stalled = self._make_room_for_decodes(rows)
+            budget -= rows.add_decodes()
+        budget, starved = self._work(rows, budget)
+        if not (stalled or starved):
+            self._admit(rows, budget, now)
+        return rows
+
+    def _seal(self, rows: RowWriter) -> tuple[StepPlan, Outstanding]:
+        """Publish, fork, and hand over everything that has to happen on the device before the rows."""
+        roster, plan = self.roster, rows.plan
+        rows.finish()
+        plan.close, roster.closing = roster.closing, []
+        plan.copies = roster.memory.pool.take_copies()
+        roster.counters.steps += 1
+        roster.counters.prefill_tokens += rows.outstanding.prefill_tokens
+        roster.counters.decode_tokens += rows.outstanding.decode_rows
+        return plan, rows.outstanding
+
+    # -- pass 1
+
+    def _make_room_for_decodes(self, rows: RowWriter) -> bool:
+        """Give blocks to the decodes that reached the end of theirs. Returns whether one goes without."""
+        needy = [sequence for sequence in self.roster.decoding.items if sequence.computed >= sequence.writable_until]
+        if not needy:
+            return False
+        memory = self.roster.memory
+        growing = [sequence for sequence in needy if not memory.next_write_is_shared(sequence)]
+        blocks = memory.pool.allocate(len(growing)) if growing else []
+        if blocks is not None:
+            for sequence, block in zip(growing, blocks, strict=True):
+                rows.append_blocks(sequence, [block])
+            if len(growing) == len(needy):
+                return False
+        stalled = False
+        for sequence in needy:
+            if sequence.phase is Phase.DECODING and sequence.computed >= sequence.writable_until:
+                stalled |= not self._make_writable(rows, sequence, sequence.computed + 1)
+        return stalled
+
+    def _make_writable(self, rows: RowWriter, sequence: Sequence, end: int) -> bool:
+        """Blocks for the tokens up to ``end``, private ones; preempts others for them if that helps."""
+        while not rows.make_writable(sequence, end):
+            victim = self.roster.victim_for(sequence, rows.plan.step_id)
+            if victim is None:
+                return False
+            rows.forget(victim)
+            self.roster.preempt(victim)
+        return True
+
+    # -- pass 2
+
+    def _work(self, rows: RowWriter, budget: int) -> tuple[int, bool]:
+        """Rows for what is admitted already. Returns the budget left and whether one goes without blocks."""
+        starved = False
+        for sequence in list(self.roster.working.items):
+            if budget <= 0:
+                break
+            if sequence.phase is not Phase.WORKING:
+                continue  # preempted for one before it
+            end = sequence.computed + self._chunk(sequence, budget)
+            if self._make_writable(rows, sequence, end):
+                budget -= rows.add_chunk(sequence, end)
+            else:
+                starved = True
+        return budget, starved
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        block_tokens = self.roster.memory.block_tokens
+        chunk_max = self.config.prefill_chunk_tokens
+        return chunk_tokens(sequence.computed, sequence.known, chunk_max, budget, block_tokens)
+
+    # -- pass 3
+
+    def _admit(self, rows: RowWriter, budget: int, now: int) -> None:
+        """Admit from the waiting line, and give what was admitted its first row."""
+        for sequence in self.admission.candidates(rows.publishing):
+            if budget <= 0 or not self.admission.admit(sequence, now):
+                return
+            end = sequence.computed + self._chunk(sequence, budget)
+            if not rows.make_writable(sequence, end):
+                return  # it is admitted; its row comes with a later plan
+            budget -= rows.add_chunk(sequence, end)

@@ -1,0 +1,148 @@
+"""What a finished or failed step means for its sequences (level 2)."""
+
+from __future__ import annotations
+
+from memserve.errors import check
+from memserve.instance.beam_group import advance_beams, take_candidates
+from memserve.instance.events import StepFailed, StepFinished
+from memserve.instance.outstanding import Outstanding
+from memserve.instance.roster import Roster
+from memserve.instance.sequence import Group, Phase, Sequence
+from memserve.types import FinishReason, TokenLogprobs, TokenOutput
+
+_RETRIES = 1  # a sequence survives one failed step
+
+
+class Results:
+    """Applies what the device reports to the roster."""
+
+    __slots__ = ("roster",)
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+
+    def apply(self, plan: Outstanding, event: StepFinished) -> None:
+        """Deliver the sampled tokens of ``plan``."""
+        counters = self.roster.counters
+        counters.device_ns += event.device_ns
+        if plan.void:
+            return
+        targets, tokens = plan.targets, event.tokens
+        check(len(tokens) == len(targets), f"step {plan.step_id}: {len(tokens)} tokens for {len(targets)} draws")
+        self.roster.costs.learn(plan.prefill_tokens, plan.decode_rows, event.device_ns)
+        if event.prompt_logprobs:
+            self._take_prompt_logprobs(plan, event)
+        dropped_before = counters.dropped_tokens
+        if event.logprobs or event.candidates:
+            self._apply_rich(targets, event)
+        else:
+            self._apply_plain(targets, tokens)
+        counters.generated_tokens += len(targets) - (counters.dropped_tokens - dropped_before)
+
+    def _apply_plain(self, targets: list[Sequence], tokens: list[int]) -> None:
+        """The hot loop: a token for each sequence, nothing else."""
+        outputs, decoding = self.roster.outputs, Phase.DECODING
+        for sequence, token in zip(targets, tokens, strict=True):
+            out = sequence.out
+            if sequence.phase is decoding and out and token not in sequence.stops:
+                sequence.inflight -= 1
+                out.append(token)
+                if len(out) < sequence.max_tokens:
+                    outputs.append(TokenOutput(sequence.request_id, sequence.index, (token,)))
+                    continue
+                out.pop()
+                sequence.inflight += 1
+            self._apply_one(sequence, token, None)
+
+    def _apply_rich(self, targets: list[Sequence], event: StepFinished) -> None:
+        for position, (sequence, token) in enumerate(zip(targets, event.tokens, strict=True)):
+            if sequence.group.beam is not None:
+                take_candidates(self.roster, sequence, event.candidates.get(position))
+            else:
+                self._apply_one(sequence, token, event.logprobs.get(position))
+        beams: dict[str, Group] = {s.request_id: s.group for s in targets if s.group.beam is not None}
+        for group in beams.values():
+            advance_beams(self.roster, group)
+
+    def _apply_one(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """One token of one sequence, with all that may come with it."""
+        if sequence.phase is Phase.FINISHED:
+            self.roster.counters.dropped_tokens += 1
+            return
+        sequence.inflight -= 1
+        sequence.out.append(token)
+        generated = len(sequence.out)
+        reason: FinishReason | None = None
+        if token in sequence.stops and generated >= sequence.min_tokens:
+            reason = FinishReason.STOP
+        elif generated >= sequence.max_tokens:
+            reason = FinishReason.LENGTH
+        scoring_only = sequence.max_tokens == 0  # the prompt's logprobs were wanted, no token
+        self._emit(sequence, () if scoring_only else (token,), logprobs, reason)
+        if reason is not None:
+            self.roster.finish(sequence, reason)
+        else:
+            self.roster.wake(sequence)
+
+    def _emit(
+        self, sequence: Sequence, tokens: tuple[int, ...], logprobs: TokenLogprobs | None, reason: FinishReason | None
+    ) -> None:
+        first = len(sequence.out) == 1
+        group = sequence.group
+        prompt_logprobs = group.prompt_logprobs if first else None
+        self.roster.outputs.append(
+            TokenOutput(
+                sequence.request_id,
+                sequence.index,
+                tokens,
+                logprobs=(logprobs,) if logprobs is not None and tokens else (),
+                finish_reason=reason,
+                cached_tokens=group.cached_tokens if first else 0,
+                prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
+                queue_ns=group.queue_ns if first else None,
+            )
+        )
+
+    def _take_prompt_logprobs(self, plan: Outstanding, event: StepFinished) -> None:
+        """Entry ``j`` of a row belongs to the token after the row's ``j``-th: its logits were computed there."""
+        for row, entries in event.prompt_logprobs.items():
+            sequence, start = plan.prompt_rows[row]
+            collected = sequence.group.prompt_logprobs
+            if collected is not None:
+                for place, entry in enumerate(entries, start + 1):
+                    if place < sequence.prompt_tokens:
+                        collected[place] = entry
+
+    # -- failure
+
+    def fail(self, failed: Outstanding, later: list[Outstanding], event: StepFailed) -> None:
+        """Nothing of ``failed`` can be relied upon, nor of the plans behind it: tokens, KV, copies, cache entries.
+
+        All KV is forgotten, not only that of the failed rows: copies of others (evictions, swaps) were in those plans
+        too. Sequences that had a row are retried once, the others do not pay for it.
+        """
+        roster = self.roster
+        roster.counters.steps_failed += 1
+        if failed.void:
+            return  # expected: it was built upon a plan that failed
+        for plan in later:
+            plan.void = True
+        involved = {id(sequence) for plan in (failed, *later) for sequence in (*plan.targets, *plan.chunks)}
+        for group in list(roster.groups.values()):
+            for sequence in list(group.sequences.values()):
+                sequence.failures += id(sequence) in involved
+                roster.reset(sequence)
+        roster.memory.pool.clear_cache()
+        for group in list(roster.groups.values()):
+            self._end_hopeless(group)
+
+    def _end_hopeless(self, group: Group) -> None:
+        roster = self.roster
+        hopeless = [sequence for sequence in group.sequences.values() if sequence.failures > _RETRIES]
+        if hopeless and (group.beam is not None or group.forks_pending):
+            roster.finish_group(group, FinishReason.ERROR)
+            return
+        for sequence in hopeless:
+            reason = FinishReason.ERROR
+            roster.outputs.append(TokenOutput(sequence.request_id, sequence.index, (), finish_reason=reason))
+            roster.finish(sequence, reason)

@@ -1,0 +1,227 @@
+"""Who is where (level 2): all sequences by phase, the device slots, and the moves between phases.
+
+::
+
+    WAITING --admit--> WORKING --prompt done--> DECODING --all tokens under way--> IDLE
+       ^                  |                        |                                |
+       +---- preempt -----+------------------------+-------> PARKED <---------------+   (PARKED until what is under way
+       +<--------------------------- wake -----------------------+                       is known)
+    any --finish--> FINISHED
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memserve.errors import check
+from memserve.instance.memory import SequenceMemory
+from memserve.instance.report import Counters
+from memserve.instance.sequence import Group, Phase, Sequence
+from memserve.instance.waiting import RankedList
+from memserve.policy.preemption import PreemptionModel
+from memserve.types import FinishReason, TokenOutput
+
+if TYPE_CHECKING:
+    from memserve.policy.preemption import PreemptionCosts
+
+
+class Roster:
+    """Sequences by phase, slots, outputs to emit. Every move keeps slots and blocks accounted exactly once."""
+
+    __slots__ = (
+        "closing",
+        "costs",
+        "counters",
+        "decoding",
+        "free_slots",
+        "groups",
+        "idle",
+        "memory",
+        "outputs",
+        "preemption",
+        "slots",
+        "waiting",
+        "working",
+    )
+
+    def __init__(self, memory: SequenceMemory, slots: int, preemption: str, costs: PreemptionCosts) -> None:
+        self.memory = memory
+        self.slots = slots
+        self.preemption = preemption
+        self.costs = PreemptionModel(costs)
+        self.counters = Counters()
+        #: all and only unfinished requests, in order of arrival
+        self.groups: dict[str, Group] = {}
+        self.waiting = RankedList()
+        self.working = RankedList()
+        self.decoding = RankedList()
+        self.idle = RankedList()
+        #: the last is given first
+        self.free_slots = list(range(slots - 1, -1, -1))
+        #: slots that the device has to close with the next plan; they may be opened again in that very plan
+        self.closing: list[int] = []
+        #: outputs to emit at the end of this ``handle``
+        self.outputs: list[TokenOutput] = []
+
+    # -- slots
+
+    def take_slot(self, sequence: Sequence) -> None:
+        """Bind a free slot."""
+        reserved = sequence.group.reserved_slots
+        slot = reserved.pop() if reserved else self.free_slots.pop()
+        sequence.slot = slot
+        sequence.draw = (slot,)
+
+    def reserve_slots(self, group: Group) -> None:
+        """Keep slots for the sequences that will be forked from the first one."""
+        for _ in range(group.forks_pending):
+            group.reserved_slots.append(self.free_slots.pop())
+
+    def return_reserved(self, group: Group) -> None:
+        """Give up reserved slots that are not needed (now)."""
+        self.free_slots.extend(reversed(group.reserved_slots))
+        group.reserved_slots.clear()
+
+    def close_slot(self, sequence: Sequence) -> None:
+        """Have the device forget what it knows of the slot; the sequence keeps it."""
+        if sequence.opened:
+            check(sequence.slot is not None, f"{sequence} is open without a slot")
+            self.closing.append(sequence.slot)  # type: ignore[arg-type]
+            sequence.opened = False
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        self.close_slot(sequence)
+        if sequence.slot is not None:
+            self.free_slots.append(sequence.slot)
+            sequence.slot = None
+        self.return_reserved(sequence.group)
+
+    # -- moves
+
+    def _container(self, phase: Phase) -> RankedList | None:
+        if phase is Phase.DECODING:
+            return self.decoding
+        if phase is Phase.WORKING:
+            return self.working
+        if phase is Phase.WAITING:
+            return self.waiting
+        return self.idle if phase is Phase.IDLE else None
+
+    def move(self, sequence: Sequence, phase: Phase) -> None:
+        """Change the phase and the container that goes with it."""
+        old, new = self._container(sequence.phase), self._container(phase)
+        if old is not None:
+            old.remove(sequence)
+        sequence.phase = phase
+        if new is not None:
+            new.add(sequence)
+
+    def enter(self, sequence: Sequence, phase: Phase) -> None:
+        """A new sequence appears."""
+        sequence.phase = phase
+        container = self._container(phase)
+        if container is not None:
+            container.add(sequence)
+
+    def wake(self, sequence: Sequence) -> None:
+        """A parked sequence whose tokens are all known, and wanted, waits to be resumed."""
+        if sequence.phase is Phase.PARKED and not sequence.inflight and sequence.candidates is None:
+            self.move(sequence, Phase.WAITING)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take slot and blocks away; it will continue with the same tokens later."""
+        memory, counters = self.memory, self.counters
+        tokens, blocks = sequence.computed, len(sequence.blocks)
+        finished_by_count = sequence.phase is Phase.IDLE and sequence.left == 0
+        swap = not finished_by_count and self.costs.prefers_swap(self.preemption, tokens, blocks)
+        if swap and memory.swap_out(sequence):
+            counters.preempted_by_swap += 1
+        else:
+            memory.detach(sequence)
+            counters.preempted_by_recompute += 0 if finished_by_count else 1
+        sequence.group.preemptions += 0 if finished_by_count else 1
+        self._leave_slot(sequence)
+        self.move(sequence, Phase.PARKED)
+        self.wake(sequence)
+
+    def victim_for(self, needy: Sequence, step_id: int) -> Sequence | None:
+        """Whom to preempt so that ``needy`` gets a block in the plan ``step_id``.
+
+        First one whose last token is under way: it needs its blocks no more. Else the one of lowest rank, if that is
+        below ``needy``; never one that is scheduled in this plan already.
+        """
+        for sequence in self.idle:
+            if sequence.left == 0 and sequence.scheduled_step != step_id and sequence.blocks:
+                return sequence
+        lowest = needy
+        for container in (self.decoding, self.working, self.idle):
+            for sequence in reversed(container.items):
+                if sequence.rank <= lowest.rank:
+                    break
+                if sequence.scheduled_step != step_id:
+                    lowest = sequence
+                    break
+        return None if lowest is needy else lowest
+
+    def preempt_all(self) -> None:
+        """Take everything from everybody: the way out when nothing moves (see ``Planner``)."""
+        for container in (self.idle, self.decoding, self.working):
+            for sequence in list(container):
+                self.preempt(sequence)
+
+    def reset(self, sequence: Sequence) -> None:
+        """The device failed: forget all KV, trust only known tokens, and start over from them."""
+        self.memory.abandon(sequence)
+        self._leave_slot(sequence)
+        sequence.inflight = 0
+        sequence.left = max(1, sequence.max_tokens) - len(sequence.out)
+        if sequence.phase is not Phase.WAITING:
+            self.move(sequence, Phase.PARKED)
+            self.wake(sequence)
+
+    # -- endings
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End one sequence: slot and blocks go back, results still under way will be dropped."""
+        self._retire(sequence)
+        group = sequence.group
+        self.counters.count_finish(reason)
+        if not group.sequences:
+            self.forget_group(group)
+
+    def forget_group(self, group: Group) -> None:
+        """The request has ended."""
+        del self.groups[group.request.request_id]
+        self.counters.requests_finished += 1
+
+    def drop_beam(self, sequence: Sequence) -> None:
+        """A beam that no hypothesis continues. The request goes on."""
+        self._retire(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        self.memory.detach(sequence)
+        self._leave_slot(sequence)
+        self.move(sequence, Phase.FINISHED)
+        del sequence.group.sequences[sequence.index]
+
+    def finish_group(self, group: Group, reason: FinishReason) -> None:
+        """End every unfinished sequence of a request now, each with one final output."""
+        request = group.request
+        live = list(group.sequences.values())
+        if group.beam is not None:
+            indices = list(range(request.n))
+        else:
+            unforked = range(group.next_index, group.next_index + group.forks_pending)
+            indices = [sequence.index for sequence in live] + list(unforked)
+        for sequence in live:
+            self._retire(sequence)
+        for index in indices:
+            self.outputs.append(TokenOutput(request.request_id, index, (), finish_reason=reason))
+            self.counters.count_finish(reason)
+        self.forget_group(group)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Roster waiting={len(self.waiting)} working={len(self.working)} decoding={len(self.decoding)}"
+            f" idle={len(self.idle)} slots={self.slots - len(self.free_slots)}/{self.slots}>"
+        )
