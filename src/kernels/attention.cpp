@@ -94,7 +94,8 @@ void attend(const Batch& batch, const Plan& plan, const AttendArgs& args) {
     }
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < merge_count; ++i)
-      kernels.merge_tiles[dtype](batch, args, plan.merges[i], partials + slot_floats * plan.merges[i].first_partial);
+      kernels.merge_tiles[dtype](batch, args, plan.merges[i], partials + slot_floats * plan.merges[i].first_partial,
+                                 slot_floats);
   }
 }
 

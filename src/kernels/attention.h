@@ -90,8 +90,9 @@ inline size_t scratch_bytes(int rows, int head_dim_k, int head_dim_v) {
 
 struct AttentionKernels {
   void (*attend_tile[3])(const TileJob& job);  // by Dtype
-  // Combines the parts' results, which start at `partials`, and writes to args.out.
-  void (*merge_tiles[3])(const Batch& batch, const AttendArgs& args, const Merge& merge, float* partials);
+  // Combines the parts' results, `part_floats` apart from `partials` on, and writes to args.out.
+  void (*merge_tiles[3])(const Batch& batch, const AttendArgs& args, const Merge& merge, float* partials,
+                         size_t part_floats);
   // Stores queries [first, first + count) of a row into the pages.
   void (*write_tokens[3])(const Batch& batch, const AttendArgs& args, int row, int kv_head, int first, int count);
 };

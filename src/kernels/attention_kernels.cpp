@@ -236,10 +236,10 @@ void attend_tile(const TileJob& job) {
 
 // One result from the partial results of several parts of the context; the first part's sums are overwritten.
 template <class T>
-void merge_tiles(const Batch& batch, const AttendArgs& args, const Merge& merge, float* partials) {
+void merge_tiles(const Batch& batch, const AttendArgs& args, const Merge& merge, float* partials,
+                 size_t part_floats) {
   const int dim_v = batch.layout.head_dim_v;
   const int rows = merge.whole.queries * (args.heads / batch.layout.num_kv_heads);
-  const size_t part_floats = partial_floats(rows, dim_v);
   for (int r = 0; r < rows; ++r) {
     float* sums = partials + size_t(r) * dim_v;
     const float* stats = partials + size_t(rows) * dim_v + r;

@@ -13,6 +13,7 @@
 namespace nb = nanobind;
 
 void bind_attention(nb::module_& m);
+void bind_fused(nb::module_& m);
 
 namespace {
 
@@ -37,4 +38,5 @@ NB_MODULE(_kernels, m) {
   m.def("supported_isas", &supported_isas);
   m.def("force_isa", &force_isa, nb::arg("name").none());
   bind_attention(m);
+  bind_fused(m);
 }

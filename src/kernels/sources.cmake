@@ -1,12 +1,15 @@
 # One module. ISA sources are compiled once per instruction set into a namespace MEMSERVE_ISA; isa.h picks at run time.
 set(MEMSERVE_ISA_SOURCES
   src/kernels/attention_kernels.cpp
+  src/kernels/fused_kernels.cpp
 )
 nanobind_add_module(_kernels STABLE_ABI NB_STATIC
   src/kernels/module.cpp
   src/kernels/attention.cpp
   src/kernels/attention_bind.cpp
   src/kernels/attention_plan.cpp
+  src/kernels/fused.cpp
+  src/kernels/fused_bind.cpp
 )
 find_package(OpenMP)
 if(OpenMP_CXX_FOUND)
