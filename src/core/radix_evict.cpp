@@ -81,6 +81,9 @@ size_t RadixIndex::evict_hbm(size_t count, Eviction& out) {
   const size_t before = out.freed;
   while (out.freed - before < count && lists_[kHbm].oldest) {
     Node* node = lists_[kHbm].oldest;
+    if (node->listed[kDram] && lists_[kDram].newest != node) {
+      node = split(node, node->hbm);  // what goes down now must not make older DRAM blocks of the same edge new again
+    }
     const auto wanted = static_cast<uint32_t>(std::min<size_t>(count - (out.freed - before), node->hbm));
     const uint32_t room = reserve_dram(wanted, out);
     if (room < wanted) {

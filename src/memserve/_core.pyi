@@ -4,8 +4,10 @@ Wherever blocks or tokens go in, a buffer of int32 (numpy, ``array('i')``) or a 
 buffer of int64 is narrowed, and any other sequence of int is read item by item.
 """
 
-from collections.abc import Buffer, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import overload
+
+from typing_extensions import Buffer
 
 class BlockIds(Sequence[int], Buffer):
     """An immutable run of int32 ids; ``numpy.asarray(ids)`` views it without a copy."""

@@ -51,7 +51,8 @@ class EventLog:
     def published(self, blocks: Sequence[int], identities: Sequence[bytes], adopted_dram: Sequence[int]) -> None:
         """The index now has ``blocks`` in HBM under ``identities``; those of ``adopted_dram`` lay in DRAM before."""
         came_up = {self._identity.pop((Tier.DRAM, block)) for block in adopted_dram}
-        stored, moved = [], []
+        stored: list[bytes] = []
+        moved: list[bytes] = []
         for block, identity in zip(blocks, identities, strict=True):
             if self._identity.get((Tier.HBM, block)) == identity:
                 continue
