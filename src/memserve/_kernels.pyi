@@ -74,3 +74,61 @@ def attend(
 
     Runs on as many threads as OpenMP (torch.set_num_threads) allows. Raises ValueError, naming the value.
     """
+
+# The fused kernels take addresses (of dense or row-strided float32 | bfloat16 | float16 storage, dtype codes 0 | 1 | 2)
+# and trust them: `memserve.model.fused` is their checked face.
+
+def rms_norm(
+    x: int,
+    residual: int,
+    sum: int,
+    y: int,
+    weight: int,
+    eps: float,
+    round_first: bool,
+    outer: int,
+    inner: int,
+    stride_outer: int,
+    stride_inner: int,
+    width: int,
+    dtype: int,
+) -> None:
+    """``y = norm(x [+ residual]) * weight`` for ``outer * inner`` rows of ``width``; ``weight`` is float32.
+
+    ``residual`` 0: no addition. Else ``sum`` receives ``x + residual``. ``residual, sum, y`` are dense.
+    """
+
+def gated(
+    gate: int, stride_gate: int, up: int, stride_up: int, y: int, rows: int, width: int, kind: int, dtype: int
+) -> None:
+    """``y = act(gate) * up``, dense ``y [rows, width]``; ``kind``: 0 SiLU, 1 GELU by tanh."""
+
+def rotary(
+    x: int,
+    stride_token: int,
+    stride_head: int,
+    cosine: int,
+    sine: int,
+    stride_table: int,
+    y: int,
+    tokens: int,
+    heads: int,
+    dim: int,
+    dtype: int,
+) -> None:
+    """``y = x * cos + (-x[half:], x[:half]) * sin``, dense ``y [tokens, heads, dim]``."""
+
+def linear(
+    x: int,
+    stride_x: int,
+    weight: int,
+    bias: int,
+    y: int,
+    stride_y: int,
+    rows: int,
+    k: int,
+    k_padded: int,
+    n: int,
+    dtype: int,
+) -> None:
+    """``y = x @ weight.T + bias`` over a weight in oneDNN's blocks of 64 outputs; float32 and bfloat16."""

@@ -1,0 +1,140 @@
+"""Captured forwards: a Hugging Face module as one flat list of fused operations (level 3, CPU).
+
+Record the forward twice, merge the recordings into a graph for any number of tokens, rewrite it, compile it, and
+compare it with the module it came from. Nothing here knows a model family; where any stage does not understand what
+it sees, the module runs as it is (:class:`memserve.model.forward.EagerForward`), which is slower and never wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from memserve.model.capture_emit import Program, emit
+from memserve.model.capture_record import CaptureRefused, generalise, record
+from memserve.model.context import attending
+from memserve.model.passes_linear import normalise_linears, pack_linears
+from memserve.model.passes_match import match_gates, match_residuals, match_rms_norms, match_rotary
+from memserve.model.passes_simplify import has_mutation, simplify
+from memserve.model.probe import DenseAttention
+
+log = logging.getLogger(__name__)
+
+Inputs = dict[str, Tensor]
+
+_SIZES = ((11, 3), (17, 5))  # (tokens, logits rows) of the two recordings: small and distinctive
+_TRIALS = ((1, 1), (7, 2), (31, 31), (150, 3))  # (tokens, rows) compared with the module: few and many rows
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 2e-2}  # root mean square / spread of the logits
+
+
+class CapturedForward:
+    """A :class:`memserve.model.forward.Forward` that runs the rewritten graph of one module."""
+
+    def __init__(self, program: Program, graph: fx.Graph) -> None:
+        self._run = program.run
+        self.source = program.source
+        self.operations = sum(node.op == "call_function" for node in graph.nodes)
+        self._constants = [node.meta["value"] for node in graph.nodes if node.op == "get_attr"]
+        for node in graph.nodes:  # the recording's values are needed no more
+            node.meta.clear()
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        """``input_ids, positions [T]``, ``logits_rows [R]``, int64 -> logits ``[R, vocab]`` float32."""
+        with torch.inference_mode():
+            return self._run(input_ids, positions, logits_rows)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """True when the step reads this very storage (embeddings, norm weights)."""
+        return any(tensor.data_ptr() == constant.data_ptr() for constant in self._constants)
+
+
+def capture_forward(module: Any) -> CapturedForward | None:
+    """Capture ``module`` (on CPU, with our attention and plain linears), or say why not in one log line and give None.
+
+    The module is left as it was; :func:`release_weights` frees what the captured forward does not need.
+    """
+    if any(parameter.device.type != "cpu" for parameter in module.parameters()):
+        return None
+    try:
+        forward, vocab = _rows_forward(module), module.config.get_text_config().vocab_size
+        graph = _record_graph(forward, vocab)
+        trials = [_inputs(tokens, rows, vocab, first_position=3) for tokens, rows in _TRIALS]
+        expected = [_logits(forward, trial) for trial in trials]
+        optimise(graph)
+        captured = CapturedForward(emit(graph), graph)
+        for trial, logits in zip(trials, expected, strict=True):
+            _compare(_logits(captured, trial), logits, module.dtype)
+    except Exception as error:  # whatever a stage stumbles over, the module itself still works
+        log.warning("the model's forward is not captured, it runs module by module: %s", error)
+        return None
+    return captured
+
+
+def optimise(graph: fx.Graph) -> None:
+    """Run all graph passes, in order. A graph that writes into its values only gets its linears packed."""
+    if not has_mutation(graph):
+        simplify(graph)
+        match_rms_norms(graph)
+        match_rotary(graph)
+        match_gates(graph)
+        match_residuals(graph)
+    normalise_linears(graph)
+    pack_linears(graph)
+    graph.lint()
+
+
+def release_weights(module: Any, captured: CapturedForward) -> None:
+    """Free the module's weights that were packed; copy the others out of the weights file they may be mapped from.
+
+    The module cannot compute afterwards. As long as one parameter refers to a mapped file, all of it stays resident.
+    """
+    for parameter in module.parameters():
+        if not captured.holds(parameter):
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def _rows_forward(module: Any) -> Callable[..., Tensor]:
+    """The module as a :class:`memserve.model.forward.Forward`."""
+    selects_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
+
+    def forward(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        kept = {"logits_to_keep": logits_rows} if selects_rows else {}
+        with torch.inference_mode():
+            out = module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **kept)
+            logits: Tensor = out.logits[0] if selects_rows else out.logits[0, logits_rows]
+            return logits.float()
+
+    return forward
+
+
+def _inputs(tokens: int, rows: int, vocab: int, first_position: int = 0) -> Inputs:
+    """Tokens without a pattern, positions from ``first_position`` on, the last ``rows`` rows."""
+    places = torch.arange(tokens)
+    return {
+        "input_ids": (places + 1) * 7919 % vocab,
+        "positions": places + first_position,
+        "logits_rows": places[tokens - rows :].clone(),
+    }
+
+
+def _record_graph(forward: Callable[..., Tensor], vocab: int) -> fx.Graph:
+    traces = [record(forward, _inputs(tokens, rows, vocab)) for tokens, rows in _SIZES]
+    (tokens, rows), (other_tokens, other_rows) = _SIZES
+    ids, _, kept = traces[0].inputs
+    return generalise(traces[0], traces[1], {(tokens, other_tokens): (ids, 0), (rows, other_rows): (kept, 0)})
+
+
+def _logits(forward: Callable[..., Tensor], inputs: Inputs) -> Tensor:
+    with attending(DenseAttention()):
+        return forward(**inputs)
+
+
+def _compare(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    error = float((logits - expected).square().mean().sqrt() / expected.std())
+    if logits.shape != expected.shape or not error <= _TOLERANCE[dtype]:
+        raise CaptureRefused(f"the captured forward differs by {error:.2g} of the logits' spread at {len(logits)} rows")

@@ -1,0 +1,179 @@
+"""Recording a model's forward as a graph of aten operations (level 3).
+
+transformers' modules cost 6 to 8 ms of Python for a step of thirty layers, and hide what could be fused. So the
+forward is run twice at load under a dispatch mode that writes down every operation, at two distinctive sizes. What
+differs between the two recordings is a size: an integer that was ``3 * 11`` once and ``3 * 17`` then is ``3 * T``.
+Everything else must be equal, or the model is refused and runs as it is.
+
+In inference mode the dispatcher hands over whole operations (``linear``, ``silu``), not their decompositions, and
+attention is one opaque node: the recording is short (53 operations a Llama layer) and close to the author's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from memserve.model.context import attending, current_attention
+
+
+class CaptureRefused(Exception):
+    """This forward cannot be written down as one graph; the message says why."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, options: dict[str, Any]) -> Tensor:
+    """The opaque attention node: ``q [1, H, T, Dk]`` -> ``[1, T, H, Dv]``, by the running step's attention."""
+    return current_attention().attend(layer, q, k, v, **options)
+
+
+def size_of(x: Tensor, dim: int) -> int:
+    """The graph's source of sizes: ``T`` and ``R`` are read off the inputs once a step."""
+    return x.shape[dim]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One recording. ``node.meta["value"]`` is what each node gave; constants are ``get_attr`` nodes holding theirs."""
+
+    graph: fx.Graph
+    inputs: tuple[fx.Node, ...]
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Appends each dispatched operation to a graph. Tensors are known by identity and kept alive until the end."""
+
+    def __init__(self, inputs: dict[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = fx.Graph()
+        self._nodes: dict[int, fx.Node] = {}
+        self._alive: list[Any] = []
+        self._paused = False
+        self._constants = 0
+        self.inputs = tuple(self._learn(self.graph.placeholder(name), value) for name, value in inputs.items())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._paused:
+            self._record(func, args, kwargs or {}, result)
+        return result
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Stands in for the step's attention: one node, and zeros, because only shapes matter here."""
+        self._paused = True
+        mixed = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+        self._paused = False
+        self._record(attend, (q, k, v, layer, options), {}, mixed)
+        return mixed
+
+    def node_of(self, value: Any) -> Any:
+        """The node that made a tensor; one that no node made is a constant (weight, buffer, lifted number)."""
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._nodes:
+            node = self.graph.create_node("get_attr", f"c{self._constants}")
+            self._constants += 1
+            self._learn(node, value)
+        return self._nodes[id(value)]
+
+    def _learn(self, node: fx.Node, value: Any) -> fx.Node:
+        node.meta["value"] = value
+        self._nodes[id(value)] = node
+        self._alive.append(value)
+        return node
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        node = self.graph.call_function(func, tree_map(self.node_of, args), tree_map(self.node_of, kwargs))
+        node.meta["value"] = result
+        if isinstance(result, Tensor):
+            self._learn(node, result)
+        elif isinstance(result, tuple | list) and all(isinstance(part, Tensor) for part in result):
+            for index, part in enumerate(result):
+                self._learn(self.graph.call_function(_item, (node, index)), part)
+            self._alive.append(result)
+        elif result is not None:
+            raise CaptureRefused(f"{func} turns tensor values into Python values, and what follows may depend on them")
+
+
+def _item(values: tuple[Tensor, ...], index: int) -> Tensor:
+    return values[index]
+
+
+def record(forward: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Trace:
+    """Run ``forward(**inputs)`` and write it down. Raises :class:`CaptureRefused`."""
+    with torch.inference_mode():
+        recorder = _Recorder(inputs)
+        with attending(recorder), recorder:
+            result = forward(**inputs)
+        recorder.graph.output(recorder.node_of(result))
+    return Trace(recorder.graph, recorder.inputs)
+
+
+def generalise(first: Trace, second: Trace, sizes: dict[tuple[int, int], tuple[fx.Node, int]]) -> fx.Graph:
+    """Rewrite ``first`` so that it holds for every size.
+
+    ``sizes`` maps a pair (size in ``first``, size in ``second``) to the input node of ``first`` and its dimension
+    which carry that size. Raises :class:`CaptureRefused` where the two recordings differ in anything else.
+    """
+    twins = dict(zip(second.graph.nodes, first.graph.nodes, strict=False))
+    if len(first.graph.nodes) != len(second.graph.nodes):
+        raise CaptureRefused("the number of operations depends on the number of tokens")
+    with first.graph.inserting_after(first.inputs[-1]):
+        carriers = {pair: first.graph.call_function(size_of, origin) for pair, origin in sizes.items()}
+    for other, node in twins.items():
+        if (node.op, node.target) != (other.op, other.target) or not _same_constant(node, other):
+            raise CaptureRefused(f"{node} differs between two runs")
+        merge = _Merge(first.graph, node, twins, carriers)
+        node.args = merge(node.args, other.args)
+        node.kwargs = merge(node.kwargs, other.kwargs)
+    first.graph.lint()
+    return first.graph
+
+
+def _same_constant(a: fx.Node, b: fx.Node) -> bool:
+    if a.op != "get_attr":
+        return True
+    x, y = a.meta["value"], b.meta["value"]
+    return x is y or (x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y))
+
+
+class _Merge:
+    """Merges the arguments of one operation seen at two sizes."""
+
+    def __init__(
+        self, graph: fx.Graph, node: fx.Node, twins: dict[fx.Node, fx.Node], carriers: dict[tuple[int, int], fx.Node]
+    ) -> None:
+        self._graph, self._node, self._twins, self._carriers = graph, node, twins, carriers
+
+    def __call__(self, first: Any, second: Any) -> Any:
+        leaves, form = tree_flatten(first)
+        others, other_form = tree_flatten(second)
+        if form != other_form:
+            raise CaptureRefused(f"the arguments of {self._node} change their form with the number of tokens")
+        return form.unflatten([self._leaf(a, b) for a, b in zip(leaves, others, strict=True)])
+
+    def _leaf(self, a: Any, b: Any) -> Any:
+        if isinstance(b, fx.Node):
+            b = self._twins[b]
+        if type(a) is type(b) and (a is b or a == b or a != a):
+            return a
+        if type(a) is int and type(b) is int:
+            for (size, other_size), carrier in self._carriers.items():
+                if a % size == 0 and a // size * other_size == b:
+                    return self._scaled(carrier, a // size)
+        raise CaptureRefused(f"{self._node} has the argument {a} at one size and {b} at another")
+
+    def _scaled(self, carrier: fx.Node, factor: int) -> fx.Node:
+        if factor == 1:
+            return carrier
+        with self._graph.inserting_before(self._node):
+            return self._graph.call_function(_times, (carrier, factor))
+
+
+def _times(size: int, factor: int) -> int:
+    return size * factor
