@@ -41,7 +41,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 def unsupported(param: str, what: str) -> ApiError:
     """400: a feature of the protocol that memserve does not have. Never ignored in silence."""
-    return ApiError(400, f"{what} is not supported by this server", param=param, code="unsupported_parameter")
+    return ApiError(400, f"{what} is not supported by this server (in '{param}')", param=param, code="unsupported_parameter")
 
 
 def from_user_error(error: UserError) -> ApiError:

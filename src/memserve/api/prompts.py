@@ -95,7 +95,7 @@ class PromptEncoder:
             encoded = Prompt(np.array(ids, dtype=np.int32), prompt)
         else:
             if max(prompt) >= self._vocab or min(prompt) < 0:
-                raise bad_request(f"A token id lies outside of the vocabulary [0, {self._vocab})", "prompt")
+                raise bad_request(f"The prompt has a token id outside of the vocabulary [0, {self._vocab})", "prompt")
             encoded = Prompt(np.array(prompt, dtype=np.int32))
         if not len(encoded.tokens):
             raise bad_request("The prompt is empty", "prompt")

@@ -29,7 +29,7 @@ BiasMap = Annotated[dict[str, Bias], Meta(max_length=1024)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
 Stops = StopText | Annotated[list[StopText], Meta(max_length=32)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-StopIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)]
+StopIds = Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]], Meta(max_length=128)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

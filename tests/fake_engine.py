@@ -1,0 +1,190 @@
+"""An engine without a model, for tests of the edges: it says what a script tells it, as fast as the test wants."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from memserve.instance.stats import InstanceStats, TierReport
+from memserve.runtime.engine import Rejected
+from memserve.runtime.stats import EngineStats
+from memserve.types import FinishReason, Request, TokenLogprobs, TokenOutput
+
+Sink = Callable[[TokenOutput | Rejected], None]
+Script = Callable[[Request, int], Sequence[int]]
+"""What sequence ``index`` of a request says. When the script is over, it starts again."""
+
+BLOCK_TOKENS = 4
+
+
+@dataclass
+class _Running:
+    request: Request
+    sink: Sink
+    said: list[int] = field(default_factory=list)  # tokens given so far, one number a sequence
+    ended: dict[int, FinishReason] = field(default_factory=dict)
+    started: bool = False
+
+
+class FakeEngine:
+    """Answers from ``script``. ``step_s=None``: nothing happens until the test calls :meth:`step`."""
+
+    def __init__(
+        self, script: Script, *, step_s: float | None = 0.0, max_requests: int = 4096, retry_after_s: float | None = 1.0
+    ) -> None:
+        self.script = script
+        self.max_requests = max_requests
+        self.retry_after_s = retry_after_s
+        self.submitted: list[Request] = []
+        self.cancelled: list[str] = []
+        self.stopped: list[tuple[str, int]] = []
+        self.stats_error: Exception | None = None
+        self._step_s = step_s
+        self._running: dict[str, _Running] = {}
+        self._known: dict[str, set[tuple[int, ...]]] = {}  # tenant -> prefixes of whole blocks
+        self._changed = threading.Condition()
+        self._closing = False
+        self._steps = 0
+        if step_s is not None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    # -- what the edges call
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        with self._changed:
+            self.submitted.append(request)
+            if len(self._running) < self.max_requests:
+                self._running[request.request_id] = _Running(request, sink, [0] * request.n)
+                self._changed.notify_all()
+                return
+        sink(Rejected(request.request_id, "the queue is full", self.retry_after_s))
+
+    def cancel(self, request_id: str) -> None:
+        with self._changed:
+            self.cancelled.append(request_id)
+            running = self._running.get(request_id)
+            if running is not None:
+                for index in range(running.request.n):
+                    self._end(running, index, FinishReason.CANCELLED)
+            self._changed.notify_all()
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        with self._changed:
+            self.stopped.append((request_id, index))
+            running = self._running.get(request_id)
+            if running is not None:
+                self._end(running, index, FinishReason.STOP)
+            self._changed.notify_all()
+
+    def stats(self) -> EngineStats:
+        if self.stats_error is not None:
+            raise self.stats_error
+        instance = InstanceStats(
+            requests_arrived=len(self.submitted),
+            hbm=TierReport(blocks_total=100, blocks_free=70, blocks_cached=20),
+            running_slots_tokens=64,
+            running_tokens=50,
+        )
+        return EngineStats(steps=self._steps, machine_ns=10_000_000, device_ns=1_000_000_000, instance=instance)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._step_s is not None:
+            self._thread.join(timeout_s)
+
+    # -- what the tests call
+
+    @property
+    def outstanding(self) -> int:
+        with self._changed:
+            return len(self._running)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+        """Wait until ``condition`` holds; it is looked at whenever something happens to a request."""
+        with self._changed:
+            return self._changed.wait_for(condition, timeout_s)
+
+    def step(self) -> None:
+        """Give one token to every running sequence."""
+        with self._changed:
+            self._steps += 1
+            for running in list(self._running.values()):
+                self._advance(running)
+            self._changed.notify_all()
+
+    # -- inside
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._running or self._closing)
+                if self._closing:
+                    return
+            self.step()
+            if self._step_s:
+                time.sleep(self._step_s)  # the pretended device
+
+    def _advance(self, running: _Running) -> None:
+        request = running.request
+        late = request.deadline_ns is not None and time.monotonic_ns() > request.deadline_ns
+        for index in range(request.n):
+            if index in running.ended:
+                continue
+            if late:
+                self._end(running, index, FinishReason.DEADLINE)
+                continue
+            words = self.script(request, index)
+            token = words[running.said[index] % len(words)]
+            running.said[index] += 1
+            reason = None
+            if token in request.stop.stop_token_ids and running.said[index] > request.stop.min_tokens:
+                reason = FinishReason.STOP
+            elif running.said[index] >= request.stop.max_tokens:
+                reason = FinishReason.LENGTH
+            self._emit(running, index, (token,), reason)
+
+    def _emit(self, running: _Running, index: int, tokens: tuple[int, ...], reason: FinishReason | None) -> None:
+        request = running.request
+        first = not running.started
+        running.started = True
+        cached = self._look_up(request) if first else 0
+        if reason is not None:
+            self._finish(running, index, reason)
+        sampling = request.sampling
+        logprobs = tuple(_logprobs(token, sampling.logprobs) for token in tokens if sampling.logprobs is not None)
+        prompt = None
+        if first and sampling.prompt_logprobs:
+            rest = (_logprobs(int(token), sampling.logprobs or 0) for token in request.prompt[1:])
+            prompt = (None, *rest)
+        running.sink(
+            TokenOutput(request.request_id, index, tokens, logprobs, reason, cached, prompt,
+                        queue_ns=2_000_000 if first else None)
+        )  # fmt: skip
+
+    def _end(self, running: _Running, index: int, reason: FinishReason) -> None:
+        if index not in running.ended:
+            self._emit(running, index, (), reason)
+
+    def _finish(self, running: _Running, index: int, reason: FinishReason) -> None:
+        running.ended[index] = reason
+        if len(running.ended) == running.request.n:
+            self._running.pop(running.request.request_id, None)
+
+    def _look_up(self, request: Request) -> int:
+        """A prefix cache that never forgets: whole blocks, and never the last token of a prompt."""
+        known = self._known.setdefault(request.tenant, set())
+        tokens = request.prompt.tolist()
+        prefixes = [tuple(tokens[:end]) for end in range(BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)]
+        cached = max((len(prefix) for prefix in prefixes if prefix in known), default=0) if request.use_cache else 0
+        known.update(prefixes)
+        return cached
+
+
+def _logprobs(token: int, count: int) -> TokenLogprobs:
+    top = tuple((token + rank, -0.5 - rank) for rank in range(count))
+    return TokenLogprobs(token, -0.5, top)

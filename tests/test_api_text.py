@@ -1,0 +1,146 @@
+"""Tokens to text: equal to decoding the whole, wherever tokens break characters and stop strings."""
+
+from __future__ import annotations
+
+import pytest
+from api_world import EOS, SCRIPT_TEXT, encode, tiny_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memserve.runtime.text import PENDING_TOKENS_MAX, Detokenizer, StopFinder, TextStream
+from memserve.types import FinishReason, TokenOutput
+
+TOKENIZER = tiny_tokenizer().backend_tokenizer
+VOCAB = TOKENIZER.get_vocab_size()
+TEXTS = st.text(alphabet=st.sampled_from("ab cé東😀\n"), max_size=30)
+
+
+def simple_stop(text: str, stops: list[str]) -> str | None:
+    """The twin: read character by character; at the first end of a stop string cut where the longest one began."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return None
+
+
+def pieces(text: str, cuts: list[int]) -> list[str]:
+    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+@given(TEXTS, st.lists(st.text(alphabet="ab cé", min_size=1, max_size=4), max_size=4), st.lists(st.integers(0, 99)))
+def test_stop_finder_does_not_depend_on_the_cuts(text: str, stops: list[str], cuts: list[int]) -> None:
+    finder = StopFinder(stops)
+    shown = ""
+    for piece in pieces(text, cuts):
+        shown += finder.push(piece)
+        assert simple_stop(text, stops) is not None or text.startswith(shown)
+    shown += finder.finish()
+    expected = simple_stop(text, stops)
+    assert finder.found == (expected is not None)
+    assert shown == (text if expected is None else expected)
+
+
+def test_stop_finder_shows_text_as_soon_as_it_is_no_stop_string() -> None:
+    finder = StopFinder(["END"])
+    assert [finder.push(piece) for piece in ("a E", "N", "x", "E", "ND tail", "more")] == ["a ", "", "ENx", "", "", ""]
+    assert finder.found
+
+
+@given(TEXTS)
+def test_detokenizer_equals_decoding_the_whole(text: str) -> None:
+    detokenizer = Detokenizer(TOKENIZER)
+    shown = "".join(detokenizer.push(token) for token in encode(text)) + detokenizer.finish()
+    assert shown == text
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), max_size=60))
+def test_detokenizer_shows_only_whole_characters_and_loses_nothing(tokens: list[int]) -> None:
+    """Any tokens, also bytes that are no UTF-8: what is shown agrees with the whole but for replacement marks."""
+    detokenizer = Detokenizer(TOKENIZER)
+    shown = "".join(detokenizer.push(token) for token in tokens) + detokenizer.finish()
+    whole = TOKENIZER.decode(tokens, skip_special_tokens=True)
+    assert shown.replace("\ufffd", "") == whole.replace("\ufffd", "") or "\ufffd" in shown
+    if "\ufffd" not in whole:
+        assert shown == whole
+
+
+def test_detokenizer_does_not_hoard_invalid_bytes() -> None:
+    lone = TOKENIZER.token_to_id("ł")  # byte 0xff stands behind no character
+    detokenizer = Detokenizer(TOKENIZER)
+    assert TOKENIZER.decode([lone]) == "\ufffd"
+    shown = "".join(detokenizer.push(lone) for _ in range(1000))
+    assert len(shown) >= 1000 - PENDING_TOKENS_MAX - 1
+    assert len(shown + detokenizer.finish()) == 1000
+
+
+def test_hidden_tokens_cost_nothing_and_show_on_request() -> None:
+    hidden, visible = Detokenizer(TOKENIZER), Detokenizer(TOKENIZER, skip_special_tokens=False)
+    tokens = [*encode("a"), EOS, *encode("b")]
+    assert "".join(map(hidden.push, tokens)) == "ab"
+    assert "".join(map(visible.push, tokens)) == "a<|end|>b"
+    for _ in range(10_000):
+        hidden.push(EOS)
+    assert not hidden._pending
+
+
+def feed(stream: TextStream, tokens: list[int], finish: FinishReason = FinishReason.LENGTH) -> list[str]:
+    deltas = []
+    for at, token in enumerate(tokens):
+        last = at == len(tokens) - 1
+        deltas.append(stream.push(TokenOutput("r", 0, (token,), finish_reason=finish if last else None)))
+    return [delta.text for delta in deltas]
+
+
+@pytest.mark.parametrize("stop", ["France", "is P", "東京", "😀", "e aus", "ü", "!", "The"])
+def test_text_stream_stops_before_the_stop_string(stop: str) -> None:
+    stream = TextStream(TOKENIZER, stops=[stop])
+    tokens = encode(SCRIPT_TEXT)
+    shown, stopped_at = "", None
+    for at, token in enumerate(tokens):
+        delta = stream.push(TokenOutput("r", 0, (token,)))
+        shown += delta.text
+        if delta.stop_found:
+            assert stopped_at is None
+            stopped_at = at
+    assert shown == SCRIPT_TEXT.split(stop)[0]
+    assert stopped_at is not None and stream.finish_reason is FinishReason.STOP
+    assert stop in TOKENIZER.decode(tokens[: stopped_at + 1]) and stop not in TOKENIZER.decode(tokens[:stopped_at])
+
+
+def test_every_token_is_shown_once_and_only_before_the_stop() -> None:
+    stream = TextStream(TOKENIZER, stops=["Paris"])
+    shown = sum(stream.push(TokenOutput("r", 0, (token,))).tokens_shown for token in encode(SCRIPT_TEXT))
+    assert TOKENIZER.decode(stream.tokens[:shown]) == SCRIPT_TEXT.split("Paris")[0]
+
+
+def test_a_stop_token_is_no_text() -> None:
+    comma = encode("x")[-1]
+    stream = TextStream(TOKENIZER, stop_token_ids=[comma])
+    assert "".join(feed(stream, [*encode("ab"), comma], FinishReason.STOP)) == "ab"
+    again = TextStream(TOKENIZER, stop_token_ids=[comma])
+    assert "".join(feed(again, [*encode("ab"), comma], FinishReason.LENGTH)) == "abx"
+
+
+def test_min_tokens_hides_stop_strings() -> None:
+    stream = TextStream(TOKENIZER, stops=["a"], min_tokens=2)
+    a = encode("a")[0]
+    assert "".join(feed(stream, [a, a, a, a])) == "aa"
+    assert len(stream.tokens) == 3
+
+
+def test_an_unfinished_character_shows_at_the_end() -> None:
+    stream = TextStream(TOKENIZER)
+    tokens = encode("a😀")[:-1]
+    assert len(encode("😀")) > 1
+    texts = feed(stream, tokens)
+    assert texts[0] == "a" and texts[-1].endswith("\ufffd")
+
+
+def test_several_tokens_at_once_and_nothing_after_the_stop() -> None:
+    stream = TextStream(TOKENIZER, stops=["is"])
+    delta = stream.push(TokenOutput("r", 0, tuple(encode(SCRIPT_TEXT)), finish_reason=FinishReason.LENGTH))
+    assert delta.text == "The capital of France " and not delta.stop_found
+    assert delta.finish_reason is FinishReason.STOP
+    assert stream.push(TokenOutput("r", 0, (1,))).text == ""
