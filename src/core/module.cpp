@@ -17,5 +17,6 @@ NB_MODULE(_core, m) {
   memserve::bind_sequences(m);
   memserve::bind_allocator(m);
   memserve::bind_radix(m);
+  memserve::bind_memory(m);
   memserve::bind_identity(m);
 }

@@ -54,6 +54,7 @@ nb::object list_from(std::span<const int32_t> ids);
 void bind_sequences(nb::module_& m);
 void bind_allocator(nb::module_& m);
 void bind_radix(nb::module_& m);
+void bind_memory(nb::module_& m);
 void bind_identity(nb::module_& m);
 
 }  // namespace memserve

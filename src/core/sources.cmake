@@ -9,6 +9,9 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/radix_check.cpp
   src/core/bind_allocator.cpp
   src/core/bind_radix.cpp
+  src/core/bind_memory.cpp
+  src/core/arena.cpp
+  src/core/copy_engine.cpp
   src/core/bind_identity.cpp
 )
 target_compile_options(_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)

@@ -174,3 +174,30 @@ def siphash128(key: bytes, data: bytes) -> bytes:
 
 def block_identities(key: bytes, namespace: bytes, tokens: Ids, block_tokens: int) -> bytes:
     """16 bytes a whole block: ``identity[i] = siphash128(key, identity[i-1] + tokens of block i)``."""
+
+class Arena(Buffer):
+    """Zeroed anonymous memory on huge pages, touched lazily: ``numpy.frombuffer(arena, dtype=numpy.uint8)``."""
+
+    def __init__(self, nbytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def copy_blocks(
+    dst_address: int,
+    src_address: int,
+    block_bytes: int,
+    src_ids: Ids | None,
+    dst_ids: Ids | None,
+    threads: int = 1,
+) -> None:
+    """Copy blocks ``src_ids[i] -> dst_ids[i]`` between two arenas, without the GIL, by up to ``threads`` threads.
+
+    ``dst_ids`` None gathers into contiguous memory, ``src_ids`` None scatters from it. Addresses are trusted; blocks
+    must not overlap.
+    """
+
+def copy_bytes(dst_address: int, src_address: int, count: int, threads: int = 1) -> None:
+    """Copy ``count`` bytes that do not overlap, without the GIL."""
