@@ -10,10 +10,10 @@ from functools import lru_cache
 from typing import Any
 
 import openai
-from fake_engine import FakeEngine, Script
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from fake_engine import FakeEngine, Script
 from memserve.api.app import create_app
 from memserve.api.server import Server, bind
 

@@ -109,7 +109,9 @@ def _wrong_values(model: str) -> Iterator[HostileCase]:
         ("stop_token_ids", [-1]), ("stream_options", {"include_usage": True}), ("user", 5), ("model", 7),
     ]  # fmt: skip
     for at, (name, value) in enumerate(values):
-        yield HostileCase(f"{name} {str(value)[:20]} #{at}", COMPLETIONS, _completion(model, **{name: value}), param=name)
+        yield HostileCase(
+            f"{name} {str(value)[:20]} #{at}", COMPLETIONS, _completion(model, **{name: value}), param=name
+        )
     body = _completion(model, logit_bias={"1": 101})
     yield HostileCase("a bias out of range", COMPLETIONS, body, says="logit_bias")
     body = _completion(model, n=3, best_of=2)
@@ -203,7 +205,9 @@ def _unsupported(model: str) -> Iterator[HostileCase]:
         ("web_search_options", {}),
     ]
     for at, (name, value) in enumerate(chat):
-        yield HostileCase(f"unsupported {name} #{at}", CHAT, _chat(model, **{name: value}), param=name, says="not supported")
+        yield HostileCase(
+            f"unsupported {name} #{at}", CHAT, _chat(model, **{name: value}), param=name, says="not supported"
+        )
     yield HostileCase("unsupported suffix", COMPLETIONS, _completion(model, suffix="x"), 400, "suffix", "not supported")
 
 

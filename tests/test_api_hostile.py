@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, World, says, serve
-from fake_engine import FakeEngine
-from hostile_requests import HostileCase, check_answer, hostile_cases, send
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, World, says, serve
+from fake_engine import FakeEngine
+from hostile_requests import HostileCase, check_answer, hostile_cases, send
 from memserve.api.errors import ApiError
 from memserve.api.parse import parse_body
 from memserve.api.schema import ChatBody, CompletionBody

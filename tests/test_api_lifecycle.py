@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
-
 from memserve.api.auth import KeyRing
 from memserve.api.errors import ApiError
 from memserve.api.server import bind
@@ -166,16 +166,16 @@ def test_keys_are_asked_for_and_stand_for_tenants() -> None:
 
 def test_tenants_and_salts_do_not_share_the_cache() -> None:
     prompt = "a prompt long enough for several blocks of the cache"
-    with serve(FakeEngine(says("x")), api_keys=["a=ka", "b=kb"]) as world:
-        with world.client("ka") as one, world.client("kb") as other:
+    engine = FakeEngine(says("x"))
+    with serve(engine, api_keys=["a=ka", "b=kb"]) as world, world.client("ka") as one, world.client("kb") as other:
 
-            def cached(client: openai.OpenAI, **fields: str) -> int:
-                answer = client.completions.create(model=MODEL, prompt=prompt, extra_body=fields)
-                return answer.usage.prompt_tokens_details.cached_tokens
+        def cached(client: openai.OpenAI, **fields: str) -> int:
+            answer = client.completions.create(model=MODEL, prompt=prompt, extra_body=fields)
+            return answer.usage.prompt_tokens_details.cached_tokens
 
-            assert cached(one) == 0 and cached(one) > 0
-            assert cached(other) == 0
-            assert cached(one, cache_salt="s") == 0 and cached(one, cache_salt="s") > 0
+        assert cached(one) == 0 and cached(one) > 0
+        assert cached(other) == 0
+        assert cached(one, cache_salt="s") == 0 and cached(one, cache_salt="s") > 0
 
 
 def test_key_ring() -> None:
@@ -251,7 +251,6 @@ def test_new_requests_are_503_while_draining(paused: World) -> None:
 
 
 def test_a_taken_port_is_a_user_error_before_anything_else() -> None:
-    with bind("127.0.0.1", 0) as first:
-        with pytest.raises(UserError) as caught:
-            bind("127.0.0.1", first.getsockname()[1])
+    with bind("127.0.0.1", 0) as first, pytest.raises(UserError) as caught:
+        bind("127.0.0.1", first.getsockname()[1])
     assert "in use" in str(caught.value) and "--port" in (caught.value.hint or "")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+
 from api_world import CONTEXT_TOKENS, EOS, MODEL, SCRIPT_TEXT, World, encode, says, serve, tiny_tokenizer
 from fake_engine import FakeEngine
-
 from memserve.types import Request
 
 ANSWER_TOKENS = len(encode(SCRIPT_TEXT)) + 1  # the end-of-sequence token counts, as at OpenAI and vLLM
@@ -103,12 +103,12 @@ def test_chat_accepts_text_parts_developer_role_and_resent_answers(world: World,
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2, max_tokens=8
-    )
+    answer = client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2, max_tokens=8)
     content = answer.choices[0].logprobs.content
     assert len(content) == 8 == answer.usage.completion_tokens
-    assert b"".join(bytes(entry.bytes) for entry in content).decode(errors="replace") == answer.choices[0].message.content
+    assert (
+        b"".join(bytes(entry.bytes) for entry in content).decode(errors="replace") == answer.choices[0].message.content
+    )
     assert all(len(entry.top_logprobs) == 2 and entry.logprob == -0.5 for entry in content)
     assert content[0].top_logprobs[0].token == content[0].token
 

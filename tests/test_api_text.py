@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from api_world import EOS, SCRIPT_TEXT, encode, tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api_world import EOS, SCRIPT_TEXT, encode, tiny_tokenizer
 from memserve.runtime.text import PENDING_TOKENS_MAX, Detokenizer, StopFinder, TextStream
 from memserve.types import FinishReason, TokenOutput
 
@@ -26,7 +28,7 @@ def simple_stop(text: str, stops: list[str]) -> str | None:
 
 def pieces(text: str, cuts: list[int]) -> list[str]:
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(TEXTS, st.lists(st.text(alphabet="ab cé", min_size=1, max_size=4), max_size=4), st.lists(st.integers(0, 99)))
