@@ -50,13 +50,13 @@ def seconds(run: Callable[[], object]) -> float:
 class Memserve(Engine):
     """``memserve.LLM`` in this process."""
 
-    def __init__(self, model: str, dtype: str, kv_memory: str = "1GiB", **options: Any) -> None:
+    def __init__(self, model: str, dtype: str, **options: Any) -> None:
         from importlib.metadata import version
 
         from memserve.llm import LLM
         from memserve.types import SamplingParams
 
-        self.llm = LLM(model, dtype=dtype, kv_memory=kv_memory, **options)
+        self.llm = LLM(model, dtype=dtype, **options)
         self.greedy = SamplingParams(temperature=0.0)
         self.version = version("memserve")
 
