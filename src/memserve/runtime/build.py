@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memserve.config import EngineOptions
-from memserve.errors import UserError
 
 if TYPE_CHECKING:
     from memserve.model.loader import LoadedModel
@@ -19,13 +18,16 @@ def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:
     """
     from memserve.instance.machine import Instance
     from memserve.model.device import ModelDevice
+    from memserve.model.linears import pack_linears
     from memserve.model.loader import load_model
     from memserve.runtime.engine import Engine
 
-    model = load_model(options.model, dtype=options.dtype, device=options.device, threads=options.threads)
-    if options.block_tokens != model.geometry.block_tokens:
-        raise UserError(f"this model is served with blocks of {model.geometry.block_tokens} tokens")
+    if options.threads is not None:
+        import torch
+
+        torch.set_num_threads(options.threads)
+    model = load_model(options.model, options.dtype, options.device, block_tokens=options.block_tokens)
     config = options.instance_config(model.geometry, model.max_model_tokens, model.fingerprint)
+    pack_linears(model.module)
     machine = Instance(config, model.geometry.block_tokens)
-    device = ModelDevice(model, config)
-    return Engine(machine, device), model
+    return Engine(machine, ModelDevice(model, config)), model
