@@ -8,6 +8,7 @@ blocks hold the name of the prefix that was computed into them: a lease that han
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 import pytest
@@ -305,8 +306,9 @@ class Rig:
         assert tiers == sorted(e.tier for e in self.twin.entries.values())
 
 
+KINDS = ["start", "start", "start", "grow", "finish", "finish", "fork", "cow", "out", "in", "drop", "clear"]
 OPS = st.tuples(
-    st.sampled_from(["start", "start", "start", "grow", "finish", "finish", "fork", "cow", "out", "in", "drop", "clear"]),
+    st.sampled_from(KINDS),
     st.integers(0, 1000),
     st.lists(st.integers(0, 1), min_size=2, max_size=12),
     st.booleans(),
@@ -354,7 +356,24 @@ def test_pool_equals_its_twin(caching: bool, hbm: int, dram: int, ops: list) -> 
     for op in ops:
         apply(rig, *op)
         rig.compare()
-    for seq in list(rig.seqs):
+    drain(rig)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pool_equals_its_twin_over_a_long_run(seed: int) -> None:
+    random = Random(seed)
+    rig = Rig(random.randint(1, 20), random.choice([0, 3, 6, 12, 20]), True)
+    for _ in range(150):
+        kind = random.choice(KINDS if random.random() < 0.1 else KINDS[:-1])  # a cleared cache has no history
+        tokens = [random.randrange(2) for _ in range(random.randint(2, 14))]
+        apply(rig, kind, random.randrange(1000), tokens, random.random() < 0.7)
+        rig.compare()
+    drain(rig)
+
+
+def drain(rig: Rig) -> None:
+    """Everybody gives back what they hold: then every block is free."""
+    for seq in rig.seqs:
         rig.finish(seq, True)
     for below, _ in rig.swapped:
         rig.pool.release_dram(below)
@@ -363,4 +382,8 @@ def test_pool_equals_its_twin(caching: bool, hbm: int, dram: int, ops: list) -> 
     rig.swapped.clear()
     rig.clear()
     rig.compare()
-    assert rig.pool.available() == hbm and not rig.twin.entries and not rig.twin.refs
+    assert (
+        rig.pool.report().by_tier[Tier.HBM].blocks_free == rig.twin.hbm_total
+        and not rig.twin.entries
+        and not rig.twin.refs
+    )

@@ -16,25 +16,24 @@ size_t RadixIndex::release_one(int tier, const int32_t* blocks, size_t count) {
 }
 
 // The last `count` DRAM blocks of an unlocked node without children in DRAM.
-void RadixIndex::drop_tail_dram(Node* node, uint32_t count, Eviction& out) {
+size_t RadixIndex::drop_tail_dram(Node* node, uint32_t count, Eviction& out) {
   const int32_t* first = node->blocks() + node->size - count;
   for (uint32_t i = 0; i < count; ++i) out.changes.push_back({Eviction::kDroppedDram, first[i], 0});
-  out.dropped_dram += count;
-  release_one(kDram, first, count);
+  const size_t freed = release_one(kDram, first, count);
   shrink(node, node->size - count);
   if (node->in_tier(kDram) == 0) unlist(kDram, node);
   if (node->size == 0) remove_childless(node);
+  return freed;
 }
 
+// Frees `count` DRAM blocks, oldest leaves first, block-exact; as `evict_hbm`, with nowhere to go.
 size_t RadixIndex::evict_dram(size_t count, Eviction& out) {
-  const size_t before = out.dropped_dram;
-  size_t done = 0;
-  while (done < count && lists_[kDram].oldest) {
+  size_t freed = 0;
+  while (freed < count && lists_[kDram].oldest) {
     Node* node = lists_[kDram].oldest;
-    drop_tail_dram(node, static_cast<uint32_t>(std::min<size_t>(count - done, node->in_tier(kDram))), out);
-    done = out.dropped_dram - before;
+    freed += drop_tail_dram(node, static_cast<uint32_t>(std::min<size_t>(count - freed, node->in_tier(kDram))), out);
   }
-  return done;
+  return freed;
 }
 
 // Makes sure that DRAM has room for up to `count` blocks, dropping its oldest; returns for how many it has.

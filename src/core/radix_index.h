@@ -83,7 +83,6 @@ struct Eviction {
     int32_t from, to;
   };
   std::vector<Change> changes;
-  size_t dropped_dram = 0;
   size_t freed = 0;  // blocks of the asked tier that became free
 };
 
@@ -175,7 +174,7 @@ class RadixIndex {
 
   // radix_evict.cpp
   size_t release_one(int tier, const int32_t* blocks, size_t count);
-  void drop_tail_dram(Node* node, uint32_t count, Eviction& out);
+  size_t drop_tail_dram(Node* node, uint32_t count, Eviction& out);
   void drop_tail_hbm(Node* node, uint32_t count, Eviction& out);
   void demote_tail(Node* node, uint32_t count, Eviction& out);
   uint32_t reserve_dram(uint32_t count, Eviction& out);

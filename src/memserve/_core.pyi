@@ -7,6 +7,8 @@ buffer of int64 is narrowed, and any other sequence of int is read item by item.
 from collections.abc import Iterator, Sequence
 from typing import overload
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 class BlockIds(Sequence[int], Buffer):
@@ -24,7 +26,7 @@ class BlockIds(Sequence[int], Buffer):
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def tolist(self) -> list[int]: ...
 
-Ids = BlockIds | Sequence[int] | Buffer
+Ids = BlockIds | Sequence[int] | NDArray[np.int32]
 
 class BlockAllocator:
     """Free and held blocks and loose pages of one arena; page ``p`` belongs to block ``p // pages_per_block``.

@@ -48,18 +48,21 @@ class EventLog:
         #: identity of every block that the index holds
         self._identity: dict[tuple[Tier, int], bytes] = {}
 
-    def published(self, blocks: Sequence[int], identities: Sequence[bytes], adopted_dram: Sequence[int]) -> None:
-        """The index now has ``blocks`` in HBM under ``identities``; those of ``adopted_dram`` lay in DRAM before."""
+    def published(
+        self, hbm: Sequence[int], dram: Sequence[int], identities: Sequence[bytes], adopted_dram: Sequence[int]
+    ) -> None:
+        """The index has the path ``identities``, in ``hbm`` then ``dram``; ``adopted_dram`` lay in DRAM before."""
         came_up = {self._identity.pop((Tier.DRAM, block)) for block in adopted_dram}
-        stored: list[bytes] = []
+        places = [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
         moved: list[bytes] = []
-        for block, identity in zip(blocks, identities, strict=True):
-            if self._identity.get((Tier.HBM, block)) == identity:
-                continue
-            self._identity[Tier.HBM, block] = identity
-            (moved if identity in came_up else stored).append(identity)
+        stored: dict[Tier, list[bytes]] = {Tier.HBM: [], Tier.DRAM: []}
+        for place, identity in zip(places, identities, strict=True):
+            if self._identity.get(place) != identity:
+                self._identity[place] = identity
+                (moved if identity in came_up else stored[place[0]]).append(identity)
         self._append(KvEventKind.MOVED, Tier.HBM, moved)
-        self._append(KvEventKind.STORED, Tier.HBM, stored)
+        for tier, new in stored.items():
+            self._append(KvEventKind.STORED, tier, new)
 
     def promoted(self, dram_blocks: Sequence[int], hbm_blocks: Sequence[int]) -> None:
         """The entries of ``dram_blocks`` lie in ``hbm_blocks`` now."""

@@ -98,6 +98,47 @@ class BlockPool:
             self._tell_published(name, tokens, done)
         return done.added
 
+    def borrow(self, tenant: str, tokens: TokenArray) -> _core.BlockIds:
+        """As :meth:`acquire` without a lease: HBM blocks of the cached prefix, one reference each, nothing pinned.
+
+        Eviction may take their entries from the index meanwhile; the blocks stay the caller's until ``release``.
+        """
+        if not self.config.caching:
+            return _core.BlockIds()
+        found = self._index.acquire(self._name(tenant), tokens)
+        if not len(found.dram):
+            self._index.unpin(found.pin)
+            return found.hbm
+        lease = Lease(found.hbm.tolist(), found.tokens, 0, found.pin)
+        self._bring_up(lease, len(found.dram))
+        self._index.unpin(lease.pin)
+        return _core.BlockIds(lease.blocks)
+
+    def insert(self, tenant: str, tokens: TokenArray, blocks: _core.Ids, hbm_blocks: int) -> int:
+        """As :meth:`publish` without a lease; ``blocks[:hbm_blocks]`` lie in HBM, the rest in DRAM."""
+        if not self.config.caching:
+            return 0
+        name = self._name(tenant)
+        done = self._index.insert(name, tokens, blocks, hbm_blocks)
+        if self._events.enabled:
+            self._tell_published(name, tokens, done)
+        return done.added
+
+    def delete(self, tenant: str, tokens: TokenArray) -> int:
+        """Forget what only ``tokens`` (whole blocks) leads to; returns the blocks forgotten.
+
+        That is: every unpinned entry that extends ``tokens``, then the blocks of ``tokens`` from the end upwards as
+        far as they are unpinned and lead nowhere else. Nothing, when ``tokens`` is not cached in full.
+        """
+        gone = self._index.delete(self._name(tenant), tokens)
+        self._events_of(gone)
+        return len(gone.dropped_hbm) + len(gone.dropped_dram)
+
+    def demote(self, count: int) -> int:
+        """Move up to ``count`` unpinned cached blocks, the least recently used, to DRAM; returns how many moved."""
+        room = self._dram.blocks_free + self._dram.blocks_evictable
+        return self._evict(min(count, self._hbm.blocks_evictable, room))
+
     def unpin(self, lease: Lease) -> None:
         """End the lease's protection from eviction. Its blocks are returned separately, by :meth:`release`."""
         self._index.unpin(lease.pin)
@@ -111,8 +152,28 @@ class BlockPool:
         Unpinned cached blocks are evicted for it, least recently used first: to DRAM while there is room (or its
         oldest can go), else dropped.
         """
-        blocks = self._allocate(count)
+        blocks = self.allocate_ids(count)
         return None if blocks is None else blocks.tolist()
+
+    def allocate_ids(self, count: int) -> _core.BlockIds | None:
+        """As :meth:`allocate`, without making a Python list."""
+        blocks = self._hbm.allocate(count)
+        if blocks is not None:
+            return blocks
+        missing = count - self._hbm.blocks_free
+        if missing > self._hbm.blocks_evictable:
+            return None
+        self._evict(missing)
+        return self._hbm.allocate(count)
+
+    def allocate_dram_ids(self, count: int) -> _core.BlockIds | None:
+        """``count`` DRAM blocks with one reference each; DRAM's oldest cached blocks go for it. ``None`` = no room."""
+        missing = count - self._dram.blocks_free
+        if missing > self._dram.blocks_evictable:
+            return None
+        if missing > 0:
+            self._events_of(self._index.evict(Tier.DRAM, missing))
+        return self._dram.allocate(count)
 
     def available(self) -> int:
         """Blocks that :meth:`allocate` could give now: free ones and evictable ones."""
@@ -135,7 +196,7 @@ class BlockPool:
 
         The caller's reference on the old block stays the caller's.
         """
-        fresh = self._allocate(1)
+        fresh = self.allocate_ids(1)
         if fresh is None:
             return None
         self._copies.record(Tier.HBM, (block,), Tier.HBM, fresh)
@@ -148,19 +209,16 @@ class BlockPool:
 
         DRAM's unpinned cached blocks are dropped for it, oldest first.
         """
-        missing = len(blocks) - self._dram.blocks_free
-        if missing > self._dram.blocks_evictable:
+        below = self.allocate_dram_ids(len(blocks))
+        if below is None:
             return None
-        if missing > 0:
-            self._events_of(self._index.evict(Tier.DRAM, missing))
-        below = _promised(self._dram.allocate(len(blocks)))
         self._copies.record(Tier.HBM, blocks, Tier.DRAM, below)
         self._hbm.release(blocks)
         return below.tolist()
 
     def swap_in(self, dram_blocks: Sequence[int]) -> list[int] | None:
         """Copy ``dram_blocks`` up into new HBM blocks (one reference each) and free them. ``None`` = no room."""
-        above = self._allocate(len(dram_blocks))
+        above = self.allocate_ids(len(dram_blocks))
         if above is None:
             return None
         self._copies.record(Tier.DRAM, dram_blocks, Tier.HBM, above)
@@ -221,20 +279,16 @@ class BlockPool:
             name = self._names[tenant] = namespace_id(tenant, self._namespace)
         return name
 
-    def _allocate(self, count: int) -> _core.BlockIds | None:
-        blocks = self._hbm.allocate(count)
-        if blocks is not None:
-            return blocks
-        missing = count - self._hbm.blocks_free
-        if missing > self._hbm.blocks_evictable:
-            return None
-        gone = self._index.evict(Tier.HBM, missing)
-        self._copies.record(Tier.HBM, gone.moved_from, Tier.DRAM, gone.moved_to)
+    def _evict(self, count: int) -> int:
+        """Free ``count`` HBM blocks of the cache, down to DRAM where it has room; returns how many went there."""
+        gone = self._index.evict(Tier.HBM, count)
+        moved = gone.moved_from
+        self._copies.record(Tier.HBM, moved, Tier.DRAM, gone.moved_to)
         self._events_of(gone)
-        return self._hbm.allocate(count)
+        return len(moved)
 
     def _bring_up(self, lease: Lease, dram_blocks: int) -> None:
-        above = _promised(self._allocate(min(dram_blocks, self.available())))
+        above = _promised(self.allocate_ids(min(dram_blocks, self.available())))
         moved = self._index.promote(lease.pin, above)
         lease.pin = moved.pin
         self._hbm.retain(above)
@@ -250,7 +304,8 @@ class BlockPool:
             self._events.changed(gone.changes)
 
     def _tell_published(self, name: bytes, tokens: TokenArray, done: _core.Insertion) -> None:
-        """The index now has all of ``tokens`` in HBM: tell what is new and what came up from DRAM."""
-        blocks = self._index.match_blocks(name, tokens).hbm.tolist()
+        """The index has all of ``tokens`` now: tell what is new and what came up from DRAM."""
+        found = self._index.match_blocks(name, tokens)
         identities = block_identities(name, tokens, self.block_tokens)
-        self._events.published(blocks, identities, done.adopted_dram.tolist())
+        adopted = done.adopted_dram.tolist()
+        self._events.published(found.hbm.tolist(), found.dram.tolist(), identities, adopted)
