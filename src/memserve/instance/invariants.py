@@ -62,7 +62,8 @@ def _check_sequence(roster: Roster, sequence: Sequence) -> None:
     check(bool(sequence.blocks) == holds, f"{sequence} has HBM blocks and should not, or the reverse")
     check(not (sequence.dram_blocks and sequence.blocks), f"{sequence} is on two tiers")
     check(holds or not sequence.opened, f"{sequence} is open on the device")
-    check(sequence.computed <= sequence.length - (not sequence.inflight), f"{sequence} computed what it does not have")
+    complete = bool(sequence.inflight) or sequence.candidates is not None  # else its last token is to be computed
+    check(sequence.computed <= sequence.length - (not complete), f"{sequence} computed what it does not have")
     check(sequence.published <= sequence.computed, f"{sequence} published what is not computed")
     if holds:
         capacity = len(sequence.blocks) * block_tokens

@@ -73,11 +73,11 @@ class Results:
         sequence.out.append(token)
         generated = len(sequence.out)
         reason: FinishReason | None = None
-        if token in sequence.stops and generated >= sequence.min_tokens:
+        scoring_only = sequence.max_tokens == 0  # the prompt's logprobs were wanted, no token
+        if token in sequence.stops and generated >= sequence.min_tokens and not scoring_only:
             reason = FinishReason.STOP
         elif generated >= sequence.max_tokens:
             reason = FinishReason.LENGTH
-        scoring_only = sequence.max_tokens == 0  # the prompt's logprobs were wanted, no token
         self._emit(sequence, () if scoring_only else (token,), logprobs, reason)
         if reason is not None:
             self.roster.finish(sequence, reason)
