@@ -105,7 +105,8 @@ class TritonBatch:
             return 1
         wanted = ceil_div(2 * torch.cuda.get_device_properties(self.device).multi_processor_count, programs)
         useful = ceil_div(self._context_max, self.geometry.block_tokens * _BLOCKS_A_SPLIT)
-        return max(1, min(wanted, useful, _SPLITS_MAX))
+        most = max(1, min(wanted, useful, _SPLITS_MAX))
+        return 1 << (most.bit_length() - 1)  # each number is a compilation of its own: few numbers
 
     def common(self) -> tuple[Tensor | int, ...]:
         """The arguments that every kernel starts with."""

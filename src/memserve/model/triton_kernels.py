@@ -12,6 +12,7 @@ import triton.language as tl
 
 NEVER = tl.constexpr(-1.0e30)  # the running maximum before any key was seen; finite, so that differences are not NaN
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2_E)
+VARYING = ("table_stride", "layer", "window")  # one compilation serves all values of these
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def page_of_head(table, index, layer, kv_head, LAYERS: tl.constexpr, KV_HEADS: t
     return ((block * LAYERS + layer) * KV_HEADS + kv_head) * HEAD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def write_kv(
     arena, tables, table_stride, table_rows, q_starts, contexts, token_rows,
     k, k_token, k_head, v, v_token, v_head, layer,
@@ -105,7 +106,7 @@ def block_values(
     return v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def attend_tile(
     arena, tables, table_stride, table_rows, q_starts, contexts, tile_rows, tile_firsts,
     q, q_token, q_head, out, out_token, out_head, pieces, piece_stats, sinks,
