@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-from null_device import NullDevice, lone_candidates, lone_tokens
-from pool_twin import TwinPool
 
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.actions import EmitTokens, RejectRequest, RunStep
@@ -15,6 +13,8 @@ from memserve.instance.machine import Instance
 from memserve.mempool.pool import BlockPool
 from memserve.policy.preemption import PreemptionCosts
 from memserve.types import FinishReason, Request, SamplingParams, StopParams, Tier
+from null_device import NullDevice, lone_candidates, lone_tokens
+from pool_twin import TwinPool
 
 VOCAB = 12
 

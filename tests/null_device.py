@@ -65,6 +65,7 @@ def lone_candidates(tokens, count: int, vocab: int) -> list[tuple[int, float]]:
 
 class _Slot:
     """A slot's tokens and block table."""
+
     def __init__(self, opened):
         self.tokens = [int(t) for t in opened.tokens]
         self.table = list(opened.blocks)

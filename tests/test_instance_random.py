@@ -1,4 +1,4 @@
-"""Random lives of an instance machine: every token compared with the lone request's, nothing leaked, all deterministic."""
+"""Random lives of an instance machine: every token as the lone request's, nothing leaked, all deterministic."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from instance_world import VOCAB, World, config, request
 
+from instance_world import VOCAB, World, config, request
 from memserve.instance.events import ClockTicked, RequestCancelled, SequenceStopped
 from memserve.policy.preemption import PreemptionCosts
 

@@ -1,0 +1,112 @@
+"""The scheduler's own time per step, with a device that does nothing.
+
+``handle(StepFinished)`` takes a finished step into account *and* makes the next plan, so its time is all that the
+machine costs per step. ``decode`` = every sequence decodes; ``mixed`` = beside that, requests end and new ones with
+1,024-token prompts (half of it shared) take their place, so that prefill chunks run in every step.
+
+    python bench/scheduler_null.py [--json] [--steps 300] [--running 1 32 256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.instance.actions import EmitTokens, RunStep, StepPlan
+from memserve.instance.events import Event, RequestArrived, StepFinished
+from memserve.instance.machine import Instance
+from memserve.types import Request, SamplingParams, StopParams
+
+BLOCK_TOKENS = 32
+LONG = 1_000_000
+
+
+class Bench:
+    """An instance kept at ``running`` sequences by a device that answers at once."""
+
+    def __init__(self, running: int, mixed: bool) -> None:
+        self.running, self.mixed = running, mixed
+        blocks = running * (64 if not mixed else 48) + 256
+        scheduler = SchedulerConfig(max_running=running, max_step_tokens=2048, prefill_chunk_tokens=512)
+        config = InstanceConfig(LONG, pool=PoolConfig(blocks, 0), scheduler=scheduler)
+        self.instance = Instance(config, BLOCK_TOKENS)
+        self.random = np.random.default_rng(7)
+        self.shared = self.random.integers(0, 49_000, 512, dtype=np.int32)
+        self.plans: deque[StepPlan] = deque()
+        self.arrivals = 0
+        self.ended = 0
+
+    def perform(self, event: Event) -> float:
+        """Handle ``event``; returns the seconds that ``handle`` took."""
+        begun = time.perf_counter()
+        actions = self.instance.handle(event, 0)
+        spent = time.perf_counter() - begun
+        for action in actions:
+            if isinstance(action, RunStep):
+                self.plans.append(action.plan)
+            elif isinstance(action, EmitTokens):
+                self.ended += sum(output.finish_reason is not None for output in action.outputs)
+        return spent
+
+    def arrive(self) -> None:
+        """A new request."""
+        own = self.random.integers(0, 49_000, 512 if self.mixed else 40, dtype=np.int32)
+        prompt = np.concatenate((self.shared, own)) if self.mixed else own
+        tokens = 64 + self.arrivals % 256 if self.mixed else 1900  # spread, so that the endings are
+        stop = StopParams(max_tokens=tokens, stop_token_ids=(0, 2))
+        name = f"request-{self.arrivals}"
+        self.perform(RequestArrived(Request(name, prompt, SamplingParams(seed=self.arrivals), stop)))
+        self.arrivals += 1
+
+    def step(self) -> tuple[float, int]:
+        """The device answers the oldest plan; returns seconds in ``handle`` and the plan's rows."""
+        plan = self.plans.popleft()
+        draws = sum(map(len, plan.sample_slots))
+        spent = self.perform(StepFinished(plan.step_id, [1234] * draws, 40_000_000))
+        while self.arrivals - self.ended < self.running:
+            self.arrive()
+        return spent, len(plan.slots)
+
+    def measure(self, steps: int) -> dict[str, Any]:
+        """Warm up until everybody runs, then time ``steps`` steps."""
+        for _ in range(self.running):
+            self.arrive()
+        for _ in range(self.running + 20 if not self.mixed else 2 * self.running + 50):
+            self.step()
+        samples = [self.step() for _ in range(steps)]
+        spent = sorted(seconds * 1e6 for seconds, _ in samples)
+        return {
+            "running": self.running,
+            "load": "mixed" if self.mixed else "decode",
+            "rows_mean": round(statistics.fmean(rows for _, rows in samples), 1),
+            "us_median": round(statistics.median(spent), 1),
+            "us_mean": round(statistics.fmean(spent), 1),
+            "us_p99": round(spent[int(len(spent) * 0.99) - 1], 1),
+            "share_of_40ms_step_percent": round(statistics.median(spent) / 400, 3),
+        }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON list on stdout")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 32, 256])
+    options = parser.parse_args()
+    results = [Bench(running, mixed).measure(options.steps) for mixed in (False, True) for running in options.running]
+    if options.json:
+        print(json.dumps(results))
+        return
+    for result in results:
+        print("  ".join(f"{name}={value}" for name, value in result.items()))
+
+
+if __name__ == "__main__":
+    main()
