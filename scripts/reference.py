@@ -15,7 +15,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import click
 import typer.main
 
 from memserve import config, types
@@ -70,23 +69,22 @@ def dataclass_section(cls: type) -> list[str]:
     return [f"### {cls.__name__}", text, table]
 
 
-def option_rows(command: click.Command) -> list[str]:
+def option_rows(command: Any) -> list[str]:
     """The arguments and options of one command."""
-    context = click.Context(command)
     rows = []
     for parameter in command.params:
         if parameter.name in ("help", "install_completion", "show_completion"):
             continue
         spelling = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
         if parameter.param_type_name == "argument":
-            spelling = f"`{parameter.make_metavar(context)}`"
+            spelling = f"`{parameter.name.upper()}`"
         default = parameter.default() if callable(parameter.default) else parameter.default
         shown = "" if default in (None, "", ()) or "UNSET" in repr(default) else f"`{default}`"
         rows.append(cells(spelling, shown, getattr(parameter, "help", None) or ""))
     return rows
 
 
-def command_sections(command: click.Command, name: str) -> list[str]:
+def command_sections(command: Any, name: str) -> list[str]:
     """A command and its subcommands."""
     text = inspect.cleandoc(command.help or "")
     sections = [f"### `{name}`", text] if name.count(" ") else []
@@ -104,7 +102,8 @@ def page() -> str:
     options += [types.Request, types.SamplingParams, types.StopParams, types.KVGeometry]
     sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(app), "memserve")]
     sections += ["## Options and words", *(part for cls in options for part in dataclass_section(cls))]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    text = "\n\n".join(section for section in sections if section) + "\n"
+    return text.replace("``", "`")  # docstrings are written in reStructuredText
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_every_config_field_is_described(reference: types.ModuleType) -> None:
 
 
 def test_every_command_and_option_has_a_help_text(reference: types.ModuleType) -> None:
-    def walk(command: reference.click.Command, name: str) -> list[str]:
+    def walk(command: Any, name: str) -> list[str]:
         silent = [] if command.help else [name]
         silent += [f"{name} {p.opts[0]}" for p in command.params if not getattr(p, "help", "argument")]
         for child, below in getattr(command, "commands", {}).items():

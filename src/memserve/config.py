@@ -77,7 +77,9 @@ class InstanceConfig:
     namespace: str = "default"
     """Model and weights fingerprint, dtype and layout: joined with the tenant into the index namespace."""
     pool: PoolConfig = field(default_factory=PoolConfig)
+    """Its memory."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """Its batching."""
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
