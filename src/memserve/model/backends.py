@@ -106,9 +106,8 @@ class TritonAttention:
     ) -> Tensor:
         """See :meth:`memserve.model.context.StepAttention.attend`."""
         out = q.new_empty((q.shape[2], q.shape[1], v.shape[3]))
-        by_token = [_dense(x)[0].transpose(0, 1) for x in (q, k, v)]
         sinks = None if sinks is None else sinks.float()
-        self._attend(self.batch, layer, *by_token, out, scale, window, softcap, sinks)
+        self._attend(self.batch, layer, _by_token(q), _by_token(k), _by_token(v), out, scale, window, softcap, sinks)
         return out[None]
 
 
@@ -132,6 +131,11 @@ def _kernels() -> Any:
     from memserve import _kernels
 
     return _kernels
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """``[1, H, T, D] -> [T, H, D]``, a view where possible."""
+    return _dense(x)[0].transpose(0, 1)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -31,5 +31,5 @@ class EagerForward:
         kept = {"logits_to_keep": logits_rows} if self._selects_rows else {}
         with torch.inference_mode():
             out = self._module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **kept)
-            logits = out.logits[0] if self._selects_rows else out.logits[0, logits_rows]
+            logits: Tensor = out.logits[0] if self._selects_rows else out.logits[0, logits_rows]
             return logits.float()

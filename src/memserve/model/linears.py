@@ -41,7 +41,7 @@ def pack_linears(module: nn.Module) -> int:
     Nothing is replaced on other devices, for other dtypes, or where the packed result would differ.
     """
     found = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
-    linears = [entry for entry in found if type(entry[2]) is nn.Linear and _is_packable(entry[2])]
+    linears = [(p, n, c) for p, n, c in found if isinstance(c, nn.Linear) and type(c) is nn.Linear and _is_packable(c)]
     trusted: dict[tuple[Any, ...], bool] = {}
     packed = 0
     for parent, name, linear in linears:
@@ -63,9 +63,9 @@ def own_storage(module: nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _is_packable(linear: nn.Module) -> bool:
+def _is_packable(linear: nn.Linear) -> bool:
     weight = linear.weight
-    return isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.dtype in _TOLERANCE
+    return weight.device.type == "cpu" and weight.dtype in _TOLERANCE
 
 
 def _try_pack(linear: nn.Linear, trusted: dict[tuple[Any, ...], bool]) -> PackedLinear | None:

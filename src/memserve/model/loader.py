@@ -54,10 +54,13 @@ class LoadedModel:
     dtype: torch.dtype
 
 
-def load_model(source: str, dtype: str = "auto", device: str = "auto", *, block_tokens: int = 32) -> LoadedModel:
+def load_model(
+    source: str, dtype: str = "auto", device: str = "auto", *, block_tokens: int = 32, threads: int | None = None
+) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
-    ``dtype`` is one of :data:`DTYPES`, ``device`` one of :data:`DEVICES`. The linears are left plain: see
+    ``dtype`` is one of :data:`DTYPES`, ``device`` one of :data:`DEVICES`; ``threads`` is how many threads the CPU
+    computes with (``None``: torch's choice, one a core). The linears are left plain: see
     :func:`memserve.model.linears.pack_linears`. Raises :class:`UserError` for everything that a user can mend.
     """
     place = _choose_device(device)
@@ -67,6 +70,8 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto", *, block_
 
     from memserve.model.probe import probe_model
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     module = _load_module(folder, getattr(torch, dtype_name))
     geometry, layers = probe_model(module.to(place), dtype_name, block_tokens)
     tokenizer = _load_tokenizer(folder)
@@ -115,7 +120,7 @@ def _choose_dtype(dtype: str, device: torch.device) -> str:
         return dtype
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # type: ignore[no-untyped-call]
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if fast else "float32"
 
 
@@ -135,7 +140,8 @@ def _load_module(folder: ModelFolder, dtype: torch.dtype) -> Any:
             hint="give a complete model folder with config.json, tokenizer and safetensors weights",
             param="model",
         ) from error
-    return module.eval().requires_grad_(False)
+    module.requires_grad_(False)
+    return module.train(False)
 
 
 def _load_tokenizer(folder: ModelFolder) -> Any:

@@ -31,8 +31,8 @@ def adjust_logits(
         counts = torch.bincount(output, minlength=len(row)).float()
         row -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
     if sampling.logit_bias:
-        biased, values = zip(*sampling.logit_bias, strict=True)
-        row.index_add_(0, torch.tensor(biased, device=row.device), torch.tensor(values, device=row.device))
+        biased, amounts = zip(*sampling.logit_bias, strict=True)
+        row.index_add_(0, torch.tensor(biased, device=row.device), torch.tensor(amounts, device=row.device))
     if len(output) < stop.min_tokens and stop.stop_token_ids:
         row[torch.tensor(stop.stop_token_ids, device=row.device)] = -torch.inf
 

@@ -24,8 +24,8 @@ class ReferencePages:
         heads = arena.view(dtype).view(-1, g.num_layers, g.num_kv_heads, g.block_tokens * (g.head_dim_k + g.head_dim_v))
         split = g.head_dim_k * g.block_tokens
         self.geometry = geometry
-        self.k = heads[..., :split].unflatten(-1, (g.head_dim_k, g.block_tokens))
-        self.v = heads[..., split:].unflatten(-1, (g.block_tokens, g.head_dim_v))
+        self.k = heads[..., :split].view(*heads.shape[:3], g.head_dim_k, g.block_tokens)
+        self.v = heads[..., split:].view(*heads.shape[:3], g.block_tokens, g.head_dim_v)
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k [T, Hkv, Dk]`` and ``v [T, Hkv, Dv]`` at ``offsets [T]`` inside ``blocks [T]``."""
