@@ -52,7 +52,7 @@ class _Pages:
     async def model(self, request: Request) -> Response:
         """``GET /v1/models/{id}``; names may contain slashes."""
         if request.path_params["name"] != self._model.name:
-            raise model_not_found(request.path_params["name"])
+            raise model_not_found(request.path_params["name"], self._model.name)
         return _json(self._card())
 
     async def health(self, request: Request) -> Response:

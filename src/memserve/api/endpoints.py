@@ -67,7 +67,7 @@ class _Endpoint:
 
     def _check_model(self, name: str) -> None:
         if name != self._model.name:
-            raise model_not_found(name)
+            raise model_not_found(name, self._model.name)
 
 
 class CompletionsEndpoint(_Endpoint):

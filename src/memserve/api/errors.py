@@ -41,7 +41,9 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 def unsupported(param: str, what: str) -> ApiError:
     """400: a feature of the protocol that memserve does not have. Never ignored in silence."""
-    return ApiError(400, f"{what} is not supported by this server (in '{param}')", param=param, code="unsupported_parameter")
+    return ApiError(
+        400, f"{what} is not supported by this server (in '{param}')", param=param, code="unsupported_parameter"
+    )
 
 
 def from_user_error(error: UserError) -> ApiError:
@@ -59,9 +61,10 @@ def unauthorized() -> ApiError:
     )
 
 
-def model_not_found(name: str) -> ApiError:
+def model_not_found(name: str, served: str) -> ApiError:
     """404: the client asks for a model that is not the one served."""
-    return ApiError(404, f"The model `{name}` does not exist", param="model", code="model_not_found")
+    message = f"The model `{name[:200]}` does not exist; this server has `{served}`"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def too_large(limit_bytes: int) -> ApiError:

@@ -71,6 +71,10 @@ class PromptEncoder:
         chars = sum(len(message["content"]) for message in messages)
         return await self._run(chars, lambda: self._encode(self._render(messages, body), False))
 
+    def render_chat(self, messages: list[dict[str, str]]) -> Prompt:
+        """The prompt of a plain conversation, for callers without an event loop. Raises :class:`ApiError`."""
+        return self._encode(self._render(check_messages(messages), ChatBody(model=self._model.name)), False)
+
     async def _run(self, chars: int, work: Callable[[], Result]) -> Result:
         if chars <= INLINE_CHARS_MAX:
             return work()

@@ -1,0 +1,191 @@
+"""What ``memserve doctor`` looks at: each check is one function that returns findings (level 4)."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from memserve.config import DEFAULT_MODEL
+from memserve.errors import UserError
+from memserve.units import GIB, MIB, human_bytes
+
+PYTHON_MIN = (3, 11)
+MEMORY_NEED_BYTES = int(1.2 * GIB)
+DISK_NEED_BYTES = 1 * GIB
+
+
+class Status(enum.StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARN = "warn"  # works, but slower or with less
+    FAIL = "fail"  # memserve cannot serve
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    status: Status
+    detail: str
+    hint: str | None = None
+
+
+def check_python() -> Iterator[Finding]:
+    """The interpreter is new enough."""
+    detail = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info >= PYTHON_MIN:
+        yield Finding("python", Status.OK, detail)
+    else:
+        yield Finding("python", Status.FAIL, detail, "install Python 3.11 or newer, then run make install")
+
+
+def check_native() -> Iterator[Finding]:
+    """The native modules load, and with which instructions they run."""
+    try:
+        from memserve import _core
+
+        yield Finding("native core", Status.OK, str(_core.__file__))
+    except ImportError as error:
+        yield Finding("native core", Status.FAIL, str(error), "build it: make install")
+    try:
+        from memserve import _kernels
+    except ImportError as error:
+        yield Finding("native kernels", Status.FAIL, str(error), "build it: make install")
+        return
+    used, able = _kernels.isa(), _kernels.supported_isas()
+    detail = f"{used} (this processor: {', '.join(able)})"
+    if used == "portable":
+        yield Finding("native kernels", Status.WARN, detail, "no AVX2: expect a fraction of the usual speed")
+    else:
+        yield Finding("native kernels", Status.OK, detail)
+
+
+def check_packages() -> Iterator[Finding]:
+    """What serving imports is installed."""
+    for name in ("torch", "transformers", "tokenizers", "uvicorn", "starlette", "msgspec", "prometheus-client"):
+        try:
+            yield Finding(name, Status.OK, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Finding(name, Status.FAIL, "not installed", "make install")
+
+
+def check_torch() -> Iterator[Finding]:
+    """The build of torch, and what it can use."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("torch build", Status.FAIL, str(error).splitlines()[0], "reinstall it: make install")
+        return
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    detail = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {device}"
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        yield Finding("torch build", Status.OK, detail)
+    else:
+        yield Finding("torch build", Status.WARN, f"{detail}, no oneDNN", "matrix products are slower without oneDNN")
+
+
+def check_machine() -> Iterator[Finding]:
+    """Cores and memory."""
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("cores", Status.OK, f"{cores} usable of {os.cpu_count()}")
+    available = _available_memory_bytes()
+    if available is None:
+        yield Finding("memory", Status.WARN, "unknown", None)
+    elif available < MEMORY_NEED_BYTES:
+        hint = f"the default model wants {human_bytes(MEMORY_NEED_BYTES)}; close programs or lower --kv-memory"
+        yield Finding("memory", Status.WARN, f"{human_bytes(available)} available", hint)
+    else:
+        yield Finding("memory", Status.OK, f"{human_bytes(available)} available")
+
+
+def _available_memory_bytes() -> int | None:
+    """The kernel's estimate, or what the control group leaves, whichever is less."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return min(available, int(limit) - used) if limit != "max" else available
+    except (OSError, ValueError):
+        return available
+
+
+def check_model(model: str) -> Iterator[Finding]:
+    """The model is there, and converted if it has to be."""
+    from memserve.model.cache import cache_root
+    from memserve.model.sources import bundled_gguf
+
+    if model.lower() not in ("default", DEFAULT_MODEL.lower()):
+        yield _local_model(model)
+        return
+    try:
+        gguf = bundled_gguf()
+    except UserError as error:
+        yield Finding("model", Status.FAIL, error.message, error.hint)
+        return
+    yield Finding("model", Status.OK, f"{model}: {gguf.name}, {human_bytes(gguf.stat().st_size)}")
+    root = cache_root()
+    if any(root.glob(f"{gguf.stem}-*/config.json")) or any(root.glob(f"{gguf.stem}-*/*/config.json")):
+        yield Finding("converted model", Status.OK, str(root))
+    else:
+        yield Finding("converted model", Status.WARN, "not yet", "the first start converts it: about a minute, once")
+    yield _disk(root)
+
+
+def _local_model(model: str) -> Finding:
+    path = Path(model).expanduser()
+    if path.is_dir() and (path / "config.json").is_file():
+        return Finding("model", Status.OK, f"folder {path}")
+    if path.suffix == ".gguf" and path.is_file():
+        return Finding("model", Status.OK, f"{path}, {human_bytes(path.stat().st_size)}; converted at first use")
+    if path.exists():
+        return Finding("model", Status.FAIL, f"{path} is neither a model folder nor a .gguf file", "see --model")
+    return Finding("model", Status.WARN, f"{model} is no local path: the hub will be asked", "needs a connection")
+
+
+def _disk(root: Path) -> Finding:
+    place = next(folder for folder in (root, *root.parents) if folder.exists())
+    free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+    detail = f"{human_bytes(free)} free for {root}"
+    if free >= DISK_NEED_BYTES and os.access(place, os.W_OK):
+        return Finding("model cache", Status.OK, detail)
+    return Finding("model cache", Status.WARN, detail, "set MEMSERVE_CACHE_DIR to a writable folder with 1 GiB")
+
+
+def check_port(host: str, port: int) -> Iterator[Finding]:
+    """The port is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            hint = "something listens there already: use another --port"
+            yield Finding("port", Status.WARN, f"{host}:{port}: {error.strerror}", hint)
+            return
+    yield Finding("port", Status.OK, f"{host}:{port} is free")
+
+
+def check_extras() -> Iterator[Finding]:
+    """What is nice to have."""
+    for name, use in (("openai", "the official client, for examples and tests"), ("triton", "the CUDA kernel")):
+        here = importlib.util.find_spec(name) is not None
+        yield Finding(f"optional {name}", Status.OK, use if here else f"not installed ({use})")
+    shm = Path("/dev/shm")
+    free = os.statvfs(shm).f_bavail * os.statvfs(shm).f_frsize if shm.is_dir() else 0
+    if free < 64 * MIB:
+        hint = "shared memory between processes needs room in /dev/shm"
+        yield Finding("shared memory", Status.WARN, f"{human_bytes(free)} free", hint)

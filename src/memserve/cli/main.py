@@ -1,0 +1,96 @@
+"""The command ``memserve`` (level 4). Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from memserve import __version__
+from memserve.cli import bench, chat, doctor, serve
+from memserve.errors import InvariantError, UserError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+_ClickException: type = typer.BadParameter.__mro__[2]
+"""What typer raises for a wrong command line. It has no public name of its own since typer carries its own click."""
+
+app = typer.Typer(
+    name="memserve",
+    help="Serves large language models from one elastic pool of KV memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("serve")(serve.serve)
+app.command("chat")(chat.chat)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serves large language models from one elastic pool of KV memory."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and end the process with 0, 1 (it failed) or 2 (wrong usage)."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command line; errors become one line on stderr, and a hint where there is one."""
+    try:
+        code = app(args=arguments, prog_name="memserve", standalone_mode=False)
+    except UserError as error:
+        return _complain(error.message, error.hint, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stdout = None  # the reader left: nothing more can be said, also not at exit
+        return EXIT_FAILED
+    except InvariantError as error:
+        return _complain(f"internal: {error}", "this is a bug in memserve, please report it", EXIT_FAILED)
+    except Exception as error:
+        if not isinstance(error, _ClickException):
+            raise
+        return _usage_error(error)
+    return code if isinstance(code, int) else 0
+
+
+def _usage_error(error: Exception) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":  # the help text was asked for in the shortest way
+        typer.echo(str(error))
+        return EXIT_USAGE
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "memserve"
+    message = str(getattr(error, "format_message", error.__str__)())
+    return _complain(message[:1].lower() + message[1:].rstrip("."), f"try '{path} --help'", EXIT_USAGE)
+
+
+def _complain(message: str, hint: str | None, code: int) -> int:
+    typer.echo(f"error: {message}", err=True)
+    if hint:
+        typer.echo(f"hint: {hint}", err=True)
+    return code

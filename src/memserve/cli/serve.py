@@ -1,0 +1,135 @@
+"""``memserve serve``: the OpenAI API in front of one engine (level 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memserve.cli import options as opt
+from memserve.config import EngineOptions
+from memserve.errors import UserError
+from memserve.units import MIB, parse_bytes
+
+if TYPE_CHECKING:
+    from memserve.model.loader import LoadedModel
+    from memserve.runtime.engine import Engine
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+ENGINE_CLOSE_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """How the server meets its clients."""
+
+    host: str
+    port: int
+    api_keys: tuple[str, ...]
+    served_name: str | None
+    drain_s: float
+    body_bytes_max: int
+    log_level: str
+
+
+def serve(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free one.")] = 8000,
+    dtype: opt.Dtype = opt.DEFAULTS.dtype,
+    device: opt.DeviceName = opt.DEFAULTS.device,
+    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
+    dram_memory: opt.DramMemory = "0",
+    no_cache: opt.NoCache = False,
+    max_running: opt.MaxRunning = opt.DEFAULTS.max_running,
+    max_waiting: opt.MaxWaiting = opt.DEFAULTS.max_waiting,
+    max_step_tokens: opt.MaxStepTokens = opt.DEFAULTS.max_step_tokens,
+    prefill_chunk_tokens: opt.PrefillChunk = opt.DEFAULTS.prefill_chunk_tokens,
+    preemption: opt.Preemption = opt.DEFAULTS.preemption,
+    max_model_tokens: opt.MaxModelTokens = None,
+    threads: opt.Threads = None,
+    served_name: Annotated[str | None, typer.Option(help="The name clients ask for; default: the model's.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY, or NAME=KEY for a tenant of its own; repeatable.", envvar="MEMSERVE_API_KEY"),
+    ] = None,
+    drain_s: Annotated[float, typer.Option(min=0, help="How long streams may go on after SIGTERM.")] = 20.0,
+    max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request body, in MiB.")] = 16,
+    log_level: Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))] = "warning",
+) -> None:
+    """Serve a model over the OpenAI HTTP API."""
+    engine_options = EngineOptions(
+        model=model, dtype=dtype, device=device,
+        kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=parse_bytes(dram_memory), caching=not no_cache,
+        max_running=max_running, max_waiting=max_waiting, max_step_tokens=max_step_tokens,
+        prefill_chunk_tokens=prefill_chunk_tokens, preemption=preemption,
+        max_model_tokens=max_model_tokens, threads=threads,
+    )  # fmt: skip
+    http = HttpOptions(host, port, tuple(api_key or ()), served_name, drain_s, max_body_mib * MIB, log_level)
+    run_server(engine_options, http)
+
+
+def run_server(engine_options: EngineOptions, http: HttpOptions) -> None:
+    """Bind, load, serve, drain. Raises :class:`UserError` before loading whatever can be known before."""
+    started = time.perf_counter()
+    _set_up_logging(http.log_level)
+    from memserve.runtime.threads import set_thread_environment
+
+    set_thread_environment()
+    from memserve.api.auth import KeyRing
+    from memserve.api.server import bind
+
+    KeyRing(http.api_keys)
+    listener = bind(http.host, http.port)
+    with listener:
+        typer.echo(f"loading {engine_options.model} ...", err=True)
+        from memserve.runtime.build import build_engine
+
+        engine, model = build_engine(engine_options)
+        if http.served_name is not None:
+            model = dataclasses.replace(model, name=http.served_name)
+        try:
+            _serve_until_signal(engine, model, listener, http, started)
+        finally:
+            engine.close(ENGINE_CLOSE_S)
+
+
+def _serve_until_signal(
+    engine: Engine, model: LoadedModel, listener: socket.socket, http: HttpOptions, started: float
+) -> None:
+    from memserve.api.app import create_app
+    from memserve.api.server import Server
+
+    app = create_app(engine, model, api_keys=http.api_keys, body_bytes_max=http.body_bytes_max)
+    port = listener.getsockname()[1]
+
+    def on_ready() -> None:
+        typer.echo(ready_text(model.name, http.host, port, time.perf_counter() - started, http.api_keys))
+        sys.stdout.flush()
+
+    Server(app, drain_s=http.drain_s, log_level=http.log_level, on_ready=on_ready).run(sockets=[listener])
+
+
+def ready_text(name: str, host: str, port: int, seconds: float, api_keys: Sequence[str]) -> str:
+    """The ready line, and a line to copy that talks to the server."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{shown}:{port}/v1"
+    body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if api_keys else ""
+    example = f"curl {url}/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    return f"ready in {seconds:.1f} s: {name} at {url}\ntry: {example}"
+
+
+def _set_up_logging(level: str) -> None:
+    if level not in LOG_LEVELS:
+        raise UserError(f"unknown log level {level!r}", hint=f"use one of {', '.join(LOG_LEVELS)}", param="log_level")
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )

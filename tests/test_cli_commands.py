@@ -1,0 +1,256 @@
+"""The command line: errors in one line, exit codes, what is printed where, and what is imported for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api_world import MODEL, SCRIPT_TEXT, TinyModel, says, serve
+from fake_engine import FakeEngine
+from memserve.api.server import bind
+from memserve.cli import checks
+from memserve.cli.chat import HELP, Conversation
+from memserve.cli.chat_backends import Account, ChatOptions, EngineBackend, ServerBackend
+from memserve.cli.checks import Status
+from memserve.cli.main import run
+from memserve.errors import UserError
+
+TESTS = Path(__file__).parent
+GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
+
+# -- usage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error", "hint"),
+    [
+        (["srve"], 2, "'srve'", "--help"),
+        (["serve", "--prot", "1"], 2, "--prot", "serve --help"),
+        (["serve", "--port", "many"], 2, "--port", "serve --help"),
+        (["serve", "--port", "70000"], 2, "--port", "serve --help"),
+        (["serve", "extra"], 2, "extra", "serve --help"),
+        (["serve", "--kv-memory", "lots"], 1, "'lots'", "512MiB"),
+        (["serve", "--log-level", "loud"], 1, "'loud'", "warning"),
+        (["chat", "--temperature", "9", "hi"], 2, "--temperature", "chat --help"),
+        (["chat", "--url", "http://127.0.0.1:9", "hi"], 1, "127.0.0.1:9", "memserve serve"),
+        (["chat", "--url", "not a url", "hi"], 1, "not a url", "memserve serve"),
+    ],
+)
+def test_errors_are_one_line_and_a_hint(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, error: str, hint: str
+) -> None:
+    assert run(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    first, second = captured.err.strip().splitlines()
+    assert first.startswith("error: ") and error in first
+    assert second.startswith("hint: ") and hint in second
+
+
+def test_a_taken_port_is_said_before_the_model_loads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memserve.runtime.build.build_engine", lambda options: pytest.fail("loaded"))
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert run(["serve", "--port", str(port)]) == 1
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_bad_keys_are_said_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memserve.runtime.build.build_engine", lambda options: pytest.fail("loaded"))
+    assert run(["serve", "--port", "0", "--api-key", "a=k", "--api-key", "b=k"]) == 1
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["version"]) == 0 and run(["--version"]) == 0
+    first, second = capsys.readouterr().out.split()
+    assert first == second and re.fullmatch(r"\d+\.\d+\.\d+", first)
+    assert run(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ("serve", "chat", "doctor", "bench", "version"))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from memserve.cli.main import run; run(['serve', '--help']);"
+        "print([m for m in ('torch', 'transformers', 'uvicorn', 'tokenizers', 'httpx') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# -- doctor
+
+
+def test_doctor_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(["doctor", "--json", "--port", "0"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] == (code == 0)
+    names = {check["name"] for check in report["checks"]}
+    assert {"python", "native core", "native kernels", "torch build", "memory", "model", "port"} <= names
+    assert all(check["hint"] for check in report["checks"] if check["status"] == "fail")
+
+
+def test_doctor_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks, "_available_memory_bytes", lambda: 1 << 20)
+    [memory] = [finding for finding in checks.check_machine() if finding.name == "memory"]
+    assert memory.status is Status.WARN and memory.hint
+    monkeypatch.setattr(checks, "PYTHON_MIN", (99, 0))
+    [python] = checks.check_python()
+    assert python.status is Status.FAIL and python.hint
+    with bind("127.0.0.1", 0) as taken:
+        [port] = checks.check_port("127.0.0.1", taken.getsockname()[1])
+        assert port.status is Status.WARN and "--port" in (port.hint or "")
+    [folder] = checks.check_model(str(tmp_path))
+    assert folder.status is Status.FAIL
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    by_name = {finding.name: finding for finding in checks.check_model("default")}
+    assert by_name["converted model"].status is Status.WARN
+
+
+def test_doctor_fails_without_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["doctor", "--model", str(tmp_path), "--port", "0"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out and "not ready" in out
+
+
+# -- chat
+
+
+class Terminal:
+    """Keeps what a conversation says and notes."""
+
+    def __init__(self, interrupt_after: int | None = None) -> None:
+        self.said: list[str] = []
+        self.noted: list[str] = []
+        self._interrupt_after = interrupt_after
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        if self._interrupt_after is not None and len(self.said) == self._interrupt_after:
+            self._interrupt_after = None
+            raise KeyboardInterrupt
+
+
+def test_a_conversation_remembers_and_obeys() -> None:
+    engine = FakeEngine(says(SCRIPT_TEXT))
+    terminal = Terminal()
+    backend = EngineBackend(engine, TinyModel())
+    conversation = Conversation(backend, GREEDY, terminal.say, terminal.noted.append)
+    assert conversation.turn("hello") and conversation.turn("  ") and conversation.turn("and?")
+    assert "".join(terminal.said) == f"{SCRIPT_TEXT}\n" * 2
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+    assert "from the cache" in terminal.noted[-1]
+    assert len(engine.submitted[1].prompt) > len(engine.submitted[0].prompt)
+    conversation.turn("/system be kind")
+    assert conversation.messages == [] and conversation.system == "be kind"
+    conversation.turn("hello")
+    conversation.turn("/reset")
+    conversation.turn("/help")
+    assert terminal.noted[-1] == HELP and conversation.messages == []
+    conversation.turn("/dance")
+    assert "unknown command /dance" in terminal.noted[-1]
+    assert not conversation.turn("/exit")
+    backend.close()
+    engine.close()
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
+    engine = FakeEngine(says("word " * 50))
+    terminal = Terminal(interrupt_after=2)
+    backend = EngineBackend(engine, TinyModel())
+    conversation = Conversation(backend, GREEDY, terminal.say, terminal.noted.append)
+    assert conversation.turn("hello")
+    assert terminal.noted == ["[stopped]"]
+    assert engine.cancelled == [engine.submitted[0].request_id]
+    assert conversation.messages[-1]["content"] == "".join(terminal.said[:2])
+    backend.close()
+    engine.close()
+
+
+def test_an_engine_backend_says_why_not() -> None:
+    engine = FakeEngine(says("x"), max_requests=0)
+    backend = EngineBackend(engine, TinyModel())
+    with pytest.raises(UserError, match="queue is full"):
+        list(backend.answer([{"role": "user", "content": "hi"}], GREEDY, Account()))
+    with pytest.raises(UserError, match="context"):
+        list(backend.answer([{"role": "user", "content": "hi " * 300}], GREEDY, Account()))
+    backend.close()
+
+
+def test_chat_with_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(FakeEngine(says(SCRIPT_TEXT)), api_keys=["secret"]) as world:
+        assert run(["chat", "--url", world.url, "--api-key", "secret", "hello"]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == f"{SCRIPT_TEXT}\n" and "prompt tokens" in captured.err
+        assert run(["chat", "--url", f"{world.url}/v1/", "--api-key", "secret", "--quiet", "hello"]) == 0
+        assert capsys.readouterr() == (f"{SCRIPT_TEXT}\n", "")
+        assert run(["chat", "--url", world.url, "hello"]) == 1
+        assert "--api-key" in capsys.readouterr().err
+        assert run(["chat", "--url", world.url, "--api-key", "secret", "--model", "gpt-17", "hello"]) == 1
+        assert "does not exist" in capsys.readouterr().err
+        lines = iter(["hello", "/exit", "never"])
+        monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+        assert run(["chat", "--url", world.url, "--api-key", "secret", "--quiet"]) == 0
+        assert capsys.readouterr().out == f"{SCRIPT_TEXT}\n" and next(lines) == "never"
+
+
+def test_leaving_a_server_s_answer_early_cancels_it() -> None:
+    with serve(FakeEngine(says("word " * 50), step_s=0.001)) as world:
+        backend = ServerBackend(world.url, None, None)
+        answer = backend.answer([{"role": "user", "content": "hi"}], GREEDY, Account())
+        next(answer)
+        answer.close()
+        assert world.engine.wait_until(lambda: bool(world.engine.cancelled) or not world.engine._running)
+        backend.close()
+
+
+# -- serve
+
+SERVE = """
+import sys
+sys.path.insert(0, {tests!r})
+from api_world import TinyModel, says
+from fake_engine import FakeEngine
+import memserve.runtime.build as build
+build.build_engine = lambda options: (FakeEngine(says("word " * 40), step_s=0.01), TinyModel())
+from memserve.cli.main import main
+main(["serve", "--port", "0", "--served-name", {model!r}])
+"""
+
+
+@pytest.fixture
+def server_process():
+    code = SERVE.format(tests=str(TESTS), model=MODEL)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_serve_says_it_is_ready_serves_and_ends_gently(server_process: subprocess.Popen[str], sign: int) -> None:
+    ready, example = server_process.stdout.readline(), server_process.stdout.readline()
+    assert MODEL in ready and re.search(r"ready in [\d.]+ s", ready)
+    url = re.search(r"http://[^ ]+/v1", ready)[0]
+    assert f"curl {url}/chat/completions" in example
+    body = json.loads(re.search(r"-d '(.*)'", example)[1])
+    with httpx.stream("POST", f"{url}/chat/completions", json={**body, "stream": True}) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        server_process.send_signal(sign)
+        assert list(lines)[-2:] == ["data: [DONE]", ""]
+    assert server_process.wait(20) == 0
+    assert "loading" in server_process.stderr.read()
