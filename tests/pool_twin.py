@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from memserve.mempool.report import PoolReport, TierReport
 from memserve.types import CopyBlocks, Tier
 
 
@@ -243,7 +244,14 @@ class TwinPool:
         return copies
 
     def report(self):
-        return None
+        totals = {Tier.HBM: self.config.hbm_blocks, Tier.DRAM: self.config.dram_blocks}
+        tiers = []
+        for tier, total in totals.items():
+            free, here = len(self.free[tier]), [node for node in self.nodes.values() if node.tier is tier]
+            pinned = sum(node.pins > 0 for node in here)
+            evictable = len(self._evictable()) if tier is Tier.HBM else len(here) - pinned
+            tiers.append(TierReport(tier, total, free, total - free, len(here), pinned, evictable))
+        return PoolReport(tuple(tiers), self.block_tokens)
 
     def check_invariants(self):
         for node in self.nodes.values():

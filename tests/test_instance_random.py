@@ -116,9 +116,9 @@ class InstanceLifeOnRealPool(InstanceLife):
     twin = False
 
 
-EXAMPLES = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "150"))
 _SETTINGS = settings(
-    max_examples=EXAMPLES, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=EXAMPLES, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestInstanceLife = InstanceLife.TestCase
 TestInstanceLife.settings = _SETTINGS

@@ -34,17 +34,17 @@ def advance_beams(roster: Roster, group: Group) -> None:
 
 def _next_generation(roster: Roster, group: Group, beams: list[Sequence], survivors: list[Survivor]) -> None:
     """A beam goes on as its first survivor; the others fork from it; beams without survivors are dropped."""
-    children: list[list[Survivor]] = [[] for _ in beams]
-    for survivor in survivors:
-        children[survivor.parent].append(survivor)
-    for beam, own in zip(beams, children, strict=True):
-        if not own:
+    parents = {survivor.parent for survivor in survivors}
+    for place, beam in enumerate(beams):
+        if place not in parents:
             roster.drop_beam(beam)
-    for beam, own in zip(beams, children, strict=True):
-        for survivor in own[1:]:
-            _extend(roster, _fork(roster, beam), survivor)
-        if own:
-            _extend(roster, beam, own[0])
+    heirs: list[Sequence] = []
+    for survivor in survivors:  # all forks come before any beam moves on: they copy its present state
+        beam = beams[survivor.parent]
+        heirs.append(beam if beam not in heirs else _fork(roster, beam))
+    for heir, survivor in zip(heirs, survivors, strict=True):
+        _extend(roster, heir, survivor)
+    group.sequences = {heir.index: heir for heir in heirs}  # best first: ties in the next generation go to the better
     roster.return_reserved(group)
     group.forks_pending = 0
 

@@ -68,7 +68,7 @@ class Roster:
     def take_slot(self, sequence: Sequence) -> None:
         """Bind a free slot."""
         reserved = sequence.group.reserved_slots
-        slot = reserved.pop() if reserved else self.free_slots.pop()
+        slot = reserved.pop(0) if reserved else self.free_slots.pop()
         sequence.slot = slot
         sequence.draw = (slot,)
 

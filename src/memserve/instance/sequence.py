@@ -75,7 +75,7 @@ class Group:
         self.forks_pending = max(request.n, request.beam_width) - 1
         #: slots kept for those
         self.reserved_slots: list[int] = []
-        #: all and only unfinished sequences, by index
+        #: all and only unfinished sequences, by index; beams: best first
         self.sequences: dict[int, Sequence] = {}
         self.next_index = 0
         width = request.beam_width
