@@ -45,6 +45,7 @@ docs: install ## write docs/REFERENCE.md from the code
 	@$(BIN)/python scripts/reference.py
 
 core: ## rebuild the native modules in place (TARGET=_core or _kernels for one of them)
+	@test -x $(BIN)/cmake || { echo "make install first: it brings cmake and nanobind into $(VENV)"; exit 1; }
 	@$(BIN)/cmake -S . -B "$(BUILD)" -G Ninja -DMEMSERVE_INPLACE=ON -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
 		-DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" > /dev/null
 	@$(BIN)/cmake --build "$(BUILD)" $(if $(TARGET),--target $(TARGET))
