@@ -1,0 +1,272 @@
+"""Microbenchmarks of the memory core through the Python API that users call; single thread, microseconds an operation.
+
+Workload: prompts of 4,096 tokens, groups of 10 share the first 1,024; trees of 1, 1,000 and 20,000 prompts; another
+victim prompt each repetition. Beside our figures stands the limit of this machine in the same run: comparing
+(`memcmp`) or copying (`memcpy`) the same tokens out of cold memory, and a call that does nothing.
+
+    python bench/core_micro.py [--trees 1,1000,20000] [--blocks 16,32] [--reps 200] [--json out.json] [--rivals DIR]
+
+``--rivals DIR``: every ``*.jsonl`` there with records ``{"peer", "impl", "op", "tree_prompts", "median_us", "p99_us"}``
+is printed below our figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve import _core
+from memserve.config import PoolConfig
+from memserve.mempool.mempool import MemPool
+from memserve.mempool.pool import BlockPool
+from memserve.types import KVGeometry, Tier
+
+PROMPT_TOKENS, SHARED_TOKENS, GROUP = 4096, 1024, 10
+VOCABULARY = 49152
+Tokens = NDArray[np.int32]
+Record = dict[str, Any]
+
+
+def prompt(i: int) -> Tokens:
+    """Prompt ``i``: its first tokens are common to its group."""
+    shared = np.random.default_rng((0, 1, i // GROUP)).integers(1, VOCABULARY, SHARED_TOKENS, dtype=np.int32)
+    own = np.random.default_rng((0, 2, i)).integers(1, VOCABULARY, PROMPT_TOKENS - SHARED_TOKENS, dtype=np.int32)
+    return np.concatenate([shared, own])
+
+
+def partial(i: int, share: float, block: int) -> Tokens:
+    """A prompt of which the first ``share`` (whole blocks) equals prompt ``i`` and the rest is fresh."""
+    kept = int(PROMPT_TOKENS * share) // block * block
+    tokens = np.random.default_rng((0, 3, i)).integers(1, VOCABULARY, PROMPT_TOKENS, dtype=np.int32)
+    tokens[:kept] = prompt(i)[:kept]
+    if kept < PROMPT_TOKENS:
+        tokens[kept] = prompt(i)[kept] % (VOCABULARY - 1) + 1
+    return tokens
+
+
+class Timer:
+    """Times single calls."""
+
+    def __init__(self) -> None:
+        self.us: list[float] = []
+
+    def __call__(self, call: Callable[..., Any], *args: Any) -> Any:
+        begin = time.perf_counter_ns()
+        result = call(*args)
+        self.us.append((time.perf_counter_ns() - begin) / 1e3)
+        return result
+
+    def record(self, op: str, **extra: Any) -> Record:
+        """Median and p99 of what was timed."""
+        median, p99 = np.percentile(self.us, [50, 99])
+        return {"op": op, "median_us": round(median, 2), "p99_us": round(p99, 2), "n": len(self.us), **extra}
+
+
+def build(prompts: int, block: int) -> BlockPool:
+    """A pool whose cache holds ``prompts`` prompts, with room for 400 more."""
+    per_prompt = PROMPT_TOKENS // block
+    pool = BlockPool(PoolConfig(hbm_blocks=(prompts + 400) * per_prompt), block, "bench")
+    for i in range(prompts):
+        fill(pool, prompt(i))
+    return pool
+
+
+def fill(pool: BlockPool, tokens: Tokens) -> None:
+    """What a finished request leaves behind."""
+    lease = pool.acquire("", tokens)
+    fresh = pool.allocate(len(tokens) // pool.block_tokens - len(lease.blocks)) or []
+    blocks = lease.blocks + fresh
+    pool.publish(lease, "", tokens, blocks)
+    pool.unpin(lease)
+    pool.release(blocks)
+
+
+def bench_match(pool: BlockPool, prompts: int, reps: int) -> Iterator[Record]:
+    """``BlockPool.match`` of prompts cached to different degrees."""
+    rng = np.random.default_rng(7)
+    for share in (1.0, 0.9, 0.5, 0.0):
+        timer = Timer()
+        for i in rng.permutation(max(prompts, reps))[:reps] % prompts:
+            tokens = partial(int(i), share, pool.block_tokens)
+            found = timer(pool.match, "", tokens)
+            assert found == int(PROMPT_TOKENS * share) // pool.block_tokens * pool.block_tokens, found
+        yield timer.record(f"match_{share:.0%}")
+
+
+def bench_acquire(pool: BlockPool, prompts: int, reps: int) -> Iterator[Record]:
+    """The whole read path of a request: pinned and referenced blocks, then given back."""
+    acquire, back, borrow = Timer(), Timer(), Timer()
+    for i in np.random.default_rng(8).permutation(max(prompts, reps))[:reps] % prompts:
+        tokens = prompt(int(i))
+        lease = acquire(pool.acquire, "", tokens)
+        back(pool.unpin, lease)
+        pool.release(lease.blocks)
+        pool.release(borrow(pool.borrow, "", tokens))
+    yield acquire.record("acquire_100% (list of blocks)")
+    yield borrow.record("borrow_100% (native blocks)")
+    yield back.record("unpin")
+
+
+def bench_insert(pool: BlockPool, reps: int) -> Iterator[Record]:
+    """``insert`` of fresh prompts, of prompts with a cached first quarter, and of cached ones."""
+    timers = {"insert_fresh": Timer(), "insert_sharing_1k": Timer(), "insert_cached": Timer()}
+    for k in range(min(reps, 190)):
+        first = prompt(10_000_000 + GROUP * k)
+        for name, tokens in zip(timers, (first, prompt(10_000_000 + GROUP * k + 1), first), strict=True):
+            blocks = pool.allocate_ids(PROMPT_TOKENS // pool.block_tokens)
+            assert blocks is not None
+            timers[name](pool.insert, "", tokens, blocks, len(blocks))
+            pool.release(blocks)
+    for name, timer in timers.items():
+        yield timer.record(name)
+
+
+def bench_evict(pool: BlockPool, reps: int) -> Iterator[Record]:
+    """An allocation of 256 blocks that must evict 256 first, and nothing else."""
+    taken = pool.allocate_ids(pool.available() - pool.report().by_tier[Tier.HBM].blocks_evictable)
+    timer = Timer()
+    for _ in range(min(reps, 100, pool.available() // 256)):
+        blocks = timer(pool.allocate_ids, 256)
+        assert blocks is not None and len(blocks) == 256
+    if timer.us:
+        yield timer.record("evict_256_and_allocate")
+    assert taken is not None
+
+
+def bench_blocks(reps: int) -> Iterator[Record]:
+    """Allocate and free 256 blocks in pools of several sizes."""
+    geometry = KVGeometry(1, 1, 1, 1, "bfloat16", 1)
+    for total in (4096, 65536, 524288):
+        allocator, mempool = _core.BlockAllocator(total), MemPool(geometry, hbm_bytes=total * geometry.block_bytes)
+        pool = BlockPool(PoolConfig(hbm_blocks=total), 32, "bench")
+        cases = {
+            "BlockAllocator": (allocator.allocate, allocator.release),
+            "MemPool": (mempool.alloc_mem, mempool.free_mem),
+            "BlockPool (list)": (pool.allocate, pool.release),
+        }
+        for name, (allocate, free) in cases.items():
+            taking, giving = Timer(), Timer()
+            for _ in range(reps):
+                giving(free, taking(allocate, 256))
+            yield taking.record("allocate_256", api=name, pool_blocks=total)
+            yield giving.record("free_256", api=name, pool_blocks=total)
+
+
+def bench_limits(reps: int) -> Iterator[Record]:
+    """What the machine itself needs for the same bytes: cold 16 KiB compared and copied, and an empty call."""
+    cold = np.random.default_rng(1).integers(1, VOCABULARY, (20_000, PROMPT_TOKENS), dtype=np.int32)
+    target = np.empty(PROMPT_TOKENS, np.int32)
+    compare, copy, nothing = Timer(), Timer(), Timer()
+    for i in np.random.default_rng(2).permutation(len(cold))[:reps]:
+        same = cold[i].copy()
+        timed = memoryview(cold[i]).cast("B"), memoryview(same).cast("B")
+        compare(timed[0].__eq__, timed[1])
+        copy(_core.copy_bytes, target.ctypes.data, cold[(i + 7) % len(cold)].ctypes.data, target.nbytes)
+        nothing(int)
+    yield copy.record("limit: memcpy of 16 KiB, cold source")
+    yield nothing.record("limit: an empty call and the timer")
+
+
+def bench_copies() -> Iterator[Record]:
+    """Blocks of 737,280 bytes between two arenas, beside one memcpy of the same bytes."""
+    block_bytes, blocks = 737_280, 128
+    source, target = _core.Arena(block_bytes * blocks), _core.Arena(block_bytes * blocks)
+    np.frombuffer(source, np.uint8)[:] = 1
+    np.frombuffer(target, np.uint8)[:] = 2
+    ids = np.random.default_rng(3).permutation(blocks).astype(np.int32)
+    order = np.arange(blocks, dtype=np.int32)
+    calls: dict[str, Callable[[int], None]] = {
+        "memcpy": lambda threads: _core.copy_bytes(target.address, source.address, block_bytes * blocks, threads),
+        "copy_blocks": lambda threads: _core.copy_blocks(
+            target.address, source.address, block_bytes, order, ids, threads
+        ),
+    }
+    timers = {(name, threads): Timer() for threads in (1, 2) for name in calls}
+    for _ in range(9):
+        for (name, threads), timer in timers.items():
+            timer(calls[name], threads)
+    for (name, threads), timer in timers.items():
+        gb_per_s = round(block_bytes * blocks / np.median(timer.us) / 1e3, 2)
+        yield timer.record(name, threads=threads, gb_per_s=gb_per_s)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def bench_tree(prompts: int, block: int, reps: int) -> Iterator[Record]:
+    """Everything about one tree."""
+    gc.collect()
+    before = resident_bytes()
+    pool = build(prompts, block)
+    cached = pool.report().by_tier[Tier.HBM].blocks_cached
+    per_block = round((resident_bytes() - before) / cached, 1)
+    records = [*bench_match(pool, prompts, reps), *bench_acquire(pool, prompts, reps), *bench_insert(pool, reps)]
+    if prompts >= 1000:
+        records.append({"op": "memory", "bytes_per_block": per_block, "blocks": cached})
+    records += bench_evict(pool, reps)
+    pool.check_invariants()
+    for record in records:
+        yield {**record, "tree_prompts": prompts, "block_tokens": block}
+
+
+def rivals(folder: Path) -> list[Record]:
+    """Recorded figures of rivals."""
+    if not folder.is_dir():
+        return []
+    lines = [line for path in sorted(folder.glob("**/*.jsonl")) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    return [record for record in records if "peer" in record and "median_us" in record]
+
+
+def show(record: Record) -> None:
+    """One line a record."""
+    head = " ".join(str(record[key]) for key in ("peer", "impl", "op", "api") if key in record)
+    where = " ".join(f"{k}={record[k]}" for k in ("tree_prompts", "block_tokens", "pool_blocks", "threads") if k in record)
+    if "median_us" in record:
+        tail = f"{record['median_us']:10.2f} us median {record['p99_us']:10.2f} us p99"
+    else:
+        tail = f"{record['bytes_per_block']:10.1f} bytes a block"
+    speed = f"  {record['gb_per_s']} GB/s" if "gb_per_s" in record else ""
+    print(f"{head:38s} {where:36s} {tail}{speed}", flush=True)
+
+
+def main() -> None:
+    """Run, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--trees", default="1,1000,20000")
+    parser.add_argument("--blocks", default="32,16")
+    parser.add_argument("--reps", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rivals", type=Path)
+    options = parser.parse_args()
+    records: list[Record] = []
+
+    def run(results: Iterator[Record]) -> None:
+        for record in results:
+            show(record)
+            records.append(record)
+
+    run(bench_limits(options.reps))
+    run(bench_blocks(options.reps))
+    for block in map(int, options.blocks.split(",")):
+        for prompts in map(int, options.trees.split(",")):
+            run(bench_tree(prompts, block, options.reps))
+    run(bench_copies())
+    for record in rivals(options.rivals) if options.rivals else []:
+        show(record)
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=1))
+
+
+if __name__ == "__main__":
+    main()
