@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,12 @@ def test_make_help_names_every_target_of_the_readme() -> None:
     for page in PAGES:
         named = set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE))
         assert named <= targets, f"{page.name} names targets that do not exist"
+
+
+def test_architecture_gives_every_dependency_a_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = project["project"]["dependencies"] + project["build-system"]["requires"]
+    listed += [name for extra in project["project"]["optional-dependencies"].values() for name in extra]
+    table = (ROOT / "docs" / "ARCHITECTURE.md").read_text().split("## What we depend on")[1]
+    for name in (re.split(r"[ <>=;\[]", requirement)[0] for requirement in listed):
+        assert name.removeprefix("pytest-") in table, f"docs/ARCHITECTURE.md: one line that says why {name} is needed"
