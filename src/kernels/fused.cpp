@@ -15,18 +15,6 @@ namespace {
 // Below this many elements a second thread costs more than it brings (waking it: 1 to 5 us).
 constexpr std::ptrdiff_t kElementsPerThread = 8192;
 
-const Kernels& kernels() {
-#if defined(MEMSERVE_X86_ISAS)
-  switch (current_isa()) {
-    case Isa::avx512_bf16: return avx512_bf16::fused_kernels;
-    case Isa::avx512: return avx512::fused_kernels;
-    case Isa::avx2: return avx2::fused_kernels;
-    case Isa::portable: break;
-  }
-#endif
-  return portable::fused_kernels;
-}
-
 int threads_for(std::ptrdiff_t elements) {
 #if defined(_OPENMP)
   return static_cast<int>(std::clamp<std::ptrdiff_t>(elements / kElementsPerThread, 1, omp_get_max_threads()));
@@ -50,24 +38,36 @@ void share(std::ptrdiff_t count, int threads, Work work) {
 
 }  // namespace
 
+const Kernels& kernels_in_use() {
+#if defined(MEMSERVE_X86_ISAS)
+  switch (current_isa()) {
+    case Isa::avx512_bf16: return avx512_bf16::fused_kernels;
+    case Isa::avx512: return avx512::fused_kernels;
+    case Isa::avx2: return avx2::fused_kernels;
+    case Isa::portable: break;
+  }
+#endif
+  return portable::fused_kernels;
+}
+
 void run(const RmsNorm& op, Dtype dtype, std::ptrdiff_t rows) {
-  const auto body = kernels().rms_norm;
+  const auto body = kernels_in_use().rms_norm;
   share(rows, threads_for(rows * op.width), [&](auto begin, auto end) { body(op, dtype, begin, end); });
 }
 
 void run(const Gated& op, Dtype dtype, std::ptrdiff_t rows) {
-  const auto body = kernels().gated;
+  const auto body = kernels_in_use().gated;
   share(rows, threads_for(rows * op.width), [&](auto begin, auto end) { body(op, dtype, begin, end); });
 }
 
 void run(const Rotary& op, Dtype dtype, std::ptrdiff_t tokens) {
-  const auto body = kernels().rotary;
+  const auto body = kernels_in_use().rotary;
   const auto elements = tokens * op.heads * op.dim;
   share(tokens, threads_for(elements), [&](auto begin, auto end) { body(op, dtype, begin, end); });
 }
 
 void run(const Linear& op, Dtype dtype) {
-  const auto body = kernels().linear;
+  const auto body = kernels_in_use().linear;
   constexpr std::ptrdiff_t columns = 32;  // half a packed block: the finest cut, so that both threads get equal shares
   share((op.n + columns - 1) / columns, threads_for(op.n * op.k), [&](auto begin, auto end) {
     body(op, dtype, begin * columns, std::min(end * columns, op.n));

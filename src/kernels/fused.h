@@ -55,6 +55,9 @@ struct Kernels {
   void (*linear)(const Linear&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);     // columns, multiples of 32
 };
 
+// Those of the instruction set in use (isa.h).
+const Kernels& kernels_in_use();
+
 // Several threads share the rows or columns; no Python state is touched.
 void run(const RmsNorm& op, Dtype dtype, std::ptrdiff_t rows);
 void run(const Gated& op, Dtype dtype, std::ptrdiff_t rows);

@@ -1,7 +1,10 @@
 // Python faces of the fused kernels. Tensors come as addresses: a DLPack exchange costs more than the kernel.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
-#include "fused.h"
+#include <vector>
+
+#include "fused_program.h"
 
 namespace nb = nanobind;
 using namespace memserve::fused;
@@ -42,6 +45,40 @@ void linear(Address x, Size stride_x, Address w, Address bias, Address y, Size s
   run(Linear{in(x), in(w), in(bias), out(y), rows, k, k_padded, n, stride_x, stride_y}, Dtype(dtype));
 }
 
+// An address, or external tensor number n as -1 - n.
+Place place(Size code) { return code < 0 ? Place{nullptr, static_cast<int>(-1 - code)} : Place{out(Address(code)), -1}; }
+
+void add_rms_norm(Program& self, Size x, Size residual, Size sum, Size y, Address weight, float eps, bool round_first,
+                  Size inner, Size stride_outer, Size stride_inner, Size width, int dtype, int count) {
+  self.add({RmsNorm{nullptr, nullptr, nullptr, nullptr, static_cast<const float*>(in(weight)), eps, round_first, inner,
+                    stride_outer, stride_inner, width},
+            {place(x), place(residual), place(sum), place(y)}, Dtype(dtype), Count(count)});
+}
+
+void add_gated(Program& self, Size gate, Size stride_gate, Size up, Size stride_up, Size y, Size width, int kind,
+               int dtype, int count) {
+  self.add({Gated{nullptr, nullptr, nullptr, stride_gate, stride_up, width, Gate(kind)},
+            {place(gate), place(up), place(y)}, Dtype(dtype), Count(count)});
+}
+
+void add_rotary(Program& self, Size x, Size stride_token, Size stride_head, Size cosine, Size sine, Size stride_table,
+                Size y, Size heads, Size dim, int dtype, int count) {
+  self.add({Rotary{nullptr, nullptr, nullptr, nullptr, stride_token, stride_head, stride_table, heads, dim},
+            {place(x), place(cosine), place(sine), place(y)}, Dtype(dtype), Count(count)});
+}
+
+void add_linear(Program& self, Size x, Size stride_x, Address w, Address bias, Size y, Size k, Size k_padded, Size n,
+                int dtype, int count) {
+  self.add({Linear{nullptr, in(w), in(bias), nullptr, 0, k, k_padded, n, stride_x, n}, {place(x), place(y)},
+            Dtype(dtype), Count(count)});
+}
+
+void run_program(Program& self, int begin, int end, int first_external, const std::vector<Address>& addresses) {
+  for (std::size_t i = 0; i < addresses.size(); ++i) self.set_external(first_external + int(i), out(addresses[i]));
+  nb::gil_scoped_release release;
+  self.run(begin, end);
+}
+
 }  // namespace
 
 void bind_fused(nb::module_& m) {
@@ -49,4 +86,13 @@ void bind_fused(nb::module_& m) {
   m.def("gated", &gated);
   m.def("rotary", &rotary);
   m.def("linear", &linear);
+  nb::class_<Program>(m, "Program", "Fused operations over fixed buffers, run in pieces.")
+      .def(nb::init<>())
+      .def("rms_norm", &add_rms_norm)
+      .def("gated", &add_gated)
+      .def("rotary", &add_rotary)
+      .def("linear", &add_linear)
+      .def("start", &Program::start)
+      .def("run", &run_program)
+      .def("__len__", &Program::size);
 }

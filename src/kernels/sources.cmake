@@ -10,6 +10,7 @@ nanobind_add_module(_kernels STABLE_ABI NB_STATIC
   src/kernels/attention_plan.cpp
   src/kernels/fused.cpp
   src/kernels/fused_bind.cpp
+  src/kernels/fused_program.cpp
 )
 find_package(OpenMP)
 if(OpenMP_CXX_FOUND)

@@ -132,3 +132,81 @@ def linear(
     dtype: int,
 ) -> None:
     """``y = x @ weight.T + bias`` over a weight in oneDNN's blocks of 64 outputs; float32 and bfloat16."""
+
+class Program:
+    """Fused operations over fixed buffers, run in pieces: one team of threads a piece, a barrier after each operation.
+
+    Buffers are addresses, or external tensor number ``n`` as ``-1 - n``. ``count``: 0 has a row a token, 1 a row a
+    requested logits row. The operations are those above; outputs are dense.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def rms_norm(
+        self,
+        x: int,
+        residual: int,
+        sum: int,
+        y: int,
+        weight: int,
+        eps: float,
+        round_first: bool,
+        inner: int,
+        stride_outer: int,
+        stride_inner: int,
+        width: int,
+        dtype: int,
+        count: int,
+    ) -> None:
+        """Append :func:`rms_norm`."""
+
+    def gated(
+        self,
+        gate: int,
+        stride_gate: int,
+        up: int,
+        stride_up: int,
+        y: int,
+        width: int,
+        kind: int,
+        dtype: int,
+        count: int,
+    ) -> None:
+        """Append :func:`gated`."""
+
+    def rotary(
+        self,
+        x: int,
+        stride_token: int,
+        stride_head: int,
+        cosine: int,
+        sine: int,
+        stride_table: int,
+        y: int,
+        heads: int,
+        dim: int,
+        dtype: int,
+        count: int,
+    ) -> None:
+        """Append :func:`rotary`."""
+
+    def linear(
+        self,
+        x: int,
+        stride_x: int,
+        weight: int,
+        bias: int,
+        y: int,
+        k: int,
+        k_padded: int,
+        n: int,
+        dtype: int,
+        count: int,
+    ) -> None:
+        """Append :func:`linear`."""
+
+    def start(self, tokens: int, logits_rows: int) -> None:
+        """A step begins: how many rows the operations have."""
+
+    def run(self, begin: int, end: int, first_external: int, addresses: list[int]) -> None:
+        """Set externals ``first_external, first_external + 1, ...``, then run the operations ``[begin, end)``."""

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memserve.model.capture_emit import Program, emit
+from memserve.model.capture_emit import emit
+from memserve.model.capture_lower import Lowering
+from memserve.model.capture_native import NativeStep
 from memserve.model.capture_record import CaptureRefused, generalise, record
 from memserve.model.context import attending
+from memserve.model.fused_linear import ROWS_NATIVE_MAX
 from memserve.model.passes_linear import normalise_linears, pack_linears
 from memserve.model.passes_match import match_gates, match_residuals, match_rms_norms, match_rotary
 from memserve.model.passes_simplify import has_mutation, simplify
@@ -27,7 +30,7 @@ log = logging.getLogger(__name__)
 
 Inputs = dict[str, Tensor]
 
-_SIZES = ((11, 3), (17, 5))  # (tokens, logits rows) of the two recordings: small and distinctive
+_SIZES = ((23, 19), (37, 31))  # (tokens, logits rows) of the two recordings: small and distinctive
 _TRIALS = ((1, 1), (7, 2), (31, 31), (150, 3))  # (tokens, rows) compared with the module: few and many rows
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 2e-2}  # root mean square / spread of the logits
 
@@ -35,9 +38,11 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 2e-2}  # 
 class CapturedForward:
     """A :class:`memserve.model.forward.Forward` that runs the rewritten graph of one module."""
 
-    def __init__(self, program: Program, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, dtype: torch.dtype) -> None:
+        program = emit(graph)
         self._run = program.run
         self.source = program.source
+        self.native = _native_step(graph, dtype)
         self.operations = sum(node.op == "call_function" for node in graph.nodes)
         self._constants = [node.meta["value"] for node in graph.nodes if node.op == "get_attr"]
         for node in graph.nodes:  # the recording's values are needed no more
@@ -45,7 +50,10 @@ class CapturedForward:
 
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """``input_ids, positions [T]``, ``logits_rows [R]``, int64 -> logits ``[R, vocab]`` float32."""
+        native = self.native
         with torch.inference_mode():
+            if native is not None and len(input_ids) <= native.rows_max and len(logits_rows) <= native.rows_max:
+                return native(input_ids, positions, logits_rows)
             return self._run(input_ids, positions, logits_rows)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -66,7 +74,7 @@ def capture_forward(module: Any) -> CapturedForward | None:
         trials = [_inputs(tokens, rows, vocab, first_position=3) for tokens, rows in _TRIALS]
         expected = [_logits(forward, trial) for trial in trials]
         optimise(graph)
-        captured = CapturedForward(emit(graph), graph)
+        captured = CapturedForward(graph, module.dtype)
         for trial, logits in zip(trials, expected, strict=True):
             _compare(_logits(captured, trial), logits, module.dtype)
     except Exception as error:  # whatever a stage stumbles over, the module itself still works
@@ -86,6 +94,14 @@ def optimise(graph: fx.Graph) -> None:
     normalise_linears(graph)
     pack_linears(graph)
     graph.lint()
+
+
+def _native_step(graph: fx.Graph, dtype: torch.dtype) -> NativeStep | None:
+    """The graph for few tokens; None when it is not free of mutation or holds nothing native."""
+    if has_mutation(graph):
+        return None
+    lowered = Lowering(graph, _SIZES[0], dtype).run()
+    return NativeStep(graph, lowered, ROWS_NATIVE_MAX) if lowered.ops else None
 
 
 def release_weights(module: Any, captured: CapturedForward) -> None:

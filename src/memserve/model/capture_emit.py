@@ -27,11 +27,12 @@ class Program:
     source: str
 
 
-class _Names:
+class Names:
     """Objects that the function refers to, each under one short name."""
 
     def __init__(self) -> None:
         self.namespace: dict[str, Any] = {}
+        self.rename: dict[fx.Node, str] = {}  # values that are not variables of their node's name
         self._known: dict[int, str] = {}
 
     def of(self, thing: Any, prefix: str) -> str:
@@ -43,17 +44,17 @@ class _Names:
 
 def emit(graph: fx.Graph) -> Program:
     """Compile ``graph``; its nodes run in their order."""
-    names = _Names()
+    names = Names()
     inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
     dies_at = _last_uses(graph)
     lines: list[str] = []
     for node in graph.nodes:
         if node.op == "call_function":
-            lines.append(f"{node.name} = {_call(node, names)}")
+            lines.append(f"{node.name} = {call_text(node, names)}")
         elif node.op == "get_attr":
             names.namespace[node.name] = node.meta["value"]
         elif node.op == "output":
-            lines.append(f"return {_text(node.args[0], names)}")
+            lines.append(f"return {value_text(node.args[0], names)}")
         if dies_at[node] and node.op != "output":
             lines.append(" = ".join(dead.name for dead in dies_at[node]) + " = None")
     source = f"def step({', '.join(inputs)}):\n" + "".join(f"    {line}\n" for line in lines)
@@ -71,22 +72,24 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dies_at
 
 
-def _call(node: fx.Node, names: _Names) -> str:
+def call_text(node: fx.Node, names: Names) -> str:
+    """The call that a node stands for."""
     if node.target is fused.linear:
-        return f"{names.of(node.args[1], 'linear')}({_text(node.args[0], names)})"
-    positional = [_text(arg, names) for arg in node.args]
-    named = [f"{key}={_text(arg, names)}" for key, arg in node.kwargs.items()]
+        return f"{names.of(node.args[1], 'linear')}({value_text(node.args[0], names)})"
+    positional = [value_text(arg, names) for arg in node.args]
+    named = [f"{key}={value_text(arg, names)}" for key, arg in node.kwargs.items()]
     return f"{names.of(node.target, 'op')}({', '.join(positional + named)})"
 
 
-def _text(arg: Any, names: _Names) -> str:
+def value_text(arg: Any, names: Names) -> str:
+    """An argument: a variable, a literal, a container of both, or an object under a name."""
     if isinstance(arg, fx.Node):
-        return arg.name
+        return names.rename.get(arg, arg.name)
     if isinstance(arg, list | tuple):
-        inner = ", ".join(_text(part, names) for part in arg)
+        inner = ", ".join(value_text(part, names) for part in arg)
         return f"[{inner}]" if isinstance(arg, list) else f"({inner},)"
     if isinstance(arg, dict):
-        return "{" + ", ".join(f"{key!r}: {_text(value, names)}" for key, value in arg.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {value_text(value, names)}" for key, value in arg.items()) + "}"
     if type(arg) in _LITERALS and arg == arg and arg not in (float("inf"), float("-inf")):
         return repr(arg)
     return names.of(arg, "arg")

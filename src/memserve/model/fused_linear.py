@@ -30,9 +30,9 @@ class PackedLinear:
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor] | None) -> None:
         """``weights``: ``[n_i, k]`` each, all of one dtype; ``biases``: ``[n_i]`` each, or None."""
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        weight = _joined(weights)
         self.n, self.k = weight.shape
-        self.bias = None if biases is None else (biases[0] if len(biases) == 1 else torch.cat(biases)).contiguous()
+        self.bias = None if biases is None else _joined(biases).contiguous()
         self._packed = _pack(weight)
         self._dense = weight if self._packed is None else None
         self._code = _CODES.get(weight.dtype, 0)
@@ -44,6 +44,26 @@ class PackedLinear:
         if self._packed is not None:
             self._address = _address_of(self._packed, self.n, self._inputs_padded, weight.element_size())
             self._rows_max = ROWS_NATIVE_MAX if self._address and self._reads_the_format(weight) else 0
+
+    @property
+    def is_native(self) -> bool:
+        """True when our kernel can compute this layer."""
+        return self._rows_max > 0
+
+    @property
+    def native_weights(self) -> tuple[int, int]:
+        """Addresses of the packed weight and of the bias (0: none)."""
+        return self._address, self._bias_address
+
+    @property
+    def native_sizes(self) -> tuple[int, int, int]:
+        """``(k, k padded to whole blocks, n)``"""
+        return self.k, self._inputs_padded, self.n
+
+    @property
+    def code(self) -> int:
+        """The dtype's number in ``_kernels``."""
+        return self._code
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [..., k]`` -> ``[..., n]``"""
@@ -71,6 +91,11 @@ class PackedLinear:
         tolerance = 2e-2 if weight.dtype == torch.bfloat16 else 1e-4
         scale = float(expected.abs().max()) + 1e-6
         return bool((self._few_rows(x, 1).float() - expected).abs().max() <= tolerance * scale)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One below the other; never a parameter itself, whose storage its owner may let go."""
+    return parts[0].detach() if len(parts) == 1 else torch.cat(parts)
 
 
 def _pack(weight: Tensor) -> Tensor | None:
