@@ -96,7 +96,10 @@ IntSpan::~IntSpan() {
 }
 
 bool IntSpan::read_buffer(nb::handle source) {
-  if (PyObject_GetBuffer(source.ptr(), &buffer_, PyBUF_ND | PyBUF_FORMAT) != 0) throw nb::python_error();
+  if (PyObject_GetBuffer(source.ptr(), &buffer_, PyBUF_ND | PyBUF_FORMAT) != 0) {
+    PyErr_Clear();  // not C-contiguous: read it item by item
+    return false;
+  }
   holds_buffer_ = true;
   const bool usable = buffer_.ndim == 1 && is_signed_integer(buffer_);
   if (!usable || (buffer_.itemsize != 4 && buffer_.itemsize != 8)) {

@@ -259,6 +259,10 @@ class BlockPool:
             copies_pending=len(self._copies),
         )
 
+    def index_bytes(self) -> int:
+        """Host memory of the index itself: nodes, token copies, block ids, hash table."""
+        return self._index.nbytes
+
     def clear_cache(self) -> int:
         """Drop every unpinned entry of the index; returns how many blocks it named."""
         gone = self._index.clear()
