@@ -228,6 +228,8 @@ class World:
             else:
                 assert finals == list(range(req.n)), f"{name}: {finals}"
         self.check_nothing_held()
+        if not any(req.beam_width for req in self.requests.values()):
+            assert not self.machine._roster.counters.standstills, "only beams may block each other"
         twin_machine = self.new_machine()
         for event, now, actions in self.diary:
             assert repr(twin_machine.handle(event, now)) == actions

@@ -116,7 +116,7 @@ class InstanceLifeOnRealPool(InstanceLife):
     twin = False
 
 
-EXAMPLES = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "100"))
 _SETTINGS = settings(
     max_examples=EXAMPLES, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -216,7 +216,7 @@ def test_the_youngest_is_preempted_and_continues_as_if_nothing_had_happened(make
         world.arrive(request(name, PROMPT[ord(name) % 3 : 8], max_tokens=16))
     world.drain()
     stats = world.machine.stats()
-    assert list(world.final)[0] == ("a", 0)
+    assert next(iter(world.final)) == ("a", 0)
     assert (stats.preemptions_swap > 0) == (mode == "swap")
     assert (stats.preemptions_recompute > 0) == (mode == "recompute")
 

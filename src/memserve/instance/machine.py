@@ -66,7 +66,7 @@ class Instance:
         self._results = Results(self._roster)
         self._outstanding: deque[Outstanding] = deque()
         self._arrivals = 0
-        self._deadlines: list[tuple[int, int, Group]] = []
+        self._deadlines: list[tuple[int, int, str]] = []  # heap of (deadline_ns, arrival, request id)
 
     # -- the one mutator
 
@@ -136,7 +136,7 @@ class Instance:
         roster.groups[request.request_id] = group
         roster.enter(group.new_sequence(), Phase.WAITING)
         if request.deadline_ns is not None:
-            heapq.heappush(self._deadlines, (request.deadline_ns, group.rank[1], group))
+            heapq.heappush(self._deadlines, (request.deadline_ns, group.arrival, request.request_id))
 
     def _retry_after_s(self, now: int) -> float:
         """As long as the head of the line has waited: a fair guess of how long it takes to get there."""
@@ -162,8 +162,9 @@ class Instance:
     def _expire(self, now: int) -> None:
         deadlines, groups = self._deadlines, self._roster.groups
         while deadlines and deadlines[0][0] <= now:
-            _, _, group = heapq.heappop(deadlines)
-            if groups.get(group.request.request_id) is group:
+            _, arrival, request_id = heapq.heappop(deadlines)
+            group = groups.get(request_id)
+            if group is not None and group.arrival == arrival:  # else it ended before
                 self._roster.finish_group(group, FinishReason.DEADLINE)
 
     # -- views

@@ -107,6 +107,20 @@ class SequenceMemory:
         sequence.writable_until = len(sequence.blocks) * self.block_tokens
         return True
 
+    def loosen(self, sequence: Sequence) -> bool:
+        """Give up the pin on the published prefix; ``False`` when there is none.
+
+        Where the cache has blocks of its own for the same tokens (they were computed twice, or copied on write), the
+        pin keeps those from eviction although the sequence does not read them.
+        """
+        if sequence.lease is None or not sequence.published:
+            return False
+        self.pool.unpin(sequence.lease)
+        request = sequence.group.request
+        sequence.lease = self.pool.acquire(request.tenant, request.prompt[:0])
+        sequence.published = 0
+        return True
+
     def publish(self, sequence: Sequence) -> None:
         """Offer the full blocks of the known tokens computed so far to the prefix cache."""
         if sequence.lease is None:

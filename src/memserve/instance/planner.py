@@ -101,10 +101,11 @@ class Planner:
         """Blocks for the tokens up to ``end``, private ones; preempts others for them if that helps."""
         while not rows.make_writable(sequence, end):
             victim = self.roster.victim_for(sequence, rows.plan.step_id)
-            if victim is None:
+            if victim is not None:
+                rows.forget(victim)
+                self.roster.preempt(victim)
+            elif not self.roster.memory.loosen(sequence):
                 return False
-            rows.forget(victim)
-            self.roster.preempt(victim)
         return True
 
     # -- pass 2

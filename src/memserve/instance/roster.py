@@ -195,7 +195,8 @@ class Roster:
         self.counters.requests_finished += 1
 
     def drop_beam(self, sequence: Sequence) -> None:
-        """A beam that no hypothesis continues. The request goes on."""
+        """A beam that no hypothesis continues. Its KV beyond the prompt is of no use to others: it is not cached."""
+        self.memory.abandon(sequence)
         self._retire(sequence)
 
     def _retire(self, sequence: Sequence) -> None:

@@ -44,6 +44,7 @@ class Group:
 
     __slots__ = (
         "admitted_ns",
+        "arrival",
         "arrived_ns",
         "beam",
         "cached_tokens",
@@ -53,7 +54,6 @@ class Group:
         "next_index",
         "preemptions",
         "prompt_logprobs",
-        "rank",
         "request",
         "reserved_slots",
         "sequences",
@@ -62,7 +62,7 @@ class Group:
 
     def __init__(self, request: Request, arrival: int, max_tokens: int, now: int) -> None:
         self.request = request
-        self.rank = (request.priority, arrival)
+        self.arrival = arrival
         self.max_tokens = max_tokens
         self.stops = frozenset(request.stop.stop_token_ids)
         self.arrived_ns = now
@@ -138,7 +138,7 @@ class Sequence:
         self.group = group
         self.request_id = request.request_id
         self.index = index
-        self.rank: Rank = (*group.rank, index)
+        self.rank: Rank = (request.priority, group.arrival, index)
         self.prompt_tokens = len(request.prompt)
         self.max_tokens = group.max_tokens
         self.min_tokens = request.stop.min_tokens
