@@ -96,12 +96,12 @@ class World:
 
 
 @contextmanager
-def serve(engine: FakeEngine, *, drain_s: float = 5.0, **options: Any) -> Iterator[World]:
-    """A real uvicorn in a thread; afterwards it is drained, and nothing may be left in the engine."""
+def running_server(engine: Any, model: Any, *, drain_s: float = 5.0, **options: Any) -> Iterator[World]:
+    """A real uvicorn in a thread on a free port; afterwards it is drained and no call may be left open."""
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
     ready = threading.Event()
-    server = Server(create_app(engine, TinyModel(), **options), drain_s=drain_s, on_ready=ready.set)
+    server = Server(create_app(engine, model, **options), drain_s=drain_s, on_ready=ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     assert ready.wait(20)
@@ -110,7 +110,16 @@ def serve(engine: FakeEngine, *, drain_s: float = 5.0, **options: Any) -> Iterat
     finally:
         server.should_exit = True
         thread.join(20)
-        engine.close()
     assert not thread.is_alive()
-    assert engine.wait_until(lambda: engine.outstanding == 0), "requests were left in the engine"
     assert server._hub.calls_open == 0
+
+
+@contextmanager
+def serve(engine: FakeEngine, **options: Any) -> Iterator[World]:
+    """A server in front of a fake engine; afterwards nothing may be left in the engine."""
+    try:
+        with running_server(engine, TinyModel(), **options) as world:
+            yield world
+        assert engine.wait_until(lambda: engine.outstanding == 0), "requests were left in the engine"
+    finally:
+        engine.close()

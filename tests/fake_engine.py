@@ -41,6 +41,8 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.stopped: list[tuple[str, int]] = []
         self.stats_error: Exception | None = None
+        self.submit_error: Exception | None = None
+        self.logprob_of: Callable[[int], float] = lambda index: -0.5  # of every token that a sequence draws
         self._step_s = step_s
         self._running: dict[str, _Running] = {}
         self._known: dict[str, set[tuple[int, ...]]] = {}  # tenant -> prefixes of whole blocks
@@ -54,6 +56,8 @@ class FakeEngine:
     # -- what the edges call
 
     def submit(self, request: Request, sink: Sink) -> None:
+        if self.submit_error is not None:
+            raise self.submit_error
         with self._changed:
             self.submitted.append(request)
             if len(self._running) < self.max_requests:
@@ -156,10 +160,12 @@ class FakeEngine:
         if reason is not None:
             self._finish(running, index, reason)
         sampling = request.sampling
-        logprobs = tuple(_logprobs(token, sampling.logprobs) for token in tokens if sampling.logprobs is not None)
+        logprob = self.logprob_of(index)
+        count = sampling.logprobs
+        logprobs = tuple(_logprobs(token, count, logprob) for token in tokens) if count is not None else ()
         prompt = None
         if first and sampling.prompt_logprobs:
-            rest = (_logprobs(int(token), sampling.logprobs or 0) for token in request.prompt[1:])
+            rest = (_logprobs(int(token), count or 0, -0.5) for token in request.prompt[1:])
             prompt = (None, *rest)
         running.sink(
             TokenOutput(request.request_id, index, tokens, logprobs, reason, cached, prompt,
@@ -185,6 +191,5 @@ class FakeEngine:
         return cached
 
 
-def _logprobs(token: int, count: int) -> TokenLogprobs:
-    top = tuple((token + rank, -0.5 - rank) for rank in range(count))
-    return TokenLogprobs(token, -0.5, top)
+def _logprobs(token: int, count: int, logprob: float) -> TokenLogprobs:
+    return TokenLogprobs(token, logprob, tuple((token + rank, logprob - rank) for rank in range(count)))

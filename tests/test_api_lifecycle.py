@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -16,6 +17,7 @@ from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
 from memserve.api.auth import KeyRing
 from memserve.api.errors import ApiError
+from memserve.api.prompts import INLINE_CHARS_MAX, Prompt, PromptEncoder
 from memserve.api.server import bind
 from memserve.errors import UserError
 
@@ -94,6 +96,25 @@ def test_300_clients_at_once() -> None:
     assert len({request.prompt.tobytes() for request in world.engine.submitted}) == 300
 
 
+def test_a_long_prompt_does_not_block_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizing waits here until another request was answered: it must run beside the event loop."""
+    encode_now, answered, waiting = PromptEncoder._encode, threading.Event(), threading.Event()
+
+    def encode_slowly(self: PromptEncoder, prompt: str, special: bool) -> Prompt:
+        if len(prompt) > INLINE_CHARS_MAX:
+            waiting.set()
+            assert answered.wait(20)
+        return encode_now(self, prompt[:5], special)
+
+    monkeypatch.setattr(PromptEncoder, "_encode", encode_slowly)
+    with serve(FakeEngine(says("x"))) as world, ThreadPoolExecutor(1) as pool, world.client() as client:
+        long = pool.submit(client.completions.create, model=MODEL, prompt="a" * (INLINE_CHARS_MAX + 1))
+        assert waiting.wait(20)
+        assert client.completions.create(model=MODEL, prompt="short").choices
+        answered.set()
+        assert long.result(20).choices
+
+
 # -- refusals
 
 
@@ -101,7 +122,7 @@ def test_a_full_queue_is_429_with_a_hint_when_to_retry() -> None:
     with serve(FakeEngine(says("x"), step_s=None, max_requests=0, retry_after_s=2.5)) as world:
         for stream in (False, True):
             response = httpx.post(f"{world.url}/v1/completions", json={**STREAM, "stream": stream})
-            assert response.status_code == 429 and response.headers["retry-after"] == "2"
+            assert response.status_code == 429 and response.headers["retry-after"] == "3"
             assert response.json()["error"]["code"] == "rate_limit_exceeded"
         with world.client() as client, pytest.raises(openai.RateLimitError):
             client.completions.create(model=MODEL, prompt="x")
@@ -117,6 +138,16 @@ def test_one_refused_prompt_cancels_the_others() -> None:
         response = httpx.post(f"{world.url}/v1/completions", json={**STREAM, "prompt": ["a", "b", "c"]})
         assert response.status_code == 429
         assert len(world.engine.cancelled) == 2 and world.engine.outstanding == 0
+
+
+def test_our_own_failure_is_500_without_details() -> None:
+    engine = FakeEngine(says("x"))
+    with serve(engine) as world:
+        engine.submit_error = RuntimeError("secret details")
+        response = httpx.post(f"{world.url}/v1/completions", json=STREAM)
+        assert response.status_code == 500 and "secret" not in response.text
+        assert response.json()["error"]["type"] == "server_error"
+        assert world.server._hub.calls_open == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

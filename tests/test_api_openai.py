@@ -195,11 +195,15 @@ def test_echo_of_token_ids_in_a_stream(world: World) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Grüße" + SCRIPT_TEXT
 
 
-def test_best_of_returns_the_likeliest(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt="hello", n=2, best_of=4, max_tokens=3)
-    assert [choice.index for choice in answer.choices] == [0, 1]
-    assert answer.choices[0].logprobs is None
-    assert answer.usage.completion_tokens == 12
+def test_best_of_returns_the_likeliest() -> None:
+    texts = ["zero", "one", "two", "three"]
+    engine = FakeEngine(lambda request, index: [*encode(texts[index]), EOS])
+    engine.logprob_of = [-0.5, -0.9, -0.1, -0.3].__getitem__
+    with serve(engine) as world, world.client() as client:
+        answer = client.completions.create(model=MODEL, prompt="hello", n=2, best_of=4)
+        assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "two"), (1, "three")]
+        assert answer.choices[0].logprobs is None
+        assert answer.usage.completion_tokens == sum(len(encode(text)) + 1 for text in texts)
 
 
 # -- stopping

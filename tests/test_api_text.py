@@ -146,3 +146,18 @@ def test_several_tokens_at_once_and_nothing_after_the_stop() -> None:
     assert delta.text == "The capital of France " and not delta.stop_found
     assert delta.finish_reason is FinishReason.STOP
     assert stream.push(TokenOutput("r", 0, (1,))).text == ""
+
+
+def test_detokenizer_starts_anew_when_the_library_gives_up() -> None:
+    """Some decoders change earlier text under a later token; tokenizers then raises instead of answering."""
+
+    class Fails:
+        def step(self, tokenizer: object, token: int) -> str:
+            raise Exception("Invalid prefix encountered while decoding stream.")
+
+    detokenizer = Detokenizer(TOKENIZER)
+    tokens = encode(SCRIPT_TEXT)
+    shown = "".join(map(detokenizer.push, tokens[:3]))
+    detokenizer._stream = Fails()  # type: ignore[assignment]
+    shown += "".join(map(detokenizer.push, tokens[3:])) + detokenizer.finish()
+    assert shown == SCRIPT_TEXT

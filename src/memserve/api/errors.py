@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from memserve.errors import UserError
@@ -76,7 +78,7 @@ def rejected(reason: str, retry_after_s: float | None) -> ApiError:
     """429 when trying later can help, 400 when the engine can never run such a request."""
     if retry_after_s is None:
         return bad_request(reason, code="request_rejected")
-    headers = {"retry-after": str(max(1, round(retry_after_s)))}
+    headers = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     return ApiError(429, reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 

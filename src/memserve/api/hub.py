@@ -98,8 +98,12 @@ class Hub:
         self._loop = asyncio.get_running_loop()
         call = Call(self, requests)
         self._calls[id(call)] = call
-        for at, request in enumerate(requests):
-            self.engine.submit(request, lambda news, at=at: self._post(call, at, news))  # type: ignore[misc]
+        try:
+            for at, request in enumerate(requests):
+                self.engine.submit(request, lambda news, at=at: self._post(call, at, news))  # type: ignore[misc]
+        except BaseException:
+            self.close(call)
+            raise
         return call
 
     def close(self, call: Call) -> None:
