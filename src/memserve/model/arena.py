@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from memserve import _core
 from memserve.types import CopyBlocks, Tier
+
+_COPY_THREADS = 2
 
 
 class KvArenas:
     """The blocks of each tier as bytes: ``[blocks, block_bytes]`` uint8, in device memory (HBM) or host memory (DRAM).
 
-    On a CPU both tiers are anonymous mappings, zeroed by the kernel when first touched. On CUDA the DRAM tier is
-    pinned, so that copies run at the bus's speed.
+    On a CPU both tiers are the core's arenas, zeroed by the kernel when first touched. On CUDA the DRAM tier is pinned,
+    so that copies run at the bus's speed.
     """
 
     def __init__(self, device: torch.device, block_bytes: int, hbm_blocks: int, dram_blocks: int) -> None:
@@ -27,9 +27,6 @@ class KvArenas:
         else:
             self.hbm = torch.zeros((hbm_blocks, block_bytes), dtype=torch.uint8, device=device)
             self.dram = torch.empty((dram_blocks, block_bytes), dtype=torch.uint8, pin_memory=dram_blocks > 0)
-        self._host: dict[Tier, NDArray[np.uint8]] = {}
-        if device.type == "cpu":
-            self._host = {Tier.HBM: self.hbm.numpy(), Tier.DRAM: self.dram.numpy()}
 
     @property
     def base(self) -> int:
@@ -38,23 +35,29 @@ class KvArenas:
 
     def copy(self, order: CopyBlocks) -> None:
         """Copy whole blocks, in the order given (an earlier destination may be a later source)."""
-        if self._host:
-            source, target = self._host[order.src_tier], self._host[order.dst_tier]
+        source, target = self._tier(order.src_tier), self._tier(order.dst_tier)
+        chained = order.src_tier == order.dst_tier and not set(order.src).isdisjoint(order.dst)
+        if chained or self.hbm.device.type != "cpu":
             for src, dst in zip(order.src, order.dst, strict=True):
-                target[dst] = source[src]
+                target[dst].copy_(source[src], non_blocking=True)
             return
-        source_tensor, target_tensor = self._tier(order.src_tier), self._tier(order.dst_tier)
-        for src, dst in zip(order.src, order.dst, strict=True):
-            target_tensor[dst].copy_(source_tensor[src], non_blocking=True)
+        src_ids, dst_ids = np.array(order.src, np.int32), np.array(order.dst, np.int32)
+        self._check_ids(source, src_ids)
+        self._check_ids(target, dst_ids)
+        _core.copy_blocks(target.data_ptr(), source.data_ptr(), self.block_bytes, src_ids, dst_ids, _COPY_THREADS)
 
     def _tier(self, tier: Tier) -> Tensor:
         return self.hbm if tier is Tier.HBM else self.dram
 
+    @staticmethod
+    def _check_ids(tier: Tensor, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        """The core trusts addresses: a wrong id would corrupt memory."""
+        if len(ids) and not (ids.min() >= 0 and ids.max() < len(tier)):
+            raise IndexError(f"blocks {ids.min()} to {ids.max()} are not all in a tier of {len(tier)} blocks")
+
 
 def _mapped(blocks: int, block_bytes: int) -> Tensor:
-    if blocks * block_bytes == 0:
+    if blocks == 0:
         return torch.empty((0, block_bytes), dtype=torch.uint8)
-    memory = mmap.mmap(-1, blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # a step touches many scattered pages of KV: spare the TLB
-    return torch.frombuffer(memory, dtype=torch.uint8).view(blocks, block_bytes)
+    arena = _core.Arena(blocks * block_bytes)
+    return torch.frombuffer(arena, dtype=torch.uint8).view(blocks, block_bytes)  # keeps the arena alive
