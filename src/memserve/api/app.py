@@ -17,13 +17,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from memserve.api.auth import KeyRing
-from memserve.api.endpoints import ChatEndpoint, CompletionsEndpoint
+from memserve.api.endpoints import ChatPlanner, CompletionPlanner, GenerationEndpoint, Shared
 from memserve.api.errors import model_not_found, shutting_down
 from memserve.api.guard import Guard, on_http_error
 from memserve.api.hub import Hub
 from memserve.api.metrics import ApiMetrics
 from memserve.api.prompts import PromptEncoder
 from memserve.api.served import ServedModel, ServingEngine, TokenNames
+from memserve.api.shapes import ChatShape, CompletionShape
 from memserve.units import MIB
 
 BODY_BYTES_MAX = 16 * MIB
@@ -93,7 +94,9 @@ def create_app(
     hub, metrics, encoder = Hub(engine), ApiMetrics(), PromptEncoder(model)
     names = TokenNames(encoder.tokenizer)
     pages = _Pages(hub, model, metrics)
-    parts = (hub, model, encoder, names, metrics, body_bytes_max)
+    shared = Shared(hub, model, encoder, metrics, body_bytes_max)
+    completions = GenerationEndpoint(shared, CompletionPlanner(model, encoder), CompletionShape(names))
+    chat = GenerationEndpoint(shared, ChatPlanner(model, encoder), ChatShape(names))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -102,8 +105,8 @@ def create_app(
 
     app = Starlette(
         routes=[
-            Route("/v1/completions", CompletionsEndpoint(*parts), methods=["POST"]),
-            Route("/v1/chat/completions", ChatEndpoint(*parts), methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", pages.models),
             Route("/v1/models/{name:path}", pages.model),
             Route("/health", pages.health),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import uuid
+from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -14,12 +15,12 @@ from memserve.api.hub import Hub
 from memserve.api.metrics import ApiMetrics
 from memserve.api.parse import parse_body
 from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
-from memserve.api.prompts import PromptEncoder
+from memserve.api.prompts import Prompt, PromptEncoder
 from memserve.api.reply import Reply
 from memserve.api.respond import answer, new_envelope
 from memserve.api.schema import ChatBody, CompletionBody
-from memserve.api.served import ServedModel, TokenNames
-from memserve.api.shapes import ChatShape, CompletionShape, Shape
+from memserve.api.served import ServedModel
+from memserve.api.shapes import Shape
 
 TENANT_KEY = "memserve.tenant"
 """Where the guard leaves the tenant in the ASGI scope."""
@@ -27,83 +28,86 @@ TENANT_KEY = "memserve.tenant"
 EXPLAIN_HEADER = "x-memserve-explain"
 
 
-class _Endpoint:
-    """What both share: an ASGI application for one route."""
-
-    def __init__(
-        self,
-        hub: Hub,
-        model: ServedModel,
-        encoder: PromptEncoder,
-        names: TokenNames,
-        metrics: ApiMetrics,
-        body_bytes_max: int,
-    ) -> None:
-        self._hub = hub
-        self._model = model
-        self._encoder = encoder
-        self._metrics = metrics
-        self._body_bytes_max = body_bytes_max
-        self._shape = self._make_shape(names)
-
-    def _make_shape(self, names: TokenNames) -> Shape:
-        raise NotImplementedError
-
-    async def _plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
-        raise NotImplementedError
+class Planner(Protocol):
+    """What one endpoint does with a body: parse it, tokenize it, plan it."""
 
     @property
-    def _id_prefix(self) -> str:
-        raise NotImplementedError
+    def id_prefix(self) -> str:
+        """How the ids of its responses begin."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        data = await read_json_body(scope, receive, self._body_bytes_max)
-        response_id = self._id_prefix + uuid.uuid4().hex
-        explain = Headers(scope=scope).get(EXPLAIN_HEADER, "").lower() in ("1", "true", "yes")
-        plan = await self._plan(data, Caller(scope[TENANT_KEY], explain), response_id)
-        reply = Reply(plan, self._encoder.tokenizer, self._metrics)
-        envelope = new_envelope(response_id, self._model.name)
-        await answer(self._hub, reply, self._shape, envelope, receive, send)
-
-    def _check_model(self, name: str) -> None:
-        if name != self._model.name:
-            raise model_not_found(name, self._model.name)
+    async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
+        """The engine requests for a body. Raises :class:`ApiError` 400 and 404."""
 
 
-class CompletionsEndpoint(_Endpoint):
+class CompletionPlanner:
     """``POST /v1/completions``."""
 
-    _id_prefix = "cmpl-"
+    id_prefix = "cmpl-"
 
-    def _make_shape(self, names: TokenNames) -> Shape:
-        return CompletionShape(names)
+    def __init__(self, model: ServedModel, encoder: PromptEncoder) -> None:
+        self._model, self._encoder = model, encoder
 
-    async def _plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
+    async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
+        """The engine requests for a body, one a prompt."""
         body = parse_body(data, CompletionBody)
-        self._check_model(body.model)
+        _check_model(body.model, self._model)
         if not isinstance(body.prompt, (str, list)):
             raise bad_request("'prompt' is required: text or token ids", "prompt", "missing_required_parameter")
-        prompts = await self._encoder.completion_prompts(
-            body.prompt, add_special_tokens=body.add_special_tokens is not False
-        )
+        add_special_tokens = body.add_special_tokens is not False
+        prompts = await self._encoder.completion_prompts(body.prompt, add_special_tokens=add_special_tokens)
         if body.echo:
-            prompts = [
-                dataclasses.replace(prompt, text=self._encoder.decode(prompt.tokens)) if prompt.text is None else prompt
-                for prompt in prompts
-            ]
+            prompts = [self._with_text(prompt) for prompt in prompts]
         return plan_completion(body, prompts, self._model, caller, response_id)
 
+    def _with_text(self, prompt: Prompt) -> Prompt:
+        """Prompts that came as token ids are decoded: the client wants to see them."""
+        return prompt if prompt.text is not None else Prompt(prompt.tokens, self._encoder.decode(prompt.tokens))
 
-class ChatEndpoint(_Endpoint):
+
+class ChatPlanner:
     """``POST /v1/chat/completions``."""
 
-    _id_prefix = "chatcmpl-"
+    id_prefix = "chatcmpl-"
 
-    def _make_shape(self, names: TokenNames) -> Shape:
-        return ChatShape(names)
+    def __init__(self, model: ServedModel, encoder: PromptEncoder) -> None:
+        self._model, self._encoder = model, encoder
 
-    async def _plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
+    async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
+        """The engine request for a body: one prompt, through the chat template."""
         body = parse_body(data, ChatBody)
-        self._check_model(body.model)
+        _check_model(body.model, self._model)
         prompt = await self._encoder.chat_prompt(body)
         return plan_chat(body, prompt, self._model, caller, response_id)
+
+
+def _check_model(name: str, model: ServedModel) -> None:
+    if name != model.name:
+        raise model_not_found(name, model.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all generating endpoints of a server share."""
+
+    hub: Hub
+    model: ServedModel
+    encoder: PromptEncoder
+    metrics: ApiMetrics
+    body_bytes_max: int
+
+
+class GenerationEndpoint:
+    """The ASGI application of one generating route."""
+
+    def __init__(self, shared: Shared, planner: Planner, shape: Shape) -> None:
+        self._shared, self._planner, self._shape = shared, planner, shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        shared = self._shared
+        data = await read_json_body(scope, receive, shared.body_bytes_max)
+        response_id = self._planner.id_prefix + uuid.uuid4().hex
+        explain = Headers(scope=scope).get(EXPLAIN_HEADER, "").lower() in ("1", "true", "yes")
+        plan = await self._planner.plan(data, Caller(scope[TENANT_KEY], explain), response_id)
+        reply = Reply(plan, shared.encoder.tokenizer, shared.metrics)
+        envelope = new_envelope(response_id, shared.model.name)
+        await answer(shared.hub, reply, self._shape, envelope, receive, send)
