@@ -1,6 +1,7 @@
-// The parallel driver of paged attention: write, barrier, tiles, barrier, merges.
+// The parallel driver of paged attention: shared writes, barrier, tiles with their own writes and merges.
 #include "attention.h"
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -56,46 +57,86 @@ struct WriteJob {
   int row, first, count;
 };
 
-std::vector<WriteJob> write_jobs(const Batch& batch) {
+// Pieces of the rows whose new tokens are read by several tiles.
+std::vector<WriteJob> write_jobs(const Batch& batch, const Plan& plan) {
   std::vector<WriteJob> jobs;
-  for (int row = 0; row < batch.rows(); ++row)
+  for (const int row : plan.rows_written_first)
     for (int first = 0; first < batch.count(row); first += kWriteTokens)
       jobs.push_back({row, first, std::min(kWriteTokens, batch.count(row) - first)});
   return jobs;
 }
 
+// One call of attend(): what its threads share.
+class Call {
+ public:
+  Call(const Batch& batch, const Plan& plan, const AttendArgs& args, Workspace& workspace)
+      : batch_(batch), plan_(plan), args_(args), kernels_(*kKernels[int(current_isa())]),
+        dtype_(int(batch.layout.dtype)),
+        scratch_bytes_(
+            padded_bytes(scratch_bytes(plan.tile_rows_max, batch.layout.head_dim_k, batch.layout.head_dim_v))),
+        slot_floats_(partial_floats(plan.tile_rows_max, batch.layout.head_dim_v)) {
+    const size_t partial_bytes = padded_bytes(sizeof(float) * slot_floats_ * plan.partials);
+    const size_t all_scratch = scratch_bytes_ * plan.threads;
+    scratch_ = workspace.reserve(all_scratch + partial_bytes + sizeof(Countdown) * plan.merges.size());
+    partials_ = reinterpret_cast<float*>(scratch_ + all_scratch);
+    parts_left_ = reinterpret_cast<Countdown*>(scratch_ + all_scratch + partial_bytes);
+    for (size_t i = 0; i < plan.merges.size(); ++i) new (parts_left_ + i) Countdown(plan.merges[i].parts);
+  }
+
+  void write(const WriteJob& job, int kv_head) const {
+    kernels_.write_tokens[dtype_](batch_, args_, job.row, kv_head, job.first, job.count);
+  }
+
+  // The thread that finishes the last part of a split context merges the parts: no barrier for that.
+  void attend(const Tile& tile, int thread) const {
+    if (args_.write && tile.writes) write_part(tile);
+    float* partial = tile.merge < 0 ? nullptr : partials_ + slot_floats_ * tile.partial;
+    kernels_.attend_tile[dtype_](TileJob{&batch_, &args_, tile, scratch_ + scratch_bytes_ * thread, partial});
+    if (tile.merge < 0 || parts_left_[tile.merge].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    const Merge& merge = plan_.merges[tile.merge];
+    kernels_.merge_tiles[dtype_](batch_, args_, merge, partials_ + slot_floats_ * merge.first_partial, slot_floats_);
+  }
+
+ private:
+  using Countdown = std::atomic<int32_t>;
+
+  static size_t padded_bytes(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+  // Its queries see only new tokens of its own part of the context, so no other tile has to wait.
+  void write_part(const Tile& tile) const {
+    const int position = batch_.first_position(tile.row);
+    const int first = std::max(0, tile.first_token - position);
+    const int end = std::min(batch_.count(tile.row), tile.end_token - position);
+    if (first < end) write({tile.row, first, end - first}, tile.kv_head);
+  }
+
+  const Batch& batch_;
+  const Plan& plan_;
+  const AttendArgs& args_;
+  const AttentionKernels& kernels_;
+  const int dtype_;
+  const size_t scratch_bytes_, slot_floats_;
+  char* scratch_;
+  float* partials_;
+  Countdown* parts_left_;
+};
+
 }  // namespace
 
 void attend(const Batch& batch, const Plan& plan, const AttendArgs& args) {
   thread_local Workspace workspace;
-  const PageLayout& layout = batch.layout;
-  const AttentionKernels& kernels = *kKernels[int(current_isa())];
-  const int dtype = int(layout.dtype), kv_heads = layout.num_kv_heads;
-  const size_t scratch = (scratch_bytes(plan.tile_rows_max, layout.head_dim_k, layout.head_dim_v) + 63) / 64 * 64;
-  const size_t slot_floats = partial_floats(plan.tile_rows_max, layout.head_dim_v);
-  char* memory = workspace.reserve(scratch * plan.threads + sizeof(float) * slot_floats * plan.partials);
-  float* partials = reinterpret_cast<float*>(memory + scratch * plan.threads);
-  const std::vector<WriteJob> writes = args.write ? write_jobs(batch) : std::vector<WriteJob>{};
+  const Call call(batch, plan, args, workspace);
+  const std::vector<WriteJob> writes = args.write ? write_jobs(batch, plan) : std::vector<WriteJob>{};
+  const int kv_heads = batch.layout.num_kv_heads;
   const int write_count = int(writes.size()) * kv_heads, tile_count = int(plan.tiles.size());
-  const int merge_count = int(plan.merges.size());
-
 #pragma omp parallel num_threads(plan.threads)
   {
+    if (write_count) {
 #pragma omp for schedule(static)
-    for (int i = 0; i < write_count; ++i) {
-      const WriteJob& job = writes[i / kv_heads];
-      kernels.write_tokens[dtype](batch, args, job.row, i % kv_heads, job.first, job.count);
+      for (int i = 0; i < write_count; ++i) call.write(writes[i / kv_heads], i % kv_heads);
     }
-#pragma omp for schedule(dynamic, 1)
-    for (int i = 0; i < tile_count; ++i) {
-      const Tile& tile = plan.tiles[i];
-      float* partial = tile.partial < 0 ? nullptr : partials + slot_floats * tile.partial;
-      kernels.attend_tile[dtype](TileJob{&batch, &args, tile, memory + scratch * thread_number(), partial});
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (int i = 0; i < merge_count; ++i)
-      kernels.merge_tiles[dtype](batch, args, plan.merges[i], partials + slot_floats * plan.merges[i].first_partial,
-                                 slot_floats);
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int i = 0; i < tile_count; ++i) call.attend(plan.tiles[i], thread_number());
   }
 }
 

@@ -35,6 +35,7 @@ struct Batch {
   std::vector<int32_t> q_starts, contexts;
   std::vector<int32_t> blocks;        // the rows' block ids, one row after the other
   std::vector<int64_t> block_starts;  // where row i's ids begin in `blocks`
+  bool shares_writes = false;         // some row reads a block that another row writes in this very step
 
   int rows() const { return int(contexts.size()); }
   int count(int row) const { return q_starts[row + 1] - q_starts[row]; }
@@ -47,7 +48,8 @@ struct Tile {
   int32_t row, kv_head;
   int32_t first_query, queries;     // within the row
   int32_t first_token, end_token;   // of the context; first_token is a multiple of kPanelTokens
-  int32_t partial;                  // slot for an unnormalised result, -1: this tile is the whole context
+  int32_t partial, merge;           // slot for an unnormalised result and its Merge; -1: this is the whole context
+  bool writes;                      // stores the row's new tokens of its part of the context before it attends
 };
 
 // Some tiles share their queries: each has a part of the context and one of `parts` consecutive partial slots.
@@ -62,6 +64,7 @@ struct Plan {
   int tile_rows_max = 0, partials = 0;  // a partial slot holds partial_floats(tile_rows_max)
   std::vector<Tile> tiles;
   std::vector<Merge> merges;
+  std::vector<int32_t> rows_written_first;  // several tiles share their new tokens: stored by all before any attends
 };
 
 Plan make_plan(const Batch& batch, int heads, int window, int threads_max);

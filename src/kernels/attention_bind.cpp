@@ -60,7 +60,8 @@ PageLayout parse_layout(uintptr_t base, const Geometry& geometry) {
   require(kv_heads > 0, "num_kv_heads is ", kv_heads, ", must be positive");
   require(dim_k > 0 && dim_k % 8 == 0, "head_dim_k is ", dim_k, ", must be a positive multiple of 8");
   require(dim_v > 0 && dim_v % 8 == 0, "head_dim_v is ", dim_v, ", must be a positive multiple of 8");
-  require(block_tokens > 0 && block_tokens % 16 == 0, "block_tokens is ", block_tokens, ", must be a positive multiple of 16");
+  require(block_tokens > 0 && block_tokens % 16 == 0, "block_tokens is ", block_tokens,
+          ", must be a positive multiple of 16");
   require(base != 0 && base % 4 == 0, "base is ", base, ", must be a non-zero address aligned to 4 bytes");
   return {reinterpret_cast<char*>(base), layers, kv_heads, dim_k, dim_v, block_tokens, parse_dtype(dtype)};
 }
@@ -69,17 +70,34 @@ PageLayout parse_layout(uintptr_t base, const Geometry& geometry) {
 void add_row(Batch& batch, const Table& tables, int row, int table_row, int64_t num_blocks) {
   const int slots = int(tables.shape(0)), width = int(tables.shape(1));
   const int count = batch.count(row), context = batch.contexts[row];
-  require(table_row >= 0 && table_row < slots, "table_rows[", row, "] is ", table_row, ", but tables has ", slots, " rows");
+  require(table_row >= 0 && table_row < slots, "table_rows[", row, "] is ", table_row, ", but tables has ", slots,
+          " rows");
   require(count >= 0, "q_starts falls from ", batch.q_starts[row], " to ", batch.q_starts[row + 1], " at row ", row);
   require(context >= count, "contexts[", row, "] is ", context, ", less than the row's ", count, " new tokens");
   const int64_t block_tokens = batch.layout.block_tokens, blocks = (context + block_tokens - 1) / block_tokens;
-  require(blocks <= width, "contexts[", row, "] is ", context, ", but tables has room for ", width * block_tokens, " tokens");
+  require(blocks <= width, "contexts[", row, "] is ", context, ", but tables has room for ", width * block_tokens,
+          " tokens");
   const int32_t* ids = tables.data() + int64_t(table_row) * width;
   for (int64_t i = 0; i < blocks; ++i)
-    require(ids[i] >= 0 && ids[i] < num_blocks, "block id ", ids[i], " at tables[", table_row, ", ", i, "] is not in 0..",
-            num_blocks - 1);
+    require(ids[i] >= 0 && ids[i] < num_blocks, "block id ", ids[i], " at tables[", table_row, ", ", i,
+            "] is not in 0..", num_blocks - 1);
   batch.block_starts.push_back(int64_t(batch.blocks.size()));
   batch.blocks.insert(batch.blocks.end(), ids, ids + blocks);
+}
+
+// Whether a block that some row writes also belongs to another row (two requests that compute a prefix together).
+bool shares_writes(const Batch& batch) {
+  int32_t highest = -1;
+  for (const int32_t id : batch.blocks) highest = std::max(highest, id);
+  std::vector<uint8_t> users(size_t(highest) + 1, 0);
+  for (const int32_t id : batch.blocks) users[id] = users[id] ? 2 : 1;
+  for (int row = 0; row < batch.rows(); ++row) {
+    if (batch.count(row) == 0) continue;
+    const int first = batch.first_position(row) / batch.layout.block_tokens;
+    for (int i = first; i <= (batch.contexts[row] - 1) / batch.layout.block_tokens; ++i)
+      if (users[batch.row_blocks(row)[i]] > 1) return true;
+  }
+  return false;
 }
 
 Batch parse_batch(uintptr_t base, const Geometry& geometry, const Table& tables, const Ints& table_rows,
@@ -94,6 +112,7 @@ Batch parse_batch(uintptr_t base, const Geometry& geometry, const Table& tables,
   batch.contexts.assign(contexts.data(), contexts.data() + rows);
   const int64_t limit = num_blocks.value_or(int64_t(1) << 31);
   for (size_t row = 0; row < rows; ++row) add_row(batch, tables, int(row), table_rows.data()[row], limit);
+  batch.shares_writes = shares_writes(batch);
   return batch;
 }
 
@@ -128,12 +147,14 @@ class PagedBatch {
 
 Strided strided(const char* name, const Address& address, size_t element_bytes) {
   const auto& [pointer, token_stride, head_stride] = address;
-  require(pointer != 0 && pointer % element_bytes == 0, name, "'s address is ", pointer, ", must be non-zero and aligned");
+  require(pointer != 0 && pointer % element_bytes == 0, name, "'s address is ", pointer,
+          ", must be non-zero and aligned");
   return {reinterpret_cast<char*>(pointer), token_stride, head_stride};
 }
 
 void attend(PagedBatch& batch, int layer, int heads, const Address& q, const Address& k, const Address& v,
-            const Address& out, float scale, int window, float softcap, const std::optional<Floats>& sinks, bool write) {
+            const Address& out, float scale, int window, float softcap, const std::optional<Floats>& sinks,
+            bool write) {
   const PageLayout& layout = batch.batch().layout;
   require(layer >= 0 && layer < layout.num_layers, "layer is ", layer, ", must be in 0..", layout.num_layers - 1);
   require(heads > 0 && heads % layout.num_kv_heads == 0, "heads is ", heads, ", must be a positive multiple of the ",
@@ -164,11 +185,11 @@ void bind_attention(nb::module_& m) {
               const Ints& q_starts, const Ints& contexts, std::optional<int64_t> num_blocks) {
              new (self) PagedBatch(parse_batch(base, geometry, tables, table_rows, q_starts, contexts, num_blocks));
            },
-           nb::arg("base"), nb::arg("geometry"), nb::arg("tables"), nb::arg("table_rows"), nb::arg("q_starts"),
-           nb::arg("contexts"), nb::arg("num_blocks").none() = nb::none())
+           nb::arg("base"), nb::arg("geometry"), nb::arg("tables").noconvert(), nb::arg("table_rows").noconvert(),
+           nb::arg("q_starts").noconvert(), nb::arg("contexts").noconvert(), nb::arg("num_blocks").none() = nb::none())
       .def_prop_ro("tokens", &PagedBatch::tokens)
       .def_prop_ro("rows", [](const PagedBatch& self) { return self.batch().rows(); });
-  m.def("attend", &attend, nb::arg("batch"), nb::arg("layer"), nb::arg("heads"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
-        nb::arg("out"), nb::arg("scale"), nb::arg("window") = 0, nb::arg("softcap") = 0.0f,
-        nb::arg("sinks").none() = nb::none(), nb::arg("write") = true);
+  m.def("attend", &attend, nb::arg("batch"), nb::arg("layer"), nb::arg("heads"), nb::arg("q"), nb::arg("k"),
+        nb::arg("v"), nb::arg("out"), nb::arg("scale"), nb::arg("window") = 0, nb::arg("softcap") = 0.0f,
+        nb::arg("sinks").noconvert().none() = nb::none(), nb::arg("write") = true);
 }

@@ -12,6 +12,7 @@ namespace memserve::MEMSERVE_ISA {
 namespace {
 
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kPrefetchParts = 3;
 constexpr int kChunkPanels = kChunkTokens / kPanelTokens;
 
 template <class Format, class T>
@@ -81,13 +82,31 @@ class TileKernel {
   // scores[rows, chunk] = Q K, one panel after the other so that the packed panel stays in L1.
   void score_chunk(int first, int end) {
     for (int token = first; token < end; token += kPanelTokens) {
-      if (rows_ <= kBlockRows && token + kPanelTokens < tile_.end_token) pages_.prefetch(token + kPanelTokens);
+      prefetch(first, end, (token - first) / kPanelTokens);
       int stride;
       const Unit* panel = key_panel(token, end, &stride);
       multiply(Operands<Format>{reinterpret_cast<const Unit*>(q_), dim_k_ / Format::kUnitTokens, &panel, 1,
                                 dim_k_ / Format::kUnitTokens, stride, scores_ + (token - first), kChunkTokens, nullptr},
                rows_, kPanelTokens);
     }
+  }
+
+  // With few rows a tile waits for memory. Parts are read in the order K K K K V V V V K K ..; `part` is about to be,
+  // and what comes kPrefetchParts later is asked for.
+  void prefetch(int first, int end, int part) const {
+    if (rows_ > kBlockRows) return;
+    int panels = padded(end - first, kPanelTokens) / kPanelTokens;
+    part += kPrefetchParts;
+    if (part >= 2 * panels) {
+      part -= 2 * panels;
+      first = end;
+      end = first + kChunkTokens < tile_.end_token ? first + kChunkTokens : tile_.end_token;
+      panels = padded(end - first, kPanelTokens) / kPanelTokens;
+    }
+    if (part < panels)
+      pages_.prefetch_keys(first + part * kPanelTokens);
+    else if (part < 2 * panels)
+      pages_.prefetch_values(first + (part - panels) * kPanelTokens);
   }
 
   const Unit* key_panel(int token, int end, int* stride) {
@@ -97,8 +116,10 @@ class TileKernel {
     }
     Unit* panel = reinterpret_cast<Unit*>(keys_);
     *stride = kPanelTokens;
-    for (int at = 0; at < kPanelTokens && token + at < end; at += piece)
-      pack(Format{}, Source<T>{pages_.key(token + at), block_tokens, dim_k_, piece, 0, dim_k_}, panel + at, kPanelTokens);
+    for (int at = 0; at < kPanelTokens && token + at < end; at += piece) {
+      const Source<T> columns{pages_.key(token + at), block_tokens, dim_k_, piece, 0, dim_k_};
+      pack(Format{}, columns, panel + at, kPanelTokens);
+    }
     return panel;
   }
 
@@ -124,8 +145,10 @@ class TileKernel {
       store(decay_ + r, exp2<false>(old - next));
       store(denominator_ + r, load(denominator_ + r) * load(decay_ + r));
     }
-    for (int r = 0; r < rows_; ++r)
-      denominator_[r] += exponentiate(scores_ + int64_t(r) * kChunkTokens, weights_ + int64_t(r) * kChunkTokens, tokens, max_[r]);
+    for (int r = 0; r < rows_; ++r) {
+      const int64_t row = int64_t(r) * kChunkTokens;
+      denominator_[r] += exponentiate(scores_ + row, weights_ + row, tokens, max_[r]);
+    }
   }
 
   void cap(float* scores, int tokens) const {
@@ -168,8 +191,12 @@ class TileKernel {
   void sum_chunk(int first, int end) {
     const Unit* panels[kChunkPanels];
     int count = 0;
-    for (int token = first; token < end; token += kPanelTokens, ++count) panels[count] = value_panel(token, end, count);
-    multiply(Operands<Format>{reinterpret_cast<const Unit*>(weights_), kChunkTokens / Format::kUnitTokens, panels, count,
+    for (int token = first; token < end; token += kPanelTokens, ++count) {
+      prefetch(first, end, padded(end - first, kPanelTokens) / kPanelTokens + count);
+      panels[count] = value_panel(token, end, count);
+    }
+    const Unit* weights = reinterpret_cast<const Unit*>(weights_);
+    multiply(Operands<Format>{weights, kChunkTokens / Format::kUnitTokens, panels, count,
                               kPanelTokens / Format::kUnitTokens, dim_v_padded_, sums_, dim_v_padded_, decay_},
              rows_, padded(dim_v_, kBlockColumns));
   }
@@ -260,7 +287,7 @@ void merge_tiles(const Batch& batch, const AttendArgs& args, const Merge& merge,
 template <class T>
 void write_tokens(const Batch& batch, const AttendArgs& args, int row, int kv_head, int first, int count) {
   const PageLayout& layout = batch.layout;
-  const HeadPages<T> pages(batch, args, Tile{row, kv_head, 0, 0, 0, 0, -1});
+  const HeadPages<T> pages(batch, args, Tile{row, kv_head, 0, 0, 0, 0, -1, -1, false});
   for (int i = first; i < first + count; ++i) {
     const int position = batch.first_position(row) + i;
     const int64_t token = batch.q_starts[row] + i;

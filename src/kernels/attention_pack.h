@@ -69,13 +69,16 @@ class HeadPages {
   // Tokens [token, token + piece()) lie in one block for every multiple of piece().
   int piece() const { return layout_.block_tokens % kPanelTokens == 0 ? kPanelTokens : 16; }
 
-  // Ask for a panel that will be read soon.
-  void prefetch(int token) const {
-    const char* data = reinterpret_cast<const char*>(at(token));
-    for (size_t byte = 0; byte < layout_.head_bytes(); byte += 64) __builtin_prefetch(data + byte, 0, 2);
-  }
+  // Ask for the K or the V of a panel that will be read soon.
+  void prefetch_keys(int token) const { prefetch(at(token), layout_.head_dim_k); }
+  void prefetch_values(int token) const { prefetch(at(token) + layout_.value_offset(0), layout_.head_dim_v); }
 
  private:
+  void prefetch(const T* from, int dim) const {
+    const char* data = reinterpret_cast<const char*>(from);
+    for (size_t byte = 0; byte < dim * kPanelTokens * sizeof(T); byte += 64) __builtin_prefetch(data + byte);
+  }
+
   T* at(int token) const {
     return reinterpret_cast<T*>(layout_.head(blocks_[token / layout_.block_tokens], layer_, kv_head_));
   }

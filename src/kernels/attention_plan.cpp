@@ -8,7 +8,8 @@ constexpr int kSplitTokensMin = 2 * kChunkTokens;  // a part of a context is wor
 constexpr int64_t kPanelOverheadRows = 8;          // reading and packing a panel costs about as much as 8 rows of work
 
 int64_t cost(const Tile& t, int group) {
-  return (int64_t(t.queries) * group + kPanelOverheadRows) * ((t.end_token - t.first_token + kPanelTokens - 1) / kPanelTokens);
+  const int64_t panels = padded(t.end_token - t.first_token, kPanelTokens) / kPanelTokens;
+  return (int64_t(t.queries) * group + kPanelOverheadRows) * panels;
 }
 
 // All queries of a row for one kv head, `queries_max` at a time.
@@ -17,7 +18,8 @@ void add_tiles(std::vector<Tile>& tiles, const Batch& batch, int row, int kv_hea
     const int queries = std::min(queries_max, batch.count(row) - first);
     const int position = batch.first_position(row) + first;
     const int oldest = window > 0 ? std::max(0, position + 1 - window) : 0;
-    tiles.push_back({row, kv_head, first, queries, oldest / kPanelTokens * kPanelTokens, position + queries, -1});
+    tiles.push_back({row, kv_head, first, queries, oldest / kPanelTokens * kPanelTokens, position + queries, -1, -1,
+                     batch.count(row) <= queries_max && !batch.shares_writes});
   }
 }
 
@@ -34,6 +36,7 @@ void split_tile(Plan& plan, const Tile& whole, int64_t cost_max, int group) {
     part.first_token = first;
     part.end_token = std::min(first + part_tokens, whole.end_token);
     part.partial = plan.partials++;
+    part.merge = int32_t(plan.merges.size());
     plan.tiles.push_back(part);
   }
   plan.merges.push_back(merge);
@@ -46,8 +49,10 @@ Plan make_plan(const Batch& batch, int heads, int window, int threads_max) {
   const int kv_heads = batch.layout.num_kv_heads, group = heads / kv_heads;
   const int queries_max = std::max(1, kTileRows / group);
   std::vector<Tile> wholes;
-  for (int row = 0; row < batch.rows(); ++row)
+  for (int row = 0; row < batch.rows(); ++row) {
+    if (batch.count(row) > queries_max || batch.shares_writes) plan.rows_written_first.push_back(row);
     for (int kv_head = 0; kv_head < kv_heads; ++kv_head) add_tiles(wholes, batch, row, kv_head, queries_max, window);
+  }
   int64_t total = 0;
   for (const Tile& tile : wholes) {
     total += cost(tile, group);

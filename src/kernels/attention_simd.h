@@ -59,10 +59,13 @@ inline float sum_of_lanes(VecF v) {
 #endif
 }
 
-// 2^f for f in [-1/2, 1/2]. Relative error: 8e-5 (fast, for weights that bfloat16 rounds anyway) or 2e-7 (Cephes exp2f).
+// 2^f for f in [-1/2, 1/2]. Relative error: 8e-5 (Fast, for weights that bfloat16 rounds anyway), 2e-7 (Cephes exp2f).
 template <bool Fast>
 inline VecF exp2_fraction(VecF f) {
-  if constexpr (Fast) return ((f * 5.5171664924e-02f + 2.4261112188e-01f) * f + 6.9326098622e-01f) * f + 9.9992807358e-01f;
+  if constexpr (Fast) {
+    const VecF p = f * 5.5171664924e-02f + 2.4261112188e-01f;
+    return (p * f + 6.9326098622e-01f) * f + 9.9992807358e-01f;
+  }
   VecF p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
   p = p * f + 9.618437357674640e-3f;
   p = p * f + 5.550332471162809e-2f;

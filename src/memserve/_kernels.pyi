@@ -1,12 +1,14 @@
 """Native compute on CPU (level 0): paged attention. No torch linkage; the GIL is released in bulk work."""
 
+from typing import TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
-type Address = tuple[int, int, int]
+Address: TypeAlias = tuple[int, int, int]
 """``[token, head, element]`` storage: (pointer, token stride, head stride), strides in elements, elements dense."""
 
-type Geometry = tuple[int, int, int, int, int, str]
+Geometry: TypeAlias = tuple[int, int, int, int, int, str]
 """(num_layers, num_kv_heads, head_dim_k, head_dim_v, block_tokens, dtype name: float32 | bfloat16 | float16)."""
 
 def isa() -> str:
@@ -66,11 +68,12 @@ def attend(
 ) -> None:
     """Store this step's ``k, v`` in the pages of ``layer``, then causal attention of ``q`` over the paged context.
 
-    ``q [T, heads, head_dim_k]``, ``k [T, kv_heads, head_dim_k]``, ``v [T, kv_heads, head_dim_v]``, ``out [T, heads,
-    head_dim_v]``, all of the pages' dtype; query head ``h`` reads kv head ``h // (heads // kv_heads)``. Softmax and sums
-    are float32 (weights are rounded to bfloat16 where the processor multiplies bfloat16). ``window`` > 0: only the last
-    ``window`` positions, the own one included. ``softcap`` > 0: ``s = softcap * tanh(s / softcap)``. ``sinks [heads]``:
-    one extra logit a head, in the denominator only. ``write=False``: the pages hold ``k, v`` already; both are ignored.
+    ``q [T, heads, head_dim_k]``, ``k [T, kv_heads, head_dim_k]``, ``v [T, kv_heads, head_dim_v]`` and ``out [T, heads,
+    head_dim_v]`` have the pages' dtype; query head ``h`` reads kv head ``h // (heads // kv_heads)``. Softmax and sums
+    are float32 (weights are rounded to bfloat16 where the processor multiplies bfloat16). All rows write before any
+    row reads. ``window`` > 0: only the last ``window`` positions, the own one included. ``softcap`` > 0:
+    ``s = softcap * tanh(s / softcap)``. ``sinks [heads]``: one extra logit a head, in the denominator only.
+    ``write=False``: the pages hold ``k, v`` already; both arguments are ignored.
 
     Runs on as many threads as OpenMP (torch.set_num_threads) allows. Raises ValueError, naming the value.
     """

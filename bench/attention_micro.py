@@ -1,0 +1,140 @@
+"""Paged attention beside torch's SDPA on contiguous tensors, and decode beside the machine's memory bandwidth.
+
+Usage: ``python bench/attention_micro.py [--threads 2] [--rounds 7]``. Shapes are SmolLM2-135M's: 30 layers, 9 heads,
+3 KV heads of 64. The contenders take turns inside each round; the figures are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from memserve import _kernels
+
+LAYERS, HEADS, KV_HEADS, DIM, BLOCK = 30, 9, 3, 64, 32
+SHAPES = ((1, 1, 256), (8, 1, 256), (32, 1, 256), (1, 1, 4096), (1, 512, 512), (1, 2048, 2048))
+"""(rows, new tokens, context) of the steps."""
+
+
+def huge_pages(elements: int, kind: torch.dtype) -> torch.Tensor:
+    """Memory like the pool's arena: one mapping that asks for huge pages."""
+    mapping = mmap.mmap(-1, elements * kind.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=kind)
+
+
+@dataclass
+class Step:
+    """One step of all layers: ``rows`` sequences with ``count`` new tokens each, ``context`` tokens afterwards."""
+
+    rows: int
+    count: int
+    context: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        self.kind = getattr(torch, self.dtype)
+        blocks = -(-self.context // BLOCK)
+        self.arena = huge_pages(self.rows * blocks * LAYERS * KV_HEADS * BLOCK * 2 * DIM, self.kind)
+        self.arena.copy_(torch.randn(1 << 20)[torch.arange(self.arena.numel()) % (1 << 20)])
+        tables = np.random.default_rng(0).permutation(self.rows * blocks).astype(np.int32).reshape(self.rows, blocks)
+        self.batch = _kernels.PagedBatch(
+            self.arena.data_ptr(),
+            (LAYERS, KV_HEADS, DIM, DIM, BLOCK, self.dtype),
+            tables,
+            np.arange(self.rows, dtype=np.int32),
+            (np.arange(self.rows + 1) * self.count).astype(np.int32),
+            np.full(self.rows, self.context, np.int32),
+        )
+        tokens = self.rows * self.count
+        self.q, self.out = (torch.randn(tokens, HEADS, DIM).to(self.kind) for _ in range(2))
+        self.k, self.v = (torch.randn(tokens, KV_HEADS, DIM).to(self.kind) for _ in range(2))
+        self.dense_q = torch.randn(self.rows, HEADS, self.count, DIM).to(self.kind)
+        # Dense rivals get one layer's KV per layer only for decode, where reading memory is the work.
+        layers = LAYERS if self.count == 1 else 1
+        shape = (layers, 2, self.rows, KV_HEADS, self.context, DIM)
+        self.dense = torch.randn(shape).to(self.kind)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that one step reads."""
+        return self.rows * self.context * LAYERS * KV_HEADS * 2 * DIM * self.kind.itemsize
+
+    @property
+    def flop(self) -> float:
+        """Multiplications and additions of one step, causal half only."""
+        visible = self.count * (self.context - self.count) + self.count * (self.count + 1) / 2
+        return self.rows * LAYERS * HEADS * visible * 4 * DIM
+
+    def paged(self) -> None:
+        """Our kernel over all layers."""
+        addresses = [(t.data_ptr(), t.stride(0), t.stride(1)) for t in (self.q, self.k, self.v, self.out)]
+        for layer in range(LAYERS):
+            _kernels.attend(self.batch, layer, HEADS, *addresses, DIM**-0.5)
+
+    def sdpa(self) -> None:
+        """torch on dense tensors that hold the same tokens: no paging, no writing of K and V."""
+        causal = self.count > 1
+        for layer in range(LAYERS):
+            k, v = self.dense[layer % len(self.dense)]
+            F.scaled_dot_product_attention(self.dense_q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def medians(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds per contender; they take turns, and the first round only warms up."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, call in contenders.items():
+            spent = seconds(call)
+            if turn:
+                samples[name].append(spent)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def compare(step: Step, read: torch.Tensor, rounds: int) -> None:
+    """Print one line."""
+    contenders: dict[str, Callable[[], object]] = {"paged": step.paged, "sdpa": step.sdpa}
+    if step.count == 1:
+        contenders["read"] = read.sum
+    took = medians(contenders, rounds)
+    name = f"{step.dtype:9} rows={step.rows:<3} new={step.count:<5} context={step.context:<5}"
+    line = f"{name} paged {took['paged'] * 1e3:8.2f} ms  sdpa {took['sdpa'] * 1e3:8.2f} ms"
+    line += f"  sdpa/paged {took['sdpa'] / took['paged']:5.2f}  {step.flop / took['paged'] / 1e9:6.0f} GFLOP/s"
+    if step.count == 1:
+        ours, machine = step.kv_bytes / took["paged"], read.nbytes / took["read"]
+        line += f"  KV read at {ours / 1e9:5.1f} of {machine / 1e9:5.1f} GB/s"
+    print(line, flush=True)
+
+
+def main() -> None:
+    """Measure decode at several batch sizes and prefill at several lengths."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    read = torch.ones(1 << 26)
+    print(f"isa {_kernels.isa()}, {args.threads} threads, torch {torch.__version__}")
+    for dtype in ("bfloat16", "float32"):
+        for rows, count, context in SHAPES:
+            compare(Step(rows, count, context, dtype), read, args.rounds)
+
+
+if __name__ == "__main__":
+    main()
