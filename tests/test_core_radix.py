@@ -192,3 +192,19 @@ def test_global_tree_equals_its_twin(ops: list) -> None:
             assert index.match_holders(name, tokens) == want
         assert index.blocks(0) == len(set.union(*held.values()))
         index.check_invariants()
+
+
+def test_demotion_does_not_make_older_dram_blocks_new_again() -> None:
+    """An edge that goes down in two pieces: what was used between them is newer than the first piece."""
+    hbm, dram = BlockAllocator(3), BlockAllocator(3)
+    index = RadixIndex(1, hbm, dram)
+    for tokens in ([7], [1, 2]):
+        blocks = hbm.allocate(len(tokens))
+        index.insert(A, tokens, blocks)
+        hbm.release(blocks)
+    assert index.evict(0, 2).moved_from == [0, 2]  # [7], then the tail of [1, 2]
+    index.unpin(index.acquire(A, [7]).pin)
+    assert index.evict(0, 1).moved_from == [1]
+    index.check_invariants()
+    assert len(index.evict(1, 1).dropped_dram) == 1
+    assert (index.match(A, [1, 2]), index.match(A, [7])) == (1, 1)
