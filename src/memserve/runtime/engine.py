@@ -86,7 +86,8 @@ class Engine:
         #: all and only the requests that were submitted and have not ended
         self._waiters: dict[str, _Waiter] = {}
         self._lock = threading.Lock()  # guards _waiters and _closing against submitters
-        self._closing = False
+        self._closing = False  # refuse new requests
+        self._closed = False  # `close` was called
         self._timer = StepTimer()
         self._threads = [
             threading.Thread(target=self._run_machine, name="memserve-engine", daemon=True),
@@ -124,12 +125,17 @@ class Engine:
         with self._lock:
             return len(self._waiters)
 
+    @property
+    def closing(self) -> bool:
+        """Whether new requests are refused: the engine is closing, or its machine broke."""
+        return self._closing
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what still runs, stop both threads and free the device."""
         with self._lock:
-            if self._closing:
+            if self._closed:
                 return
-            self._closing = True
+            self._closing = self._closed = True
             running = list(self._waiters)
         for request_id in running:
             self._inbox.put(RequestCancelled(request_id))
