@@ -176,8 +176,8 @@ def bench_copies() -> Iterator[Record]:
     """Blocks of 737,280 bytes between two arenas, beside one memcpy of the same bytes."""
     block_bytes, blocks = 737_280, 128
     source, target = _core.Arena(block_bytes * blocks), _core.Arena(block_bytes * blocks)
-    np.frombuffer(source, np.uint8)[:] = 1
-    np.frombuffer(target, np.uint8)[:] = 2
+    np.frombuffer(memoryview(source), np.uint8)[:] = 1
+    np.frombuffer(memoryview(target), np.uint8)[:] = 2
     ids = np.random.default_rng(3).permutation(blocks).astype(np.int32)
     order = np.arange(blocks, dtype=np.int32)
     calls: dict[str, Callable[[int], None]] = {
