@@ -285,3 +285,9 @@ def test_a_taken_port_is_a_user_error_before_anything_else() -> None:
     with bind("127.0.0.1", 0) as first, pytest.raises(UserError) as caught:
         bind("127.0.0.1", first.getsockname()[1])
     assert "in use" in str(caught.value) and "--port" in (caught.value.hint or "")
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """asyncio turns Nagle's algorithm off only for sockets whose protocol is spelled out; accepted ones inherit it."""
+    with bind("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
