@@ -43,11 +43,11 @@ class Bench:
         self.arrivals = 0
         self.ended = 0
 
-    def perform(self, event: Event) -> float:
-        """Handle ``event``; returns the seconds that ``handle`` took."""
-        begun = time.perf_counter()
+    def perform(self, event: Event) -> tuple[float, float]:
+        """Handle ``event``; returns the seconds that ``handle`` took: by the clock, and of this thread's CPU time."""
+        begun, begun_cpu = time.perf_counter(), time.thread_time()
         actions = self.instance.handle(event, 0)
-        spent = time.perf_counter() - begun
+        spent = time.perf_counter() - begun, time.thread_time() - begun_cpu
         for action in actions:
             if isinstance(action, RunStep):
                 self.plans.append(action.plan)
@@ -65,14 +65,14 @@ class Bench:
         self.perform(RequestArrived(Request(name, prompt, SamplingParams(seed=self.arrivals), stop)))
         self.arrivals += 1
 
-    def step(self) -> tuple[float, int]:
-        """The device answers the oldest plan; returns seconds in ``handle`` and the plan's rows."""
+    def step(self) -> tuple[float, float, int]:
+        """The device answers the oldest plan; returns seconds in ``handle`` (clock, CPU) and the plan's rows."""
         plan = self.plans.popleft()
         draws = sum(map(len, plan.sample_slots))
-        spent = self.perform(StepFinished(plan.step_id, [1234] * draws, 40_000_000))
+        spent, spent_cpu = self.perform(StepFinished(plan.step_id, [1234] * draws, 40_000_000))
         while self.arrivals - self.ended < self.running:
             self.arrive()
-        return spent, len(plan.slots)
+        return spent, spent_cpu, len(plan.slots)
 
     def measure(self, steps: int) -> dict[str, Any]:
         """Warm up until everybody runs, then time ``steps`` steps."""
@@ -81,13 +81,15 @@ class Bench:
         for _ in range(self.running + 20 if not self.mixed else 2 * self.running + 50):
             self.step()
         samples = [self.step() for _ in range(steps)]
-        spent = sorted(seconds * 1e6 for seconds, _ in samples)
+        spent = sorted(sample[0] * 1e6 for sample in samples)
+        cpu = [sample[1] * 1e6 for sample in samples]
         return {
             "running": self.running,
             "load": "mixed" if self.mixed else "decode",
-            "rows_mean": round(statistics.fmean(rows for _, rows in samples), 1),
+            "rows_mean": round(statistics.fmean(rows for _, _, rows in samples), 1),
             "us_median": round(statistics.median(spent), 1),
             "us_mean": round(statistics.fmean(spent), 1),
+            "cpu_us_mean": round(statistics.fmean(cpu), 1),
             "us_p99": round(spent[int(len(spent) * 0.99) - 1], 1),
             "share_of_40ms_step_percent": round(statistics.median(spent) / 400, 3),
         }

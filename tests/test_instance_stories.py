@@ -132,6 +132,15 @@ def test_a_fully_cached_prompt_without_room_for_the_copy_recomputes_its_last_blo
     assert world.device.computed_tokens == 8 + 4
 
 
+def test_a_block_that_was_copied_does_not_keep_its_original_from_eviction(make):
+    """The whole pool is needed by one answer; the cached original of its copied block must make room."""
+    world = make(hbm=3, depth=1)
+    for name in ("first", "again"):
+        world.arrive(request(name, PROMPT[:8], max_tokens=5))
+        world.drain()
+    assert world.machine.stats().copied_on_write == 1 and world.machine.stats().preemptions_recompute == 0
+
+
 def test_requests_with_one_new_prefix_do_not_compute_it_several_times(make):
     """Thirty agents start at once with the same system prompt: one computes it, the others wait a few steps."""
     world = make(hbm=60, running=6, step_tokens=64, chunk=8, depth=1)

@@ -178,8 +178,10 @@ class SequenceMemory:
     # -- swapping
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Move the blocks to DRAM; ``False`` when it has no room. ``computed`` stays."""
-        self.publish(sequence)
+        """Move the blocks to DRAM; ``False`` when it has no room. ``computed`` stays.
+
+        Nothing more is published: what the index holds too would occupy both tiers.
+        """
         blocks = sequence.blocks[: ceil_div(sequence.computed, self.block_tokens)]
         if not blocks:
             return False

@@ -40,18 +40,16 @@ class Results:
         counters.generated_tokens += len(targets) - (counters.dropped_tokens - dropped_before)
 
     def _apply_plain(self, targets: list[Sequence], tokens: list[int]) -> None:
-        """The hot loop: a token for each sequence, nothing else."""
+        """The hot loop: a token for each sequence; what is first, last, or unexpected goes the long way."""
         outputs, decoding = self.roster.outputs, Phase.DECODING
         for sequence, token in zip(targets, tokens, strict=True):
             out = sequence.out
-            if sequence.phase is decoding and out and token not in sequence.stops:
+            more = 0 < len(out) < sequence.max_tokens - 1
+            if more and sequence.phase is decoding and token not in sequence.stops:
                 sequence.inflight -= 1
                 out.append(token)
-                if len(out) < sequence.max_tokens:
-                    outputs.append(TokenOutput(sequence.request_id, sequence.index, (token,)))
-                    continue
-                out.pop()
-                sequence.inflight += 1
+                outputs.append(TokenOutput(sequence.request_id, sequence.index, (token,)))
+                continue
             self._apply_one(sequence, token, None)
 
     def _apply_rich(self, targets: list[Sequence], event: StepFinished) -> None:
