@@ -1,6 +1,8 @@
-// A run of fused operations over fixed buffers: one call, one team of threads, a barrier between operations.
+// A run of fused operations over fixed buffers: one call, one team of threads, no fixed shares.
 #pragma once
+#include <atomic>
 #include <cstdint>
+#include <deque>
 #include <variant>
 #include <vector>
 
@@ -24,9 +26,34 @@ struct Step {
   Count count;
 };
 
+// Pieces of one operation, handed out to threads. Each thread starts with an equal part and takes from the others' when
+// its own is gone, so a thread that the operating system has put aside holds nobody up, except by the one piece it has.
+class Pieces {
+ public:
+  void reset(std::ptrdiff_t count, int parts);
+  bool claim(int part, std::ptrdiff_t& piece);
+  void finish(std::ptrdiff_t pieces) { finished_.fetch_add(pieces, std::memory_order_release); }
+  bool all_finished() const { return finished_.load(std::memory_order_acquire) == count_; }
+
+ private:
+  static constexpr int kPartsMax = 16;
+  struct alignas(64) Part {
+    std::atomic<std::ptrdiff_t> next{0};
+    std::ptrdiff_t end = 0;
+  };
+  Part parts_[kPartsMax];
+  alignas(64) std::atomic<std::ptrdiff_t> finished_{0};
+  std::ptrdiff_t count_ = 0;
+  int used_ = 1;
+};
+
 class Program {
  public:
-  void add(Step step) { steps_.push_back(std::move(step)); }
+  Program() = default;
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  void add(Step step);
   int size() const { return static_cast<int>(steps_.size()); }
 
   // The sizes of the step that begins.
@@ -39,9 +66,12 @@ class Program {
 
  private:
   void* resolve(const Place& place) const { return place.external < 0 ? place.address : externals_[place.external]; }
-  void run_share(const Kernels& kernels, const Step& step, std::ptrdiff_t part, std::ptrdiff_t parts) const;
+  std::ptrdiff_t pieces_of(const Step& step) const;
+  void run_piece(const Kernels& kernels, const Step& step, std::ptrdiff_t piece) const;
+  void work(const Kernels& kernels, int begin, int end, int part);
 
   std::vector<Step> steps_;
+  std::deque<Pieces> pieces_;  // of steps_; a deque, because they cannot be moved
   std::vector<void*> externals_;
   std::ptrdiff_t counts_[2] = {0, 0};
 };
