@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _HEAD_TOKENS = 256
 """Top-k and top-p usually keep fewer; rows that keep more are sorted whole."""
+_CHUNK_TOKENS = 256
+_SLICE_ROWS = 4
+"""Rows drawn at a time on a CPU, so that their weights stay in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,9 @@ def draw(logits: Tensor, how: Truncation) -> Tensor:
 
     Order of the filters: temperature, top-k, top-p over what top-k kept, min-p relative to the best token.
     """
+    if logits.device.type == "cpu" and len(logits) > _SLICE_ROWS:
+        pieces = torch.arange(len(logits)).split(_SLICE_ROWS)
+        return torch.cat([draw(logits[int(piece[0]) : int(piece[-1]) + 1], how.rows(piece)) for piece in pieces])
     weights = logits - logits.amax(-1, keepdim=True)  # before the temperature: no overflow however small that is
     weights = weights.div_(how.temperature[:, None]).exp_()
     ranked = (how.top_k > 0) | (how.top_p < 1)
@@ -82,7 +89,23 @@ def _draw_head(weights: Tensor, how: Truncation, width: int) -> tuple[Tensor, Te
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first index whose cumulated weight exceeds ``uniform`` of the total: never one of weight zero."""
-    cumulated = weights.cumsum(-1, dtype=torch.float64)
-    target = torch.minimum(uniform * cumulated[:, -1], torch.nextafter(cumulated[:, -1], torch.zeros_like(uniform)))
-    return torch.searchsorted(cumulated, target[:, None], right=True)[:, 0]
+    """The first index whose cumulated weight exceeds ``uniform`` of the total, found by chunk first, then inside it."""
+    count, width = weights.shape
+    if width <= _CHUNK_TOKENS:
+        cumulated = weights.cumsum(-1, dtype=torch.float64)
+        return _first_beyond(cumulated, uniform * cumulated[:, -1])
+    chunks = F.pad(weights, (0, -width % _CHUNK_TOKENS)).view(count, -1, _CHUNK_TOKENS)
+    sums = chunks.sum(-1).double()
+    ends = sums.cumsum(-1)
+    target = uniform * ends[:, -1]
+    chunk = _first_beyond(ends, target)
+    rest = target - (ends - sums).gather(1, chunk[:, None])[:, 0]
+    inside = chunks[torch.arange(count, device=weights.device), chunk]
+    return chunk * _CHUNK_TOKENS + _first_beyond(inside.cumsum(-1, dtype=torch.float64), rest)
+
+
+def _first_beyond(cumulated: Tensor, target: Tensor) -> Tensor:
+    """The first index with ``cumulated [n, w] > target [n]``, where ``target`` is kept below the last: never one that
+    added nothing."""
+    below = torch.nextafter(cumulated[:, -1], torch.zeros_like(target))
+    return torch.searchsorted(cumulated, torch.minimum(target, below)[:, None], right=True)[:, 0]
