@@ -17,6 +17,7 @@ from null_device import NullDevice, lone_candidates, lone_tokens
 from pool_twin import TwinPool
 
 VOCAB = 12
+PROMPT = [(3 * i + i * i) % VOCAB for i in range(40)]
 
 
 def request(
@@ -245,3 +246,29 @@ class World:
             return
         for tier in pool.report().tiers:
             assert tier.blocks_free == tier.blocks_total
+
+
+def building_worlds(request):
+    """A fixture: builds worlds on either pool; at the end all must be ended, returned and repeatable."""
+    worlds = []
+
+    def build(costs=None, **sizes):
+        worlds.append(World(config(**sizes), 4, request.param == "twin", costs))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.drain()
+        world.check_all_ended()
+
+
+def rows(plan):
+    return list(zip(plan.slots, plan.starts, plan.counts, plan.sample_slots, strict=True))
+
+
+def plans_of(actions):
+    return [action.plan for action in actions if isinstance(action, RunStep)]
+
+
+def outputs_of(actions):
+    return [output for action in actions if isinstance(action, EmitTokens) for output in action.outputs]
