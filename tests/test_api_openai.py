@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from api_world import CONTEXT_TOKENS, EOS, MODEL, SCRIPT_TEXT, World, encode, says, serve, tiny_tokenizer
 from fake_engine import FakeEngine
+from memserve.api.served import TokenNames
 from memserve.types import Request
 
 ANSWER_TOKENS = len(encode(SCRIPT_TEXT)) + 1  # the end-of-sequence token counts, as at OpenAI and vLLM
@@ -100,6 +102,16 @@ def test_chat_accepts_text_parts_developer_role_and_resent_answers(world: World,
     client.chat.completions.create(model=MODEL, messages=[*messages, answer.model_dump(), *HELLO])
     text = tiny_tokenizer().backend_tokenizer.decode(last_request(world).prompt.tolist(), skip_special_tokens=False)
     assert text.startswith("<|start|>system\nbe kind<|end|>\n<|start|>user\nhello<|end|>\n<|start|>assistant\nThe")
+
+
+def test_an_answer_can_be_continued(world: World, client: openai.OpenAI) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "The cap"}]
+    client.chat.completions.create(model=MODEL, messages=messages, extra_body={"continue_final_message": True})
+    text = tiny_tokenizer().backend_tokenizer.decode(last_request(world).prompt.tolist(), skip_special_tokens=False)
+    assert text.endswith("<|start|>assistant\nThe cap")
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        client.chat.completions.create(model=MODEL, messages=messages, extra_body=both)
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
@@ -321,3 +333,15 @@ def test_an_engine_that_does_not_answer_shows_in_health() -> None:
         engine.stats_error = TimeoutError()
         assert httpx.get(f"{world.url}/health").status_code == 503
         assert "memserve_engine_up 0.0" in httpx.get(f"{world.url}/metrics").text
+
+
+def test_names_of_tokens_with_byte_fallback() -> None:
+    """As in Llama 2's tokenizer: spaces are U+2581, bytes without a token of their own are written <0xE6>."""
+    vocab = {"<unk>": 0, "\u2581the": 1, "<0xE6>": 2, "<0x41>": 3}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    names = TokenNames(tokenizer)
+    assert names.name(1) == (" the", b" the")
+    assert names.name(2) == ("bytes:\\xe6", b"\xe6")
+    assert names.name(3) == ("A", b"A")
+    assert names.name(99) == ("", b"")

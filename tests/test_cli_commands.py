@@ -21,7 +21,7 @@ from memserve.cli.chat import HELP, Conversation
 from memserve.cli.chat_backends import Account, ChatOptions, EngineBackend, ServerBackend
 from memserve.cli.checks import Status
 from memserve.cli.main import run
-from memserve.errors import UserError
+from memserve.errors import InvariantError, UserError
 
 TESTS = Path(__file__).parent
 GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
@@ -86,6 +86,26 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (InvariantError("refcount"), 1, "internal: refcount"),
+        (KeyboardInterrupt(), 130, ""),
+        (UserError("no room", hint="make some"), 1, "hint: make some"),
+    ],
+    ids=["a bug", "Ctrl-C", "a user error"],
+)
+def test_exit_codes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("memserve.cli.doctor.examine", fail)
+    assert run(["doctor"]) == code
+    assert said in capsys.readouterr().err
 
 
 # -- doctor
