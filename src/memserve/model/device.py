@@ -15,6 +15,7 @@ from memserve.model.arena import KvArenas
 from memserve.model.backends import AttentionFactory, choose_attention
 from memserve.model.context import attending
 from memserve.model.forward import EagerForward, Forward
+from memserve.model.linears import trim_heap
 from memserve.model.loader import LoadedModel
 from memserve.model.logprobs import report_logprobs
 from memserve.model.sampler import Drawn, sample
@@ -41,6 +42,7 @@ class ModelDevice:
         self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens)
         self._forward = forward or EagerForward(model.module)
         self._attention = attention or choose_attention(self._arenas.hbm, geometry)
+        trim_heap()
 
     def execute(self, plan: StepPlan) -> StepFinished:
         """Do the copies, compute the rows, draw the tokens."""

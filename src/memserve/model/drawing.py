@@ -29,7 +29,7 @@ class Truncation:
     min_p: Tensor  # float32, 0 = off
     uniform: Tensor  # float64 in [0, 1)
 
-    def rows(self, rows: Tensor) -> Truncation:
+    def rows(self, rows: Tensor | slice) -> Truncation:
         """The part of these ``rows``."""
         return Truncation(
             self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows]
@@ -42,8 +42,8 @@ def draw(logits: Tensor, how: Truncation) -> Tensor:
     Order of the filters: temperature, top-k, top-p over what top-k kept, min-p relative to the best token.
     """
     if logits.device.type == "cpu" and len(logits) > _SLICE_ROWS:
-        pieces = torch.arange(len(logits)).split(_SLICE_ROWS)
-        return torch.cat([draw(logits[int(piece[0]) : int(piece[-1]) + 1], how.rows(piece)) for piece in pieces])
+        pieces = [slice(first, first + _SLICE_ROWS) for first in range(0, len(logits), _SLICE_ROWS)]
+        return torch.cat([draw(logits[piece], how.rows(piece)) for piece in pieces])
     weights = logits - logits.amax(-1, keepdim=True)  # before the temperature: no overflow however small that is
     weights = weights.div_(how.temperature[:, None]).exp_()
     ranked = (how.top_k > 0) | (how.top_p < 1)
