@@ -82,12 +82,10 @@ class NullDevice:
             Tier.DRAM: [[None] * block_tokens for _ in range(dram_blocks)],
         }
         self.slots: dict[int, _Slot] = {}
-        self.forgiving = False  # after a failure closes of unknown slots are normal
         self.computed_tokens = 0
 
     def fail(self, plan, seed: int) -> StepFailed:
         """Do some of the plan, wrongly: the blocks that it touches are garbage afterwards."""
-        self.forgiving = True
         for copy in plan.copies:
             for block in copy.dst:
                 self.tiers[copy.dst_tier][block] = [seed + 1000 + i for i in range(self.block_tokens)]
@@ -115,14 +113,16 @@ class NullDevice:
     def _prepare(self, plan):
         assert len(plan.slots) == len(plan.starts) == len(plan.counts) == len(plan.sample_slots)
         assert len(set(plan.slots)) == len(plan.slots), "a slot has two rows"
+        if plan.reset_slots:
+            self.slots.clear()
         for slot in plan.close:
             gone = self.slots.pop(slot, None)
-            assert gone is not None or self.forgiving, f"slot {slot} closed, but not open"
+            assert gone is not None, f"slot {slot} closed, but not open"
         for copy in plan.copies:
             for src, dst in zip(copy.src, copy.dst, strict=True):
                 self.tiers[copy.dst_tier][dst] = list(self.tiers[copy.src_tier][src])
         for opened in plan.open:
-            assert opened.slot not in self.slots or self.forgiving, f"slot {opened.slot} opened twice"
+            assert opened.slot not in self.slots, f"slot {opened.slot} opened twice"
             self.slots[opened.slot] = _Slot(opened)
         for slot, blocks in plan.grow:
             self.slots[slot].table.extend(blocks)

@@ -25,11 +25,11 @@ class OpenSequence:
 class StepPlan:
     """One device step. The device executes plans strictly in the order in which it gets them.
 
-    Order inside a plan: ``close``, then ``copies`` in order, then ``open``, ``grow``, ``replace``, then the rows are
-    computed as one batch, then tokens are sampled. The device keeps, for each slot, a token buffer: a sampled token is
-    written behind the slot's last token on the device, so a later plan may name its position before any host has seen
-    it. Row ``r`` computes tokens ``[starts[r], starts[r] + counts[r])`` of slot ``slots[r]``: it writes their K and V
-    to the slot's block table and attends to positions ``<= own position``.
+    Order inside a plan: ``reset_slots``, ``close``, then ``copies`` in order, then ``open``, ``grow``, ``replace``,
+    then the rows are computed as one batch, then tokens are sampled. The device keeps, for each slot, a token buffer:
+    a sampled token is written behind the slot's last token on the device, so a later plan may name its position before
+    any host has seen it. Row ``r`` computes tokens ``[starts[r], starts[r] + counts[r])`` of slot ``slots[r]``: it
+    writes their K and V to the slot's block table and attends to positions ``<= own position``.
     """
 
     step_id: int
@@ -45,6 +45,7 @@ class StepPlan:
     """One a row: the slots that draw a token from this row's last logits. ``()`` = no sampling (a prefill chunk),
     ``(slot,)`` = the usual case, several = parallel sampling: sequences forked from this row's prompt."""
     prompt_logprob_rows: list[int] = field(default_factory=list)
+    reset_slots: bool = False  # an earlier plan failed: before all else, forget every slot
 
     @property
     def num_tokens(self) -> int:

@@ -70,6 +70,7 @@ class Planner:
         roster, plan = self.roster, rows.plan
         rows.finish()
         plan.close, roster.closing = roster.closing, []
+        plan.reset_slots, roster.slots_unknown = roster.slots_unknown, False
         plan.copies = roster.memory.pool.take_copies()
         roster.counters.steps += 1
         roster.counters.prefill_tokens += rows.outstanding.prefill_tokens

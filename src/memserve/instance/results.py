@@ -131,6 +131,8 @@ class Results:
                 sequence.failures += id(sequence) in involved
                 roster.reset(sequence)
         roster.memory.pool.clear_cache()
+        roster.closing.clear()
+        roster.slots_unknown = True
         for group in list(roster.groups.values()):
             self._end_hopeless(group)
 

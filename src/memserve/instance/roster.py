@@ -40,6 +40,7 @@ class Roster:
         "outputs",
         "preemption",
         "slots",
+        "slots_unknown",
         "waiting",
         "working",
     )
@@ -60,6 +61,8 @@ class Roster:
         self.free_slots = list(range(slots - 1, -1, -1))
         #: slots that the device has to close with the next plan; they may be opened again in that very plan
         self.closing: list[int] = []
+        #: a plan failed: which slots the device has open is not known, so the next plan makes it forget them all
+        self.slots_unknown = False
         #: outputs to emit at the end of this ``handle``
         self.outputs: list[TokenOutput] = []
 
