@@ -39,12 +39,12 @@ class CapturedForward:
     """A :class:`memserve.model.forward.Forward` that runs the rewritten graph of one module."""
 
     def __init__(self, graph: fx.Graph, dtype: torch.dtype) -> None:
+        _own_constants(graph)
         program = emit(graph)
         self._run = program.run
         self.source = program.source
         self.native = _native_step(graph, dtype)
         self.operations = sum(node.op == "call_function" for node in graph.nodes)
-        self._constants = [node.meta["value"] for node in graph.nodes if node.op == "get_attr"]
         for node in graph.nodes:  # the recording's values are needed no more
             node.meta.clear()
 
@@ -55,10 +55,6 @@ class CapturedForward:
             if native is not None and len(input_ids) <= native.rows_max and len(logits_rows) <= native.rows_max:
                 return native(input_ids, positions, logits_rows)
             return self._run(input_ids, positions, logits_rows)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """True when the step reads this very storage (embeddings, norm weights)."""
-        return any(tensor.data_ptr() == constant.data_ptr() for constant in self._constants)
 
 
 def capture_forward(module: Any) -> CapturedForward | None:
@@ -104,14 +100,21 @@ def _native_step(graph: fx.Graph, dtype: torch.dtype) -> NativeStep | None:
     return NativeStep(graph, lowered, ROWS_NATIVE_MAX) if lowered.ops else None
 
 
-def release_weights(module: Any, captured: CapturedForward) -> None:
-    """Free the module's weights that were packed; copy the others out of the weights file they may be mapped from.
+def _own_constants(graph: fx.Graph) -> None:
+    """Copy what is left of the module's weights (embeddings, norms): a captured forward shares no storage with it.
 
-    The module cannot compute afterwards. As long as one parameter refers to a mapped file, all of it stays resident.
+    The weights may be mapped from their file, and all of it stays resident as long as one tensor refers to it.
     """
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            node.meta["value"] = node.meta["value"].detach().clone()
+
+
+def release_weights(module: Any, captured: CapturedForward) -> None:
+    """Free all weights of ``module``, which ``captured`` replaces; the module cannot compute afterwards."""
+    del captured  # asked for as proof that there is one
     for parameter in module.parameters():
-        if not captured.holds(parameter):
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 def _rows_forward(module: Any) -> Callable[..., Tensor]:

@@ -42,6 +42,7 @@ class NativeStep:
         writer = _Writer(graph, lowered, self._program, self._workspace)
         self._step, self.source = writer.write()
         self._viewed = writer.viewed
+        self._alive = lowered  # the program knows weights by address only
         self._views: dict[tuple[int, int], list[Tensor]] = {}
 
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:

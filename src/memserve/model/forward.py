@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memserve.model.linears import own_storage, pack_linears
+from memserve.model.linears import pack_linears
 
 
 class Forward(Protocol):
@@ -39,7 +39,6 @@ def best_forward(module: Any) -> Forward:
     """The captured forward where ``module`` can be captured (which takes its weights away), else the module itself."""
     from memserve.model.capture import capture_forward, release_weights
 
-    own_storage(module)  # what is released must really be freed, not stay mapped with the rest of its file
     captured = capture_forward(module)
     if captured is None:
         return EagerForward(module)

@@ -32,9 +32,9 @@ class PackedLinear:
         """``weights``: ``[n_i, k]`` each, all of one dtype; ``biases``: ``[n_i]`` each, or None."""
         weight = _joined(weights)
         self.n, self.k = weight.shape
-        self.bias = None if biases is None else _joined(biases).contiguous()
+        self.bias = None if biases is None else _joined(biases).clone()
         self._packed = _pack(weight)
-        self._dense = weight if self._packed is None else None
+        self._dense = weight.clone() if self._packed is None else None  # the module's own storage may be let go
         self._code = _CODES.get(weight.dtype, 0)
         self._bias_address = 0 if self.bias is None else self.bias.data_ptr()
         self._address = 0
@@ -94,7 +94,7 @@ class PackedLinear:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """One below the other; never a parameter itself, whose storage its owner may let go."""
+    """One below the other."""
     return parts[0].detach() if len(parts) == 1 else torch.cat(parts)
 
 
