@@ -61,6 +61,8 @@ class ModelDevice:
         del self._attention, self._arenas
 
     def _prepare(self, plan: StepPlan) -> None:
+        if plan.reset_slots:
+            self._slots.close_all()
         for slot in plan.close:
             self._slots.close(slot)
         for order in plan.copies:

@@ -69,6 +69,10 @@ class SlotTable:
         check(self.opened[slot], f"slot {slot} is closed although it is not open")
         self.opened[slot] = False
 
+    def close_all(self) -> None:
+        """Forget every slot: after a failed step nobody knows which of its orders were carried out."""
+        self.opened[:] = False
+
     def grow(self, slot: int, blocks: list[int]) -> None:
         """Append ``blocks`` to the slot's table."""
         first = self.table_lengths[slot]

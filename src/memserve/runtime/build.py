@@ -18,8 +18,9 @@ def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:
     """
     from memserve.instance.machine import Instance
     from memserve.model.device import ModelDevice
-    from memserve.model.linears import pack_linears
+    from memserve.model.forward import best_forward
     from memserve.model.loader import load_model
+    from memserve.policy.preemption import PreemptionCosts
     from memserve.runtime.engine import Engine
 
     if options.threads is not None:
@@ -28,6 +29,6 @@ def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:
         torch.set_num_threads(options.threads)
     model = load_model(options.model, options.dtype, options.device, block_tokens=options.block_tokens)
     config = options.instance_config(model.geometry, model.max_model_tokens, model.fingerprint)
-    pack_linears(model.module)
-    machine = Instance(config, model.geometry.block_tokens)
-    return Engine(machine, ModelDevice(model, config)), model
+    costs = PreemptionCosts(block_bytes=model.geometry.block_bytes)
+    machine = Instance(config, model.geometry.block_tokens, costs)
+    return Engine(machine, ModelDevice(model, config, best_forward(model.module))), model
