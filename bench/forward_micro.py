@@ -1,0 +1,126 @@
+"""Times one step of the forward, attention included, against what the machine could do at best.
+
+    python bench/forward_micro.py MODEL_FOLDER [--dtype bfloat16] [--rounds 9] [--forwards eager,packed,captured]
+
+Decode steps of 1, 8 and 32 sequences with 160 tokens of context, prefills of 512 and 2,048 tokens. The forwards take
+turns in every round, and so do the two measures of the machine, because its speed changes from minute to minute:
+``limit`` is the larger of weight bytes / measured bandwidth and products / measured matrix rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memserve.model.backends import choose_attention
+from memserve.model.capture import capture_forward, release_weights
+from memserve.model.context import attending
+from memserve.model.forward import EagerForward, Forward
+from memserve.model.loader import LoadedModel, load_model
+
+CONTEXT_TOKENS = 160
+CASES = {"decode 1": (1, 1), "decode 8": (8, 1), "decode 32": (32, 1), "prefill 512": (1, 512), "prefill 2048": (1, 2048)}
+
+
+def make_forward(name: str, model: LoadedModel) -> Forward:
+    """``eager``: transformers' modules; ``packed``: with oneDNN-packed linears; ``captured``: the rewritten graph."""
+    if name == "captured":
+        captured = capture_forward(model.module)
+        if captured is None:
+            raise SystemExit("this model cannot be captured")
+        release_weights(model.module, captured)
+        return captured
+    return EagerForward(model.module, pack=name == "packed")
+
+
+class Case:
+    """The inputs of one kind of step, over an arena of its own."""
+
+    def __init__(self, model: LoadedModel, sequences: int, new_tokens: int) -> None:
+        context = new_tokens if new_tokens > 1 else CONTEXT_TOKENS
+        blocks = -(-context // model.geometry.block_tokens)
+        arena = torch.zeros(sequences * blocks * model.geometry.block_bytes, dtype=torch.uint8)
+        self._arena = arena
+        self._factory = choose_attention(arena, model.geometry)
+        self._tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+        self._rows = np.arange(sequences, dtype=np.int32)
+        self._starts = (np.arange(sequences + 1) * new_tokens).astype(np.int32)
+        self._contexts = np.full(sequences, context, dtype=np.int32)
+        generator = torch.Generator().manual_seed(1)
+        self._ids = torch.randint(1, model.vocab_size, (sequences * new_tokens,), generator=generator)
+        self._positions = torch.arange(context - new_tokens, context).repeat(sequences)
+        self._last = torch.as_tensor(self._starts[1:] - 1).long()
+
+    def run(self, forward: Forward) -> Tensor:
+        """One step, as the device does it."""
+        with attending(self._factory(self._tables, self._rows, self._starts, self._contexts)):
+            return forward(self._ids, self._positions, self._last)
+
+
+def timed_ms(run: Callable[[], object]) -> float:
+    """Milliseconds of one call."""
+    begin = time.perf_counter()
+    run()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def machine(dtype: torch.dtype) -> tuple[float, float]:
+    """(GB/s of reading memory, GFLOP/s of a packed matrix product), the best of a few tries."""
+    memory = torch.ones(64 << 20, dtype=torch.float32)
+    bandwidth = max(memory.nbytes / 1e6 / timed_ms(memory.sum) for _ in range(5))
+    weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(3072, 1024).to(dtype), 8)
+    x = torch.randn(1024, 1024).to(dtype)
+    product = lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # noqa: E731
+    return bandwidth, max(2 * 1024 * 1024 * 3072 / 1e6 / timed_ms(product) for _ in range(5))
+
+
+def main() -> None:
+    """Measure and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--forwards", default="eager,packed,captured")
+    args = parser.parse_args()
+    names = args.forwards.split(",")
+    models = {name: load_model(args.model, args.dtype) for name in names}
+    first = models[names[0]]
+    embedding = first.module.get_output_embeddings().weight.numel()
+    layers = sum(p.numel() for p in first.module.parameters() if p.dim() == 2) - embedding
+    forwards = {name: make_forward(name, model) for name, model in models.items()}
+    cases = {name: Case(first, *shape) for name, shape in CASES.items()}
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    measures = [machine(first.dtype)]
+    for round_number in range(args.rounds + 1):
+        for case, inputs in cases.items():
+            if "prefill" in case and round_number > args.rounds // 3:
+                continue
+            for name, forward in forwards.items():
+                elapsed = timed_ms(lambda inputs=inputs, forward=forward: inputs.run(forward))  # type: ignore[misc]
+                if round_number > 0:
+                    times[case, name].append(elapsed)
+        measures.append(machine(first.dtype))
+    bandwidth, rate = (max(column) for column in zip(*measures, strict=True))
+    print(f"{args.dtype}, {torch.get_num_threads()} threads, {bandwidth:.1f} GB/s, {rate:.0f} GFLOP/s; medians (best), ms")
+    print(f"| step | {' | '.join(names)} | limit | tokens/s of {names[-1]} (best) |")
+    print("| --- " * (len(names) + 3) + "|")
+    item_bytes = torch.empty(0, dtype=first.dtype).element_size()
+    for case, (sequences, new_tokens) in CASES.items():
+        tokens = sequences * new_tokens
+        memory_ms = (layers + embedding) * item_bytes / bandwidth / 1e6
+        compute_ms = 2 * (layers * tokens + embedding * sequences) / rate / 1e6
+        cells = [f"{statistics.median(times[case, n]):.1f} ({min(times[case, n]):.1f})" for n in names]
+        best, middle = min(times[case, names[-1]]), statistics.median(times[case, names[-1]])
+        speed = f"{tokens / middle * 1e3:.0f} ({tokens / best * 1e3:.0f})"
+        print(f"| {case} | {' | '.join(cells)} | {max(memory_ms, compute_ms):.1f} | {speed} |")
+
+
+if __name__ == "__main__":
+    main()
