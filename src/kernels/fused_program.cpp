@@ -1,4 +1,4 @@
-// Runs a program: threads claim pieces of an operation, and go on when all of its pieces are done.
+// Runs a program: threads claim units of an operation, and go on when all of them are done.
 #include "fused_program.h"
 
 #if defined(_OPENMP)
@@ -11,12 +11,10 @@
 namespace memserve::fused {
 namespace {
 
-constexpr std::ptrdiff_t kColumns = 64;        // of a linear, in one piece: a packed block
-constexpr std::ptrdiff_t kNarrowColumns = 32;  // half a block, where blocks are few: two threads get equal shares
-constexpr std::ptrdiff_t kFewBlocks = 16;
+constexpr std::ptrdiff_t kColumns = 32;  // a linear's unit: half a packed block, so that threads get equal parts
+constexpr std::ptrdiff_t kColumnGrain = 2;
+constexpr std::ptrdiff_t kManyRows = 32, kRowGrain = 4;
 constexpr int kSpinsBeforeYield = 4096;  // about 50 us
-
-std::ptrdiff_t columns_of(const Linear& op) { return op.n > kFewBlocks * kColumns ? kColumns : kNarrowColumns; }
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -26,29 +24,32 @@ inline void pause_briefly() {
 
 }  // namespace
 
-void Pieces::reset(std::ptrdiff_t count, int parts) {
+void Units::reset(std::ptrdiff_t count, std::ptrdiff_t grain, int parts) {
   used_ = std::min(parts, kPartsMax);
   count_ = count;
+  grain_ = grain;
   finished_.store(0, std::memory_order_relaxed);
   for (int i = 0; i < used_; ++i) {
-    parts_[i].next.store(count * i / used_, std::memory_order_relaxed);
+    parts_[i].begin = count * i / used_;
     parts_[i].end = count * (i + 1) / used_;
+    parts_[i].next.store(parts_[i].begin / grain, std::memory_order_relaxed);
   }
 }
 
-bool Pieces::claim(int part, std::ptrdiff_t& piece) {
+bool Units::claim(int part, Range& range) {
   for (int i = 0; i < used_; ++i) {
     Part& from = parts_[(part + i) % used_];
-    if (from.next.load(std::memory_order_relaxed) >= from.end) continue;
-    piece = from.next.fetch_add(1, std::memory_order_relaxed);
-    if (piece < from.end) return true;
+    if (from.next.load(std::memory_order_relaxed) * grain_ >= from.end) continue;
+    const std::ptrdiff_t at = from.next.fetch_add(1, std::memory_order_relaxed) * grain_;
+    range = {std::max(at, from.begin), std::min(at + grain_, from.end)};
+    if (range.begin < range.end) return true;
   }
   return false;
 }
 
 void Program::add(Step step) {
   steps_.push_back(std::move(step));
-  pieces_.emplace_back();
+  units_.emplace_back();
 }
 
 void Program::set_external(int index, void* address) {
@@ -56,40 +57,43 @@ void Program::set_external(int index, void* address) {
   externals_[index] = address;
 }
 
-std::ptrdiff_t Program::pieces_of(const Step& step) const {
+void Program::reset(int index, int parts) {
+  const Step& step = steps_[index];
   const std::ptrdiff_t rows = counts_[static_cast<int>(step.count)];
   const auto* linear = std::get_if<Linear>(&step.op);
-  return linear && rows > 0 ? (linear->n + columns_of(*linear) - 1) / columns_of(*linear) : rows;
+  if (linear && rows > 0) return units_[index].reset((linear->n + kColumns - 1) / kColumns, kColumnGrain, parts);
+  units_[index].reset(rows, rows < kManyRows ? 1 : kRowGrain, parts);
 }
 
-void Program::run_piece(const Kernels& kernels, const Step& step, std::ptrdiff_t piece) const {
+void Program::run_range(const Kernels& kernels, const Step& step, Range range) const {
   const auto at = [&](int i) { return resolve(step.places[i]); };
   if (const auto* norm = std::get_if<RmsNorm>(&step.op)) {
     RmsNorm op = *norm;
     op.x = at(0), op.residual = at(1), op.sum = at(2), op.y = at(3);
-    kernels.rms_norm(op, step.dtype, piece * op.inner, (piece + 1) * op.inner);
+    kernels.rms_norm(op, step.dtype, range.begin * op.inner, range.end * op.inner);
   } else if (const auto* gate = std::get_if<Gated>(&step.op)) {
     Gated op = *gate;
     op.gate = at(0), op.up = at(1), op.y = at(2);
-    kernels.gated(op, step.dtype, piece, piece + 1);
+    kernels.gated(op, step.dtype, range.begin, range.end);
   } else if (const auto* turn = std::get_if<Rotary>(&step.op)) {
     Rotary op = *turn;
     op.x = at(0), op.cosine = at(1), op.sine = at(2), op.y = at(3);
-    kernels.rotary(op, step.dtype, piece, piece + 1);
+    kernels.rotary(op, step.dtype, range.begin, range.end);
   } else if (const auto* product = std::get_if<Linear>(&step.op)) {
     Linear op = *product;
     op.x = at(0), op.y = at(1), op.rows = counts_[static_cast<int>(step.count)];
-    const std::ptrdiff_t columns = columns_of(op), first = piece * columns;
-    kernels.linear(op, step.dtype, first, std::min(first + columns, op.n));
+    kernels.linear(op, step.dtype, range.begin * kColumns, std::min(range.end * kColumns, op.n));
   }
 }
 
 void Program::work(const Kernels& kernels, int begin, int end, int part) {
   for (int i = begin; i < end; ++i) {
-    std::ptrdiff_t piece = 0, done = 0;
-    for (; pieces_[i].claim(part, piece); ++done) run_piece(kernels, steps_[i], piece);
-    if (done > 0) pieces_[i].finish(done);
-    for (int spins = 0; !pieces_[i].all_finished(); ++spins) {
+    Units& units = units_[i];
+    Range range{};
+    std::ptrdiff_t done = 0;
+    for (; units.claim(part, range); done += range.end - range.begin) run_range(kernels, steps_[i], range);
+    if (done > 0) units.finish(done);
+    for (int spins = 0; !units.all_finished(); ++spins) {
       if (spins < kSpinsBeforeYield) pause_briefly();
       else sched_yield();
     }
@@ -103,7 +107,7 @@ void Program::run(int begin, int end) {
 #else
   const int parts = 1;
 #endif
-  for (int i = begin; i < end; ++i) pieces_[i].reset(pieces_of(steps_[i]), parts);
+  for (int i = begin; i < end; ++i) reset(i, parts);
 #if defined(_OPENMP)
 #pragma omp parallel num_threads(parts)
   work(kernels, begin, end, omp_get_thread_num());

@@ -26,24 +26,29 @@ struct Step {
   Count count;
 };
 
-// Pieces of one operation, handed out to threads. Each thread starts with an equal part and takes from the others' when
-// its own is gone, so a thread that the operating system has put aside holds nobody up, except by the one piece it has.
-class Pieces {
+struct Range {
+  std::ptrdiff_t begin, end;
+};
+
+// The units of one operation, handed out to threads in grains. Each thread starts with an equal part and takes from the
+// others' when its own is gone, so a thread that the operating system has put aside holds nobody up, except by the one
+// grain it has. Grains lie at multiples of their size; where two parts meet inside one, each has its share of it.
+class Units {
  public:
-  void reset(std::ptrdiff_t count, int parts);
-  bool claim(int part, std::ptrdiff_t& piece);
-  void finish(std::ptrdiff_t pieces) { finished_.fetch_add(pieces, std::memory_order_release); }
+  void reset(std::ptrdiff_t count, std::ptrdiff_t grain, int parts);
+  bool claim(int part, Range& range);
+  void finish(std::ptrdiff_t units) { finished_.fetch_add(units, std::memory_order_release); }
   bool all_finished() const { return finished_.load(std::memory_order_acquire) == count_; }
 
  private:
   static constexpr int kPartsMax = 16;
   struct alignas(64) Part {
-    std::atomic<std::ptrdiff_t> next{0};
-    std::ptrdiff_t end = 0;
+    std::atomic<std::ptrdiff_t> next{0};  // grain
+    std::ptrdiff_t begin = 0, end = 0;
   };
   Part parts_[kPartsMax];
   alignas(64) std::atomic<std::ptrdiff_t> finished_{0};
-  std::ptrdiff_t count_ = 0;
+  std::ptrdiff_t count_ = 0, grain_ = 1;
   int used_ = 1;
 };
 
@@ -66,12 +71,12 @@ class Program {
 
  private:
   void* resolve(const Place& place) const { return place.external < 0 ? place.address : externals_[place.external]; }
-  std::ptrdiff_t pieces_of(const Step& step) const;
-  void run_piece(const Kernels& kernels, const Step& step, std::ptrdiff_t piece) const;
+  void reset(int index, int parts);
+  void run_range(const Kernels& kernels, const Step& step, Range range) const;
   void work(const Kernels& kernels, int begin, int end, int part);
 
   std::vector<Step> steps_;
-  std::deque<Pieces> pieces_;  // of steps_; a deque, because they cannot be moved
+  std::deque<Units> units_;  // of steps_; a deque, because they cannot be moved
   std::vector<void*> externals_;
   std::ptrdiff_t counts_[2] = {0, 0};
 };
