@@ -154,12 +154,11 @@ class LLM:
 
     @staticmethod
     def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+        """One prompt, as text or as token ids, becomes a list of one."""
         if isinstance(prompts, str):
             return [prompts]
-        items = list(prompts)
-        if items and isinstance(items[0], (int, np.integer)):
-            return [[int(token) for token in items]]  # type: ignore[call-overload]  # one prompt of token ids
-        return items  # type: ignore[return-value]
+        items: list[Any] = list(prompts)
+        return [items] if items and isinstance(items[0], (int, np.integer)) else items
 
 
 class _Call:
