@@ -59,7 +59,7 @@ def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
             "evicted to DRAM and back",
             {"kv_memory_bytes": small, "dram_memory_bytes": large},
             warm=True,
-            must=("cached_tokens", "swapped_in_tokens"),
+            must=("cached_tokens", "dram_tokens_reused"),
         ),
         Setting("n = 4", roomy, n=4),
         Setting("n = 4, tiny pool", {"kv_memory_bytes": small, "dram_memory_bytes": large}, n=4),

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 class SequenceMemory:
     """Gives blocks to sequences and takes them back, each reference exactly once."""
 
-    __slots__ = ("block_tokens", "copied_on_write", "pool")
+    __slots__ = ("block_tokens", "copied_on_write", "dram_tokens_reused", "pool")
 
     def __init__(self, pool: BlockPool, block_tokens: int) -> None:
         self.pool = pool
         self.block_tokens = block_tokens
         self.copied_on_write = 0
+        self.dram_tokens_reused = 0  # brought up from DRAM by a match instead of being computed
 
     # -- coming
 
@@ -73,6 +74,8 @@ class SequenceMemory:
         fits = self.make_private(sequence) if missing <= 0 else self._extend(sequence, missing)
         if not fits:
             self._drop(sequence)
+        elif lease is not None:
+            self.dram_tokens_reused += lease.dram_tokens
         return fits
 
     def _extend(self, sequence: Sequence, count: int) -> bool:

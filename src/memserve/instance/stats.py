@@ -49,6 +49,8 @@ class InstanceStats:
     """Sampled after the sequence had ended: stop tokens are seen one step late."""
     copied_on_write: int = 0
     """Blocks copied because a fork or the cache shared them."""
+    dram_tokens_reused: int = 0
+    """Cached tokens whose KV a match brought up from DRAM (row M3)."""
     prefill_ns_per_token: int = 0
     """What recomputing is taken to cost, learnt from finished steps."""
     finished: dict[str, int] = field(default_factory=dict)

@@ -38,6 +38,7 @@ def instance_stats(roster: Roster, plans_in_flight: int) -> InstanceStats:
         steps=counters.steps,
         dropped_tokens=counters.dropped_tokens,
         copied_on_write=roster.memory.copied_on_write,
+        dram_tokens_reused=roster.memory.dram_tokens_reused,
         prefill_ns_per_token=roster.costs.prefill_ns_per_token,
         finished=dict(counters.finished),
     )
