@@ -26,7 +26,13 @@ from memserve.model.forward import EagerForward, Forward
 from memserve.model.loader import LoadedModel, load_model
 
 CONTEXT_TOKENS = 160
-CASES = {"decode 1": (1, 1), "decode 8": (8, 1), "decode 32": (32, 1), "prefill 512": (1, 512), "prefill 2048": (1, 2048)}
+CASES = {  # sequences, new tokens of each
+    "decode 1": (1, 1),
+    "decode 8": (8, 1),
+    "decode 32": (32, 1),
+    "prefill 512": (1, 512),
+    "prefill 2048": (1, 2048),
+}
 
 
 def make_forward(name: str, model: LoadedModel) -> Forward:
@@ -108,7 +114,8 @@ def main() -> None:
                     times[case, name].append(elapsed)
         measures.append(machine(first.dtype))
     bandwidth, rate = (max(column) for column in zip(*measures, strict=True))
-    print(f"{args.dtype}, {torch.get_num_threads()} threads, {bandwidth:.1f} GB/s, {rate:.0f} GFLOP/s; medians (best), ms")
+    print(f"{args.dtype}, {torch.get_num_threads()} threads, {bandwidth:.1f} GB/s, {rate:.0f} GFLOP/s")
+    print("milliseconds a step: median (best)")
     print(f"| step | {' | '.join(names)} | limit | tokens/s of {names[-1]} (best) |")
     print("| --- " * (len(names) + 3) + "|")
     item_bytes = torch.empty(0, dtype=first.dtype).element_size()

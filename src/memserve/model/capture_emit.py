@@ -36,6 +36,7 @@ class Names:
         self._known: dict[int, str] = {}
 
     def of(self, thing: Any, prefix: str) -> str:
+        """The name of ``thing``, one that begins with ``prefix`` if it is new."""
         if id(thing) not in self._known:
             self._known[id(thing)] = f"{prefix}{len(self._known)}"
             self.namespace[self._known[id(thing)]] = thing
