@@ -37,7 +37,7 @@ class Setting:
 
 def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
     """Every setting. The small pool holds the longest prompt and little more."""
-    small = block_bytes * (longest_tokens // 32 + 40)
+    small = block_bytes * (longest_tokens // 32 + 10)
     large = 4096 * MIB
     roomy = {"kv_memory_bytes": large}
     return [
