@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -76,6 +76,7 @@ class TinyModel:
     name: str = MODEL
     max_model_tokens: int = CONTEXT_TOKENS
     eos_token_ids: tuple[int, ...] = (EOS,)
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from memserve.instance.stats import InstanceStats, TierReport
-from memserve.runtime.engine import Rejected
+from memserve.runtime.engine import Refusal, Rejected
 from memserve.runtime.stats import EngineStats
 from memserve.types import FinishReason, Request, TokenLogprobs, TokenOutput
 
@@ -55,16 +55,24 @@ class FakeEngine:
 
     # -- what the edges call
 
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
     def submit(self, request: Request, sink: Sink) -> None:
         if self.submit_error is not None:
             raise self.submit_error
+        if self._closing:
+            sink(Rejected(request.request_id, "the server is shutting down", 5.0, Refusal.CLOSING))
+            return
         with self._changed:
             self.submitted.append(request)
             if len(self._running) < self.max_requests:
                 self._running[request.request_id] = _Running(request, sink, [0] * request.n)
                 self._changed.notify_all()
                 return
-        sink(Rejected(request.request_id, "the queue is full", self.retry_after_s))
+        refusal = Refusal.IMPOSSIBLE if self.retry_after_s is None else Refusal.BUSY
+        sink(Rejected(request.request_id, "the queue is full", self.retry_after_s, refusal))
 
     def cancel(self, request_id: str) -> None:
         with self._changed:

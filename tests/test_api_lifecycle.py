@@ -15,11 +15,13 @@ import pytest
 
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
+from memserve.api import server as server_module
 from memserve.api.auth import KeyRing
 from memserve.api.errors import ApiError
 from memserve.api.prompts import INLINE_CHARS_MAX, Prompt, PromptEncoder
 from memserve.api.server import bind
 from memserve.errors import UserError
+from memserve.runtime.engine import EngineStopped
 
 STREAM = {"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": 200, "ignore_eos": True}
 
@@ -279,6 +281,29 @@ def test_new_requests_are_503_while_draining(paused: World) -> None:
         response = client.post("/v1/completions", json=STREAM)
         assert response.status_code == 503 and response.json()["error"]["code"] == "shutting_down"
         assert client.get("/health").status_code == 503
+
+
+def test_a_closing_engine_is_503_everywhere(paused: World) -> None:
+    paused.engine._closing = True
+    paused.engine.stats_error = EngineStopped()
+    with httpx.Client(base_url=paused.url) as client:
+        response = client.post("/v1/completions", json=STREAM)
+        assert response.status_code == 503 and response.json()["error"]["code"] == "shutting_down"
+        assert response.headers["retry-after"] and client.get("/health").status_code == 503
+        assert "memserve_engine_up 0.0" in client.get("/metrics").text
+
+
+def test_half_a_request_is_503_when_the_patience_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "FAREWELL_S", 0.1)
+    with serve(FakeEngine(says("x")), drain_s=0.1) as world:
+        address = httpx.URL(world.url)
+        with socket.create_connection((address.host, address.port or 80), timeout=20) as connection:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            connection.sendall(head + b"expect: 100-continue\r\ncontent-length: 100\r\n\r\n")
+            assert b" 100 " in connection.recv(65536), "the server waits for the body now"
+            stop_gently(world)
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert b" 503 " in answer and b"shutting_down" in answer and b"Internal Server Error" not in answer
 
 
 def test_a_taken_port_is_a_user_error_before_anything_else() -> None:

@@ -10,7 +10,19 @@ import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from api_world import CONTEXT_TOKENS, EOS, MODEL, SCRIPT_TEXT, World, encode, says, serve, tiny_tokenizer
+from api_world import (
+    CONTEXT_TOKENS,
+    EOS,
+    MODEL,
+    SCRIPT_TEXT,
+    TinyModel,
+    World,
+    encode,
+    running_server,
+    says,
+    serve,
+    tiny_tokenizer,
+)
 from fake_engine import FakeEngine
 from memserve.api.served import TokenNames
 from memserve.types import Request
@@ -273,6 +285,31 @@ def test_every_parameter_reaches_the_engine(world: World, client: openai.OpenAI)
     assert (request.n, request.priority, request.use_cache, request.beam_width) == (3, -3, False, 0)
     assert (request.stop.max_tokens, request.stop.min_tokens, request.stop.stop_token_ids) == (7, 2, (EOS,))
     assert request.deadline_ns is not None
+
+
+def test_the_models_own_sampling_holds_where_the_request_is_silent() -> None:
+    model = TinyModel(generation_defaults={"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1})
+    engine = FakeEngine(says("x"))
+    with running_server(engine, model) as world, world.client() as client:
+        client.completions.create(model=MODEL, prompt="hi")
+        client.completions.create(model=MODEL, prompt="hi", temperature=0, top_p=0.9, extra_body={"top_k": 0})
+    silent, told = (request.sampling for request in engine.submitted)
+    assert (silent.temperature, silent.top_p, silent.top_k, silent.repetition_penalty) == (0.6, 1.0, 20, 1.1)
+    assert (told.temperature, told.top_p, told.top_k, told.repetition_penalty) == (0.0, 0.9, 0, 1.1)
+    engine.close()
+
+
+def test_a_model_answers_to_its_names_in_any_case() -> None:
+    engine = FakeEngine(says("x"))
+    aliases = ("./models/Tiny", "loaded-name")
+    with running_server(engine, TinyModel(), aliases=aliases) as world, world.client() as client:
+        for name in (MODEL, MODEL.upper(), "loaded-NAME", "./models/tiny"):
+            assert client.completions.create(model=name, prompt="hi").model == MODEL
+        assert [card.id for card in client.models.list()] == [MODEL]
+        assert client.models.retrieve("Loaded-Name").id == MODEL
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.completions.create(model="tiny", prompt="hi")
+    engine.close()
 
 
 def test_defaults_and_beam_search(world: World, client: openai.OpenAI) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from memserve.cli.chat import HELP, Conversation
 from memserve.cli.chat_backends import Account, ChatOptions, EngineBackend, ServerBackend
 from memserve.cli.checks import Status
 from memserve.cli.main import run
+from memserve.config import EngineOptions
 from memserve.errors import InvariantError, UserError
 
 TESTS = Path(__file__).parent
@@ -236,6 +238,28 @@ def test_leaving_a_server_s_answer_early_cancels_it() -> None:
 
 # -- serve
 
+
+def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each flag set to something other than its default must arrive in its field."""
+    flags = {
+        "model": ("--model", "m"), "dtype": ("--dtype", "float16"), "device": ("--device", "cpu"),
+        "kv_memory_bytes": ("--kv-memory", "5KiB", 5120), "dram_memory_bytes": ("--dram-memory", "7KiB", 7168),
+        "caching": ("--no-cache", None, False), "max_running": ("--max-running", "3", 3),
+        "max_step_tokens": ("--max-step-tokens", "5", 5), "max_waiting": ("--max-waiting", "6", 6),
+        "prefill_chunk_tokens": ("--prefill-chunk-tokens", "4", 4), "preemption": ("--preemption", "swap"),
+        "steps_in_flight": ("--steps-in-flight", "1", 1), "block_tokens": ("--block-tokens", "16", 16),
+        "max_model_tokens": ("--max-model-tokens", "9", 9), "threads": ("--threads", "1", 1),
+    }  # fmt: skip
+    assert set(flags) == {field.name for field in dataclasses.fields(EngineOptions)}
+    seen: list[EngineOptions] = []
+    monkeypatch.setattr("memserve.cli.serve.run_server", lambda options, http: seen.append(options))
+    assert run(["serve", *(word for flag in flags.values() for word in flag[:2] if word is not None)]) == 0
+    wanted = {name: flag[-1] for name, flag in flags.items()}
+    assert dataclasses.asdict(seen[0]) == wanted
+    default = EngineOptions()
+    assert all(getattr(default, name) != value for name, value in wanted.items())
+
+
 SERVE = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -244,7 +268,7 @@ from fake_engine import FakeEngine
 import memserve.runtime.build as build
 build.build_engine = lambda options: (FakeEngine(says("word " * 40), step_s=0.01), TinyModel())
 from memserve.cli.main import main
-main(["serve", "--port", "0", "--served-name", {model!r}])
+main(["serve", "--port", "0", "--served-model-name", {model!r}])
 """
 
 

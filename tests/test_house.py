@@ -27,7 +27,7 @@ LEVELS = {
     "mempool": 1, "policy": 1, "workloads": 1,
     "instance": 2, "cluster": 2, "meta": 2,
     "runtime": 3, "sim": 3, "model": 3,
-    "api": 4, "cli": 4, "bench": 4, "dashboard": 4, "integrations": 4, "llm": 4, "": 4,
+    "api": 4, "cli": 4, "bench": 4, "dashboard": 4, "integrations": 4, "llm": 4, "__main__": 4, "": 4,
 }  # fmt: skip
 APART = ({"sim", "runtime"}, {"instance", "cluster", "meta"})
 """Packages of one level that never import each other."""

@@ -11,7 +11,7 @@ import pytest
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.events import StepFailed
 from memserve.instance.machine import Instance
-from memserve.runtime.engine import Engine, Rejected
+from memserve.runtime.engine import Engine, EngineStopped, Refusal, Rejected
 from memserve.types import FinishReason, Request, SamplingParams, StopParams
 from null_device import NullDevice, lone_tokens
 
@@ -162,6 +162,7 @@ def test_a_sink_that_raises_harms_nobody_else(engine, caplog):
 def test_a_prompt_beyond_the_context_is_rejected_for_good(engine):
     answer = collect(submit(engine, ask("long", [1] * 65, 1)))
     assert isinstance(answer, Rejected) and answer.retry_after_s is None and "65" in answer.reason
+    assert answer.refusal is Refusal.IMPOSSIBLE
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(engine, device):
@@ -175,7 +176,9 @@ def test_closing_ends_what_runs_and_refuses_what_comes(engine, device):
     device.gate.set()
     closer.join(WAIT_S)
     assert collect(news)[0][1] is FinishReason.CANCELLED
-    assert isinstance(late, Rejected) and late.retry_after_s
+    assert isinstance(late, Rejected) and late.retry_after_s and late.refusal is Refusal.CLOSING
+    with pytest.raises(EngineStopped):
+        engine.stats()
 
 
 def test_a_machine_that_breaks_ends_every_request_instead_of_hanging(device, caplog):
@@ -188,7 +191,10 @@ def test_a_machine_that_breaks_ends_every_request_instead_of_hanging(device, cap
     engine = Engine(Broken(), device)
     news = submit(engine, ask("victim", range(20), 30, n=2))
     assert {reason for _, reason in collect(news, n=2).values()} == {FinishReason.ERROR}
-    assert isinstance(collect(submit(engine, ask("late", range(4), 1))), Rejected)
+    late = collect(submit(engine, ask("late", range(4), 1)))
+    assert isinstance(late, Rejected) and late.refusal is Refusal.CLOSING
+    with pytest.raises(EngineStopped):  # at once: nobody waits for an answer that cannot come
+        engine.stats()
     assert "machine failed" in caplog.text
     engine.close(WAIT_S)
     assert device.closed

@@ -88,7 +88,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a person chooses when starting an engine; every field is a flag of ``memserve serve``."""
+    """What a person chooses when starting an engine; each field is a flag of ``memserve serve``."""
 
     model: str = DEFAULT_MODEL
     """A local folder, a hub id, a .gguf file, or the bundled default."""

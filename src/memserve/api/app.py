@@ -23,8 +23,9 @@ from memserve.api.guard import Guard, on_http_error
 from memserve.api.hub import Hub
 from memserve.api.metrics import ApiMetrics
 from memserve.api.prompts import PromptEncoder
-from memserve.api.served import ServedModel, ServingEngine, TokenNames
+from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.shapes import ChatShape, CompletionShape
+from memserve.runtime.engine import EngineStopped
 from memserve.units import MIB
 
 BODY_BYTES_MAX = 16 * MIB
@@ -33,8 +34,8 @@ BODY_BYTES_MAX = 16 * MIB
 class _Pages:
     """The routes that generate nothing."""
 
-    def __init__(self, hub: Hub, model: ServedModel, metrics: ApiMetrics) -> None:
-        self._hub, self._model, self._metrics = hub, model, metrics
+    def __init__(self, hub: Hub, model: ServedModel, names: ModelNames, metrics: ApiMetrics) -> None:
+        self._hub, self._model, self._names, self._metrics = hub, model, names, metrics
         self._created_s = int(time.time())
 
     def _card(self) -> dict[str, Any]:
@@ -52,13 +53,13 @@ class _Pages:
 
     async def model(self, request: Request) -> Response:
         """``GET /v1/models/{id}``; names may contain slashes."""
-        if request.path_params["name"] != self._model.name:
-            raise model_not_found(request.path_params["name"], self._model.name)
+        if request.path_params["name"] not in self._names:
+            raise model_not_found(request.path_params["name"], self._names.served)
         return _json(self._card())
 
     async def health(self, request: Request) -> Response:
         """``GET /health``: 200 while the engine answers and requests are accepted."""
-        if self._hub.draining:
+        if self._hub.draining or self._hub.engine.closing:
             raise shutting_down()
         if await self._engine_stats() is None:
             return _json({"status": "engine does not answer"}, 503)
@@ -72,7 +73,7 @@ class _Pages:
     async def _engine_stats(self) -> Any | None:
         try:
             return await asyncio.to_thread(self._hub.engine.stats)
-        except TimeoutError:
+        except (TimeoutError, EngineStopped):
             return None
 
 
@@ -84,19 +85,21 @@ def create_app(
     engine: ServingEngine,
     model: ServedModel,
     *,
+    aliases: Sequence[str] = (),
     api_keys: Sequence[str] = (),
     body_bytes_max: int = BODY_BYTES_MAX,
 ) -> Starlette:
     """The OpenAI API in front of ``engine``. ``app.state.hub`` lets a server drain it.
 
+    Clients may ask for ``model`` by its name or one of ``aliases``; answers carry its name.
     Raises :class:`UserError` for malformed keys.
     """
     hub, metrics, encoder = Hub(engine), ApiMetrics(), PromptEncoder(model)
-    names = TokenNames(encoder.tokenizer)
-    pages = _Pages(hub, model, metrics)
+    tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases)
+    pages = _Pages(hub, model, names, metrics)
     shared = Shared(hub, model, encoder, metrics, body_bytes_max)
-    completions = GenerationEndpoint(shared, CompletionPlanner(model, encoder), CompletionShape(names))
-    chat = GenerationEndpoint(shared, ChatPlanner(model, encoder), ChatShape(names))
+    completions = GenerationEndpoint(shared, CompletionPlanner(model, names, encoder), CompletionShape(tokens))
+    chat = GenerationEndpoint(shared, ChatPlanner(model, names, encoder), ChatShape(tokens))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ from memserve.api.prompts import Prompt, PromptEncoder
 from memserve.api.reply import Reply
 from memserve.api.respond import answer, new_envelope
 from memserve.api.schema import ChatBody, CompletionBody
-from memserve.api.served import ServedModel
+from memserve.api.served import ModelNames, ServedModel
 from memserve.api.shapes import Shape
 
 TENANT_KEY = "memserve.tenant"
@@ -44,13 +44,13 @@ class CompletionPlanner:
 
     id_prefix = "cmpl-"
 
-    def __init__(self, model: ServedModel, encoder: PromptEncoder) -> None:
-        self._model, self._encoder = model, encoder
+    def __init__(self, model: ServedModel, names: ModelNames, encoder: PromptEncoder) -> None:
+        self._model, self._names, self._encoder = model, names, encoder
 
     async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine requests for a body, one a prompt."""
         body = parse_body(data, CompletionBody)
-        _check_model(body.model, self._model)
+        _check_model(body.model, self._names)
         if not isinstance(body.prompt, (str, list)):
             raise bad_request("'prompt' is required: text or token ids", "prompt", "missing_required_parameter")
         add_special_tokens = body.add_special_tokens is not False
@@ -69,20 +69,20 @@ class ChatPlanner:
 
     id_prefix = "chatcmpl-"
 
-    def __init__(self, model: ServedModel, encoder: PromptEncoder) -> None:
-        self._model, self._encoder = model, encoder
+    def __init__(self, model: ServedModel, names: ModelNames, encoder: PromptEncoder) -> None:
+        self._model, self._names, self._encoder = model, names, encoder
 
     async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine request for a body: one prompt, through the chat template."""
         body = parse_body(data, ChatBody)
-        _check_model(body.model, self._model)
+        _check_model(body.model, self._names)
         prompt = await self._encoder.chat_prompt(body)
         return plan_chat(body, prompt, self._model, caller, response_id)
 
 
-def _check_model(name: str, model: ServedModel) -> None:
-    if name != model.name:
-        raise model_not_found(name, model.name)
+def _check_model(name: str, names: ModelNames) -> None:
+    if name not in names:
+        raise model_not_found(name, names.served)
 
 
 @dataclass(frozen=True, slots=True)

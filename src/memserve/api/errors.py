@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from memserve.errors import UserError
+from memserve.runtime.engine import Refusal, Rejected
 
 
 class ApiError(Exception):
@@ -74,12 +75,15 @@ def too_large(limit_bytes: int) -> ApiError:
     return ApiError(413, f"The request body is larger than {limit_bytes} bytes", code="request_too_large")
 
 
-def rejected(reason: str, retry_after_s: float | None) -> ApiError:
-    """429 when trying later can help, 400 when the engine can never run such a request."""
-    if retry_after_s is None:
-        return bad_request(reason, code="request_rejected")
-    headers = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
-    return ApiError(429, reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+def rejected(news: Rejected) -> ApiError:
+    """400 when the engine can never run such a request, 429 when it can later, 503 when another server may."""
+    match news.refusal:
+        case Refusal.IMPOSSIBLE:
+            return bad_request(news.reason, code="request_rejected")
+        case Refusal.CLOSING:
+            return shutting_down()
+    headers = {"retry-after": str(max(1, math.ceil(news.retry_after_s or 0)))}
+    return ApiError(429, news.reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
 def shutting_down() -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from starlette.datastructures import Headers
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from memserve.api.auth import KeyRing
 from memserve.api.body import ClientGone
 from memserve.api.endpoints import TENANT_KEY
-from memserve.api.errors import ApiError, from_user_error, internal
+from memserve.api.errors import ApiError, from_user_error, internal, shutting_down
 from memserve.api.metrics import ApiMetrics
 from memserve.api.respond import send_json
 from memserve.errors import UserError
@@ -63,6 +64,10 @@ class Guard:
             return from_user_error(error)
         except ClientGone:
             self._metrics.disconnected.inc()
+        except asyncio.CancelledError:  # the server's patience with this request is over: it still gets an answer
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            return shutting_down()
         except Exception:
             log.exception("failed on %s %s", scope["method"], scope["path"])
             return internal()

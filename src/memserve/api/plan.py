@@ -16,6 +16,9 @@ from memserve.units import ns_from_s
 SEQUENCES_MAX = 4096
 """Answers one HTTP request may ask for: prompts times ``n``."""
 
+_RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""OpenAI's defaults of what a model's authors may recommend otherwise."""
+
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
 
 
@@ -163,14 +166,17 @@ def _stop(body: GenerationBody, model: ServedModel, max_tokens: int) -> StopPara
 def _sampling(
     body: GenerationBody, model: ServedModel, *, rank: bool, logprobs: int | None, prompt_logprobs: bool
 ) -> SamplingParams:
+    """What the request says, else what the model's authors recommend (as in vLLM), else OpenAI's defaults."""
+    said = {name: getattr(body, name) for name in _RECOMMENDED}
+    chosen = {**_RECOMMENDED, **model.generation_defaults, **{k: v for k, v in said.items() if v is not None}}
     return SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
+        temperature=chosen["temperature"],
+        top_p=chosen["top_p"],
+        top_k=max(int(chosen["top_k"]), 0),
+        min_p=chosen["min_p"],
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        repetition_penalty=chosen["repetition_penalty"],
         seed=secrets.randbits(63) if body.seed is None else body.seed % (1 << 63),
         logit_bias=_logit_bias(body.logit_bias or {}, model),
         logprobs=0 if rank and logprobs is None else logprobs,  # best_of ranks by the drawn tokens' logprobs

@@ -97,7 +97,7 @@ class Reply:
         """
         if isinstance(news, Rejected):
             self._metrics.rejected.inc()
-            raise rejected(news.reason, news.retry_after_s)
+            raise rejected(news)
         if error := _failure(news.finish_reason):
             raise error
         sequence = self.sequences[at * self.plan.drawn + news.index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -33,9 +33,17 @@ class ServedModel(Protocol):
     def eos_token_ids(self) -> Sequence[int]:
         """Tokens that end an answer."""
 
+    @property
+    def generation_defaults(self) -> Mapping[str, float]:
+        """Sampling that the model's authors recommend, by OpenAI's names; for requests that do not say."""
+
 
 class ServingEngine(Protocol):
     """The engine as the edge sees it (:class:`memserve.runtime.engine.Engine`)."""
+
+    @property
+    def closing(self) -> bool:
+        """Whether new requests are refused: the engine is going away, or broke."""
 
     def submit(self, request: Request, sink: Callable[[TokenOutput | Rejected], None]) -> None:
         """Run ``request``; ``sink`` is called from another thread."""
@@ -47,7 +55,22 @@ class ServingEngine(Protocol):
         """End one sequence: its stop string was found."""
 
     def stats(self) -> Any:
-        """A snapshot of counters. May wait for the engine thread."""
+        """A snapshot of counters. May wait for the engine thread.
+
+        Raises ``TimeoutError`` when it does not answer, :class:`EngineStopped` when it has ended.
+        """
+
+
+class ModelNames:
+    """The names by which clients may ask for the served model."""
+
+    def __init__(self, served: str, aliases: Sequence[str] = ()) -> None:
+        """``served`` is the name that answers carry; letter case tells no models apart."""
+        self.served = served
+        self._known = {name.casefold() for name in (served, *aliases)}
+
+    def __contains__(self, name: str) -> bool:
+        return name.casefold() in self._known
 
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")

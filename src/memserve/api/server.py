@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -16,7 +18,11 @@ from memserve.errors import UserError
 DRAIN_S = 20.0
 """How long open streams may go on after the first signal."""
 
+FAREWELL_S = 2.0
+"""How long a request that was told of the end may take to pass it on to its client."""
+
 _BACKLOG = 2048
+_POLL_S = 0.05
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -41,7 +47,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with a graceful end: the first signal drains, the second ends at once."""
+    """uvicorn with a graceful end: the first signal drains, the second ends every stream, a third the process."""
 
     def __init__(
         self,
@@ -56,7 +62,7 @@ class Server(uvicorn.Server):
             log_level=log_level,
             access_log=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=round(drain_s) + 2,
+            timeout_graceful_shutdown=math.ceil(drain_s + FAREWELL_S) + 1,  # ours comes first
             backlog=_BACKLOG,
             server_header=False,
         )
@@ -64,6 +70,7 @@ class Server(uvicorn.Server):
         self._hub: Hub = app.state.hub
         self._drain_s = drain_s
         self._on_ready = on_ready
+        self._signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept, then say so."""
@@ -74,15 +81,28 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing new; let streams finish, or end them when the patience is over."""
         self._hub.draining = True
-        patience = asyncio.get_running_loop().call_later(self._drain_s, self._hub.end_all)
+        patience = asyncio.create_task(self._end_calls())
         try:
             await super().shutdown(sockets)
         finally:
             patience.cancel()
 
+    async def _end_calls(self) -> None:
+        """When the patience is over every call gets a 503; what cannot even take that is left behind."""
+        deadline = time.monotonic() + self._drain_s
+        while time.monotonic() < deadline and self._signals < 2:
+            await asyncio.sleep(_POLL_S)
+        self._hub.end_all()
+        await asyncio.sleep(FAREWELL_S)
+        for task in self.server_state.tasks:  # blocked on its client, or still waiting for its request
+            task.cancel()
+        await asyncio.sleep(_POLL_S)
+        self.force_exit = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came. Not remembered as uvicorn does: a drained server ends with status 0."""
         self._hub.draining = True
-        if self.should_exit:
-            self.force_exit = True
         self.should_exit = True
+        self._signals += 1
+        if self._signals > 2:
+            self.force_exit = True

@@ -25,4 +25,6 @@ MaxStepTokens = Annotated[int, typer.Option(min=1, help="Token budget of one ste
 PrefillChunk = Annotated[int, typer.Option(min=1, help="Largest piece of one prompt in one step.")]
 Preemption = Annotated[str, typer.Option(help="auto, swap or recompute: what happens when memory runs out.")]
 MaxModelTokens = Annotated[int | None, typer.Option(min=1, help="Context limit; default: the model's own.")]
+BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens a block of KV holds.")]
+StepsInFlight = Annotated[int, typer.Option(min=1, help="Steps given to the device at once; 2 hides the scheduler.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of the device; default: every core.")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import signal
 import socket
 import sys
 import time
@@ -33,7 +34,8 @@ class HttpOptions:
     host: str
     port: int
     api_keys: tuple[str, ...]
-    served_name: str | None
+    served_model_name: str | None
+    generation_config: bool
     drain_s: float
     body_bytes_max: int
     log_level: str
@@ -55,7 +57,12 @@ def serve(
     preemption: opt.Preemption = opt.DEFAULTS.preemption,
     max_model_tokens: opt.MaxModelTokens = None,
     threads: opt.Threads = None,
-    served_name: Annotated[str | None, typer.Option(help="The name clients ask for; default: the model's.")] = None,
+    block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
+    steps_in_flight: opt.StepsInFlight = opt.DEFAULTS.steps_in_flight,
+    served_model_name: Annotated[str | None, typer.Option(help="Name that clients see; default: the model's.")] = None,
+    generation_config: Annotated[
+        bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
+    ] = True,
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="KEY, or NAME=KEY for a tenant of its own; repeatable.", envvar="MEMSERVE_API_KEY"),
@@ -70,9 +77,11 @@ def serve(
         kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=parse_bytes(dram_memory), caching=not no_cache,
         max_running=max_running, max_waiting=max_waiting, max_step_tokens=max_step_tokens,
         prefill_chunk_tokens=prefill_chunk_tokens, preemption=preemption,
-        max_model_tokens=max_model_tokens, threads=threads,
+        max_model_tokens=max_model_tokens, threads=threads, block_tokens=block_tokens, steps_in_flight=steps_in_flight,
     )  # fmt: skip
-    http = HttpOptions(host, port, tuple(api_key or ()), served_name, drain_s, max_body_mib * MIB, log_level)
+    http = HttpOptions(
+        host, port, tuple(api_key or ()), served_model_name, generation_config, drain_s, max_body_mib * MIB, log_level
+    )
     run_server(engine_options, http)
 
 
@@ -93,28 +102,34 @@ def run_server(engine_options: EngineOptions, http: HttpOptions) -> None:
         from memserve.runtime.build import build_engine
 
         engine, model = build_engine(engine_options)
-        if http.served_name is not None:
-            model = dataclasses.replace(model, name=http.served_name)
         try:
-            _serve_until_signal(engine, model, listener, http, started)
+            _serve_until_signal(engine, model, engine_options.model, listener, http, started)
         finally:
             engine.close(ENGINE_CLOSE_S)
 
 
 def _serve_until_signal(
-    engine: Engine, model: LoadedModel, listener: socket.socket, http: HttpOptions, started: float
+    engine: Engine, model: LoadedModel, source: str, listener: socket.socket, http: HttpOptions, started: float
 ) -> None:
     from memserve.api.app import create_app
     from memserve.api.server import Server
 
-    app = create_app(engine, model, api_keys=http.api_keys, body_bytes_max=http.body_bytes_max)
+    aliases = (source, model.name)  # as it was configured, and as it calls itself
+    if http.served_model_name is not None:
+        model = dataclasses.replace(model, name=http.served_model_name)
+    if not http.generation_config:
+        model = dataclasses.replace(model, generation_defaults={})
+    app = create_app(engine, model, aliases=aliases, api_keys=http.api_keys, body_bytes_max=http.body_bytes_max)
     port = listener.getsockname()[1]
 
     def on_ready() -> None:
         typer.echo(ready_text(model.name, http.host, port, time.perf_counter() - started, http.api_keys))
         sys.stdout.flush()
 
-    Server(app, drain_s=http.drain_s, log_level=http.log_level, on_ready=on_ready).run(sockets=[listener])
+    server = Server(app, drain_s=http.drain_s, log_level=http.log_level, on_ready=on_ready)
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, server.handle_exit)  # uvicorn puts back what it found: later signals must not kill the end
+    server.run(sockets=[listener])
 
 
 def ready_text(name: str, host: str, port: int, seconds: float, api_keys: Sequence[str]) -> str:

@@ -25,6 +25,9 @@ from memserve.instance.rows import RowWriter
 from memserve.instance.sequence import Phase, Sequence
 from memserve.policy.batching import chunk_tokens
 
+PROMPT_LOGPROBS_MAX = 256
+"""Prompt tokens of one plan whose logits are wanted: each costs a row of the vocabulary (200 KB, or more) at once."""
+
 
 class Planner:
     """Makes plans out of the roster."""
@@ -119,16 +122,22 @@ class Planner:
                 break
             if sequence.phase is not Phase.WORKING:
                 continue  # preempted for one before it
-            end = sequence.computed + self._chunk(sequence, budget)
+            count = self._chunk(rows, sequence, budget)
+            if not count:
+                continue
+            end = sequence.computed + count
             if self._make_writable(rows, sequence, end):
                 budget -= rows.add_chunk(sequence, end)
             else:
                 starved = True
         return budget, starved
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
+    def _chunk(self, rows: RowWriter, sequence: Sequence, budget: int) -> int:
+        """Tokens of ``sequence`` for this plan; 0 when it has to wait for the next one."""
         block_tokens = self.roster.memory.block_tokens
         chunk_max = self.config.prefill_chunk_tokens
+        if rows.reports_prompt(sequence):
+            chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - rows.prompt_logprobs)
         return chunk_tokens(sequence.computed, sequence.known, chunk_max, budget, block_tokens)
 
     # -- pass 3
@@ -138,7 +147,10 @@ class Planner:
         for sequence in self.admission.candidates(rows.publishing):
             if budget <= 0 or not self.admission.admit(sequence, now):
                 return
-            end = sequence.computed + self._chunk(sequence, budget)
+            count = self._chunk(rows, sequence, budget)
+            if not count:
+                return  # it is admitted; its row comes with a later plan
+            end = sequence.computed + count
             if not rows.make_writable(sequence, end):
                 return  # it is admitted; its row comes with a later plan
             budget -= rows.add_chunk(sequence, end)

@@ -11,12 +11,13 @@ from memserve.instance.sequence import Phase, Sequence
 class RowWriter:
     """Writes rows and what goes with them; keeps in step what the sequences say and what the device is told."""
 
-    __slots__ = ("forking", "outstanding", "plan", "publishing", "roster")
+    __slots__ = ("forking", "outstanding", "plan", "prompt_logprobs", "publishing", "roster")
 
     def __init__(self, roster: Roster, step_id: int) -> None:
         self.roster = roster
         self.plan = StepPlan(step_id)
         self.outstanding = Outstanding(step_id)
+        self.prompt_logprobs = 0  # prompt tokens whose logits this plan materialises
         #: sequences whose full blocks this plan computes and publishes
         self.publishing: list[Sequence] = []
         #: (row, first sequence) of requests whose prompt ends in this plan and whose other sequences fork here
@@ -85,6 +86,13 @@ class RowWriter:
         self.outstanding.decode_rows = len(targets)
         return len(targets)
 
+    @staticmethod
+    def reports_prompt(sequence: Sequence) -> bool:
+        """Whether the next row of ``sequence`` reports prompt logprobs."""
+        if sequence.group.prompt_logprobs is None or sequence.out:
+            return False
+        return sequence.computed < sequence.prompt_tokens
+
     def add_chunk(self, sequence: Sequence, end: int) -> int:
         """A row for the known tokens ``[computed, end)``; draws a token when nothing known is left. Returns tokens."""
         plan, outstanding, start = self.plan, self.outstanding, sequence.computed
@@ -95,12 +103,12 @@ class RowWriter:
         plan.starts.append(start)
         plan.counts.append(end - start)
         outstanding.prefill_tokens += end - start
-        sequence.computed = end
-        sequence.scheduled_step = plan.step_id
-        group = sequence.group
-        if group.prompt_logprobs is not None and start < sequence.prompt_tokens and not sequence.out:
+        if self.reports_prompt(sequence):
+            self.prompt_logprobs += end - start
             plan.prompt_logprob_rows.append(row)
             outstanding.prompt_rows[row] = (sequence, start)
+        sequence.computed = end
+        sequence.scheduled_step = plan.step_id
         block_tokens = self.roster.memory.block_tokens
         if sequence.lease is not None and end // block_tokens * block_tokens > sequence.published:
             self.publishing.append(sequence)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model may recommend for requests that do not say. ``do_sample`` is not asked, as in vLLM."""
+
 _CONTEXT_FALLBACK_TOKENS = 2048
 
 _TURN_ENDS = (
@@ -52,6 +56,7 @@ class LoadedModel:
     has_chat_template: bool
     device: torch.device
     dtype: torch.dtype
+    generation_defaults: dict[str, float] = field(default_factory=dict)  # see GENERATION_DEFAULTS
 
 
 def load_model(
@@ -87,6 +92,7 @@ def load_model(
         has_chat_template=bool(tokenizer.chat_template),
         device=place,
         dtype=getattr(torch, dtype_name),
+        generation_defaults=_generation_defaults(folder.path),
     )
 
 
@@ -173,6 +179,16 @@ def _max_model_tokens(config: Any, layers: list[ProbedLayer]) -> int:
     if min(limits) < limits[0]:
         log.warning("this model's local attention is served as full attention, up to %d tokens", min(limits))
     return min(limits)
+
+
+def _generation_defaults(folder: Path) -> dict[str, float]:
+    """What the model's authors recommend, from its ``generation_config.json``; only what they wrote down there."""
+    try:
+        written = json.loads((folder / "generation_config.json").read_text())
+        named = {name: written.get(name) for name in GENERATION_DEFAULTS}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {name: value for name, value in named.items() if isinstance(value, (int, float))}
 
 
 def _eos_token_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ machine; while the device works on a plan, the machine has already prepared the 
 
 from __future__ import annotations
 
+import enum
 import logging
 import queue
 import threading
@@ -42,6 +43,17 @@ TICK_S = 0.02
 STATS_TIMEOUT_S = 5.0
 """How long a reader of the statistics waits for the engine thread."""
 
+CLOSING_RETRY_S = 5.0
+"""After this long another engine may have taken the place of one that closes."""
+
+
+class Refusal(enum.Enum):
+    """Why an engine refuses a request."""
+
+    IMPOSSIBLE = "impossible"  # it could never run here
+    BUSY = "busy"  # too many wait already: try again later
+    CLOSING = "closing"  # the engine is going away, or broke: try another server
+
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
@@ -50,6 +62,11 @@ class Rejected:
     request_id: str
     reason: str
     retry_after_s: float | None
+    refusal: Refusal = Refusal.IMPOSSIBLE
+
+
+class EngineStopped(Exception):
+    """The engine was closed or broke, so it cannot say anything about itself."""
 
 
 Sink = Callable[[TokenOutput | Rejected], None]
@@ -88,6 +105,7 @@ class Engine:
         self._lock = threading.Lock()  # guards _waiters and _closing against submitters
         self._closing = False  # refuse new requests
         self._closed = False  # `close` was called
+        self._stopped = False  # the engine thread handles no more events
         self._timer = StepTimer()
         self._threads = [
             threading.Thread(target=self._run_machine, name="memserve-engine", daemon=True),
@@ -103,7 +121,7 @@ class Engine:
                 self._waiters[request.request_id] = _Waiter(sink, list(range(request.n)))
                 self._inbox.put(RequestArrived(request))
                 return
-        sink(Rejected(request.request_id, "the server is shutting down", retry_after_s=5.0))
+        sink(Rejected(request.request_id, "the server is shutting down", CLOSING_RETRY_S, Refusal.CLOSING))
 
     def cancel(self, request_id: str) -> None:
         """End every sequence of the request; unknown ids are ignored (it may just have ended)."""
@@ -114,9 +132,14 @@ class Engine:
         self._inbox.put(SequenceStopped(request_id, index))
 
     def stats(self) -> EngineStats:
-        """A consistent snapshot of counters and gauges. Raises ``TimeoutError`` when the engine is stuck."""
+        """A consistent snapshot of counters and gauges.
+
+        Raises ``TimeoutError`` when the engine is stuck, :class:`EngineStopped` when it has ended: that one at once.
+        """
         ask = _Ask(Future())
         self._inbox.put(ask)
+        if self._stopped:  # set before the inbox is emptied for the last time: nobody asks in vain
+            raise EngineStopped
         return ask.answer.result(timeout=STATS_TIMEOUT_S)
 
     @property
@@ -150,24 +173,46 @@ class Engine:
     # -- engine thread
 
     def _run_machine(self) -> None:
+        try:
+            self._handle_events()
+        finally:
+            self._plans.put(None)
+            self._stopped = True
+            self._disappoint_askers()
+
+    def _disappoint_askers(self) -> None:
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(item, _Ask):
+                item.answer.set_exception(EngineStopped())
+
+    def _handle_events(self) -> None:
         while True:
             try:
                 event = self._inbox.get(timeout=TICK_S if self._waiters else None)
             except queue.Empty:
                 event = ClockTicked()
             if isinstance(event, _Close):
-                self._plans.put(None)
                 return
             if isinstance(event, _Ask):
-                event.answer.set_result(self._timer.snapshot(self._machine.stats()))
+                self._answer(event)
                 continue
             try:
                 self._handle(event)
             except Exception:
                 log.exception("the instance machine failed on %s; its requests end with an error", type(event).__name__)
                 self._fail_everything()
-                self._plans.put(None)
                 return
+
+    def _answer(self, ask: _Ask) -> None:
+        """Whatever is wrong with the figures is the asker's to know: the requests go on."""
+        try:
+            ask.answer.set_result(self._timer.snapshot(self._machine.stats()))
+        except Exception as error:
+            ask.answer.set_exception(error)
 
     def _handle(self, event: Event) -> None:
         started_ns = time.perf_counter_ns()
@@ -186,9 +231,8 @@ class Engine:
                     for output in outputs:
                         self._deliver(output)
                 case RejectRequest(request_id, reason, retry_after_s):
-                    sink = self._forget(request_id)
-                    if sink is not None:
-                        sink(Rejected(request_id, reason, retry_after_s))
+                    refusal = Refusal.IMPOSSIBLE if retry_after_s is None else Refusal.BUSY
+                    self._tell(self._forget(request_id), Rejected(request_id, reason, retry_after_s, refusal))
 
     def _deliver(self, output: TokenOutput) -> None:
         waiter = self._waiters.get(output.request_id)
@@ -198,12 +242,20 @@ class Engine:
             waiter.running.remove(output.index)
             if not waiter.running:
                 self._forget(output.request_id)
-        try:
-            waiter.sink(output)
-        except Exception:
-            log.exception("the sink of request %s failed; cancelling it", output.request_id)
+        if not self._tell(waiter.sink, output):
             self._forget(output.request_id)
             self._inbox.put(RequestCancelled(output.request_id))
+
+    @staticmethod
+    def _tell(sink: Sink | None, news: TokenOutput | Rejected) -> bool:
+        """Give ``news`` to ``sink``; ``False`` when it raised. Whatever a client's sink does, the others go on."""
+        try:
+            if sink is not None:
+                sink(news)
+        except Exception:
+            log.exception("the sink of request %s failed", news.request_id)
+            return False
+        return True
 
     def _forget(self, request_id: str) -> Sink | None:
         with self._lock:
@@ -216,7 +268,7 @@ class Engine:
             waiters, self._waiters = self._waiters, {}
         for request_id, waiter in waiters.items():
             for index in waiter.running:
-                waiter.sink(TokenOutput(request_id, index, (), finish_reason=FinishReason.ERROR))
+                self._tell(waiter.sink, TokenOutput(request_id, index, (), finish_reason=FinishReason.ERROR))
 
     # -- device thread
 

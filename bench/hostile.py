@@ -1,0 +1,277 @@
+"""Does a real server survive malformed requests, clients that leave, and a crowd on a tiny pool?
+
+    python bench/hostile.py [--kv-memory 16MiB] [--clients 300] [--json FILE] [-- SERVE ARGUMENTS]
+
+Starts ``memserve serve`` on a free port; sends the table of ``tests/hostile_requests.py``, then raw connections that
+break HTTP, then a crowd of which some stream and some leave. After each part not one block may be held, nothing may
+run or wait, and a question must get the same good answer as before. At the end SIGTERM must end the server in order.
+Prints one line a check; the exit status is 1 when any missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from served import Served, serving
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from hostile_requests import HostileCase, check_answer, hostile_cases, send
+
+IDLE_S_MAX = 60.0
+CROWD_S_MAX = 900.0
+ANSWER_TOKENS = 16
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@dataclass
+class Report:
+    """Every check and how it went."""
+
+    checks: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, part: str, name: str, miss: str | None, seconds: float) -> None:
+        """One check; ``miss`` says what went wrong."""
+        self.checks.append({"part": part, "name": name, "ok": miss is None, "miss": miss, "seconds": round(seconds, 3)})
+        print(f"{'ok  ' if miss is None else 'MISS'}  {part:<8} {name:<52} {seconds:8.3f} s  {miss or ''}", flush=True)
+
+    def run(self, part: str, name: str, check: Callable[[], str | None]) -> None:
+        """Do one check; whatever it raises is a miss."""
+        started = time.perf_counter()
+        try:
+            miss = check()
+        except Exception as error:
+            miss = f"{type(error).__name__}: {str(error)[:300]}"
+        self.add(part, name, miss, time.perf_counter() - started)
+
+    @property
+    def misses(self) -> int:
+        """Checks that went wrong."""
+        return sum(not check["ok"] for check in self.checks)
+
+
+# -- what must hold after every part
+
+
+def held(served: Served) -> dict[str, float]:
+    """What is neither free nor cached, runs or waits: nothing, on an idle server."""
+    metrics = served.metrics()
+    names = [
+        'memserve_pool_blocks{state="used",tier="hbm"}',
+        'memserve_pool_blocks{state="used",tier="dram"}',
+        "memserve_requests_waiting",
+        "memserve_sequences_running",
+        "memserve_sequences_swapped",
+        "memserve_pool_slot_tokens",
+    ]
+    return {name: metrics[name] for name in names if metrics[name] != 0}
+
+
+def check_idle(served: Served) -> str | None:
+    """Wait until nothing is held. Cancelled work may take a step to end."""
+    deadline = time.monotonic() + IDLE_S_MAX
+    while left := held(served):
+        if time.monotonic() > deadline:
+            return f"still held: {left}"
+        time.sleep(0.1)
+    return None
+
+
+def ask(served: Served) -> str:
+    """The greedy answer to an ordinary question."""
+    body = {"model": served.model, "messages": QUESTION, "temperature": 0, "max_tokens": 40}
+    response = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=120)
+    response.raise_for_status()
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def after(report: Report, served: Served, part: str) -> None:
+    """The checks behind every part."""
+    report.run(part, "nothing is held, runs or waits", lambda: check_idle(served))
+    report.run(part, "an ordinary question", lambda: None if "Paris" in (text := ask(served)) else f"said {text!r}")
+    report.run(part, "nothing is held after it", lambda: check_idle(served))
+
+
+# -- the table
+
+
+def table(report: Report, served: Served, context_tokens: int) -> None:
+    """Every malformed request of the tests' table."""
+    with httpx.Client(base_url=served.url, timeout=120) as client:
+        for case in hostile_cases(served.model, context_tokens, "hello " * (context_tokens + 100)):
+            report.run("table", case.name, lambda case=case: _judge(client, case))  # type: ignore[misc]
+
+
+def _judge(client: httpx.Client, case: HostileCase) -> str | None:
+    check_answer(case, send(client, case))
+    return None
+
+
+# -- connections that break HTTP itself
+
+
+def raw(served: Served, data: bytes, *, read: bool = True) -> bytes:
+    """Send bytes as they are, and drop the connection."""
+    url = httpx.URL(served.url)
+    with socket.create_connection((url.host, url.port or 80), timeout=20) as connection:
+        connection.sendall(data)
+        return connection.recv(65536) if read else b""
+
+
+def post(body: bytes, length: int | None = None) -> bytes:
+    """A raw POST with any Content-Length."""
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+
+
+def raw_connections(report: Report, served: Served) -> None:
+    """What no well-behaved client does."""
+
+    def expect(data: bytes, status: bytes) -> Callable[[], str | None]:
+        return lambda: None if status in (got := raw(served, data)[:200]) else f"got {got!r}"
+
+    def drop(data: bytes) -> Callable[[], str | None]:
+        return lambda: raw(served, data, read=False).decode() or None
+
+    long = {"model": served.model, "prompt": "once upon a time", "max_tokens": 200, "ignore_eos": True}
+    report.run("raw", "no HTTP at all", expect(b"\x16\x03\x01\x02\x00 hello\r\n\r\n", b" 400 "))
+    report.run("raw", "a header of 1 MB", expect(b"GET /health HTTP/1.1\r\nx: " + b"a" * 1_000_000 + b"\r\n\r\n", b""))
+    report.run("raw", "a negative content length", expect(post(b"{}", -5), b" 400 "))
+    report.run("raw", "half a body, then gone", drop(post(b'{"model":', 1000)))
+    report.run("raw", "a request line, then gone", drop(b"POST /v1/completions HTTP/1.1\r\n"))
+    report.run("raw", "connected, then gone", drop(b""))
+    report.run("raw", "asked, then gone at once", drop(post(json.dumps(long).encode())))
+    report.run("raw", "asked streamed, then gone at once", drop(post(json.dumps({**long, "stream": True}).encode())))
+    streamed = post(json.dumps({**long, "stream": True}).encode())
+    report.run("raw", "gone after the first token", expect(streamed, b" 200 "))
+    report.run("raw", "two requests in one packet", expect(post(b"[]") + post(b"[]"), b" 400 "))
+
+
+# -- the crowd
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """One client of the crowd."""
+
+    number: int
+    stream: bool
+    leaves: bool
+
+    def body(self, model: str) -> dict[str, Any]:
+        """What it asks: prompts of many lengths, some sharing a long beginning."""
+        start = "All of us begin with these very words. " * 4 if self.number % 3 == 0 else ""
+        prompt = start + f"Visitor {self.number} counts: " + "one two three " * (self.number % 29)
+        body = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+        return body | {"n": 1 + self.number % 2, "temperature": self.number % 3 / 2, "stream": self.stream}
+
+
+async def visit(client: httpx.AsyncClient, model: str, visitor: Visitor) -> str | None:
+    """One request; what went wrong with it."""
+    body = visitor.body(model)
+    if visitor.leaves and not visitor.stream:
+        try:
+            await client.post("/v1/completions", json=body, timeout=0.5 + visitor.number / 100)
+        except httpx.TimeoutException:
+            return None
+        return None
+    if not visitor.stream:
+        response = await client.post("/v1/completions", json=body)
+        used = response.json().get("usage", {}).get("completion_tokens")
+        return None if used == ANSWER_TOKENS * body["n"] else f"{response.status_code}: {response.text[:200]}"
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        lines = [line async for line in _until(response, 3 if visitor.leaves else None)]
+    if visitor.leaves:
+        return None if lines else "no line before it left"
+    ends = sum('"finish_reason":"length"' in line for line in lines)
+    good = response.status_code == 200 and lines[-1] == "data: [DONE]" and ends == body["n"]
+    return None if good else f"{response.status_code}: {lines[-2:]}"
+
+
+async def _until(response: httpx.Response, count: int | None) -> Any:
+    seen = 0
+    async for line in response.aiter_lines():
+        if line:
+            seen += 1
+            yield line
+        if seen == count:
+            return
+
+
+async def crowd(served: Served, clients: int) -> list[str | None]:
+    """All at once: half of them stream, a fifth leave early."""
+    visitors = [Visitor(number, number % 2 == 0, number % 5 == 0) for number in range(clients)]
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=served.url, timeout=CROWD_S_MAX, limits=limits) as client:
+        visits = (visit(client, served.model, visitor) for visitor in visitors)
+        results = await asyncio.gather(*visits, return_exceptions=True)
+    return [str(result) or repr(result) if isinstance(result, BaseException) else result for result in results]
+
+
+def check_crowd(served: Served, clients: int) -> str | None:
+    """Every visitor that stays gets its whole answer."""
+    missed = [miss for miss in asyncio.run(crowd(served, clients)) if miss]
+    return f"{len(missed)} of {clients}, for example {missed[0]}" if missed else None
+
+
+def check_pressure(served: Served) -> str | None:
+    """The pool was small enough to mean something."""
+    metrics = served.metrics()
+    kinds = {kind: metrics[f'memserve_preemptions_total{{kind="{kind}"}}'] for kind in ("swap", "recompute")}
+    return None if sum(kinds.values()) else f"no sequence was preempted: {kinds}"
+
+
+# -- the end
+
+
+def check_end(served: Served) -> str | None:
+    """SIGTERM while a stream runs: it may finish, the server ends with 0 and prints no traceback."""
+    body = {"model": served.model, "prompt": "a story", "max_tokens": 64, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        served.process.terminate()
+        rest = [line for line in lines if line]
+    status = served.process.wait(60)
+    errors = served.errors.read_text(errors="replace")
+    if "Traceback" in errors:
+        return f"tracebacks: {errors[-500:]}"
+    return None if status == 0 and rest[-1] == "data: [DONE]" else f"status {status}, last line {rest[-1:]}"
+
+
+def main() -> None:
+    """Run everything against one server."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kv-memory", default="16MiB")
+    parser.add_argument("--clients", type=int, default=300)
+    parser.add_argument("--json", type=Path, help="write every check here")
+    parser.add_argument("rest", nargs="*", help="further arguments of memserve serve")
+    options = parser.parse_args()
+    report = Report()
+    with serving("--kv-memory", options.kv_memory, *options.rest) as served:
+        card = httpx.get(f"{served.url}/v1/models").json()["data"][0]
+        table(report, served, card["max_model_len"])
+        after(report, served, "table")
+        raw_connections(report, served)
+        after(report, served, "raw")
+        report.run("crowd", f"{options.clients} clients at once", lambda: check_crowd(served, options.clients))
+        report.run("crowd", "sequences were preempted", lambda: check_pressure(served))
+        after(report, served, "crowd")
+        report.run("end", "SIGTERM during a stream", lambda: check_end(served))
+    print(f"{len(report.checks)} checks, {report.misses} missed")
+    if options.json:
+        options.json.write_text(json.dumps({"options": vars(options), "checks": report.checks}, default=str, indent=1))
+    raise SystemExit(1 if report.misses else 0)
+
+
+if __name__ == "__main__":
+    main()
