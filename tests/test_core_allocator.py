@@ -143,6 +143,7 @@ def test_allocator_equals_its_twin(blocks: int, pages_per_block: int, ops: list[
         assert allocator.blocks_used == sum(refs[b] > 0 for b in refs)
         assert allocator.pages_loose == len(out)
         assert allocator.pages_free == (len(free()) + len(broken())) * pages_per_block - len(out)
+        assert allocator.pages_stranded == allocator.pages_free - len(free()) * pages_per_block
         allocator.check_invariants()
 
 

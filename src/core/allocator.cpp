@@ -74,7 +74,7 @@ bool BlockAllocator::allocate_pages(size_t count, int32_t* out) {
     page_used_.assign(static_cast<size_t>(num_blocks_) * words_per_block_, 0);
     loose_.assign(num_blocks_, 0);
   }
-  int64_t open_pages = int64_t{blocks_broken_} * pages_per_block_ - pages_loose_;
+  int64_t open_pages = pages_stranded();
   for (size_t i = 0; i < count; ++i) {
     if (open_pages == 0) {  // no broken block has an unused page: break a free one
       int32_t block;

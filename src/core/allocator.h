@@ -32,6 +32,8 @@ class BlockAllocator {
   int64_t pages_free() const {
     return int64_t{blocks_free_ + blocks_broken_} * pages_per_block_ - pages_loose_;
   }
+  // Of them: free, but in broken blocks, so no request for a block can have them.
+  int64_t pages_stranded() const { return int64_t{blocks_broken_} * pages_per_block_ - pages_loose_; }
   int32_t idle_sole() const { return idle_sole_; }
   bool is_idle(int32_t block) const { return refs_[block] & kIdle; }
 

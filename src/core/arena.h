@@ -8,7 +8,8 @@ namespace memserve {
 // Owns one mapping. Anonymous memory today; a shared-memory arena is another way to make the mapping, nothing else.
 class Arena {
  public:
-  // Zeroed on first touch; asks for huge pages. Throws std::bad_alloc when the address space cannot be had.
+  // Zeroed on first touch; asks for huge pages unless it is smaller than one. Throws std::bad_alloc when the address
+  // space cannot be had.
   explicit Arena(size_t bytes);
   ~Arena();
   Arena(const Arena&) = delete;

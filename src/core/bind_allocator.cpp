@@ -57,6 +57,7 @@ void bind_allocator(nb::module_& m) {
       .def_prop_ro("blocks_evictable", &BlockAllocator::idle_sole)
       .def_prop_ro("pages_per_block", &BlockAllocator::pages_per_block)
       .def_prop_ro("pages_free", &BlockAllocator::pages_free)
+      .def_prop_ro("pages_stranded", &BlockAllocator::pages_stranded)
       .def_prop_ro("pages_loose", &BlockAllocator::pages_loose)
       .def("check_invariants", &BlockAllocator::check_invariants);
 }

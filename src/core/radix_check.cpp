@@ -10,7 +10,7 @@ namespace memserve {
 void RadixIndex::check_node(const Node& node, size_t (&in)[kTiers], size_t (&locked)[kTiers]) const {
   check((node.parent == nullptr) == (node.root_of != nullptr), "a node has neither parent nor namespace, or both");
   check(node.root_of ? node.size == 0 : node.size > 0, "only roots have an empty edge");
-  check(node.size <= node.capacity && node.hbm <= node.size, "a node's sizes are out of order");
+  check(node.hbm <= node.size, "a node's sizes are out of order");
   check(!node.root_of || node.first_child, "a root without children was kept");
   uint64_t locks = node.pins;
   for (const Node* child = node.first_child; child; child = child->next_sibling) {
@@ -45,7 +45,7 @@ void RadixIndex::check_lists() const {
     }
     check(lists_[tier].oldest == newer, "an LRU list ends elsewhere");
     size_t listed = 0;
-    for (const Node& node : nodes_) listed += node.id != 0 && node.listed[tier];
+    for (size_t i = 0; i < nodes_.size(); ++i) listed += nodes_[i].id != 0 && nodes_[i].listed[tier];
     check(listed == rank.size(), "a listed node is not in its list");
     for (const auto& [node, at] : rank) {
       const auto parent = rank.find(node->parent);
@@ -56,9 +56,12 @@ void RadixIndex::check_lists() const {
 
 void RadixIndex::check_invariants() const {
   size_t in[kTiers] = {}, locked[kTiers] = {}, used = 0, edges = 0;
-  for (const Node& node : nodes_) {
+  std::vector<std::pair<Rows, uint32_t>> edges_rows;
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    const Node& node = nodes_[i];
     if (node.id == 0) continue;
     ++used;
+    if (node.parent) edges_rows.emplace_back(node.rows, node.size);
     edges += node.parent != nullptr;
     check_node(node, in, locked);
   }
@@ -69,12 +72,11 @@ void RadixIndex::check_invariants() const {
   check(used == nodes_in_use_ && edges == edges_, "the node or edge count is wrong");
   for (const auto& [name, root] : roots_) check(root->root_of && *root->root_of == name, "a root has another name");
   check_lists();
+  rows_.check_invariants(edges_rows);
 }
 
 size_t RadixIndex::bytes() const {
-  size_t total = nodes_.size() * sizeof(Node) + buckets_.size() * sizeof(Node*);
-  for (const Node& node : nodes_) total += size_t{node.capacity} * (1 + block_tokens_) * sizeof(int32_t);
-  return total;
+  return nodes_.size() * sizeof(Node) + buckets_.size() * sizeof(Node*) + rows_.bytes();
 }
 
 }  // namespace memserve

@@ -66,7 +66,8 @@ void RadixIndex::unhold(const NamespaceId& name, std::span<const int32_t> tokens
 
 void RadixIndex::remove_holder(uint32_t holder) {
   std::vector<Node*> tops;  // children of roots that the holder has; all its other nodes lie below them
-  for (Node& node : nodes_) {
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    Node& node = nodes_[i];
     if (node.id == 0 || !node.parent || !node.parent->root_of || !node.holders) continue;
     if (std::ranges::binary_search(*node.holders, holder)) tops.push_back(&node);
   }

@@ -12,13 +12,20 @@ Position RadixIndex::walk(const NamespaceId& name, std::span<const int32_t> toke
   if (slot == roots_.end()) return {nullptr, 0, 0};
   const size_t blocks = tokens.size() / block_tokens_;
   Position at{slot->second, 0, 0};
-  while (at.depth < blocks) {
-    const int32_t* rest = tokens.data() + at.depth * block_tokens_;
-    Node* child = find_child(at.node, rest);
-    if (!child) break;
-    const uint32_t equal = equal_blocks(child, rest, blocks - at.depth);
+  const auto guess_at = [&](Node* parent, size_t depth) {
+    return depth < blocks ? guess_child(parent, tokens.data() + depth * block_tokens_) : nullptr;
+  };
+  for (Node* child = guess_at(at.node, 0); child;) {
+    // The way to the next edge is a chain of cache misses: go it now, so that it passes while this edge is compared.
+    Node* const next = guess_at(child, at.depth + child->size);
+    const uint32_t equal = equal_blocks(child, tokens.data() + at.depth * block_tokens_, blocks - at.depth);
+    if (equal == 0) {  // another edge with the same hash
+      child = guess_again(child->next_in_bucket, at.node, child->edge_hash);
+      continue;
+    }
     at = {child, equal, at.depth + equal};
     if (equal < child->size) break;
+    child = next;
   }
   return at;
 }
@@ -95,7 +102,7 @@ Node* RadixIndex::append(Node* parent, std::span<const int32_t> tokens, std::spa
                          size_t hbm_blocks) {
   Node* leaf = new_node();
   const auto size = static_cast<uint32_t>(blocks.size());
-  store(leaf, size, blocks.data(), tokens.data(), size);
+  store(leaf, blocks.data(), tokens.data(), size);
   leaf->hbm = static_cast<uint32_t>(hbm_blocks);
   for (const int tier : {kHbm, kDram}) {
     blocks_in_[tier] += leaf->in_tier(tier);

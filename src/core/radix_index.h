@@ -18,7 +18,6 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <span>
 #include <unordered_map>
@@ -26,6 +25,8 @@
 #include <vector>
 
 #include "allocator.h"
+#include "row_store.h"
+#include "slab.h"
 
 namespace memserve {
 
@@ -41,30 +42,30 @@ struct NamespaceHash {
   size_t operator()(const NamespaceId& id) const { return id.low ^ id.high * 0x9e3779b97f4a7c15ull; }
 };
 
-struct Node {
+// The first cache line is what a walk reads.
+struct alignas(64) Node {
+  uint64_t edge_hash = 0;
   Node* parent = nullptr;
+  Node* next_in_bucket = nullptr;
+  Rows rows;           // the edge: `size` block ids and their tokens, owned by this node alone
+  uint32_t size = 0;   // blocks on the edge; 0 only for a root
+  uint32_t hbm = 0;    // blocks [0, hbm) lie in HBM, [hbm, size) in DRAM
+  uint32_t id = 0;     // handle of the node; 0 = the node is not in use
+  uint32_t locks = 0;  // pins that end in this subtree
+
+  uint32_t pins = 0;  // pins that end at this node
+  bool listed[kTiers] = {};
   Node* first_child = nullptr;
   Node* next_sibling = nullptr;
   Node* prev_sibling = nullptr;
-  Node* next_in_bucket = nullptr;
   Node* newer[kTiers] = {};
   Node* older[kTiers] = {};
-  bool listed[kTiers] = {};
-  uint32_t id = 0;        // handle of the node; 0 = the node is not in use
-  uint32_t size = 0;      // blocks on the edge; 0 only for a root
-  uint32_t capacity = 0;  // blocks that the storage holds
-  uint32_t hbm = 0;       // blocks [0, hbm) lie in HBM, [hbm, size) in DRAM
-  uint32_t pins = 0;      // pins that end at this node
-  uint32_t locks = 0;     // pins that end in this subtree
-  uint64_t edge_hash = 0;
-  std::unique_ptr<int32_t[]> storage;  // `capacity` block ids, then `capacity` blocks of tokens
   const NamespaceId* root_of = nullptr;
   std::unique_ptr<std::vector<uint32_t>> holders;  // sorted; null in a local index
 
-  int32_t* blocks() { return storage.get(); }
-  const int32_t* blocks() const { return storage.get(); }
-  int32_t* tokens() { return storage.get() + capacity; }
-  const int32_t* tokens() const { return storage.get() + capacity; }
+  int32_t* blocks() { return rows.ids; }
+  const int32_t* blocks() const { return rows.ids; }
+  const int32_t* tokens() const { return rows.tokens; }
   uint32_t in_tier(int tier) const { return tier == kHbm ? hbm : size - hbm; }
 };
 
@@ -147,13 +148,16 @@ class RadixIndex {
   Node* new_node();
   void free_node(Node* node);
   Node* root(const NamespaceId& name);
+  Node* guess_child(const Node* parent, const int32_t* block) const;
+  static Node* guess_again(Node* from, const Node* parent, uint64_t hash);
   Node* find_child(const Node* parent, const int32_t* block) const;
   void attach(Node* parent, Node* child);
   void detach(Node* child);
   void link_bucket(Node* child);
   void unlink_bucket(Node* child);
-  void grow_buckets();
-  void store(Node* node, uint32_t capacity, const int32_t* blocks, const int32_t* tokens, uint32_t size);
+  size_t bucket_of(uint64_t hash) const;
+  void add_bucket();
+  void store(Node* node, const int32_t* blocks, const int32_t* tokens, uint32_t size);
   void shrink(Node* node, uint32_t size);
   Node* split(Node* node, uint32_t at);
   void remove_childless(Node* node);
@@ -187,9 +191,10 @@ class RadixIndex {
   BlockAllocator* allocator_[kTiers];
   uint64_t hash_seed_;
   std::unordered_map<NamespaceId, Node*, NamespaceHash> roots_;
-  std::deque<Node> nodes_;            // nodes_[id - 1]; never moves
+  RowStore rows_;
+  Slab<Node> nodes_;                  // nodes_[id - 1]; never moves
   std::vector<uint32_t> free_ids_;
-  std::vector<Node*> buckets_;
+  Slab<Node*> buckets_;               // of children, by `bucket_of` their edge's hash
   size_t edges_ = 0;
   size_t nodes_in_use_ = 0;
   size_t blocks_in_[kTiers] = {};

@@ -1,5 +1,6 @@
 // The tree's mechanics: nodes and their storage, children, LRU lists, locks.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "errors.h"
@@ -16,12 +17,19 @@ uint64_t mix(uint64_t a, uint64_t b) {
 
 constexpr uint64_t kSalt1 = 0xa0761d6478bd642full;
 constexpr uint64_t kSalt2 = 0xe7037ed1a0b428dbull;
-constexpr size_t kFirstBuckets = 1024;
+constexpr size_t kBucketsPerEdge = 2;  // a wrong child in a bucket costs a cache miss, a bucket eight bytes
+constexpr size_t kFetchFirstBytes = 1024, kFetchAheadBytes = 2048, kLineBytes = 64;
+
+void fetch(const void* start, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(static_cast<const char*>(start) + at);
+}
 
 }  // namespace
 
 RadixIndex::RadixIndex(uint32_t block_tokens, BlockAllocator* hbm, BlockAllocator* dram, uint64_t hash_seed)
-    : block_tokens_(block_tokens), allocator_{hbm, dram}, hash_seed_(hash_seed), buckets_(kFirstBuckets) {}
+    : block_tokens_(block_tokens), allocator_{hbm, dram}, hash_seed_(hash_seed), rows_(block_tokens) {
+  buckets_.append();
+}
 
 uint64_t RadixIndex::edge_hash(const Node* parent, const int32_t* block) const {
   uint64_t hash = hash_seed_ ^ mix(parent->id ^ kSalt2, kSalt1);
@@ -43,7 +51,6 @@ uint32_t RadixIndex::equal_blocks(const Node* node, const int32_t* tokens, size_
   const auto* right = reinterpret_cast<const char*>(tokens);
   constexpr uint32_t kStride = 8;  // blocks compared at once; a stride that differs is looked at block by block
   // The edge is usually cold, and the hardware prefetcher stops at page ends: run ahead of the comparison.
-  constexpr size_t kAheadBytes = 4096, kLineBytes = 64;
   const size_t edge_bytes = common * block_bytes;
   size_t fetched = 0;
   const auto fetch_to = [&](size_t end) {
@@ -51,7 +58,7 @@ uint32_t RadixIndex::equal_blocks(const Node* node, const int32_t* tokens, size_
   };
   uint32_t equal = 0;
   for (; equal + kStride <= common; equal += kStride) {
-    fetch_to((equal + kStride) * block_bytes + kAheadBytes);
+    fetch_to((equal + kStride) * block_bytes + kFetchAheadBytes);
     if (std::memcmp(left + equal * block_bytes, right + equal * block_bytes, kStride * block_bytes) != 0) break;
   }
   while (equal < common && std::memcmp(left + equal * block_bytes, right + equal * block_bytes, block_bytes) == 0) {
@@ -62,7 +69,7 @@ uint32_t RadixIndex::equal_blocks(const Node* node, const int32_t* tokens, size_
 
 Node* RadixIndex::new_node() {
   if (free_ids_.empty()) {
-    nodes_.emplace_back();
+    nodes_.append();
     free_ids_.push_back(static_cast<uint32_t>(nodes_.size()));
   }
   const uint32_t id = free_ids_.back();
@@ -89,44 +96,66 @@ Node* RadixIndex::root(const NamespaceId& name) {
   return slot->second;
 }
 
-Node* RadixIndex::find_child(const Node* parent, const int32_t* block) const {
+// The child that the hash of (parent, first block of an edge) points to. Its tokens are not compared yet, so it may be
+// another one; they are on their way into the cache.
+Node* RadixIndex::guess_child(const Node* parent, const int32_t* block) const {
   const uint64_t hash = edge_hash(parent, block);
-  const size_t block_bytes = size_t{block_tokens_} * sizeof(int32_t);
-  for (Node* node = buckets_[hash & (buckets_.size() - 1)]; node; node = node->next_in_bucket) {
-    if (node->edge_hash == hash && node->parent == parent && !std::memcmp(node->tokens(), block, block_bytes)) {
-      return node;
-    }
+  return guess_again(buckets_[bucket_of(hash)], parent, hash);
+}
+
+// The first such child from `from` on in its bucket.
+Node* RadixIndex::guess_again(Node* from, const Node* parent, uint64_t hash) {
+  while (from && (from->edge_hash != hash || from->parent != parent)) from = from->next_in_bucket;
+  if (from) fetch(from->tokens(), kFetchFirstBytes);
+  return from;
+}
+
+Node* RadixIndex::find_child(const Node* parent, const int32_t* block) const {
+  Node* node = guess_child(parent, block);
+  while (node && std::memcmp(node->tokens(), block, block_tokens_ * sizeof(int32_t)) != 0) {
+    node = guess_again(node->next_in_bucket, parent, node->edge_hash);
   }
-  return nullptr;
+  return node;
+}
+
+// Linear hashing: with n buckets, 2^k <= n < 2^(k+1), those from 2^k on have split off the one 2^k below them.
+size_t RadixIndex::bucket_of(uint64_t hash) const {
+  const size_t half = std::bit_floor(buckets_.size());
+  const size_t bucket = hash & (2 * half - 1);
+  return bucket < buckets_.size() ? bucket : bucket - half;
+}
+
+// One bucket more, so that growing never stops the world: moves the few children whose bucket is the new one now.
+void RadixIndex::add_bucket() {
+  const size_t added = buckets_.size();
+  Node*& head = buckets_.append();
+  Node** link = &buckets_[added - std::bit_floor(added)];
+  while (Node* const node = *link) {
+    if (bucket_of(node->edge_hash) != added) {
+      link = &node->next_in_bucket;
+      continue;
+    }
+    *link = node->next_in_bucket;
+    node->next_in_bucket = head;
+    head = node;
+  }
 }
 
 void RadixIndex::link_bucket(Node* child) {
-  Node*& bucket = buckets_[child->edge_hash & (buckets_.size() - 1)];
+  Node*& bucket = buckets_[bucket_of(child->edge_hash)];
   child->next_in_bucket = bucket;
   bucket = child;
 }
 
 void RadixIndex::unlink_bucket(Node* child) {
-  Node** link = &buckets_[child->edge_hash & (buckets_.size() - 1)];
+  Node** link = &buckets_[bucket_of(child->edge_hash)];
   while (*link != child) link = &(*link)->next_in_bucket;
   *link = child->next_in_bucket;
 }
 
-void RadixIndex::grow_buckets() {
-  std::vector<Node*> old = std::move(buckets_);
-  buckets_.assign(old.size() * 2, nullptr);
-  for (Node* node : old) {
-    while (node) {
-      Node* next = node->next_in_bucket;
-      link_bucket(node);
-      node = next;
-    }
-  }
-}
-
 // The child's storage must be filled: its first block decides where it is found.
 void RadixIndex::attach(Node* parent, Node* child) {
-  if (++edges_ > buckets_.size()) grow_buckets();
+  for (++edges_; buckets_.size() < kBucketsPerEdge * edges_;) add_bucket();
   child->parent = parent;
   child->edge_hash = edge_hash(parent, child->tokens());
   link_bucket(child);
@@ -143,33 +172,32 @@ void RadixIndex::detach(Node* child) {
   if (child->next_sibling) child->next_sibling->prev_sibling = child->prev_sibling;
 }
 
-void RadixIndex::store(Node* node, uint32_t capacity, const int32_t* blocks, const int32_t* tokens, uint32_t size) {
-  std::unique_ptr<int32_t[]> storage(new int32_t[size_t{capacity} * (1 + block_tokens_)]);
-  std::memcpy(storage.get(), blocks, size * sizeof(int32_t));
-  std::memcpy(storage.get() + capacity, tokens, size_t{size} * block_tokens_ * sizeof(int32_t));
-  node->storage = std::move(storage);  // frees the old storage last: `blocks` and `tokens` may point into it
-  node->capacity = capacity;
+void RadixIndex::store(Node* node, const int32_t* blocks, const int32_t* tokens, uint32_t size) {
+  node->rows = rows_.allocate(size);
   node->size = size;
+  std::memcpy(node->rows.ids, blocks, size * sizeof(int32_t));
+  std::memcpy(node->rows.tokens, tokens, size_t{size} * block_tokens_ * sizeof(int32_t));
 }
 
-// Cuts the edge down to `size` blocks; memory goes back when half of it is unused.
+// Cuts the edge down to `size` blocks.
 void RadixIndex::shrink(Node* node, uint32_t size) {
+  rows_.release(rows_.skip(node->rows, size), node->size - size);
   node->size = size;
-  if (size > 0 && size <= node->capacity / 2) store(node, size, node->blocks(), node->tokens(), size);
 }
 
-// Cuts an edge in two: a new upper node takes the first `at` blocks, `node` keeps the rest, its children and its pins.
+// Cuts an edge in two, without moving it: a new upper node takes the first `at` blocks, `node` keeps the rest, its children and its pins.
 Node* RadixIndex::split(Node* node, uint32_t at) {
   Node* upper = new_node();
   Node* parent = node->parent;
   detach(node);
-  store(upper, at, node->blocks(), node->tokens(), at);
+  upper->rows = node->rows;
+  upper->size = at;
   upper->hbm = std::min(node->hbm, at);
   upper->locks = node->locks;
   if (node->holders) upper->holders = std::make_unique<std::vector<uint32_t>>(*node->holders);
-  const uint32_t rest = node->size - at;
   node->hbm -= upper->hbm;
-  store(node, rest, node->blocks() + at, node->tokens() + size_t{at} * block_tokens_, rest);
+  node->rows = rows_.skip(node->rows, at);
+  node->size -= at;
   attach(parent, upper);
   attach(upper, node);
   for (int tier = 0; tier < kTiers; ++tier) {

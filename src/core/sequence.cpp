@@ -126,17 +126,34 @@ bool IntSpan::read_buffer(nb::handle source) {
   return true;
 }
 
+void IntSpan::read_item(PyObject* item) {
+  const long long value = PyLong_AsLongLong(item);
+  if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+  copy_.push_back(narrow(value));
+}
+
+// Lists of plain ints are read in place: that runs no code which could change the list meanwhile.
+bool IntSpan::read_list(nb::handle source) {
+  if (!PyList_CheckExact(source.ptr())) return false;
+  const Py_ssize_t size = PyList_Size(source.ptr());
+  copy_.reserve(static_cast<size_t>(size));
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* const item = PyList_GetItem(source.ptr(), i);
+    if (!PyLong_CheckExact(item)) return false;
+    read_item(item);
+  }
+  return true;
+}
+
 void IntSpan::read_sequence(nb::handle source) {
-  nb::object fast = nb::steal(PySequence_List(source.ptr()));
-  if (!fast.is_valid()) throw nb::python_error();
-  size_ = static_cast<size_t>(PyList_Size(fast.ptr()));
-  copy_.resize(size_);
-  for (size_t i = 0; i < size_; ++i) {
-    const long long value = PyLong_AsLongLong(PyList_GetItem(fast.ptr(), static_cast<Py_ssize_t>(i)));
-    if (value == -1 && PyErr_Occurred()) throw nb::python_error();
-    copy_[i] = narrow(value);
+  if (!read_list(source)) {
+    const nb::object list = nb::steal(PySequence_List(source.ptr()));
+    if (!list.is_valid()) throw nb::python_error();
+    copy_.clear();
+    for (Py_ssize_t i = 0; i < PyList_Size(list.ptr()); ++i) read_item(PyList_GetItem(list.ptr(), i));
   }
   data_ = copy_.data();
+  size_ = copy_.size();
 }
 
 nb::object list_from(std::span<const int32_t> ids) {

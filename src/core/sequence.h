@@ -40,6 +40,8 @@ class IntSpan {
  private:
   bool read_buffer(nb::handle source);
   void read_sequence(nb::handle source);
+  bool read_list(nb::handle source);
+  void read_item(PyObject* item);
 
   const int32_t* data_ = nullptr;
   size_t size_ = 0;

@@ -2,6 +2,7 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/module.cpp
   src/core/sequence.cpp
   src/core/allocator.cpp
+  src/core/row_store.cpp
   src/core/radix_nodes.cpp
   src/core/radix_index.cpp
   src/core/radix_evict.cpp

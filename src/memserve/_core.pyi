@@ -64,6 +64,9 @@ class BlockAllocator:
     @property
     def pages_free(self) -> int: ...
     @property
+    def pages_stranded(self) -> int:
+        """Free pages in broken blocks: no request for a block can have them."""
+    @property
     def pages_loose(self) -> int: ...
     def check_invariants(self) -> None: ...
 

@@ -252,6 +252,8 @@ class BlockPool:
                     self._index.blocks(tier),
                     self._index.blocks_pinned(tier),
                     allocator.blocks_evictable,
+                    allocator.pages_free,
+                    allocator.pages_stranded,
                 )
                 for tier, allocator in tiers
             ),

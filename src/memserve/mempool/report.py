@@ -18,6 +18,8 @@ class TierReport:
     blocks_cached: int  # known to the prefix index
     blocks_pinned: int  # cached and under a pin: not evictable
     blocks_evictable: int  # cached, and free as soon as the index gives them up
+    pages_free: int = 0  # pages that are not handed out, in free and in broken blocks
+    pages_stranded: int = 0  # of them in broken blocks: no request for a block can have them
 
     @property
     def share_used(self) -> float:
@@ -29,15 +31,14 @@ class TierReport:
 class PoolReport:
     """The state of a pool's memory.
 
-    External fragmentation is zero by construction: every block is the same size, any free block serves any request,
-    so there is no free memory that an allocation could not use. Internal fragmentation (the unused tail of each
-    sequence's last block, below one block a sequence) is known to the machine only; it fills
+    External fragmentation is free memory that a request for a block cannot have. Every block has the same size and any
+    free block serves any request, so only loose pages (which break blocks) can cause it. Internal fragmentation (the
+    unused tail of each sequence's last block, below one block a sequence) is known to the machine only; it fills
     ``internal_tokens_unused`` and ``tokens_held`` with :func:`dataclasses.replace`.
     """
 
     tiers: tuple[TierReport, ...]
     block_tokens: int
-    external_fragmentation: float = 0.0
     internal_tokens_unused: int = 0  # token places in held blocks that hold no token state
     tokens_held: int = 0  # token states in HBM blocks
     copies_pending: int = 0  # blocks whose recorded copy has not been taken yet
@@ -45,6 +46,12 @@ class PoolReport:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_tier", {report.tier: report for report in self.tiers})
+
+    @property
+    def external_fragmentation(self) -> float:
+        """Free pages in broken blocks as a share of all free pages, 0 to 1."""
+        free = sum(tier.pages_free for tier in self.tiers)
+        return sum(tier.pages_stranded for tier in self.tiers) / free if free else 0.0
 
     @property
     def share_of_token_states(self) -> float:
