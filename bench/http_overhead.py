@@ -1,0 +1,136 @@
+"""What HTTP costs on top of the engine: CPU a request and a streamed token, start-up, resident memory.
+
+    python bench/http_overhead.py [--streams 32] [--tokens 128] [--rounds 3] [--json FILE] [-- SERVE ARGUMENTS]
+
+Starts ``memserve serve`` on a free port. The event loop is the server's main thread and does nothing but HTTP, JSON,
+tokenizing and detokenizing, so its CPU time (from the kernel's own account) is HTTP's cost, whatever else the machine
+does; what a step takes beyond the device's time is what clients feel of it. The client reads raw sockets and parses
+nothing, for it shares the machine. Figures are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+from served import Served, serving
+
+PROMPT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 8
+SMALL_REQUESTS = 100
+DONE, EVENT = b"data: [DONE]", b"data: {"
+
+
+@dataclass(frozen=True)
+class Load:
+    """One phase of load: what was sent and got, and what it took."""
+
+    tokens: int
+    wall_s: float
+    loop_ns: int
+    device_s: float
+    steps: float
+
+    def figures(self, name: str) -> dict[str, float]:
+        """The figures of this phase."""
+        return {
+            f"{name}: tokens/s": self.tokens / self.wall_s,
+            f"{name}: event loop CPU, us/token": self.loop_ns / 1e3 / self.tokens,
+            f"{name}: step beyond the device, ms": (self.wall_s - self.device_s) * 1e3 / self.steps,
+            f"{name}: device step, ms": self.device_s * 1e3 / self.steps,
+        }
+
+
+async def read_answer(address: tuple[str, int], body: dict[str, Any]) -> int:
+    """Send one request on a connection of its own; the number of events (streamed), or of bytes."""
+    reader, writer = await asyncio.open_connection(*address)
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    answer = await reader.read()
+    writer.close()
+    if b" 200 OK" not in answer[:20] or (body["stream"] and DONE not in answer):
+        raise SystemExit(f"a request failed: {answer[:500]!r}")
+    return answer.count(EVENT) if body["stream"] else len(answer)
+
+
+def load(served: Served, streams: int, tokens: int, *, stream: bool) -> Load:
+    """``streams`` answers of ``tokens`` tokens each, all at once."""
+    url = httpx.URL(served.url)
+    body = {"model": served.model, "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
+
+    async def crowd() -> None:
+        await asyncio.gather(*(read_answer((url.host, url.port or 80), body) for _ in range(streams)))
+
+    before, loop_ns, started = served.metrics(), served.loop_cpu_ns(), time.perf_counter()
+    asyncio.run(crowd())
+    wall_s, loop_ns = time.perf_counter() - started, served.loop_cpu_ns() - loop_ns
+    after = served.metrics()
+    device_s = after["memserve_device_seconds_total"] - before["memserve_device_seconds_total"]
+    steps = after["memserve_steps_total"] - before["memserve_steps_total"]
+    return Load(streams * tokens, wall_s, loop_ns, device_s, steps)
+
+
+def small_requests(served: Served) -> dict[str, float]:
+    """One token of a cached prompt, one request after the other on one connection."""
+    body = {"model": served.model, "prompt": "Hello there", "max_tokens": 1}
+    seconds = []
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+        client.post("/v1/completions", json=body)
+        before, loop_ns = served.metrics(), served.loop_cpu_ns()
+        for _ in range(SMALL_REQUESTS):
+            started = time.perf_counter()
+            client.post("/v1/completions", json=body).raise_for_status()
+            seconds.append(time.perf_counter() - started)
+        loop_ns = served.loop_cpu_ns() - loop_ns
+    device_s = served.metrics()["memserve_device_seconds_total"] - before["memserve_device_seconds_total"]
+    return {
+        "small request: wall, ms": median(seconds) * 1e3,
+        "small request: device, ms": device_s * 1e3 / SMALL_REQUESTS,
+        "small request: event loop CPU, us": loop_ns / 1e3 / SMALL_REQUESTS,
+    }
+
+
+def measure(served: Served, streams: int, tokens: int, rounds: int) -> dict[str, float]:
+    """Every figure of one server."""
+    figures = {"ready, s": served.ready_s, "resident after start, MB": served.memory_bytes() / 1e6}
+    load(served, streams, 8, stream=True)  # warm-up: threads, kernels, the prefix cache
+    taken: list[dict[str, float]] = []
+    for _ in range(rounds):
+        found = small_requests(served)
+        found |= load(served, streams, tokens, stream=True).figures("streamed")
+        found |= load(served, streams, tokens, stream=False).figures("whole")
+        taken.append(found)
+    figures |= {name: median(found[name] for found in taken) for name in taken[0]}
+    figures["resident after load, MB"] = served.memory_bytes() / 1e6
+    figures["resident, peak, MB"] = served.memory_bytes("VmHWM") / 1e6
+    return figures
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("rest", nargs="*", help="further arguments of memserve serve")
+    options = parser.parse_args()
+    with serving(*options.rest) as served:
+        figures = measure(served, options.streams, options.tokens, options.rounds)
+        status, seconds = served.stop()
+    figures |= {"stopping, s": seconds, "exit status": status}
+    for name, value in figures.items():
+        print(f"{name:<44}{value:>10.2f}")
+    if options.json:
+        options.json.write_text(json.dumps({"options": vars(options), "figures": figures}, default=str, indent=1))
+
+
+if __name__ == "__main__":
+    main()
