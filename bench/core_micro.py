@@ -4,16 +4,18 @@ Workload: prompts of 4,096 tokens, groups of 10 share the first 1,024; trees of 
 victim prompt each repetition. Beside our figures stands the limit of this machine in the same run: copying the same
 tokens out of cold memory on huge pages, and a call that does nothing.
 
-    python bench/core_micro.py [--trees 1,1000,20000] [--blocks 16,32] [--reps 200] [--json out.json] [--rivals DIR]
+    python bench/core_micro.py [--trees 1,1000,20000] [--blocks 16,32] [--reps 200] [--json out.json] [--rivals PATH]
 
-``--rivals DIR``: every ``*.jsonl`` there with records ``{"peer", "impl", "op", "tree_prompts", "median_us", "p99_us"}``
-is printed below our figures.
+``--rivals PATH``: a JSON-lines file, or a folder of ``*.jsonl``, with records ``{"peer", "impl", "op", "tree_prompts",
+"median_us", "p99_us"}`` (or ``"bytes_per_block"``). They are printed below our figures, marked as recorded in another
+run: between runs such figures move by 5 to 10 %, so only large ratios mean something.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +34,7 @@ PROMPT_TOKENS, SHARED_TOKENS, GROUP = 4096, 1024, 10
 VOCABULARY = 49152
 Tokens = NDArray[np.int32]
 Record = dict[str, Any]
-PLACES = ("tree_prompts", "block_tokens", "pool_blocks", "threads")
+PLACES = ("tree_prompts", "block_tokens", "page", "pool_blocks", "threads")
 
 
 def prompt(i: int) -> Tokens:
@@ -68,6 +70,11 @@ class Timer:
         """Median and p99 of what was timed."""
         median, p99 = np.percentile(self.us, [50, 99])
         return {"op": op, "median_us": round(median, 2), "p99_us": round(p99, 2), "n": len(self.us), **extra}
+
+
+def resident_bytes() -> int:
+    """What this process holds of physical memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def build(prompts: int, block: int) -> BlockPool:
@@ -147,7 +154,7 @@ def bench_blocks(reps: int) -> Iterator[Record]:
     for total in (4096, 65536, 524288):
         allocator, mempool = _core.BlockAllocator(total), MemPool(geometry, hbm_bytes=total * geometry.block_bytes)
         pool = BlockPool(PoolConfig(hbm_blocks=total), 32, "bench")
-        cases = {
+        cases: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
             "BlockAllocator": (allocator.allocate, allocator.release),
             "MemPool": (mempool.alloc_mem, mempool.free_mem),
             "BlockPool (list)": (pool.allocate, pool.release),
@@ -197,25 +204,27 @@ def bench_copies() -> Iterator[Record]:
 
 def bench_tree(prompts: int, block: int, reps: int) -> Iterator[Record]:
     """Everything about one tree."""
+    resident = resident_bytes()
     pool = build(prompts, block)
+    resident = resident_bytes() - resident
     cached = pool.report().by_tier[Tier.HBM].blocks_cached
     per_block = round(pool.index_bytes() / cached, 1)
     records = [*bench_match(pool, prompts, reps), *bench_acquire(pool, prompts, reps), *bench_insert(pool, reps)]
     if prompts >= 1000:
-        records.append({"op": "memory", "bytes_per_block": per_block, "blocks": cached})
+        records.append({"op": "index memory", "bytes_per_block": per_block, "blocks": cached})
+        records.append({"op": "resident-set growth", "bytes_per_block": round(resident / cached, 1), "blocks": cached})
     records += bench_evict(pool, reps)
     pool.check_invariants()
     for record in records:
         yield {**record, "tree_prompts": prompts, "block_tokens": block}
 
 
-def rivals(folder: Path) -> list[Record]:
-    """Recorded figures of rivals."""
-    if not folder.is_dir():
-        return []
-    lines = [line for path in sorted(folder.glob("**/*.jsonl")) for line in path.read_text().splitlines()]
+def rivals(path: Path) -> list[Record]:
+    """Recorded figures of rivals: a JSON-lines file, or every ``*.jsonl`` below a folder."""
+    files = [path] if path.is_file() else sorted(path.glob("**/*.jsonl"))
+    lines = [line for file in files for line in file.read_text().splitlines()]
     records = [json.loads(line) for line in lines if line.startswith("{")]
-    return [record for record in records if "peer" in record and "median_us" in record]
+    return [record for record in records if "peer" in record and ("median_us" in record or "bytes_per_block" in record)]
 
 
 def show(record: Record) -> None:
@@ -252,8 +261,10 @@ def main() -> None:
         for prompts in map(int, options.trees.split(",")):
             run(bench_tree(prompts, block, options.reps))
     run(bench_copies())
-    for record in rivals(options.rivals) if options.rivals else []:
-        show(record)
+    if options.rivals:
+        print(f"-- recorded, another run (not beside the figures above): {options.rivals}")
+        for record in rivals(options.rivals):
+            show(record)
     if options.json:
         options.json.write_text(json.dumps(records, indent=1))
 

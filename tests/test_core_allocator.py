@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from memserve._core import BlockAllocator
 from memserve.errors import InvariantError
+from memserve.mempool.report import PoolReport, TierReport
+from memserve.types import Tier
 
 
 def state(allocator: BlockAllocator) -> tuple:
@@ -154,3 +156,30 @@ def test_large_pool_reuses_the_lowest_ids() -> None:
     assert allocator.allocate(3) == [12, 150_000, 299_999]
     assert allocator.release(everything) == 300_000
     allocator.check_invariants()
+
+
+def test_stranded_pages_are_free_memory_that_no_block_request_can_have() -> None:
+    allocator = BlockAllocator(3, 8)
+    assert allocator.pages_stranded == 0
+    allocator.allocate_pages(10)  # breaks two blocks
+    assert (allocator.pages_free, allocator.pages_stranded) == (14, 6)
+    allocator.allocate(1)
+    assert (allocator.pages_free, allocator.pages_stranded) == (6, 6) and allocator.allocate(1) is None
+    allocator.release_pages([8, 9])  # the second block is whole again
+    assert (allocator.pages_free, allocator.pages_stranded) == (8, 0)
+
+
+def test_the_report_computes_external_fragmentation() -> None:
+    def report(*tiers: BlockAllocator) -> float:
+        rows = (
+            TierReport(tier, a.blocks_total, a.blocks_free, a.blocks_used, 0, 0, 0, a.pages_free, a.pages_stranded)
+            for tier, a in zip(Tier, tiers, strict=False)
+        )
+        return PoolReport(tuple(rows), 32).external_fragmentation
+
+    broken, whole = BlockAllocator(4, 4), BlockAllocator(2, 4)
+    assert report(broken, whole) == 0
+    broken.allocate_pages(1)
+    assert report(broken) == 3 / 15 and report(broken, whole) == 3 / 23
+    full = BlockAllocator(0)
+    assert report(full) == 0

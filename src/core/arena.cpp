@@ -4,6 +4,8 @@
 
 #include <new>
 
+#include "sanitize.h"
+
 namespace memserve {
 
 namespace {
@@ -25,6 +27,9 @@ Arena::Arena(size_t bytes)
   madvise(data_, mapped_, MADV_HUGEPAGE);  // advice: without huge pages the arena works too
 }
 
-Arena::~Arena() { munmap(data_, mapped_); }
+Arena::~Arena() {
+  ASAN_UNPOISON_MEMORY_REGION(data_, mapped_);  // the next mapping may lie here
+  munmap(data_, mapped_);
+}
 
 }  // namespace memserve

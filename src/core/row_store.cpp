@@ -4,13 +4,7 @@
 #include <bit>
 
 #include "errors.h"
-
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-#else  // only the address sanitizer wants to know which rows are free
-#define ASAN_POISON_MEMORY_REGION(address, bytes) ((void)0)
-#define ASAN_UNPOISON_MEMORY_REGION(address, bytes) ((void)0)
-#endif
+#include "sanitize.h"
 
 namespace memserve {
 
@@ -100,7 +94,6 @@ uint32_t RowStore::add_chunk(uint32_t rows_min) {
 
 void RowStore::drop_chunk(uint32_t number) {
   Chunk& chunk = chunks_[number];
-  ASAN_UNPOISON_MEMORY_REGION(chunk.tokens, size_t{chunk.rows} * block_tokens_ * sizeof(int32_t));
   bytes_ -= chunk.memory->nbytes();
   chunk = Chunk{};
   chunks_unused_.push_back(number);

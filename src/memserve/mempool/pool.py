@@ -65,7 +65,8 @@ class BlockPool:
 
     def match(self, tenant: str, tokens: TokenArray) -> int:
         """Cached prefix of ``tokens`` in tokens, whole blocks. Changes nothing, not even the order of eviction."""
-        return self._index.match(self._name(tenant), tokens) if self.config.caching else 0
+        name = self._names.get(tenant) or self._name(tenant)
+        return self._index.match(name, tokens) if self.config.caching else 0
 
     def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
         """The longest cached prefix of ``tokens`` (whole blocks), pinned, with one reference a block for the caller.
