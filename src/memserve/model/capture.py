@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,8 +45,7 @@ class CapturedForward:
         self.source = program.source
         self.native = _native_step(graph, dtype)
         self.operations = sum(node.op == "call_function" for node in graph.nodes)
-        for node in graph.nodes:  # the recording's values are needed no more
-            node.meta.clear()
+        _forget_values(graph.nodes)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """``input_ids, positions [T]``, ``logits_rows [R]``, int64 -> logits ``[R, vocab]`` float32."""
@@ -67,10 +66,12 @@ def capture_forward(module: Any) -> CapturedForward | None:
     try:
         forward, vocab = _rows_forward(module), module.config.get_text_config().vocab_size
         graph = _record_graph(forward, vocab)
+        recorded = list(graph.nodes)
         trials = [_inputs(tokens, rows, vocab, first_position=3) for tokens, rows in _TRIALS]
         expected = [_logits(forward, trial) for trial in trials]
         optimise(graph)
         captured = CapturedForward(graph, module.dtype)
+        _forget_values(recorded)
         for trial, logits in zip(trials, expected, strict=True):
             _compare(_logits(captured, trial), logits, module.dtype)
     except Exception as error:  # whatever a stage stumbles over, the module itself still works
@@ -145,7 +146,15 @@ def _record_graph(forward: Callable[..., Tensor], vocab: int) -> fx.Graph:
     traces = [record(forward, _inputs(tokens, rows, vocab)) for tokens, rows in _SIZES]
     (tokens, rows), (other_tokens, other_rows) = _SIZES
     ids, _, kept = traces[0].inputs
-    return generalise(traces[0], traces[1], {(tokens, other_tokens): (ids, 0), (rows, other_rows): (kept, 0)})
+    graph = generalise(traces[0], traces[1], {(tokens, other_tokens): (ids, 0), (rows, other_rows): (kept, 0)})
+    _forget_values(traces[1].graph.nodes)
+    return graph
+
+
+def _forget_values(nodes: Iterable[fx.Node]) -> None:
+    """Free what the recording computed (tens of megabytes): nodes outlive their graph in caches of torch.fx."""
+    for node in nodes:
+        node.meta.clear()
 
 
 def _logits(forward: Callable[..., Tensor], inputs: Inputs) -> Tensor:
