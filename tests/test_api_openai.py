@@ -358,7 +358,7 @@ def test_models_health_and_metrics(world: World, client: openai.OpenAI) -> None:
     assert float(figures["memserve_scheduler_time_share"]) == 0.01
     assert float(figures['memserve_pool_blocks{state="used",tier="hbm"}']) == 10
     assert float(figures["memserve_pool_internal_fragmentation_tokens"]) == 14
-    assert float(figures["memserve_pool_external_fragmentation_blocks"]) == 0
+    assert float(figures["memserve_pool_external_fragmentation_pages"]) == 0
     assert float(figures["memserve_pool_token_state_share"]) == 50 / 64
     assert float(figures['memserve_preemptions_total{kind="swap"}']) == 0
     assert float(figures["memserve_engine_up"]) == 1

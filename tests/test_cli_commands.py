@@ -20,7 +20,7 @@ from memserve.api.server import bind
 from memserve.cli import checks
 from memserve.cli.chat import HELP, Conversation
 from memserve.cli.chat_backends import Account, ChatOptions, EngineBackend, ServerBackend
-from memserve.cli.checks import Status
+from memserve.cli.checks import Finding, Status
 from memserve.cli.main import run
 from memserve.config import EngineOptions
 from memserve.errors import InvariantError, UserError
@@ -123,7 +123,7 @@ def test_doctor_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checks, "_available_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(checks, "available_memory_bytes", lambda: 1 << 20)
     [memory] = [finding for finding in checks.check_machine() if finding.name == "memory"]
     assert memory.status is Status.WARN and memory.hint
     monkeypatch.setattr(checks, "PYTHON_MIN", (99, 0))
@@ -143,6 +143,18 @@ def test_doctor_fails_without_the_model(capsys: pytest.CaptureFixture[str], tmp_
     assert run(["doctor", "--model", str(tmp_path), "--port", "0"]) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out and "not ready" in out
+
+
+def test_doctor_says_what_to_type(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "check_model", lambda model: iter([Finding("model", Status.OK, model)]))
+    with bind("127.0.0.1", 0) as taken:
+        assert run(["doctor", "--model", "my model", "--port", str(taken.getsockname()[1])]) == 0
+    assert "memserve serve --model 'my model' --port 0" in capsys.readouterr().out
+
+
+def test_doctor_knows_a_hub_id_from_a_wrong_path() -> None:
+    [hub], [path] = checks.check_model("org/name"), checks.check_model("/nowhere/at/all")
+    assert (hub.status, path.status) == (Status.WARN, Status.FAIL)
 
 
 # -- chat

@@ -88,8 +88,10 @@ INSTANCE_METRICS: list[tuple[str, Kind, str, Read]] = [
      lambda s: s.running_tokens),
     ("pool_internal_fragmentation_tokens", GaugeMetricFamily, "Positions held that hold no token yet",
      lambda s: s.internal_fragmentation_tokens),
-    ("pool_external_fragmentation_blocks", GaugeMetricFamily,
-     "Free blocks that no request could use: none, every block fits every request", lambda s: 0),
+    ("pool_external_fragmentation_pages", GaugeMetricFamily, "Free pages that no request for a block can have",
+     lambda s: s.hbm.pages_stranded + s.dram.pages_stranded),
+    ("pool_external_fragmentation_share", GaugeMetricFamily, "The same as a share of all free pages",
+     lambda s: s.external_fragmentation),
     ("pool_token_state_share", GaugeMetricFamily, "Share of held positions that hold a token's state",
      lambda s: s.running_tokens / s.running_slots_tokens if s.running_slots_tokens else 1.0),
 ]  # fmt: skip

@@ -105,7 +105,8 @@ def _memory(llm: LLM, prompts: list[list[int]]) -> Iterator[Figure]:
     per_sequence = worst.internal_fragmentation_tokens / worst.sequences_running
     block = llm.model.geometry.block_tokens
     yield Figure("internal fragmentation, worst", per_sequence, "tokens/sequence", f"below one block of {block}")
-    yield Figure("external fragmentation", 0.0, "%", "blocks are interchangeable: any free block fits any request")
+    external = max(100 * s.external_fragmentation for s in samples)
+    yield Figure("external fragmentation, worst", external, "%", "free pages that no request for a block can have")
     share = 100 * median(s.running_tokens / max(1, s.running_slots_tokens) for s in samples)
     yield Figure("running KV memory that holds token states", share, "%", f"{len(samples)} samples")
 

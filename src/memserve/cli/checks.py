@@ -15,6 +15,7 @@ from pathlib import Path
 
 from memserve.config import DEFAULT_MODEL
 from memserve.errors import UserError
+from memserve.runtime.memory import available_memory_bytes
 from memserve.units import GIB, MIB, human_bytes
 
 PYTHON_MIN = (3, 11)
@@ -98,7 +99,7 @@ def check_machine() -> Iterator[Finding]:
     """Cores and memory."""
     cores = len(os.sched_getaffinity(0))
     yield Finding("cores", Status.OK, f"{cores} usable of {os.cpu_count()}")
-    available = _available_memory_bytes()
+    available = available_memory_bytes()
     if available is None:
         yield Finding("memory", Status.WARN, "unknown", None)
     elif available < MEMORY_NEED_BYTES:
@@ -106,21 +107,6 @@ def check_machine() -> Iterator[Finding]:
         yield Finding("memory", Status.WARN, f"{human_bytes(available)} available", hint)
     else:
         yield Finding("memory", Status.OK, f"{human_bytes(available)} available")
-
-
-def _available_memory_bytes() -> int | None:
-    """The kernel's estimate, or what the control group leaves, whichever is less."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        return min(available, int(limit) - used) if limit != "max" else available
-    except (OSError, ValueError):
-        return available
 
 
 def check_model(model: str) -> Iterator[Finding]:
@@ -146,6 +132,8 @@ def check_model(model: str) -> Iterator[Finding]:
 
 
 def _local_model(model: str) -> Finding:
+    from memserve.model.sources import HUB_ID
+
     path = Path(model).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
         return Finding("model", Status.OK, f"folder {path}")
@@ -153,7 +141,9 @@ def _local_model(model: str) -> Finding:
         return Finding("model", Status.OK, f"{path}, {human_bytes(path.stat().st_size)}; converted at first use")
     if path.exists():
         return Finding("model", Status.FAIL, f"{path} is neither a model folder nor a .gguf file", "see --model")
-    return Finding("model", Status.WARN, f"{model} is no local path: the hub will be asked", "needs a connection")
+    if HUB_ID.fullmatch(model):
+        return Finding("model", Status.WARN, f"{model} is no local path: the hub will be asked", "needs a connection")
+    return Finding("model", Status.FAIL, f"there is no model {model!r}", "give a folder, a .gguf file or a hub id")
 
 
 def _disk(root: Path) -> Finding:

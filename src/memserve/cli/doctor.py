@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -31,7 +32,8 @@ def doctor(
     else:
         for finding in findings:
             _print(finding)
-        typer.echo("ready to serve: memserve serve" if worst is Status.OK else "not ready: mend what says FAIL")
+        ready = f"ready to serve: {_serve_command(model, findings)}"
+        typer.echo(ready if worst is Status.OK else "not ready: mend what says FAIL")
     if worst is Status.FAIL:
         raise typer.Exit(1)
 
@@ -46,6 +48,13 @@ def examine(model: str, host: str, port: int) -> Iterator[Finding]:
     yield from checks.check_model(model)
     yield from checks.check_port(host, port)
     yield from checks.check_extras()
+
+
+def _serve_command(model: str, findings: list[Finding]) -> str:
+    """What to type next: with the model that was asked for, and a free port when the usual one is taken."""
+    taken = any(finding.name == "port" and finding.status is not Status.OK for finding in findings)
+    command = "memserve serve" + (f" --model {shlex.quote(model)}" if model != opt.DEFAULT_MODEL else "")
+    return command + (" --port 0" if taken else "")
 
 
 def _print(finding: Finding) -> None:

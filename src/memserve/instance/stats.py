@@ -13,6 +13,10 @@ class TierReport:
     blocks_free: int = 0
     blocks_cached: int = 0
     """Held by the index alone: evictable, reusable."""
+    pages_free: int = 0
+    """Pages not handed out."""
+    pages_stranded: int = 0
+    """Of them: in blocks that are broken up, so that no request for a block can have them (external fragmentation)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,12 @@ class InstanceStats:
     """What recomputing is taken to cost, learnt from finished steps."""
     finished: dict[str, int] = field(default_factory=dict)
     """Sequences by finish reason."""
+
+    @property
+    def external_fragmentation(self) -> float:
+        """Free pages that no request for a block can have, as a share of all free pages of both tiers, 0 to 1."""
+        free = self.hbm.pages_free + self.dram.pages_free
+        return (self.hbm.pages_stranded + self.dram.pages_stranded) / free if free else 0.0
 
     @property
     def internal_fragmentation_tokens(self) -> int:

@@ -46,7 +46,13 @@ def instance_stats(roster: Roster, plans_in_flight: int) -> InstanceStats:
 
 def _tier(pool: PoolReport, tier: Tier) -> TierReport:
     report = pool.by_tier[tier]
-    return TierReport(report.blocks_total, report.blocks_free, report.blocks_evictable)
+    return TierReport(
+        blocks_total=report.blocks_total,
+        blocks_free=report.blocks_free,
+        blocks_cached=report.blocks_evictable,
+        pages_free=report.pages_free,
+        pages_stranded=report.pages_stranded,
+    )
 
 
 def memory_report(roster: Roster) -> MemoryReport:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from memserve.errors import UserError
 from memserve.model.cache import sampled_digest
-from memserve.model.sources import ModelFolder, resolve_source
+from memserve.model.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
 from memserve.types import KVGeometry
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def load_model(
         has_chat_template=bool(tokenizer.chat_template),
         device=place,
         dtype=getattr(torch, dtype_name),
-        generation_defaults=_generation_defaults(folder.path),
+        generation_defaults=_generation_defaults(folder),
     )
 
 
@@ -181,14 +181,15 @@ def _max_model_tokens(config: Any, layers: list[ProbedLayer]) -> int:
     return min(limits)
 
 
-def _generation_defaults(folder: Path) -> dict[str, float]:
+def _generation_defaults(folder: ModelFolder) -> dict[str, float]:
     """What the model's authors recommend, from its ``generation_config.json``; only what they wrote down there."""
     try:
-        written = json.loads((folder / "generation_config.json").read_text())
+        written = json.loads((folder.path / "generation_config.json").read_text())
         named = {name: written.get(name) for name in GENERATION_DEFAULTS}
     except (OSError, ValueError, AttributeError):
-        return {}
-    return {name: value for name, value in named.items() if isinstance(value, (int, float))}
+        named = {}
+    defaults = {name: value for name, value in named.items() if isinstance(value, (int, float))}
+    return defaults or (dict(DEFAULT_MODEL_SAMPLING) if folder.name == DEFAULT_MODEL else {})
 
 
 def _eos_token_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:

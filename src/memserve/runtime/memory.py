@@ -1,0 +1,39 @@
+"""How much memory this machine has for us (level 3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memserve.errors import UserError
+from memserve.units import human_bytes
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory_bytes() -> int | None:
+    """The kernel's estimate, or what the control group leaves, whichever is less; ``None`` where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+        return min(available, int(limit) - used) if limit != "max" else available
+    except (OSError, ValueError):
+        return available
+
+
+def check_host_memory(wanted_bytes: int) -> None:
+    """Refuse KV memory that this machine cannot hold: the kernel would grant it, and kill the server under load.
+
+    Raises :class:`UserError`.
+    """
+    available = available_memory_bytes()
+    if available is not None and wanted_bytes > available:
+        raise UserError(
+            f"{human_bytes(wanted_bytes)} of KV memory are asked for, and {human_bytes(available)} are available",
+            hint="give less with --kv-memory and --dram-memory, or close other programs",
+            param="kv_memory",
+        )
