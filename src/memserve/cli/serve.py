@@ -136,7 +136,8 @@ def ready_text(name: str, host: str, port: int, seconds: float, api_keys: Sequen
     """The ready line, and a line to copy that talks to the server."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"http://{shown}:{port}/v1"
-    body = {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": name, "temperature": 0, "messages": [question]}  # greedy: a small model wanders otherwise
     key = " -H 'Authorization: Bearer YOUR_KEY'" if api_keys else ""
     example = f"curl {url}/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
     return f"ready in {seconds:.1f} s: {name} at {url}\ntry: {example}"
