@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -23,6 +23,10 @@ from memserve.units import NS_PER_MS, human_bytes
 GREEDY = SamplingParams(temperature=0.0)
 DECODE_PROMPT_TOKENS = 128
 DECODE_TOKENS = 64
+PREFILL_TOKENS = (512, 2048)
+DECODE_BATCHES = (1, 8, 32)
+MIXED_TOKENS = (40, 200, 333, 700)
+MIXED_NEW_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +39,29 @@ class Figure:
     note: str = ""
 
 
-def random_prompt(rng: random.Random, tokens: int, vocab: int) -> list[int]:
-    """Token ids that no cache has seen."""
-    return [rng.randrange(5, vocab - 100) for _ in range(tokens)]
+class Prompts:
+    """Fresh random prompts, the same ones for the same seed."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._tokens = range(vocab_size // 100, vocab_size)  # the first ids are often special
+
+    def fresh(self, count: int, tokens: int) -> list[list[int]]:
+        """``count`` prompts of ``tokens`` ids that no cache has seen."""
+        return [self._rng.choices(self._tokens, k=tokens) for _ in range(count)]
 
 
 def bench_engine(llm: LLM, *, repeats: int = 3, seed: int = 5) -> Iterator[Figure]:
-    """Yield figures as they are measured. ``repeats`` runs each, medians."""
-    rng = random.Random(seed)
-    vocab = len(llm.model.tokenizer)
-
-    def prompts(count: int, tokens: int) -> list[list[int]]:
-        return [random_prompt(rng, tokens, vocab) for _ in range(count)]
-
-    _seconds(llm, prompts(1, 64), 8)  # warm-up: threads, kernels, first-touch memory
-    for tokens in (512, 2048):
-        yield from _prefill(llm, lambda n=tokens: prompts(1, n), tokens, repeats)  # type: ignore[misc]
-    for batch in (1, 8, 32):
-        yield from _decode(llm, lambda b=batch: prompts(b, DECODE_PROMPT_TOKENS), batch, repeats)  # type: ignore[misc]
-    yield from _memory(llm, [p for n in (40, 200, 333, 700) for p in prompts(4, n)])
+    """Yield figures as they are measured: medians of ``repeats`` runs. What exceeds the model's context is left out."""
+    prompts = Prompts(llm.model.vocab_size, seed)
+    context = llm.model.max_model_tokens
+    _seconds(llm, prompts.fresh(1, min(64, context // 2)), 8)  # warm-up: threads, kernels, first-touch memory
+    for tokens in PREFILL_TOKENS:
+        if tokens < context:
+            yield from _prefill(llm, prompts, tokens, repeats)
+    for batch in DECODE_BATCHES:
+        yield from _decode(llm, prompts, batch, repeats)
+    yield from _memory(llm, [p for n in MIXED_TOKENS if n + MIXED_NEW_TOKENS <= context for p in prompts.fresh(4, n)])
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     yield Figure("peak resident memory", peak_bytes / 1e6, "MB")
 
@@ -64,31 +72,32 @@ def _seconds(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
     return time.perf_counter() - started
 
 
-def _prefill(llm: LLM, prompts: Callable[[], list[list[int]]], tokens: int, repeats: int) -> Iterator[Figure]:
+def _prefill(llm: LLM, prompts: Prompts, tokens: int, repeats: int) -> Iterator[Figure]:
     cold, warm = [], []
     for _ in range(repeats):
-        batch = prompts()
-        cold.append(_seconds(llm, batch, 1))
-        warm.append(_seconds(llm, batch, 1))
+        prompt = prompts.fresh(1, tokens)
+        cold.append(_seconds(llm, prompt, 1))
+        warm.append(_seconds(llm, prompt, 1))
     yield Figure(f"prefill {tokens}", tokens / median(cold), "tokens/s")
     yield Figure(f"TTFT cold {tokens}", median(cold) * 1e3, "ms")
     note = f"{median(warm) / median(cold):.3f} of cold"
     yield Figure(f"TTFT warm {tokens}", median(warm) * 1e3, "ms", note)
 
 
-def _decode(llm: LLM, prompts: Callable[[], list[list[int]]], batch: int, repeats: int) -> Iterator[Figure]:
-    rates, shares = [], []
+def _decode(llm: LLM, prompts: Prompts, batch: int, repeats: int) -> Iterator[Figure]:
+    rates, shares, thinking_ns = [], [], []
     for _ in range(repeats):
-        same = prompts()
+        same = prompts.fresh(batch, DECODE_PROMPT_TOKENS)
         _seconds(llm, same, 1)  # fills the cache, so that both timed runs start from the same prompt
         short = _seconds(llm, same, 1)
+        before = llm.stats()
         long = _seconds(llm, same, 1 + DECODE_TOKENS)
+        after = llm.stats()
         rates.append(batch * DECODE_TOKENS / (long - short))
-        stats = llm.stats()
-        shares.append(stats.machine_step_ns / max(1, stats.device_step_ns))
+        shares.append((after.machine_ns - before.machine_ns) / (after.device_ns - before.device_ns))
+        thinking_ns.append((after.machine_ns - before.machine_ns) / (after.steps - before.steps))
     yield Figure(f"decode batch {batch}", median(rates), "tokens/s")
-    step_ns = llm.stats().machine_step_ns
-    note = f"{step_ns / NS_PER_MS:.3f} ms a step"
+    note = f"{median(thinking_ns) / NS_PER_MS:.3f} ms a step"
     yield Figure(f"scheduler share, batch {batch}", 100 * median(shares), "%", note)
 
 
@@ -100,7 +109,9 @@ def _memory(llm: LLM, prompts: list[list[int]]) -> Iterator[Figure]:
         if stats.sequences_running:
             samples.append(stats)
 
-    llm.generate(prompts, GREEDY, max_tokens=48, ignore_eos=True, on_progress=lambda: sample(_instance(llm)))
+    llm.generate(
+        prompts, GREEDY, max_tokens=MIXED_NEW_TOKENS, ignore_eos=True, on_progress=lambda: sample(_instance(llm))
+    )
     worst = max(samples, key=lambda s: s.internal_fragmentation_tokens / s.sequences_running)
     per_sequence = worst.internal_fragmentation_tokens / worst.sequences_running
     block = llm.model.geometry.block_tokens

@@ -23,12 +23,15 @@ def bench() -> None:
 def engine(
     model: Annotated[str, typer.Option(help="Folder, hub id, .gguf file or the bundled model.")] = DEFAULT_MODEL,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    kv_memory: Annotated[str, typer.Option(help="Size of the KV pool, e.g. 512MiB.")] = "384MiB",
+    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, e.g. 512MiB.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs a figure; medians are printed.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Prefill, decode, TTFT, the scheduler's share of a step, and the memory report."""
     started = time.perf_counter()
+    from memserve.runtime.threads import set_thread_environment
+
+    set_thread_environment()
     from memserve.bench.engine import bench_engine, describe
     from memserve.llm import LLM
 
