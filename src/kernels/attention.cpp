@@ -76,10 +76,12 @@ class Call {
             padded_bytes(scratch_bytes(plan.tile_rows_max, batch.layout.head_dim_k, batch.layout.head_dim_v))),
         slot_floats_(partial_floats(plan.tile_rows_max, batch.layout.head_dim_v)) {
     const size_t partial_bytes = padded_bytes(sizeof(float) * slot_floats_ * plan.partials);
-    const size_t all_scratch = scratch_bytes_ * plan.threads;
-    scratch_ = workspace.reserve(all_scratch + partial_bytes + sizeof(Countdown) * plan.merges.size());
+    const size_t all_scratch = scratch_bytes_ * plan.threads, hands_bytes = sizeof(Hand) * plan.threads;
+    scratch_ = workspace.reserve(all_scratch + partial_bytes + hands_bytes + sizeof(Countdown) * plan.merges.size());
     partials_ = reinterpret_cast<float*>(scratch_ + all_scratch);
-    parts_left_ = reinterpret_cast<Countdown*>(scratch_ + all_scratch + partial_bytes);
+    hands_ = reinterpret_cast<Hand*>(scratch_ + all_scratch + partial_bytes);
+    for (int i = 0; i < plan.threads; ++i) new (hands_ + i) Hand;
+    parts_left_ = reinterpret_cast<Countdown*>(scratch_ + all_scratch + partial_bytes + hands_bytes);
     for (size_t i = 0; i < plan.merges.size(); ++i) new (parts_left_ + i) Countdown(plan.merges[i].parts);
   }
 
@@ -89,25 +91,40 @@ class Call {
 
   // The thread that finishes the last part of a split context merges the parts: no barrier for that.
   void attend(const Tile& tile, int thread) const {
-    if (args_.write && tile.writes) write_part(tile);
     float* partial = tile.merge < 0 ? nullptr : partials_ + slot_floats_ * tile.partial;
-    kernels_.attend_tile[dtype_](TileJob{&batch_, &args_, tile, scratch_ + scratch_bytes_ * thread, partial});
+    const WriteJob own = own_write(tile);
+    kernels_.attend_tile[dtype_](TileJob{&batch_, &args_, tile, scratch_ + scratch_bytes_ * thread, partial, own.first,
+                                         own.count, &tile, plan_.tiles.data() + plan_.tiles.size(), plan_.threads});
     if (tile.merge < 0 || parts_left_[tile.merge].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     const Merge& merge = plan_.merges[tile.merge];
     kernels_.merge_tiles[dtype_](batch_, args_, merge, partials_ + slot_floats_ * merge.first_partial, slot_floats_);
   }
 
+  // Tiles are dealt out like cards, so that a thread knows what it will do next; who has none left takes another's.
+  void attend_all(int thread) const {
+    const int count = int(plan_.tiles.size()), hands = plan_.threads;
+    for (int i = 0; i < hands; ++i) {
+      std::atomic<int32_t>& taken = hands_[(thread + i) % hands].taken;
+      for (int at; (at = (thread + i) % hands + hands * taken.fetch_add(1, std::memory_order_relaxed)) < count;)
+        attend(plan_.tiles[at], thread);
+    }
+  }
+
  private:
   using Countdown = std::atomic<int32_t>;
+  struct alignas(64) Hand {
+    std::atomic<int32_t> taken{0};
+  };
 
   static size_t padded_bytes(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
   // Its queries see only new tokens of its own part of the context, so no other tile has to wait.
-  void write_part(const Tile& tile) const {
+  WriteJob own_write(const Tile& tile) const {
+    if (!args_.write || !tile.writes) return {tile.row, 0, 0};
     const int position = batch_.first_position(tile.row);
     const int first = std::max(0, tile.first_token - position);
     const int end = std::min(batch_.count(tile.row), tile.end_token - position);
-    if (first < end) write({tile.row, first, end - first}, tile.kv_head);
+    return {tile.row, first, std::max(0, end - first)};
   }
 
   const Batch& batch_;
@@ -118,6 +135,7 @@ class Call {
   const size_t scratch_bytes_, slot_floats_;
   char* scratch_;
   float* partials_;
+  Hand* hands_;
   Countdown* parts_left_;
 };
 
@@ -128,15 +146,14 @@ void attend(const Batch& batch, const Plan& plan, const AttendArgs& args) {
   const Call call(batch, plan, args, workspace);
   const std::vector<WriteJob> writes = args.write ? write_jobs(batch, plan) : std::vector<WriteJob>{};
   const int kv_heads = batch.layout.num_kv_heads;
-  const int write_count = int(writes.size()) * kv_heads, tile_count = int(plan.tiles.size());
+  const int write_count = int(writes.size()) * kv_heads;
 #pragma omp parallel num_threads(plan.threads)
   {
     if (write_count) {
 #pragma omp for schedule(static)
       for (int i = 0; i < write_count; ++i) call.write(writes[i / kv_heads], i % kv_heads);
     }
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int i = 0; i < tile_count; ++i) call.attend(plan.tiles[i], thread_number());
+    call.attend_all(thread_number());
   }
 }
 

@@ -76,6 +76,10 @@ struct TileJob {
   Tile tile;
   char* scratch;   // scratch_bytes()
   float* partial;  // partial_floats(), or nullptr: normalise and write to args->out
+  int write_first, write_count;  // of the row's queries: their K and V are stored before they are read
+  const Tile* planned;           // `tile` in the plan; this thread will probably go on with planned + planned_step ..
+  const Tile* planned_end;
+  int planned_step;
 };
 
 inline int padded(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }

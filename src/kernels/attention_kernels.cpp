@@ -6,13 +6,11 @@
 #include <cfloat>
 #include <type_traits>
 
-#include "attention_pack.h"
+#include "attention_decode.h"
 
 namespace memserve::MEMSERVE_ISA {
 namespace {
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr int kPrefetchParts = 3;
 constexpr int kChunkPanels = kChunkTokens / kPanelTokens;
 
 template <class Format, class T>
@@ -22,7 +20,7 @@ class TileKernel {
 
  public:
   explicit TileKernel(const TileJob& job)
-      : batch_(*job.batch), args_(*job.args), tile_(job.tile), pages_(batch_, args_, tile_),
+      : job_(job), batch_(*job.batch), args_(*job.args), tile_(job.tile), pages_(batch_, args_, tile_.row, tile_.kv_head),
         group_(args_.heads / batch_.layout.num_kv_heads), rows_(tile_.queries * group_),
         dim_k_(batch_.layout.head_dim_k), dim_v_(batch_.layout.head_dim_v), dim_v_padded_(padded(dim_v_, 32)),
         first_position_(batch_.first_position(tile_.row) + tile_.first_query),
@@ -41,8 +39,9 @@ class TileKernel {
     next_max_ = denominator_ + padded_rows;
   }
 
-  void run(float* partial) {
-    load_queries();
+  void run() {
+    if (job_.write_count) write_tokens<T>(batch_, args_, tile_.row, tile_.kv_head, job_.write_first, job_.write_count);
+    for (int r = 0; r < rows_; ++r) load_query<Element, T>(batch_, args_, tile_, r, q_ + int64_t(r) * dim_k_);
     for (int r = 0; r < padded(rows_, 16); ++r) {
       max_[r] = -__builtin_inff();
       denominator_[r] = 0;
@@ -54,7 +53,7 @@ class TileKernel {
       weigh_chunk(token, end);
       sum_chunk(token, end);
     }
-    partial ? save(partial) : finish();
+    deliver<T>(job_, rows_, sums_, dim_v_padded_, max_, denominator_);
   }
 
  private:
@@ -65,48 +64,15 @@ class TileKernel {
     return here;
   }
 
-  void load_queries() {
-    const T* q = reinterpret_cast<const T*>(args_.q.data);
-    for (int r = 0; r < rows_; ++r) {
-      const int64_t token = batch_.q_starts[tile_.row] + tile_.first_query + r / group_;
-      const int64_t head = int64_t(tile_.kv_head) * group_ + r % group_;
-      const T* from = q + token * args_.q.token_stride + head * args_.q.head_stride;
-      Element* to = q_ + int64_t(r) * dim_k_;
-      if constexpr (sizeof(Element) == sizeof(T))
-        std::memcpy(to, from, dim_k_ * sizeof(T));
-      else
-        widen(from, to, dim_k_);
-    }
-  }
-
   // scores[rows, chunk] = Q K, one panel after the other so that the packed panel stays in L1.
   void score_chunk(int first, int end) {
     for (int token = first; token < end; token += kPanelTokens) {
-      prefetch(first, end, (token - first) / kPanelTokens);
       int stride;
       const Unit* panel = key_panel(token, end, &stride);
       multiply(Operands<Format>{reinterpret_cast<const Unit*>(q_), dim_k_ / Format::kUnitTokens, &panel, 1,
                                 dim_k_ / Format::kUnitTokens, stride, scores_ + (token - first), kChunkTokens, nullptr},
                rows_, kPanelTokens);
     }
-  }
-
-  // With few rows a tile waits for memory. Parts are read in the order K K K K V V V V K K ..; `part` is about to be,
-  // and what comes kPrefetchParts later is asked for.
-  void prefetch(int first, int end, int part) const {
-    if (rows_ > kBlockRows) return;
-    int panels = padded(end - first, kPanelTokens) / kPanelTokens;
-    part += kPrefetchParts;
-    if (part >= 2 * panels) {
-      part -= 2 * panels;
-      first = end;
-      end = first + kChunkTokens < tile_.end_token ? first + kChunkTokens : tile_.end_token;
-      panels = padded(end - first, kPanelTokens) / kPanelTokens;
-    }
-    if (part < panels)
-      pages_.prefetch_keys(first + part * kPanelTokens);
-    else if (part < 2 * panels)
-      pages_.prefetch_values(first + (part - panels) * kPanelTokens);
   }
 
   const Unit* key_panel(int token, int end, int* stride) {
@@ -128,14 +94,7 @@ class TileKernel {
     const int tokens = padded(end - first, kPanelTokens);
     for (int r = 0; r < rows_; ++r) {
       float* scores = scores_ + int64_t(r) * kChunkTokens;
-      if (args_.softcap > 0) cap(scores, tokens);
-      const int position = first_position_ + r / group_;
-      const int visible_end = (position + 1 < end ? position + 1 : end) - first;
-      const int visible_first = args_.window > 0 ? position + 1 - args_.window - first : 0;
-      if (visible_end < tokens || visible_first > 0) mask(scores, tokens, visible_first, visible_end);
-      VecF best = load(scores);
-      for (int t = kLanes; t < tokens; t += kLanes) best = larger(best, load(scores + t));
-      next_max_[r] = largest_lane(best) * factor_;
+      next_max_[r] = largest_visible(args_, scores, first_position_ + r / group_, first, end) * factor_;
     }
     for (int r = 0; r < rows_; r += kLanes) {
       const VecF old = load(max_ + r), lowest = splat(-__FLT_MAX__);
@@ -147,44 +106,8 @@ class TileKernel {
     }
     for (int r = 0; r < rows_; ++r) {
       const int64_t row = int64_t(r) * kChunkTokens;
-      denominator_[r] += exponentiate(scores_ + row, weights_ + row, tokens, max_[r]);
+      denominator_[r] += exponentiate<Format::kFastExp>(scores_ + row, weights_ + row, tokens, factor_, max_[r]);
     }
-  }
-
-  void cap(float* scores, int tokens) const {
-    for (int t = 0; t < tokens; t += kLanes)
-      store(scores + t, tanh(load(scores + t) * (args_.scale / args_.softcap)) * args_.softcap);
-  }
-
-  static void mask(float* scores, int tokens, int visible_first, int visible_end) {
-    for (int t = 0; t < tokens; t += kLanes) {
-      const VecI index = lane_numbers() + t;
-      const VecI hidden = (index < visible_first) | (index >= visible_end);
-      store(scores + t, hidden ? splat(-__builtin_inff()) : load(scores + t));
-    }
-  }
-
-  // weights = 2^(scores * factor - max); returns their sum.
-  float exponentiate(const float* scores, Element* weights, int tokens, float max) const {
-    VecF sum{};
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<Element, BFloat16>) {
-      for (int t = 0; t < tokens; t += 2 * kLanes) {
-        const VecF low = exp2<Format::kFastExp>(load(scores + t) * factor_ - max);
-        const VecF high = exp2<Format::kFastExp>(load(scores + t + kLanes) * factor_ - max);
-        sum += low + high;
-        _mm512_storeu_si512(weights + t, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-      }
-      return sum_of_lanes(sum);
-    }
-#endif
-    if constexpr (std::is_same_v<Element, float>)
-      for (int t = 0; t < tokens; t += kLanes) {
-        const VecF weight = exp2<Format::kFastExp>(load(scores + t) * factor_ - max);
-        sum += weight;
-        store(weights + t, weight);
-      }
-    return sum_of_lanes(sum);
   }
 
   // sums[rows, dim_v] = sums * decay + weights V
@@ -192,7 +115,6 @@ class TileKernel {
     const Unit* panels[kChunkPanels];
     int count = 0;
     for (int token = first; token < end; token += kPanelTokens, ++count) {
-      prefetch(first, end, padded(end - first, kPanelTokens) / kPanelTokens + count);
       panels[count] = value_panel(token, end, count);
     }
     const Unit* weights = reinterpret_cast<const Unit*>(weights_);
@@ -219,33 +141,7 @@ class TileKernel {
     return panel;
   }
 
-  void save(float* partial) const {
-    for (int r = 0; r < rows_; ++r)
-      std::memcpy(partial + int64_t(r) * dim_v_, sums_ + int64_t(r) * dim_v_padded_, dim_v_ * sizeof(float));
-    std::memcpy(partial + int64_t(rows_) * dim_v_, max_, rows_ * sizeof(float));
-    std::memcpy(partial + int64_t(rows_) * (dim_v_ + 1), denominator_, rows_ * sizeof(float));
-  }
-
-  void finish() {
-    for (int r = 0; r < rows_; ++r)
-      write_row<T>(batch_, args_, tile_, r, sums_ + int64_t(r) * dim_v_padded_, max_[r], denominator_[r]);
-  }
-
- public:
-  // out = sums / (denominator + 2^(sink - max)); overwrites `sums`.
-  template <class O>
-  static void write_row(const Batch& batch, const AttendArgs& args, const Tile& tile, int r, float* sums, float max,
-                        float denominator) {
-    const int group = args.heads / batch.layout.num_kv_heads, head = tile.kv_head * group + r % group;
-    if (args.sinks) denominator += __builtin_exp2f(args.sinks[head] * kLog2E - max);
-    const float inverse = 1.0f / denominator;
-    for (int d = 0; d < batch.layout.head_dim_v; ++d) sums[d] *= inverse;
-    const int64_t token = batch.q_starts[tile.row] + tile.first_query + r / group;
-    O* to = reinterpret_cast<O*>(args.out.data) + token * args.out.token_stride + head * args.out.head_stride;
-    narrow(sums, to, batch.layout.head_dim_v);
-  }
-
- private:
+  const TileJob& job_;
   const Batch& batch_;
   const AttendArgs& args_;
   const Tile tile_;
@@ -258,7 +154,10 @@ class TileKernel {
 
 template <class Format, class T>
 void attend_tile(const TileJob& job) {
-  TileKernel<Format, T>(job).run(job.partial);
+  if (DecodeKernel<Format, T>::fits(job))
+    DecodeKernel<Format, T>(job).run();
+  else
+    TileKernel<Format, T>(job).run();
 }
 
 // One result from the partial results of several parts of the context; the first part's sums are overwritten.
@@ -279,23 +178,7 @@ void merge_tiles(const Batch& batch, const AttendArgs& args, const Merge& merge,
       denominator += weight * stats[p * part_floats + rows];
       for (int d = 0; d < dim_v; ++d) sums[d] = (p ? sums[d] : 0.0f) + weight * part[d];
     }
-    TileKernel<Floats, T>::template write_row<T>(batch, args, merge.whole, r, sums, max, denominator);
-  }
-}
-
-// The new tokens of one row for one kv head: a key becomes a column of its block, a value a row.
-template <class T>
-void write_tokens(const Batch& batch, const AttendArgs& args, int row, int kv_head, int first, int count) {
-  const PageLayout& layout = batch.layout;
-  const HeadPages<T> pages(batch, args, Tile{row, kv_head, 0, 0, 0, 0, -1, -1, false});
-  for (int i = first; i < first + count; ++i) {
-    const int position = batch.first_position(row) + i;
-    const int64_t token = batch.q_starts[row] + i;
-    const T* k = reinterpret_cast<const T*>(args.k.data) + token * args.k.token_stride + kv_head * args.k.head_stride;
-    const T* v = reinterpret_cast<const T*>(args.v.data) + token * args.v.token_stride + kv_head * args.v.head_stride;
-    T* column = pages.key(position);
-    for (int d = 0; d < layout.head_dim_k; ++d) column[int64_t(d) * layout.block_tokens] = k[d];
-    std::memcpy(pages.value(position), v, layout.head_dim_v * sizeof(T));
+    write_row<T>(batch, args, merge.whole, r, sums, max, denominator);
   }
 }
 

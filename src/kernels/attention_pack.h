@@ -60,30 +60,21 @@ inline void pack(Pairs, const Source<BFloat16>& s, uint32_t* to, int to_stride) 
 template <class T>
 class HeadPages {
  public:
-  HeadPages(const Batch& batch, const AttendArgs& args, const Tile& tile)
-      : layout_(batch.layout), blocks_(batch.row_blocks(tile.row)), layer_(args.layer), kv_head_(tile.kv_head) {}
+  HeadPages(const Batch& batch, const AttendArgs& args, int row, int kv_head)
+      : layout_(&batch.layout), blocks_(batch.row_blocks(row)), layer_(args.layer), kv_head_(kv_head) {}
 
-  T* key(int token) const { return at(token) + layout_.key_offset(token % layout_.block_tokens); }
-  T* value(int token) const { return at(token) + layout_.value_offset(token % layout_.block_tokens); }
+  T* key(int token) const { return at(token) + layout_->key_offset(token % layout_->block_tokens); }
+  T* value(int token) const { return at(token) + layout_->value_offset(token % layout_->block_tokens); }
 
   // Tokens [token, token + piece()) lie in one block for every multiple of piece().
-  int piece() const { return layout_.block_tokens % kPanelTokens == 0 ? kPanelTokens : 16; }
-
-  // Ask for the K or the V of a panel that will be read soon.
-  void prefetch_keys(int token) const { prefetch(at(token), layout_.head_dim_k); }
-  void prefetch_values(int token) const { prefetch(at(token) + layout_.value_offset(0), layout_.head_dim_v); }
+  int piece() const { return layout_->block_tokens % kPanelTokens == 0 ? kPanelTokens : 16; }
 
  private:
-  void prefetch(const T* from, int dim) const {
-    const char* data = reinterpret_cast<const char*>(from);
-    for (size_t byte = 0; byte < dim * kPanelTokens * sizeof(T); byte += 64) __builtin_prefetch(data + byte);
-  }
-
   T* at(int token) const {
-    return reinterpret_cast<T*>(layout_.head(blocks_[token / layout_.block_tokens], layer_, kv_head_));
+    return reinterpret_cast<T*>(layout_->head(blocks_[token / layout_->block_tokens], layer_, kv_head_));
   }
 
-  const PageLayout& layout_;
+  const PageLayout* layout_;
   const int32_t* blocks_;
   int layer_, kv_head_;
 };
