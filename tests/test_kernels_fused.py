@@ -108,6 +108,19 @@ def test_few_rows_linear(isa: str, dtype: torch.dtype, n: int, k: int, rows: int
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 7, ROWS_NATIVE_MAX + 5])
+def test_wide_linear_does_not_round_its_sums(isa: str, dtype: torch.dtype, rows: int) -> None:
+    """Logits: float32 out of 16-bit operands, exact to float32 rounding at any number of rows."""
+    weight, bias = random(200, 70, dtype=dtype, seed=1) * 8, random(200, dtype=dtype, seed=2)
+    x = random(1, rows, 70, dtype=dtype)
+    layer = PackedLinear([weight], [bias], wide=True)
+    got = layer(x)
+    assert got.dtype == torch.float32 and not layer.is_native
+    want = x.double() @ weight.double().T + bias.double()
+    assert float((got.double() - want).abs().max()) <= 1e-5 * float(want.abs().max())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_sides_of_the_row_limit_agree(dtype: torch.dtype) -> None:
     """A row gives the same result in a small batch (our kernel) and in a large one (oneDNN), up to rounding."""

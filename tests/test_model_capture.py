@@ -111,6 +111,20 @@ def test_bfloat16_stays_within_rounding(family: str) -> None:
         assert float((got - want).square().mean().sqrt() / want.std()) < 0.05
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
+@pytest.mark.parametrize("tokens", [5, 150])
+def test_logits_are_not_rounded_to_bfloat16(family: str, tokens: int) -> None:
+    """Few and many rows, captured and module by module, with a soft cap behind the head (gemma2) and without."""
+    captured = capture_forward(tiny(family, torch.bfloat16))
+    assert captured is not None
+    ids = torch.arange(tokens)
+    for forward in (captured, EagerForward(tiny(family, torch.bfloat16))):
+        with attending(DenseAttention()):
+            logits = forward(ids % VOCAB, ids, ids)
+        assert logits.dtype == torch.float32
+        assert float((logits == logits.bfloat16()).float().mean()) < 0.1
+
+
 def test_llama_layer_is_ten_operations() -> None:
     """What the passes are for: nothing of a Llama layer but attention is left to torch when there are few tokens."""
     captured = capture_forward(tiny("llama"))

@@ -41,11 +41,13 @@ struct Rotary {
 };
 
 // y[r, n] = sum_k x[r, k] * w[n, k] + bias[n], w packed by oneDNN as [n / 64][k / 2][64][2] (bf16) or [n / 64][k][64]
-// (f32), padded with zeros to whole blocks (64 columns, `k_padded` inputs).
+// (f32), padded with zeros to whole blocks (64 columns, `k_padded` inputs). y has the dtype of x, or is f32 if `wide`:
+// logits, whose order bf16 would blur.
 struct Linear {
   const void *x, *w, *bias;  // bias may be null, has the dtype of x
   void* y;
   std::ptrdiff_t rows, k, k_padded, n, stride_x, stride_y;
+  bool wide;
 };
 
 struct Kernels {

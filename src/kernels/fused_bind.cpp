@@ -40,9 +40,9 @@ void rotary(Address x, Size stride_token, Size stride_head, Address cosine, Addr
 }
 
 void linear(Address x, Size stride_x, Address w, Address bias, Address y, Size stride_y, Size rows, Size k,
-            Size k_padded, Size n, int dtype) {
+            Size k_padded, Size n, int dtype, bool wide) {
   nb::gil_scoped_release release;
-  run(Linear{in(x), in(w), in(bias), out(y), rows, k, k_padded, n, stride_x, stride_y}, Dtype(dtype));
+  run(Linear{in(x), in(w), in(bias), out(y), rows, k, k_padded, n, stride_x, stride_y, wide}, Dtype(dtype));
 }
 
 // An address, or external tensor number n as -1 - n.
@@ -69,7 +69,7 @@ void add_rotary(Program& self, Size x, Size stride_token, Size stride_head, Size
 
 void add_linear(Program& self, Size x, Size stride_x, Address w, Address bias, Size y, Size k, Size k_padded, Size n,
                 int dtype, int count) {
-  self.add({Linear{nullptr, in(w), in(bias), nullptr, 0, k, k_padded, n, stride_x, n}, {place(x), place(y)},
+  self.add({Linear{nullptr, in(w), in(bias), nullptr, 0, k, k_padded, n, stride_x, n, false}, {place(x), place(y)},
             Dtype(dtype), Count(count)});
 }
 

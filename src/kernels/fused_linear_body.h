@@ -84,7 +84,8 @@ static inline void accumulate(Sums<R, C>& sums, const Bf16* x, std::ptrdiff_t st
   if (i < k) accumulate_pair(sums, w, [&](int r) { return std::uint32_t{x[r * stride_x + i].bits}; });
 }
 
-template <class T, int R, int C>
+// T: dtype of the inputs, Y: of the results.
+template <class T, class Y, int R, int C>
 static void tile(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column) {
   constexpr std::ptrdiff_t pack = sizeof(T) == 2 ? 2 : 1;
   const T* x = static_cast<const T*>(op.x) + row * op.stride_x;
@@ -92,7 +93,7 @@ static void tile(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column) {
   Sums<R, C> sums{};
   accumulate(sums, x, op.stride_x, w, op.k);
   for (int r = 0; r < R; ++r) {
-    T* y = static_cast<T*>(op.y) + (row + r) * op.stride_y + column;
+    Y* y = static_cast<Y*>(op.y) + (row + r) * op.stride_y + column;
     for (int c = 0; c < C; ++c) {
       const std::ptrdiff_t at = column + c * kLanes;
       if (at + kLanes <= op.n) {
@@ -106,45 +107,46 @@ static void tile(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column) {
   }
 }
 
-template <class T, int C, int R = kTileRows>
+template <class T, class Y, int C, int R = kTileRows>
 static void tile_of(int rows, const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column) {
   if constexpr (R == 1) {
-    tile<T, 1, C>(op, row, column);
+    tile<T, Y, 1, C>(op, row, column);
   } else if (rows == R) {
-    tile<T, R, C>(op, row, column);
+    tile<T, Y, R, C>(op, row, column);
   } else {
-    tile_of<T, C, R - 1>(rows, op, row, column);
+    tile_of<T, Y, C, R - 1>(rows, op, row, column);
   }
 }
 
 // All rows of some columns, in tiles of about equal height.
-template <class T, int C>
+template <class T, class Y, int C>
 static void all_rows(const Linear& op, std::ptrdiff_t column) {
   std::ptrdiff_t tiles = (op.rows + kTileRows - 1) / kTileRows, row = 0;
   for (; tiles > 0; --tiles) {
     const std::ptrdiff_t height = (op.rows - row + tiles - 1) / tiles;
-    tile_of<T, C>(static_cast<int>(height), op, row, column);
+    tile_of<T, Y, C>(static_cast<int>(height), op, row, column);
     row += height;
   }
 }
 
-template <class T>
+template <class T, class Y>
 static void linear_columns(const Linear& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
   constexpr std::ptrdiff_t wide = kTileVectors * kLanes, narrow = 32 < wide ? 32 : wide;
   for (std::ptrdiff_t column = begin; column < end;) {
     if (column % kBlock % wide == 0 && column + wide <= end) {
-      all_rows<T, wide / kLanes>(op, column);
+      all_rows<T, Y, wide / kLanes>(op, column);
       column += wide;
     } else {
-      all_rows<T, narrow / kLanes>(op, column);
+      all_rows<T, Y, narrow / kLanes>(op, column);
       column += narrow;
     }
   }
 }
 
 static void linear(const Linear& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
-  if (dtype == Dtype::float32) return linear_columns<float>(op, begin, end);
-  linear_columns<Bf16>(op, begin, end);
+  if (dtype == Dtype::float32) return linear_columns<float, float>(op, begin, end);
+  if (op.wide) return linear_columns<Bf16, float>(op, begin, end);
+  linear_columns<Bf16, Bf16>(op, begin, end);
 }
 
 }  // namespace

@@ -133,8 +133,28 @@ def linear(
     k_padded: int,
     n: int,
     dtype: int,
+    wide: bool,
 ) -> None:
     """``y = x @ weight.T + bias`` over a weight in oneDNN's blocks of 64 outputs; float32 and bfloat16."""
+
+def draw(
+    logits: int,
+    stride: int,
+    vocab: int,
+    rows: int,
+    temperature: int,
+    top_k: int,
+    top_p: int,
+    min_p: int,
+    uniform: int,
+    tokens: int,
+    count: int,
+) -> None:
+    """Draw ``count`` tokens (addresses of float32, int64, float64 arrays ``[count]``), the i-th from row ``rows[i]`` of
+    ``logits`` (float32, ``stride`` elements a row). The rule is that of ``memserve.model.drawing``."""
+
+def log_normalisers(logits: int, stride: int, vocab: int, out: int, count: int) -> None:
+    """``out[i] = log(sum(exp(logits[i])))``, float32."""
 
 class Program:
     """Fused operations over fixed buffers, run in pieces: one team of threads a piece, a barrier after each operation.

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memserve.model.linears import pack_linears
+from memserve.model.linears import pack_linears, widen_head
 
 
 class Forward(Protocol):
@@ -22,8 +22,12 @@ class EagerForward:
     """The Hugging Face module as it is, with packed linears on a CPU: serves every family that the probe accepts."""
 
     def __init__(self, module: Any, *, pack: bool = True) -> None:
+        """``pack``: false leaves the module untouched, with logits rounded to its dtype."""
         self._module = module
-        self.packed_linears = pack_linears(module) if pack else 0
+        self.packed_linears = 0
+        if pack:
+            widen_head(module)
+            self.packed_linears = pack_linears(module)
         self._selects_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
 
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ ROWS_NATIVE_MAX = 128
 """Up to here our kernel is ahead of oneDNN (by 1.6 at one row, 1.1 at 128, equal at 512)."""
 
 _BLOCK_OUTPUTS = 64
+_WIDE_SLICE = 4096  # outputs
 _BLOCK_INPUTS = {torch.float32: 16, torch.bfloat16: 32}
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -25,12 +26,18 @@ class PackedLinear:
     """``y = x @ weight.T + bias`` with ``weight [n, k]``, possibly several weights below one another."""
 
     __slots__ = (
-        "_address", "_bias_address", "_code", "_dense", "_inputs_padded", "_packed", "_rows_max", "bias", "k", "n",
+        "_address", "_bias_address", "_code", "_dense", "_inputs_padded", "_packed", "_rows_max",
+        "bias", "k", "n", "wide",
     )  # fmt: skip
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor] | None) -> None:
-        """``weights``: ``[n_i, k]`` each, all of one dtype; ``biases``: ``[n_i]`` each, or None."""
+    def __init__(self, weights: list[Tensor], biases: list[Tensor] | None, *, wide: bool = False) -> None:
+        """``weights``: ``[n_i, k]`` each, all of one dtype; ``biases``: ``[n_i]`` each, or None.
+
+        ``wide``: results are the float32 sums themselves, not rounded to the dtype. For logits: at the size they have,
+        bfloat16 has steps of an eighth, which makes ties between tokens that differ clearly.
+        """
         weight = _joined(weights)
+        self.wide = wide
         self.n, self.k = weight.shape
         self.bias = None if biases is None else _joined(biases).clone()
         self._packed = _pack(weight)
@@ -44,11 +51,13 @@ class PackedLinear:
         if self._packed is not None:
             self._address = _address_of(self._packed, self.n, self._inputs_padded, weight.element_size())
             self._rows_max = ROWS_NATIVE_MAX if self._address and self._reads_the_format(weight) else 0
+        if wide and not self._rows_max and self._dense is None:
+            self._dense = weight.clone()
 
     @property
     def is_native(self) -> bool:
-        """True when our kernel can compute this layer."""
-        return self._rows_max > 0
+        """True when a program can hold this layer: our kernel computes it, with results of the inputs' dtype."""
+        return self._rows_max > 0 and not self.wide
 
     @property
     def native_weights(self) -> tuple[int, int]:
@@ -66,7 +75,9 @@ class PackedLinear:
         return self._code
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x [..., k]`` -> ``[..., n]``"""
+        """``x [..., k]`` -> ``[..., n]``, of the dtype of ``x``, or float32 if ``wide``."""
+        if self.wide and x.dtype != torch.float32:
+            return self._wide(x)
         if self._packed is None:
             assert self._dense is not None
             return torch.nn.functional.linear(x, self._dense, self.bias)
@@ -77,12 +88,19 @@ class PackedLinear:
 
     def _few_rows(self, x: Tensor, rows: int) -> Tensor:
         x = x.contiguous()
-        y = torch.empty((*x.shape[:-1], self.n), dtype=x.dtype)
+        y = torch.empty((*x.shape[:-1], self.n), dtype=torch.float32 if self.wide else x.dtype)
         _kernels.linear(
             x.data_ptr(), self.k, self._address, self._bias_address, y.data_ptr(), self.n,
-            rows, self.k, self._inputs_padded, self.n, self._code,
+            rows, self.k, self._inputs_padded, self.n, self._code, self.wide,
         )  # fmt: skip
         return y
+
+    def _wide(self, x: Tensor) -> Tensor:
+        """Float32 results. oneDNN has none for 16-bit weights, so our kernel takes any number of rows, else torch."""
+        if self._rows_max:
+            return self._few_rows(x, x.numel() // self.k)
+        assert self._dense is not None
+        return wide_linear(x, self._dense, self.bias)
 
     def _reads_the_format(self, weight: Tensor) -> bool:
         """One row through our kernel and through torch: equal up to rounding only if the blocks are what we think."""
@@ -91,6 +109,18 @@ class PackedLinear:
         tolerance = 2e-2 if weight.dtype == torch.bfloat16 else 1e-4
         scale = float(expected.abs().max()) + 1e-6
         return bool((self._few_rows(x, 1).float() - expected).abs().max() <= tolerance * scale)
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [..., k] @ weight [n, k].T + bias`` in float32, from operands of 16 bits."""
+    if x.device.type == "cuda":
+        y = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
+        return (y if bias is None else y + bias).view(*x.shape[:-1], weight.shape[0])
+    y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
+    for first in range(0, weight.shape[0], _WIDE_SLICE):  # a slice of the weight in float32 at a time
+        part = slice(first, first + _WIDE_SLICE)
+        y[..., part] = torch.nn.functional.linear(x.float(), weight[part].float())
+    return y if bias is None else y + bias
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memserve.model import fused_linear
+
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _TRIAL_ROWS = 8
 
@@ -53,6 +55,32 @@ def pack_linears(module: nn.Module) -> int:
             packed += 1
     own_storage(module)
     return packed
+
+
+class WideLinear(nn.Module):
+    """The output head of a 16-bit model, with float32 logits: see :class:`memserve.model.fused_linear.PackedLinear`."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self._packed: fused_linear.PackedLinear | None = None
+        if linear.weight.device.type == "cpu":
+            biases = None if linear.bias is None else [linear.bias.detach()]
+            self._packed = fused_linear.PackedLinear([linear.weight.detach()], biases, wide=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features] -> [..., out_features]`` float32."""
+        return fused_linear.wide_linear(x, self.weight, self.bias) if self._packed is None else self._packed(x)
+
+
+def widen_head(module: Any) -> bool:
+    """Let the output head of a 16-bit causal language model give float32 logits; False where it is no plain linear."""
+    head = module.get_output_embeddings()
+    if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    module.set_output_embeddings(WideLinear(head))
+    return True
 
 
 def own_storage(module: nn.Module) -> None:
