@@ -1,6 +1,6 @@
 """Is greedy fp32 output token-identical to transformers' ``generate``, under every cache and scheduler setting?
 
-    python bench/lossless.py --data DIR [--settings warm,n4] [--prompts 72] [--new-tokens 32] [--reference FILE]
+    python bench/lossless.py --data DIR --reference-model FOLDER [--settings warm,n4] [--prompts 72] [--reference FILE]
 
 Prompts are real multi-turn conversations and documents with questions (``DIR/conversations``, ``DIR/longdocs``). The
 reference is computed once, with the model as transformers itself loads it, and kept in ``--reference``. A difference

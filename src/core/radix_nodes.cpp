@@ -185,7 +185,8 @@ void RadixIndex::shrink(Node* node, uint32_t size) {
   node->size = size;
 }
 
-// Cuts an edge in two, without moving it: a new upper node takes the first `at` blocks, `node` keeps the rest, its children and its pins.
+// Cuts an edge in two, without moving it: a new upper node takes the first `at` blocks, `node` keeps the rest, its
+// children and its pins.
 Node* RadixIndex::split(Node* node, uint32_t at) {
   Node* upper = new_node();
   Node* parent = node->parent;

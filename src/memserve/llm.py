@@ -104,8 +104,8 @@ class LLM:
         """Generate for every prompt (text, or token ids), all batched together; answers in the prompts' order.
 
         ``sampling`` defaults to temperature 1 with seed 0, so that a call repeats exactly. ``on_progress`` is called
-        in this thread after each piece of news. Raises
-        :class:`UserError` when the engine rejects a prompt (for example one beyond the context).
+        in this thread after each piece of news.
+        Raises :class:`UserError` when the engine rejects a prompt (for example one beyond the context).
         """
         ends = () if ignore_eos else tuple(self.model.eos_token_ids)
         stops = StopParams(max_tokens, min_tokens, (*ends, *stop_token_ids))

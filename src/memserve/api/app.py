@@ -121,5 +121,4 @@ def create_app(
     )
     app.router.redirect_slashes = False
     app.state.hub = hub
-    app.state.metrics = metrics
     return app

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memserve.config import DEFAULT_MODEL
+from memserve.cli import options as opt
 
 app = typer.Typer(help="Measure memserve on this machine.", no_args_is_help=True)
 
@@ -21,9 +21,9 @@ def bench() -> None:
 
 @app.command()
 def engine(
-    model: Annotated[str, typer.Option(help="Folder, hub id, .gguf file or the bundled model.")] = DEFAULT_MODEL,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    kv_memory: Annotated[str | None, typer.Option(help="Size of the KV pool, e.g. 512MiB.")] = None,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    dtype: opt.Dtype = opt.DEFAULTS.dtype,
+    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
     repeats: Annotated[int, typer.Option(min=1, help="Runs a figure; medians are printed.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:

@@ -124,7 +124,7 @@ def check_model(model: str) -> Iterator[Finding]:
         return
     yield Finding("model", Status.OK, f"{model}: {gguf.name}, {human_bytes(gguf.stat().st_size)}")
     root = cache_root()
-    if any(root.glob(f"{gguf.stem}-*/config.json")) or any(root.glob(f"{gguf.stem}-*/*/config.json")):
+    if any(root.glob(f"{gguf.stem}-*/*/config.json")):
         yield Finding("converted model", Status.OK, str(root))
     else:
         yield Finding("converted model", Status.WARN, "not yet", "the first start converts it: about a minute, once")

@@ -95,7 +95,7 @@ def run_server(engine_options: EngineOptions, http: HttpOptions) -> None:
     from memserve.api.auth import KeyRing
     from memserve.api.server import bind
 
-    KeyRing(http.api_keys)
+    KeyRing(http.api_keys)  # refuses malformed keys
     listener = bind(http.host, http.port)
     with listener:
         typer.echo(f"loading {engine_options.model} ...", err=True)

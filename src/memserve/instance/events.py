@@ -39,7 +39,7 @@ class StepFinished:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # position in ``tokens`` -> logprobs
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)  # row -> per token
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """Beam rows: position in ``tokens`` -> the best ``2 * beam_width`` (token, logprob), best first."""
+    """Beam rows: position in ``tokens`` -> the best ``beam_candidates`` (token, logprob), best first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class SequenceMemory:
     def attach(self, sequence: Sequence, headroom: int) -> bool:
         """Give a waiting sequence the blocks of all its known tokens, from the cache as far as possible.
 
-        A block beyond ``headroom`` stays available. Sets ``computed`` to the tokens whose KV is there already: at most
+        ``headroom`` blocks more must be available, and stay so. Sets ``computed`` to the tokens whose KV is there already: at most
         ``known - 1``, since the last one's logits are needed.
         """
         if sequence.dram_blocks:

@@ -148,9 +148,7 @@ class Planner:
             if budget <= 0 or not self.admission.admit(sequence, now):
                 return
             count = self._chunk(rows, sequence, budget)
-            if not count:
-                return  # it is admitted; its row comes with a later plan
             end = sequence.computed + count
-            if not rows.make_writable(sequence, end):
+            if not count or not rows.make_writable(sequence, end):
                 return  # it is admitted; its row comes with a later plan
             budget -= rows.add_chunk(sequence, end)

@@ -6,6 +6,7 @@ from memserve.instance.actions import OpenSequence, StepPlan
 from memserve.instance.outstanding import Outstanding
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Phase, Sequence
+from memserve.units import ceil_div
 
 
 class RowWriter:
@@ -43,7 +44,7 @@ class RowWriter:
                 return False
             if sequence.opened and sequence.blocks[place] != before:
                 self.plan.replace.append((sequence.slot, place, sequence.blocks[place]))  # type: ignore[arg-type]
-        missing = -(-end // memory.block_tokens) - len(sequence.blocks)
+        missing = ceil_div(end, memory.block_tokens) - len(sequence.blocks)
         if missing <= 0:
             return True
         blocks = memory.pool.allocate(missing)

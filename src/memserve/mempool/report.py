@@ -21,11 +21,6 @@ class TierReport:
     pages_free: int = 0  # pages that are not handed out, in free and in broken blocks
     pages_stranded: int = 0  # of them in broken blocks: no request for a block can have them
 
-    @property
-    def share_used(self) -> float:
-        """Used blocks as a share of the tier, 0 to 1."""
-        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
@@ -33,14 +28,12 @@ class PoolReport:
 
     External fragmentation is free memory that a request for a block cannot have. Every block has the same size and any
     free block serves any request, so only loose pages (which break blocks) can cause it. Internal fragmentation (the
-    unused tail of each sequence's last block, below one block a sequence) is known to the machine only; it fills
-    ``internal_tokens_unused`` and ``tokens_held`` with :func:`dataclasses.replace`.
+    unused tail of each sequence's last block, below one block a sequence) is known to the machine only: see
+    ``MemoryReport`` of the instance.
     """
 
     tiers: tuple[TierReport, ...]
     block_tokens: int
-    internal_tokens_unused: int = 0  # token places in held blocks that hold no token state
-    tokens_held: int = 0  # token states in HBM blocks
     copies_pending: int = 0  # blocks whose recorded copy has not been taken yet
     by_tier: dict[Tier, TierReport] = field(init=False, repr=False, compare=False)
 
@@ -52,9 +45,3 @@ class PoolReport:
         """Free pages in broken blocks as a share of all free pages, 0 to 1."""
         free = sum(tier.pages_free for tier in self.tiers)
         return sum(tier.pages_stranded for tier in self.tiers) / free if free else 0.0
-
-    @property
-    def share_of_token_states(self) -> float:
-        """Share of the held HBM token places that hold token states (PagedAttention's measure), 0 to 1."""
-        places = self.by_tier[Tier.HBM].blocks_used * self.block_tokens
-        return self.tokens_held / places if places else 0.0

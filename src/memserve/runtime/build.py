@@ -24,11 +24,9 @@ def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:
     from memserve.runtime.engine import Engine
     from memserve.runtime.memory import check_host_memory
 
-    if options.threads is not None:
-        import torch
-
-        torch.set_num_threads(options.threads)
-    model = load_model(options.model, options.dtype, options.device, block_tokens=options.block_tokens)
+    model = load_model(
+        options.model, options.dtype, options.device, block_tokens=options.block_tokens, threads=options.threads
+    )
     config = options.instance_config(model.geometry, model.max_model_tokens, model.fingerprint)
     check_host_memory(options.dram_memory_bytes + (options.kv_memory_bytes if model.device.type == "cpu" else 0))
     costs = PreemptionCosts(block_bytes=model.geometry.block_bytes)

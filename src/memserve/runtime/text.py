@@ -18,8 +18,6 @@ from tokenizers.decoders import DecodeStream
 
 from memserve.types import FinishReason, TokenOutput
 
-REPLACEMENT = "\ufffd"
-
 PENDING_TOKENS_MAX = 16
 """A character has at most four bytes, so more tokens than this without one valid character are junk: let them go."""
 
