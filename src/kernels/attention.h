@@ -60,7 +60,7 @@ struct Merge {
 
 // How one (heads, window, threads) cuts the batch. The same for all layers, so it is kept with the batch.
 struct Plan {
-  int heads, window, threads;
+  int heads, window, threads_max, threads;
   int tile_rows_max = 0, partials = 0;  // a partial slot holds partial_floats(tile_rows_max)
   std::vector<Tile> tiles;
   std::vector<Merge> merges;

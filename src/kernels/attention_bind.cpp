@@ -34,8 +34,6 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Address = std::tuple<uintptr_t, int64_t, int64_t>;
 
-constexpr int kThreadPages = 8;  // below this many pages a step of decoding is not worth a second thread
-
 template <class... Parts>
 void require(bool holds, const Parts&... parts) {
   if (holds) return;
@@ -133,9 +131,9 @@ class PagedBatch {
 
   // Layers with the same heads and window share a plan; a model has at most a few kinds of layers.
   const Plan& plan(int heads, int window) {
-    const int threads = batch_.blocks.size() * batch_.layout.num_kv_heads < kThreadPages ? 1 : threads_max();
+    const int threads = threads_max();
     for (const Plan& plan : plans_)
-      if (plan.heads == heads && plan.window == window && plan.threads == threads) return plan;
+      if (plan.heads == heads && plan.window == window && plan.threads_max == threads) return plan;
     plans_.push_back(memserve::make_plan(batch_, heads, window, threads));
     return plans_.back();
   }

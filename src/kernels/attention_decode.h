@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kDecodeRowsMax = 8;        // from here on packing a panel once is the cheaper way
 constexpr int kDecodeTokens = 256;       // per round of the online softmax; scores stay in L1
-constexpr int kAheadParts = 8;           // of 4 KiB, say: enough to hide the latency, and little of L2
+constexpr int kAheadParts = 12;          // of 4 KiB, say: enough to hide the latency, and little of L2
 constexpr int kRowsTogether = kLanes == 16 ? 4 : 3;  // their sums stay in registers
 
 // ---- two vectors of page elements, in an order that costs least ----
@@ -79,7 +79,8 @@ class ReadAhead {
     if (++part_ == 2 * panels) {
       part_ = 0;
       first_ += kDecodeTokens;
-      if (first_ >= tile_->end_token) start(job_.planned_end - tile_ > job_.planned_step ? tile_ + job_.planned_step : nullptr);
+      if (first_ >= tile_->end_token)
+        start(job_.planned_end - tile_ > job_.planned_step ? tile_ + job_.planned_step : nullptr);
     }
     return part;
   }

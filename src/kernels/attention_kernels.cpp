@@ -20,8 +20,9 @@ class TileKernel {
 
  public:
   explicit TileKernel(const TileJob& job)
-      : job_(job), batch_(*job.batch), args_(*job.args), tile_(job.tile), pages_(batch_, args_, tile_.row, tile_.kv_head),
-        group_(args_.heads / batch_.layout.num_kv_heads), rows_(tile_.queries * group_),
+      : job_(job), batch_(*job.batch), args_(*job.args), tile_(job.tile),
+        pages_(batch_, args_, tile_.row, tile_.kv_head), group_(args_.heads / batch_.layout.num_kv_heads),
+        rows_(tile_.queries * group_),
         dim_k_(batch_.layout.head_dim_k), dim_v_(batch_.layout.head_dim_v), dim_v_padded_(padded(dim_v_, 32)),
         first_position_(batch_.first_position(tile_.row) + tile_.first_query),
         factor_(args_.softcap > 0 ? kLog2E : args_.scale * kLog2E) {

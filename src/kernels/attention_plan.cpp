@@ -6,6 +6,9 @@ namespace {
 
 constexpr int kSplitTokensMin = 2 * kChunkTokens;  // a part of a context is worth a merge from here on
 constexpr int64_t kPanelOverheadRows = 8;          // reading and packing a panel costs about as much as 8 rows of work
+// Work for one thread alone, in rows times panels times elements of K and V: it takes about 6 us, and waking the others
+// and waiting for them costs half of that.
+constexpr int64_t kAloneCost = 256 * 128;
 
 int64_t cost(const Tile& t, int group) {
   const int64_t panels = padded(t.end_token - t.first_token, kPanelTokens) / kPanelTokens;
@@ -45,7 +48,7 @@ void split_tile(Plan& plan, const Tile& whole, int64_t cost_max, int group) {
 }  // namespace
 
 Plan make_plan(const Batch& batch, int heads, int window, int threads_max) {
-  Plan plan{heads, window, threads_max};
+  Plan plan{heads, window, threads_max, threads_max};
   const int kv_heads = batch.layout.num_kv_heads, group = heads / kv_heads;
   const int queries_max = std::max(1, kTileRows / group);
   std::vector<Tile> wholes;
@@ -58,7 +61,8 @@ Plan make_plan(const Batch& batch, int heads, int window, int threads_max) {
     total += cost(tile, group);
     plan.tile_rows_max = std::max(plan.tile_rows_max, tile.queries * group);
   }
-  const int64_t cost_max = std::max<int64_t>(1, threads_max > 1 ? total / (4 * threads_max) : total);
+  if (total * (batch.layout.head_dim_k + batch.layout.head_dim_v) < kAloneCost) plan.threads = 1;
+  const int64_t cost_max = std::max<int64_t>(1, plan.threads > 1 ? total / (4 * plan.threads) : total);
   for (const Tile& tile : wholes) split_tile(plan, tile, cost_max, group);
   // Long pieces first: the short ones fill the gaps at the end.
   std::stable_sort(plan.tiles.begin(), plan.tiles.end(),
