@@ -1,10 +1,11 @@
 """Beam search (level 2): which hypotheses live on. Pure bookkeeping over tokens and logprobs.
 
 As in transformers' ``generate`` with ``early_stopping=False``: of all continuations of all beams the best
-``candidates_wanted`` (``2 * width``, with one stop token) by summed logprob are looked at, best first. One that ends in a stop token becomes a finished hypothesis if it is among
-the first ``width`` of them; the others live on until ``width`` do. The search ends when the length is exhausted, when
-nothing lives, or when ``width`` hypotheses are finished and the best living beam, scored at its present length, is not
-better than the worst of them. Score = summed logprob / generated tokens ** length_penalty, stop token included.
+``candidates_wanted`` (``2 * width``, with one stop token) by summed logprob are looked at, best first. One that ends
+in a stop token becomes a finished hypothesis if it is among the first ``width`` of them; the others live on until
+``width`` do. The search ends when the length is exhausted, when nothing lives, or when ``width`` hypotheses are
+finished and the best living beam, scored at its present length, is not better than the worst of them. Score = summed
+logprob / generated tokens ** length_penalty, stop token included.
 """
 
 from __future__ import annotations

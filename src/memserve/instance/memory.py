@@ -32,8 +32,8 @@ class SequenceMemory:
     def attach(self, sequence: Sequence, headroom: int) -> bool:
         """Give a waiting sequence the blocks of all its known tokens, from the cache as far as possible.
 
-        ``headroom`` blocks more must be available, and stay so. Sets ``computed`` to the tokens whose KV is there already: at most
-        ``known - 1``, since the last one's logits are needed.
+        ``headroom`` blocks more must be available, and stay so. Sets ``computed`` to the tokens whose KV is there
+        already: at most ``known - 1``, since the last one's logits are needed.
         """
         if sequence.dram_blocks:
             return self._swap_in(sequence, headroom)
