@@ -59,8 +59,14 @@ Insertion insert(RadixIndex& self, nb::bytes name, nb::handle tokens, nb::handle
   return self.insert(namespace_of(name), token_span.span(), block_span.span(), in_hbm, pin);
 }
 
+int valid_tier(int tier) {
+  if (tier != kHbm && tier != kDram) throw nb::value_error("tier must be 0 (HBM) or 1 (DRAM)");
+  return tier;
+}
+
 Eviction evict(RadixIndex& self, int tier, int64_t count) {
-  if (count < 0 || (tier != kHbm && tier != kDram)) throw nb::value_error("tier is 0 or 1 and count not negative");
+  if (count < 0) throw nb::value_error("count must not be negative");
+  valid_tier(tier);
   Eviction out;
   if (tier == kHbm) {
     self.evict_hbm(static_cast<size_t>(count), out);
@@ -159,8 +165,9 @@ void bind_radix(nb::module_& m) {
       .def("evict", &evict, nb::arg("tier"), nb::arg("count"))
       .def("delete", &erase, nb::arg("namespace"), nb::arg("tokens"))
       .def("clear", [](RadixIndex& self) { Eviction out; self.clear(out); return out; })
-      .def("blocks", [](const RadixIndex& self, int tier) { return self.blocks_in(tier & 1); }, nb::arg("tier"))
-      .def("blocks_pinned", [](const RadixIndex& self, int tier) { return self.blocks_locked(tier & 1); },
+      .def("blocks", [](const RadixIndex& self, int tier) { return self.blocks_in(valid_tier(tier)); },
+           nb::arg("tier"))
+      .def("blocks_pinned", [](const RadixIndex& self, int tier) { return self.blocks_locked(valid_tier(tier)); },
            nb::arg("tier"))
       .def_prop_ro("block_tokens", &RadixIndex::block_tokens)
       .def_prop_ro("nodes", &RadixIndex::nodes)
