@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memserve import _kernels
 from memserve.instance.actions import OpenSequence
-from memserve.model.drawing import Truncation, draw
-from memserve.model.logprobs import report_logprobs
+from memserve.model.drawing import Truncation, draw, draw_native
+from memserve.model.logprobs import best_logprobs, log_normalisers, report_logprobs
 from memserve.model.philox import philox4x32, uniforms
 from memserve.model.sampler import Drawn, sample
 from memserve.model.slots import SlotTable
@@ -100,16 +101,63 @@ def test_filters_keep_what_the_simple_twin_keeps(
     p = torch.softmax(logits.double() / temperature, -1).numpy()
     kept = np.where(kept_by(p, top_k, top_p, min_p), p, 0.0)
     kept /= kept.sum()
-    tokens = draw(logits.expand(n, vocab), truncation(n, temperature, top_k, top_p, min_p)).numpy()
-    counts = np.bincount(tokens, minlength=vocab)
-    assert (counts[kept == 0] == 0).all()
-    assert np.abs(counts / n - kept).max() <= 1.5 / n + 1e-5
+    how = truncation(n, temperature, top_k, top_p, min_p)
+    native = draw_native(logits[None], torch.zeros(n, dtype=torch.int64), how)
+    for tokens in (draw(logits.expand(n, vocab), how).numpy(), native):
+        counts = np.bincount(tokens, minlength=vocab)
+        assert (counts[kept == 0] == 0).all()
+        assert np.abs(counts / n - kept).max() <= 1.5 / n + 1e-5
+
+
+@pytest.mark.parametrize("isa", _kernels.supported_isas())
+@pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
+def test_the_kernel_draws_what_torch_draws(isa: str, spread: float) -> None:
+    """Every instruction set, filters mixed in one batch, flat and peaked rows of a whole vocabulary: the same tokens.
+
+    Of 400 draws, at most two may fall within rounding of a boundary.
+    """
+    rng = np.random.default_rng(int(spread * 10))
+    n, vocab = 400, 5003
+    logits = torch.from_numpy(rng.normal(0, spread, (40, vocab)).astype(np.float32))
+    rows = torch.from_numpy(rng.integers(0, 40, n))
+    how = Truncation(
+        torch.from_numpy(rng.choice([0.2, 0.7, 1.0, 1.5], n).astype(np.float32)),
+        torch.from_numpy(rng.choice([0, 1, 7, 40, 300, 9000], n)),
+        torch.from_numpy(rng.choice([1.0, 0.95, 0.5, 0.01], n).astype(np.float32)),
+        torch.from_numpy(rng.choice([0.0, 0.02, 1.0], n).astype(np.float32)),
+        torch.from_numpy(rng.random(n)),
+    )
+    _kernels.force_isa(isa)
+    try:
+        native = draw_native(logits, rows, how)
+    finally:
+        _kernels.force_isa(None)
+    assert (native != draw(logits[rows], how).numpy()).sum() <= 2
+
+
+def test_the_kernel_keeps_the_lower_ids_of_equal_tokens() -> None:
+    """Ties are decided by id, whichever filter cuts through them."""
+    logits, rows = torch.zeros(1, 600), torch.zeros(64, dtype=torch.int64)
+    assert set(draw_native(logits, rows, truncation(64, 1.0, top_k=3)).tolist()) == {0, 1, 2}
+    assert set(draw_native(logits, rows, truncation(64, 1.0, top_p=0.01)).tolist()) == set(range(6))
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
+def test_the_kernel_survives_rows_without_a_possible_token(bad: float) -> None:
+    rows = torch.zeros(4, dtype=torch.int64)
+    for how in (truncation(4, 1.0), truncation(4, 1.0, top_k=3, top_p=0.5)):
+        assert ((draw_native(torch.full((1, 300), bad), rows, how) >= 0).all()) and (
+            draw_native(torch.full((1, 300), bad), rows, how) < 300
+        ).all()
 
 
 def test_tiny_temperatures_and_impossible_tokens_are_safe() -> None:
     logits = torch.tensor([[3.0, -math.inf, 2.999, -math.inf]]).expand(64, 4).contiguous()
     assert set(draw(logits, truncation(64, 1e-38)).tolist()) == {0}
     assert set(draw(logits, truncation(64, 100.0)).tolist()) == {0, 2}
+    rows = torch.arange(64)
+    assert set(draw_native(logits, rows, truncation(64, 1e-38)).tolist()) == {0}
+    assert set(draw_native(logits, rows, truncation(64, 100.0)).tolist()) == {0, 2}
 
 
 def table_of(samplings: list[SamplingParams], tokens: list[list[int]], prompt: int, **more: object) -> SlotTable:
@@ -202,6 +250,22 @@ def test_several_draws_from_one_row_do_not_disturb_each_other() -> None:
     table = table_of([greedy, biased, greedy], [[0]] * 3, 1)
     drawn = sample(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), np.array([0, 0, 1]), np.arange(3), table)
     assert drawn.tokens.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("vocab", [3, 300, 5003])
+def test_native_logprobs_equal_torchs(vocab: int) -> None:
+    """Normalisers and best tokens, with impossible tokens among them, for more best tokens than chunks as well."""
+    logits = torch.from_numpy(np.random.default_rng(vocab).normal(0, 4, (5, vocab)).astype(np.float32))
+    logits[:, 1] = -math.inf
+    torch.testing.assert_close(log_normalisers(logits), logits.logsumexp(-1))
+    for count in (1, 2, 25):
+        values, tokens = logits.topk(min(count, vocab), dim=-1)
+        want = [
+            [t for t, v in zip(*row, strict=True) if v > -math.inf]
+            for row in zip(tokens.tolist(), values.tolist(), strict=True)
+        ]
+        got = best_logprobs(logits, logits.logsumexp(-1), count)
+        assert [[token for token, _ in row] for row in got] == want
 
 
 def test_long_reports_are_cut_into_slices() -> None:

@@ -2,6 +2,7 @@
 set(MEMSERVE_ISA_SOURCES
   src/kernels/attention_kernels.cpp
   src/kernels/fused_kernels.cpp
+  src/kernels/sampling_kernels.cpp
 )
 nanobind_add_module(_kernels STABLE_ABI NB_STATIC
   src/kernels/module.cpp
@@ -11,6 +12,7 @@ nanobind_add_module(_kernels STABLE_ABI NB_STATIC
   src/kernels/fused.cpp
   src/kernels/fused_bind.cpp
   src/kernels/fused_program.cpp
+  src/kernels/sampling_bind.cpp
 )
 find_package(OpenMP)
 if(OpenMP_CXX_FOUND)

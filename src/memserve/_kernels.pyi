@@ -156,6 +156,10 @@ def draw(
 def log_normalisers(logits: int, stride: int, vocab: int, out: int, count: int) -> None:
     """``out[i] = log(sum(exp(logits[i])))``, float32."""
 
+def best_logits(logits: int, stride: int, vocab: int, best: int, values: int, tokens: int, count: int) -> None:
+    """The ``best`` largest logits of each of ``count`` rows: ``values [count, best]`` float32, best first, and their
+    ``tokens [count, best]`` int64; the lower id among equals."""
+
 class Program:
     """Fused operations over fixed buffers, run in pieces: one team of threads a piece, a barrier after each operation.
 

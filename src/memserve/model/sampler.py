@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memserve.model.drawing import Truncation, draw
-from memserve.model.logprobs import adjust_logits, best_logprobs, report_logprobs
+from memserve.model.drawing import Truncation, draw, draw_native
+from memserve.model.logprobs import adjust_logits, best_logprobs, log_normalisers, report_logprobs
 from memserve.model.philox import uniforms
 from memserve.model.slots import Int64s, SlotTable
 from memserve.types import TokenLogprobs
@@ -60,26 +61,28 @@ def _best(logits: Tensor) -> Int64s:
 
 def _draw(logits: Tensor, chosen: Int64s, slots: Int64s, table: SlotTable) -> Int64s:
     device = logits.device
-    if len(chosen) != len(logits):
-        logits = logits[torch.from_numpy(chosen).to(device)]
     positions = table.lengths[slots] - table.prompt_tokens[slots]
     uniform = uniforms(table.seed[slots], table.index[slots], positions)
     columns = (table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], uniform)
     how = Truncation(*(torch.from_numpy(column).to(device) for column in columns))
-    tokens: Int64s = draw(logits, how).cpu().numpy()
+    rows = torch.from_numpy(chosen).to(device)
+    tokens: Int64s = draw_native(logits, rows, how) if device.type == "cpu" else draw(logits[rows], how).cpu().numpy()
     return tokens
 
 
 def _report(logits: Tensor, slots: Int64s, table: SlotTable, drawn: Drawn) -> None:
+    asked = defaultdict(list)  # by how many alternatives, so that equal wishes cost one pass
     for position in np.flatnonzero(table.reports[slots]).tolist():
-        top = table.sampling(int(slots[position])).logprobs or 0
-        token = torch.tensor([int(drawn.tokens[position])], device=logits.device)
-        drawn.logprobs[position] = report_logprobs(logits[position : position + 1], token, top)[0]
+        asked[table.sampling(int(slots[position])).logprobs or 0].append(position)
+    for top, positions in asked.items():
+        rows = logits if len(positions) == len(logits) else logits[positions]
+        tokens = torch.from_numpy(drawn.tokens[positions]).to(logits.device)
+        drawn.logprobs.update(zip(positions, report_logprobs(rows, tokens, top), strict=True))
     beams = np.flatnonzero(table.beam_candidates[slots] > 0)
     if len(beams):
         counts = table.beam_candidates[slots[beams]].tolist()
         scores = logits[torch.from_numpy(beams).to(logits.device)]
-        best = best_logprobs(scores, scores.logsumexp(-1), max(counts))
+        best = best_logprobs(scores, log_normalisers(scores), max(counts))
         drawn.candidates = {
             position: row[:count] for position, row, count in zip(beams.tolist(), best, counts, strict=True)
         }
