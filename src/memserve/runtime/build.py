@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memserve.config import EngineOptions
+from memserve.runtime.threads import set_thread_environment
 
 if TYPE_CHECKING:
     from memserve.model.loader import LoadedModel
@@ -16,6 +17,7 @@ def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:
 
     Raises :class:`UserError` when the model cannot be served or the memory cannot hold it.
     """
+    set_thread_environment()
     from memserve.instance.machine import Instance
     from memserve.model.device import ModelDevice
     from memserve.model.forward import best_forward

@@ -1,17 +1,29 @@
-"""What is said to thread pools before torch is imported, and why OpenMP's is left alone (level 3).
+"""How OpenMP's threads wait, said before torch is imported (level 3).
 
 Between the dozens of short parallel regions of a step a worker must not fall asleep: waking a halted virtual CPU costs
 30 to 60 us, more than many of the regions take. Between steps it must not burn the core that the scheduler and the
 HTTP server need. libgomp's default does both: it spins for a bounded time (some hundred thousand turns, below a
-millisecond or two), then sleeps. Where several engines share cores, their user sets ``OMP_WAIT_POLICY=PASSIVE``: a
-spinning worker of one would take the core from a working one of the other.
+millisecond or two), then sleeps. A part of that still covers the gaps inside a step and is as fast on quiet cores;
+where something else wants the core, a worker that gives it up sooner shortens the step. Where several engines share
+cores, their user sets ``OMP_WAIT_POLICY=PASSIVE``: no worker spins.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+
+_SPIN_TURNS = 20_000
+"""How long a worker spins before it sleeps: some hundred microseconds."""
 
 
 def set_thread_environment() -> None:
-    """Let tokenizers use threads. Call before the first import of torch; what the user has set stays."""
+    """Choose how idle workers wait, and let tokenizers use threads; what the user has set stays.
+
+    Does nothing once torch is imported: its OpenMP has read the environment by then.
+    """
+    if "torch" in sys.modules:
+        return
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_TURNS))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
