@@ -122,6 +122,19 @@ def test_wide_linear_does_not_round_its_sums(isa: str, dtype: torch.dtype, rows:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_embedding_reads_the_packed_weight(dtype: torch.dtype) -> None:
+    """Every row comes back exactly; a weight that does not fill its blocks is not offered."""
+    weight = random(192, 64, dtype=dtype, seed=1)
+    layer = PackedLinear([weight], None)
+    blocks = layer.blocks()
+    if blocks is None:
+        pytest.skip("this build of oneDNN packs the weight in no format that the kernel reads")
+    ids = torch.randperm(192, generator=torch.Generator().manual_seed(0))[None]
+    assert torch.equal(fused.embed(ids, fused.TiedEmbedding(layer, blocks)), weight[ids])
+    assert PackedLinear([random(190, 64, dtype=dtype)], None).blocks() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_sides_of_the_row_limit_agree(dtype: torch.dtype) -> None:
     """A row gives the same result in a small batch (our kernel) and in a large one (oneDNN), up to rounding."""
     layer = PackedLinear([random(96, 48, dtype=dtype, seed=1), random(32, 48, dtype=dtype, seed=2)], None)

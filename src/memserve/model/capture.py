@@ -21,7 +21,7 @@ from memserve.model.capture_native import NativeStep
 from memserve.model.capture_record import CaptureRefused, generalise, record
 from memserve.model.context import attending
 from memserve.model.fused_linear import ROWS_NATIVE_MAX
-from memserve.model.passes_linear import normalise_linears, pack_linears, widen_logits
+from memserve.model.passes_linear import normalise_linears, pack_linears, share_tied_embedding, widen_logits
 from memserve.model.passes_match import match_gates, match_residuals, match_rms_norms, match_rotary
 from memserve.model.passes_simplify import has_mutation, simplify
 from memserve.model.probe import DenseAttention
@@ -91,6 +91,7 @@ def optimise(graph: fx.Graph) -> None:
     normalise_linears(graph)
     widen_logits(graph)
     pack_linears(graph)
+    share_tied_embedding(graph)
     graph.lint()
 
 

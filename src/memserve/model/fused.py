@@ -31,6 +31,24 @@ def linear(x: Tensor, layer: PackedLinear) -> Tensor:
     return layer(x)
 
 
+class TiedEmbedding:
+    """The rows of a linear's packed weight, for a model whose embedding is its output head: one copy serves both."""
+
+    def __init__(self, layer: PackedLinear, blocks: Tensor) -> None:
+        self._layer, self._blocks = layer, blocks  # the layer owns the memory
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """``ids [...]`` int64 -> ``[..., k]``"""
+        flat = ids.reshape(-1)
+        rows = self._blocks[flat // 64, :, flat % 64]
+        return rows.reshape(*ids.shape, self._layer.k)
+
+
+def embed(ids: Tensor, table: TiedEmbedding) -> Tensor:
+    """``ids [...]`` -> ``[..., k]``"""
+    return table(ids)
+
+
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
     """``x [..., width]`` as two levels of rows: (tensor, outer, inner, outer stride, inner stride)."""
     shape, strides = x.shape, x.stride()

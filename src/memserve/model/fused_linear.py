@@ -8,6 +8,8 @@ therefore checked by computing with it when a weight is packed, and a weight tha
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ class PackedLinear:
 
     __slots__ = (
         "_address", "_bias_address", "_code", "_dense", "_inputs_padded", "_packed", "_rows_max",
-        "bias", "k", "n", "wide",
+        "bias", "k", "n", "source", "wide",
     )  # fmt: skip
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor] | None, *, wide: bool = False) -> None:
@@ -38,6 +40,8 @@ class PackedLinear:
         """
         weight = _joined(weights)
         self.wide = wide
+        #: address of the only weight while it is packed: an embedding tied to it can be read from here
+        self.source = weight.data_ptr() if len(weights) == 1 else 0
         self.n, self.k = weight.shape
         self.bias = None if biases is None else _joined(biases).clone()
         self._packed = _pack(weight)
@@ -85,6 +89,16 @@ class PackedLinear:
         if rows <= self._rows_max:
             return self._few_rows(x, rows)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+
+    def blocks(self) -> Tensor | None:
+        """The packed weight as ``[n / 64, k, 64]`` or ``[n / 64, k / 2, 64, 2]``, not copied; None if padded."""
+        if not self._rows_max or self._packed is None or self.n % _BLOCK_OUTPUTS or self.k != self._inputs_padded:
+            return None
+        dtype, tail = (torch.float32, ()) if self._code == 0 else (torch.bfloat16, (2,))
+        shape = (self.n // _BLOCK_OUTPUTS, self.k // (2 if tail else 1), _BLOCK_OUTPUTS, *tail)
+        size = self.n * self.k * dtype.itemsize
+        memory = (ctypes.c_uint8 * size).from_address(self._address)  # lives as long as this layer
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def _few_rows(self, x: Tensor, rows: int) -> Tensor:
         x = x.contiguous()
