@@ -24,6 +24,7 @@ from memserve.cli.checks import Finding, Status
 from memserve.cli.main import run
 from memserve.config import EngineOptions
 from memserve.errors import InvariantError, UserError
+from memserve.model import sources
 
 TESTS = Path(__file__).parent
 GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
@@ -134,9 +135,22 @@ def test_doctor_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert port.status is Status.WARN and "--port" in (port.hint or "")
     [folder] = checks.check_model(str(tmp_path))
     assert folder.status is Status.FAIL
+
+
+def test_doctor_knows_whether_the_model_is_converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gguf = tmp_path / "tiny.gguf"
+    gguf.write_bytes(b"GGUF")
+    monkeypatch.setattr(sources, "bundled_gguf", lambda: gguf)
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
-    by_name = {finding.name: finding for finding in checks.check_model("default")}
-    assert by_name["converted model"].status is Status.WARN
+
+    def converted() -> Finding:
+        return {finding.name: finding for finding in checks.check_model("default")}["converted model"]
+
+    assert converted().status is Status.WARN
+    folder = tmp_path / "cache" / "tiny-0123" / "float32"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert converted().status is Status.OK
 
 
 def test_doctor_fails_without_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
