@@ -27,8 +27,8 @@ class Call:
         self._news: list[News] = []
         self._bell = asyncio.Event()
         self._error: Exception | None = None
-        #: sequences of each request that have not ended, by the position of the request
-        self._running = [request.n for request in requests]
+        #: sequences of each request that have neither ended nor been told to, by the position of the request
+        self._running = [set(range(request.n)) for request in requests]
         self.requests = requests
 
     async def news(self) -> list[News]:
@@ -47,9 +47,9 @@ class Call:
     def deliver(self, at: int, news: TokenOutput | Rejected) -> None:
         """Called by the hub, in the loop."""
         if isinstance(news, Rejected):
-            self._running[at] = 0
+            self._running[at].clear()
         elif news.finish_reason is not None:
-            self._running[at] -= 1
+            self._running[at].discard(news.index)
         self._news.append((at, news))
         self._bell.set()
 
@@ -64,14 +64,15 @@ class Call:
         self.cancel_rest()
 
     def stop_sequence(self, at: int, index: int) -> None:
-        """A stop string was found in the text of one sequence."""
+        """A stop string was found in the text of one sequence: the engine is to end it."""
+        self._running[at].discard(index)
         self._hub.engine.stop_sequence(self.requests[at].request_id, index)
 
     def cancel_rest(self) -> None:
         """Cancel every request that has not ended."""
         for at, request in enumerate(self.requests):
-            if self._running[at] > 0:
-                self._running[at] = 0
+            if self._running[at]:
+                self._running[at].clear()
                 self._hub.engine.cancel(request.request_id)
 
 
