@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memserve.model.backends import choose_attention
-from memserve.model.capture import capture_forward, release_weights
-from memserve.model.context import attending
+from memserve.model.attention.backends import choose_attention
+from memserve.model.attention.context import attending
+from memserve.model.capture.forward import capture_forward, release_weights
 from memserve.model.forward import EagerForward, Forward
-from memserve.model.loader import LoadedModel, load_model
+from memserve.model.loading.loader import LoadedModel, load_model
 
 CONTEXT_TOKENS = 160
 CASES = {  # sequences, new tokens of each

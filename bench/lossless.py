@@ -142,9 +142,7 @@ def reference(model_source: str, prompts: list[list[int]], new_tokens: int, path
                 output_logits=True,
             )
         best = [torch.topk(step[0].float(), 2).values for step in out.logits]
-        answers.append(
-            {"tokens": out.sequences[0, len(prompt) :].tolist(), "gaps": [float(b[0] - b[1]) for b in best]}
-        )
+        answers.append({"tokens": out.sequences[0, len(prompt) :].tolist(), "gaps": [float(b[0] - b[1]) for b in best]})
         print(f"reference {i + 1}/{len(prompts)}", end="\r", file=sys.stderr, flush=True)
     path.write_text(json.dumps({"key": key, "answers": answers}))
     return answers

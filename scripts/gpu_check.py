@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from memserve.model.triton_attention import TritonBatch, attend  # noqa: E402  (needs the path above)
+from memserve.model.attention.triton_attention import TritonBatch, attend  # noqa: E402  (needs the path above)
 from memserve.types import KVGeometry  # noqa: E402
 
 DECODE = [(1, 2048), (1, 32768), (8, 2048), (32, 2048), (128, 2048), (256, 512)]  # rows, context

@@ -24,7 +24,7 @@ from memserve.cli.checks import Finding, Status
 from memserve.cli.main import run
 from memserve.config import EngineOptions
 from memserve.errors import InvariantError, UserError
-from memserve.model import sources
+from memserve.model.loading import sources
 
 TESTS = Path(__file__).parent
 GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)

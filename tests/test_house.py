@@ -217,9 +217,7 @@ def test_no_dead_files() -> None:
     used |= {f"memserve.{m}" for p in SOURCES for m in re.findall(r"\"memserve\.([\w.]+)\"", text(p))}  # lazy imports
     used |= {name.rpartition(".")[0] for name in used}
     dead = [
-        where(path)
-        for path in SOURCES
-        if path.name != "__init__.py" and module_name(path) not in used | ENTRY_POINTS
+        where(path) for path in SOURCES if path.name != "__init__.py" and module_name(path) not in used | ENTRY_POINTS
     ]
     report(dead, "Nothing imports it: use it or delete it. A test alone is not a user.")
 

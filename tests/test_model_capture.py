@@ -10,13 +10,14 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from memserve.model import capture, fused
-from memserve.model.attention import ATTENTION_NAME, register_attention
-from memserve.model.backends import choose_attention
-from memserve.model.capture import capture_forward, release_weights
-from memserve.model.context import attending
+from memserve.model.attention.backends import choose_attention
+from memserve.model.attention.context import attending
+from memserve.model.attention.interface import ATTENTION_NAME, register_attention
+from memserve.model.capture import forward as capture
+from memserve.model.capture import fused
+from memserve.model.capture.forward import capture_forward, release_weights
 from memserve.model.forward import EagerForward
-from memserve.model.probe import DenseAttention
+from memserve.model.loading.probe import DenseAttention
 from memserve.types import KVGeometry
 
 VOCAB = 131

@@ -10,9 +10,9 @@ import torch
 
 from memserve.errors import InvariantError
 from memserve.instance.actions import OpenSequence
-from memserve.model.context import attending
+from memserve.model.attention.context import attending
+from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 from memserve.model.forward import EagerForward
-from memserve.model.reference import ReferenceAttention, ReferencePages
 from memserve.types import CopyBlocks, SamplingParams, StopParams, Tier
 from tiny_models import FAMILIES, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from memserve.errors import UserError
-from memserve.model import gguf, sources
-from memserve.model.cache import MARKER, cached_folder
 from memserve.model.linears import PackedLinear, pack_linears
-from memserve.model.loader import fingerprint, load_model
-from memserve.model.probe import DenseAttention, probe_model
+from memserve.model.loading import gguf, sources
+from memserve.model.loading.cache import MARKER, cached_folder
+from memserve.model.loading.loader import fingerprint, load_model
+from memserve.model.loading.probe import DenseAttention, probe_model
 from tiny_models import CONTEXT_TOKENS, VOCAB, greedy_tokens, prompt, save_folder, tiny_module
 
 
@@ -138,8 +138,8 @@ def test_the_probe_refuses_what_it_cannot_describe(monkeypatch: pytest.MonkeyPat
 
 
 def test_local_attention_that_we_are_not_told_of_limits_the_context(folder: Path) -> None:
-    from memserve.model.loader import _max_model_tokens
-    from memserve.model.probe import ProbedLayer
+    from memserve.model.loading.loader import _max_model_tokens
+    from memserve.model.loading.probe import ProbedLayer
 
     module = tiny_module("gemma2")
     layers = [ProbedLayer(layer, 2, 16, 16, window=0) for layer in range(3)]

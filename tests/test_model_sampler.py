@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from memserve import _kernels
 from memserve.instance.actions import OpenSequence
-from memserve.model.drawing import Truncation, draw, draw_native
-from memserve.model.logprobs import best_logprobs, log_normalisers, report_logprobs
-from memserve.model.philox import philox4x32, uniforms
-from memserve.model.sampler import Drawn, sample
+from memserve.model.sampling.drawing import Truncation, draw, draw_native
+from memserve.model.sampling.logprobs import best_logprobs, log_normalisers, report_logprobs
+from memserve.model.sampling.philox import philox4x32, uniforms
+from memserve.model.sampling.sampler import Drawn, sample
 from memserve.model.slots import SlotTable
 from memserve.types import SamplingParams, StopParams
 

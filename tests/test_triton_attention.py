@@ -53,7 +53,7 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
     """The largest difference between kernel and reference, relative to the largest output."""
     import torch
 
-    from memserve.model.triton_attention import TritonBatch, attend
+    from memserve.model.attention.triton_attention import TritonBatch, attend
     from memserve.types import KVGeometry
 
     dtype_name, layers, heads, kv_heads, dk, dv, block, counts, contexts, options = CASES[name]
@@ -115,7 +115,7 @@ def compile_kernels() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from memserve.model import triton_kernels
+    from memserve.model.attention import triton_kernels
 
     shape = {"LAYERS": 30, "KV_HEADS": 3, "DK": 64, "DV": 64, "BLOCK": 32, "DK_PAD": 64, "DV_PAD": 64}
     tile = {"KEYS": 32, "GROUP": 3, "M": 64, "WINDOW": True, "SOFTCAP": True, "SINKS": True, "WIDE": False}
@@ -168,7 +168,7 @@ def test_interpreted_kernel_equals_float64_reference(errors: dict[str, float], n
 
 def test_without_triton_the_module_imports_and_the_hint_says_what_to_install(monkeypatch) -> None:
     from memserve.errors import UserError
-    from memserve.model import triton_attention
+    from memserve.model.attention import triton_attention
 
     monkeypatch.setattr(triton_attention, "available", lambda: False)
     with pytest.raises(UserError, match="pip install triton"):

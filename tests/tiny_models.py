@@ -11,8 +11,8 @@ import torch
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.actions import OpenSequence, StepPlan
 from memserve.model.device import ModelDevice
-from memserve.model.loader import LoadedModel
-from memserve.model.probe import probe_model
+from memserve.model.loading.loader import LoadedModel
+from memserve.model.loading.probe import probe_model
 from memserve.types import SamplingParams, StopParams
 
 VOCAB = 131

@@ -140,9 +140,7 @@ class RadixIndex:
         """As ``match_blocks``, pinned (``pin``, 0 = nothing), with a reference on each HBM block for the caller."""
     def unpin(self, pin: int) -> None:
         """End a pin (0 = nothing); its path becomes the most recently used."""
-    def insert(
-        self, namespace: bytes, tokens: Ids, blocks: Ids, hbm_blocks: int = -1, pin: bool = False
-    ) -> Insertion:
+    def insert(self, namespace: bytes, tokens: Ids, blocks: Ids, hbm_blocks: int = -1, pin: bool = False) -> Insertion:
         """Add the whole blocks of ``tokens``; the first ``hbm_blocks`` of ``blocks`` lie in HBM (-1 = all)."""
     def promote(self, pin: int, hbm_blocks: Ids) -> Promotion:
         """The pinned path's first DRAM blocks move to ``hbm_blocks``; the pin moves to the end of HBM."""

@@ -111,8 +111,8 @@ def check_machine() -> Iterator[Finding]:
 
 def check_model(model: str) -> Iterator[Finding]:
     """The model is there, and converted if it has to be."""
-    from memserve.model.cache import cache_root
-    from memserve.model.sources import bundled_gguf
+    from memserve.model.loading.cache import cache_root
+    from memserve.model.loading.sources import bundled_gguf
 
     if model.lower() not in ("default", DEFAULT_MODEL.lower()):
         yield _local_model(model)
@@ -132,7 +132,7 @@ def check_model(model: str) -> Iterator[Finding]:
 
 
 def _local_model(model: str) -> Finding:
-    from memserve.model.sources import HUB_ID
+    from memserve.model.loading.sources import HUB_ID
 
     path = Path(model).expanduser()
     if path.is_dir() and (path / "config.json").is_file():

@@ -20,7 +20,7 @@ from memserve.errors import UserError
 from memserve.units import MIB, parse_bytes
 
 if TYPE_CHECKING:
-    from memserve.model.loader import LoadedModel
+    from memserve.model.loading.loader import LoadedModel
     from memserve.runtime.engine import Engine
 
 LOG_LEVELS = ("debug", "info", "warning", "error")

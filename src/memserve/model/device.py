@@ -12,13 +12,13 @@ from memserve.config import InstanceConfig
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
 from memserve.model.arena import KvArenas
-from memserve.model.backends import AttentionFactory, choose_attention
-from memserve.model.context import attending
+from memserve.model.attention.backends import AttentionFactory, choose_attention
+from memserve.model.attention.context import attending
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import trim_heap
-from memserve.model.loader import LoadedModel
-from memserve.model.logprobs import report_logprobs
-from memserve.model.sampler import Drawn, sample
+from memserve.model.loading.loader import LoadedModel
+from memserve.model.sampling.logprobs import report_logprobs
+from memserve.model.sampling.sampler import Drawn, sample
 from memserve.model.slots import Int64s, SlotTable
 from memserve.types import TokenLogprobs
 

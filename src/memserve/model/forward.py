@@ -41,7 +41,7 @@ class EagerForward:
 
 def best_forward(module: Any) -> Forward:
     """The captured forward where ``module`` can be captured (which takes its weights away), else the module itself."""
-    from memserve.model.capture import capture_forward, release_weights
+    from memserve.model.capture.forward import capture_forward, release_weights
 
     captured = capture_forward(module)
     if captured is None:

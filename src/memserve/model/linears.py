@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memserve.model import fused_linear
+from memserve.model.capture import fused_linear
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _TRIAL_ROWS = 8
@@ -58,7 +58,7 @@ def pack_linears(module: nn.Module) -> int:
 
 
 class WideLinear(nn.Module):
-    """The output head of a 16-bit model, with float32 logits: see :class:`memserve.model.fused_linear.PackedLinear`."""
+    """The output head of a 16-bit model, with float32 logits: see ``PackedLinear`` in ``capture/fused_linear.py``."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from memserve.config import EngineOptions
 from memserve.runtime.threads import set_thread_environment
 
 if TYPE_CHECKING:
-    from memserve.model.loader import LoadedModel
+    from memserve.model.loading.loader import LoadedModel
     from memserve.runtime.engine import Engine
 
 
@@ -21,7 +21,7 @@ def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:
     from memserve.instance.machine import Instance
     from memserve.model.device import ModelDevice
     from memserve.model.forward import best_forward
-    from memserve.model.loader import load_model
+    from memserve.model.loading.loader import load_model
     from memserve.policy.preemption import PreemptionCosts
     from memserve.runtime.engine import Engine
     from memserve.runtime.memory import check_host_memory

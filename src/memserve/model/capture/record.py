@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from memserve.model.context import attending, current_attention
+from memserve.model.attention.context import attending, current_attention
 
 
 class CaptureRefused(Exception):

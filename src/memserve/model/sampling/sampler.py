@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memserve.model.drawing import Truncation, draw, draw_native
-from memserve.model.logprobs import adjust_logits, best_logprobs, log_normalisers, report_logprobs
-from memserve.model.philox import uniforms
+from memserve.model.sampling.drawing import Truncation, draw, draw_native
+from memserve.model.sampling.logprobs import adjust_logits, best_logprobs, log_normalisers, report_logprobs
+from memserve.model.sampling.philox import uniforms
 from memserve.model.slots import Int64s, SlotTable
 from memserve.types import TokenLogprobs
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memserve.errors import UserError
-from memserve.model.cache import sampled_digest
-from memserve.model.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
+from memserve.model.loading.cache import sampled_digest
+from memserve.model.loading.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
 from memserve.types import KVGeometry
 
 if TYPE_CHECKING:
     import torch
 
-    from memserve.model.probe import ProbedLayer
+    from memserve.model.loading.probe import ProbedLayer
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def load_model(
     folder = resolve_source(source, dtype_name)
     import torch
 
-    from memserve.model.probe import probe_model
+    from memserve.model.loading.probe import probe_model
 
     if threads is not None:
         torch.set_num_threads(threads)

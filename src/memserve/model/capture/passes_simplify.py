@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from memserve.model.capture_record import attend, size_of
+from memserve.model.capture.record import attend, size_of
 
 aten = torch.ops.aten
 

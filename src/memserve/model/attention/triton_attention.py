@@ -33,7 +33,7 @@ def available() -> bool:
 def _kernels() -> types.ModuleType:
     if not available():
         raise UserError("attention on this device needs the package triton", hint="pip install triton")
-    return importlib.import_module("memserve.model.triton_kernels")
+    return importlib.import_module("memserve.model.attention.triton_kernels")
 
 
 def _power_of_two(least: int, count: int) -> int:

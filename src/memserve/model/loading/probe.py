@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memserve.errors import UserError, check
-from memserve.model.attention import ATTENTION_NAME, register_attention
-from memserve.model.context import attending
-from memserve.model.reference import attend_dense
+from memserve.model.attention.context import attending
+from memserve.model.attention.interface import ATTENTION_NAME, register_attention
+from memserve.model.attention.reference import attend_dense
 from memserve.types import KVGeometry
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ProbedLayer:
 
 
 class DenseAttention:
-    """A :class:`~memserve.model.context.StepAttention` without pages: one sequence from position 0. Keeps a record."""
+    """A ``StepAttention`` without pages: one sequence from position 0. Keeps a record."""
 
     def __init__(self) -> None:
         self.layers: list[ProbedLayer] = []
@@ -54,7 +54,7 @@ class DenseAttention:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`memserve.model.context.StepAttention.attend`."""
+        """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
         self.layers.append(ProbedLayer(layer, k.shape[1], k.shape[3], v.shape[3], window))
         return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
 

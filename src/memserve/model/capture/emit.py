@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from memserve.model import fused
+from memserve.model.capture import fused
 
 _LITERALS = (int, float, bool, str, type(None))
 

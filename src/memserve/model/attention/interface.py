@@ -1,8 +1,8 @@
 """Our attention function in transformers' attention interface (level 3).
 
 It is entered once a layer, in order, after rotary embedding and key/query norms, and hands over to the step's
-:class:`~memserve.model.context.StepAttention`. No mask function is registered beside it: transformers then builds no
-mask at all ("for TGI/vLLM backends"), and causality, windows and paging are the step's business alone.
+:class:`~memserve.model.attention.context.StepAttention`. No mask function is registered beside it: transformers then
+builds no mask at all ("for TGI/vLLM backends"), and causality, windows and paging are the step's business alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memserve.errors import check
-from memserve.model.context import current_attention
+from memserve.model.attention.context import current_attention
 
 if TYPE_CHECKING:
     from torch import Tensor

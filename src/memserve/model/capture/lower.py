@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memserve.model import fused
-from memserve.model.capture_places import Buffer, Dim, External, Place, dense_place, row_shape
-from memserve.model.capture_record import attend
-from memserve.model.passes_simplify import Node, constant_of, value_of
+from memserve.model.capture import fused
+from memserve.model.capture.passes_simplify import Node, constant_of, value_of
+from memserve.model.capture.places import Buffer, Dim, External, Place, dense_place, row_shape
+from memserve.model.capture.record import attend
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memserve.errors import UserError
-from memserve.model.gguf import converted_folder
+from memserve.model.loading.gguf import converted_folder
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
@@ -30,7 +30,7 @@ class ModelFolder:
 
 
 def resolve_source(source: str, dtype: str) -> ModelFolder:
-    """Find or make the local folder for ``source`` (see :func:`memserve.model.loader.load_model`).
+    """Find or make the local folder for ``source`` (see :func:`memserve.model.loading.loader.load_model`).
 
     ``dtype`` chooses between the two copies of a converted GGUF file. Raises :class:`UserError`.
     """

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memserve.model.capture_emit import emit
-from memserve.model.capture_lower import Lowering
-from memserve.model.capture_native import NativeStep
-from memserve.model.capture_record import CaptureRefused, generalise, record
-from memserve.model.context import attending
-from memserve.model.fused_linear import ROWS_NATIVE_MAX
-from memserve.model.passes_linear import normalise_linears, pack_linears, share_tied_embedding, widen_logits
-from memserve.model.passes_match import match_gates, match_residuals, match_rms_norms, match_rotary
-from memserve.model.passes_simplify import has_mutation, simplify
-from memserve.model.probe import DenseAttention
+from memserve.model.attention.context import attending
+from memserve.model.capture.emit import emit
+from memserve.model.capture.fused_linear import ROWS_NATIVE_MAX
+from memserve.model.capture.lower import Lowering
+from memserve.model.capture.native import NativeStep
+from memserve.model.capture.passes_linear import normalise_linears, pack_linears, share_tied_embedding, widen_logits
+from memserve.model.capture.passes_match import match_gates, match_residuals, match_rms_norms, match_rotary
+from memserve.model.capture.passes_simplify import has_mutation, simplify
+from memserve.model.capture.record import CaptureRefused, generalise, record
+from memserve.model.loading.probe import DenseAttention
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """From a sorted graph to a step that runs natively between its foreign operations (level 3).
 
-The emitted function is as flat as the one of :mod:`memserve.model.capture_emit`; where that one called operations, it
+The emitted function is as flat as the one of :mod:`memserve.model.capture.emit`; where that one called operations, it
 calls ``run(begin, end, ...)``. Native values that torch must see (attention's queries, keys, values) are views of the
 workspace, made once for each number of rows and kept.
 """
@@ -16,11 +16,11 @@ from torch import Tensor, fx
 
 from memserve import _kernels
 from memserve.errors import check
-from memserve.model.capture_emit import Names, call_text, value_text
-from memserve.model.capture_lower import Lowered
-from memserve.model.capture_places import TOKENS, Buffer, External, Place, Workspace
-from memserve.model.capture_record import attend
-from memserve.model.passes_simplify import Node
+from memserve.model.capture.emit import Names, call_text, value_text
+from memserve.model.capture.lower import Lowered
+from memserve.model.capture.passes_simplify import Node
+from memserve.model.capture.places import TOKENS, Buffer, External, Place, Workspace
+from memserve.model.capture.record import attend
 
 _ALWAYS = 1 << 60  # a value that torch may keep a view of: its room is never reused
 

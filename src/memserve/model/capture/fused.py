@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memserve import _kernels
-from memserve.model.fused_linear import PackedLinear
+from memserve.model.capture.fused_linear import PackedLinear
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GATE_CODES = {"silu": 0, "gelu_tanh": 1}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memserve.errors import UserError
-from memserve.model.cache import cached_folder, sampled_digest
+from memserve.model.loading.cache import cached_folder, sampled_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ def converted_folder(path: Path, dtype: str) -> Path:
 
 
 def _convert_in_child(path: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "memserve.model.gguf", str(path), str(folder)]
+    command = [sys.executable, "-m", "memserve.model.loading.gguf", str(path), str(folder)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines()

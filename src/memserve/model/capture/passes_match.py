@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memserve.model import fused
-from memserve.model.passes_simplify import Node, add_constant, constant_of, drop_dead, nodes_of, value_of
+from memserve.model.capture import fused
+from memserve.model.capture.passes_simplify import Node, add_constant, constant_of, drop_dead, nodes_of, value_of
 
 aten = torch.ops.aten
 

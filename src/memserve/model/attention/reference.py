@@ -40,7 +40,7 @@ class ReferencePages:
 
 
 class ReferenceAttention:
-    """A :class:`~memserve.model.context.StepAttention` over :class:`ReferencePages`."""
+    """A :class:`~memserve.model.attention.context.StepAttention` over :class:`ReferencePages`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ReferenceAttention:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`memserve.model.context.StepAttention.attend`."""
+        """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
         self._pages.write(layer, self._blocks, self._offsets, k[0].transpose(0, 1), v[0].transpose(0, 1))
         out = torch.empty((1, q.shape[2], q.shape[1], v.shape[3]), dtype=q.dtype, device=q.device)
         for row, (table, context) in enumerate(zip(self._tables, self._contexts, strict=True)):

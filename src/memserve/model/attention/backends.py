@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memserve.model.context import StepAttention
-from memserve.model.reference import ReferenceAttention, ReferencePages
+from memserve.model.attention.context import StepAttention
+from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 from memserve.types import KVGeometry
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class KernelAttention:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`memserve.model.context.StepAttention.attend`."""
+        """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
         _, heads, tokens, _ = q.shape
         out = q.new_empty((1, tokens, heads, self._head_dim_v))
         # rows with a strided last dimension are copied; the copies must live until the kernel is done
@@ -84,7 +84,7 @@ class TritonAttention:
         contexts: Int32s,
     ) -> None:
         """``arena``: uint8 ``[bytes]`` on the device."""
-        from memserve.model import triton_attention
+        from memserve.model.attention import triton_attention
 
         # only the rows of this step travel
         rows = np.ascontiguousarray(tables[table_rows, : -(-int(contexts.max()) // geometry.block_tokens)])
@@ -104,7 +104,7 @@ class TritonAttention:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`memserve.model.context.StepAttention.attend`."""
+        """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
         out = q.new_empty((q.shape[2], q.shape[1], v.shape[3]))
         sinks = None if sinks is None else sinks.float()
         self._attend(self.batch, layer, _by_token(q), _by_token(k), _by_token(v), out, scale, window, softcap, sinks)
