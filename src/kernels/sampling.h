@@ -1,4 +1,4 @@
-// Drawing tokens from logits: one row, one uniform number, one token. See memserve/model/drawing.py for the rule, and
+// Drawing tokens from logits: one row, one uniform number, one token. See memserve/model/sampling/drawing.py for the rule, and
 // for the same in torch.
 #pragma once
 #include <cstddef>
