@@ -46,5 +46,5 @@ def best_forward(module: Any) -> Forward:
     captured = capture_forward(module)
     if captured is None:
         return EagerForward(module)
-    release_weights(module, captured)
+    release_weights(module)
     return captured

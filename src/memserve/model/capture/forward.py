@@ -7,7 +7,6 @@ it sees, the module runs as it is (:class:`memserve.model.forward.EagerForward`)
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,6 +23,7 @@ from memserve.model.capture.passes_linear import normalise_linears, pack_linears
 from memserve.model.capture.passes_match import match_gates, match_residuals, match_rms_norms, match_rotary
 from memserve.model.capture.passes_simplify import has_mutation, simplify
 from memserve.model.capture.record import CaptureRefused, generalise, record
+from memserve.model.forward import EagerForward
 from memserve.model.loading.probe import DenseAttention
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def capture_forward(module: Any) -> CapturedForward | None:
     if any(parameter.device.type != "cpu" for parameter in module.parameters()):
         return None
     try:
-        forward, vocab = _rows_forward(module), module.config.get_text_config().vocab_size
+        forward, vocab = EagerForward(module, pack=False), module.config.get_text_config().vocab_size
         graph = _record_graph(forward, vocab)
         recorded = list(graph.nodes)
         trials = [_inputs(tokens, rows, vocab, first_position=3) for tokens, rows in _TRIALS]
@@ -113,25 +113,10 @@ def _own_constants(graph: fx.Graph) -> None:
             node.meta["value"] = node.meta["value"].detach().clone()
 
 
-def release_weights(module: Any, captured: CapturedForward) -> None:
-    """Free all weights of ``module``, which ``captured`` replaces; the module cannot compute afterwards."""
-    del captured  # asked for as proof that there is one
+def release_weights(module: Any) -> None:
+    """Free all weights of ``module`` once a captured forward replaces it; it cannot compute afterwards."""
     for parameter in module.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype)
-
-
-def _rows_forward(module: Any) -> Callable[..., Tensor]:
-    """The module as a :class:`memserve.model.forward.Forward`."""
-    selects_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
-
-    def forward(input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
-        kept = {"logits_to_keep": logits_rows} if selects_rows else {}
-        with torch.inference_mode():
-            out = module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **kept)
-            logits: Tensor = out.logits[0] if selects_rows else out.logits[0, logits_rows]
-            return logits.float()
-
-    return forward
 
 
 def _inputs(tokens: int, rows: int, vocab: int, first_position: int = 0) -> Inputs:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memserve import _kernels
+from memserve.errors import InvariantError
 
 ROWS_NATIVE_MAX = 128
 """Up to here our kernel is ahead of oneDNN (by 1.6 at one row, 1.1 at 128, equal at 512)."""
@@ -83,8 +84,7 @@ class PackedLinear:
         if self.wide and x.dtype != torch.float32:
             return self._wide(x)
         if self._packed is None:
-            assert self._dense is not None
-            return torch.nn.functional.linear(x, self._dense, self.bias)
+            return torch.nn.functional.linear(x, self._plain_weight, self.bias)
         rows = x.numel() // self.k
         if rows <= self._rows_max:
             return self._few_rows(x, rows)
@@ -113,8 +113,13 @@ class PackedLinear:
         """Float32 results. oneDNN has none for 16-bit weights, so our kernel takes any number of rows, else torch."""
         if self._rows_max:
             return self._few_rows(x, x.numel() // self.k)
-        assert self._dense is not None
-        return wide_linear(x, self._dense, self.bias)
+        return wide_linear(x, self._plain_weight, self.bias)
+
+    @property
+    def _plain_weight(self) -> Tensor:
+        if self._dense is None:
+            raise InvariantError("a packed linear was asked for the dense weight that it gave up")
+        return self._dense
 
     def _reads_the_format(self, weight: Tensor) -> bool:
         """One row through our kernel and through torch: equal up to rounding only if the blocks are what we think."""

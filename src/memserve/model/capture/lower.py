@@ -202,6 +202,8 @@ class Lowering:
         if last.stride != 1 or x.dims[0].size != 1 or heads.size is None or table != other:
             return None
         y = dense_place(Buffer(heads.size * last.size), (1, None, heads.size, last.size), x.count)
+        if y is None:
+            return None
         code = fused.DTYPE_CODES[self._result.dtype]
 
         def add(program: Any, at: Callable[[Place | None], int]) -> None:
@@ -210,5 +212,4 @@ class Lowering:
                 heads.size, last.size, code, x.count,
             )  # fmt: skip
 
-        assert y is not None
         return NativeOp(node, [x, cosine, sine], [y if token_dim == 1 else y.transposed(1, 2)], add)
