@@ -7,29 +7,6 @@
 
 namespace memserve {
 
-Position RadixIndex::walk(const NamespaceId& name, std::span<const int32_t> tokens) const {
-  const auto slot = roots_.find(name);
-  if (slot == roots_.end()) return {nullptr, 0, 0};
-  const size_t blocks = tokens.size() / block_tokens_;
-  Position at{slot->second, 0, 0};
-  const auto guess_at = [&](Node* parent, size_t depth) {
-    return depth < blocks ? guess_child(parent, tokens.data() + depth * block_tokens_) : nullptr;
-  };
-  for (Node* child = guess_at(at.node, 0); child;) {
-    // The way to the next edge is a chain of cache misses: go it now, so that it passes while this edge is compared.
-    Node* const next = guess_at(child, at.depth + child->size);
-    const uint32_t equal = equal_blocks(child, tokens.data() + at.depth * block_tokens_, blocks - at.depth);
-    if (equal == 0) {  // another edge with the same hash
-      child = guess_again(child->next_in_bucket, at.node, child->edge_hash);
-      continue;
-    }
-    at = {child, equal, at.depth + equal};
-    if (equal < child->size) break;
-    child = next;
-  }
-  return at;
-}
-
 // The blocks of the path that ends at `end`, in order: those in HBM, then those in DRAM.
 void RadixIndex::path_blocks(const Position& end, std::vector<int32_t>& hbm, std::vector<int32_t>& dram) const {
   hbm.resize(end.depth);

@@ -144,11 +144,21 @@ class RadixIndex {
     Node* oldest = nullptr;
   };
 
+  // The head's tokens stand beside it, so that a walk may ask for them and for the node at the same time.
+  struct Bucket {
+    Node* head = nullptr;
+    const int32_t* tokens = nullptr;
+    void set(Node* node) {
+      head = node;
+      tokens = node ? node->tokens() : nullptr;
+    }
+  };
+
   // radix_nodes.cpp: storage, children, lists, locks
   Node* new_node();
   void free_node(Node* node);
   Node* root(const NamespaceId& name);
-  Node* guess_child(const Node* parent, const int32_t* block) const;
+  class Lookahead;
   static Node* guess_again(Node* from, const Node* parent, uint64_t hash);
   Node* find_child(const Node* parent, const int32_t* block) const;
   void attach(Node* parent, Node* child);
@@ -168,7 +178,7 @@ class RadixIndex {
   void unlock_path(Node* node);
   void set_idle(Node* node, bool idle);
   uint64_t edge_hash(const Node* parent, const int32_t* block) const;
-  uint32_t equal_blocks(const Node* node, const int32_t* tokens, size_t blocks) const;
+  uint32_t equal_blocks(const Node* node, const int32_t* tokens, size_t blocks, Lookahead& next) const;
 
   // radix_index.cpp
   void adopt(Node* node, uint32_t upto, const int32_t* blocks, Insertion& out);
@@ -194,7 +204,7 @@ class RadixIndex {
   RowStore rows_;
   Slab<Node> nodes_;                  // nodes_[id - 1]; never moves
   std::vector<uint32_t> free_ids_;
-  Slab<Node*> buckets_;               // of children, by `bucket_of` their edge's hash
+  Slab<Bucket> buckets_;              // of children, by `bucket_of` their edge's hash
   size_t edges_ = 0;
   size_t nodes_in_use_ = 0;
   size_t blocks_in_[kTiers] = {};

@@ -18,11 +18,6 @@ uint64_t mix(uint64_t a, uint64_t b) {
 constexpr uint64_t kSalt1 = 0xa0761d6478bd642full;
 constexpr uint64_t kSalt2 = 0xe7037ed1a0b428dbull;
 constexpr size_t kBucketsPerEdge = 2;  // a wrong child in a bucket costs a cache miss, a bucket eight bytes
-constexpr size_t kFetchFirstBytes = 1024, kFetchAheadBytes = 2048, kLineBytes = 64;
-
-void fetch(const void* start, size_t bytes) {
-  for (size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(static_cast<const char*>(start) + at);
-}
 
 }  // namespace
 
@@ -41,30 +36,6 @@ uint64_t RadixIndex::edge_hash(const Node* parent, const int32_t* block) const {
   }
   for (; i < block_tokens_; ++i) hash = mix(static_cast<uint32_t>(block[i]) ^ kSalt1, hash ^ kSalt2);
   return hash ^ hash >> 32;
-}
-
-// How many of the first `blocks` blocks at `tokens` equal the node's edge.
-uint32_t RadixIndex::equal_blocks(const Node* node, const int32_t* tokens, size_t blocks) const {
-  const uint32_t common = static_cast<uint32_t>(std::min<size_t>(node->size, blocks));
-  const size_t block_bytes = size_t{block_tokens_} * sizeof(int32_t);
-  const auto* left = reinterpret_cast<const char*>(node->tokens());
-  const auto* right = reinterpret_cast<const char*>(tokens);
-  constexpr uint32_t kStride = 8;  // blocks compared at once; a stride that differs is looked at block by block
-  // The edge is usually cold, and the hardware prefetcher stops at page ends: run ahead of the comparison.
-  const size_t edge_bytes = common * block_bytes;
-  size_t fetched = 0;
-  const auto fetch_to = [&](size_t end) {
-    for (end = std::min(end, edge_bytes); fetched < end; fetched += kLineBytes) __builtin_prefetch(left + fetched);
-  };
-  uint32_t equal = 0;
-  for (; equal + kStride <= common; equal += kStride) {
-    fetch_to((equal + kStride) * block_bytes + kFetchAheadBytes);
-    if (std::memcmp(left + equal * block_bytes, right + equal * block_bytes, kStride * block_bytes) != 0) break;
-  }
-  while (equal < common && std::memcmp(left + equal * block_bytes, right + equal * block_bytes, block_bytes) == 0) {
-    ++equal;
-  }
-  return equal;
 }
 
 Node* RadixIndex::new_node() {
@@ -96,28 +67,6 @@ Node* RadixIndex::root(const NamespaceId& name) {
   return slot->second;
 }
 
-// The child that the hash of (parent, first block of an edge) points to. Its tokens are not compared yet, so it may be
-// another one; they are on their way into the cache.
-Node* RadixIndex::guess_child(const Node* parent, const int32_t* block) const {
-  const uint64_t hash = edge_hash(parent, block);
-  return guess_again(buckets_[bucket_of(hash)], parent, hash);
-}
-
-// The first such child from `from` on in its bucket.
-Node* RadixIndex::guess_again(Node* from, const Node* parent, uint64_t hash) {
-  while (from && (from->edge_hash != hash || from->parent != parent)) from = from->next_in_bucket;
-  if (from) fetch(from->tokens(), kFetchFirstBytes);
-  return from;
-}
-
-Node* RadixIndex::find_child(const Node* parent, const int32_t* block) const {
-  Node* node = guess_child(parent, block);
-  while (node && std::memcmp(node->tokens(), block, block_tokens_ * sizeof(int32_t)) != 0) {
-    node = guess_again(node->next_in_bucket, parent, node->edge_hash);
-  }
-  return node;
-}
-
 // Linear hashing: with n buckets, 2^k <= n < 2^(k+1), those from 2^k on have split off the one 2^k below them.
 size_t RadixIndex::bucket_of(uint64_t hash) const {
   const size_t half = std::bit_floor(buckets_.size());
@@ -128,29 +77,28 @@ size_t RadixIndex::bucket_of(uint64_t hash) const {
 // One bucket more, so that growing never stops the world: moves the few children whose bucket is the new one now.
 void RadixIndex::add_bucket() {
   const size_t added = buckets_.size();
-  Node*& head = buckets_.append();
-  Node** link = &buckets_[added - std::bit_floor(added)];
-  while (Node* const node = *link) {
-    if (bucket_of(node->edge_hash) != added) {
-      link = &node->next_in_bucket;
-      continue;
-    }
-    *link = node->next_in_bucket;
-    node->next_in_bucket = head;
-    head = node;
+  buckets_.append();
+  Bucket& old = buckets_[added - std::bit_floor(added)];
+  Node* node = old.head;
+  for (old.set(nullptr); node;) {
+    Node* const next = node->next_in_bucket;
+    link_bucket(node);
+    node = next;
   }
 }
 
 void RadixIndex::link_bucket(Node* child) {
-  Node*& bucket = buckets_[bucket_of(child->edge_hash)];
-  child->next_in_bucket = bucket;
-  bucket = child;
+  Bucket& bucket = buckets_[bucket_of(child->edge_hash)];
+  child->next_in_bucket = bucket.head;
+  bucket.set(child);
 }
 
 void RadixIndex::unlink_bucket(Node* child) {
-  Node** link = &buckets_[bucket_of(child->edge_hash)];
-  while (*link != child) link = &(*link)->next_in_bucket;
-  *link = child->next_in_bucket;
+  Bucket& bucket = buckets_[bucket_of(child->edge_hash)];
+  if (bucket.head == child) return bucket.set(child->next_in_bucket);
+  Node* before = bucket.head;
+  while (before->next_in_bucket != child) before = before->next_in_bucket;
+  before->next_in_bucket = child->next_in_bucket;
 }
 
 // The child's storage must be filled: its first block decides where it is found.

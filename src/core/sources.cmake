@@ -4,6 +4,7 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/allocator.cpp
   src/core/row_store.cpp
   src/core/radix_nodes.cpp
+  src/core/radix_walk.cpp
   src/core/radix_index.cpp
   src/core/radix_evict.cpp
   src/core/radix_holders.cpp
