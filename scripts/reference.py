@@ -98,7 +98,10 @@ def command_sections(command: Any, name: str) -> list[str]:
 
 def page() -> str:
     """The whole page."""
-    options = [config.EngineOptions, config.InstanceConfig, config.PoolConfig, config.SchedulerConfig]
+    options = [
+        config.EngineOptions, config.InstanceConfig, config.PoolConfig, config.SchedulerConfig, config.ExchangeConfig,
+        config.ClusterConfig,
+    ]  # fmt: skip
     options += [types.Request, types.SamplingParams, types.StopParams, types.KVGeometry]
     sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(app), "memserve")]
     sections += ["## Options and words", *(part for cls in options for part in dataclass_section(cls))]

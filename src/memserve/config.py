@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memserve.errors import UserError
-from memserve.types import KVGeometry
-from memserve.units import MIB, human_bytes
+from memserve.types import Caching, KVGeometry, Role, TransferMode
+from memserve.units import MIB, NS_PER_S, human_bytes
 
 
 def _positive(name: str, value: int, hint: str) -> None:
@@ -69,6 +69,25 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangeConfig:
+    """How an instance gives KV to others and takes it from them."""
+
+    lease_ns: int = 30 * NS_PER_S
+    """An offer that was not released after this long is void: its blocks go back to their owner."""
+    fetch_deadline_ns: int = 2 * NS_PER_S
+    """Upper bound of the wait for KV that another instance was asked for; then it is computed. The cost model may
+    allow less."""
+    pulls_in_flight: int = 4
+    """Pull jobs given to the host at once."""
+    event_capacity: int = 65536
+    """KV events kept for a router that missed some; older ones are answered with a snapshot. 0 = no KV events."""
+
+    def __post_init__(self) -> None:
+        for name in ("lease_ns", "fetch_deadline_ns", "pulls_in_flight"):
+            _positive(name, getattr(self, name), f"give a positive number for {name}")
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceConfig:
     """Everything the instance machine decides by."""
 
@@ -80,6 +99,41 @@ class InstanceConfig:
     """Its memory."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Its batching."""
+    role: Role = Role.COLOCATED
+    """What it does in a cluster."""
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    """Its dealings with other instances."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Everything that the ``Cluster`` machine decides by."""
+
+    caching: Caching = Caching.PD_CACHING_3
+    """Who caches, and what travels (MemServe 5.1)."""
+    policy: str = "cost"
+    """``least-load``, ``session``, ``prompt-tree`` or ``cost`` (weighs prefix, queue, tier and transfer together)."""
+    transfer: TransferMode = TransferMode.BY_REQUEST_AGG
+    """How KV goes from prefill to decode."""
+    dead_after_ns: int = 5 * NS_PER_S
+    """A member that was silent for this long is taken to be dead."""
+    stalled_after_ns: int = 60 * NS_PER_S
+    """A request without any news for this long, on a member that still beats, is tried elsewhere."""
+    attempts_max: int = 4
+    """A request is tried on so many instances before it ends with an error."""
+    unplaced_ns: int = 30 * NS_PER_S
+    """How long a request may wait for an instance that can take it."""
+    tree_ttl_ns: int = 600 * NS_PER_S
+    """Tree entries that no KV event confirms are forgotten after this long."""
+    speculative_ttl_ns: int = 20 * NS_PER_S
+    """The same for entries made at dispatch, of instances that do publish events."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {', '.join(POLICIES)}", param="policy")
+
+
+POLICIES = ("least-load", "session", "prompt-tree", "cost")
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

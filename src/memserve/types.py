@@ -20,6 +20,32 @@ class Tier(enum.IntEnum):
     SSD = 2
 
 
+class Role(enum.StrEnum):
+    """What an instance does. All have the same pool."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"
+    STORE = "store"  # no model: memory and index only
+
+
+class TransferMode(enum.StrEnum):
+    """How a prompt's KV goes from prefill to decode (MemServe 5.2)."""
+
+    BY_LAYER = "by-layer"  # each layer's pages as soon as that layer is computed
+    BY_REQUEST = "by-request"  # after the prefill (of a chunk), page by page
+    BY_REQUEST_AGG = "by-request-agg"  # after the prefill (of a chunk), in whole blocks
+
+
+class Caching(enum.StrEnum):
+    """Who caches KV, and what travels between prefill and decode instances (MemServe 5.1)."""
+
+    OFF = "off"  # PD-Basic: nobody
+    PD_CACHING_1 = "pd-caching-1"  # prefill instances
+    PD_CACHING_2 = "pd-caching-2"  # decode instances too: only what they lack is sent
+    PD_CACHING_3 = "pd-caching-3"  # and generated KV goes back to the prefill instance
+
+
 class FinishReason(enum.StrEnum):
     """Why a sequence ended."""
 
@@ -75,6 +101,7 @@ class Request:
     priority: int = 0  # lower runs first
     deadline_ns: int | None = None  # absolute, same clock as ``handle(event, now)``
     use_cache: bool = True  # may read and fill the prefix cache
+    session: str = ""  # named by the client: the session policy keeps its requests together
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +126,8 @@ class TokenOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # first output, when asked for
     cumulative_logprob: float | None = None  # beam search only
     queue_ns: int | None = None  # first output: from arrival to the first step that computed any of the prompt
+    story: tuple[tuple[str, str | int | float], ...] = ()
+    """First and last output: what was decided and done for this request, and why (fetched, reused, moved ...)."""
 
 
 @dataclass(frozen=True, slots=True)

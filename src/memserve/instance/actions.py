@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memserve.types import CopyBlocks, SamplingParams, StopParams, TokenArray, TokenOutput
+from memserve.mempool.jobs import CancelPulls, PullPages, SealPages
+from memserve.serving import EmitTokens, RejectRequest, Send
+from memserve.types import CopyBlocks, SamplingParams, StopParams, TokenArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,9 @@ class StepPlan:
     ``(slot,)`` = the usual case, several = parallel sampling: sequences forked from this row's prompt."""
     prompt_logprob_rows: list[int] = field(default_factory=list)
     reset_slots: bool = False  # an earlier plan failed: before all else, forget every slot
+    report_layers: bool = False
+    """Tell the host about each layer as soon as its K and V are written for all rows (``LayerFinished``), where the
+    forward can; the end of the step says it for all layers in any case."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,20 +65,17 @@ class RunStep:
     plan: StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class EmitTokens:
-    """Deliver new tokens and endings to whoever waits for them."""
+Action = RunStep | EmitTokens | RejectRequest | Send | SealPages | PullPages | CancelPulls
 
-    outputs: list[TokenOutput]
-
-
-@dataclass(frozen=True, slots=True)
-class RejectRequest:
-    """The request can never run here, or there is no room for it in the queue. Nothing of it is held."""
-
-    request_id: str
-    reason: str
-    retry_after_s: float | None = None  # None: do not retry
-
-
-Action = RunStep | EmitTokens | RejectRequest
+__all__ = [
+    "Action",
+    "CancelPulls",
+    "EmitTokens",
+    "OpenSequence",
+    "PullPages",
+    "RejectRequest",
+    "RunStep",
+    "SealPages",
+    "Send",
+    "StepPlan",
+]

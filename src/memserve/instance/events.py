@@ -4,29 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memserve.types import Request, TokenLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class RequestArrived:
-    """A client's request, already tokenized and validated against the model's limits."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class RequestCancelled:
-    """The client went away: every sequence of the request ends now."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceStopped:
-    """The edge found a stop string in the text of one sequence: it ends with ``FinishReason.STOP``."""
-
-    request_id: str
-    index: int
+from memserve.mempool.jobs import PagesPulled, PagesSealed
+from memserve.serving import ClockTicked, MessageArrived, RequestArrived, RequestCancelled, SequenceStopped
+from memserve.types import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +31,36 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ClockTicked:
-    """Time passed: deadlines are looked at."""
+class LayerFinished:
+    """The device has written K and V of one layer for all rows of a plan with ``report_layers``."""
+
+    step_id: int
+    layer: int
 
 
-Event = RequestArrived | RequestCancelled | SequenceStopped | StepFinished | StepFailed | ClockTicked
+Event = (
+    RequestArrived
+    | RequestCancelled
+    | SequenceStopped
+    | StepFinished
+    | StepFailed
+    | ClockTicked
+    | MessageArrived
+    | LayerFinished
+    | PagesSealed
+    | PagesPulled
+)
+
+__all__ = [
+    "ClockTicked",
+    "Event",
+    "LayerFinished",
+    "MessageArrived",
+    "PagesPulled",
+    "PagesSealed",
+    "RequestArrived",
+    "RequestCancelled",
+    "SequenceStopped",
+    "StepFailed",
+    "StepFinished",
+]

@@ -20,6 +20,7 @@ from memserve.model.loading.loader import LoadedModel
 from memserve.model.sampling.logprobs import report_logprobs
 from memserve.model.sampling.sampler import Drawn, sample
 from memserve.model.slots import Int64s, SlotTable
+from memserve.runtime.ports import OnLayer
 from memserve.types import TokenLogprobs
 
 
@@ -42,6 +43,7 @@ class ModelDevice:
         self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens)
         self._forward = forward or EagerForward(model.module)
         self._attention = attention or choose_attention(self._arenas.hbm, geometry)
+        self.on_layer: OnLayer | None = None
         trim_heap()
 
     def execute(self, plan: StepPlan) -> StepFinished:

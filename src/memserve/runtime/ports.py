@@ -2,17 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
+from memserve.mempool.jobs import PageJob, PagesPulled, PagesSealed
+from memserve.messages import AnyMessage, Peer, PeerInfo
+
+OnLayer = Callable[[int, int], None]
+"""``(step_id, layer)``: K and V of the layer are written for all rows of the plan. Called from the device's thread."""
 
 
 class Device(Protocol):
     """Executes step plans, strictly in the order in which it gets them."""
+
+    on_layer: OnLayer | None
+    """Called for plans with ``report_layers``, where the forward can tell."""
 
     def execute(self, plan: StepPlan) -> StepFinished:
         """Do the copies, compute the rows, draw the tokens. Blocks until done; called from one thread only."""
 
     def close(self) -> None:
         """Give back arenas and threads."""
+
+
+class Mailbox(Protocol):
+    """Carries messages between processes. Thread-safe; nothing here blocks.
+
+    The one who builds it gives a callback ``(sender: Peer, message: AnyMessage)``, which is called from the mailbox's
+    thread, once for each message at most and in the order in which one sender sent them. Messages may be lost.
+    """
+
+    @property
+    def address(self) -> str:
+        """Where others reach it, ``tcp://host:port``."""
+
+    def connect(self, peer: Peer, address: str) -> None:
+        """From now on ``send`` knows where ``peer`` is. An older generation of the same name is forgotten."""
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget ``peer``: what is queued for it is dropped."""
+
+    def send(self, to: Peer, message: AnyMessage) -> None:
+        """Queue ``message``; unknown peers and full queues lose it, counted."""
+
+    def close(self) -> None:
+        """Stop the thread and close the sockets; what is queued is given up to a second to leave."""
+
+
+class DataPort(Protocol):
+    """Moves pages between own arenas and those of peers. Thread-safe; ``start`` does not block.
+
+    The one who builds it gives a callback for :class:`PagesSealed` and :class:`PagesPulled`, called from a worker's
+    thread. Each ``SealPages`` and ``PullPages`` is answered exactly once, whatever happens.
+    """
+
+    def describe(self, info: PeerInfo) -> PeerInfo:
+        """``info`` with what peers need to read our arenas (host id, process, arenas, NIXL agent)."""
+
+    def add_peer(self, info: PeerInfo) -> None:
+        """Prepare to read from ``info.peer``."""
+
+    def remove_peer(self, peer: Peer) -> None:
+        """Its arenas are read no more; pulls from it fail."""
+
+    def start(self, job: PageJob) -> None:
+        """Queue a job."""
+
+    def close(self) -> None:
+        """Stop the workers, unmap everything."""
+
+
+OnPages = Callable[[PagesSealed | PagesPulled], None]
+OnMessage = Callable[[Peer, AnyMessage], None]

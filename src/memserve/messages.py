@@ -1,0 +1,400 @@
+"""What the processes of a cluster say to each other (level 0).
+
+Every message is a frozen struct with a tag; ``runtime/links`` puts it into an envelope (who speaks, to whom, number)
+and onto the wire. Machines get it as ``MessageArrived(sender, message)`` and answer with ``Send(to, message)``. No
+message needs an answer for the sender to stay right: every wait has a deadline.
+
+KV moves by *pulling*: the owner of blocks offers them and the taker reads. So every arena has one writer, its owner; a
+peer that was paused and wakes up late can read old bytes, which its checksums tell, but can never write into blocks
+that belong to somebody else by then.
+
+::
+
+    P (prefill)                                  D (decode)
+    Offer(handoff: request, tokens, blocks) -->  matches its own index, allocates what it lacks
+                                            <--  Wanted(first_block)             only a hint: what need not be sealed
+    Ready(blocks, layers, checksums)        -->  pulls, compares checksums       as often as there is something new
+    Handoff(first tokens)                   -->  inserts, decodes, streams
+                                            <--  Release                         the offer's references go back
+    ...
+    pulls, inserts                          <--  Offer(insert), Ready            generated KV goes home (PD-Caching-3)
+    Release                                 -->
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from memserve.types import KVGeometry, Request, Role, Tier, TokenArray, TokenOutput, TransferMode
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of everything that is sent. Arrays on the wire, fields in order, tagged by the class's name."""
+
+
+class Peer(Message, frozen=True):
+    """One incarnation of one process. A restart has another generation: what the old one promised is void."""
+
+    name: str
+    generation: int
+
+
+class ArenaPlace(Message, frozen=True):
+    """Where the blocks of one tier lie in their owner's memory."""
+
+    tier: Tier
+    address: int
+    arena_bytes: int
+    fd: int = -1
+    """The owner's descriptor of the shared memory, which peers on the same host open through ``/proc``; -1: none."""
+
+
+class PeerInfo(Message, frozen=True):
+    """Everything others must know of an instance before they deal with it."""
+
+    peer: Peer
+    role: Role
+    address: str
+    """Where its mailbox listens, ``tcp://host:port``."""
+    namespace: str
+    """Model, weights, dtype, layout: instances share KV only when this is equal."""
+    geometry: KVGeometry
+    hbm_blocks: int
+    dram_blocks: int
+    context_tokens: int
+    caching: bool
+    host_id: str = ""
+    """Equal on processes that can see each other under ``/proc``."""
+    pid: int = 0
+    arenas: tuple[ArenaPlace, ...] = ()
+    nixl_agent: bytes = b""
+    """NIXL agent metadata; empty: not reachable that way."""
+    publishes_events: bool = True
+    """Whether it reports KV events; if not, the trees live by what was dispatched, with a TTL."""
+
+
+# -- membership: instance <-> router
+
+
+class Join(Message, frozen=True, tag=True):
+    """An instance wants to be a member. Repeated until ``Welcome`` or ``Refused``."""
+
+    info: PeerInfo
+
+
+class Welcome(Message, frozen=True, tag=True):
+    """The instance is a member; these are the others."""
+
+    peers: tuple[PeerInfo, ...]
+
+
+class Refused(Message, frozen=True, tag=True):
+    """The instance cannot be a member."""
+
+    reason: str
+
+
+class PeerJoined(Message, frozen=True, tag=True):
+    """There is a new member."""
+
+    info: PeerInfo
+
+
+class PeerGone(Message, frozen=True, tag=True):
+    """A member left or is taken to be dead: free what it holds, wait for nothing from it."""
+
+    peer: Peer
+    reason: str
+
+
+class Expelled(Message, frozen=True, tag=True):
+    """You were taken to be dead, and others act accordingly: drop all work and join again as a new generation."""
+
+    reason: str
+
+
+class Drain(Message, frozen=True, tag=True):
+    """Take no new requests, finish what you have, then leave."""
+
+
+class Leave(Message, frozen=True, tag=True):
+    """The instance goes away in good order."""
+
+
+class Load(Message, frozen=True):
+    """How busy an instance is. Gauges, except the totals that say so."""
+
+    requests_waiting: int = 0
+    sequences_running: int = 0
+    prefill_tokens_queued: int = 0
+    """Prompt tokens admitted or waiting that are not computed yet."""
+    context_tokens_running: int = 0
+    """Tokens in the contexts of running sequences: what a decode step reads."""
+    hbm_blocks_available: int = 0
+    """Free, or held by the cache alone."""
+    transfers_open: int = 0
+
+
+class Heartbeat(Message, frozen=True, tag=True):
+    """The instance lives. ``next_event`` is the number that its next KV event will have: a lost tail is noticed."""
+
+    load: Load
+    next_event: int = 0
+    stats: bytes = b""
+    """The engine's statistics for ``/metrics``, msgpack of ``EngineStats``; not every heartbeat carries them."""
+
+
+# -- requests: router <-> instance. ``request.request_id`` names one attempt: an answer to an old one is known by it.
+
+
+class Holder(Message, frozen=True):
+    """A peer that has more of the prompt's prefix than the instance it was sent to."""
+
+    peer: Peer
+    prefix_tokens: int
+    tier: Tier = Tier.HBM
+
+
+class Dispatch(Message, frozen=True, tag=True):
+    """Run this request, or its prefill."""
+
+    request: Request
+    deadline_in_ns: int | None = None
+    """Clocks differ between hosts, so the deadline travels as what is left; ``request.deadline_ns`` is void."""
+    generated: tuple[tuple[int, ...], ...] = ()
+    """A resumed request: the tokens that the client has of each of its ``n`` sequences (empty = a fresh start)."""
+    ended: tuple[int, ...] = ()
+    """Of them: the sequences that have ended already."""
+    decode_at: Peer | None = None
+    """Hand over to this one after the first token; ``None`` = decode here."""
+    transfer: TransferMode = TransferMode.BY_REQUEST_AGG
+    holders: tuple[Holder, ...] = ()
+    return_kv: bool = False
+    """PD-Caching-3: the decode instance sends the generated KV back to the prefill instance."""
+
+
+class Cancel(Message, frozen=True, tag=True):
+    """End every sequence of the request; nobody waits for it."""
+
+    request_id: str
+
+
+class StopSequence(Message, frozen=True, tag=True):
+    """End one sequence: its stop string was found."""
+
+    request_id: str
+    index: int
+
+
+class Tokens(Message, frozen=True, tag=True):
+    """News of requests, in order, one message a step."""
+
+    outputs: tuple[TokenOutput, ...]
+
+
+class HandedOver(Message, frozen=True, tag=True):
+    """The decode instance has all that it needs: it no longer matters to this request whether the sender lives."""
+
+    request_id: str
+
+
+class RequestRefused(Message, frozen=True, tag=True):
+    """The instance will not run the request. Without ``retry_after_s`` it never could."""
+
+    request_id: str
+    reason: str
+    retry_after_s: float | None = None
+
+
+# -- named prefixes (row M14)
+
+
+class Pin(Message, frozen=True, tag=True):
+    """Keep the cached prefix of ``tokens`` from eviction for ``ttl_ns``, under a name. Repeated: renewed, extended."""
+
+    handle: str
+    tenant: str
+    tokens: TokenArray
+    ttl_ns: int
+
+
+class Pinned(Message, frozen=True, tag=True):
+    """How much of it is pinned."""
+
+    handle: str
+    tokens: int
+
+
+class Unpin(Message, frozen=True, tag=True):
+    """The name is given up."""
+
+    handle: str
+
+
+# -- KV events: instance -> router (row X2)
+
+
+class KvChange(Message, frozen=True):
+    """One change of an instance's index; see ``memserve.mempool.events.KvEvent``."""
+
+    kind: str  # stored | moved | evicted
+    tier: Tier
+    identities: bytes
+    """16 bytes a block, one behind the other."""
+
+
+class KvEvents(Message, frozen=True, tag=True):
+    """Changes number ``first``, ``first + 1``, ... of this generation."""
+
+    first: int
+    changes: tuple[KvChange, ...]
+
+
+class KvSnapshot(Message, frozen=True, tag=True):
+    """Everything that the index holds, right before change number ``next_event``."""
+
+    next_event: int
+    hbm: bytes
+    dram: bytes
+
+
+class AskEvents(Message, frozen=True, tag=True):
+    """Changes were missed: send them again from number ``first``, or a snapshot when they are gone."""
+
+    first: int
+
+
+# -- transfers: instance <-> instance
+
+
+class Offer(Message, frozen=True, tag=True):
+    """Blocks that the taker may pull until the lease ends. They need not be computed yet: ``Ready`` says when.
+
+    ``blocks[i]`` holds tokens ``[(first_block + i) * block_tokens, ...)`` of ``tokens``; the last may be partly filled.
+    """
+
+    transfer_id: str
+    """Unique in the cluster: owner's name, generation, number."""
+    tenant: str
+    tokens: TokenArray
+    identity: bytes
+    """Of the last whole block of ``tokens`` (b"" when there is none): namespace, key and tokens agree, or nothing is
+    taken."""
+    tier: Tier
+    first_block: int
+    blocks: tuple[int, ...]
+    lease_ns: int
+    mode: TransferMode = TransferMode.BY_REQUEST_AGG
+    insert: bool = True
+    """Insert into the taker's index (``transfer_with_insert``)."""
+    request: Request | None = None
+    """A handoff: the taker will decode this request."""
+    deadline_in_ns: int | None = None
+    return_kv: bool = False
+    dst_blocks: tuple[int, ...] = ()
+    """Where the taker shall put them (``transfer`` with ``dst``); empty = it allocates."""
+    dst_tier: Tier = Tier.HBM
+    private: bytes = b""
+    """For the taker's application; not looked at."""
+
+
+class MoreBlocks(Message, frozen=True, tag=True):
+    """The owner has got further blocks for an offer that is under way (``first_block`` counts from the prompt's
+    start)."""
+
+    transfer_id: str
+    first_block: int
+    blocks: tuple[int, ...]
+
+
+class Wanted(Message, frozen=True, tag=True):
+    """The taker has the blocks before ``first_block`` already: those need no checksums."""
+
+    transfer_id: str
+    first_block: int
+
+
+class Ready(Message, frozen=True, tag=True):
+    """Layers ``[first_layer, end_layer)`` of blocks ``first_block`` and following are computed; a checksum each."""
+
+    transfer_id: str
+    first_block: int
+    first_layer: int
+    end_layer: int
+    checksums: tuple[int, ...]
+
+
+class Handoff(Message, frozen=True, tag=True):
+    """The prefill is done: each sequence's first token (none for beams, whose choice is the taker's)."""
+
+    transfer_id: str
+    first_tokens: tuple[tuple[int, ...], ...]
+    """For each of the request's sequences the tokens known so far."""
+    ended: tuple[int, ...] = ()
+    """Sequences whose first token was their last."""
+
+
+class Withdraw(Message, frozen=True, tag=True):
+    """The owner takes the offer back; nothing of it may be used any more."""
+
+    transfer_id: str
+    reason: str
+
+
+class Release(Message, frozen=True, tag=True):
+    """The taker is done with the offer: the owner's references go back."""
+
+    transfer_id: str
+    used: bool = True
+    """False: it could not take it."""
+    reason: str = ""
+
+
+class Fetch(Message, frozen=True, tag=True):
+    """Please offer me the blocks ``[first_block, end_block)`` of these tokens. Answered by ``Offer`` with this
+    ``transfer_id``, or by ``Withdraw``."""
+
+    transfer_id: str
+    tenant: str
+    tokens: TokenArray
+    first_block: int
+    end_block: int
+
+
+# -- remote memory: MemServe's Table 1 with an instance id (row M1)
+
+
+class Alloc(Message, frozen=True, tag=True):
+    """Allocate blocks at the receiver, held for the sender until ``Free``, its end, or the lease's."""
+
+    call_id: str
+    count: int
+    tier: Tier
+    lease_ns: int
+
+
+class Allocated(Message, frozen=True, tag=True):
+    """The answer; ``None`` = no room."""
+
+    call_id: str
+    blocks: tuple[int, ...] | None
+
+
+class Free(Message, frozen=True, tag=True):
+    """Give back blocks from ``Alloc``."""
+
+    call_id: str
+
+
+AnyMessage: TypeAlias = (
+    Join | Welcome | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
+    | Dispatch | Cancel | StopSequence | Tokens | HandedOver | RequestRefused | Pin | Pinned
+    | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready | Handoff
+    | Withdraw | Release | Fetch | Alloc | Allocated | Free
+)  # fmt: skip
+"""Every message that has a place of its own on the wire."""
+
+ROUTER = "router"
+"""Name of the peer that hosts the ``Cluster`` machine."""
