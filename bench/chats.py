@@ -1,0 +1,125 @@
+"""Real multi-turn chats for the scripts here: user turns from a data folder, answers from the model under test.
+
+A session is a list of user messages. Each turn sends the whole history, with the answers that the model itself gave, as
+any chat client does; so turn ``k`` shares all but its last message with turn ``k - 1``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Messages = list[dict[str, str]]
+SESSION_FILES = ("conversations/mtrag_un_human.jsonl.gz", "conversations/mtbench101.jsonl.gz")
+DOCUMENT_FILES = ("longdocs/loogle_wikipedia.jsonl.gz", "longdocs/qmsum_meetings.jsonl.gz")
+
+
+@dataclass
+class Session:
+    """User turns, and what was answered to each so far."""
+
+    name: str
+    turns: list[str]
+    answers: list[str] = field(default_factory=list)
+    system: str = ""
+
+    def messages(self) -> Messages:
+        """The history up to and with the next user turn."""
+        history: Messages = [{"role": "system", "content": self.system}] if self.system else []
+        for question, answer in zip(self.turns, self.answers, strict=False):
+            history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return [*history, {"role": "user", "content": self.turns[len(self.answers)]}]
+
+    @property
+    def done(self) -> bool:
+        """Whether every turn was answered."""
+        return len(self.answers) == len(self.turns)
+
+    def fresh(self) -> Session:
+        """The same turns, not answered."""
+        return Session(self.name, self.turns, [], self.system)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of one ``.jsonl.gz`` file."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def chat_sessions(data: Path, count: int, turns: int, system_chars: int = 1200) -> list[Session]:
+    """``count`` chats of ``turns`` user turns each, longest messages first; every second one has a system prompt that
+    it shares with others."""
+    found: list[Session] = []
+    for name in SESSION_FILES:
+        for at, record in enumerate(read(data / name)):
+            users = [m["content"] for m in record["messages"] if m["role"] == "user"]
+            if len(users) >= turns:
+                found.append(Session(f"{Path(name).name.split('.')[0]}-{at}", users[:turns]))
+    found.sort(key=lambda s: (-sum(map(len, s.turns)), s.name))
+    shared = next(read(data / DOCUMENT_FILES[0]))["document"][:system_chars]
+    for session in found[:count:2]:
+        session.system = "Answer from this text where you can.\n\n" + shared
+    return found[:count]
+
+
+def document_sessions(data: Path, tokenizer: Any, count: int, document_tokens: int, turns: int = 2) -> list[Session]:
+    """Questions about one long document each: the document opens the first turn."""
+    records = [record for name in DOCUMENT_FILES for record in read(data / name)]
+    sessions = []
+    for at, record in enumerate(records[:count]):
+        ids = tokenizer(record["document"], add_special_tokens=False)["input_ids"][: document_tokens + 50 * at]
+        questions = [q["question"] for q in record["questions"]] * turns
+        first = tokenizer.decode(ids) + "\n\n" + questions[0]
+        sessions.append(Session(f"document-{at}", [first, *questions[1:turns]]))
+    return sessions
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a folder or of a GGUF file."""
+    from transformers import AutoTokenizer
+
+    source = Path(model)
+    if source.suffix == ".gguf":
+        return AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    return AutoTokenizer.from_pretrained(model)
+
+
+def reference_answers(model: str, sessions: list[Session], new_tokens: int, path: Path) -> dict[str, list[str]]:
+    """What transformers' greedy ``generate`` answers, in float32, turn by turn; kept in ``path``.
+
+    Also kept: the gap between the two best logits where it is smallest, so that a tie can be told.
+    """
+    key = {"model": model, "sessions": [[s.name, s.turns, s.system] for s in sessions], "new_tokens": new_tokens}
+    if path.exists() and (stored := json.loads(path.read_text()))["key"] == key:
+        return stored["answers"]
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source, tokenizer = Path(model), load_tokenizer(model)
+    where = {"gguf_file": source.name} if source.suffix == ".gguf" else {}
+    folder = str(source.parent) if where else model
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
+    answers: dict[str, list[str]] = {}
+    gaps: dict[str, list[float]] = {}
+    for session in (s.fresh() for s in sessions):
+        while not session.done:
+            text = tokenizer.apply_chat_template(session.messages(), add_generation_prompt=True, tokenize=False)
+            ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+            with torch.inference_mode():
+                out = module.generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
+                    return_dict_in_generate=True, output_logits=True,
+                )  # fmt: skip
+            best = [torch.topk(step[0].float(), 2).values for step in out.logits]
+            gaps.setdefault(session.name, []).append(min(float(b[0] - b[1]) for b in best))
+            session.answers.append(tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True))
+        answers[session.name] = session.answers
+        print(f"reference: {len(answers)} of {len(sessions)} sessions", end="\r", file=sys.stderr, flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"key": key, "answers": answers, "gaps": gaps}))
+    return answers

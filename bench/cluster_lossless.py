@@ -1,0 +1,140 @@
+"""Do multi-turn sessions through a real cluster give, token for token, what transformers' ``generate`` gives?
+
+    python bench/cluster_lossless.py --data DIR --reference-model FOLDER_OR_GGUF [--settings 1P1D,nixl] [--sessions 12]
+
+Sessions of six turns and long documents with two questions each, greedy, float32, over HTTP with the official client,
+several sessions at once. The reference is computed once and kept in ``--reference``. One line a setting: answers that
+are equal, what the cluster did meanwhile (tokens reused, bytes moved); the exit status is 1 when any answer differs or
+something that the setting is about did not happen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chats
+from served import serving
+
+CLIENTS = 4
+ROOMY = ("--kv-memory", "1GiB")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Options of ``memserve serve``, and counters of ``/metrics`` (sums over instances) that must have moved."""
+
+    name: str
+    options: tuple[str, ...]
+    must: tuple[str, ...] = ()
+
+
+def roles(prefill: int, decode: int, colocated: int) -> tuple[str, ...]:
+    """Numbers of instances as options."""
+    return ("--prefill", str(prefill), "--decode", str(decode), "--colocated", str(colocated))
+
+
+def settings(small: str) -> list[Setting]:
+    """Every setting of the evaluation; ``small`` is a KV memory that holds about two of the longest prompts."""
+    pulled, cached = ("memserve_pulled_bytes_total",), ("memserve_cached_tokens_total",)
+    pd = roles(1, 1, 0)
+    return [
+        Setting("colocated, caching off", (*roles(0, 0, 1), "--caching", "off", *ROOMY)),
+        Setting("colocated, caching on", (*roles(0, 0, 1), *ROOMY), cached),
+        Setting("two colocated", (*roles(0, 0, 2), *ROOMY), cached),
+        Setting("1P1D, caching off", (*pd, "--caching", "off", *ROOMY), pulled),
+        *(Setting(f"1P1D, pd-caching-{n}", (*pd, "--caching", f"pd-caching-{n}", *ROOMY), pulled) for n in (1, 2, 3)),
+        Setting("2P1D", (*roles(2, 1, 0), *ROOMY), pulled),
+        Setting("1P2D", (*roles(1, 2, 0), *ROOMY), pulled),
+        *(Setting(f"1P1D, {mode}", (*pd, "--transfer", mode, *ROOMY), pulled) for mode in ("by-layer", "by-request")),
+        *(
+            Setting(f"1P1D, {mode}, nixl", (*pd, "--transfer", mode, "--link", "nixl", *ROOMY), pulled)
+            for mode in ("by-layer", "by-request", "by-request-agg")
+        ),
+        Setting("1P1D, DRAM sources", (*pd, "--kv-memory", small, "--dram-memory", "2GiB"), pulled),
+        Setting(
+            "1P1D, DRAM sources, nixl", (*pd, "--kv-memory", small, "--dram-memory", "2GiB", "--link", "nixl"), pulled
+        ),
+    ]
+
+
+def play(session: chats.Session, url: str, model: str, new_tokens: int) -> chats.Session:
+    """All turns of one session, one after the other."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600) as client:
+        while not session.done:
+            got = client.chat.completions.create(
+                model=model, messages=session.messages(), temperature=0, max_tokens=new_tokens
+            )
+            session.answers.append(got.choices[0].message.content or "")
+    return session
+
+
+def total(metrics: dict[str, float], name: str) -> float:
+    """A counter summed over its labels."""
+    return sum(value for key, value in metrics.items() if key.split("{")[0] == name)
+
+
+def run(setting: Setting, sessions: list[chats.Session], want: dict[str, list[str]], args: Any) -> dict[str, Any]:
+    """Play all sessions against one cluster and compare."""
+    started = time.perf_counter()
+    model = ("--model", args.model) if args.model else ()
+    with serving("--dtype", "float32", *model, *setting.options) as server:
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            played = list(pool.map(lambda s: play(s.fresh(), server.url, server.model, args.new_tokens), sessions))
+        metrics = server.metrics()
+        status, _ = server.stop()
+    pairs = [
+        (session.name, turn, answer, want[session.name][turn])
+        for session in played
+        for turn, answer in enumerate(session.answers)
+    ]
+    wrong = [f"{name} turn {turn}: {a!r} instead of {b!r}" for name, turn, a, b in pairs if a != b]
+    idle = [name for name in setting.must if not total(metrics, name)]
+    moved = {name.removeprefix("memserve_"): int(total(metrics, name)) for name in setting.must}
+    seconds = round(time.perf_counter() - started, 1)
+    return {
+        "setting": setting.name, "answers": len(pairs), "equal": len(pairs) - len(wrong), "wrong": wrong[:5],
+        "did_not_happen": idle, "moved": moved, "exit_status": status, "seconds": seconds,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run the chosen settings and print one line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with conversations/ and longdocs/")
+    parser.add_argument("--model", default="", help="what memserve loads; default: the bundled model")
+    parser.add_argument("--reference-model", required=True, help="what transformers loads: a folder or a .gguf file")
+    parser.add_argument("--reference", type=Path, default=Path("build/cluster-reference.json"))
+    parser.add_argument("--sessions", type=int, default=12)
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--settings", default="", help="semicolon-separated parts of setting names; default: all")
+    args = parser.parse_args()
+    if not args.data.exists():
+        print(f"skipped: no data at {args.data}")
+        return 0
+    tokenizer = chats.load_tokenizer(args.reference_model)
+    sessions = chats.chat_sessions(args.data, args.sessions, args.turns)
+    sessions += chats.document_sessions(args.data, tokenizer, args.documents, 2000)
+    want = chats.reference_answers(args.reference_model, sessions, args.new_tokens, args.reference)
+    parts, failed = [part for part in args.settings.split(";") if part], False
+    for setting in settings(small="256MiB"):
+        if parts and not any(part in setting.name for part in parts):
+            continue
+        result = run(setting, sessions, want, args)
+        failed |= bool(result["wrong"] or result["did_not_happen"])
+        print(json.dumps(result), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
