@@ -169,6 +169,7 @@ class World:
         got = self.got.setdefault(key, [])
         if output.tokens and not got:
             self._judge_first(req, output)
+        assert output.offset == (0 if req.beam_width else len(got))
         got.extend(output.tokens)
         if output.finish_reason is not None:
             self.final[key] = output.finish_reason

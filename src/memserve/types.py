@@ -128,6 +128,9 @@ class TokenOutput:
     queue_ns: int | None = None  # first output: from arrival to the first step that computed any of the prompt
     story: tuple[tuple[str, str | int | float], ...] = ()
     """First and last output: what was decided and done for this request, and why (fetched, reused, moved ...)."""
+    offset: int = 0
+    """Tokens of this sequence that were generated before these: by it the router knows outputs that come twice, late,
+    before those of another sender, or with some lost in between."""
 
 
 @dataclass(frozen=True, slots=True)

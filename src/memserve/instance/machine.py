@@ -36,7 +36,7 @@ from memserve.instance.views import instance_stats, memory_report, request_story
 from memserve.mempool.pool import BlockPool
 from memserve.policy.batching import context_tokens, impossible_reason, running_max
 from memserve.policy.preemption import PreemptionCosts
-from memserve.types import FinishReason, Request, TokenOutput
+from memserve.types import FinishReason, Request
 from memserve.units import NS_PER_S
 
 
@@ -155,9 +155,8 @@ class Instance:
             return
         sequence = group.sequences.get(index)
         if sequence is not None and sequence.out:
-            reason = FinishReason.STOP
-            self._roster.outputs.append(TokenOutput(request_id, index, (), finish_reason=reason))
-            self._roster.finish(sequence, reason)
+            self._roster.outputs.append(sequence.ending(FinishReason.STOP))
+            self._roster.finish(sequence, FinishReason.STOP)
 
     def _expire(self, now: int) -> None:
         deadlines, groups = self._deadlines, self._roster.groups

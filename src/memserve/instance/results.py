@@ -48,7 +48,7 @@ class Results:
             if more and sequence.phase is decoding and token not in sequence.stops:
                 sequence.inflight -= 1
                 out.append(token)
-                outputs.append(TokenOutput(sequence.request_id, sequence.index, (token,)))
+                outputs.append(TokenOutput(sequence.request_id, sequence.index, (token,), offset=len(out) - 1))
                 continue
             self._apply_one(sequence, token, None)
 
@@ -98,6 +98,7 @@ class Results:
                 cached_tokens=group.cached_tokens if first else 0,
                 prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
                 queue_ns=group.queue_ns if first else None,
+                offset=len(sequence.out) - 1,
             )
         )
 
@@ -144,5 +145,5 @@ class Results:
             return
         for sequence in hopeless:
             reason = FinishReason.ERROR
-            roster.outputs.append(TokenOutput(sequence.request_id, sequence.index, (), finish_reason=reason))
+            roster.outputs.append(sequence.ending(reason))
             roster.finish(sequence, reason)

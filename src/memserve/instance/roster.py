@@ -215,12 +215,14 @@ class Roster:
         if group.beam is not None:
             indices = list(range(request.n))
         else:
-            unforked = range(group.next_index, group.next_index + group.forks_pending)
-            indices = [sequence.index for sequence in live] + list(unforked)
+            forks = range(group.next_index, group.next_index + group.forks_pending)
+            indices = [sequence.index for sequence in live] + list(forks)
         for sequence in live:
             self._retire(sequence)
+        by_index = {sequence.index: sequence.ending(reason) for sequence in live if group.beam is None}
         for index in indices:
-            self.outputs.append(TokenOutput(request.request_id, index, (), finish_reason=reason))
+            unforked = TokenOutput(request.request_id, index, (), finish_reason=reason)
+            self.outputs.append(by_index.get(index, unforked))
             self.counters.count_finish(reason)
         self.forget_group(group)
 

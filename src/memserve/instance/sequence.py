@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memserve.instance.beam import BeamSearch
-from memserve.types import Request, TokenArray, TokenLogprobs
+from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput
 
 if TYPE_CHECKING:
     from memserve.mempool.pool import Lease
@@ -183,6 +183,11 @@ class Sequence:
         if not self.out:
             return self.group.request.prompt
         return np.concatenate((self.group.request.prompt, np.asarray(self.out, dtype=np.int32)))
+
+    def ending(self, reason: FinishReason) -> TokenOutput:
+        """The final output of a sequence that ends without another token (beams have emitted none)."""
+        emitted = 0 if self.group.beam is not None else len(self.out)
+        return TokenOutput(self.request_id, self.index, (), finish_reason=reason, offset=emitted)
 
     def __repr__(self) -> str:
         return (
