@@ -4,9 +4,9 @@
 
 Sessions of real user turns, the model's own answers in the history, one turn after the other, ``--clients`` sessions at
 once. Every setting starts its own cluster; the sessions are the same. Printed per setting: prefill tokens computed,
-tokens reused at P and at D, bytes from P to D and from D to P, TTFT and JCT; and, per turn, the share of the prompt that
-P reused. MemServe section 5 says: caching-1 saves prefill, caching-2 sends only what is new, caching-3 lets the reuse
-at P grow with the turns (the answers come home).
+tokens reused at P and at D, bytes from P to D and from D to P, TTFT and JCT; and, per turn, the share of the prompt
+that P reused. MemServe section 5 says: caching-1 saves prefill, caching-2 sends only what is new, caching-3 lets the
+reuse at P grow with the turns (the answers come home).
 """
 
 from __future__ import annotations
