@@ -1,0 +1,78 @@
+"""What may happen to the cluster, and what it asks its host to do (level 2).
+
+The words that instances use too are in :mod:`memserve.serving`; only what a router alone hears is declared here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memserve.serving import (
+    ClockTicked,
+    EmitTokens,
+    MessageArrived,
+    RejectRequest,
+    RequestArrived,
+    RequestCancelled,
+    Send,
+    SequenceStopped,
+)
+from memserve.types import TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceDrained:
+    """Somebody asked for the end of the instance ``name``: it finishes what it has, gets nothing new, and leaves."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPinned:
+    """A client asked to keep the cached prefix of ``tokens`` for ``ttl_ns`` under a name (row M14).
+
+    Requests of the same tenant whose ``session`` is this name prefer the instance where it lies. Repeated: renewed,
+    and extended to the new ``tokens``.
+    """
+
+    handle: str
+    tenant: str
+    tokens: TokenArray
+    ttl_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixUnpinned:
+    """The name is given up."""
+
+    handle: str
+    tenant: str
+
+
+ClusterEvent = (
+    RequestArrived
+    | RequestCancelled
+    | SequenceStopped
+    | ClockTicked
+    | MessageArrived
+    | InstanceDrained
+    | PrefixPinned
+    | PrefixUnpinned
+)
+ClusterAction = Send | EmitTokens | RejectRequest
+
+__all__ = [
+    "ClockTicked",
+    "ClusterAction",
+    "ClusterEvent",
+    "EmitTokens",
+    "InstanceDrained",
+    "MessageArrived",
+    "PrefixPinned",
+    "PrefixUnpinned",
+    "RejectRequest",
+    "RequestArrived",
+    "RequestCancelled",
+    "Send",
+    "SequenceStopped",
+]
