@@ -90,7 +90,8 @@ class CostModel:
 
         ``queue_ns``: work that is before this request in any case; a fetch goes on beside it. ``link_busy_ns``:
         fetches before this one. A piece is moved as a whole or not at all: moving costs the same for each of its
-        tokens while computing costs more for each further one, so the best point is always at an end of a piece.
+        tokens while computing costs more for each further one, so the best point is at an end of a piece. With one
+        exception: what can be fetched while the request queues costs nothing, and more of it may not pay.
         """
         prefix = Prefix(prompt_tokens, hbm_tokens, dram_tokens, remote_tokens, same_host)
         pieces_of_block = 1 if aggregated else geometry.num_layers
@@ -107,7 +108,7 @@ class CostModel:
 
         def saved_share(at: int) -> float:
             prefix = prefixes[at]
-            fetch_ns = self._fetch_ns(prefix, geometry, pieces_of_block)
+            fetch_ns = self._fetch_ns(prefix, geometry, pieces_of_block, prefix.remote_tokens)
             context = prefix.hbm_tokens + prefix.dram_tokens
             return self.prefill_ns(prefix.remote_tokens, context) / fetch_ns if fetch_ns else 0.0
 
@@ -115,38 +116,56 @@ class CostModel:
         link_busy_ns = 0
         for at in sorted(range(len(prefixes)), key=lambda at: (-saved_share(at), at)):
             decision = self._decide(prefixes[at], geometry, pieces_of_block, queue_ns, link_busy_ns)
-            if decision.tokens(Way.FETCH):
-                link_busy_ns += self._fetch_ns(prefixes[at], geometry, pieces_of_block)
+            link_busy_ns += self._fetch_ns(prefixes[at], geometry, pieces_of_block, decision.tokens(Way.FETCH))
             decisions[at] = decision
         return [decisions[at] for at in range(len(prefixes))]
 
     def _decide(
         self, prefix: Prefix, geometry: KVGeometry, pieces_of_block: int, queue_ns: int, link_busy_ns: int
     ) -> Decision:
-        found = [(Way.REUSE, prefix.hbm_tokens), (Way.SWAP_IN, prefix.dram_tokens), (Way.FETCH, prefix.remote_tokens)]
         options: list[Option] = []
-        for used in range(1, len(found) + 1):
-            moved = _trimmed(found[:used], prefix.prompt_tokens - 1)  # the last token's logits are always computed
+        free_ns = queue_ns - link_busy_ns
+        hidden_tokens = self._hidden_blocks(prefix, geometry, pieces_of_block, free_ns) * geometry.block_tokens
+        for swapped, fetched in (
+            (0, 0),
+            (prefix.dram_tokens, 0),
+            (prefix.dram_tokens, min(hidden_tokens, prefix.remote_tokens)),
+            (prefix.dram_tokens, prefix.remote_tokens),
+        ):
+            pieces = ((Way.REUSE, prefix.hbm_tokens), (Way.SWAP_IN, swapped), (Way.FETCH, fetched))
+            moved = _trimmed(pieces, prefix.prompt_tokens - 1)  # the last token's logits are always computed
             if options and moved == options[-1].ways[:-1]:
                 continue
-            context = sum(tokens for _, tokens in moved)
-            wait_ns, swap_ns = queue_ns, 0
-            for way, tokens in moved:
-                if way is Way.SWAP_IN:
-                    blocks = ceil_div(tokens, geometry.block_tokens)
-                    swap_ns = self.swap_in_ns(tokens * geometry.token_bytes, blocks)
-                elif way is Way.FETCH:
-                    wait_ns = max(queue_ns, link_busy_ns + self._fetch_ns(prefix, geometry, pieces_of_block))
-            new_tokens = prefix.prompt_tokens - context
-            ways = (*moved, (Way.RECOMPUTE, new_tokens))
-            options.append(Option(ways, wait_ns, swap_ns, self.prefill_ns(new_tokens, context)))
+            tokens_by = dict(moved)
+            context = sum(tokens_by.values())
+            new_tokens, fetched = prefix.prompt_tokens - context, tokens_by.get(Way.FETCH, 0)
+            fetch_ns = link_busy_ns + self._fetch_ns(prefix, geometry, pieces_of_block, fetched) if fetched else 0
+            options.append(
+                Option(
+                    (*moved, (Way.RECOMPUTE, new_tokens)),
+                    wait_ns=max(queue_ns, fetch_ns),
+                    swap_ns=self._swap_ns(geometry, tokens_by.get(Way.SWAP_IN, 0)),
+                    prefill_ns=self.prefill_ns(new_tokens, context),
+                )
+            )
         chosen = min(options, key=lambda option: option.expected_ns)
         return Decision(chosen, tuple(option for option in options if option is not chosen))
 
-    def _fetch_ns(self, prefix: Prefix, geometry: KVGeometry, pieces_of_block: int) -> int:
-        blocks = ceil_div(prefix.remote_tokens, geometry.block_tokens)
-        copy_bytes = prefix.remote_tokens * geometry.token_bytes
-        return self.transfer_ns(copy_bytes, prefix.same_host, blocks * pieces_of_block)
+    def _swap_ns(self, geometry: KVGeometry, tokens: int) -> int:
+        blocks = ceil_div(tokens, geometry.block_tokens)
+        return self.swap_in_ns(blocks * geometry.block_bytes, blocks)
+
+    def _fetch_ns(self, prefix: Prefix, geometry: KVGeometry, pieces_of_block: int, tokens: int) -> int:
+        blocks = ceil_div(tokens, geometry.block_tokens)
+        return self.transfer_ns(blocks * geometry.block_bytes, prefix.same_host, blocks * pieces_of_block)
+
+    def _hidden_blocks(self, prefix: Prefix, geometry: KVGeometry, pieces_of_block: int, free_ns: int) -> int:
+        """Blocks that can be fetched within ``free_ns``."""
+        link = self.same_host if prefix.same_host else self.network
+        block_ns = link.piece_ns * pieces_of_block + link.byte_ns * geometry.block_bytes
+        if free_ns <= link.start_ns:
+            return 0
+        return int((free_ns - link.start_ns) / block_ns) if block_ns else prefix.remote_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON."""
