@@ -23,11 +23,17 @@ that belong to somebody else by then.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from memserve.types import KVGeometry, Request, Role, Tier, TokenArray, TokenOutput, TransferMode
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A number, index or amount. The wire refuses any other, so machines need not look."""
+Checksum = Annotated[int, msgspec.Meta(ge=0)]
+"""64 bits."""
+Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -37,16 +43,16 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 class Peer(Message, frozen=True):
     """One incarnation of one process. A restart has another generation: what the old one promised is void."""
 
-    name: str
-    generation: int
+    name: Name
+    generation: Natural
 
 
 class ArenaPlace(Message, frozen=True):
     """Where the blocks of one tier lie in their owner's memory."""
 
     tier: Tier
-    address: int
-    arena_bytes: int
+    address: Natural
+    arena_bytes: Natural
     fd: int = -1
     """The owner's descriptor of the shared memory, which peers on the same host open through ``/proc``; -1: none."""
 
@@ -61,13 +67,13 @@ class PeerInfo(Message, frozen=True):
     namespace: str
     """Model, weights, dtype, layout: instances share KV only when this is equal."""
     geometry: KVGeometry
-    hbm_blocks: int
-    dram_blocks: int
-    context_tokens: int
+    hbm_blocks: Natural
+    dram_blocks: Natural
+    context_tokens: Natural
     caching: bool
     host_id: str = ""
     """Equal on processes that can see each other under ``/proc``."""
-    pid: int = 0
+    pid: Natural = 0
     arenas: tuple[ArenaPlace, ...] = ()
     nixl_agent: bytes = b""
     """NIXL agent metadata; empty: not reachable that way."""
@@ -126,22 +132,22 @@ class Leave(Message, frozen=True, tag=True):
 class Load(Message, frozen=True):
     """How busy an instance is. Gauges, except the totals that say so."""
 
-    requests_waiting: int = 0
-    sequences_running: int = 0
-    prefill_tokens_queued: int = 0
+    requests_waiting: Natural = 0
+    sequences_running: Natural = 0
+    prefill_tokens_queued: Natural = 0
     """Prompt tokens admitted or waiting that are not computed yet."""
-    context_tokens_running: int = 0
+    context_tokens_running: Natural = 0
     """Tokens in the contexts of running sequences: what a decode step reads."""
-    hbm_blocks_available: int = 0
+    hbm_blocks_available: Natural = 0
     """Free, or held by the cache alone."""
-    transfers_open: int = 0
+    transfers_open: Natural = 0
 
 
 class Heartbeat(Message, frozen=True, tag=True):
     """The instance lives. ``next_event`` is the number that its next KV event will have: a lost tail is noticed."""
 
     load: Load
-    next_event: int = 0
+    next_event: Natural = 0
     stats: bytes = b""
     """The engine's statistics for ``/metrics``, msgpack of ``EngineStats``; not every heartbeat carries them."""
 
@@ -153,7 +159,7 @@ class Holder(Message, frozen=True):
     """A peer that has more of the prompt's prefix than the instance it was sent to."""
 
     peer: Peer
-    prefix_tokens: int
+    prefix_tokens: Natural
     tier: Tier = Tier.HBM
 
 
@@ -163,9 +169,9 @@ class Dispatch(Message, frozen=True, tag=True):
     request: Request
     deadline_in_ns: int | None = None
     """Clocks differ between hosts, so the deadline travels as what is left; ``request.deadline_ns`` is void."""
-    generated: tuple[tuple[int, ...], ...] = ()
+    generated: tuple[tuple[Natural, ...], ...] = ()
     """A resumed request: the tokens that the client has of each of its ``n`` sequences (empty = a fresh start)."""
-    ended: tuple[int, ...] = ()
+    ended: tuple[Natural, ...] = ()
     """Of them: the sequences that have ended already."""
     decode_at: Peer | None = None
     """Hand over to this one after the first token; ``None`` = decode here."""
@@ -185,7 +191,7 @@ class StopSequence(Message, frozen=True, tag=True):
     """End one sequence: its stop string was found."""
 
     request_id: str
-    index: int
+    index: Natural
 
 
 class Tokens(Message, frozen=True, tag=True):
@@ -217,14 +223,14 @@ class Pin(Message, frozen=True, tag=True):
     handle: str
     tenant: str
     tokens: TokenArray
-    ttl_ns: int
+    ttl_ns: Natural
 
 
 class Pinned(Message, frozen=True, tag=True):
     """How much of it is pinned."""
 
     handle: str
-    tokens: int
+    tokens: Natural
 
 
 class Unpin(Message, frozen=True, tag=True):
@@ -248,14 +254,14 @@ class KvChange(Message, frozen=True):
 class KvEvents(Message, frozen=True, tag=True):
     """Changes number ``first``, ``first + 1``, ... of this generation."""
 
-    first: int
+    first: Natural
     changes: tuple[KvChange, ...]
 
 
 class KvSnapshot(Message, frozen=True, tag=True):
     """Everything that the index holds, right before change number ``next_event``."""
 
-    next_event: int
+    next_event: Natural
     hbm: bytes
     dram: bytes
 
@@ -263,7 +269,7 @@ class KvSnapshot(Message, frozen=True, tag=True):
 class AskEvents(Message, frozen=True, tag=True):
     """Changes were missed: send them again from number ``first``, or a snapshot when they are gone."""
 
-    first: int
+    first: Natural
 
 
 # -- transfers: instance <-> instance
@@ -283,9 +289,9 @@ class Offer(Message, frozen=True, tag=True):
     """Of the last whole block of ``tokens`` (b"" when there is none): namespace, key and tokens agree, or nothing is
     taken."""
     tier: Tier
-    first_block: int
-    blocks: tuple[int, ...]
-    lease_ns: int
+    first_block: Natural
+    blocks: tuple[Natural, ...]
+    lease_ns: Natural
     mode: TransferMode = TransferMode.BY_REQUEST_AGG
     insert: bool = True
     """Insert into the taker's index (``transfer_with_insert``)."""
@@ -293,7 +299,7 @@ class Offer(Message, frozen=True, tag=True):
     """A handoff: the taker will decode this request."""
     deadline_in_ns: int | None = None
     return_kv: bool = False
-    dst_blocks: tuple[int, ...] = ()
+    dst_blocks: tuple[Natural, ...] = ()
     """Where the taker shall put them (``transfer`` with ``dst``); empty = it allocates."""
     dst_tier: Tier = Tier.HBM
     private: bytes = b""
@@ -305,34 +311,34 @@ class MoreBlocks(Message, frozen=True, tag=True):
     start)."""
 
     transfer_id: str
-    first_block: int
-    blocks: tuple[int, ...]
+    first_block: Natural
+    blocks: tuple[Natural, ...]
 
 
 class Wanted(Message, frozen=True, tag=True):
     """The taker has the blocks before ``first_block`` already: those need no checksums."""
 
     transfer_id: str
-    first_block: int
+    first_block: Natural
 
 
 class Ready(Message, frozen=True, tag=True):
     """Layers ``[first_layer, end_layer)`` of blocks ``first_block`` and following are computed; a checksum each."""
 
     transfer_id: str
-    first_block: int
-    first_layer: int
-    end_layer: int
-    checksums: tuple[int, ...]
+    first_block: Natural
+    first_layer: Natural
+    end_layer: Natural
+    checksums: tuple[Checksum, ...]
 
 
 class Handoff(Message, frozen=True, tag=True):
     """The prefill is done: each sequence's first token (none for beams, whose choice is the taker's)."""
 
     transfer_id: str
-    first_tokens: tuple[tuple[int, ...], ...]
+    first_tokens: tuple[tuple[Natural, ...], ...]
     """For each of the request's sequences the tokens known so far."""
-    ended: tuple[int, ...] = ()
+    ended: tuple[Natural, ...] = ()
     """Sequences whose first token was their last."""
 
 
@@ -359,8 +365,8 @@ class Fetch(Message, frozen=True, tag=True):
     transfer_id: str
     tenant: str
     tokens: TokenArray
-    first_block: int
-    end_block: int
+    first_block: Natural
+    end_block: Natural
 
 
 # -- remote memory: MemServe's Table 1 with an instance id (row M1)
@@ -370,16 +376,16 @@ class Alloc(Message, frozen=True, tag=True):
     """Allocate blocks at the receiver, held for the sender until ``Free``, its end, or the lease's."""
 
     call_id: str
-    count: int
+    count: Natural
     tier: Tier
-    lease_ns: int
+    lease_ns: Natural
 
 
 class Allocated(Message, frozen=True, tag=True):
     """The answer; ``None`` = no room."""
 
     call_id: str
-    blocks: tuple[int, ...] | None
+    blocks: tuple[Natural, ...] | None
 
 
 class Free(Message, frozen=True, tag=True):
