@@ -13,7 +13,7 @@ What an instance uses inside itself is :class:`BlockPool`; this class adds the b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -47,11 +47,13 @@ class MemPool:
         namespace: str = "default",
         generation: int = 0,
         copy_threads: int = 1,
+        new_arena: Callable[[int], _core.Arena] = _core.Arena,
     ) -> None:
         """Room for as many whole blocks as the bytes hold. Raises :class:`UserError` when that is none.
 
         ``namespace`` names model and weights; dtype and shapes come from ``geometry``. Pools share KV only where
-        ``tenant``, ``namespace`` and ``geometry`` are equal.
+        ``tenant``, ``namespace`` and ``geometry`` are equal. ``new_arena`` makes the memory of a tier from its bytes
+        (:class:`memserve.PoolPeer` lets other processes read it).
         """
         self.geometry = geometry
         self.tenant = tenant
@@ -66,10 +68,10 @@ class MemPool:
             )
         config = PoolConfig(hbm_bytes // block_bytes, dram_bytes // block_bytes)
         self._pool = BlockPool(config, geometry.block_tokens, f"{namespace}|{geometry!r}")
-        self._arenas = {Tier.HBM: _core.Arena(config.hbm_blocks * block_bytes)}
+        self.arenas = {Tier.HBM: new_arena(config.hbm_blocks * block_bytes)}
         if config.dram_blocks:
-            self._arenas[Tier.DRAM] = _core.Arena(config.dram_blocks * block_bytes)
-        self._bytes = {tier: np.frombuffer(memoryview(arena), np.uint8) for tier, arena in self._arenas.items()}
+            self.arenas[Tier.DRAM] = new_arena(config.dram_blocks * block_bytes)
+        self._bytes = {tier: np.frombuffer(memoryview(arena), np.uint8) for tier, arena in self.arenas.items()}
 
     # -- memory blocks
 
@@ -87,7 +89,7 @@ class MemPool:
             blocks = self._pool.allocate_dram_ids(count)
         else:
             raise UserError(f"this pool has no {tier.name} tier", hint="use HBM or DRAM", param="tier")
-        self._run_copies()
+        self.run_copies()
         return None if blocks is None else Addresses(tier, blocks, self.generation)
 
     def free_mem(self, addresses: AddressList) -> None:
@@ -137,7 +139,7 @@ class MemPool:
         Blocks that lay in DRAM are brought up as far as HBM has room for them; the prefix ends where it has not.
         """
         blocks = self._pool.borrow(self.tenant, tokens)
-        self._run_copies()
+        self.run_copies()
         return Addresses(Tier.HBM, blocks, self.generation)
 
     def cached_tokens(self, tokens: TokenArray) -> int:
@@ -153,19 +155,19 @@ class MemPool:
     def swap_out(self, num_blocks: int) -> int:
         """Move up to ``num_blocks`` cached blocks that nobody holds from HBM to DRAM; returns how many moved."""
         moved = self._pool.demote(num_blocks)
-        self._run_copies()
+        self.run_copies()
         return moved
 
     def swap_out_blocks(self, addresses: AddressList) -> Addresses | None:
         """Move blocks that the caller holds to DRAM; returns their new addresses. ``None`` = no room there."""
         blocks = self._pool.swap_out(self._only(Tier.HBM, addresses))
-        self._run_copies()
+        self.run_copies()
         return None if blocks is None else Addresses(Tier.DRAM, _core.BlockIds(blocks), self.generation)
 
     def swap_in(self, addresses: AddressList) -> Addresses | None:
         """Move DRAM blocks that the caller holds to HBM; returns their new addresses. ``None`` = no room there."""
         blocks = self._pool.swap_in(self._only(Tier.DRAM, addresses))
-        self._run_copies()
+        self.run_copies()
         return None if blocks is None else Addresses(Tier.HBM, _core.BlockIds(blocks), self.generation)
 
     # -- state
@@ -173,6 +175,11 @@ class MemPool:
     def report(self) -> PoolReport:
         """The state of the memory (row P4)."""
         return self._pool.report()
+
+    @property
+    def pool(self) -> BlockPool:
+        """The accounts behind the memory. Copies that it records are done by :meth:`run_copies`."""
+        return self._pool
 
     def check_invariants(self) -> None:
         """Raise :class:`memserve.errors.InvariantError` when the books do not balance."""
@@ -207,8 +214,9 @@ class MemPool:
             raise UserError(f"expected addresses in {tier.name} only", hint=f"got {addresses!r}", param="addresses")
         return [block for _, group in groups for block in group]
 
-    def _run_copies(self) -> None:
+    def run_copies(self) -> None:
+        """Do what the pool has decided since the last call; every public call has done so when it returns."""
         block_bytes = self.geometry.block_bytes
         for copy in self._pool.take_copies():
-            source, target = self._arenas[copy.src_tier], self._arenas[copy.dst_tier]
+            source, target = self.arenas[copy.src_tier], self.arenas[copy.dst_tier]
             _core.copy_blocks(target.address, source.address, block_bytes, copy.src, copy.dst, self.copy_threads)
