@@ -33,6 +33,16 @@ class KvEvent:
     identities: tuple[bytes, ...]  # 16 bytes each
 
 
+@dataclass(frozen=True, slots=True)
+class KvHoldings:
+    """Identities of every block that an index holds, 16 bytes each, in no particular order."""
+
+    next_event: int
+    """Number that the next event will have: those before it, also such as nobody has taken yet, are part of this."""
+    hbm: bytes
+    dram: bytes
+
+
 class EventLog:
     """A bounded buffer of :class:`KvEvent`; knows which identity lies in which block.
 
@@ -94,6 +104,14 @@ class EventLog:
             events.insert(0, KvEvent(events[0].sequence - 1, KvEventKind.LOST, Tier.HBM, ()))
             self._lost = False
         return events
+
+    def holdings(self) -> KvHoldings:
+        """Everything that the index holds now. Changes nothing."""
+        by_tier = {
+            tier: b"".join(identity for (where, _), identity in self._identity.items() if where == tier)
+            for tier in (Tier.HBM, Tier.DRAM)
+        }
+        return KvHoldings(self._sequence, by_tier[Tier.HBM], by_tier[Tier.DRAM])
 
     def _append(self, kind: KvEventKind, tier: Tier, identities: Sequence[bytes]) -> None:
         if not identities:

@@ -18,7 +18,7 @@ from memserve import _core
 from memserve.config import PoolConfig
 from memserve.errors import InvariantError
 from memserve.mempool.copylog import CopyLog
-from memserve.mempool.events import EventLog, KvEvent
+from memserve.mempool.events import EventLog, KvEvent, KvHoldings
 from memserve.mempool.identity import block_identities, namespace_id
 from memserve.mempool.report import PoolReport, TierReport
 from memserve.types import CopyBlocks, Tier, TokenArray
@@ -60,6 +60,17 @@ class BlockPool:
         self._index = _core.RadixIndex(geometry_block_tokens, self._hbm, self._dram)
         self._copies = CopyLog()
         self._events = EventLog(event_capacity)
+
+    @property
+    def namespace(self) -> str:
+        """Model and weights, dtype and layout: what was given to the constructor."""
+        return self._namespace
+
+    def identity(self, tenant: str, tokens: TokenArray) -> bytes:
+        """Identity of the last whole block of ``tokens`` (16 bytes; b"" when there is none): names namespace, tenant
+        and every token up to there."""
+        identities = block_identities(self._name(tenant), tokens, self.block_tokens)
+        return identities[-1] if identities else b""
 
     # -- prefix cache
 
@@ -114,6 +125,19 @@ class BlockPool:
         self._bring_up(lease, len(found.dram))
         self._index.unpin(lease.pin)
         return _core.BlockIds(lease.blocks)
+
+    def lend(self, tenant: str, tokens: TokenArray) -> tuple[_core.BlockIds, _core.BlockIds]:
+        """Blocks of the cached prefix where they lie, in HBM and behind it in DRAM, one reference each, nothing pinned.
+
+        Eviction may take their entries from the index meanwhile; the blocks keep their contents until they are given
+        back by ``release`` and ``release_dram``.
+        """
+        if not self.config.caching:
+            return _core.BlockIds(), _core.BlockIds()
+        found = self._index.acquire(self._name(tenant), tokens)
+        self._dram.retain(found.dram)
+        self._index.unpin(found.pin)
+        return found.hbm, found.dram
 
     def insert(self, tenant: str, tokens: TokenArray, blocks: _core.Ids, hbm_blocks: int) -> int:
         """As :meth:`publish` without a lease; ``blocks[:hbm_blocks]`` lie in HBM, the rest in DRAM."""
@@ -188,6 +212,14 @@ class BlockPool:
         """One reference less on each block; a block without references is free."""
         self._hbm.release(blocks)
 
+    def retain_dram(self, dram_blocks: Sequence[int]) -> None:
+        """One more reference on each DRAM block; ended by :meth:`release_dram`."""
+        self._dram.retain(dram_blocks)
+
+    def ref_count(self, tier: Tier, block: int) -> int:
+        """References on a block: the index's and those of callers."""
+        return (self._hbm if tier == Tier.HBM else self._dram).ref_count(block)
+
     def is_shared(self, block: int) -> bool:
         """Whether writing to ``block`` needs a copy first."""
         return self._hbm.ref_count(block) > 1
@@ -227,7 +259,7 @@ class BlockPool:
         return above.tolist()
 
     def release_dram(self, dram_blocks: Sequence[int]) -> None:
-        """Give up DRAM blocks that :meth:`swap_out` returned."""
+        """One reference less on each DRAM block; a block without references is free."""
         self._dram.release(dram_blocks)
 
     # -- out
@@ -236,9 +268,18 @@ class BlockPool:
         """Copies recorded since the last call, in order."""
         return self._copies.take() if len(self._copies) else []
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies are recorded that :meth:`take_copies` has not handed out."""
+        return len(self._copies) > 0
+
     def take_events(self) -> list[KvEvent]:
         """KV events since the last call, in order (none when the pool was built without a buffer for them)."""
         return self._events.take()
+
+    def holdings(self) -> KvHoldings:
+        """Everything that the index holds now, for a follower that missed events. Needs a buffer for events."""
+        return self._events.holdings()
 
     def report(self) -> PoolReport:
         """The state of the memory (row P4)."""
