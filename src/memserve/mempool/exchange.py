@@ -30,7 +30,11 @@ class Exchange:
     Every method that may end a transfer returns outcomes. After each call the owner takes the actions.
     """
 
-    def __init__(self, pool: BlockPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer) -> None:
+    def __init__(
+        self, pool: BlockPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer, namespace: str | None = None
+    ) -> None:
+        """``namespace`` and ``geometry`` are those that this process tells in its own ``PeerInfo``: peers with others
+        are refused. ``namespace`` ``None`` = the pool's."""
         self.counters = ExchangeCounters()
         self.headroom_blocks = 0
         """HBM blocks that an import leaves available when it allocates; set by the owner as it likes."""
@@ -94,7 +98,14 @@ class Exchange:
     # -- the taker
 
     def fetch(
-        self, holder: Peer, tenant: str, tokens: TokenArray, first_block: int, end_block: int, now: int, deadline_ns: int
+        self,
+        holder: Peer,
+        tenant: str,
+        tokens: TokenArray,
+        first_block: int,
+        end_block: int,
+        now: int,
+        deadline_ns: int,
     ) -> str:
         """Ask ``holder`` for the KV of blocks ``[first_block, end_block)`` of ``tokens``; returns the transfer id.
 
@@ -139,7 +150,7 @@ class Exchange:
         holds no pin: call it before the cache is cleared. Pulls under way keep their blocks until they end."""
         return []
 
-    def close(self, reason: str, me: Peer) -> None:
+    def reborn(self, me: Peer) -> None:
         """The owner was expelled: everything ends, silently for the owner, and peers are forgotten; from now on it is
         ``me``. Pulls under way keep their blocks until they end."""
 
