@@ -79,6 +79,8 @@ class PeerInfo(Message, frozen=True):
     """NIXL agent metadata; empty: not reachable that way."""
     publishes_events: bool = True
     """Whether it reports KV events; if not, the trees live by what was dispatched, with a TTL."""
+    model_card: bytes = b""
+    """What the edge must know of the model, as JSON (``model/loading/card.py``): the router itself loads no model."""
 
 
 # -- membership: instance <-> router
