@@ -1,15 +1,9 @@
 #include "copy_engine.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <cstring>
-#include <functional>
-#include <mutex>
-#include <thread>
-#include <vector>
+
+#include "workers.h"
 
 namespace memserve {
 
@@ -17,97 +11,18 @@ namespace {
 
 constexpr size_t kUnitBytes = size_t{256} << 10;      // what a thread takes at once
 constexpr size_t kParallelBytes = size_t{1} << 20;    // below this, waking a thread costs more than it saves
-constexpr int kThreadsMax = 16;
-
-// Threads that live as long as the process. One job at a time; every thread that joins takes units until none is left.
-class Workers {
- public:
-  // Calls `unit(i)` for each i in [0, units), on the caller and up to `helpers` others; returns when all are done.
-  void run(size_t units, int helpers, const std::function<void(size_t)>& unit) {
-    const std::lock_guard one_job(run_mutex_);
-    start(helpers);
-    {
-      const std::lock_guard lock(mutex_);
-      unit_ = &unit;
-      units_ = units;
-      next_.store(0, std::memory_order_relaxed);
-      seats_ = helpers;
-      ++job_;
-    }
-    wake_.notify_all();
-    work(unit, units);
-    std::unique_lock lock(mutex_);
-    seats_ = 0;  // whoever has not joined by now need not
-    done_.wait(lock, [this] { return working_ == 0; });
-    unit_ = nullptr;
-  }
-
- private:
-  void start(int helpers) {
-    while (static_cast<int>(threads_.size()) < helpers) {
-      threads_.emplace_back([this] { loop(); });
-      threads_.back().detach();
-    }
-  }
-
-  void work(const std::function<void(size_t)>& unit, size_t units) {
-    for (size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < units;) unit(i);
-  }
-
-  void loop() {
-    uint64_t seen = 0;
-    std::unique_lock lock(mutex_);
-    while (true) {
-      wake_.wait(lock, [&] { return job_ != seen; });
-      seen = job_;
-      if (seats_ == 0) continue;
-      --seats_;
-      ++working_;
-      const auto* unit = unit_;
-      const size_t units = units_;
-      lock.unlock();
-      work(*unit, units);
-      lock.lock();
-      if (--working_ == 0) done_.notify_one();
-    }
-  }
-
-  std::mutex run_mutex_, mutex_;
-  std::condition_variable wake_, done_;
-  std::vector<std::thread> threads_;
-  const std::function<void(size_t)>* unit_ = nullptr;
-  std::atomic<size_t> next_{0};
-  size_t units_ = 0;
-  uint64_t job_ = 0;
-  int seats_ = 0;
-  int working_ = 0;
-};
-
-// Never destroyed: its threads may still sleep in it when the process ends. A forked child has none of them: new ones.
-Workers& workers() {
-  static std::mutex mutex;
-  static Workers* current = nullptr;
-  static pid_t owner = 0;
-  const std::lock_guard lock(mutex);
-  if (owner != getpid()) {
-    current = new Workers;
-    owner = getpid();
-  }
-  return *current;
-}
 
 }  // namespace
 
 void copy_pieces(std::span<const CopyPiece> pieces, size_t piece_bytes, int threads) {
   const size_t total = pieces.size() * piece_bytes;
-  threads = std::clamp(threads, 1, kThreadsMax);
-  if (threads == 1 || total < kParallelBytes) {
+  if (threads <= 1 || total < kParallelBytes) {
     for (const CopyPiece& piece : pieces) std::memcpy(piece.dst, piece.src, piece_bytes);
     return;
   }
   if (piece_bytes >= kUnitBytes) {  // a unit is a part of a piece
     const size_t parts = (piece_bytes + kUnitBytes - 1) / kUnitBytes;
-    workers().run(pieces.size() * parts, threads - 1, [&](size_t i) {
+    run_units(pieces.size() * parts, threads, [&](size_t i) {
       const CopyPiece& piece = pieces[i / parts];
       const size_t from = i % parts * kUnitBytes;
       std::memcpy(piece.dst + from, piece.src + from, std::min(kUnitBytes, piece_bytes - from));
@@ -115,7 +30,7 @@ void copy_pieces(std::span<const CopyPiece> pieces, size_t piece_bytes, int thre
     return;
   }
   const size_t each = kUnitBytes / std::max<size_t>(piece_bytes, 1);  // a unit is several pieces
-  workers().run((pieces.size() + each - 1) / each, threads - 1, [&](size_t i) {
+  run_units((pieces.size() + each - 1) / each, threads, [&](size_t i) {
     const size_t end = std::min(pieces.size(), (i + 1) * each);
     for (size_t k = i * each; k < end; ++k) std::memcpy(pieces[k].dst, pieces[k].src, piece_bytes);
   });

@@ -1,5 +1,7 @@
 #include <nanobind/nanobind.h>
 
+#include <system_error>
+
 #include "errors.h"
 #include "sequence.h"
 
@@ -12,6 +14,9 @@ NB_MODULE(_core, m) {
       std::rethrow_exception(error);
     } catch (const memserve::InvariantViolation& violation) {
       PyErr_SetString(nb::module_::import_("memserve.errors").attr("InvariantError").ptr(), violation.what());
+    } catch (const std::system_error& failure) {
+      const nb::object text = nb::cast(failure.what());
+      PyErr_SetObject(PyExc_OSError, nb::make_tuple(failure.code().value(), text).ptr());
     }
   });
   memserve::bind_sequences(m);
@@ -19,4 +24,6 @@ NB_MODULE(_core, m) {
   memserve::bind_radix(m);
   memserve::bind_memory(m);
   memserve::bind_identity(m);
+  memserve::bind_shared_arena(m);
+  memserve::bind_sealed_copy(m);
 }

@@ -58,5 +58,7 @@ void bind_allocator(nb::module_& m);
 void bind_radix(nb::module_& m);
 void bind_memory(nb::module_& m);
 void bind_identity(nb::module_& m);
+void bind_shared_arena(nb::module_& m);
+void bind_sealed_copy(nb::module_& m);
 
 }  // namespace memserve

@@ -14,8 +14,16 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/bind_memory.cpp
   src/core/arena.cpp
   src/core/copy_engine.cpp
+  src/core/workers.cpp
+  src/core/shared_arena.cpp
+  src/core/bind_shared_arena.cpp
+  src/core/seal_sums.cpp
+  src/core/sealed_copy.cpp
+  src/core/bind_sealed_copy.cpp
   src/core/bind_identity.cpp
 )
+# gcc 12's own AVX-512 header is what it warns of.
+set_source_files_properties(src/core/seal_sums.cpp PROPERTIES COMPILE_OPTIONS -Wno-maybe-uninitialized)
 target_compile_options(_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
 target_link_libraries(_core PRIVATE Threads::Threads)
 install(TARGETS _core LIBRARY DESTINATION memserve)

@@ -204,3 +204,66 @@ def copy_blocks(
 
 def copy_bytes(dst_address: int, src_address: int, count: int, threads: int = 1) -> None:
     """Copy ``count`` bytes that do not overlap, without the GIL."""
+
+class SharedArena(Buffer):
+    """Zeroed memory, touched lazily, that other processes of this host can read: ``PeerArena(pid, fd, nbytes)``.
+
+    An unnamed file in memory (memfd), sealed against changes of its size and against other writers. ``OSError`` when
+    the kernel has none to give.
+    """
+
+    def __init__(self, nbytes: int) -> None: ...
+    @property
+    def fd(self) -> int:
+        """The owner's descriptor of the file, closed when this object goes."""
+    @property
+    def address(self) -> int:
+        """Where the bytes begin: on a page of 4 KiB, one behind the file's header."""
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def generation(self) -> int:
+        """What peers read to tell this owner from an earlier one with its pid; 0 at first, below 2**64."""
+    @generation.setter
+    def generation(self, generation: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class PeerArena(Buffer):
+    """A read-only map of another process's :class:`SharedArena`; it outlives its owner.
+
+    ``OSError`` when the owner is gone, when it belongs to another user, or when its descriptor is not an arena of
+    ``nbytes`` (any more).
+    """
+
+    def __init__(self, pid: int, fd: int, nbytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def generation(self) -> int:
+        """The owner's, as it is now."""
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+Offsets = NDArray[np.int64]
+"""Byte offsets ``[n]`` from a base address, none negative, C-contiguous."""
+
+def seal_ranges(base: int, offsets: Offsets, range_bytes: int, threads: int = 1) -> NDArray[np.uint64]:
+    """The 64-bit checksum of each of ``n`` ranges of ``range_bytes``, without the GIL, by up to ``threads`` threads.
+
+    Equal on every machine; not keyed: it finds damage, not forgery. ``ValueError``: a negative offset, an empty range.
+    Addresses are trusted.
+    """
+
+def copy_ranges_sealed(
+    dst_base: int,
+    dst_offsets: Offsets,
+    src_base: int,
+    src_offsets: Offsets,
+    range_bytes: int,
+    threads: int = 1,
+) -> NDArray[np.uint64]:
+    """Copy range ``i`` from ``src_offsets[i]`` to ``dst_offsets[i]`` and return the checksums of what was written.
+
+    Each byte is read once: the checksum is of the copy, even if the owner writes meanwhile. Ranges must not overlap.
+    """
