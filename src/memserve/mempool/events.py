@@ -113,6 +113,15 @@ class EventLog:
         }
         return KvHoldings(self._sequence, by_tier[Tier.HBM], by_tier[Tier.DRAM])
 
+    @property
+    def next_number(self) -> int:
+        """Number of the next event."""
+        return self._sequence
+
+    def held(self, tier: Tier) -> bytes:
+        """Identities of all blocks that the index holds on ``tier``, 16 bytes each, in no particular order."""
+        return b"".join(identity for (place, _), identity in self._identity.items() if place is tier)
+
     def _append(self, kind: KvEventKind, tier: Tier, identities: Sequence[bytes]) -> None:
         if not identities:
             return

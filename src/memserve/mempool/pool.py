@@ -281,6 +281,15 @@ class BlockPool:
         """Everything that the index holds now, for a follower that missed events. Needs a buffer for events."""
         return self._events.holdings()
 
+    @property
+    def next_event(self) -> int:
+        """Number of the next KV event."""
+        return self._events.next_number
+
+    def cached_identities(self, tier: Tier) -> bytes:
+        """Identities of all blocks that the index holds on ``tier``, 16 bytes each; needs a pool with KV events."""
+        return self._events.held(tier)
+
     def report(self) -> PoolReport:
         """The state of the memory (row P4)."""
         tiers = ((Tier.HBM, self._hbm), (Tier.DRAM, self._dram))
