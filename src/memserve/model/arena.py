@@ -15,13 +15,20 @@ _COPY_THREADS = 2
 class KvArenas:
     """The blocks of each tier as bytes: ``[blocks, block_bytes]`` uint8, in device memory (HBM) or host memory (DRAM).
 
-    On a CPU both tiers are the core's arenas, zeroed by the kernel when first touched. On CUDA the DRAM tier is pinned,
-    so that copies run at the bus's speed.
+    On a CPU both tiers are the core's arenas, zeroed by the kernel when first touched; ``shared`` ones lie in memory
+    that other processes may map. On CUDA the DRAM tier is pinned, so that copies run at the bus's speed.
     """
 
-    def __init__(self, device: torch.device, block_bytes: int, hbm_blocks: int, dram_blocks: int) -> None:
+    def __init__(
+        self, device: torch.device, block_bytes: int, hbm_blocks: int, dram_blocks: int, *, shared: bool = False
+    ) -> None:
         self.block_bytes = block_bytes
-        if device.type == "cpu":
+        #: the tiers that peers can read; only with ``shared``, only those that have blocks
+        self.shared: dict[Tier, _core.SharedArena] = {}
+        if device.type == "cpu" and shared:
+            self.hbm = self._share(Tier.HBM, hbm_blocks)
+            self.dram = self._share(Tier.DRAM, dram_blocks)
+        elif device.type == "cpu":
             self.hbm = _mapped(hbm_blocks, block_bytes)
             self.dram = _mapped(dram_blocks, block_bytes)
         else:
@@ -45,6 +52,12 @@ class KvArenas:
         self._check_ids(source, src_ids)
         self._check_ids(target, dst_ids)
         _core.copy_blocks(target.data_ptr(), source.data_ptr(), self.block_bytes, src_ids, dst_ids, _COPY_THREADS)
+
+    def _share(self, tier: Tier, blocks: int) -> Tensor:
+        if blocks == 0:
+            return _mapped(0, self.block_bytes)
+        arena = self.shared[tier] = _core.SharedArena(blocks * self.block_bytes)
+        return torch.frombuffer(arena, dtype=torch.uint8).view(blocks, self.block_bytes)
 
     def _tier(self, tier: Tier) -> Tensor:
         return self.hbm if tier is Tier.HBM else self.dram

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from memserve import _core
 from memserve.config import InstanceConfig
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
 from memserve.model.arena import KvArenas
 from memserve.model.attention.backends import AttentionFactory, choose_attention
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import ReportingAttention, StepAttention, attending
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import trim_heap
 from memserve.model.loading.loader import LoadedModel
@@ -21,7 +24,7 @@ from memserve.model.sampling.logprobs import report_logprobs
 from memserve.model.sampling.sampler import Drawn, sample
 from memserve.model.slots import Int64s, SlotTable
 from memserve.runtime.ports import OnLayer
-from memserve.types import TokenLogprobs
+from memserve.types import Tier, TokenLogprobs
 
 
 class ModelDevice:
@@ -33,11 +36,14 @@ class ModelDevice:
         config: InstanceConfig,
         forward: Forward | None = None,
         attention: AttentionFactory | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
-        """``forward`` defaults to the module as it is, ``attention`` to the best for the model's device."""
-        geometry, scheduler = model.geometry, config.scheduler
+        """``forward`` defaults to the module as it is, ``attention`` to the best for the model's device. ``shared``
+        puts the KV where other processes of this host can read it."""
+        geometry, scheduler, pool = model.geometry, config.scheduler, config.pool
         self._device = model.device
-        self._arenas = KvArenas(model.device, geometry.block_bytes, config.pool.hbm_blocks, config.pool.dram_blocks)
+        self._arenas = KvArenas(model.device, geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks, shared=shared)
         # a step under way may sample one token beyond the last that the machine will use
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
         self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens)
@@ -45,6 +51,11 @@ class ModelDevice:
         self._attention = attention or choose_attention(self._arenas.hbm, geometry)
         self.on_layer: OnLayer | None = None
         trim_heap()
+
+    @property
+    def shared_arenas(self) -> Mapping[Tier, _core.SharedArena]:
+        """What peers can read, tier by tier."""
+        return self._arenas.shared
 
     def execute(self, plan: StepPlan) -> StepFinished:
         """Do the copies, compute the rows, draw the tokens."""
@@ -89,7 +100,7 @@ class ModelDevice:
         attention = self._attention(
             self._slots.tables, slots.astype(np.int32), q_starts, (starts + counts).astype(np.int32)
         )
-        with attending(attention):
+        with attending(self._reporting(plan, attention)):
             logits = self._forward(
                 *self._inputs(slots, starts, counts, q_starts), self._send(np.concatenate(logits_rows, dtype=np.int64))
             )
@@ -97,6 +108,12 @@ class ModelDevice:
         prompt_logprobs = self._prompt_logprobs(plan, logits[len(drawing) :])
         drawn = self._draw(plan, drawing, logits[: len(drawing)])
         return StepFinished(plan.step_id, drawn.tokens.tolist(), 0, drawn.logprobs, prompt_logprobs, drawn.candidates)
+
+    def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
+        """On CUDA a layer's kernels have not run when its call returns: there the end of the step reports them all."""
+        if not plan.report_layers or self.on_layer is None or self._device.type != "cpu":
+            return attention
+        return ReportingAttention(attention, partial(self.on_layer, plan.step_id))
 
     def _inputs(self, slots: Int64s, starts: Int64s, counts: Int64s, q_starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Token ids and positions of the ragged batch, both ``[T]`` int64."""

@@ -8,9 +8,9 @@ thread: each device has a thread of its own, so two devices in one process never
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memserve.errors import InvariantError
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class StepAttention(Protocol):
     """One step's ragged batch, seen by one layer after the other in model order.
 
-    This is the seam for everything that happens per layer. Whoever loads, saves or places KV by layer (LayerKV)
-    wraps a ``StepAttention`` in another one, which waits for layer ``l`` before and sends it off after the inner call.
+    This is the seam for everything that happens per layer. Whoever loads, saves or places KV by layer wraps a
+    ``StepAttention`` in another one, which waits for layer ``l`` before the inner call or sends it off after it; see
+    :class:`ReportingAttention`.
     """
 
     def attend(
@@ -70,3 +71,18 @@ def current_attention() -> StepAttention:
     if attention is None:
         raise InvariantError("attention was called outside a step: wrap the forward in `attending(...)`")
     return attention
+
+
+class ReportingAttention:
+    """A step's attention that tells when the K and V of a layer are written, so that they may leave while the next
+    layers compute (MemServe 5.2, by layer). For a CPU, where they are written when ``attend`` returns."""
+
+    def __init__(self, attention: StepAttention, written: Callable[[int], None]) -> None:
+        self._attention = attention
+        self._written = written
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """See :meth:`StepAttention.attend`."""
+        mixed = self._attention.attend(layer, q, k, v, **options)
+        self._written(layer)
+        return mixed

@@ -79,7 +79,7 @@ def load_model(
         torch.set_num_threads(threads)
     module = _load_module(folder, getattr(torch, dtype_name))
     geometry, layers = probe_model(module.to(place), dtype_name, block_tokens)
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
@@ -150,7 +150,8 @@ def _load_module(folder: ModelFolder, dtype: torch.dtype) -> Any:
     return module.train(False)
 
 
-def _load_tokenizer(folder: ModelFolder) -> Any:
+def load_tokenizer(folder: ModelFolder) -> Any:
+    """The folder's tokenizer. Raises :class:`UserError` when transformers cannot load it."""
     from transformers import AutoTokenizer
 
     try:

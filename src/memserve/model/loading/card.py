@@ -1,0 +1,94 @@
+"""The model's card (level 3): what the edge must know of a model that other processes have loaded.
+
+A router tokenizes and renders chats, and computes nothing: it needs neither weights nor torch, which would cost it
+seconds and hundreds of megabytes. What only a loaded model tells for certain comes from its instances, as the card.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from memserve.errors import UserError
+from memserve.model.loading.sources import ModelFolder
+
+if TYPE_CHECKING:
+    from memserve.model.loading.loader import LoadedModel
+
+_PLAIN_TOKENIZER = "TokenizersBackend"
+"""The one tokenizer of transformers that does not depend on the model's family."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The facts, as they travel."""
+
+    name: str
+    max_model_tokens: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float]
+    tokenizer_class: str
+    """What transformers made of the tokenizer's files."""
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> ModelCard:
+        """The card of a loaded model."""
+        return cls(
+            model.name,
+            model.max_model_tokens,
+            model.eos_token_ids,
+            dict(model.generation_defaults),
+            type(model.tokenizer).__name__,
+        )
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> ModelCard:
+        """Read what :meth:`encode` wrote. Raises :class:`UserError` for anything else."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            hint = "run the same version of memserve everywhere"
+            raise UserError(f"an instance's account of its model is not understood: {error}", hint=hint) from error
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """A model that runs elsewhere, as the API sees it."""
+
+    name: str
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    max_model_tokens: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def remote_model(card: ModelCard, folder: ModelFolder) -> RemoteModel:
+    """The model of ``card`` with the tokenizer from ``folder``, exactly as an instance has loaded it.
+
+    Raises :class:`UserError` when the instances serve another model than the router was told.
+    """
+    if card.name != folder.name:
+        raise UserError(
+            f"the instances serve {card.name}, and this router was given {folder.name}",
+            hint="start router and instances with the same --model",
+            param="model",
+        )
+    tokenizer = _load_tokenizer(folder, card.tokenizer_class)
+    return RemoteModel(card.name, tokenizer, card.max_model_tokens, card.eos_token_ids, card.generation_defaults)
+
+
+def _load_tokenizer(folder: ModelFolder, tokenizer_class: str) -> Any:
+    if tokenizer_class != _PLAIN_TOKENIZER:  # transformers chooses by the model's config, which needs torch
+        from memserve.model.loading.loader import load_tokenizer
+
+        return load_tokenizer(folder)
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    return TokenizersBackend.from_pretrained(folder.path, local_files_only=True)

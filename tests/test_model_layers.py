@@ -1,0 +1,62 @@
+"""Layers are reported while a step runs: in order, each once, and what is reported is written for good."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from memserve.model.capture.forward import capture_forward
+from memserve.model.forward import EagerForward
+from memserve.types import Tier
+from tiny_models import CONTEXT_TOKENS, Driver, loaded, prompt, sequence, tiny_module
+
+BLOCKS = [9, 2, 30, 4, 11, 6, 7]
+
+
+class Watcher:
+    """Copies the pages of each layer as soon as it is reported."""
+
+    def __init__(self, driver: Driver, page_bytes: int) -> None:
+        self.reported: list[tuple[int, int]] = []
+        self.pages: dict[int, np.ndarray] = {}
+        arena = np.frombuffer(driver.device.shared_arenas[Tier.HBM], np.uint8)
+        self._pages = arena.reshape(-1, arena.size // 64 // page_bytes, page_bytes)  # [block, layer, bytes]
+        driver.device.on_layer = self.layer_finished
+
+    def layer_finished(self, step_id: int, layer: int) -> None:
+        self.reported.append((step_id, layer))
+        self.pages[layer] = self.now(layer)
+
+    def now(self, layer: int) -> np.ndarray:
+        return self._pages[BLOCKS, layer].copy()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_a_reported_layer_is_written_and_stays_so(captured: bool) -> None:
+    tokens = prompt(200, 1)
+    assert len(tokens) < CONTEXT_TOKENS
+    model = loaded(tiny_module("llama"))
+    forward = capture_forward(model.module) if captured else EagerForward(model.module)
+    assert forward is not None
+    driver = Driver(model, forward=forward, shared=True)
+    watcher = Watcher(driver, model.geometry.page_bytes)
+
+    driver.step([(0, 0, 150, ())], open=[sequence(0, tokens, BLOCKS)], report_layers=True)
+    driver.step([(0, 150, 49, ())])  # not asked for
+    driver.step([(0, 199, 1, (0,))], report_layers=True)
+
+    assert watcher.reported == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2)]
+    for layer in range(3):
+        np.testing.assert_array_equal(watcher.pages[layer], watcher.now(layer))
+        assert watcher.pages[layer].any()
+
+
+def test_shared_memory_gives_the_tokens_that_private_memory_gives() -> None:
+    tokens = prompt(70, 2)
+    answers = []
+    for shared in (False, True):
+        driver = Driver(loaded(tiny_module("qwen3")), shared=shared)
+        first = driver.step([(0, 0, 70, (0,))], open=[sequence(0, tokens, BLOCKS)]).tokens
+        answers.append(first + driver.decode(0, 70, 6))
+        assert set(driver.device.shared_arenas) == ({Tier.HBM, Tier.DRAM} if shared else set())
+    assert answers[0] == answers[1]
