@@ -68,7 +68,7 @@ _messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMess
 _envelopes = msgspec.msgpack.Decoder(Envelope)
 _PROTOCOL = MAGIC + bytes([VERSION])
 _MALFORMED = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
-"""What the decoder raises on bad bytes: text that is no UTF-8 is a ``ValueError``, deep nesting a ``RecursionError``."""
+"""What the decoder raises on bad bytes: for text that is no UTF-8 ``ValueError``, when too deep ``RecursionError``."""
 
 
 def encode(message: AnyMessage) -> bytes:

@@ -1,0 +1,79 @@
+"""Who may speak: keys that follow from the cluster's secret, and the doorkeeper that asks for them (level 3).
+
+Every member has the same CURVE key pair, derived from the secret. Nobody else knows even the public key, which a
+client needs to say anything at all; the doorkeeper (ZeroMQ's authentication protocol, RFC 27) makes sure that the
+client has the secret one as well. What is sent is encrypted, and cannot be recorded and sent again by a stranger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+
+from memserve.errors import UserError
+
+SECRET_CHARS_MIN = 16
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """The key pair of a cluster, in Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def derived_from(cls, cluster_secret: str) -> CurveKeys:
+        """The keys that follow from the secret.
+
+        Raises :class:`UserError` for a secret that could be guessed.
+        """
+        if len(cluster_secret) < SECRET_CHARS_MIN:
+            raise UserError(
+                f"a cluster secret has at least {SECRET_CHARS_MIN} characters, this one {len(cluster_secret)}",
+                hint='make one: python -c "import secrets; print(secrets.token_hex(32))"',
+                param="cluster_secret",
+            )
+        seed = hashlib.blake2b(cluster_secret.encode(), digest_size=32, person=b"memserve curve")
+        secret = z85.encode(seed.digest())
+        return cls(zmq.curve_public(secret), secret)
+
+    def listen(self, socket: Socket) -> None:
+        """Make ``socket`` accept only clients that a doorkeeper lets in."""
+        socket.curve_server = True
+        socket.curve_secretkey = self.secret
+
+    def speak(self, socket: Socket) -> None:
+        """Let ``socket`` connect to members."""
+        socket.curve_serverkey = self.public
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+
+
+class Doorkeeper:
+    """Answers a context's questions whether a client may come in; only the cluster's own key may.
+
+    Build it before anything is bound in ``context``, then call :meth:`answer` whenever :attr:`socket` can be read.
+    """
+
+    def __init__(self, context: Context, keys: CurveKeys) -> None:
+        self._key = z85.decode(keys.public)
+        self.socket: Socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ZAP_ENDPOINT)
+
+    def answer(self) -> bool:
+        """Answer one question; returns whether the client was let in."""
+        version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+        welcome = mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], self._key)
+        status = (b"200", b"OK", b"member") if welcome else (b"400", b"unknown key", b"")
+        self.socket.send_multipart([version, request, *status, b""])
+        return welcome

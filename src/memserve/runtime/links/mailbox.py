@@ -1,0 +1,183 @@
+"""Messages between processes, over ZeroMQ (level 3).
+
+One thread receives. It reads the letters, looks whether they are for us and new, and calls back. Sending happens in
+the calling thread, so that a message costs one change of threads and not two. Hostile or broken input is dropped and
+counted, whatever it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+from typing import cast
+
+import zmq
+
+from memserve.errors import UserError
+from memserve.messages import AnyMessage, Peer
+from memserve.runtime.links import wire
+from memserve.runtime.links.curve import Context, CurveKeys, Doorkeeper, Socket
+from memserve.runtime.links.outbox import MailboxCounters, Outbox, configure, new_context
+from memserve.runtime.ports import OnMessage
+
+log = logging.getLogger(__name__)
+
+_SENDERS_MAX = 65536
+_LETTERS_A_TURN = 256
+"""Read before the other sockets are looked at again."""
+_EVERYWHERE = ("0.0.0.0", "*", "::")
+
+
+class ZmqMailbox:
+    """A :class:`memserve.runtime.ports.Mailbox` on ``tcp://host:port``, for those who know the cluster's secret.
+
+    ``port`` 0 takes a free one; ``advertise`` is the host name that others use when ``host`` is a wildcard. A message
+    to a peer that is not connected, but has spoken lately, still leaves, at most once a second: so somebody who was
+    expelled can be told, and a ``Join`` be refused.
+
+    Raises :class:`UserError` when the address cannot be listened on or the secret is too short.
+    """
+
+    def __init__(
+        self, me: Peer, secret: str, host: str, port: int, on_message: OnMessage, *, advertise: str | None = None
+    ) -> None:
+        if host in _EVERYWHERE and not advertise:
+            raise UserError(f"others cannot reach {host}", hint="name this host: --advertise HOST", param="advertise")
+        keys = CurveKeys.derived_from(secret)
+        self._me = me
+        self._on_message = on_message
+        self._counters = MailboxCounters()
+        self._context = new_context()
+        self._doorkeeper = Doorkeeper(self._context, keys)
+        self._inbox = self._context.socket(zmq.PULL)
+        configure(self._inbox)
+        keys.listen(self._inbox)
+        bound_port = _bind(self._context, self._inbox, host, port)
+        self._strangers: Socket = self._inbox.get_monitor_socket(_HANDSHAKE_FAILED)
+        self.address = f"tcp://{advertise or host}:{bound_port}"
+        """Where others reach it, ``tcp://host:port``."""
+        self._outbox = Outbox(self._context, keys, me, self.address, self._counters)
+        self._newest: OrderedDict[Peer, int] = OrderedDict()
+        """The highest number heard from each sender, most recent sender last."""
+        self._stop_fd = os.eventfd(0)
+        self._closed = False
+        self._thread = threading.Thread(target=self._receive, name=f"mailbox {me.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def counters(self) -> MailboxCounters:
+        """What became of letters so far: a copy."""
+        return replace(self._counters)
+
+    def connect(self, peer: Peer, address: str) -> None:
+        """From now on ``send`` knows where ``peer`` is. An older generation of the same name is forgotten."""
+        self._outbox.connect(peer, address)
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget ``peer``: what is queued for it is dropped."""
+        self._outbox.disconnect(peer)
+
+    def send(self, to: Peer, message: AnyMessage) -> None:
+        """Queue ``message``; unknown peers and full queues lose it, counted.
+
+        Raises :class:`WireError` for a message that has no wire form.
+        """
+        self._outbox.send(to, wire.encode(message))
+
+    def become(self, me: Peer) -> None:
+        """Go on as another generation (or name): letters to the former one are dropped from now on."""
+        self._me = me
+        self._outbox.become(me)
+
+    def close(self) -> None:
+        """Stop the thread and close the sockets; what is queued has up to a second to leave. Not from the callback."""
+        if self._closed:
+            return
+        self._closed = True
+        os.eventfd_write(self._stop_fd, 1)
+        self._thread.join()
+        os.close(self._stop_fd)
+        self._outbox.close()
+        self._inbox.disable_monitor()
+        for socket in (self._strangers, self._inbox, self._doorkeeper.socket):
+            socket.close(0)
+        self._context.term()
+
+    def _receive(self) -> None:
+        """The thread: letters, questions at the door, strangers who failed at it, and the word to stop."""
+        poller = zmq.Poller()
+        for source in (self._inbox, self._doorkeeper.socket, self._strangers, self._stop_fd):
+            poller.register(source, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._stop_fd in ready:
+                return
+            if self._doorkeeper.socket in ready:
+                self._doorkeeper.answer()
+            if self._strangers in ready:
+                self._strangers.recv_multipart()
+                self._counters.handshakes_failed += 1
+            if self._inbox in ready:
+                self._read_letters()
+
+    def _read_letters(self) -> None:
+        for _ in range(_LETTERS_A_TURN):
+            try:
+                frames = self._inbox.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._read(frames)
+            except wire.WireVersionError:
+                self._counters.other_version += 1
+            except wire.WireError:
+                self._counters.malformed += 1
+
+    def _read(self, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            raise wire.WireError("a letter has one frame")
+        envelope = wire.unseal(frames[0])
+        if envelope.receiver != self._me and envelope.receiver != Peer(self._me.name, 0):
+            self._counters.misdirected += 1
+        elif not self._is_new(envelope.sender, envelope.number):
+            self._counters.repeated += 1
+        else:
+            self._outbox.heard(envelope.sender, envelope.reply_to)
+            self._deliver(envelope.sender, wire.decode(envelope.message), len(frames[0]))
+
+    def _is_new(self, sender: Peer, number: int) -> bool:
+        """Whether ``number`` is higher than all that ``sender`` has sent before; remembers it."""
+        newest = self._newest.pop(sender, -1)
+        self._newest[sender] = max(newest, number)
+        if len(self._newest) > _SENDERS_MAX:
+            self._newest.popitem(last=False)
+        return number > newest
+
+    def _deliver(self, sender: Peer, message: AnyMessage, letter_bytes: int) -> None:
+        self._counters.received += 1
+        self._counters.received_bytes += letter_bytes
+        try:
+            self._on_message(sender, message)
+        except Exception:
+            self._counters.callback_errors += 1
+            log.exception("the receiver of %s from %s failed", type(message).__name__, sender.name)
+
+
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+def _bind(context: Context, inbox: Socket, host: str, port: int) -> int:
+    """Bind and return the port."""
+    try:
+        inbox.bind(f"tcp://{host}:{port or '*'}")
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        message = f"cannot listen on {host}:{port}: {error.strerror}"
+        raise UserError(message, hint="choose another --cluster-port", param="cluster_port") from error
+    endpoint = cast(bytes, inbox.getsockopt(zmq.LAST_ENDPOINT))
+    return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])

@@ -1,0 +1,206 @@
+"""The sending half of a mailbox: one line to each peer, opened when there is something to say (level 3)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import zmq
+
+from memserve.errors import check
+from memserve.messages import Peer
+from memserve.runtime.links import wire
+from memserve.runtime.links.curve import Context, CurveKeys, Socket
+from memserve.units import NS_PER_S
+
+LETTERS_QUEUED_MAX = 2048
+"""At each end of a line. A peer that stands still fills it, then loses what is sent to it."""
+LAST_WORD_MS = 1000
+"""How long a letter to a peer that is not connected, or of a mailbox that closes, may take to leave."""
+_HEARD_MAX = 1024
+_ANSWER_EVERY_NS = NS_PER_S
+_SOCKETS_MAX = 16384
+
+
+@dataclass(slots=True)
+class MailboxCounters:
+    """What became of letters, since the mailbox was opened."""
+
+    sent: int = 0
+    """Queued for a peer."""
+    sent_bytes: int = 0
+    received: int = 0
+    """Delivered to the callback."""
+    received_bytes: int = 0
+    lost_unknown: int = 0
+    """For a peer that is not connected and was not heard from lately."""
+    lost_full: int = 0
+    """The peer does not read, and its queue is full."""
+    lost_too_long: int = 0
+    malformed: int = 0
+    other_version: int = 0
+    misdirected: int = 0
+    """For another receiver or another generation of this one."""
+    repeated: int = 0
+    """Numbers that were heard before."""
+    handshakes_failed: int = 0
+    """Strangers: without the secret, or with another."""
+    callback_errors: int = 0
+
+
+@dataclass(slots=True)
+class _Line:
+    peer: Peer
+    address: str
+    socket: Socket | None = None
+
+
+@dataclass(slots=True)
+class _Heard:
+    address: str
+    answered_ns: int | None = None
+
+
+def configure(socket: Socket) -> None:
+    """What both ends of a line agree on: bounded queues, small letters at once, dead connections noticed."""
+    socket.linger = 0
+    socket.set_hwm(LETTERS_QUEUED_MAX)
+    socket.setsockopt(zmq.MAXMSGSIZE, wire.LETTER_BYTES_MAX)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 3000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 3)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+
+
+def new_context() -> Context:
+    """A context of its own: a doorkeeper answers for a whole context."""
+    context: Context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
+    return context
+
+
+class Outbox:
+    """Lines to peers. Sends from the calling thread, under a lock, and never waits for a peer."""
+
+    def __init__(self, context: Context, keys: CurveKeys, me: Peer, reply_to: str, counters: MailboxCounters) -> None:
+        self._context = context
+        self._keys = keys
+        self._me = me
+        self._reply_to = reply_to
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._number = 0
+        self._closed = False
+        self._lines: dict[str, _Line] = {}
+        """By name: one generation of each."""
+        self._heard: OrderedDict[Peer, _Heard] = OrderedDict()
+        """Peers that spoke, most recent last."""
+
+    def become(self, me: Peer) -> None:
+        """From now on letters are ``me``'s."""
+        with self._lock:
+            self._me = me
+
+    def connect(self, peer: Peer, address: str) -> None:
+        """Remember where ``peer`` is; another generation of that name is forgotten."""
+        with self._lock:
+            line = self._lines.get(peer.name)
+            if line is None or line.peer != peer or line.address != address:
+                self._hang_up(line)
+                self._lines[peer.name] = _Line(peer, address)
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget ``peer`` and what is queued for it."""
+        with self._lock:
+            line = self._lines.get(peer.name)
+            if line is not None and line.peer == peer:
+                self._hang_up(line)
+                del self._lines[peer.name]
+
+    def heard(self, peer: Peer, address: str) -> None:
+        """``peer`` spoke, and can be answered at ``address``."""
+        with self._lock:
+            known = self._heard.pop(peer, None)
+            self._heard[peer] = _Heard(address, known.answered_ns if known else None)
+            if len(self._heard) > _HEARD_MAX:
+                self._heard.popitem(last=False)
+
+    def send(self, to: Peer, message: bytes) -> None:
+        """Queue an encoded message for ``to``, or lose and count it."""
+        with self._lock:
+            if self._closed:
+                return
+            line = self._lines.get(to.name)
+            if line is not None and line.peer == to:
+                line.socket = line.socket or self._dial(line.address)
+                self._post(line.socket, to, message)
+            else:
+                self._answer(to, message)
+
+    def close(self) -> None:
+        """Hang up everywhere; what is queued has a second to leave."""
+        with self._lock:
+            self._closed = True
+            for line in self._lines.values():
+                if line.socket is not None:
+                    line.socket.close(LAST_WORD_MS)
+            self._lines.clear()
+
+    def _post(self, socket: Socket | None, to: Peer, message: bytes) -> None:
+        self._number += 1
+        letter = wire.seal(self._me, self._reply_to, to, self._number, message)
+        if len(letter) > wire.LETTER_BYTES_MAX:
+            self._counters.lost_too_long += 1
+            return
+        if socket is None:
+            self._counters.lost_unknown += 1
+            return
+        try:
+            socket.send(letter, zmq.NOBLOCK)
+        except zmq.Again:
+            self._counters.lost_full += 1
+        else:
+            self._counters.sent += 1
+            self._counters.sent_bytes += len(letter)
+
+    def _answer(self, to: Peer, message: bytes) -> None:
+        """One letter to somebody who spoke but is no longer, or not yet, connected."""
+        heard, now_ns = self._heard.get(to), time.monotonic_ns()
+        lately = heard and heard.answered_ns is not None and now_ns - heard.answered_ns < _ANSWER_EVERY_NS
+        if heard is None or lately:
+            self._counters.lost_unknown += 1
+            return
+        heard.answered_ns = now_ns
+        socket = self._dial(heard.address)
+        self._post(socket, to, message)
+        if socket is not None:
+            socket.close(LAST_WORD_MS)
+
+    def _dial(self, address: str) -> Socket | None:
+        """A socket that connects to ``address`` and keeps trying; ``None`` when that is no address, or no more sockets
+        can be had."""
+        check(not self._closed, "a closed mailbox dials")
+        try:
+            socket = self._context.socket(zmq.PUSH)
+        except zmq.ZMQError:
+            return None
+        configure(socket)
+        self._keys.speak(socket)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            socket.close(0)
+            return None
+        return socket
+
+    @staticmethod
+    def _hang_up(line: _Line | None) -> None:
+        if line is not None and line.socket is not None:
+            line.socket.close(0)
