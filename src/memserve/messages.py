@@ -306,6 +306,8 @@ class Offer(Message, frozen=True, tag=True):
     dst_tier: Tier = Tier.HBM
     private: bytes = b""
     """For the taker's application; not looked at."""
+    dram_blocks: tuple[Natural, ...] = ()
+    """Blocks that follow ``blocks`` and lie in the owner's DRAM (``blocks`` then lie in HBM)."""
 
 
 class MoreBlocks(Message, frozen=True, tag=True):
