@@ -64,6 +64,8 @@ class PagesPulled:
     pulled_bytes: int = 0
     link: str = ""  # "shm" or "nixl"
     spent_ns: int = 0
+    mismatches: int = 0
+    """Blocks whose checksum differed (then there is an ``error``)."""
 
 
 PageJob = SealPages | PullPages | CancelPulls
