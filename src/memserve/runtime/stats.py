@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from statistics import median
+from typing import Any
 
+import msgspec
+
+from memserve.cluster.report import ClusterStats, InstanceView
 from memserve.instance.stats import InstanceStats
 
 WINDOW_STEPS = 512
@@ -32,6 +39,15 @@ class EngineStats:
     def scheduler_share(self) -> float:
         """Thinking time as a share of the device's time, over everything so far."""
         return self.machine_ns / self.device_ns if self.device_ns else 0.0
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request could be run now."""
+        return True
+
+    def encode(self) -> bytes:
+        """As msgpack, for a heartbeat."""
+        return msgspec.msgpack.encode(self)
 
 
 @dataclass(slots=True)
@@ -67,3 +83,63 @@ class StepTimer:
             device_step_ns=int(median(self._device_steps_ns)) if self._device_steps_ns else 0,
             instance=instance,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStats:
+    """What the router knows of one instance."""
+
+    view: InstanceView
+    engine: EngineStats | None
+    """As its last heartbeat with statistics said."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStats(EngineStats):
+    """A cluster's statistics: the instances' added up (step times: of the slowest), and the router's own."""
+
+    cluster: ClusterStats | None = None
+    router_ns: int = 0
+    """Time the cluster machine took to think, in total."""
+    members: tuple[MemberStats, ...] = ()
+
+    @classmethod
+    def of(cls, cluster: ClusterStats, views: Sequence[InstanceView], router_ns: int) -> RouterStats:
+        """Put together what the router's machine says of itself and of its members."""
+        members = tuple(MemberStats(view, _decoded(view.stats)) for view in views)
+        engines = [member.engine for member in members if member.engine is not None]
+        total = reduce(_added, engines, EngineStats(instance=InstanceStats()))
+        sums = {part.name: getattr(total, part.name) for part in dataclasses.fields(EngineStats)}
+        return cls(**sums, cluster=cluster, router_ns=router_ns, members=members)
+
+    @property
+    def serving(self) -> bool:
+        """Whether there is a member that takes new requests."""
+        return any(member.view.state == "live" for member in self.members)
+
+
+_NOT_ADDITIVE = ("machine_step_ns", "device_step_ns", "prefill_ns_per_token")
+"""Medians and means: of several instances the slowest is told."""
+
+
+def _decoded(stats: bytes) -> EngineStats | None:
+    try:
+        return msgspec.msgpack.decode(stats, type=EngineStats) if stats else None
+    except msgspec.MsgspecError:
+        return None  # another version's: it is no reason to say nothing of the others
+
+
+def _added(first: Any, second: Any) -> Any:
+    """The sum of two statistics of one kind, field by field."""
+    if second is None:
+        return first
+    if isinstance(first, dict):
+        return {key: first.get(key, 0) + second.get(key, 0) for key in [*first, *(k for k in second if k not in first)]}
+    if not dataclasses.is_dataclass(first):
+        return first + second
+    sums = {}
+    for part in dataclasses.fields(first):
+        one, other = getattr(first, part.name), getattr(second, part.name)
+        sums[part.name] = max(one, other) if part.name in _NOT_ADDITIVE else _added(one, other)
+    kind: Any = type(first)
+    return kind(**sums)

@@ -1,0 +1,191 @@
+"""The router's engine: a whole cluster behind the interface that the API knows from one engine (level 3).
+
+client threads --submit--> inbox --> [router thread: Cluster.handle] --Send--> mailbox --> instances
+                             ^                     |                                          |
+                             |                     +--> sinks (new tokens)                    |
+                             +------------- MessageArrived <---- mailbox <--------------------+
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from memserve.cluster.events import (
+    EmitTokens,
+    InstanceDrained,
+    MessageArrived,
+    PrefixPinned,
+    PrefixUnpinned,
+    RejectRequest,
+    RequestArrived,
+    RequestCancelled,
+    Send,
+    SequenceStopped,
+)
+from memserve.cluster.machine import Cluster
+from memserve.cluster.report import InstanceView, RouteStory
+from memserve.messages import AnyMessage, Join, Peer, PeerInfo, Welcome
+from memserve.runtime.clients import Clients, Sink
+from memserve.runtime.loop import MachineLoop
+from memserve.runtime.ports import Mailbox, OnMessage
+from memserve.runtime.stats import RouterStats
+from memserve.types import Request, TokenArray
+
+MEMBERS_LOOK_S = 1.0
+"""How often the lines to instances are compared with the members."""
+
+
+class RouterEngine:
+    """Runs requests on the members of a cluster; thread-safe, answers through sinks that the router thread calls."""
+
+    def __init__(
+        self,
+        machine: Cluster,
+        open_mailbox: Callable[[OnMessage], Mailbox],
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """``open_mailbox`` gets the function that takes what members say."""
+        self._machine = machine
+        self._clients = Clients(self.cancel)
+        self._members: dict[str, PeerInfo] = {}  # all and only the members, as they introduced themselves
+        self._changed = threading.Condition()  # notified whenever _members changes
+        self._look_again_s = 0.0
+        self._handle_ns = 0
+        self._closed = False
+        self._loop: MachineLoop[Any] = MachineLoop(
+            machine, self._perform, on_broken=self._clients.fail_all, name="memserve-router", clock_ns=clock_ns
+        )
+        self._mailbox = open_mailbox(self._message_arrived)
+        self._loop.start()
+
+    # -- for the API
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Run ``request`` somewhere. ``sink`` gets every :class:`TokenOutput`, or one :class:`Rejected`."""
+        self._clients.submit(request, sink, lambda request: self._loop.post(RequestArrived(request)))
+
+    def cancel(self, request_id: str) -> None:
+        """End every sequence of the request; unknown ids are ignored (it may just have ended)."""
+        self._loop.post(RequestCancelled(request_id))
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
+        self._loop.post(SequenceStopped(request_id, index))
+
+    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int) -> None:
+        """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""
+        self._loop.post(PrefixPinned(handle, tenant, tokens, ttl_ns))
+
+    def unpin(self, handle: str, tenant: str) -> None:
+        """Give the name up; unknown ones are ignored."""
+        self._loop.post(PrefixUnpinned(handle, tenant))
+
+    def pinned_tokens(self, handle: str, tenant: str) -> int | None:
+        """How much of it is pinned; ``None`` while nobody has said. Raises as :meth:`stats`."""
+        views = self._loop.ask(self._machine.handles)
+        return next((v.pinned_tokens for v in views if (v.handle, v.tenant) == (handle, tenant)), None)
+
+    def stats(self) -> RouterStats:
+        """A consistent snapshot of the router's counters, and what each member has said of itself lately.
+
+        Raises ``TimeoutError`` when the router is stuck, :class:`EngineStopped` when it has ended: that one at once.
+        """
+        return self._loop.ask(lambda: RouterStats.of(self._machine.stats(), self._machine.instances(), self._handle_ns))
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that have not ended."""
+        return self._clients.outstanding
+
+    @property
+    def closing(self) -> bool:
+        """Whether new requests are refused: the router is closing, or its machine broke."""
+        return self._clients.closing
+
+    # -- for whoever runs the cluster
+
+    @property
+    def address(self) -> str:
+        """Where instances join, ``tcp://host:port``."""
+        return self._mailbox.address
+
+    def members(self) -> dict[str, PeerInfo]:
+        """The members by name, as they introduced themselves."""
+        with self._changed:
+            return dict(self._members)
+
+    def wait_for(self, names: Sequence[str], timeout_s: float) -> bool:
+        """Whether all of ``names`` (at least one member, if there are none) are members before ``timeout_s``."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: bool(self._members) and all(name in self._members for name in names), timeout_s
+            )
+
+    def instances(self) -> tuple[InstanceView, ...]:
+        """The members as the router sees them. Raises as :meth:`stats`."""
+        return self._loop.ask(self._machine.instances)
+
+    def story(self, request_id: str) -> RouteStory | None:
+        """What was decided for a live request, and why. Raises as :meth:`stats`."""
+        return self._loop.ask(lambda: self._machine.story(request_id))
+
+    def drain(self, name: str) -> None:
+        """Ask a member to finish what it has and to leave."""
+        self._loop.post(InstanceDrained(name))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel what still runs, stop the thread and close the mailbox."""
+        if self._closed:
+            return
+        self._closed = True
+        for request_id in self._clients.close():
+            self.cancel(request_id)
+        self._loop.close(timeout_s)
+        self._mailbox.close()
+
+    # -- the mailbox's thread
+
+    def _message_arrived(self, sender: Peer, message: AnyMessage) -> None:
+        self._loop.post(MessageArrived(sender, message))
+
+    # -- the router's thread
+
+    def _perform(self, event: Any, actions: list[Any], spent_ns: int) -> None:
+        self._handle_ns += spent_ns
+        if isinstance(event, MessageArrived):
+            self._follow_members(event, actions)
+        for action in actions:
+            match action:
+                case EmitTokens(outputs):
+                    self._clients.deliver(outputs)
+                case Send(to, message):
+                    self._mailbox.send(to, message)
+                case RejectRequest(request_id, reason, retry_after_s):
+                    self._clients.reject(request_id, reason, retry_after_s)
+        self._forget_gone()
+
+    def _follow_members(self, event: MessageArrived, actions: list[Any]) -> None:
+        """Lines follow membership: whoever is welcome can be spoken to from now on."""
+        message = event.message
+        if isinstance(message, Join) and any(isinstance(a, Send) and isinstance(a.message, Welcome) for a in actions):
+            self._mailbox.connect(event.sender, message.info.address)
+            with self._changed:
+                self._members[event.sender.name] = message.info
+                self._changed.notify_all()
+
+    def _forget_gone(self) -> None:
+        """Now and then: those who are no members any more need no line."""
+        if time.monotonic() < self._look_again_s:
+            return
+        self._look_again_s = time.monotonic() + MEMBERS_LOOK_S
+        live = {view.peer for view in self._machine.instances()}
+        with self._changed:
+            gone = [info.peer for info in self._members.values() if info.peer not in live]
+            for peer in gone:
+                del self._members[peer.name]
+        for peer in gone:
+            self._mailbox.disconnect(peer)
