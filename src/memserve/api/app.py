@@ -17,6 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from memserve.api.auth import KeyRing
+from memserve.api.document_routes import DocumentRoutes
+from memserve.api.documents import Documents
 from memserve.api.endpoints import ChatPlanner, CompletionPlanner, GenerationEndpoint, Shared
 from memserve.api.errors import model_not_found, shutting_down
 from memserve.api.guard import Guard, on_http_error
@@ -98,8 +100,11 @@ def create_app(
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases)
     pages = _Pages(hub, model, names, metrics)
     shared = Shared(hub, model, encoder, metrics, body_bytes_max)
-    completions = GenerationEndpoint(shared, CompletionPlanner(model, names, encoder), CompletionShape(tokens))
-    chat = GenerationEndpoint(shared, ChatPlanner(model, names, encoder), ChatShape(tokens))
+    documents = Documents()
+    named = DocumentRoutes(shared, documents)
+    planner = CompletionPlanner(model, names, encoder, documents)
+    completions = GenerationEndpoint(shared, planner, CompletionShape(tokens))
+    chat = GenerationEndpoint(shared, ChatPlanner(model, names, encoder, documents), ChatShape(tokens))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -112,6 +117,10 @@ def create_app(
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", pages.models),
             Route("/v1/models/{name:path}", pages.model),
+            Route("/v1/documents", named.list),
+            Route("/v1/documents/{document_id}", named.put, methods=["PUT"]),
+            Route("/v1/documents/{document_id}", named.get),
+            Route("/v1/documents/{document_id}", named.delete, methods=["DELETE"]),
             Route("/health", pages.health),
             Route("/metrics", pages.metrics),
         ],

@@ -24,6 +24,14 @@ log = logging.getLogger(__name__)
 KNOWN_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 """Labels of the request counter: paths that clients invent must not make new ones."""
 
+DOCUMENTS_ROUTE = "/v1/documents"
+
+
+def _route(path: str) -> str:
+    if path.startswith(DOCUMENTS_ROUTE):
+        return DOCUMENTS_ROUTE
+    return path if path in KNOWN_ROUTES else "other"
+
 
 class Guard:
     """ASGI middleware around the whole application."""
@@ -49,7 +57,7 @@ class Guard:
             error = await self._run(scope, receive, send_noting_status)
             if error is not None and status == 0:
                 await send_json(send_noting_status, error.status, error.body(), error.headers)
-        path = scope["path"] if scope["path"] in KNOWN_ROUTES else "other"
+        path = _route(scope["path"])
         self._metrics.requests.labels(path, str(status or 499)).inc()  # 499: the client left first
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:

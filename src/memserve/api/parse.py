@@ -9,9 +9,9 @@ from typing import TypeVar
 import msgspec
 
 from memserve.api.errors import ApiError, bad_request, unsupported
-from memserve.api.schema import REFUSED, ChatBody, CompletionBody, GenerationBody
+from memserve.api.schema import REFUSED, ChatBody, CompletionBody, DocumentBody
 
-Body = TypeVar("Body", CompletionBody, ChatBody)
+Body = TypeVar("Body", CompletionBody, ChatBody, DocumentBody)
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
@@ -34,7 +34,7 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
     return body
 
 
-def _explain(message: str, kind: type[GenerationBody]) -> ApiError:
+def _explain(message: str, kind: type[Body]) -> ApiError:
     path = _PATH.search(message)
     param = path.group(1) if path else None
     message = message[: path.start()] if path else message
@@ -52,7 +52,7 @@ def _explain(message: str, kind: type[GenerationBody]) -> ApiError:
     return bad_request(where + message[:1].lower() + message[1:], param, "invalid_value")
 
 
-def _refuse_unsupported(body: GenerationBody) -> None:
+def _refuse_unsupported(body: Body) -> None:
     for field, (what, harmless) in REFUSED.items():
         value = getattr(body, field, None)
         if value is not None and value not in harmless:

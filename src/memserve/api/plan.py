@@ -6,6 +6,7 @@ import secrets
 import time
 from dataclasses import dataclass
 
+from memserve.api.documents import document_handle
 from memserve.api.errors import bad_request
 from memserve.api.prompts import Prompt, context_exceeded
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
@@ -38,6 +39,7 @@ class Generation:
     stream: bool
     include_usage: bool
     explain: bool
+    session_ttl_ns: int | None = None  # after the answer, keep what the session has in the cache for so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ def _plan(
             priority=body.priority or 0,
             deadline_ns=deadline_ns,
             use_cache=body.use_cache is not False,
+            session=_session(body),
         )
         for at, prompt in enumerate(prompts)
     ]
@@ -121,7 +124,26 @@ def _plan(
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         explain=caller.explain or bool(body.explain),
+        session_ttl_ns=_session_ttl_ns(body),
     )
+
+
+def _session(body: GenerationBody) -> str:
+    """The name by which a cluster keeps requests together: the session's, else the document's."""
+    if body.session is not None and body.session_id is not None and body.session != body.session_id:
+        raise bad_request("session and session_id are the same thing and must not differ", "session_id")
+    named = body.session or body.session_id
+    if named is None and body.document is not None:
+        return document_handle(body.document)
+    return "" if named is None else f"session:{named}"
+
+
+def _session_ttl_ns(body: GenerationBody) -> int | None:
+    if body.session_ttl_s is None:
+        return None
+    if body.session is None and body.session_id is None:
+        raise bad_request("session_ttl_s needs a session", "session_ttl_s")
+    return ns_from_s(body.session_ttl_s)
 
 
 def _beam_width(body: GenerationBody, n: int) -> int:

@@ -63,11 +63,21 @@ class PromptEncoder:
         chars = sum(len(item) for item in prompts)
         return await self._run(chars, lambda: [self._encode(item, add_special_tokens) for item in prompts])
 
-    async def chat_prompt(self, body: ChatBody) -> Prompt:
-        """The messages of a chat, through the model's chat template."""
-        messages = check_messages(body.messages)
+    async def chat_prompt(self, body: ChatBody, messages: list[dict[str, str]]) -> Prompt:
+        """Checked messages through the model's chat template, as the body wants it."""
         if body.continue_final_message and body.add_generation_prompt:
             raise bad_request("continue_final_message and add_generation_prompt exclude each other")
+        chars = sum(len(message["content"]) for message in messages)
+        return await self._run(chars, lambda: self._encode(self._render(messages, body), False))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model was made for conversations."""
+        return bool(getattr(self._model.tokenizer, "chat_template", None))
+
+    async def messages_prompt(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> Prompt:
+        """Checked messages through the chat template."""
+        body = ChatBody(model=self._model.name, add_generation_prompt=add_generation_prompt)
         chars = sum(len(message["content"]) for message in messages)
         return await self._run(chars, lambda: self._encode(self._render(messages, body), False))
 

@@ -98,7 +98,7 @@ class Reply:
         if isinstance(news, Rejected):
             self._metrics.rejected.inc()
             raise rejected(news)
-        if error := _failure(news.finish_reason):
+        if error := failure(news.finish_reason):
             raise error
         sequence = self.sequences[at * self.plan.drawn + news.index]
         if sequence.stream.finish_reason is not None:
@@ -188,7 +188,7 @@ class Reply:
         return chosen
 
 
-def _failure(reason: FinishReason | None) -> ApiError | None:
+def failure(reason: FinishReason | None) -> ApiError | None:
     """The error for an ending that is no answer. The client did not cancel, or nobody would ask."""
     match reason:
         case FinishReason.DEADLINE:

@@ -54,7 +54,7 @@ async def answer(hub: Hub, reply: Reply, shape: Shape, envelope: Envelope, recei
     and :class:`ClientGone` when the client left.
     """
     call = hub.open(reply.plan.requests)
-    watcher = asyncio.create_task(_abandon_on_disconnect(call, receive))
+    watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
     try:
         if reply.plan.stream:
             await _Streamer(reply, shape, envelope, send).run(call)
@@ -66,7 +66,8 @@ async def answer(hub: Hub, reply: Reply, shape: Shape, envelope: Envelope, recei
         hub.close(call)
 
 
-async def _abandon_on_disconnect(call: Call, receive: Receive) -> None:
+async def abandon_on_disconnect(call: Call, receive: Receive) -> None:
+    """Wait for the client to leave, then give up its call. A task of its own, cancelled when the call has ended."""
     await wait_for_disconnect(receive)
     call.abandon()
 

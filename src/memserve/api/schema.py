@@ -6,7 +6,7 @@ Names and ranges are OpenAI's; the fields under "extensions" are memserve's own,
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -24,6 +24,8 @@ LogprobCount = Annotated[int, Meta(ge=0, le=20)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 ShortText = Annotated[str, Meta(max_length=512)]
+SessionName = Annotated[str, Meta(min_length=1, max_length=200)]
+Ttl = Annotated[float, Meta(gt=0, le=604_800)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 BiasMap = Annotated[dict[str, Bias], Meta(max_length=1024)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
@@ -77,6 +79,19 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     use_cache: bool | None = None
     cache_salt: ShortText | None = None
     explain: bool | None = None
+    session: SessionName | None = None  # requests of one session are kept together, and their KV with them
+    session_id: SessionName | None = None  # the same
+    session_ttl_s: Ttl | None = None  # keep the session's KV from eviction for so long after the answer
+    document: ShortText | None = None  # begin with this document: see /v1/documents
+
+
+class DocumentBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """``PUT /v1/documents/{id}``: either ``text`` or ``messages``."""
+
+    text: str | None = None
+    messages: list[Any] | None = None
+    ttl_s: Ttl | None = None
+    endpoint: Literal["chat", "completions"] | None = None
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=True):

@@ -6,12 +6,12 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tokenizers import Tokenizer
 
 from memserve.runtime.engine import Rejected
-from memserve.types import Request, TokenOutput
+from memserve.types import Request, TokenArray, TokenOutput
 
 
 class ServedModel(Protocol):
@@ -59,6 +59,20 @@ class ServingEngine(Protocol):
 
         Raises ``TimeoutError`` when it does not answer, :class:`EngineStopped` when it has ended.
         """
+
+
+@runtime_checkable
+class PinningEngine(ServingEngine, Protocol):
+    """An engine that can keep a prefix from eviction under a name; names of different tenants are different names."""
+
+    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int) -> None:
+        """Keep what is cached of ``tokens`` for ``ttl_ns``. Repeated: renewed, extended."""
+
+    def unpin(self, handle: str, tenant: str) -> None:
+        """Give the name up; unknown ones are ignored."""
+
+    def pinned_tokens(self, handle: str, tenant: str) -> int | None:
+        """How much of it is pinned; ``None`` while nobody has said. May wait for the engine thread, as ``stats``."""
 
 
 class ModelNames:

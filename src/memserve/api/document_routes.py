@@ -1,0 +1,143 @@
+"""``/v1/documents``: put a text or a conversation once, compute it once, begin many requests with it (level 4)."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive
+
+from memserve.api.body import read_json_body
+from memserve.api.documents import Document, Documents, prepare
+from memserve.api.endpoints import TENANT_KEY, Shared
+from memserve.api.errors import bad_request, rejected
+from memserve.api.parse import parse_body
+from memserve.api.reply import failure
+from memserve.api.respond import abandon_on_disconnect
+from memserve.api.schema import DocumentBody
+from memserve.api.served import PinningEngine
+from memserve.runtime.clients import EngineStopped, Rejected
+from memserve.types import Request, SamplingParams, StopParams
+from memserve.units import ns_from_s
+
+PIN_ANSWER_S = 2.0
+"""How long ``PUT`` waits to learn how much is pinned; it is pinned all the same."""
+_POLL_S = 0.02
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+
+
+class DocumentRoutes:
+    """The handlers. A document is visible to its tenant alone, as its KV is."""
+
+    def __init__(self, shared: Shared, documents: Documents) -> None:
+        self._shared, self._documents = shared, documents
+
+    async def put(self, request: HttpRequest) -> Response:
+        """``PUT /v1/documents/{id}``: 201 when it is new, 200 when it was there; its TTL starts again."""
+        document_id, tenant = request.path_params["document_id"], request.scope[TENANT_KEY]
+        if not _ID.fullmatch(document_id):
+            raise bad_request("a document's id has 1 to 128 letters, digits, or _ . : -", "id")
+        data = await read_json_body(request.scope, request.receive, self._shared.body_bytes_max)
+        model = self._shared.model
+        body = parse_body(data, DocumentBody)
+        document = await prepare(body, document_id, self._shared.encoder, model.max_model_tokens)
+        known = any(old.document_id == document_id for old in self._documents.all(tenant))
+        cached_tokens = await self._compute(document, tenant, request.receive)
+        kept = self._documents.put(tenant, document)
+        self._pin(kept, tenant)
+        pinned = await self._pinned_soon(kept, tenant)
+        return _json(self._card(kept, pinned) | {"cached_tokens": cached_tokens}, 200 if known else 201)
+
+    async def list(self, request: HttpRequest) -> Response:
+        """``GET /v1/documents``: the tenant's own, oldest first."""
+        tenant = request.scope[TENANT_KEY]
+        cards = [self._card(kept, await self._pinned(kept, tenant)) for kept in self._documents.all(tenant)]
+        return _json({"object": "list", "data": cards})
+
+    async def get(self, request: HttpRequest) -> Response:
+        """``GET /v1/documents/{id}``."""
+        tenant = request.scope[TENANT_KEY]
+        kept = self._documents.get(tenant, request.path_params["document_id"])
+        return _json(self._card(kept, await self._pinned(kept, tenant)))
+
+    async def delete(self, request: HttpRequest) -> Response:
+        """``DELETE /v1/documents/{id}``: its KV may be evicted from now on."""
+        tenant = request.scope[TENANT_KEY]
+        kept = self._documents.delete(tenant, request.path_params["document_id"])
+        engine = self._shared.hub.engine
+        if isinstance(engine, PinningEngine):
+            engine.unpin(kept.handle, tenant)
+        return _json({"id": kept.document_id, "object": "document.deleted", "deleted": True})
+
+    async def _compute(self, document: Document, tenant: str, receive: Receive) -> int:
+        """Run the document through the model: its KV stays in the cache. Returns the tokens that were there before."""
+        request = Request(
+            request_id=f"doc-{uuid.uuid4().hex}",
+            prompt=document.tokens,
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopParams(max_tokens=1),
+            tenant=tenant,
+            session=document.handle,
+        )
+        call = self._shared.hub.open([request])
+        watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
+        cached_tokens, ended = 0, False
+        try:
+            while not ended:
+                for _, news in await call.news():
+                    if isinstance(news, Rejected):
+                        raise rejected(news)
+                    if error := failure(news.finish_reason):
+                        raise error
+                    cached_tokens = max(cached_tokens, news.cached_tokens)
+                    ended = ended or news.finish_reason is not None
+        finally:
+            watcher.cancel()
+            self._shared.hub.close(call)
+        return cached_tokens
+
+    def _pin(self, document: Document, tenant: str) -> None:
+        engine = self._shared.hub.engine
+        if isinstance(engine, PinningEngine):
+            engine.pin(document.handle, tenant, document.tokens, ns_from_s(document.ttl_s))
+
+    async def _pinned_soon(self, document: Document, tenant: str) -> int | None:
+        deadline_s = asyncio.get_running_loop().time() + PIN_ANSWER_S
+        while (pinned := await self._pinned(document, tenant)) is None:
+            if not isinstance(self._shared.hub.engine, PinningEngine):
+                return None
+            if asyncio.get_running_loop().time() > deadline_s:
+                return None
+            await asyncio.sleep(_POLL_S)
+        return pinned
+
+    async def _pinned(self, document: Document, tenant: str) -> int | None:
+        engine = self._shared.hub.engine
+        if not isinstance(engine, PinningEngine):
+            return None
+        try:
+            return await asyncio.to_thread(engine.pinned_tokens, document.handle, tenant)
+        except (TimeoutError, EngineStopped):
+            return None
+
+    def _card(self, document: Document, pinned_tokens: int | None) -> dict[str, Any]:
+        return {
+            "id": document.document_id,
+            "object": "document",
+            "created": document.created_s,
+            "endpoint": document.endpoint,
+            "tokens": len(document.tokens),
+            "pinned_tokens": pinned_tokens,
+            "ttl_s": document.ttl_s,
+            "expires_in_s": round(self._documents.expires_in_s(document), 3),
+        }
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

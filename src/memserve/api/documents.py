@@ -1,0 +1,158 @@
+"""Named prefixes of a tenant: texts and conversations that many requests begin with (level 4, row M14)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from memserve.api.errors import ApiError, bad_request
+from memserve.api.prompts import Prompt, PromptEncoder, check_messages, context_exceeded
+from memserve.api.schema import DocumentBody
+from memserve.types import TokenArray
+from memserve.units import NS_PER_S, ns_from_s
+
+TTL_S = 3600.0
+DOCUMENTS_MAX = 1024
+"""Documents of one tenant."""
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document, ready to stand before a prompt or a conversation."""
+
+    document_id: str
+    endpoint: str
+    """``chat`` or ``completions``: whose form of it is computed and pinned; it can be used with both."""
+    messages: Messages
+    """What a conversation begins with; a text is a system message."""
+    prompt: Prompt
+    """What a completion's prompt begins with."""
+    tokens: TokenArray
+    """The tokens that every such conversation (or prompt) has in common: those that are pinned."""
+    created_s: int
+    ttl_s: float
+    expires_ns: int = 0
+
+    @property
+    def handle(self) -> str:
+        """Its name in the engine, unique within the tenant."""
+        return document_handle(self.document_id)
+
+    def before_prompt(self, prompt: Prompt) -> Prompt:
+        """``prompt`` behind this document. Tokens are joined, not texts: what is pinned is found whatever follows."""
+        text = None if prompt.text is None or self.prompt.text is None else self.prompt.text + prompt.text
+        return Prompt(np.concatenate((self.prompt.tokens, prompt.tokens)), text)
+
+    def before_messages(self, messages: Messages) -> Messages:
+        """A conversation behind this document.
+
+        Templates know one system message, the first: when both sides have one, the conversation's is appended to it.
+        """
+        own, others = list(self.messages), list(messages)
+        if len(own) == 1 and own[0]["role"] == "system" and others and others[0]["role"] == "system":
+            own = [_joined(own[0], others.pop(0)["content"])]
+        return own + others
+
+
+def document_handle(document_id: str) -> str:
+    """A document's name in the engine. Sessions have another prefix: a client's session is never a document."""
+    return f"document:{document_id}"
+
+
+class Documents:
+    """All documents by tenant and name. Lives in the event loop; what has expired is forgotten when it is met."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._documents: dict[str, dict[str, Document]] = {}
+
+    def put(self, tenant: str, document: Document) -> Document:
+        """Remember ``document`` from now on for its time. Raises :class:`ApiError` 400 when there are too many."""
+        owned = self._live(tenant)
+        if document.document_id not in owned and len(owned) >= DOCUMENTS_MAX:
+            raise bad_request(f"There are {len(owned)} documents already; delete one", code="too_many_documents")
+        kept = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s))
+        owned[document.document_id] = kept
+        return kept
+
+    def get(self, tenant: str, document_id: str) -> Document:
+        """The tenant's document. Raises :class:`ApiError` 404; other tenants' documents do not exist for it."""
+        document = self._live(tenant).get(document_id)
+        if document is None:
+            message = f"There is no document {document_id[:200]!r}: it was never put, was deleted, or has expired"
+            raise ApiError(404, message, param="document", code="document_not_found")
+        return document
+
+    def delete(self, tenant: str, document_id: str) -> Document:
+        """Forget it. Raises :class:`ApiError` 404."""
+        document = self.get(tenant, document_id)
+        del self._documents[tenant][document_id]
+        return document
+
+    def all(self, tenant: str) -> list[Document]:
+        """The tenant's documents, oldest first."""
+        return list(self._live(tenant).values())
+
+    def expires_in_s(self, document: Document) -> float:
+        """Seconds that are left to it."""
+        return max(0.0, (document.expires_ns - self._clock_ns()) / NS_PER_S)
+
+    def _live(self, tenant: str) -> dict[str, Document]:
+        now_ns = self._clock_ns()
+        owned = self._documents.setdefault(tenant, {})
+        for document_id in [name for name, document in owned.items() if document.expires_ns <= now_ns]:
+            del owned[document_id]
+        return owned
+
+
+async def prepare(body: DocumentBody, document_id: str, encoder: PromptEncoder, context_tokens: int) -> Document:
+    """The document that a body describes. Raises :class:`ApiError` 400 when it is none, or fits no request."""
+    if (body.text is None) == (body.messages is None):
+        raise bad_request("a document has either 'text' or 'messages'", "text")
+    messages = _messages_of(body)
+    endpoint = body.endpoint or ("chat" if body.messages is not None or encoder.has_chat_template else "completions")
+    if body.text is None:
+        rendered = await encoder.messages_prompt(messages, add_generation_prompt=False)
+        prompt = Prompt(rendered.tokens, rendered.text)
+    else:
+        (prompt,) = await encoder.completion_prompts(body.text, add_special_tokens=True)
+    tokens = await _common_prefix(messages, encoder) if endpoint == "chat" else prompt.tokens
+    if max(len(tokens), len(prompt.tokens)) + 2 > context_tokens:
+        raise context_exceeded(context_tokens, f"{len(tokens)} tokens in the document, a prompt and an answer")
+    ttl_s = TTL_S if body.ttl_s is None else body.ttl_s
+    return Document(document_id, endpoint, messages, prompt, tokens, int(time.time()), ttl_s)
+
+
+def _messages_of(body: DocumentBody) -> Messages:
+    if body.messages is not None:
+        return check_messages(body.messages)
+    if not body.text:
+        raise bad_request("'text' must not be empty", "text")
+    return [{"role": "system", "content": body.text}]
+
+
+async def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArray:
+    """What any conversation has in common that begins with ``messages``, found by rendering two that differ at once.
+
+    So nothing needs to be known of the template, nor of how the tokenizer joins what stands at the border.
+    """
+    ask = {"role": "user", "content": "A"}
+    first = [*messages, ask]
+    second: list[dict[str, str]] = [*messages, {**ask, "content": "9"}]
+    if len(messages) == 1 and messages[0]["role"] == "system":  # a system message of the request joins it
+        second = [_joined(messages[0], "9"), ask]
+    one = (await encoder.messages_prompt(first)).tokens
+    other = (await encoder.messages_prompt(second)).tokens
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return one[: int(differs[0])] if len(differs) else one[:length]
+
+
+def _joined(message: dict[str, str], more: str) -> dict[str, Any]:
+    return {**message, "content": f"{message['content']}\n\n{more}"}
