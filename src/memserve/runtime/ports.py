@@ -45,7 +45,10 @@ class Mailbox(Protocol):
         """Forget ``peer``: what is queued for it is dropped."""
 
     def send(self, to: Peer, message: AnyMessage) -> None:
-        """Queue ``message``; unknown peers and full queues lose it, counted."""
+        """Queue ``message``; unknown peers and full queues lose it, counted. Generation 0: whoever has the name now."""
+
+    def become(self, me: Peer) -> None:
+        """Go on as another generation: letters to the former one are dropped from now on."""
 
     def close(self) -> None:
         """Stop the thread and close the sockets; what is queued is given up to a second to leave."""

@@ -131,12 +131,12 @@ class Outbox:
                 self._heard.popitem(last=False)
 
     def send(self, to: Peer, message: bytes) -> None:
-        """Queue an encoded message for ``to``, or lose and count it."""
+        """Queue an encoded message for ``to`` (generation 0: whoever has the name now), or lose and count it."""
         with self._lock:
             if self._closed:
                 return
             line = self._lines.get(to.name)
-            if line is not None and line.peer == to:
+            if line is not None and (line.peer == to or to.generation == 0):
                 line.socket = line.socket or self._dial(line.address)
                 self._post(line.socket, to, message)
             else:
