@@ -15,6 +15,7 @@ from memserve.policy.costs import CostModel
 from memserve.policy.curves import CopyCurve, DecodeCurve, PrefillCurve, attended_pairs
 from memserve.policy.decision import Decision, Prefix, Way
 from memserve.policy.fit import Sample, fit_copy, fit_decode, fit_held_out, fit_prefill
+from memserve.policy.preemption import PreemptionCosts, PreemptionModel
 from memserve.types import KVGeometry
 
 GEOMETRY = KVGeometry(4, 2, 16, 16, "float32", block_tokens=8)
@@ -238,3 +239,34 @@ def test_scaling_changes_the_prefill_and_nothing_else() -> None:
     double = model.scaled(2.0)
     assert double.prefill_ns(300, 700) == 2 * model.prefill_ns(300, 700)
     assert replace(double, prefill=model.prefill) == model
+
+
+# -- learning from finished steps
+
+
+def test_the_first_step_replaces_a_guess_but_only_corrects_a_profile() -> None:
+    guess = PreemptionModel(PreemptionCosts(prefill_ns_per_token=1000))
+    profile = PreemptionModel(PreemptionCosts(profile=CostModel(prefill=PrefillCurve(0, 1000, 0))))
+    for model in (guess, profile):
+        assert model.recompute_ns(100) == 100_000
+        model.learn(100, 0, 200_000)
+    assert (guess.recompute_ns(100), profile.recompute_ns(100)) == (200_000, 112_500)
+    assert profile.prefill_ns_per_token == 1125
+    assert profile.model.prefill_ns(100, 50) == profile.model.prefill_ns(100) == 112_500
+
+
+def test_swapping_is_priced_by_the_profile() -> None:
+    profile = CostModel(swap_out=CopyCurve(5, 1, 0.5), swap_in=CopyCurve(7, 2, 0.25))
+    model = PreemptionModel(PreemptionCosts(block_bytes=1000, profile=profile))
+    assert model.swap_ns(4) == (5 + 4 + 2000) + (7 + 8 + 1000)
+
+
+@settings(max_examples=50, deadline=None)
+@given(models(), st.lists(st.tuples(st.integers(1, 4096), st.integers(0, 64), st.integers(-5, 10**10)), max_size=20))
+def test_whatever_is_learnt_costs_stay_ordered(model: CostModel, steps: list[tuple[int, int, int]]) -> None:
+    learning = PreemptionModel(PreemptionCosts(profile=model))
+    for step in steps:
+        learning.learn(*step)
+    costs = [learning.recompute_ns(tokens) for tokens in (0, 1, 100, 1000)]
+    assert costs == sorted(costs) and costs[0] == 0 and learning.prefill_ns_per_token >= 1
+    assert learning.model.prefill_ns(1000) == pytest.approx(costs[-1], rel=1e-6, abs=1)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memserve.policy.costs import CostModel
+from memserve.policy.curves import CopyCurve, PrefillCurve
 from memserve.units import NS_PER_S
 
 _SMOOTHING = 8  # a new measurement weighs 1/8
+_TYPICAL_TOKENS = 256
+_STEP_SHARE_MIN = 8  # prefill tokens a decode row: with fewer a step says little about prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,37 +27,58 @@ class PreemptionCosts:
     """Copy rate between the arena and host memory, one way."""
     prefill_ns_per_token: int = 500_000
     """First guess; replaced by measurements as steps finish."""
+    profile: CostModel | None = None
+    """Measured on this machine: replaces the two rates above."""
+
+    @property
+    def model(self) -> CostModel:
+        """The profile, or one of these rates."""
+        if self.profile is not None:
+            return self.profile
+        copy = CopyCurve(0.0, 0.0, NS_PER_S / self.link_bytes_per_s)
+        return CostModel(prefill=PrefillCurve(0.0, self.prefill_ns_per_token, 0.0), swap_in=copy, swap_out=copy)
 
 
 class PreemptionModel:
-    """Costs in nanoseconds; learns the prefill rate from finished steps, in integers, hence deterministically."""
+    """Costs in nanoseconds; learns from finished steps how quickly prompts are computed right now."""
 
-    __slots__ = ("_costs", "prefill_ns_per_token", "samples")
+    __slots__ = ("_block_bytes", "_known", "_scale", "samples")
 
     def __init__(self, costs: PreemptionCosts) -> None:
-        self._costs = costs
-        self.prefill_ns_per_token = max(1, costs.prefill_ns_per_token)
-        self.samples = 0
+        self._block_bytes = costs.block_bytes
+        self._known = costs.model
+        self._scale = 1.0
+        self.samples = 1 if costs.profile is not None else 0
 
     def learn(self, prefill_tokens: int, decode_rows: int, device_ns: int) -> None:
-        """Take a finished step into account when it was mostly prefill, so that its time says something about it."""
-        if device_ns <= 0 or prefill_tokens < 8 * (decode_rows + 1):
+        """Take a finished step into account when it was mostly prefill, so that its time says something about it.
+
+        The first step replaces a guess; after that, and to a profile, each adds an eighth of what it says.
+        """
+        if device_ns <= 0 or prefill_tokens < _STEP_SHARE_MIN * (decode_rows + 1):
             return
-        measured = max(1, device_ns // (prefill_tokens + decode_rows))
+        scale = device_ns / max(1, self._known.prefill_ns(prefill_tokens + decode_rows))
+        self._scale = scale if self.samples == 0 else self._scale + (scale - self._scale) / _SMOOTHING
         self.samples += 1
-        if self.samples == 1:
-            self.prefill_ns_per_token = measured
-            return
-        self.prefill_ns_per_token += (measured - self.prefill_ns_per_token) // _SMOOTHING
-        self.prefill_ns_per_token = max(1, self.prefill_ns_per_token)
+
+    @property
+    def model(self) -> CostModel:
+        """All costs, prompts at the speed that was learnt."""
+        return self._known.scaled(self._scale)
+
+    @property
+    def prefill_ns_per_token(self) -> int:
+        """Of a prompt of typical length."""
+        return max(1, round(self.recompute_ns(_TYPICAL_TOKENS) / _TYPICAL_TOKENS))
 
     def recompute_ns(self, tokens: int) -> int:
         """Time to run ``tokens`` through the model again."""
-        return tokens * self.prefill_ns_per_token
+        return round(self._known.prefill_ns(tokens) * self._scale)
 
     def swap_ns(self, blocks: int) -> int:
         """Time to copy ``blocks`` out and in again."""
-        return 2 * blocks * self._costs.block_bytes * NS_PER_S // self._costs.link_bytes_per_s
+        copy_bytes = blocks * self._block_bytes
+        return self._known.swap_out_ns(copy_bytes, blocks) + self._known.swap_in_ns(copy_bytes, blocks)
 
     def prefers_swap(self, mode: str, tokens: int, blocks: int) -> bool:
         """Whether to swap: as ``mode`` says, or by cost when it is ``auto``."""
