@@ -60,5 +60,6 @@ void bind_memory(nb::module_& m);
 void bind_identity(nb::module_& m);
 void bind_shared_arena(nb::module_& m);
 void bind_sealed_copy(nb::module_& m);
+void bind_directory(nb::module_& m);
 
 }  // namespace memserve

@@ -21,6 +21,13 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/sealed_copy.cpp
   src/core/bind_sealed_copy.cpp
   src/core/bind_identity.cpp
+  src/core/directory.cpp
+  src/core/directory_entry.cpp
+  src/core/directory_walk.cpp
+  src/core/directory_match.cpp
+  src/core/directory_holders.cpp
+  src/core/directory_check.cpp
+  src/core/bind_directory.cpp
 )
 # gcc 12's own AVX-512 header is what it warns of.
 set_source_files_properties(src/core/seal_sums.cpp PROPERTIES COMPILE_OPTIONS -Wno-maybe-uninitialized)
