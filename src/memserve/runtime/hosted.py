@@ -19,7 +19,7 @@ from collections.abc import Callable
 from memserve.instance.actions import Action, RunStep, StepPlan
 from memserve.instance.events import Event, LayerFinished, StepFailed, StepFinished
 from memserve.instance.machine import Instance
-from memserve.runtime.loop import MachineLoop
+from memserve.runtime.loop import ANSWER_TIMEOUT_S, MachineLoop
 from memserve.runtime.ports import Device
 from memserve.runtime.stats import EngineStats, StepTimer
 
@@ -60,9 +60,9 @@ class HostedInstance:
         self._loop.start()
         self._device_thread.start()
 
-    def stats(self) -> EngineStats:
+    def stats(self, timeout_s: float = ANSWER_TIMEOUT_S) -> EngineStats:
         """A consistent snapshot of counters and gauges; raises as :meth:`MachineLoop.ask`."""
-        return self.ask(lambda: self._timer.snapshot(self.machine.stats()))
+        return self.ask(lambda: self._timer.snapshot(self.machine.stats()), timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Handle what was posted, stop both threads and free the device; ``False`` when they did not stop in time."""

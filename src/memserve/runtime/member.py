@@ -1,0 +1,279 @@
+"""One instance as a member of a cluster: its machine, its mailbox, its data port, its heartbeats (level 3).
+
+Three threads touch it. The mailbox's thread brings messages: it keeps the lines to peers in step with what the router
+says of them, and posts everything that is the machine's. The engine thread sends what the machine says. The member's
+own thread joins, beats, and joins again as a new generation when the router has taken this one to be dead; a long step
+of the device blocks none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from memserve.errors import UserError
+from memserve.instance.actions import Action, EmitTokens, RejectRequest, Send
+from memserve.instance.events import MessageArrived
+from memserve.instance.machine import Instance
+from memserve.messages import (
+    ROUTER,
+    AnyMessage,
+    Drain,
+    Expelled,
+    Heartbeat,
+    Join,
+    Leave,
+    Load,
+    Peer,
+    PeerGone,
+    PeerInfo,
+    PeerJoined,
+    Refused,
+    RequestRefused,
+    Tokens,
+    Welcome,
+)
+from memserve.runtime.clients import EngineStopped
+from memserve.runtime.hosted import HostedInstance
+from memserve.runtime.ports import DataPort, Device, Mailbox, OnMessage, OnPages
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+"""Between two heartbeats; a member that is silent for ten of them is taken to be dead."""
+
+STATS_EVERY = 4
+"""Every so many heartbeats carry the engine's statistics."""
+
+READING_TIMEOUT_S = 0.2
+"""How long a heartbeat waits for a fresh reading of the machine; then it repeats the last one."""
+
+_ANY_ROUTER = Peer(ROUTER, 0)
+"""Whoever is the router now."""
+
+_CLOSE_S = 5.0
+
+
+class Member:
+    """Runs an instance in a cluster, from joining to leaving."""
+
+    def __init__(
+        self,
+        machine: Instance,
+        device: Device,
+        info: PeerInfo,
+        router_address: str,
+        open_mailbox: Callable[[Peer, OnMessage], Mailbox],
+        open_port: Callable[[OnPages], DataPort],
+    ) -> None:
+        """``info`` describes the instance but for its address and what the data port adds."""
+        self._machine = machine
+        self._router_address = router_address
+        self._router: Peer | None = None  # the one that welcomed us; None: we are no member
+        self._peers: dict[str, PeerInfo] = {}  # the other members; the mailbox's thread's
+        self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for the member's thread: Expelled, Drain, Leave
+        self._ended = threading.Event()
+        self._failure: UserError | None = None
+        self._joined = threading.Event()
+        self._draining = False
+        self._beats = 0
+        self._last: tuple[Load, int] = (Load(), 0)
+        self._instance = HostedInstance(machine, device, self._perform, on_broken=self._broke)
+        self._port = open_port(self._instance.post)
+        self._mailbox = open_mailbox(info.peer, self._message_arrived)
+        address = info.address or self._mailbox.address
+        self._info = self._port.describe(msgspec.structs.replace(info, address=address))
+        self._thread = threading.Thread(target=self._run, name="memserve-member", daemon=True)
+
+    @property
+    def me(self) -> Peer:
+        """The present incarnation."""
+        return self._info.peer
+
+    def start(self) -> None:
+        """Begin to work, and to ask for membership until the router answers."""
+        self._instance.start()
+        self._mailbox.connect(_ANY_ROUTER, self._router_address)
+        self._thread.start()
+
+    def wait_joined(self, timeout_s: float) -> None:
+        """Wait for the first welcome. Raises :class:`UserError` when there is none, or the router refuses us."""
+        self._joined.wait(timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        if not self._joined.is_set():
+            hint = "is `memserve serve` running there, and was it given the same cluster secret?"
+            raise UserError(f"no router answers at {self._router_address}", hint=hint, param="join")
+
+    def wait(self) -> None:
+        """Wait for the end: drained, told to leave, or broken. Raises :class:`UserError` when it was not in order."""
+        while not self._ended.wait(1.0):  # short waits: a signal's handler runs between them
+            pass
+        if self._failure is not None:
+            raise self._failure
+
+    def leave(self) -> None:
+        """Say good-bye and end; others take over what runs here. May be called from a signal's handler."""
+        self._orders.put(Leave())
+
+    def close(self) -> None:
+        """Stop all threads and give everything back."""
+        self.leave()
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_S)
+        self._port.close()
+        self._mailbox.close()
+        self._instance.close(_CLOSE_S)
+
+    # -- the mailbox's thread
+
+    def _message_arrived(self, sender: Peer, message: AnyMessage) -> None:
+        if sender.name == ROUTER and not self._about_members(sender, message):
+            return
+        self._instance.post(MessageArrived(sender, message))
+        if isinstance(message, PeerGone):
+            self._part(message.peer)
+
+    def _about_members(self, router: Peer, message: AnyMessage) -> bool:
+        """Follow what the router says of membership; ``False`` when that is all there is to do."""
+        match message:
+            case Welcome(peers):
+                self._mailbox.connect(router, self._router_address)
+                gone = {name: info.peer for name, info in self._peers.items()}
+                for info in peers:
+                    gone.pop(info.peer.name, None)
+                    self._meet(info)
+                for peer in gone.values():
+                    self._part(peer)
+                self._router = router
+                self._joined.set()
+            case PeerJoined(info):
+                self._meet(info)
+            case Expelled() | Refused() | Drain():
+                self._orders.put(message)
+                return isinstance(message, Drain)  # the others come to the machine when all here is ready for it
+        return True
+
+    def _meet(self, info: PeerInfo) -> None:
+        if info.peer != self.me and self._peers.get(info.peer.name) != info:
+            self._peers[info.peer.name] = info
+            self._mailbox.connect(info.peer, info.address)
+            self._port.add_peer(info)
+
+    def _part(self, peer: Peer) -> None:
+        known = self._peers.get(peer.name)
+        if known is not None and known.peer == peer:
+            del self._peers[peer.name]
+            self._mailbox.disconnect(peer)
+            self._port.remove_peer(peer)
+
+    # -- the engine thread
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case EmitTokens(outputs):
+                self._tell_router(Tokens(tuple(outputs)))
+            case RejectRequest(request_id, reason, retry_after_s):
+                self._tell_router(RequestRefused(request_id, reason, retry_after_s))
+            case Send(to, message):
+                self._mailbox.send(to, message)
+            case _:
+                self._port.start(action)  # type: ignore[arg-type]  # a RunStep does not come here
+
+    def _tell_router(self, message: AnyMessage) -> None:
+        if self._router is not None:  # else nobody waits: an expelled instance's requests run elsewhere
+            self._mailbox.send(self._router, message)
+
+    def _broke(self) -> None:
+        self._failure = UserError("the instance broke; its log says why", hint="please report it")
+        self.leave()
+
+    # -- the member's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self._beat()
+                self._follow_orders(until=time.monotonic() + BEAT_S)
+        except Exception:  # a member that cannot beat is dead to the others: better that it ends, and is started again
+            log.exception("the member's thread failed")
+            self._failure = UserError("the instance cannot go on; its log says why", hint="please report it")
+        finally:
+            self._ended.set()
+            self._joined.set()
+
+    def _beat(self) -> None:
+        if self._router is None:
+            self._mailbox.send(_ANY_ROUTER, Join(self._info))
+            return
+        load, next_event = self._reading()
+        self._beats += 1
+        stats = self._stats() if self._beats % STATS_EVERY == 1 else b""
+        self._mailbox.send(_ANY_ROUTER, Heartbeat(load, next_event, stats))  # a restarted router shall hear it too
+        if self._draining and not (load.requests_waiting or load.sequences_running or load.transfers_open):
+            self.leave()
+
+    def _reading(self) -> tuple[Load, int]:
+        try:
+            self._last = self._instance.ask(lambda: (self._machine.load(), self._machine.next_event), READING_TIMEOUT_S)
+        except (TimeoutError, EngineStopped):
+            log.debug("the engine is busy: the heartbeat repeats the last reading")
+        return self._last
+
+    def _stats(self) -> bytes:
+        try:
+            return self._instance.stats(READING_TIMEOUT_S).encode()
+        except (TimeoutError, EngineStopped):
+            return b""
+
+    def _follow_orders(self, until: float) -> None:
+        """Until the next heartbeat is due. The first beat of a new incarnation is due at once."""
+        while not self._ended.is_set():
+            try:
+                order = self._orders.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return
+            match order:
+                case Leave():
+                    self._say_goodbye()
+                case Drain():
+                    self._draining = True
+                case Refused(reason):
+                    self._refused(reason)
+                case Expelled(reason):
+                    self._join_again(reason)
+                    return
+
+    def _say_goodbye(self) -> None:
+        self._tell_router(Leave())
+        self._ended.set()
+
+    def _refused(self, reason: str) -> None:
+        if self._router is None:
+            hint = "instances of one cluster run the same model, dtype and block size"
+            self._failure = UserError(f"the router refuses this instance: {reason}", hint=hint, param="join")
+            self._ended.set()
+
+    def _join_again(self, reason: str) -> None:
+        """What this incarnation had promised is void: the machine drops its work, keeps its cache, gets a new name."""
+        if self._router is None:
+            return
+        router, self._router = self._router, None
+        log.warning("expelled (%s): joining again", reason)
+        me = Peer(self.me.name, max(self.me.generation + 1, new_generation()))
+        self._instance.post(MessageArrived(router, Expelled(reason)))
+        self._instance.ask(lambda: self._machine.reborn(me))
+        self._mailbox.become(me)
+        self._mailbox.connect(_ANY_ROUTER, self._router_address)
+        self._info = self._port.describe(msgspec.structs.replace(self._info, peer=me))
+
+
+def new_generation() -> int:
+    """A generation higher than that of any earlier process of the same name: milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
