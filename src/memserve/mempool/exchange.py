@@ -10,22 +10,49 @@ is to be sent, sealed and pulled comes out of :meth:`take_actions`, what it mean
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from memserve.config import ExchangeConfig
-from memserve.errors import InvariantError
-from memserve.mempool.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.errors import check
+from memserve.mempool.arrival import Fetching, Import
+from memserve.mempool.desk import Deadlines, Desk, ExchangeAction, Place, Standing
+from memserve.mempool.exports import Export, Exports
+from memserve.mempool.fences import Fences
+from memserve.mempool.imports import Imports
+from memserve.mempool.jobs import PagesPulled, PagesSealed
 from memserve.mempool.outcomes import ExchangeCounters, Outcome
 from memserve.mempool.pool import BlockPool
-from memserve.messages import Peer, PeerInfo
-from memserve.serving import MessageArrived, Send
+from memserve.mempool.remote import Allocation, Call, Remote
+from memserve.messages import (
+    Alloc,
+    Allocated,
+    Fetch,
+    Free,
+    Handoff,
+    MoreBlocks,
+    Offer,
+    Peer,
+    PeerInfo,
+    Ready,
+    Release,
+    Wanted,
+    Withdraw,
+)
+from memserve.serving import MessageArrived
 from memserve.types import KVGeometry, Request, Tier, TokenArray, TransferMode
-
-ExchangeAction = Send | SealPages | PullPages | CancelPulls
 
 
 class Exchange:
-    """Gives blocks of one pool to peers and takes theirs; see the module's picture and CLUSTER notes in ``messages``.
+    """Gives blocks of one pool to peers and takes theirs; the messages' story is told in ``memserve.messages``.
+
+    =============  ==========================================================================================
+    ``exports``    own offers: references, seals, ``Ready``, leases
+    ``imports``    offers of others and fetches: room, pages, checks; ``placing`` and ``ending`` are its ends
+    ``pulls``      jobs for the host, and the hold that each has on what it writes to
+    ``remote``     blocks allocated for peers, and at peers
+    ``fences``     when blocks may be touched by others than plans
+    =============  ==========================================================================================
 
     Every method that may end a transfer returns outcomes. After each call the owner takes the actions.
     """
@@ -35,9 +62,13 @@ class Exchange:
     ) -> None:
         """``namespace`` and ``geometry`` are those that this process tells in its own ``PeerInfo``: peers with others
         are refused. ``namespace`` ``None`` = the pool's."""
-        self.counters = ExchangeCounters()
-        self.headroom_blocks = 0
-        """HBM blocks that an import leaves available when it allocates; set by the owner as it likes."""
+        desk = Desk(pool, geometry, config, me, pool.namespace if namespace is None else namespace)
+        self._desk = desk
+        self._fences = Fences(pool)
+        self._deadlines = Deadlines()
+        self._exports = Exports(desk, self._fences, self._deadlines)
+        self._remote = Remote(desk, self._deadlines)
+        self._imports = Imports(desk, self._fences, self._deadlines, self._remote)
 
     # -- the owner of blocks
 
@@ -51,6 +82,7 @@ class Exchange:
         *,
         tier: Tier = Tier.HBM,
         first_block: int = 0,
+        dram_blocks: Sequence[int] = (),
         mode: TransferMode = TransferMode.BY_REQUEST_AGG,
         insert: bool = True,
         request: Request | None = None,
@@ -60,16 +92,44 @@ class Exchange:
         dst_blocks: Sequence[int] = (),
         dst_tier: Tier = Tier.HBM,
     ) -> str:
-        """Offer ``blocks`` (on ``tier``) to ``to``; returns the transfer id.
+        """Offer ``blocks`` (on ``tier``), and behind them ``dram_blocks``, to ``to``; returns the transfer id.
 
         ``blocks[i]`` holds, or will hold, block ``first_block + i`` of ``tokens``. The exchange takes a reference of
         its own on each until the taker's ``Release``, the lease's end, :meth:`withdraw` or the peer's death; the
-        caller's references stay the caller's. The taker hears of pages by :meth:`computed`.
+        caller's references stay the caller's. The taker hears of pages by :meth:`computed`. With ``request`` it is a
+        handoff of all of ``tokens``, whose blocks may come later (:meth:`more_blocks`); without, this is all.
         """
-        raise InvariantError("not built")
+        desk = self._desk
+        transfer_id, tokens = desk.new_transfer_id(), tokens.copy()
+        offer = Offer(
+            transfer_id=transfer_id,
+            tenant=tenant,
+            tokens=tokens,
+            identity=desk.pool.identity(tenant, tokens),
+            tier=tier,
+            first_block=first_block,
+            blocks=tuple(blocks),
+            lease_ns=desk.config.lease_ns,
+            mode=mode,
+            insert=insert,
+            request=request,
+            deadline_in_ns=deadline_in_ns,
+            return_kv=return_kv,
+            dst_blocks=tuple(dst_blocks),
+            dst_tier=dst_tier,
+            private=private,
+            dram_blocks=tuple(dram_blocks),
+        )
+        desk.retain(tier, blocks)
+        desk.retain(Tier.DRAM, dram_blocks)
+        places = [(tier, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
+        self._exports.begin(to, offer, places, now)
+        return transfer_id
 
     def more_blocks(self, transfer_id: str, blocks: Sequence[int]) -> None:
-        """The offer goes on with ``blocks`` behind those that it has (a reference each). Ignored when it has ended."""
+        """A handoff goes on with HBM ``blocks`` behind those that it has (a reference each). Ignored when it has
+        ended."""
+        self._exports.extend(transfer_id, blocks)
 
     def computed(
         self,
@@ -87,13 +147,19 @@ class Exchange:
         now (that plan, or that layer of it, has finished). ``end_layer`` ``None`` = all. Nobody writes to those pages
         while the offer lives. Each page is named once. Ignored when the offer has ended.
         """
+        end_layer = self._desk.geometry.num_layers if end_layer is None else end_layer
+        self._exports.computed(transfer_id, (first_block, end_block), (first_layer, end_layer), fence)
 
-    def hand_off(self, transfer_id: str, first_tokens: tuple[tuple[int, ...], ...], ended: tuple[int, ...]) -> None:
+    def hand_off(
+        self, transfer_id: str, first_tokens: tuple[tuple[int, ...], ...], ended: tuple[int, ...] = ()
+    ) -> None:
         """The prefill is done, every page of the offer has been named by :meth:`computed`: ``Handoff`` follows the
         last ``Ready``. Ignored when the offer has ended."""
+        self._exports.hand_off(transfer_id, first_tokens, ended)
 
     def withdraw(self, transfer_id: str, reason: str) -> None:
         """Take an offer back. Ignored when it has ended."""
+        self._exports.withdraw(transfer_id, reason)
 
     # -- the taker
 
@@ -110,82 +176,196 @@ class Exchange:
         """Ask ``holder`` for the KV of blocks ``[first_block, end_block)`` of ``tokens``; returns the transfer id.
 
         ``deadline_ns`` is absolute. Blocks before ``first_block`` are in the own index: they are pinned meanwhile. One
-        :class:`FetchEnded` follows, at the deadline at the latest, unless it is given up.
+        :class:`FetchEnded` follows, at the deadline at the latest, unless it is given up. What has come by then in
+        order is kept.
         """
-        raise InvariantError("not built")
+        return self._imports.fetch(holder, tenant, tokens.copy(), (first_block, end_block), max(now, deadline_ns))
 
     def give_up(self, transfer_id: str, reason: str) -> None:
         """An import or a fetch is no longer wanted: nothing is held for it any more, no outcome follows. Ignored when
         it has ended."""
+        self._imports.give_up(transfer_id, reason)
+
+    @property
+    def headroom_blocks(self) -> int:
+        """HBM blocks that an import, or an allocation for a peer, leaves available; set by the owner as it likes."""
+        return self._imports.headroom_blocks
+
+    @headroom_blocks.setter
+    def headroom_blocks(self, blocks: int) -> None:
+        self._imports.headroom_blocks = blocks
 
     # -- memory at a peer (MemServe Table 1 with an instance id)
 
     def allocate_at(self, peer: Peer, count: int, tier: Tier, now: int, deadline_ns: int) -> str:
         """Ask ``peer`` for ``count`` blocks; one :class:`RemoteAllocated` follows, at ``deadline_ns`` at the latest."""
-        raise InvariantError("not built")
+        return self._remote.call(peer, count, tier, max(now, deadline_ns))
 
     def free_at(self, call_id: str) -> None:
-        """Give back what :meth:`allocate_at` got."""
+        """Give back what :meth:`allocate_at` got, or is yet to get: then no outcome follows."""
+        self._remote.give_back(call_id)
 
     # -- both
 
     def handle(self, event: MessageArrived | PagesSealed | PagesPulled, now: int) -> list[Outcome]:
-        """A peer said something, or the host has done what it was asked for. Other messages are ignored."""
-        return []
+        """A peer said something, or the host has done what it was asked for. Other messages are ignored, and so is
+        whoever is gone."""
+        if isinstance(event, PagesSealed):
+            self._exports.sealed(event)
+        elif isinstance(event, PagesPulled):
+            self._imports.pulled(event)
+        elif self._desk.peers.standing(event.sender) is not Standing.GONE:
+            self._hear(event, now)
+        return self._settle()
+
+    def _hear(self, event: MessageArrived, now: int) -> None:
+        sender, message = event.sender, event.message
+        match message:
+            case Offer():
+                self._imports.heard_offer(sender, message, now)
+            case MoreBlocks():
+                self._imports.heard_more(sender, message)
+            case Ready():
+                self._imports.heard_ready(sender, message)
+            case Handoff():
+                self._imports.heard_handoff(sender, message)
+            case Withdraw():
+                self._imports.heard_withdraw(sender, message)
+            case Wanted():
+                self._exports.heard_wanted(sender, message)
+            case Release():
+                self._exports.heard_release(sender, message)
+            case Fetch():
+                self._exports.answer(sender, message, now)
+            case Alloc():
+                self._remote.heard_alloc(sender, message, now, self.headroom_blocks)
+            case Allocated():
+                self._remote.heard_allocated(sender, message)
+            case Free():
+                self._remote.heard_free(sender, message)
+            case _:
+                pass
 
     def advance(self, now: int) -> list[Outcome]:
         """End what has outlived its lease, and let imports go on that wait for room. Cheap when there is nothing: call
         it on every event, behind whatever may have freed blocks."""
-        return []
+        while (thing := self._deadlines.pop_due(now)) is not None:
+            match thing:
+                case Export():
+                    self._exports.expire(thing, "the lease has ended")
+                case Import() | Fetching():
+                    self._imports.expire(thing)
+                case Allocation():
+                    self._remote.take_back(thing)
+                case Call():
+                    self._remote.time_out(thing)
+                case _:
+                    check(False, f"nobody ends {thing!r}")
+        return self._settle()
 
     def plan_made(self, step_id: int) -> None:
         """Plan ``step_id`` has been made, with all copies that the pool had recorded (``pool.take_copies``)."""
+        self._fences.plan_made(step_id)
 
     def plan_finished(self, step_id: int, now: int) -> list[Outcome]:
         """Plan ``step_id``, and so each before it, touches no memory any more: it was executed, or it failed."""
-        return []
+        self._fences.plan_finished(step_id)
+        return self._settle()
 
     def everything_failed(self, now: int) -> list[Outcome]:
         """A step failed, no KV can be relied upon: all offers are withdrawn, all imports fail. Afterwards the exchange
-        holds no pin: call it before the cache is cleared. Pulls under way keep their blocks until they end."""
-        return []
+        holds no pin: call it before the cache is cleared. Pulls under way keep their blocks until they end, and peers
+        the blocks that they allocated here."""
+        self._exports.withdraw_all("a step failed")
+        self._imports.fail_all("a step failed")
+        return self._settle()
 
     def reborn(self, me: Peer) -> None:
         """The owner was expelled: everything ends, silently for the owner, and peers are forgotten; from now on it is
         ``me``. Pulls under way keep their blocks until they end."""
+        self._exports.drop_all()
+        self._imports.drop_all()
+        self._remote.drop_all()
+        self._desk.peers.forget_all()
+        self._desk.me = me
 
     def peer_joined(self, info: PeerInfo, now: int) -> list[Outcome]:
         """``info.peer`` is a member. An older generation of the same name is gone."""
-        return []
+        older = self._desk.peers.join(info)
+        if older is not None:
+            self._end_peer(older, f"{older.name} has started anew")
+        self._imports.peer_joined(info.peer)
+        return self._settle()
 
     def peer_gone(self, peer: Peer, now: int) -> list[Outcome]:
         """``peer`` is dead or has left: everything with it ends."""
-        return []
+        self._desk.peers.leave(peer)
+        self._end_peer(peer, f"{peer.name} is gone")
+        return self._settle()
+
+    def _end_peer(self, peer: Peer, reason: str) -> None:
+        self._exports.peer_gone(peer, reason)
+        self._imports.peer_gone(peer, reason)
+        self._remote.peer_gone(peer)
+
+    def _settle(self) -> list[Outcome]:
+        """Whatever happened may have made room or freed a job."""
+        self._imports.try_waiting()
+        self._imports.pulls.start()
+        outcomes, self._desk.outcomes = self._desk.outcomes, []
+        return outcomes
 
     def take_actions(self) -> list[ExchangeAction]:
         """What the host shall do, in order."""
-        return []
+        actions, self._desk.actions = self._desk.actions, []
+        return actions
+
+    # -- views
+
+    @property
+    def counters(self) -> ExchangeCounters:
+        """Totals since the start."""
+        return self._desk.counters
 
     @property
     def fence(self) -> int:
         """The plan that has to finish before everything decided so far is true in memory: the last one made, or the
         next one while copies are recorded that no plan carries yet."""
-        return 0
+        return self._fences.now()
 
     @property
     def wants_plan(self) -> bool:
         """Something waits for copies that no plan carries yet: make one, be it with nothing but copies."""
-        return False
+        return self._fences.wants_plan
 
     @property
     def next_deadline_ns(self) -> int | None:
         """When :meth:`advance` is worth calling; ``None`` = nothing has a deadline."""
-        return None
+        return self._deadlines.next_ns()
 
     @property
     def transfers_open(self) -> int:
         """Offers, imports and fetches that have not ended."""
-        return 0
+        return len(self._exports.open) + len(self._imports.open) + len(self._imports.fetching)
+
+    def references(self) -> Counter[Place]:
+        """Every reference that the exchange holds, by block."""
+        return self._exports.references() + self._imports.references() + self._remote.references()
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when the books do not balance. For tests; slow."""
+        pool = self._desk.pool
+        for (tier, block), count in self.references().items():
+            held = pool.ref_count(tier, block)
+            check(held >= count, f"{tier.name} block {block}: {count} references of the exchange, {held} in all")
+        self._fences.check_invariants()
+        self._exports.check_invariants()
+        self._imports.check_invariants()
+        check(not self._desk.outcomes, f"outcomes that nobody was told: {self._desk.outcomes}")
+
+    def __repr__(self) -> str:
+        exports, imports, fetches = len(self._exports.open), len(self._imports.open), len(self._imports.fetching)
+        return f"<Exchange {self._desk.me.name} exports={exports} imports={imports} fetches={fetches}>"
+
+
+__all__ = ["Exchange", "ExchangeAction"]

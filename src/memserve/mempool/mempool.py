@@ -47,7 +47,7 @@ class MemPool:
         namespace: str = "default",
         generation: int = 0,
         copy_threads: int = 1,
-        new_arena: Callable[[int], _core.Arena] = _core.Arena,
+        new_arena: Callable[[int], _core.Arena | _core.SharedArena] = _core.Arena,
     ) -> None:
         """Room for as many whole blocks as the bytes hold. Raises :class:`UserError` when that is none.
 

@@ -1,0 +1,178 @@
+"""What the parts of an exchange share: identity, numbers, deadlines, peers, outgoing work (level 1)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from itertools import groupby
+from typing import Protocol
+
+from memserve.config import ExchangeConfig
+from memserve.mempool.jobs import CancelPulls, PullPages, SealPages
+from memserve.mempool.outcomes import ExchangeCounters, Outcome
+from memserve.mempool.pool import BlockPool
+from memserve.messages import AnyMessage, Peer, PeerInfo
+from memserve.serving import Send
+from memserve.types import KVGeometry, Tier
+
+ExchangeAction = Send | SealPages | PullPages | CancelPulls
+
+Place = tuple[Tier, int]
+"""A block of some pool."""
+
+
+def runs(places: Sequence[Place]) -> Iterator[tuple[Tier, int, list[int]]]:
+    """``(tier, position of the first, blocks)`` of each run of neighbours on one tier."""
+    for tier, run in groupby(enumerate(places), key=lambda member: member[1][0]):
+        members = list(run)
+        yield tier, members[0][0], [block for _, (_, block) in members]
+
+
+def is_gone(peer: Peer, gone: Peer) -> bool:
+    """Whether the end of ``gone`` is the end of ``peer``: the same process, in this or an older generation."""
+    return peer.name == gone.name and peer.generation <= gone.generation
+
+
+class Mortal(Protocol):
+    """Something with a deadline."""
+
+    deadline_ns: int
+    over: bool
+    """It has ended already."""
+
+
+class Deadlines:
+    """Things by their deadlines. Those that have ended before are forgotten on the way."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Mortal]] = []
+        self._order = 0
+
+    def add(self, thing: Mortal) -> None:
+        """Watch ``thing.deadline_ns``."""
+        heapq.heappush(self._heap, (thing.deadline_ns, self._order, thing))
+        self._order += 1
+
+    def next_ns(self) -> int | None:
+        """The first deadline of something that has not ended."""
+        heap = self._heap
+        while heap and heap[0][2].over:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else None
+
+    def pop_due(self, now: int) -> Mortal | None:
+        """The next thing whose deadline has come and that has not ended before, or ``None``."""
+        first = self.next_ns()
+        return heapq.heappop(self._heap)[2] if first is not None and first <= now else None
+
+
+class Standing(Enum):
+    """What is known of a peer."""
+
+    MEMBER = "member"
+    STRANGER = "stranger"  # news of it may still be on its way
+    GONE = "gone"  # dead, or an older generation of a member
+
+
+class Peers:
+    """Who is a member, in which generation."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, PeerInfo] = {}
+        self._gone: dict[str, int] = {}  # name -> the latest generation that is gone
+
+    def join(self, info: PeerInfo) -> Peer | None:
+        """``info.peer`` is a member now; returns the older generation that this ends."""
+        older = self._members.get(info.peer.name)
+        if self.standing(info.peer) is not Standing.STRANGER:
+            return None
+        self._members[info.peer.name] = info
+        if older is None:
+            return None
+        self._gone[older.peer.name] = older.peer.generation
+        return older.peer
+
+    def leave(self, peer: Peer) -> None:
+        """``peer`` and older generations of it are gone."""
+        self._gone[peer.name] = max(peer.generation, self._gone.get(peer.name, peer.generation))
+        member = self._members.get(peer.name)
+        if member is not None and member.peer.generation <= peer.generation:
+            del self._members[peer.name]
+
+    def standing(self, peer: Peer) -> Standing:
+        """What ``peer``, in this generation, is to us."""
+        member = self._members.get(peer.name)
+        if member is not None and member.peer.generation >= peer.generation:
+            return Standing.MEMBER if member.peer.generation == peer.generation else Standing.GONE
+        if self._gone.get(peer.name, -1) >= peer.generation:
+            return Standing.GONE
+        return Standing.STRANGER
+
+    def info(self, peer: Peer) -> PeerInfo | None:
+        """What a member said of itself; ``None`` unless it is one."""
+        return self._members[peer.name] if self.standing(peer) is Standing.MEMBER else None
+
+    def forget_all(self) -> None:
+        """Everybody is a stranger again."""
+        self._members.clear()
+        self._gone.clear()
+
+
+class Desk:
+    """Shared by the parts of one exchange."""
+
+    def __init__(self, pool: BlockPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer, namespace: str) -> None:
+        self.pool = pool
+        self.geometry = geometry
+        self.config = config
+        self.me = me
+        self.namespace = namespace
+        self.peers = Peers()
+        self.counters = ExchangeCounters()
+        self.actions: list[ExchangeAction] = []
+        self.outcomes: list[Outcome] = []
+        self._transfers = 0
+        self._jobs = 0
+
+    def new_transfer_id(self) -> str:
+        """Unique in the cluster; :meth:`is_mine` knows it again."""
+        self._transfers += 1
+        return f"{self.me.name}/{self.me.generation}/{self._transfers}"
+
+    def is_mine(self, transfer_id: str) -> bool:
+        """Whether this process, in this generation, made the id."""
+        return transfer_id.startswith(f"{self.me.name}/{self.me.generation}/")
+
+    def new_job_id(self) -> int:
+        """Unique in this process."""
+        self._jobs += 1
+        return self._jobs
+
+    def send(self, to: Peer, message: AnyMessage) -> None:
+        """Say ``message`` to ``to``."""
+        self.actions.append(Send(to, message))
+
+    def misfit(self, peer: Peer) -> str | None:
+        """Why KV cannot be shared with ``peer``; ``None`` when it can."""
+        info = self.peers.info(peer)
+        if info is None:
+            return f"{peer.name} is not a member"
+        if info.namespace != self.namespace:
+            return f"another namespace: {info.namespace!r} is not {self.namespace!r}"
+        if info.geometry != self.geometry:
+            return f"another geometry: {info.geometry} is not {self.geometry}"
+        return None
+
+    def retain(self, tier: Tier, blocks: Sequence[int]) -> None:
+        """One more reference on each block of ``tier``."""
+        (self.pool.retain if tier == Tier.HBM else self.pool.retain_dram)(blocks)
+
+    def release(self, tier: Tier, blocks: Sequence[int]) -> None:
+        """One reference less on each block of ``tier``."""
+        (self.pool.release if tier == Tier.HBM else self.pool.release_dram)(blocks)
+
+    def blocks_total(self, tier: Tier) -> int:
+        """Size of a tier."""
+        return self.pool.config.hbm_blocks if tier == Tier.HBM else self.pool.config.dram_blocks
+

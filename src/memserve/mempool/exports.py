@@ -1,0 +1,268 @@
+"""The owner's side of transfers: offers, seals, leases (level 1).
+
+An export holds one reference on each of its blocks, from the offer to the first of: the taker's ``Release``, the
+lease's end, ``withdraw``, the taker's death. Pages are announced in three steps, each of which may be under way for
+several runs of pages at once::
+
+    computed(pages, fence) --plan `fence` has finished--> SealPages --PagesSealed--> Ready (with checksums)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from memserve.errors import check
+from memserve.mempool.desk import Deadlines, Desk, Place, is_gone, runs
+from memserve.mempool.fences import Fences
+from memserve.mempool.jobs import PagesSealed, SealPages
+from memserve.mempool.outcomes import Released
+from memserve.messages import Fetch, Handoff, MoreBlocks, Offer, Peer, Ready, Release, Wanted, Withdraw
+from memserve.types import Tier
+
+
+@dataclass(slots=True, eq=False)
+class Export:
+    """An own offer that has not ended."""
+
+    transfer_id: str
+    to: Peer
+    first_block: int
+    places: list[Place]
+    """Of blocks ``first_block`` and following: one reference each."""
+    deadline_ns: int
+    wanted_from: int = 0
+    """The taker has the blocks before this one."""
+    unannounced: int = 0
+    """Runs of pages that were named by ``computed`` and have no ``Ready`` yet."""
+    handoff: Handoff | None = None
+    """To be said after the last ``Ready``."""
+    over: bool = False
+
+    @property
+    def end_block(self) -> int:
+        """Behind the last block that the offer has so far."""
+        return self.first_block + len(self.places)
+
+    def __repr__(self) -> str:
+        return f"<Export {self.transfer_id} to {self.to.name} [{self.first_block}, {self.end_block})>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """Pages of an export: layers ``[first_layer, end_layer)`` of blocks ``[first_block, end_block)``."""
+
+    export: Export
+    first_block: int
+    end_block: int
+    first_layer: int
+    end_layer: int
+
+
+class Exports:
+    """All own offers."""
+
+    def __init__(self, desk: Desk, fences: Fences, deadlines: Deadlines) -> None:
+        self._desk = desk
+        self._fences = fences
+        self._deadlines = deadlines
+        self.open: dict[str, Export] = {}
+        self._sealing: dict[int, Pages] = {}  # job -> what it seals
+
+    # -- what the owner decides
+
+    def begin(self, to: Peer, offer: Offer, places: list[Place], now: int) -> None:
+        """Say ``offer``; a reference on each of ``places`` is the export's already."""
+        desk = self._desk
+        export = Export(offer.transfer_id, to, offer.first_block, places, now + offer.lease_ns)
+        self.open[offer.transfer_id] = export
+        self._deadlines.add(export)
+        desk.counters.offers += 1
+        desk.send(to, offer)
+
+    def extend(self, transfer_id: str, blocks: Sequence[int]) -> None:
+        """The owner has got further HBM blocks."""
+        export = self.open.get(transfer_id)
+        if export is None or not blocks:
+            return
+        check(export.handoff is None, f"{export!r} gets blocks after its handoff")
+        self._desk.retain(Tier.HBM, blocks)
+        self._desk.send(export.to, MoreBlocks(transfer_id, export.end_block, tuple(blocks)))
+        export.places += [(Tier.HBM, block) for block in blocks]
+
+    def computed(
+        self, transfer_id: str, blocks: tuple[int, int], layers: tuple[int, int], fence: int | None = None
+    ) -> None:
+        """Pages of ``[begin, end)`` blocks and layers are final once plan ``fence`` has finished (``None`` = now's)."""
+        export = self.open.get(transfer_id)
+        if export is None:
+            return
+        check(export.handoff is None, f"{export!r} announces pages after its handoff")
+        check(export.first_block <= blocks[0] <= blocks[1] <= export.end_block, f"{export!r} has no blocks {blocks}")
+        check(0 <= layers[0] <= layers[1] <= self._desk.geometry.num_layers, f"{export!r} has no layers {layers}")
+        if blocks[0] == blocks[1] or layers[0] == layers[1]:
+            return
+        pages = Pages(export, *blocks, *layers)
+        export.unannounced += 1
+        self._fences.when_passed(self._fences.now() if fence is None else fence, partial(self._seal, pages))
+
+    def hand_off(self, transfer_id: str, first_tokens: tuple[tuple[int, ...], ...], ended: tuple[int, ...]) -> None:
+        """Every page has been named: ``Handoff`` goes behind the last ``Ready``."""
+        export = self.open.get(transfer_id)
+        if export is not None:
+            check(export.handoff is None, f"{export!r} is handed over twice")
+            export.handoff = Handoff(transfer_id, first_tokens, ended)
+            self._say_handoff(export)
+
+    def withdraw(self, transfer_id: str, reason: str) -> None:
+        """Take the offer back."""
+        export = self.open.get(transfer_id)
+        if export is not None:
+            self._desk.counters.withdrawn += 1
+            self._desk.send(export.to, Withdraw(transfer_id, reason))
+            self._end(export)
+
+    def answer(self, sender: Peer, fetch: Fetch, now: int) -> None:
+        """A peer asks for cached blocks: offer what is there of them, where it lies."""
+        desk = self._desk
+        if fetch.transfer_id in self.open:
+            return
+        reason = desk.misfit(sender)
+        places = self._lend(fetch) if reason is None else []
+        if not places:
+            desk.send(sender, Withdraw(fetch.transfer_id, reason or "not cached here (any more)"))
+            return
+        end_block = fetch.first_block + len(places)
+        tokens = fetch.tokens[: end_block * desk.pool.block_tokens]
+        in_hbm = [block for tier, block in places if tier == Tier.HBM]
+        in_dram = [block for tier, block in places if tier == Tier.DRAM]
+        offer = Offer(
+            transfer_id=fetch.transfer_id,
+            tenant=fetch.tenant,
+            tokens=tokens,
+            identity=desk.pool.identity(fetch.tenant, tokens),
+            tier=Tier.HBM if in_hbm else Tier.DRAM,
+            first_block=fetch.first_block,
+            blocks=tuple(in_hbm or in_dram),
+            lease_ns=desk.config.lease_ns,
+            dram_blocks=tuple(in_dram if in_hbm else ()),
+        )
+        self.begin(sender, offer, places, now)
+        self.computed(fetch.transfer_id, (fetch.first_block, end_block), (0, desk.geometry.num_layers))
+
+    def _lend(self, fetch: Fetch) -> list[Place]:
+        """Cached blocks ``[first_block, end_block)`` of the wanted tokens, as far as there are, a reference each."""
+        desk = self._desk
+        tokens = fetch.tokens[: fetch.end_block * desk.pool.block_tokens]
+        hbm, dram = desk.pool.lend(fetch.tenant, tokens)
+        first, in_hbm = fetch.first_block, len(hbm)
+        desk.pool.release(hbm[: min(first, in_hbm)])
+        desk.pool.release_dram(dram[: max(0, first - in_hbm)])
+        places = [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
+        return places[first:]
+
+    # -- what the host has done
+
+    def _seal(self, pages: Pages) -> None:
+        """The pages hold their final bytes: have their checksums computed, except where the taker has the block."""
+        export = pages.export
+        if export.over:
+            return
+        first = max(pages.first_block, export.wanted_from)
+        wanted = export.places[first - export.first_block : pages.end_block - export.first_block]
+        for tier, position, blocks in runs(wanted):
+            job_id, begin = self._desk.new_job_id(), first + position
+            run = Pages(export, begin, begin + len(blocks), pages.first_layer, pages.end_layer)
+            self._sealing[job_id] = run
+            export.unannounced += 1
+            self._desk.actions.append(SealPages(job_id, tier, tuple(blocks), pages.first_layer, pages.end_layer))
+        export.unannounced -= 1
+        self._say_handoff(export)
+
+    def sealed(self, event: PagesSealed) -> None:
+        """Checksums have come: tell the taker."""
+        check(event.job_id in self._sealing, f"job {event.job_id} seals nothing")
+        pages = self._sealing.pop(event.job_id)
+        export, count = pages.export, pages.end_block - pages.first_block
+        check(len(event.checksums) == count, f"job {event.job_id}: {len(event.checksums)} checksums of {count} blocks")
+        if export.over:
+            return
+        self._desk.counters.sealed_pages += count * (pages.end_layer - pages.first_layer)
+        ready = Ready(export.transfer_id, pages.first_block, pages.first_layer, pages.end_layer, event.checksums)
+        self._desk.send(export.to, ready)
+        export.unannounced -= 1
+        self._say_handoff(export)
+
+    def _say_handoff(self, export: Export) -> None:
+        if export.handoff is not None and export.unannounced == 0:
+            self._desk.send(export.to, export.handoff)
+
+    # -- what the taker says, or no longer says
+
+    def heard_wanted(self, sender: Peer, message: Wanted) -> None:
+        """The taker has the blocks before this one."""
+        export = self.open.get(message.transfer_id)
+        if export is not None and export.to == sender:
+            export.wanted_from = max(export.wanted_from, message.first_block)
+
+    def heard_release(self, sender: Peer, message: Release) -> None:
+        """The taker is done."""
+        export = self.open.get(message.transfer_id)
+        if export is None or export.to != sender:
+            return
+        if message.used:
+            self._desk.counters.released += 1
+        else:
+            self._desk.counters.refused += 1
+        self._finish(export, message.used, message.reason)
+
+    def expire(self, export: Export, reason: str) -> None:
+        """Nobody will release it."""
+        self._desk.counters.expired += 1
+        self._finish(export, False, reason)
+
+    def peer_gone(self, peer: Peer, reason: str) -> None:
+        """Everything offered to ``peer`` ends."""
+        for export in [export for export in self.open.values() if is_gone(export.to, peer)]:
+            self.expire(export, reason)
+
+    def withdraw_all(self, reason: str) -> None:
+        """Take everything back, and say so to the owner too."""
+        for export in list(self.open.values()):
+            self.withdraw(export.transfer_id, reason)
+            self._desk.outcomes.append(Released(export.transfer_id, export.to, False, reason))
+
+    def drop_all(self) -> None:
+        """Everything ends without a word."""
+        for export in list(self.open.values()):
+            self._end(export)
+
+    def _finish(self, export: Export, used: bool, reason: str) -> None:
+        self._end(export)
+        self._desk.outcomes.append(Released(export.transfer_id, export.to, used, reason))
+
+    def _end(self, export: Export) -> None:
+        """The references go back. What is being sealed is forgotten: reading a block that is free harms nobody."""
+        del self.open[export.transfer_id]
+        export.over = True
+        for tier, _, blocks in runs(export.places):
+            self._desk.release(tier, blocks)
+
+    # -- books
+
+    def references(self) -> Counter[Place]:
+        """Every reference that exports hold."""
+        return Counter(place for export in self.open.values() for place in export.places)
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` when an export contradicts itself."""
+        sealing = Counter(id(pages.export) for pages in self._sealing.values() if not pages.export.over)
+        for transfer_id, export in self.open.items():
+            check(transfer_id == export.transfer_id and not export.over, f"{export!r} has ended, and is open")
+            check(export.unannounced >= sealing[id(export)], f"{export!r} forgot pages that are being sealed")
+            check(
+                export.unannounced > 0 or all(p.export is not export for p in self._sealing.values()),
+                f"{export!r} has said all, and seals",
+            )

@@ -1,0 +1,391 @@
+"""The taker's side of transfers: from an offer to blocks that may be read (level 1).
+
+::
+
+    Offer -> waiting ---a member, its identity checked, room---> placed ---Ready, fence---> pulled ... -> complete
+               |  ^                                                 |
+               |  +-- no room: tried again, in order of arrival     +--> failed: mismatch, withdrawn, peer gone ...
+               +--> refused
+
+Nothing is retried: what fails is computed instead. Whatever an import holds it gives back when it ends, in whichever
+way; a pull under way has a hold of its own (see ``pulls``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from functools import partial
+
+import numpy as np
+
+from memserve.errors import check
+from memserve.mempool.arrival import Fetching, Import, end_block_of, malformed
+from memserve.mempool.desk import Deadlines, Desk, Place, Standing, is_gone, runs
+from memserve.mempool.ending import completed, ended_badly, give_back
+from memserve.mempool.fences import Fences
+from memserve.mempool.jobs import PagesPulled
+from memserve.mempool.outcomes import FetchEnded, HandoffOffered
+from memserve.mempool.placing import Never, place
+from memserve.mempool.placing import give_up as give_up_lease
+from memserve.mempool.pulls import Pull, Pulls
+from memserve.mempool.remote import Remote
+from memserve.messages import Fetch, Handoff, MoreBlocks, Offer, Peer, Ready, Release, Wanted, Withdraw
+from memserve.types import Tier, TokenArray
+
+_REMEMBERED = 4096
+"""Transfers that have ended whose ids are still known: a late message about them starts nothing anew."""
+
+
+class Imports:
+    """All offers of peers, and what they were asked for."""
+
+    def __init__(self, desk: Desk, fences: Fences, deadlines: Deadlines, remote: Remote) -> None:
+        self._desk = desk
+        self._fences = fences
+        self._deadlines = deadlines
+        self._remote = remote
+        self.pulls = Pulls(desk)
+        self.open: dict[str, Import] = {}
+        self.fetching: dict[str, Fetching] = {}  # those without an offer yet
+        self._waiting: deque[Import] = deque()  # for room; may name such as have ended
+        self._strangers: list[Import] = []  # for news of their sender; the same
+        self._ended: dict[str, None] = {}  # ids, oldest first
+        self.headroom_blocks = 0
+
+    # -- what the owner decides
+
+    def fetch(self, holder: Peer, tenant: str, tokens: TokenArray, blocks: tuple[int, int], deadline_ns: int) -> str:
+        """Ask for blocks ``[begin, end)`` of ``tokens``."""
+        desk, block_tokens = self._desk, self._desk.pool.block_tokens
+        check(0 <= blocks[0] < blocks[1] <= len(tokens) // block_tokens, f"no blocks {blocks} to fetch")
+        tokens = tokens[: blocks[1] * block_tokens]
+        lease = desk.pool.acquire(tenant, tokens[: blocks[0] * block_tokens])
+        fetching = Fetching(desk.new_transfer_id(), holder, tenant, tokens, *blocks, deadline_ns, lease)
+        self.fetching[fetching.transfer_id] = fetching
+        self._deadlines.add(fetching)
+        desk.counters.fetches += 1
+        desk.send(holder, Fetch(fetching.transfer_id, tenant, tokens, *blocks))
+        return fetching.transfer_id
+
+    def give_up(self, transfer_id: str, reason: str) -> None:
+        """The own side wants it no longer."""
+        fetching = self.fetching.get(transfer_id)
+        if fetching is not None:
+            self._end_fetching(fetching)
+        imported = self.open.get(transfer_id)
+        if imported is not None:
+            self._desk.counters.imports_given_up += 1
+            self._drop(imported, Release(transfer_id, False, reason))
+
+    # -- what the owner of the blocks says
+
+    def heard_offer(self, sender: Peer, offer: Offer, now: int) -> None:
+        """Blocks are offered, perhaps because they were asked for."""
+        desk, transfer_id = self._desk, offer.transfer_id
+        if transfer_id in self.open or transfer_id in self._ended:
+            return
+        fetching = self.fetching.get(transfer_id)
+        if fetching is None and desk.is_mine(transfer_id):
+            desk.send(sender, Release(transfer_id, False, "no longer wanted"))
+            return
+        if fetching is not None and fetching.holder != sender:
+            return
+        imported = self._begin(sender, offer, fetching, now)
+        reason = malformed(offer, desk.pool.block_tokens, {tier: desk.blocks_total(tier) for tier in _TIERS})
+        if fetching is not None and not _answers(offer, fetching):
+            reason = "not what was asked for"
+        if reason is not None:
+            self._refuse(imported, reason)
+        elif desk.peers.standing(sender) is Standing.STRANGER:
+            self._strangers.append(imported)
+        else:
+            self._waiting.append(imported)
+
+    def _begin(self, sender: Peer, offer: Offer, fetching: Fetching | None, now: int) -> Import:
+        sources = [(offer.tier, block) for block in offer.blocks] + [(Tier.DRAM, block) for block in offer.dram_blocks]
+        deadline_ns = now + offer.lease_ns
+        if fetching is not None:
+            deadline_ns = min(deadline_ns, fetching.deadline_ns)
+            del self.fetching[fetching.transfer_id]
+            fetching.over = True  # the import has its deadline and its lease now
+        end_block = end_block_of(offer, self._desk.pool.block_tokens)
+        imported = Import(sender, offer, deadline_ns, fetching, end_block, sources)
+        self.open[offer.transfer_id] = imported
+        self._deadlines.add(imported)
+        self._desk.counters.imports += 1
+        if offer.request is not None:
+            self._desk.outcomes.append(HandoffOffered(offer.transfer_id, sender, offer))
+        return imported
+
+    def heard_more(self, sender: Peer, message: MoreBlocks) -> None:
+        """A handoff's owner has got further blocks."""
+        imported = self._from(sender, message.transfer_id)
+        if imported is None or message.first_block + len(message.blocks) <= imported.sources_end:
+            return  # unknown, or heard before
+        if message.first_block != imported.sources_end or imported.offer.request is None:
+            expected = imported.sources_end
+            self._fail(imported, f"blocks from {message.first_block}, {expected} expected: a message is lost")
+            return
+        imported.sources += [(imported.offer.tier, block) for block in message.blocks]
+        if imported.sources_end > imported.end_block:
+            self._fail(imported, f"{imported.sources_end} blocks for {len(imported.offer.tokens)} tokens")
+
+    def heard_ready(self, sender: Peer, message: Ready) -> None:
+        """Pages may be pulled."""
+        imported = self._from(sender, message.transfer_id)
+        if imported is None:
+            return
+        if not 0 <= message.first_layer < message.end_layer <= self._desk.geometry.num_layers:
+            self._fail(imported, f"layers {message.first_layer} to {message.end_layer}")
+        elif message.first_block < imported.offer.first_block or _end(message) > imported.sources_end:
+            self._fail(imported, f"block {_end(message) - 1} is ready, nobody said where it is: a message is lost")
+        elif imported.placed is None:
+            imported.early.append(message)
+        else:
+            self._announce(imported, message)
+            self._conclude(imported)
+
+    def heard_handoff(self, sender: Peer, message: Handoff) -> None:
+        """The prefill is done; every page has been announced."""
+        imported = self._from(sender, message.transfer_id)
+        if imported is not None and imported.offer.request is not None:
+            imported.handoff = message
+            self._conclude(imported)
+
+    def heard_withdraw(self, sender: Peer, message: Withdraw) -> None:
+        """The owner has changed its mind, or has nothing of what was asked for."""
+        fetching = self.fetching.get(message.transfer_id)
+        if fetching is not None and fetching.holder == sender:
+            self._fail_fetching(fetching, message.reason)
+        imported = self._from(sender, message.transfer_id)
+        if imported is not None:
+            self._fail(imported, f"withdrawn: {message.reason}")
+
+    def _from(self, sender: Peer, transfer_id: str) -> Import | None:
+        imported = self.open.get(transfer_id)
+        return imported if imported is not None and imported.sender == sender else None
+
+    # -- a place
+
+    def peer_joined(self, peer: Peer) -> None:
+        """Offers of ``peer`` may have come before the news of it."""
+        self._waiting += [imported for imported in self._strangers if imported.sender.name == peer.name]
+        self._strangers = [imported for imported in self._strangers if imported.sender.name != peer.name]
+
+    def try_waiting(self) -> None:
+        """Give places in order of arrival, as far as there is room. Who is too big to go first keeps the line."""
+        while self._waiting:
+            if not self._waiting[0].over and not self._try_place(self._waiting[0]):
+                return
+            self._waiting.popleft()
+
+    def _try_place(self, imported: Import) -> bool:
+        """``False`` = no room now."""
+        reason = self._why_never(imported)
+        if reason is not None:
+            self._refuse(imported, reason)
+            return True
+        placed = place(self._desk, self._fences, imported, self.headroom_blocks)
+        if placed is None:
+            return False
+        if isinstance(placed, Never):
+            self._refuse(imported, placed.reason)
+            return True
+        imported.placed = placed
+        if placed.pull_from > imported.offer.first_block:
+            self._desk.send(imported.sender, Wanted(imported.transfer_id, placed.pull_from))
+        early, imported.early = imported.early, []
+        for message in early:
+            self._announce(imported, message)
+        self._conclude(imported)
+        return True
+
+    def _why_never(self, imported: Import) -> str | None:
+        """What forbids to take it; asked right before it gets its place."""
+        offer, sender, pool = imported.offer, imported.sender, self._desk.pool
+        misfit = self._desk.misfit(sender)
+        if misfit is not None:
+            return misfit
+        if offer.identity != pool.identity(offer.tenant, offer.tokens):
+            return "another identity: namespace, key, tenant or tokens differ"
+        if offer.insert and offer.request is None and not pool.config.caching:
+            return "nothing is cached here"
+        if offer.dst_blocks and not self._remote.holds(sender, offer.dst_tier, offer.dst_blocks):
+            return "destinations that were not allocated for the sender"
+        return None
+
+    # -- pages
+
+    def _announce(self, imported: Import, ready: Ready) -> None:
+        """Pull what ``ready`` names and is not here."""
+        placed = imported.placed
+        if imported.over or placed is None:
+            return
+        first = max(ready.first_block, placed.pull_from)
+        end = min(_end(ready), imported.end_block)
+        if first >= end:
+            return
+        row = first - placed.pull_from
+        pages = placed.announced[row : row + end - first, ready.first_layer : ready.end_layer]
+        if pages.any():
+            if not pages.all():
+                self._fail(imported, "pages are announced again together with new ones")
+            return
+        pages[...] = True
+        checksums = ready.checksums[first - ready.first_block : end - ready.first_block]
+        begin = imported.offer.first_block
+        for tier, at, blocks in runs(imported.sources[first - begin : end - begin]):
+            sums = checksums[at : at + len(blocks)]
+            pull = Pull(imported, placed, row + at, tier, blocks, ready.first_layer, ready.end_layer, sums)
+            self._fences.when_passed(placed.fence, partial(self.pulls.add, pull))
+
+    def pulled(self, event: PagesPulled) -> None:
+        """The host is done with a pull."""
+        pull = self.pulls.ended(event)
+        imported = pull.imported
+        if imported.over:
+            return
+        if event.error:
+            self._fail(imported, f"pull failed: {event.error}")
+            return
+        pull.placed.arrived[pull.first_row : pull.end_row, pull.first_layer : pull.end_layer] = True
+        self._conclude(imported)
+
+    def _conclude(self, imported: Import) -> None:
+        """End the import if everything is here, or if it is clear that this will never be."""
+        placed = imported.placed
+        if imported.over or placed is None:
+            return
+        if imported.offer.request is not None:
+            if imported.handoff is None:
+                return
+            if not placed.announced.all():
+                self._fail(imported, "handed over, but not every page was announced: a message is lost")
+                return
+        if placed.complete:
+            self._close(imported)
+            completed(self._desk, imported, placed)
+
+    # -- ends
+
+    def expire(self, thing: Import | Fetching) -> None:
+        """Its time is up. Of a fetch, what has come in order is of use."""
+        if isinstance(thing, Fetching):
+            self._desk.counters.fetch_timeouts += 1
+            self._fail_fetching(thing, "no offer in time")
+            return
+        if thing.fetching is None:
+            self._fail(thing, "the lease has ended")
+            return
+        self._desk.counters.fetch_timeouts += 1
+        if thing.placed is not None and thing.placed.unbroken_blocks > 0:
+            self._close(thing)
+            completed(self._desk, thing, thing.placed, "a part, in time")
+        else:
+            self._fail(thing, "not in time")
+
+    def peer_gone(self, peer: Peer, reason: str) -> None:
+        """Nothing more comes from ``peer``."""
+        for fetching in [asked for asked in self.fetching.values() if is_gone(asked.holder, peer)]:
+            self._fail_fetching(fetching, reason)
+        for imported in [imported for imported in self.open.values() if is_gone(imported.sender, peer)]:
+            self._fail(imported, reason)
+        self.pulls.cancel(peer)
+
+    def fail_all(self, reason: str) -> None:
+        """Nothing of it may be used."""
+        for fetching in list(self.fetching.values()):
+            self._fail_fetching(fetching, reason)
+        for imported in list(self.open.values()):
+            self._fail(imported, reason)
+
+    def drop_all(self) -> None:
+        """Everything ends without a word."""
+        for fetching in list(self.fetching.values()):
+            self._end_fetching(fetching)
+        for imported in list(self.open.values()):
+            self._drop(imported, None)
+
+    def _refuse(self, imported: Import, reason: str) -> None:
+        self._desk.counters.imports_refused += 1
+        self._drop(imported, Release(imported.transfer_id, False, reason))
+        ended_badly(self._desk, imported, reason)
+
+    def _fail(self, imported: Import, reason: str) -> None:
+        self._desk.counters.imports_failed += 1
+        self._drop(imported, Release(imported.transfer_id, False, reason))
+        ended_badly(self._desk, imported, reason)
+
+    def _drop(self, imported: Import, word: Release | None) -> None:
+        self._close(imported)
+        give_back(self._desk, imported)
+        if word is not None:
+            self._desk.send(imported.sender, word)
+
+    def _close(self, imported: Import) -> None:
+        del self.open[imported.transfer_id]
+        imported.over = True
+        self._ended[imported.transfer_id] = None
+        if len(self._ended) > _REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+
+    def _fail_fetching(self, fetching: Fetching, reason: str) -> None:
+        self._end_fetching(fetching)
+        self._desk.outcomes.append(FetchEnded(fetching.transfer_id, False, 0, reason))
+
+    def _end_fetching(self, fetching: Fetching) -> None:
+        del self.fetching[fetching.transfer_id]
+        fetching.over = True
+        give_up_lease(self._desk, fetching.lease)
+
+    # -- books
+
+    def references(self) -> Counter[Place]:
+        """Every reference that imports, fetches and pulls hold."""
+        held = self.pulls.references()
+        leases = [asked.lease for asked in self.fetching.values()]
+        for imported in self.open.values():
+            if imported.fetching is not None:
+                leases.append(imported.fetching.lease)
+            if imported.placed is not None:
+                leases.append(imported.placed.lease)
+                held.update((imported.placed.tier, block) for block in imported.placed.own)
+        for lease in leases:
+            held.update((Tier.HBM, block) for block in lease.blocks)
+        return held
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` when an import contradicts itself."""
+        self.pulls.check_invariants()
+        lines = [*self._waiting, *self._strangers]
+        for transfer_id, imported in self.open.items():
+            placed = imported.placed
+            check(transfer_id == imported.transfer_id and not imported.over, f"{imported!r} has ended, and is open")
+            check((placed is None) == (imported in lines), f"{imported!r} has no place, or is in line for a second one")
+            if placed is not None:
+                blocks = imported.end_block - placed.base
+                check(len(placed.blocks) == blocks, f"{imported!r}: {len(placed.blocks)} blocks, not {blocks}")
+                check(not (placed.arrived & ~placed.announced).any(), f"{imported!r} has pages that nobody announced")
+                check(not imported.early, f"{imported!r} has a place, and messages that wait for one")
+                complete = placed.complete and (imported.offer.request is None or imported.handoff is not None)
+                check(not complete, f"{imported!r} is complete, and open")
+
+
+_TIERS = (Tier.HBM, Tier.DRAM)
+
+
+def _end(ready: Ready) -> int:
+    return ready.first_block + len(ready.checksums)
+
+
+def _answers(offer: Offer, fetching: Fetching) -> bool:
+    """Whether the offer is about what was asked for: a part of it will do."""
+    asked = fetching.tokens[: len(offer.tokens)]
+    return (
+        offer.tenant == fetching.tenant
+        and offer.first_block == fetching.first_block
+        and offer.insert
+        and offer.request is None
+        and not offer.dst_blocks
+        and bool(np.array_equal(offer.tokens, asked))
+    )

@@ -1,0 +1,89 @@
+"""Where an import goes: the own cache first, then new blocks (level 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memserve.errors import check
+from memserve.mempool.arrival import Import, Placement
+from memserve.mempool.desk import Desk
+from memserve.mempool.fences import Fences
+from memserve.mempool.pool import Lease
+from memserve.types import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """No place, however long it waits."""
+
+    reason: str
+
+
+def place(desk: Desk, fences: Fences, imported: Import, headroom_blocks: int) -> Placement | Never | None:
+    """A place for an import of a member whose identity was checked; ``None`` = no room now, and nothing is held.
+
+    A handoff and an insertion begin at the first token: what the own cache has is pinned and referenced, the rest is
+    allocated (or is ``dst_blocks``, on which the caller must have seen the sender's claim). A raw transfer has no use
+    for the cache.
+    """
+    offer, pool = imported.offer, desk.pool
+    if offer.request is None and not offer.insert:
+        return _extend(desk, fences, imported, Lease(), offer.first_block, headroom_blocks)
+    reach = offer.first_block if offer.dst_blocks else imported.end_block
+    reusable = offer.tokens[: reach * pool.block_tokens if imported.uses_index else 0]
+    cached_blocks = pool.match(offer.tenant, reusable) // pool.block_tokens
+    if cached_blocks < offer.first_block:
+        return Never(f"of the {offer.first_block} blocks before the offer {cached_blocks} are cached here")
+    lease = pool.acquire(offer.tenant, reusable)
+    if len(lease.blocks) >= offer.first_block:
+        placed = _extend(desk, fences, imported, lease, 0, headroom_blocks)
+        if placed is not None:
+            return placed
+    give_up(desk, lease)  # no room to bring up from DRAM what comes before the offer, or for the rest of it
+    return None
+
+
+def give_up(desk: Desk, lease: Lease) -> None:
+    """Unpin a prefix and drop the references that came with it."""
+    desk.pool.unpin(lease)
+    desk.pool.release(lease.blocks)
+
+
+def _extend(
+    desk: Desk, fences: Fences, imported: Import, lease: Lease, base: int, headroom_blocks: int
+) -> Placement | None:
+    """The lease's blocks, which are block ``base`` and following, and new ones up to the import's end."""
+    tier = imported.offer.dst_tier
+    count = imported.end_block - base - len(lease.blocks)
+    if imported.offer.dst_blocks:
+        new = list(imported.offer.dst_blocks)
+        check(len(new) == count, f"{imported!r}: {len(new)} destinations for {count} blocks")
+        desk.retain(tier, new)
+    else:
+        got = allocate(desk, tier, count, headroom_blocks)
+        if got is None:
+            return None
+        new = got
+    pages = (count, desk.geometry.num_layers)
+    return Placement(
+        base=base,
+        lease=lease,
+        blocks=lease.blocks + new,
+        tier=tier,
+        fence=fences.now(),  # behind the allocation: it may have recorded copies
+        announced=np.zeros(pages, dtype=np.bool_),
+        arrived=np.zeros(pages, dtype=np.bool_),
+    )
+
+
+def allocate(desk: Desk, tier: Tier, count: int, headroom_blocks: int) -> list[int] | None:
+    """``count`` blocks of a tier, a reference each; ``None`` = no room."""
+    pool = desk.pool
+    if count == 0:
+        return []
+    if tier == Tier.HBM:
+        return pool.allocate(count) if count + headroom_blocks <= pool.available() else None
+    below = pool.allocate_dram_ids(count)
+    return None if below is None else below.tolist()

@@ -1,0 +1,152 @@
+"""Memory at a peer: MemServe's ``alloc_mem`` and ``free_mem`` with an instance id (level 1, row M1).
+
+Blocks that were allocated here for a peer are held for it until its ``Free``, its end, or the lease's. They are the
+only blocks that it may name as the destination of a transfer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memserve.mempool.desk import Deadlines, Desk, Place, Standing, is_gone
+from memserve.mempool.outcomes import RemoteAllocated
+from memserve.mempool.placing import allocate
+from memserve.messages import Alloc, Allocated, Free, Peer
+from memserve.types import Tier
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """Own blocks that a peer holds."""
+
+    peer: Peer
+    call_id: str
+    tier: Tier
+    blocks: list[int]
+    """A reference each."""
+    deadline_ns: int
+    over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A peer was asked for blocks."""
+
+    peer: Peer
+    call_id: str
+    tier: Tier
+    deadline_ns: int
+    over: bool = False
+    """It was answered, or it is too late for an answer."""
+
+
+class Remote:
+    """Allocations for peers, and at peers."""
+
+    def __init__(self, desk: Desk, deadlines: Deadlines) -> None:
+        self._desk = desk
+        self._deadlines = deadlines
+        #: own blocks that peers hold, by holder and its call id
+        self._lent: dict[tuple[Peer, str], Allocation] = {}
+        #: calls that wait for an answer
+        self._calls: dict[str, Call] = {}
+        #: answered calls that were not given back: where the blocks are
+        self._borrowed: dict[str, Peer] = {}
+
+    # -- as the owner of memory
+
+    def heard_alloc(self, sender: Peer, message: Alloc, now: int, headroom_blocks: int) -> None:
+        """Allocate for a member; heard twice, it gets the same answer twice."""
+        desk, key = self._desk, (sender, message.call_id)
+        if key not in self._lent:
+            may = desk.peers.standing(sender) is Standing.MEMBER and message.count > 0
+            may = may and message.tier in (Tier.HBM, Tier.DRAM)
+            blocks = allocate(desk, message.tier, message.count, headroom_blocks) if may else None
+            if blocks is None:
+                desk.send(sender, Allocated(message.call_id, None))
+                return
+            self._lent[key] = Allocation(sender, message.call_id, message.tier, blocks, now + message.lease_ns)
+            self._deadlines.add(self._lent[key])
+            desk.counters.remote_allocations += len(blocks)
+        desk.send(sender, Allocated(message.call_id, tuple(self._lent[key].blocks)))
+
+    def heard_free(self, sender: Peer, message: Free) -> None:
+        """The holder gives an allocation back."""
+        allocation = self._lent.get((sender, message.call_id))
+        if allocation is not None:
+            self.take_back(allocation)
+
+    def take_back(self, allocation: Allocation) -> None:
+        """The lease has ended, or the holder."""
+        del self._lent[allocation.peer, allocation.call_id]
+        allocation.over = True
+        self._desk.release(allocation.tier, allocation.blocks)
+
+    def holds(self, peer: Peer, tier: Tier, blocks: Iterable[int]) -> bool:
+        """Whether all of ``blocks`` were allocated for ``peer``."""
+        mine = [lent.blocks for lent in self._lent.values() if lent.peer == peer and lent.tier == tier]
+        return set(blocks) <= {block for held in mine for block in held}
+
+    # -- as the one who asks
+
+    def call(self, peer: Peer, count: int, tier: Tier, deadline_ns: int) -> str:
+        """Ask ``peer`` for blocks."""
+        call = Call(peer, self._desk.new_transfer_id(), tier, deadline_ns)
+        self._calls[call.call_id] = call
+        self._deadlines.add(call)
+        self._desk.send(peer, Alloc(call.call_id, count, tier, self._desk.config.lease_ns))
+        return call.call_id
+
+    def heard_allocated(self, sender: Peer, message: Allocated) -> None:
+        """An answer; blocks that nobody waits for any more go back at once."""
+        call = self._calls.get(message.call_id)
+        if call is not None and call.peer == sender:
+            if message.blocks is not None:
+                self._borrowed[call.call_id] = sender
+            self._end_call(call, message.blocks)
+        elif message.blocks is not None and message.call_id not in self._borrowed:
+            self._desk.send(sender, Free(message.call_id))
+
+    def give_back(self, call_id: str) -> None:
+        """End a call, answered or not."""
+        call = self._calls.pop(call_id, None)
+        peer = self._borrowed.pop(call_id, None)
+        if call is not None:
+            call.over, peer = True, call.peer
+        if peer is not None:
+            self._desk.send(peer, Free(call_id))
+
+    def time_out(self, call: Call) -> None:
+        """No answer came in time; should it still come, the blocks go back."""
+        self._desk.send(call.peer, Free(call.call_id))
+        self._end_call(call, None)
+
+    def _end_call(self, call: Call, blocks: tuple[int, ...] | None) -> None:
+        del self._calls[call.call_id]
+        call.over = True
+        self._desk.outcomes.append(RemoteAllocated(call.call_id, call.peer, call.tier, blocks))
+
+    # -- ends
+
+    def peer_gone(self, peer: Peer) -> None:
+        """What it holds here is free; what it held for us is gone."""
+        for allocation in [lent for lent in self._lent.values() if is_gone(lent.peer, peer)]:
+            self.take_back(allocation)
+        for call in [call for call in self._calls.values() if is_gone(call.peer, peer)]:
+            self._end_call(call, None)
+        self._borrowed = {call_id: at for call_id, at in self._borrowed.items() if not is_gone(at, peer)}
+
+    def drop_all(self) -> None:
+        """Everything ends without a word."""
+        for allocation in list(self._lent.values()):
+            self.take_back(allocation)
+        for call in self._calls.values():
+            call.over = True
+        self._calls.clear()
+        self._borrowed.clear()
+
+    def references(self) -> Counter[Place]:
+        """Every reference that is held for peers."""
+        return Counter((lent.tier, block) for lent in self._lent.values() for block in lent.blocks)
