@@ -60,11 +60,14 @@ class _Pages:
         return _json(self._card())
 
     async def health(self, request: Request) -> Response:
-        """``GET /health``: 200 while the engine answers and requests are accepted."""
+        """``GET /health``: 200 while the engine answers and a request could be run."""
         if self._hub.draining or self._hub.engine.closing:
             raise shutting_down()
-        if await self._engine_stats() is None:
+        stats = await self._engine_stats()
+        if stats is None:
             return _json({"status": "engine does not answer"}, 503)
+        if not getattr(stats, "serving", True):
+            return _json({"status": "no instance takes requests"}, 503)
         return _json({"status": "ok", "model": self._model.name})
 
     async def metrics(self, request: Request) -> Response:

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from memserve.api.cluster_metrics import cluster_families
 from memserve.units import NS_PER_S
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -116,6 +117,8 @@ class _Snapshot:
         if self._stats.instance is not None:
             yield from _read(INSTANCE_METRICS, self._stats.instance)
             yield from _tiers(self._stats.instance)
+        if getattr(self._stats, "cluster", None) is not None:
+            yield from cluster_families(self._stats)
 
 
 def _read(table: list[tuple[str, Kind, str, Read]], source: Any) -> Iterator[Metric]:

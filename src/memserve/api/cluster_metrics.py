@@ -1,0 +1,70 @@
+"""Prometheus metrics of a cluster: what its router counts, and each instance's gauges (level 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from memserve.units import NS_PER_S
+
+Read = Callable[[Any], float]
+
+#: name, help, how to read it from ``ClusterStats``
+ROUTER_GAUGES: list[tuple[str, str, Read]] = [
+    ("router_requests_live", "Requests that have not ended", lambda s: s.requests_live),
+    ("router_requests_unplaced", "Of them: no instance could take them so far", lambda s: s.requests_unplaced),
+    ("router_instances", "Members of the cluster", lambda s: s.instances),
+    ("router_instances_draining", "Of them: they finish what they have", lambda s: s.instances_draining),
+    ("router_tree_blocks", "Cached blocks that the router knows of", lambda s: s.tree_blocks),
+    ("router_tree_bytes", "Memory of the router's prefix trees", lambda s: s.tree_bytes),
+    ("router_handles", "Named prefixes", lambda s: s.handles),
+]
+
+#: the same for its counters
+ROUTER_COUNTERS: list[tuple[str, str, Read]] = [
+    ("router_requests", "Requests that reached the router", lambda c: c.requests),
+    ("router_requests_failed", "Of them ended with an error after the last attempt", lambda c: c.requests_failed),
+    ("router_dispatches", "Attempts sent to instances", lambda c: c.dispatches),
+    ("router_resumptions", "Of them: not the request's first", lambda c: c.resumptions),
+    ("router_late_outputs", "Outputs that nobody waited for any more", lambda c: c.outputs_late),
+    ("router_members_joined", "Instances that joined", lambda c: c.members_joined),
+    ("router_members_died", "Instances taken to be dead", lambda c: c.members_died),
+    ("router_kv_changes", "KV events applied to the trees", lambda c: c.kv_changes),
+    ("router_kv_gaps", "Times that KV events were missing", lambda c: c.kv_gaps),
+    ("router_matched_tokens", "Prompt tokens that an instance was believed to have", lambda c: c.matched_tokens),
+    ("router_prompt_tokens", "Prompt tokens dispatched", lambda c: c.prompt_tokens),
+]
+
+#: the same for ``MemberStats``, one sample an instance
+INSTANCE_GAUGES: list[tuple[str, str, Read]] = [
+    ("instance_up", "1 while the instance takes requests, 0 while it drains", lambda m: m.view.state == "live"),
+    ("instance_requests", "Requests that it is involved in", lambda m: m.view.requests),
+    ("instance_requests_waiting", "Requests in its queue", lambda m: m.view.load.requests_waiting),
+    ("instance_sequences_running", "Sequences that it computes", lambda m: m.view.load.sequences_running),
+    ("instance_blocks_available", "Blocks that it could hand out", lambda m: m.view.load.hbm_blocks_available),
+    ("instance_transfers_open", "Transfers under way", lambda m: m.view.load.transfers_open),
+    ("instance_tree_blocks", "Cached blocks that the router knows of", lambda m: m.view.tree_blocks),
+    ("instance_device_seconds", "Time its device worked", lambda m: m.engine.device_ns / NS_PER_S if m.engine else 0),
+]
+
+
+def cluster_families(stats: Any) -> Iterator[Metric]:
+    """The families of one :class:`memserve.runtime.stats.RouterStats`."""
+    for name, text, read in ROUTER_GAUGES:
+        yield _one(GaugeMetricFamily(f"memserve_{name}", text), read(stats.cluster))
+    for name, text, read in ROUTER_COUNTERS:
+        yield _one(CounterMetricFamily(f"memserve_{name}", text), read(stats.cluster.counters))
+    thought_s = stats.router_ns / NS_PER_S
+    yield _one(CounterMetricFamily("memserve_router_seconds", "Time the cluster machine thought"), thought_s)
+    for name, text, read in INSTANCE_GAUGES:
+        family = GaugeMetricFamily(f"memserve_{name}", text, labels=["instance", "role"])
+        for member in stats.members:
+            family.add_metric([member.view.peer.name, member.view.role.value], float(read(member)))
+        yield family
+
+
+def _one(family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
+    family.add_metric([], value)
+    return family
