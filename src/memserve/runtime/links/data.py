@@ -1,0 +1,223 @@
+"""Moves pages between arenas: one port that knows the way to every peer (level 3)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from memserve import _core
+from memserve.errors import UserError, check
+from memserve.mempool.jobs import CancelPulls, PageJob, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.messages import ArenaPlace, Peer, PeerInfo
+from memserve.runtime.links.lanes import Lanes, Task
+from memserve.runtime.links.link import Arenas, LinkError, PageLink, UnreachableError
+from memserve.runtime.links.nixl import NixlLink
+from memserve.runtime.links.nixl_agent import nixl_is_installed
+from memserve.runtime.links.ranges import Ranges, block_ranges, fits, layer_offsets
+from memserve.runtime.links.shm import ShmLink, this_host
+from memserve.runtime.ports import OnPages
+from memserve.types import KVGeometry
+
+log = logging.getLogger(__name__)
+
+LINKS = ("auto", "shm", "nixl")
+
+
+def open_data_port(link: str, geometry: KVGeometry, arenas: Arenas, on_pages: OnPages) -> PagePort:
+    """The port for ``link``: ``auto`` = shared memory to peers on this host, NIXL to the others where it is installed.
+
+    ``arenas`` holds the tiers that have blocks. Raises :class:`UserError` for ``nixl`` without NIXL, and for a link
+    that does not exist.
+    """
+    if link not in LINKS:
+        raise UserError(f"unknown link {link!r}", hint=f"use one of {', '.join(LINKS)}", param="link")
+    links: list[PageLink] = []
+    if link != "nixl":
+        links.append(ShmLink(arenas))
+    if link == "nixl" or (link == "auto" and nixl_is_installed()):
+        links.append(NixlLink(arenas, geometry.block_bytes))
+    return PagePort(geometry, arenas, links, on_pages)
+
+
+@dataclass(slots=True)
+class _Route:
+    """How a peer is read: by the first of these links; the others are tried when it turns out not to reach it."""
+
+    links: list[PageLink]
+    cancelled_before: int = 0
+    """Pulls with a lower number need not begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    job: PullPages
+    number: int
+    started_ns: int = field(default_factory=time.monotonic_ns)
+
+
+class PagePort:
+    """A :class:`memserve.runtime.ports.DataPort` over several links.
+
+    Pulls from one peer run in order, those from different peers at once; seals have a thread of their own. Each job is
+    answered exactly once: once :meth:`close` has begun, pulls with an error, and then perhaps from the caller's thread.
+    """
+
+    def __init__(self, geometry: KVGeometry, arenas: Arenas, links: Sequence[PageLink], on_pages: OnPages) -> None:
+        self._geometry = geometry
+        self._arenas = arenas
+        self._links = list(links)
+        self._on_pages = on_pages
+        self._lock = threading.Lock()
+        self._routes: dict[Peer, _Route] = {}
+        self._pulls = 0
+        self._closing = False
+        self._sealing = Lanes("seal pages", 1)
+        self._lanes = {link.name: Lanes(f"pull pages {link.name}", link.workers) for link in links}
+
+    def describe(self, info: PeerInfo) -> PeerInfo:
+        """``info`` with host, process, arenas and what each link adds; from now on the arenas are this generation's."""
+        places = []
+        for tier, arena in self._arenas.items():
+            arena.generation = info.peer.generation
+            places.append(ArenaPlace(tier, arena.address, arena.nbytes, arena.fd))
+        info = msgspec.structs.replace(info, host_id=this_host(), pid=os.getpid(), arenas=tuple(places))
+        for link in self._links:
+            info = link.describe(info)
+        return info
+
+    def add_peer(self, info: PeerInfo) -> None:
+        """Prepare to read from ``info.peer``, over the first link that reaches it."""
+        links = [link for link in self._links if link.reaches(info)]
+        for link in links:
+            link.add_peer(info)
+        with self._lock:
+            self._routes[info.peer] = _Route(links)
+
+    def remove_peer(self, peer: Peer) -> None:
+        """Its arenas are read no more; pulls from it fail."""
+        with self._lock:
+            self._routes.pop(peer, None)
+        for link in self._links:
+            link.remove_peer(peer)
+
+    def start(self, job: PageJob) -> None:
+        """Queue a job. Raises :class:`InvariantError` for blocks or layers that are not ours to seal."""
+        match job:
+            case SealPages():
+                self._seal_later(job)
+            case PullPages():
+                with self._lock:
+                    self._pulls += 1
+                    pull = _Pull(job, self._pulls)
+                self._pull_later(pull)
+            case CancelPulls(peer):
+                with self._lock:
+                    if peer in self._routes:
+                        self._routes[peer].cancelled_before = self._pulls + 1
+
+    def close(self) -> None:
+        """Answer what is queued, stop the workers, unmap everything. Waits for reads under way. Not from a callback."""
+        with self._lock:
+            self._closing = True
+            peers = list(self._routes)
+        for peer in peers:
+            self.remove_peer(peer)
+        for lanes in (*self._lanes.values(), self._sealing):
+            lanes.close()
+        for link in self._links:
+            link.close()
+
+    # -- own pages
+
+    def _seal_later(self, job: SealPages) -> None:
+        offsets = layer_offsets(self._geometry, job.blocks, job.first_layer)
+        range_bytes = (job.end_layer - job.first_layer) * self._geometry.page_bytes
+        arena = self._arenas[job.tier]
+        check(0 <= job.first_layer < job.end_layer <= self._geometry.num_layers, f"layers to be sealed: {job}")
+        check(fits(offsets, range_bytes, arena.nbytes), f"blocks to be sealed: {job}")
+
+        def seal() -> None:
+            seals = _core.seal_ranges(arena.address, offsets, range_bytes)
+            self._answer(PagesSealed(job.job_id, tuple(seals.tolist())))
+            for link in self._links:
+                link.expect_reads()
+
+        self._queue(self._sealing, "seal", seal)
+
+    # -- peers' pages
+
+    def _pull_later(self, pull: _Pull) -> None:
+        """Queue it with the link that reads its peer; without one the answer is an error."""
+        route = self._routes.get(pull.job.peer)
+        if route is None or not route.links:
+            self._queue(self._sealing, "no way", lambda: self._failed(pull, f"no way to {pull.job.peer.name}"))
+            return
+        link = route.links[0]
+        self._queue(self._lanes[link.name], pull.job.peer, lambda: self._pull(pull, link, route))
+
+    @staticmethod
+    def _queue(lanes: Lanes, lane: Hashable, task: Task) -> None:
+        """Closed lanes still owe an answer."""
+        if not lanes.submit(lane, task):
+            task()
+
+    def _pull(self, pull: _Pull, link: PageLink, route: _Route) -> None:
+        """Read, compare, answer."""
+        try:
+            if self._closing or pull.number < route.cancelled_before:
+                raise LinkError("not begun: cancelled")
+            pulled_bytes = self._read(pull.job, link)
+        except UnreachableError as error:
+            self._try_the_next_link(pull, link, route, str(error))
+        except LinkError as error:
+            self._failed(pull, str(error))
+        except Exception as error:
+            log.exception("pull %s failed", pull.job.job_id)
+            self._failed(pull, f"{type(error).__name__}: {error}")
+        else:
+            spent_ns = time.monotonic_ns() - pull.started_ns
+            self._answer(PagesPulled(pull.job.job_id, "", pulled_bytes, link.name, spent_ns))
+
+    def _read(self, job: PullPages, link: PageLink) -> int:
+        """Bytes pulled; every block has the checksum that its owner gave."""
+        layers = job.first_layer, job.end_layer
+        blocks = block_ranges(self._geometry, job.src_blocks, job.dst_blocks, *layers)
+        if len(job.checksums) != len(blocks):
+            raise LinkError(f"{len(job.checksums)} checksums of {len(blocks)} blocks")
+        if job.by_page:
+            pages = block_ranges(self._geometry, job.src_blocks, job.dst_blocks, *layers, by_page=True)
+            link.read(job.peer, job.src_tier, job.dst_tier, pages)
+            seals = self._landed(job, blocks)
+        else:
+            seals = link.read(job.peer, job.src_tier, job.dst_tier, blocks)
+        wrong = np.flatnonzero(seals != np.array(job.checksums, np.uint64))
+        if len(wrong):
+            raise LinkError(f"{len(wrong)} of {len(blocks)} blocks have another checksum than their owner said")
+        return blocks.total_bytes
+
+    def _landed(self, job: PullPages, blocks: Ranges) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """Checksums of blocks that came page by page."""
+        return _core.seal_ranges(self._arenas[job.dst_tier].address, blocks.dst_offsets, blocks.range_bytes)
+
+    def _try_the_next_link(self, pull: _Pull, link: PageLink, route: _Route, why: str) -> None:
+        with self._lock:
+            if route.links and route.links[0] is link:
+                log.warning("%s cannot be read over %s: %s", pull.job.peer.name, link.name, why)
+                route.links.pop(0)
+        if route.links:
+            self._pull_later(pull)
+        else:
+            self._failed(pull, why)
+
+    def _failed(self, pull: _Pull, error: str) -> None:
+        self._answer(PagesPulled(pull.job.job_id, error, spent_ns=time.monotonic_ns() - pull.started_ns))
+
+    def _answer(self, answer: PagesSealed | PagesPulled) -> None:
+        self._on_pages(answer)

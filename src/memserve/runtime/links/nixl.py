@@ -1,0 +1,134 @@
+"""Reading peers over NIXL: between hosts, and wherever memory cannot be mapped (level 3).
+
+Without progress on the owner's side a READ does not end: over TCP because the owner sends, on one host because the
+connection takes both. NIXL's own thread costs 60 % of a core while nothing happens (1.5, UCX). Ours looks now and
+then, and more often for a while after pages were sealed, for then somebody is about to read them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+
+import msgspec
+
+from memserve.messages import Peer, PeerInfo
+from memserve.runtime.links.attendant import Attendant
+from memserve.runtime.links.link import Arenas, LinkError, Seals, check_ranges, place_of
+from memserve.runtime.links.nixl_agent import Agent
+from memserve.runtime.links.nixl_slots import SlotReader
+from memserve.runtime.links.ranges import Ranges
+from memserve.types import Tier
+from memserve.units import MIB, ns_from_s
+
+log = logging.getLogger(__name__)
+
+SLOT_BYTES_MIN = 4 * MIB
+"""A slot holds this much, or one block when that is larger."""
+STALL_S = 4.0
+"""A slot that does not fill within this time is given up, and the read with it."""
+
+
+class NixlLink:
+    """A :class:`PageLink` over NIXL with UCX: RDMA, TCP, or one copy by the kernel on the same host.
+
+    Raises :class:`UserError` when NIXL is not installed.
+    """
+
+    name = "nixl"
+    workers = 4
+
+    def __init__(self, arenas: Arenas, block_bytes: int, *, stall_s: float = STALL_S) -> None:
+        self._arenas = arenas
+        self._agent = Agent(f"memserve {os.getpid()} {time.time_ns():x}")
+        for arena in arenas.values():
+            self._agent.register(arena.address, arena.nbytes)
+        self._metadata = self._agent.metadata()  # without slots: they are nobody's to read
+        self._reader = SlotReader(self._agent, max(SLOT_BYTES_MIN, block_bytes), ns_from_s(stall_s))
+        self._lock = threading.Lock()
+        self._peers: dict[Peer, PeerInfo] = {}
+        self._names: dict[Peer, str] = {}
+        """Agents of peers that were read from; generations of one process share theirs."""
+        self._reading: Counter[str] = Counter()
+        """Reads under way, by agent."""
+        self._leaving: list[str] = []
+        """Agents of nobody, to be removed once nothing is under way from them."""
+        self._attendant = Attendant(self._attend)
+
+    def describe(self, info: PeerInfo) -> PeerInfo:
+        """Add the agent."""
+        return msgspec.structs.replace(info, nixl_agent=self._metadata)
+
+    def reaches(self, info: PeerInfo) -> bool:
+        """It has an agent as well."""
+        return bool(info.nixl_agent)
+
+    def add_peer(self, info: PeerInfo) -> None:
+        """Remember its agent, and be there when it reads."""
+        with self._lock:
+            self._peers[info.peer] = info
+        self._attendant.look_often()
+
+    def remove_peer(self, peer: Peer) -> None:
+        """A read under way notices, and its slots are abandoned."""
+        with self._lock:
+            self._peers.pop(peer, None)
+            name = self._names.pop(peer, None)
+            if name is not None and name not in self._names.values():
+                self._leaving.append(name)
+
+    def expect_reads(self) -> None:
+        """Look more often for a while, if there are peers."""
+        if self._peers:
+            self._attendant.look_often()
+
+    def read(self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges) -> Seals:
+        """Read slot by slot, then copy and checksum each. Raises :class:`LinkError`."""
+        info, agent_name = self._begin(peer)
+        try:
+            place, target = place_of(info, src_tier), self._arenas.get(dst_tier)
+            if target is None:
+                raise LinkError(f"no {dst_tier.name} here")
+            check_ranges(ranges, place.arena_bytes, target.nbytes)
+            return self._reader.read(agent_name, place.address, target.address, ranges, lambda: peer in self._peers)
+        finally:
+            with self._lock:
+                self._reading[agent_name] -= 1
+
+    def close(self) -> None:
+        """Stop attending, give agent and slots back."""
+        self._attendant.close()
+        self._reader.close()
+
+    def _begin(self, peer: Peer) -> tuple[PeerInfo, str]:
+        """The peer and its agent's name; from now on a read is under way from it."""
+        with self._lock:
+            info = self._peers.get(peer)
+            if info is None:
+                raise LinkError(f"{peer.name} is gone")
+            if peer not in self._names:
+                self._names[peer] = self._agent.add_peer(info.nixl_agent)
+            name = self._names[peer]
+            self._leaving = [other for other in self._leaving if other != name]
+            self._reading[name] += 1
+            return info, name
+
+    def _attend(self) -> bool:
+        """Serve readers, take back what is over; whether there is anybody to serve."""
+        self._agent.progress()
+        busy = self._reader.sweep()
+        with self._lock:
+            for name in [name for name in self._leaving if name not in busy and not self._reading[name]]:
+                self._leaving.remove(name)
+                del self._reading[name]
+                self._forget(name)
+            return bool(self._peers or self._leaving or busy)
+
+    def _forget(self, agent_name: str) -> None:
+        try:
+            self._agent.remove_peer(agent_name)
+        except LinkError as error:
+            log.info("%s", error)

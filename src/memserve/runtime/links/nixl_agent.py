@@ -1,0 +1,135 @@
+"""The few calls of NIXL that reading takes, behind one lock (level 3)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import threading
+from typing import Any
+
+import numpy as np
+
+from memserve.errors import UserError
+from memserve.runtime.links.link import LinkError, UnreachableError
+from memserve.runtime.links.ranges import Ranges
+
+_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
+
+
+def _module() -> str | None:
+    return next((name for name in _MODULES if importlib.util.find_spec(name)), None)
+
+
+def nixl_is_installed() -> bool:
+    """Whether :class:`Agent` can be built."""
+    return _module() is not None
+
+
+class Transfer:
+    """A READ that was posted. Its memory may be written until :meth:`state` says that it is over."""
+
+    def __init__(self, agent: Agent, handle: Any, state: str) -> None:
+        self._agent = agent
+        self._handle = handle
+        self._state = state
+
+    def is_over(self) -> bool:
+        """Looks, and lets NIXL work on it."""
+        if self._state == "PROC":
+            self._state = self._agent.state(self._handle)
+        return self._state != "PROC"
+
+    @property
+    def succeeded(self) -> bool:
+        """As it was when last looked at."""
+        return self._state == "DONE"
+
+    def release(self) -> None:
+        """Forget a transfer that is over."""
+        self._agent.release(self._handle)
+
+
+class Agent:
+    """A NIXL agent with the UCX backend and without a thread. Calls are serialized; none of them waits for a peer.
+
+    Raises :class:`UserError` when NIXL is not installed.
+    """
+
+    def __init__(self, name: str) -> None:
+        module = _module()
+        if module is None:
+            raise UserError("the link nixl needs NIXL", hint="pip install 'memserve[nixl]', or use --link shm")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        api = importlib.import_module(f"{module}._api")
+        self._lock = threading.Lock()
+        self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+
+    def metadata(self) -> bytes:
+        """What peers need to read what is registered so far."""
+        with self._lock:
+            return bytes(self._agent.get_agent_metadata())
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Let peers read, and READs write, these bytes."""
+        with self._lock:
+            self._agent.register_memory([(address, nbytes, 0, "")], "DRAM")
+
+    def add_peer(self, metadata: bytes) -> str:
+        """The name of the peer's agent. Raises :class:`UnreachableError` when the metadata cannot be used."""
+        with self._lock:
+            try:
+                name = self._agent.add_remote_agent(metadata)
+            except Exception as error:  # NIXL's errors have no base of their own
+                raise UnreachableError(f"NIXL refuses the peer's agent: {error}") from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_peer(self, name: str) -> None:
+        """Forget the peer's agent. None of its transfers is under way."""
+        with self._lock:
+            try:
+                self._agent.remove_remote_agent(name)
+            except Exception as error:
+                raise LinkError(f"NIXL keeps the agent {name}: {error}") from error
+
+    def read(self, name: str, src_address: int, dst_address: int, ranges: Ranges) -> Transfer:
+        """Post a READ of ``ranges``, relative to the two addresses. Raises :class:`LinkError`."""
+        with self._lock:
+            try:
+                local = self._agent.get_xfer_descs(_descriptors(dst_address, ranges.dst_offsets, ranges), "DRAM")
+                remote = self._agent.get_xfer_descs(_descriptors(src_address, ranges.src_offsets, ranges), "DRAM")
+                handle = self._agent.initialize_xfer("READ", local, remote, name)
+                return Transfer(self, handle, self._agent.transfer(handle))
+            except Exception as error:
+                raise LinkError(f"NIXL cannot read: {error}") from error
+
+    def state(self, handle: Any) -> str:
+        """``PROC``, ``DONE`` or ``ERR``."""
+        with self._lock:
+            try:
+                return str(self._agent.check_xfer_state(handle))
+            except Exception:
+                return "ERR"
+
+    def release(self, handle: Any) -> None:
+        """Give a handle back."""
+        with self._lock:
+            self._agent.release_xfer_handle(handle)
+
+    def progress(self) -> None:
+        """Let NIXL answer peers that read from us."""
+        with self._lock:
+            self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """Nobody reads us any more, and we read nobody."""
+        with self._lock:
+            self._agent = None
+
+
+def _descriptors(base: int, offsets: np.ndarray[tuple[int], np.dtype[np.int64]], ranges: Ranges) -> Any:
+    """NIXL's ``[n, 3]`` uint64: address, bytes, device."""
+    descriptors = np.zeros((len(offsets), 3), np.uint64)
+    descriptors[:, 0] = offsets.astype(np.uint64) + np.uint64(base)
+    descriptors[:, 1] = ranges.range_bytes
+    return descriptors

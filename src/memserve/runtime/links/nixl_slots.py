@@ -1,0 +1,164 @@
+"""Reading through slots: memory of ours that READs may write, whatever became of them (level 3).
+
+A READ that was given up can still write. Over TCP (NIXL 1.5, UCX), most of 64 MB landed after the handle had been
+released and the agent removed, when a stopped peer went on. So nothing is read into an arena: ranges land in a slot,
+and are copied from there while they are checksummed, which has to be done anyway. The slot of a READ that was given up
+is used again when NIXL says that it is over, and not before.
+
+A read goes through two slots at a time: one fills while the other is copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from memserve import _core
+from memserve.runtime.links.link import LinkError, Seals
+from memserve.runtime.links.nixl_agent import Agent, Transfer
+from memserve.runtime.links.ranges import Ranges
+from memserve.units import NS_PER_S
+
+SLOTS_MAX = 64
+_SPINS = 64
+_POLL_S = 50e-6
+"""Between looks at a READ that did not end at once."""
+
+_never_freed: list[object] = []
+"""What READs may still write, of readers that were closed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Filling:
+    """A slot that a READ writes."""
+
+    slot: _core.Arena
+    landing: Ranges
+    """From the slot into the arena."""
+    transfer: Transfer
+    agent_name: str
+    stalled_at_ns: int
+
+
+class SlotReader:
+    """Reads ranges of any length up to ``slot_bytes`` from peers' agents. Thread-safe."""
+
+    def __init__(self, agent: Agent, slot_bytes: int, stall_ns: int) -> None:
+        self._agent = agent
+        self._slot_bytes = slot_bytes
+        self._stall_ns = stall_ns
+        self._lock = threading.Lock()
+        self._free: list[_core.Arena] = []
+        self._made = 0
+        self._abandoned: list[_Filling] = []
+        """READs that were given up but were not over when last looked at."""
+
+    def read(
+        self, agent_name: str, src_address: int, dst_address: int, ranges: Ranges, is_wanted: Callable[[], bool]
+    ) -> Seals:
+        """Copy ``ranges``, relative to the addresses; one checksum each of what was written.
+
+        Raises :class:`LinkError` when a slot does not fill in time, or nobody wants it any more.
+        """
+        if ranges.range_bytes > self._slot_bytes:
+            raise LinkError(f"ranges of {ranges.range_bytes} bytes are longer than a slot")
+        step = self._slot_bytes // ranges.range_bytes
+        seals: list[Seals] = []
+        filling: deque[_Filling] = deque()
+        try:
+            for begin in range(0, len(ranges), step):
+                filling.append(self._fill(agent_name, src_address, ranges.part(begin, begin + step)))
+                if len(filling) == 2:
+                    seals.append(self._land(filling, dst_address, is_wanted))
+            while filling:
+                seals.append(self._land(filling, dst_address, is_wanted))
+        finally:
+            for abandoned in filling:
+                self._abandon(abandoned)
+        return np.concatenate(seals) if seals else np.zeros(0, np.uint64)
+
+    def sweep(self) -> set[str]:
+        """Take back what is over; the names of agents from which something is still under way."""
+        with self._lock:
+            states = [(filling, filling.transfer.is_over()) for filling in self._abandoned]
+            self._abandoned = [filling for filling, is_over in states if not is_over]
+            busy = {filling.agent_name for filling in self._abandoned}
+        for filling, is_over in states:
+            if is_over:
+                self._recycle(filling)
+        return busy
+
+    def close(self) -> None:
+        """Give the slots back, and the agent; what may still be written stays for as long as the process lives."""
+        if self.sweep():
+            _never_freed.append((self._agent, self._abandoned))
+        else:
+            self._agent.close()
+        self._free.clear()
+
+    def _fill(self, agent_name: str, src_address: int, part: Ranges) -> _Filling:
+        slot = self._take()
+        offsets = np.arange(len(part), dtype=np.int64) * part.range_bytes
+        try:
+            into_slot = Ranges(part.src_offsets, offsets, part.range_bytes)
+            transfer = self._agent.read(agent_name, src_address, slot.address, into_slot)
+        except LinkError:
+            self._give_back(slot)
+            raise
+        landing = Ranges(offsets, part.dst_offsets, part.range_bytes)
+        return _Filling(slot, landing, transfer, agent_name, time.monotonic_ns() + self._stall_ns)
+
+    def _land(self, filling: deque[_Filling], dst_address: int, is_wanted: Callable[[], bool]) -> Seals:
+        """Wait until the first slot is full, then copy it out."""
+        full = filling[0]
+        self._wait(full, is_wanted)
+        if not full.transfer.succeeded:
+            raise LinkError("reading over NIXL failed")
+        landing = full.landing
+        seals = _core.copy_ranges_sealed(
+            dst_address, landing.dst_offsets, full.slot.address, landing.src_offsets, landing.range_bytes
+        )
+        self._recycle(filling.popleft())
+        return seals
+
+    def _wait(self, filling: _Filling, is_wanted: Callable[[], bool]) -> None:
+        looks = 0
+        while not filling.transfer.is_over():
+            looks += 1
+            if not is_wanted():
+                raise LinkError("the peer is gone")
+            if time.monotonic_ns() > filling.stalled_at_ns:
+                raise LinkError(f"the peer sent nothing for {self._stall_ns / NS_PER_S:.1f} s")
+            if looks > _SPINS:
+                time.sleep(_POLL_S)
+
+    def _abandon(self, filling: _Filling) -> None:
+        if filling.transfer.is_over():
+            self._recycle(filling)
+        else:
+            with self._lock:
+                self._abandoned.append(filling)
+
+    def _recycle(self, filling: _Filling) -> None:
+        filling.transfer.release()
+        self._give_back(filling.slot)
+
+    def _take(self) -> _core.Arena:
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            if self._made == SLOTS_MAX:
+                raise LinkError(f"all {SLOTS_MAX} slots are held by reads that did not end")
+            self._made += 1
+        slot = _core.Arena(self._slot_bytes)
+        self._agent.register(slot.address, self._slot_bytes)
+        return slot
+
+    def _give_back(self, slot: _core.Arena) -> None:
+        with self._lock:
+            self._free.append(slot)

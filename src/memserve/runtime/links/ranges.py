@@ -1,0 +1,156 @@
+"""Pages and shards of KV as byte ranges (level 3).
+
+An arena is blocks in a row, a block its layers' pages in a row, a page its heads' runs in a row; so any part that a
+rank holds, or lacks, is a list of equal ranges. Ranks of different tensor or pipeline parallelism exchange what they
+have in common: layers and heads, each a half-open interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve.errors import check
+from memserve.types import KVGeometry
+
+Offsets = NDArray[np.int64]
+"""Bytes from the start of an arena, ``[n]`` int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """``range_bytes`` from each of ``src_offsets`` to the same place of ``dst_offsets``."""
+
+    src_offsets: Offsets
+    dst_offsets: Offsets
+    range_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.src_offsets)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all ranges."""
+        return len(self) * self.range_bytes
+
+    def part(self, begin: int, end: int) -> Ranges:
+        """Ranges ``[begin, end)``."""
+        return Ranges(self.src_offsets[begin:end], self.dst_offsets[begin:end], self.range_bytes)
+
+
+def fits(offsets: Offsets, range_bytes: int, arena_bytes: int) -> bool:
+    """Whether every range lies inside an arena."""
+    return not len(offsets) or (int(offsets.min()) >= 0 and int(offsets.max()) + range_bytes <= arena_bytes)
+
+
+def layer_offsets(geometry: KVGeometry, blocks: Sequence[int], first_layer: int) -> Offsets:
+    """Where layer ``first_layer`` of each block begins; the layers behind it follow without a gap."""
+    return np.array(blocks, np.int64) * geometry.block_bytes + first_layer * geometry.page_bytes
+
+
+def block_ranges(
+    geometry: KVGeometry,
+    src_blocks: Sequence[int],
+    dst_blocks: Sequence[int],
+    first_layer: int,
+    end_layer: int,
+    *,
+    by_page: bool = False,
+) -> Ranges:
+    """Layers ``[first_layer, end_layer)`` of blocks between arenas of one geometry: a range a block, or a page."""
+    check(0 <= first_layer < end_layer <= geometry.num_layers, f"layers [{first_layer}, {end_layer}) to be moved")
+    check(len(src_blocks) == len(dst_blocks), "as many sources as destinations")
+    src = layer_offsets(geometry, src_blocks, first_layer)
+    dst = layer_offsets(geometry, dst_blocks, first_layer)
+    if not by_page:
+        return Ranges(src, dst, (end_layer - first_layer) * geometry.page_bytes)
+    steps = np.arange(end_layer - first_layer, dtype=np.int64) * geometry.page_bytes
+    return Ranges((src[:, None] + steps).ravel(), (dst[:, None] + steps).ravel(), geometry.page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The layers and KV heads of a model that one rank holds."""
+
+    model: KVGeometry
+    """Of the whole model."""
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+
+    @property
+    def local(self) -> KVGeometry:
+        """Geometry of the rank's own arena."""
+        layers, heads = self.end_layer - self.first_layer, self.end_head - self.first_head
+        return replace(self.model, num_layers=layers, num_kv_heads=heads)
+
+
+def shards(model: KVGeometry, tensor_parallel: int, pipeline_parallel: int) -> list[Shard]:
+    """The shard of each rank, stage by stage. Layers are dealt out as evenly as they can be.
+
+    With more ranks than heads, neighbours hold the same head.
+    """
+    layers, heads = model.num_layers, model.num_kv_heads
+    whole = heads % tensor_parallel == 0 or tensor_parallel % heads == 0
+    check(whole and tensor_parallel > 0, f"{heads} heads on {tensor_parallel} ranks")
+    check(0 < pipeline_parallel <= layers, f"{layers} layers in {pipeline_parallel} stages")
+    return [
+        Shard(
+            model,
+            stage * layers // pipeline_parallel,
+            (stage + 1) * layers // pipeline_parallel,
+            rank * heads // tensor_parallel,
+            max((rank + 1) * heads // tensor_parallel, rank * heads // tensor_parallel + 1),
+        )
+        for stage in range(pipeline_parallel)
+        for rank in range(tensor_parallel)
+    ]
+
+
+def shard_ranges(src: Shard, dst: Shard, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Ranges:
+    """What ``dst`` can take from ``src``: one range a block where whole pages of both agree, else one a page.
+
+    Nothing in common: no ranges.
+    """
+    check(src.model == dst.model, "shards of one model")
+    first_layer, end_layer = max(src.first_layer, dst.first_layer), min(src.end_layer, dst.end_layer)
+    first_head, end_head = max(src.first_head, dst.first_head), min(src.end_head, dst.end_head)
+    if first_layer >= end_layer or first_head >= end_head:
+        return Ranges(np.zeros(0, np.int64), np.zeros(0, np.int64), 1)
+    run_bytes = src.model.page_bytes // src.model.num_kv_heads
+    layers, range_bytes = end_layer - first_layer, (end_head - first_head) * run_bytes
+
+    def offsets(shard: Shard, blocks: Sequence[int]) -> Offsets:
+        pages = np.arange(layers, dtype=np.int64) * shard.local.page_bytes
+        base = layer_offsets(shard.local, blocks, first_layer - shard.first_layer)
+        return (base[:, None] + pages + (first_head - shard.first_head) * run_bytes).ravel()
+
+    ranges = Ranges(offsets(src, src_blocks), offsets(dst, dst_blocks), range_bytes)
+    if range_bytes == src.local.page_bytes == dst.local.page_bytes:
+        return Ranges(ranges.src_offsets[::layers], ranges.dst_offsets[::layers], range_bytes * layers)
+    return ranges
+
+
+def pull_plan(
+    sources: Sequence[Shard], dst: Shard, src_blocks: Sequence[int], dst_blocks: Sequence[int]
+) -> list[tuple[int, Ranges]]:
+    """``(index into sources, ranges)`` that together fill ``dst``'s blocks, every byte exactly once.
+
+    Of sources that hold the same heads and layers the first is taken.
+    """
+    plan, taken = [], set()
+    for index, src in enumerate(sources):
+        part = (
+            max(src.first_layer, dst.first_layer),
+            min(src.end_layer, dst.end_layer),
+            max(src.first_head, dst.first_head),
+            min(src.end_head, dst.end_head),
+        )
+        if part[0] < part[1] and part[2] < part[3] and part not in taken:
+            taken.add(part)
+            plan.append((index, shard_ranges(src, dst, src_blocks, dst_blocks)))
+    return plan
