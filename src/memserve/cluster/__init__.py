@@ -1,1 +1,1 @@
-"""The cluster's brain: who is a member, what each has cached, who runs which request, and what happens when one dies."""
+"""The cluster's brain: its members, what each has cached, who runs which request, and what happens when one dies."""

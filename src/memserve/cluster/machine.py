@@ -1,12 +1,68 @@
-"""The cluster machine (level 2): requests and messages in, messages and tokens out."""
+"""The cluster machine (level 2): requests and messages in, messages and tokens out.
+
+Synchronous and deterministic, like the instance's: one mutator, ``handle(event, now)``. It holds what a router must
+know, and nothing of it is needed by instances to stay right: each message may be lost, come late or twice.
+
+::
+
+    Membership   who is there              Registry, LoadTable
+    Trees        who has cached what       _core.PrefixDirectory, one feed of KV events an instance
+    Placer       who runs a request        policy.routing
+    Lifecycle    attempts of each request  Jobs
+    OutputDesk   what the client gets
+    Handles      named prefixes
+"""
 
 from __future__ import annotations
 
-from memserve.cluster.events import ClusterAction, ClusterEvent
+from memserve.cluster.events import (
+    ClockTicked,
+    ClusterAction,
+    ClusterEvent,
+    InstanceDrained,
+    MessageArrived,
+    PrefixPinned,
+    PrefixUnpinned,
+    RequestArrived,
+    RequestCancelled,
+    SequenceStopped,
+)
+from memserve.cluster.handles import Handles
+from memserve.cluster.invariants import check_jobs, check_loads
+from memserve.cluster.jobs import Job
+from memserve.cluster.lifecycle import Lifecycle
+from memserve.cluster.loads import LoadTable
+from memserve.cluster.membership import Membership
+from memserve.cluster.outbox import Outbox
+from memserve.cluster.outputs import OutputDesk
+from memserve.cluster.placement import Placer
+from memserve.cluster.registry import Member, Registry
 from memserve.cluster.report import ClusterStats, Counters, HandleView, InstanceView, RouteStory
+from memserve.cluster.sessions import Sessions
+from memserve.cluster.timers import Key, Timers
+from memserve.cluster.trees import Trees, is_sane
+from memserve.cluster.views import cluster_stats, instance_view
 from memserve.config import ClusterConfig
+from memserve.errors import check
 from memserve.mempool.identity import DEFAULT_KEY
+from memserve.messages import (
+    AnyMessage,
+    Drain,
+    HandedOver,
+    Heartbeat,
+    Join,
+    KvEvents,
+    KvSnapshot,
+    Leave,
+    Peer,
+    Pinned,
+    RequestRefused,
+    StopSequence,
+    Tokens,
+)
+from memserve.policy.costs import CostModel
 from memserve.policy.routing import RoutingCosts
+from memserve.types import FinishReason, Request, TokenOutput
 
 
 class Cluster:
@@ -22,34 +78,204 @@ class Cluster:
         """``costs``: a ``policy.costs.CostModel``; default: the conservative one. ``identity_key``: 16 bytes, that of
         the instances' pools."""
         self.config = config
-        self._counters = Counters()
+        self._counters = counters = Counters()
+        self._timers, self._outbox = timers, outbox = Timers(), Outbox()
+        self._registry, self._loads = registry, loads = Registry(), LoadTable()
+        self._trees = trees = Trees(config, timers, counters, identity_key)
+        self._handles = handles = Handles(registry, trees, loads, timers, outbox)
+        self._sessions = sessions = Sessions(registry)
+        placer = Placer(config, costs or CostModel(), registry, trees, loads, sessions, handles)
+        self._lifecycle = lifecycle = Lifecycle(
+            config, registry, trees, loads, placer, sessions, handles, timers, outbox, counters
+        )
+        self._membership = Membership(config, registry, trees, loads, lifecycle, handles, timers, outbox, counters)
+        self._desk = OutputDesk(lifecycle, timers, outbox, counters)
+
+    # -- the one mutator
 
     def handle(self, event: ClusterEvent, now: int) -> list[ClusterAction]:
-        """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order."""
-        return []
+        """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order.
+
+        What is due by ``now`` happens after it: a heartbeat that waited behind other work is heard before its sender
+        is taken to be dead.
+        """
+        self._excuse_own_sleep(now)
+        if isinstance(event, MessageArrived):
+            self._hear(event.sender, event.message, now)
+        elif isinstance(event, RequestArrived):
+            self._arrive(event.request, now)
+        elif isinstance(event, RequestCancelled):
+            self._cancel(event.request_id, now)
+        elif isinstance(event, SequenceStopped):
+            self._stop(event.request_id, event.index, now)
+        elif isinstance(event, InstanceDrained):
+            member = self._registry.named(event.name)
+            if member is not None:
+                self._membership.drain(member)
+        elif isinstance(event, PrefixPinned):
+            self._handles.pin(event, now)
+        elif isinstance(event, PrefixUnpinned):
+            self._handles.unpin(event)
+        else:
+            check(isinstance(event, ClockTicked), f"unknown event {event!r}")
+        for key in self._timers.due(now):
+            self._wake(key, now)
+        return self._outbox.take()
+
+    def _excuse_own_sleep(self, now: int) -> None:
+        """Whoever did not look at the clock for so long heard nothing either: others' silence proves nothing."""
+        due_ns = self._timers.next_ns
+        if due_ns is not None and now - due_ns > self.config.dead_after_ns // 2:
+            self._registry.forgive(now)
+
+    def _wake(self, key: Key, now: int) -> None:
+        kind, name = key
+        if isinstance(name, Peer):
+            self._membership.silent(name, now)
+        elif kind == "stall":
+            self._lifecycle.stalled(name, now)
+        elif kind == "gap":
+            self._desk.gap_lasted(name, now)
+        elif kind == "deadline":
+            self._expire(name, now)
+        elif kind == "unplaced":
+            self._lifecycle.waited(name, now)
+        elif kind == "retry":
+            self._lifecycle.retry(name, now)
+        elif kind == "pin":
+            self._handles.due(name, now)
+        else:
+            check(kind == "trees", f"unknown timer {key}")
+            self._trees.expire(now)
+
+    # -- clients
+
+    def _arrive(self, request: Request, now: int) -> None:
+        self._counters.requests += 1
+        request_id = request.request_id
+        reason = None
+        if request_id in self._lifecycle.jobs.by_id:
+            reason = f"a request with the id {request_id!r} is still running"
+        elif not len(request.prompt) or request.n < 1:
+            reason = "the prompt is empty" if not len(request.prompt) else f"n must be at least 1, got {request.n}"
+        if reason is not None:
+            self._counters.requests_rejected += 1
+            self._outbox.reject(request_id, reason, None)
+            return
+        job = Job(request, now)
+        self._lifecycle.jobs.enter(job)
+        if request.deadline_ns is not None:
+            self._timers.arm(request.deadline_ns, ("deadline", request_id))
+        self._lifecycle.place(job, now)
+
+    def _cancel(self, request_id: str, now: int) -> None:
+        job = self._lifecycle.jobs.by_id.get(request_id)
+        if job is not None:  # else it ended while the cancellation was on its way
+            self._counters.requests_cancelled += 1
+            self._lifecycle.end(job, FinishReason.CANCELLED, now)
+
+    def _expire(self, request_id: str, now: int) -> None:
+        job = self._lifecycle.jobs.by_id.get(request_id)
+        if job is not None and job.request.deadline_ns is not None and job.request.deadline_ns <= now:
+            self._counters.requests_expired += 1
+            self._lifecycle.end(job, FinishReason.DEADLINE, now)
+
+    def _stop(self, request_id: str, index: int, now: int) -> None:
+        """The client has read enough of one sequence. The instances are told; their word is not waited for."""
+        job = self._lifecycle.jobs.by_id.get(request_id)
+        if job is None or not 0 <= index < job.request.n or job.request.beam_width:
+            return
+        emitted = job.emitted[index]
+        if job.finished[index] is not None or not emitted:
+            return
+        reason = FinishReason.STOP
+        job.finished[index], job.is_stopped = reason, True
+        self._counters.finished[reason.value] += 1
+        self._outbox.emit(
+            TokenOutput(request_id, index, (), finish_reason=reason, story=job.told(), offset=len(emitted))
+        )
+        if all(job.finished):
+            self._lifecycle.leave(job, now)
+        elif job.attempt is not None:
+            for member in job.attempt.involved:
+                self._outbox.send(member.peer, StopSequence(job.attempt.attempt_id, index))
+
+    # -- messages
+
+    def _hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
+        if isinstance(message, Join):
+            self._membership.join(sender, message, now)
+            return
+        member = self._registry.get(sender)
+        if member is None:
+            if not isinstance(message, Leave):
+                self._membership.expel(sender, "this incarnation is no member")
+            return
+        member.heard_ns = now
+        if isinstance(message, Tokens):
+            self._desk.take(member, message, now)
+        elif isinstance(message, Heartbeat):
+            self._membership.heartbeat(member, message, now)
+        elif isinstance(message, KvEvents | KvSnapshot):
+            self._follow(member, message, now)
+        elif isinstance(message, HandedOver):
+            self._lifecycle.handed_over(message.request_id, member, now)
+        elif isinstance(message, RequestRefused):
+            self._lifecycle.refused(member, message, now)
+        elif isinstance(message, Pinned):
+            self._handles.pinned(member, message, now)
+        elif isinstance(message, Drain):
+            self._membership.drain(member)
+        elif isinstance(message, Leave):
+            self._membership.gone(member, "it left", now, died=False)
+
+    def _follow(self, member: Member, message: KvEvents | KvSnapshot, now: int) -> None:
+        """News of a member's index. One that talks nonsense about its memory is a danger to all."""
+        trees, number = self._trees, member.number
+        if isinstance(message, KvEvents):
+            sane = is_sane(message.changes)
+            ask = trees.apply(number, message, now) if sane else None
+        else:
+            sane = not (len(message.hbm) % 16 or len(message.dram) % 16)
+            ask = trees.replace(number, message, now) if sane else None
+        if sane:
+            self._membership.ask(member, ask)
+            return
+        self._membership.expel(member.peer, "its KV events make no sense")
+        self._membership.gone(member, "its KV events make no sense", now, died=True)
 
     # -- views
 
     @property
     def next_deadline_ns(self) -> int | None:
         """When a ``ClockTicked`` is worth sending at the latest; ``None`` = nothing is waited for."""
-        return None
+        return self._timers.next_ns
 
     def stats(self) -> ClusterStats:
         """State now, and totals since the start."""
-        return ClusterStats(0, 0, 0, 0, 0, 0, 0, self._counters)
+        return cluster_stats(self._registry, self._trees, self._lifecycle.jobs, self._handles, self._counters)
 
     def instances(self) -> tuple[InstanceView, ...]:
         """All members in the order in which they joined."""
-        return ()
+        return tuple(instance_view(member, self._trees, self._loads) for member in self._registry)
 
     def story(self, request_id: str) -> RouteStory | None:
         """What was decided for a live request."""
-        return None
+        job = self._lifecycle.jobs.by_id.get(request_id)
+        return job.story() if job is not None else None
 
     def handles(self) -> tuple[HandleView, ...]:
         """All named prefixes, in the order in which they were pinned first."""
-        return ()
+        return self._handles.views()
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""
+        self._registry.check_invariants()
+        self._trees.check_invariants()
+        self._handles.check_invariants()
+        check_jobs(self._lifecycle.jobs, self._registry)
+        check_loads(self._lifecycle.jobs, self._registry, self._loads)
+
+    def __repr__(self) -> str:
+        jobs = self._lifecycle.jobs
+        return f"<Cluster members={len(self._registry)} requests={len(jobs.by_id)} unplaced={len(jobs.unplaced)}>"

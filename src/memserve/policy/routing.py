@@ -1,8 +1,29 @@
-"""Who computes a prompt, and who decodes it (level 1)."""
+"""Who computes a prompt, and who decodes it (level 1): pure functions over a tuple of candidates.
+
+    least-load    fewest tokens of outstanding work
+    session       where the session's last request ran, unless that one is overloaded
+    prompt-tree   longest cached prefix, unless that one is overloaded (the global prompt trees of MemServe 6)
+    cost          shortest expected time to the first token, and what decoding there costs everybody
+
+Each gives its reason in words. Ties go to an instance that knows the session, then to the lowest number.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from memserve.types import Role
+from memserve.units import NS_PER_MS
+
+OVERLOAD_FACTOR = 2
+OVERLOAD_TOKENS = 8192
+"""An instance is overloaded with more than ``OVERLOAD_FACTOR`` times the work of the least loaded, and this much."""
+
+DECODE_WINDOW = 16
+"""Decode steps that count in a decision. More of them are to come, but work may leave by then."""
 
 
 class RoutingCosts(Protocol):
@@ -19,3 +40,291 @@ class RoutingCosts(Protocol):
 
     def transfer_ns(self, copy_bytes: int, same_host: bool) -> int:
         """From one instance to another."""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """An instance that could take a request, in the numbers that decisions are made of."""
+
+    number: int
+    name: str
+    role: Role
+    host_id: str = ""
+    takes_requests: bool = True
+    """False: it drains, or is gone."""
+    prefill_tokens: int = 0
+    """Uncomputed prompt tokens before this request."""
+    sequences: int = 0
+    """That decode there."""
+    context_tokens: int = 0
+    """In their contexts: what each decode step reads."""
+    room_tokens: int = 1 << 40
+    """KV that it has memory for, its evictable cache included."""
+    matched_tokens: int = 0
+    """The prompt's prefix in its cache, HBM and DRAM."""
+    dram_tokens: int = 0
+    """Of them: in DRAM."""
+
+    @property
+    def work_tokens(self) -> int:
+        """Outstanding work: tokens to be computed, and tokens to be read in each step."""
+        return self.prefill_tokens + self.context_tokens
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """A long prefix of the prompt in somebody's cache, that whoever computes the prompt may fetch."""
+
+    number: int
+    tokens: int
+    host_id: str = ""
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What a request needs."""
+
+    prompt_tokens: int
+    """To be computed or reused: a resumed request's generated tokens included."""
+    max_tokens: int = 16
+    sequences: int = 1
+    token_bytes: int = 0
+    """Of KV."""
+    favourites: tuple[int, ...] = ()
+    """Instances that know the session, or have its prefix pinned."""
+    holdings: tuple[Holding, ...] = ()
+    """Longest first."""
+
+
+class Route(NamedTuple):
+    """A decision."""
+
+    first: Candidate
+    """Computes the prompt."""
+    decode_at: Candidate | None
+    """Decodes; ``None`` = the first one does."""
+    reason: str
+
+
+Policy = Callable[[Ask, Sequence[Candidate], Sequence[Candidate], RoutingCosts], Route]
+
+
+def teams(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Who may compute the prompt, and who may decode for those of role ``prefill`` (empty: each does all itself).
+
+    Pairs need both roles. Without a pair colocated instances do all of it, and without those whoever is left does: any
+    instance with a model can prefill and decode.
+    """
+    usable = [c for c in candidates if c.takes_requests and c.role is not Role.STORE]
+    prefill = [c for c in usable if c.role is Role.PREFILL]
+    decode = [c for c in usable if c.role is Role.DECODE]
+    colocated = [c for c in usable if c.role is Role.COLOCATED]
+    if prefill and decode:
+        return prefill + colocated, decode
+    return colocated or prefill or decode, []
+
+
+def route(policy: str, ask: Ask, candidates: Sequence[Candidate], costs: RoutingCosts) -> Route | None:
+    """Decide by ``policy``; ``None`` = no candidate takes requests. A ``KeyError`` for an unknown policy."""
+    first, decoders = teams(candidates)
+    return POLICY[policy](ask, first, decoders, costs) if first else None
+
+
+# -- by load
+
+
+def _load_rank(ask: Ask, candidate: Candidate) -> tuple[int, bool, int]:
+    return candidate.work_tokens, candidate.number not in ask.favourites, candidate.number
+
+
+def _least_loaded(ask: Ask, candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda c: _load_rank(ask, c))
+
+
+def is_overloaded(candidate: Candidate, least: Candidate) -> bool:
+    """Whether ``candidate`` has so much more to do than the least loaded one that its cache cannot make up for it."""
+    return candidate.work_tokens > OVERLOAD_FACTOR * least.work_tokens + OVERLOAD_TOKENS
+
+
+def _with_decoder(
+    first: Candidate, why: str, decoders: Sequence[Candidate], choose: Callable[[Sequence[Candidate]], Candidate]
+) -> Route:
+    if first.role is not Role.PREFILL or not decoders:
+        return Route(first, None, why)
+    decoder = choose(decoders)
+    return Route(first, decoder, f"{why}; decodes at {decoder.name}, {decoder.work_tokens} tokens of work")
+
+
+def least_load(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> Route:
+    """Fewest outstanding tokens, for the prompt and for decoding."""
+    chosen = _least_loaded(ask, first)
+    why = f"least load: {chosen.name} has {chosen.work_tokens} tokens of work"
+    return _with_decoder(chosen, why, decoders, lambda some: _least_loaded(ask, some))
+
+
+def session(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> Route:
+    """Where the session is known, while that one is not overloaded; else by load."""
+
+    def choose(some: Sequence[Candidate]) -> Candidate:
+        least = _least_loaded(ask, some)
+        known = [c for c in some if c.number in ask.favourites and not is_overloaded(c, least)]
+        return _least_loaded(ask, known) if known else least
+
+    chosen = choose(first)
+    if chosen.number in ask.favourites:
+        why = f"session: {chosen.name} knows it"
+    else:
+        why = f"session: nobody free enough knows it, {chosen.name} has {chosen.work_tokens} tokens of work"
+    return _with_decoder(chosen, why, decoders, choose)
+
+
+def prompt_tree(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> Route:
+    """The longest cached prefix among those that are not overloaded; equal ones by load."""
+
+    def choose(some: Sequence[Candidate]) -> Candidate:
+        least = _least_loaded(ask, some)
+        fair = [c for c in some if not is_overloaded(c, least)]
+        return min(fair, key=lambda c: (-c.matched_tokens, *_load_rank(ask, c)))
+
+    chosen = choose(first)
+    longest = max(first, key=lambda c: (c.matched_tokens, -c.number))
+    why = f"prompt tree: {chosen.name} has {chosen.matched_tokens} of {ask.prompt_tokens} tokens"
+    if longest.matched_tokens > chosen.matched_tokens:
+        why += f" ({longest.name} has {longest.matched_tokens}, but {longest.work_tokens} tokens of work)"
+    return _with_decoder(chosen, why, decoders, choose)
+
+
+# -- by cost
+
+
+class FirstCost(NamedTuple):
+    """Expected time until an instance has computed the prompt. Fetching goes on while others are computed."""
+
+    queue_ns: int
+    fetch_ns: int
+    swap_ns: int
+    prefill_ns: int
+    reused_tokens: int
+    """Not computed: own, or fetched."""
+
+    @property
+    def total_ns(self) -> int:
+        """All of it."""
+        return max(self.queue_ns, self.fetch_ns) + self.swap_ns + self.prefill_ns
+
+
+def first_cost(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> FirstCost:
+    """The best way for ``candidate`` to get the prompt's KV: recompute, swap in, fetch, each for what lies there."""
+    prompt, last = ask.prompt_tokens, ask.prompt_tokens - 1  # the last token's logits are always computed
+    queue_ns = _queue_ns(ask, candidate, costs)
+    hbm = min(candidate.matched_tokens - candidate.dram_tokens, last)
+    best = FirstCost(queue_ns, 0, 0, costs.prefill_ns(prompt - hbm, hbm), hbm)
+    own, swap_ns = min(candidate.matched_tokens, last), 0
+    if own > hbm:
+        swap_ns = costs.swap_in_ns((own - hbm) * ask.token_bytes)
+        swapped = FirstCost(queue_ns, 0, swap_ns, costs.prefill_ns(prompt - own, own), own)
+        best = min(best, swapped, key=lambda cost: cost.total_ns)
+    for holding in ask.holdings:
+        there = min(holding.tokens, last)
+        if holding.number == candidate.number or there <= own:
+            continue
+        same_host = _same_host(holding.host_id, candidate.host_id)
+        fetch_ns = costs.transfer_ns((there - own) * ask.token_bytes, same_host)
+        fetched = FirstCost(queue_ns, fetch_ns, swap_ns, costs.prefill_ns(prompt - there, there), there)
+        best = min(best, fetched, key=lambda cost: cost.total_ns)
+    return best
+
+
+def _same_host(one: str, other: str) -> bool:
+    return one == other and one != ""
+
+
+def _queue_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
+    """What is before this request: prompts as if they were like this one, and the step that decodes others."""
+    queue_ns = candidate.prefill_tokens * costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
+    if candidate.sequences:
+        queue_ns += costs.decode_step_ns(candidate.sequences, candidate.context_tokens)
+    return queue_ns
+
+
+def decode_cost_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
+    """What decoding there costs: the steps to come, and waiting for memory when it has none."""
+    batch = candidate.sequences + ask.sequences
+    step_ns = costs.decode_step_ns(batch, candidate.context_tokens + ask.sequences * ask.prompt_tokens)
+    steps = min(DECODE_WINDOW, max(1, ask.max_tokens))
+    if ask.prompt_tokens > candidate.room_tokens:
+        steps += DECODE_WINDOW  # somebody has to end first
+    return steps * step_ns
+
+
+class _Decoder(NamedTuple):
+    """A candidate for decoding, with its costs."""
+
+    candidate: Candidate
+    decode_ns: int
+    near_ns: int  # transfer of what it lacks, from the same host
+    far_ns: int
+
+
+def _decoder(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> _Decoder:
+    decode_ns = decode_cost_ns(ask, candidate, costs)
+    if candidate.prefill_tokens:
+        decode_ns += candidate.prefill_tokens * costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
+    if candidate.dram_tokens:
+        decode_ns += costs.swap_in_ns(candidate.dram_tokens * ask.token_bytes)
+    lacking_bytes = max(0, ask.prompt_tokens - candidate.matched_tokens) * ask.token_bytes
+    near_ns, far_ns = costs.transfer_ns(lacking_bytes, True), costs.transfer_ns(lacking_bytes, False)
+    return _Decoder(candidate, decode_ns, near_ns, far_ns)
+
+
+class Weighed(NamedTuple):
+    """One of the possible decisions, with what it is expected to cost."""
+
+    total_ns: int
+    first: Candidate
+    decode_at: Candidate | None
+    first_cost: FirstCost
+    transfer_ns: int
+
+
+def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> list[Weighed]:
+    """Every pair, and everyone who would do all of it alone."""
+    ready = [_decoder(ask, candidate, costs) for candidate in decoders]
+    weighed = []
+    for candidate in first:
+        cost = first_cost(ask, candidate, costs)
+        total_ns = cost.total_ns
+        if candidate.role is not Role.PREFILL or not ready:
+            weighed.append(Weighed(total_ns + decode_cost_ns(ask, candidate, costs), candidate, None, cost, 0))
+            continue
+        for decoder, decode_ns, near_ns, far_ns in ready:
+            transfer_ns = near_ns if _same_host(candidate.host_id, decoder.host_id) else far_ns
+            weighed.append(Weighed(total_ns + transfer_ns + decode_ns, candidate, decoder, cost, transfer_ns))
+    return weighed
+
+
+def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> Route:
+    """The least of what :func:`weigh` says."""
+
+    def rank(entry: Weighed) -> tuple[int, int, int, int]:
+        decoder = entry.decode_at.number if entry.decode_at else -1
+        known = (entry.first.number in ask.favourites) + (decoder in ask.favourites)
+        return entry.total_ns, -known, entry.first.number, decoder
+
+    best = min(weigh(ask, first, decoders, costs), key=rank)
+    return Route(best.first, best.decode_at, _cost_reason(ask, best))
+
+
+def _cost_reason(ask: Ask, best: Weighed) -> str:
+    parts = best.first_cost
+    spent = {"queue": parts.queue_ns, "fetch": parts.fetch_ns, "swap in": parts.swap_ns}
+    spent |= {"prefill": parts.prefill_ns, "transfer": best.transfer_ns}
+    listed = ", ".join(f"{name} {spent_ns / NS_PER_MS:.1f}" for name, spent_ns in spent.items() if spent_ns)
+    where = f"{best.first.name} to {best.decode_at.name}" if best.decode_at else best.first.name
+    return f"cost: {where} reuses {parts.reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"
+
+
+POLICY: dict[str, Policy] = {
+    "least-load": least_load,
+    "session": session,
+    "prompt-tree": prompt_tree,
+    "cost": cost,
+}
+"""By the names of ``ClusterConfig.policy``."""

@@ -1,0 +1,188 @@
+"""Named prefixes that are kept (level 2, row M14): sessions and documents, pinned where their prefix lies.
+
+A handle is a wish of a client with an end. Where nobody has the prefix it waits; when its instance dies it goes to
+another one that has it. A ``Pin`` may get lost, so it is repeated until ``Pinned`` comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memserve.cluster.events import PrefixPinned, PrefixUnpinned
+from memserve.cluster.loads import LoadTable
+from memserve.cluster.outbox import Outbox
+from memserve.cluster.registry import Member, Registry
+from memserve.cluster.report import HandleView
+from memserve.cluster.timers import Timers
+from memserve.cluster.trees import Trees
+from memserve.errors import check
+from memserve.messages import Pin, Pinned, Unpin
+from memserve.types import Role, TokenArray
+from memserve.units import NS_PER_S
+
+REPEAT_NS = NS_PER_S
+"""A ``Pin`` without answer is repeated after this long."""
+
+_ROLE_RANK = {Role.PREFILL: 0, Role.COLOCATED: 0, Role.DECODE: 1, Role.STORE: 2}
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """One named prefix."""
+
+    name: str
+    tenant: str
+    tokens: TokenArray
+    identities: bytes
+    expires_ns: int
+    place: Member | None = None
+    """All and only the place that a ``Pin`` was sent to."""
+    pinned_tokens: int | None = None
+    wake_ns: int | None = None
+    """When it is looked at next: timers that were armed for later are void."""
+
+    @property
+    def wire_name(self) -> str:
+        """Its name among instances, where tenants share one space; the length first, so that no two are alike."""
+        return f"{len(self.tenant)}:{self.tenant}:{self.name}"
+
+
+class Handles:
+    """All live handles, in the order in which they were pinned first."""
+
+    __slots__ = ("_by_key", "_by_wire", "_loads", "_outbox", "_registry", "_timers", "_trees")
+
+    def __init__(self, registry: Registry, trees: Trees, loads: LoadTable, timers: Timers, outbox: Outbox) -> None:
+        self._registry, self._trees, self._loads = registry, trees, loads
+        self._timers, self._outbox = timers, outbox
+        self._by_key: dict[tuple[str, str], Handle] = {}
+        self._by_wire: dict[str, Handle] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def pin(self, event: PrefixPinned, now: int) -> None:
+        """Keep it, or keep it longer."""
+        handle = self._by_key.get((event.tenant, event.handle))
+        expires_ns = now + event.ttl_ns
+        if handle is None:
+            handle = Handle(event.handle, event.tenant, event.tokens, b"", expires_ns)
+            self._by_key[event.tenant, event.handle] = self._by_wire[handle.wire_name] = handle
+        handle.tokens, handle.identities, handle.expires_ns = event.tokens, b"", expires_ns
+        handle.pinned_tokens = None
+        self._settle(handle, now)
+
+    def unpin(self, event: PrefixUnpinned) -> None:
+        """Give it up; unknown ones are ignored."""
+        handle = self._by_key.get((event.tenant, event.handle))
+        if handle is not None:
+            self._move(handle, None)
+            self._forget(handle)
+
+    def pinned(self, sender: Member, answer: Pinned, now: int) -> None:
+        """``sender`` says how much of it lies there."""
+        handle = self._by_wire.get(answer.handle)
+        if handle is not None and handle.place is sender:
+            handle.pinned_tokens = answer.tokens
+
+    def place_of(self, tenant: str, name: str) -> Member | None:
+        """Where a handle lies."""
+        handle = self._by_key.get((tenant, name)) if name else None
+        return handle.place if handle is not None else None
+
+    def extend(self, tenant: str, name: str, now: int) -> None:
+        """A request of this session has ended: what it computed may be the part of the prefix that was missing."""
+        handle = self._by_key.get((tenant, name)) if name else None
+        if handle is not None and (handle.pinned_tokens or 0) < self._whole_tokens(handle):
+            handle.pinned_tokens = None
+            self._settle(handle, now)
+
+    def member_gone(self, member: Member, now: int) -> None:
+        """What lay there is looked for elsewhere. The member has left the registry and the trees."""
+        for handle in self._by_key.values():
+            if not len(self._registry):
+                handle.identities = b""  # who joins next may serve another model
+            if handle.place is member:
+                handle.place = handle.pinned_tokens = None
+                self._settle(handle, now)
+
+    def due(self, wire_name: str, now: int) -> None:
+        """Its timer: repeat what was not answered, look again for what nobody had, forget what has expired."""
+        handle = self._by_wire.get(wire_name)
+        if handle is None or handle.wake_ns is None or handle.wake_ns > now:
+            return
+        handle.wake_ns = None
+        if handle.expires_ns <= now:
+            self._forget(handle)
+        elif handle.pinned_tokens is None:
+            self._settle(handle, now)
+        else:
+            self._wake(handle, handle.expires_ns)
+
+    def views(self) -> tuple[HandleView, ...]:
+        """All of them."""
+        return tuple(
+            HandleView(
+                handle.name,
+                handle.tenant,
+                len(handle.tokens),
+                handle.pinned_tokens,
+                handle.place.peer if handle.place is not None else None,
+                handle.expires_ns,
+            )
+            for handle in self._by_key.values()
+        )
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the books do not agree."""
+        check(len(self._by_key) == len(self._by_wire), "handles are not listed alike")
+        for key, handle in self._by_key.items():
+            check(key == (handle.tenant, handle.name), f"handle {handle.name} is listed as {key}")
+            check(self._by_wire[handle.wire_name] is handle, f"handle {handle.name} has no wire name")
+            place = handle.place
+            check(place is None or self._registry.get(place.peer) is place, f"{handle.name} lies at {place}: gone")
+
+    # -- inside
+
+    def _settle(self, handle: Handle, now: int) -> None:
+        """Pin it where most of it lies."""
+        self._move(handle, self._find(handle))
+        if handle.place is not None:
+            ttl_ns = max(1, handle.expires_ns - now)
+            self._outbox.send(handle.place.peer, Pin(handle.wire_name, handle.tenant, handle.tokens, ttl_ns))
+        self._wake(handle, min(now + REPEAT_NS, handle.expires_ns))
+
+    def _wake(self, handle: Handle, when_ns: int) -> None:
+        if handle.wake_ns is None or when_ns < handle.wake_ns:
+            handle.wake_ns = when_ns
+            self._timers.arm(when_ns, ("pin", handle.wire_name))
+
+    def _move(self, handle: Handle, place: Member | None) -> None:
+        if handle.place is not None and handle.place is not place:
+            self._outbox.send(handle.place.peer, Unpin(handle.wire_name))
+            handle.pinned_tokens = None
+        handle.place = place
+
+    def _find(self, handle: Handle) -> Member | None:
+        geometry = self._registry.geometry
+        if geometry is None:
+            return None
+        if not handle.identities:
+            namespace = self._registry.namespace
+            handle.identities = self._trees.identities(handle.tenant, namespace, handle.tokens, geometry.block_tokens)
+        matches = self._trees.match(handle.identities, len(self._loads))
+        if not len(matches.holders):
+            return handle.place
+        longest = int(matches.blocks.max())
+        among = [self._registry.numbered(int(number)) for number in np.flatnonzero(matches.blocks == longest)]
+        return min(among, key=lambda m: (m is not handle.place, _ROLE_RANK[m.info.role], m.number))
+
+    def _whole_tokens(self, handle: Handle) -> int:
+        block_tokens = self._registry.geometry.block_tokens if self._registry.geometry is not None else 1
+        return len(handle.tokens) // block_tokens * block_tokens
+
+    def _forget(self, handle: Handle) -> None:
+        del self._by_key[handle.tenant, handle.name]
+        del self._by_wire[handle.wire_name]

@@ -1,0 +1,139 @@
+"""How much each instance has to do, in arrays by its number (level 2).
+
+Two sources are put together. The router knows what it sent and what has not ended. A heartbeat knows how far the
+instance is, and of work that did not come from here, but it is old: so what was sent since is added. The larger of the
+two counts. A burst between two heartbeats is spread by what was sent; a stuck queue shows in either.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve.errors import check
+from memserve.messages import Load
+from memserve.types import Role
+
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE)
+ROLE_CODE = {role: code for code, role in enumerate(ROLES)}
+_NOBODY = -1
+
+
+class Work(NamedTuple):
+    """Work of one kind of request at one instance."""
+
+    prefill_tokens: int = 0
+    sequences: int = 0
+    context_tokens: int = 0
+
+
+class Charge(NamedTuple):
+    """Work that an attempt put on an instance, to be taken off again."""
+
+    number: int
+    beat: int
+    """The instance's heartbeats before it: tells whether a heartbeat may know of it."""
+    work: Work
+
+
+class LoadTable:
+    """Rows of :class:`Work` by instance number; unused numbers have role -1 and are closed."""
+
+    __slots__ = ("_beats", "_own", "_reported", "_since", "context_limit", "is_open", "role", "room_blocks")
+
+    def __init__(self) -> None:
+        self._own = np.zeros((3, 8), np.int64)
+        self._reported = np.zeros((3, 8), np.int64)
+        self._since = np.zeros((3, 8), np.int64)
+        self._beats = np.zeros(8, np.int64)
+        #: code of the role in ``ROLES``
+        self.role = np.full(8, _NOBODY, np.int8)
+        #: whether it takes new requests
+        self.is_open: Mask = np.zeros(8, np.bool_)
+        #: longest sequence that can run there
+        self.context_limit = np.zeros(8, np.int64)
+        #: free or evictable blocks of HBM at the last heartbeat
+        self.room_blocks = np.zeros(8, np.int64)
+
+    def __len__(self) -> int:
+        """Numbers that there are rows for."""
+        return len(self.role)
+
+    def enter(self, number: int, role: Role, context_tokens: int, hbm_blocks: int) -> None:
+        """A member without work."""
+        while number >= len(self):
+            self._grow()
+        self.role[number] = ROLE_CODE[role]
+        self.is_open[number] = True
+        self.context_limit[number] = context_tokens
+        self.room_blocks[number] = hbm_blocks
+
+    def close(self, number: int) -> None:
+        """It takes no new requests."""
+        self.is_open[number] = False
+
+    def leave(self, number: int) -> None:
+        """The row is free. Everything must have been discharged."""
+        check(not self._own[:, number].any(), f"instance {number} left with work {self._own[:, number].tolist()}")
+        self.role[number] = _NOBODY
+        self.is_open[number] = False
+        for table in (self._reported, self._since):
+            table[:, number] = 0
+
+    def heartbeat(self, number: int, load: Load) -> None:
+        """What it says of itself; it knows of nearly all that was sent before."""
+        context = load.context_tokens_running
+        self._reported[:, number] = (load.prefill_tokens_queued, load.sequences_running, context)
+        self._since[:, number] = 0
+        self._beats[number] += 1
+        self.room_blocks[number] = load.hbm_blocks_available
+
+    def charge(self, number: int, work: Work) -> Charge:
+        """Work was sent there."""
+        self._own[:, number] += work
+        self._since[:, number] += work
+        return Charge(number, int(self._beats[number]), work)
+
+    def discharge(self, charge: Charge) -> None:
+        """That work has ended, or will not be done there."""
+        number = charge.number
+        self._own[:, number] -= charge.work
+        if charge.beat == self._beats[number]:
+            self._since[:, number] -= charge.work
+        else:
+            np.maximum(self._reported[:, number] - charge.work, 0, out=self._reported[:, number])
+
+    def work(self) -> Ints:
+        """Shape ``[3, len(self)]``: prefill tokens, sequences, context tokens of each instance."""
+        taken: Ints = np.maximum(self._own, self._reported + self._since)
+        return taken
+
+    def context_sent(self) -> Ints:
+        """Context tokens that were sent to each instance since its last heartbeat: they are not in ``room_blocks``."""
+        sent: Ints = self._since[2]
+        return sent
+
+    def work_of(self, number: int) -> Work:
+        """One instance's column of :meth:`work`."""
+        return Work(*self.work()[:, number].tolist())
+
+    def own_of(self, number: int) -> Work:
+        """What was charged and not discharged."""
+        return Work(*self._own[:, number].tolist())
+
+    def _grow(self) -> None:
+        old = len(self)
+        self._own, self._reported, self._since = (
+            np.concatenate((table, np.zeros((3, old), np.int64)), axis=1)
+            for table in (self._own, self._reported, self._since)
+        )
+        self._beats = np.concatenate((self._beats, np.zeros(old, np.int64)))
+        self.role = np.concatenate((self.role, np.full(old, _NOBODY, np.int8)))
+        self.is_open = np.concatenate((self.is_open, np.zeros(old, np.bool_)))
+        self.context_limit = np.concatenate((self.context_limit, np.zeros(old, np.int64)))
+        self.room_blocks = np.concatenate((self.room_blocks, np.zeros(old, np.int64)))

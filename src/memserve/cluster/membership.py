@@ -1,0 +1,142 @@
+"""Joining, beating, draining, leaving, dying (level 2), and who has to be told."""
+
+from __future__ import annotations
+
+from memserve.cluster.handles import Handles
+from memserve.cluster.lifecycle import Lifecycle
+from memserve.cluster.loads import LoadTable
+from memserve.cluster.outbox import Outbox
+from memserve.cluster.registry import Member, MemberState, Registry
+from memserve.cluster.report import Counters
+from memserve.cluster.timers import Timers
+from memserve.cluster.trees import Trees
+from memserve.config import ClusterConfig
+from memserve.messages import AskEvents, Drain, Expelled, Heartbeat, Join, Peer, PeerGone, PeerJoined, Refused, Welcome
+
+
+class Membership:
+    """Keeps registry, trees and loads in step."""
+
+    __slots__ = (
+        "_config",
+        "_counters",
+        "_handles",
+        "_lifecycle",
+        "_loads",
+        "_outbox",
+        "_registry",
+        "_timers",
+        "_trees",
+    )
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        registry: Registry,
+        trees: Trees,
+        loads: LoadTable,
+        lifecycle: Lifecycle,
+        handles: Handles,
+        timers: Timers,
+        outbox: Outbox,
+        counters: Counters,
+    ) -> None:
+        self._config, self._counters = config, counters
+        self._registry, self._trees, self._loads = registry, trees, loads
+        self._lifecycle, self._handles = lifecycle, handles
+        self._timers, self._outbox = timers, outbox
+
+    def join(self, sender: Peer, message: Join, now: int) -> None:
+        """A new member, or one that has not heard that it is one."""
+        info = message.info
+        if info.peer != sender:
+            self._refuse(sender, f"it speaks for {info.peer.name!r}")
+            return
+        known = self._registry.get(sender)
+        if known is not None:
+            known.heard_ns = now
+            self._welcome(known)
+            return
+        if self._registry.is_dead(sender):
+            self.expel(sender, "this incarnation was taken to be dead")
+            return
+        reason = self._registry.why_not(info)
+        if reason is not None:
+            self._refuse(sender, reason)
+            return
+        older = self._registry.named(sender.name)
+        if older is not None:
+            self.gone(older, "it was started anew", now, died=True)
+        self._enter(message, now)
+
+    def _refuse(self, sender: Peer, reason: str) -> None:
+        self._counters.members_refused += 1
+        self._outbox.send(sender, Refused(reason))
+
+    def _welcome(self, member: Member) -> None:
+        others = tuple(other.info for other in self._registry if other is not member)
+        self._outbox.send(member.peer, Welcome(others))
+
+    def _enter(self, message: Join, now: int) -> None:
+        info = message.info
+        member = self._registry.enter(info, now)
+        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks)
+        ask = self._trees.enter(member.number, publishes=info.publishes_events)
+        self._counters.members_joined += 1
+        self._welcome(member)
+        self._outbox.tell_all((m.peer for m in self._registry if m is not member), PeerJoined(info))
+        self.ask(member, ask)
+        self._timers.arm(now + self._config.dead_after_ns, ("member", member.peer))
+        self._lifecycle.place_waiting(now)
+
+    def ask(self, member: Member, ask: AskEvents | None) -> None:
+        """Send the question, if there is one."""
+        if ask is not None:
+            self._outbox.send(member.peer, ask)
+
+    def heartbeat(self, member: Member, message: Heartbeat, now: int) -> None:
+        """It lives, and says how busy it is."""
+        member.load = message.load
+        member.stats = message.stats or member.stats
+        self._loads.heartbeat(member.number, message.load)
+        self.ask(member, self._trees.heartbeat(member.number, message.next_event, now))
+        if member.state is MemberState.DRAINING:
+            self._outbox.send(member.peer, Drain())  # the first one may have been lost
+
+    def drain(self, member: Member) -> None:
+        """It gets nothing new. Asked for by a person, or by the instance itself."""
+        if member.state is MemberState.LIVE:
+            member.state = MemberState.DRAINING
+            self._loads.close(member.number)
+            self._outbox.send(member.peer, Drain())
+
+    def gone(self, member: Member, reason: str, now: int, *, died: bool) -> None:
+        """It left or died: everybody is told, and what depended on it is tried elsewhere."""
+        if died:
+            self._counters.members_died += 1
+        else:
+            self._counters.members_left += 1
+        failed = self._lifecycle.abandon_member(member)
+        self._registry.leave(member)
+        self._loads.leave(member.number)
+        self._trees.leave(member.number)
+        self._outbox.tell_all((other.peer for other in self._registry), PeerGone(member.peer, reason))
+        self._handles.member_gone(member, now)
+        for job in failed:
+            self._lifecycle.place(job, now)
+
+    def silent(self, peer: Peer, now: int) -> None:
+        """The timer of a member: has it been heard of meanwhile?"""
+        member = self._registry.get(peer)
+        if member is None:
+            return
+        due_ns = member.heard_ns + self._config.dead_after_ns
+        if due_ns > now:
+            self._timers.arm(due_ns, ("member", peer))
+        else:
+            self.gone(member, f"nothing was heard of it for {(now - member.heard_ns) / 1e9:.1f} s", now, died=True)
+
+    def expel(self, sender: Peer, reason: str) -> None:
+        """Tell somebody who takes itself for a member that it is none."""
+        self._counters.expelled += 1
+        self._outbox.send(sender, Expelled(reason))

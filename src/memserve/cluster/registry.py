@@ -1,0 +1,161 @@
+"""Who is a member (level 2): by incarnation, with a small number for the trees and the arrays.
+
+::
+
+    Join --> LIVE --Drain--> DRAINING --Leave--> gone
+              |                 |
+              +---- silence, or a newer incarnation of the same name ----> gone
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from memserve.errors import InvariantError, check
+from memserve.messages import Load, Peer, PeerInfo
+from memserve.types import KVGeometry
+
+_REMEMBERED = 1024
+"""Dead incarnations that are known as such. Older ones are as good as unknown: they may join again."""
+
+
+class MemberState(enum.Enum):
+    """What a member may be asked for."""
+
+    LIVE = "live"
+    DRAINING = "draining"  # finishes what it has
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One incarnation of an instance, as long as it is a member."""
+
+    info: PeerInfo
+    number: int
+    """Smallest that was free: index of its row in every array, and its name in the trees."""
+    joined_ns: int
+    heard_ns: int
+    state: MemberState = MemberState.LIVE
+    load: Load = field(default_factory=Load)
+    stats: bytes = b""
+    attempts: dict[str, None] = field(default_factory=dict)
+    """All and only the attempts that fail when it dies, in order of dispatch."""
+
+    @property
+    def peer(self) -> Peer:
+        """Its name and incarnation."""
+        return self.info.peer
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.info.peer.name
+
+    def __repr__(self) -> str:
+        return f"<Member {self.number} {self.name}:{self.peer.generation} {self.info.role} {self.state.value}>"
+
+
+class Registry:
+    """Members by name, by number and in order of joining. The first one's namespace and geometry are everybody's."""
+
+    __slots__ = ("_by_number", "_dead", "_dead_order", "_free", "_members", "geometry", "namespace")
+
+    def __init__(self) -> None:
+        self._members: dict[str, Member] = {}
+        self._by_number: list[Member | None] = []
+        self._free: list[int] = []
+        self._dead: dict[Peer, None] = {}
+        self._dead_order: deque[Peer] = deque()
+        #: of the members, while there are any
+        self.namespace = ""
+        self.geometry: KVGeometry | None = None
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def get(self, peer: Peer) -> Member | None:
+        """The member that is this very incarnation."""
+        member = self._members.get(peer.name)
+        return member if member is not None and member.peer == peer else None
+
+    def named(self, name: str) -> Member | None:
+        """The member of this name."""
+        return self._members.get(name)
+
+    def numbered(self, number: int) -> Member:
+        """The member with this number."""
+        member = self._by_number[number]
+        if member is None:
+            raise InvariantError(f"no member has the number {number}")
+        return member
+
+    def has_number(self, number: int) -> bool:
+        """Whether some member has it."""
+        return number < len(self._by_number) and self._by_number[number] is not None
+
+    def is_dead(self, peer: Peer) -> bool:
+        """Whether this incarnation was a member once, and is no more."""
+        return peer in self._dead
+
+    def why_not(self, info: PeerInfo) -> str | None:
+        """Why ``info`` cannot be a member; ``None`` = it can."""
+        same_name = self._members.get(info.peer.name)
+        if same_name is not None and info.peer.generation < same_name.peer.generation:
+            return f"a newer incarnation of {info.peer.name!r} is a member"
+        others = len(self) - (same_name is not None)
+        if not others:
+            return None
+        if info.namespace != self.namespace:
+            return f"its model or weights differ: {info.namespace!r}, the cluster's are {self.namespace!r}"
+        if info.geometry != self.geometry:
+            return f"its KV geometry differs: {info.geometry}, the cluster's is {self.geometry}"
+        return None
+
+    def enter(self, info: PeerInfo, now: int) -> Member:
+        """A new member. Its name must be free, and :meth:`why_not` content."""
+        check(info.peer.name not in self._members, f"{info.peer.name} is a member already")
+        number = heapq.heappop(self._free) if self._free else len(self._by_number)
+        member = Member(info, number, joined_ns=now, heard_ns=now)
+        if number == len(self._by_number):
+            self._by_number.append(member)
+        else:
+            self._by_number[number] = member
+        if not self._members:
+            self.namespace, self.geometry = info.namespace, info.geometry
+        self._members[member.name] = member
+        return member
+
+    def leave(self, member: Member) -> None:
+        """It is gone; its number may be given to another."""
+        check(self._members.pop(member.name, None) is member, f"{member} is not a member")
+        check(not member.attempts, f"{member} left while attempts depend on it")
+        self._by_number[member.number] = None
+        heapq.heappush(self._free, member.number)
+        self._dead[member.peer] = None
+        self._dead_order.append(member.peer)
+        if len(self._dead_order) > _REMEMBERED:
+            del self._dead[self._dead_order.popleft()]
+
+    def forgive(self, now: int) -> None:
+        """The router itself was not running: nobody's silence until now counts."""
+        for member in self:
+            member.heard_ns = now
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the books do not agree."""
+        for name, member in self._members.items():
+            check(member.name == name, f"{member} is listed as {name}")
+            check(self._by_number[member.number] is member, f"{member} has not its own number")
+            check(not self.is_dead(member.peer), f"{member} is dead")
+            check(member.info.namespace == self.namespace, f"{member} has another namespace")
+        used = sum(member is not None for member in self._by_number)
+        check(used == len(self._members), f"{used} numbers are in use for {len(self)} members")
+        free = sorted(n for n, member in enumerate(self._by_number) if member is None)
+        check(sorted(self._free) == free, f"free numbers {sorted(self._free)} are not {free}")

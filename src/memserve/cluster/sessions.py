@@ -1,0 +1,40 @@
+"""Where the sessions of clients ran last (level 2)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from memserve.cluster.registry import Member, Registry
+from memserve.messages import Peer
+
+SESSIONS_MAX = 100_000
+"""Of more, the one that was silent longest is forgotten."""
+
+
+class Sessions:
+    """The instances of each session's last request, by tenant and name."""
+
+    __slots__ = ("_places", "_registry")
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._places: OrderedDict[tuple[str, str], tuple[Peer, ...]] = OrderedDict()
+
+    def remember(self, tenant: str, session: str, members: list[Member]) -> None:
+        """It runs at these now. A request without a session is not remembered."""
+        if not session:
+            return
+        self._places[tenant, session] = tuple(member.peer for member in members)
+        self._places.move_to_end((tenant, session))
+        if len(self._places) > SESSIONS_MAX:
+            self._places.popitem(last=False)
+
+    def numbers(self, tenant: str, session: str) -> tuple[int, ...]:
+        """Members that know it."""
+        if not session:
+            return ()
+        found = (self._registry.get(peer) for peer in self._places.get((tenant, session), ()))
+        return tuple(member.number for member in found if member is not None)
+
+    def __len__(self) -> int:
+        return len(self._places)

@@ -1,0 +1,229 @@
+"""What every instance has cached (level 2): the global prompt trees, fed by numbered KV events.
+
+The trees of prefill, decode and colocated instances are one directory, from a block's identity to its holders, so that
+one walk matches them all. Each instance numbers the changes of its index. They are applied in order and once; behind a
+gap they are kept aside while the missing ones are asked for, and answered by a replay or by a snapshot.
+
+::
+
+    KvEvents(7..9)   expected 7: applied, 10 is next; expected 10: known; expected 5: kept aside, AskEvents(5)
+    Heartbeat(12)    expected 10: the tail was lost, AskEvents(10)
+    KvSnapshot(12)   replaces all, unless it is older than what was applied
+
+What is dispatched is expected to be cached soon: it enters with a time to live, so that the next request with the same
+prompt follows the first one before any event has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from memserve import _core
+from memserve.cluster.loads import Ints
+from memserve.cluster.report import Counters
+from memserve.cluster.timers import Timers
+from memserve.config import ClusterConfig
+from memserve.errors import check
+from memserve.mempool.events import KvEventKind
+from memserve.mempool.identity import namespace_id
+from memserve.messages import AskEvents, KvChange, KvEvents, KvSnapshot
+from memserve.types import Tier, TokenArray
+from memserve.units import NS_PER_MS, NS_PER_S, ceil_div
+
+IDENTITY_BYTES = 16
+ASK_AGAIN_NS = 500 * NS_PER_MS
+"""An unanswered ``AskEvents`` is repeated after this long, with the next thing that the instance says."""
+ASIDE_CHANGES_MAX = 16_384
+"""Changes of one instance kept aside behind a gap; what is more will be asked for."""
+
+
+class Matches(NamedTuple):
+    """Longest cached prefix of a prompt at each instance, in blocks, by instance number."""
+
+    blocks: Ints
+    dram_blocks: Ints
+    """Of them, in DRAM."""
+    holders: Ints
+    """Numbers of those that have any of it."""
+
+
+@dataclass(slots=True)
+class Feed:
+    """The KV events of one incarnation."""
+
+    publishes: bool
+    next_event: int = 0
+    """All changes before this one have been applied."""
+    aside: dict[int, tuple[KvChange, ...]] = field(default_factory=dict)
+    """Batches behind a gap, by their first number."""
+    asked_ns: int | None = None
+
+    @property
+    def aside_changes(self) -> int:
+        """Changes kept aside."""
+        return sum(len(changes) for changes in self.aside.values())
+
+
+def is_sane(changes: Sequence[KvChange]) -> bool:
+    """Whether these can be changes of an index."""
+    kinds = tuple(KvEventKind)
+    return all(
+        change.kind in kinds and len(change.identities) % IDENTITY_BYTES == 0 and change.tier in (Tier.HBM, Tier.DRAM)
+        for change in changes
+    )
+
+
+class Trees:
+    """The directory and the feeds that keep it up to date, by instance number."""
+
+    __slots__ = ("_config", "_counters", "_expires", "_feeds", "_key", "_names", "_timers", "directory")
+
+    def __init__(self, config: ClusterConfig, timers: Timers, counters: Counters, key: bytes) -> None:
+        self.directory = _core.PrefixDirectory()
+        self._timers = timers
+        self._expires = False  # a timer is armed for what is expected
+        self._config = config
+        self._counters = counters
+        self._key = key
+        self._feeds: dict[int, Feed] = {}
+        self._names: dict[tuple[str, str], bytes] = {}
+
+    # -- members
+
+    def enter(self, number: int, *, publishes: bool) -> AskEvents | None:
+        """A new member: what it has cached from an earlier life is asked for."""
+        check(number not in self._feeds, f"instance {number} has a feed already")
+        self._feeds[number] = Feed(publishes)
+        return AskEvents(0) if publishes else None
+
+    def leave(self, number: int) -> None:
+        """Everything of it is forgotten."""
+        del self._feeds[number]
+        self.directory.clear(number)
+
+    def feed(self, number: int) -> Feed:
+        """How far its events are applied; to look at."""
+        return self._feeds[number]
+
+    # -- events
+
+    def apply(self, number: int, batch: KvEvents, now: int) -> AskEvents | None:
+        """Take a batch into account; ``AskEvents`` when some before it are missing. It must be sane."""
+        feed = self._feeds[number]
+        if not feed.publishes or batch.first + len(batch.changes) <= feed.next_event:
+            return None
+        if batch.first > feed.next_event:
+            self._put_aside(feed, batch)
+            return self._ask(feed, now)
+        self._apply_from(number, feed, batch.first, batch.changes)
+        return self._fill_from_aside(number, feed, now)
+
+    def replace(self, number: int, snapshot: KvSnapshot, now: int) -> AskEvents | None:
+        """Everything that its index holds, right before change ``next_event``. Older than what is known: ignored."""
+        feed = self._feeds[number]
+        if not feed.publishes or snapshot.next_event < feed.next_event:
+            return None
+        self._counters.kv_snapshots += 1
+        self.directory.clear(number)
+        self.directory.store(number, Tier.HBM, snapshot.hbm)
+        self.directory.store(number, Tier.DRAM, snapshot.dram)
+        feed.next_event, feed.asked_ns = snapshot.next_event, None
+        return self._fill_from_aside(number, feed, now)
+
+    def heartbeat(self, number: int, next_event: int, now: int) -> AskEvents | None:
+        """It has numbered its changes up to ``next_event``: were all of them heard?"""
+        feed = self._feeds[number]
+        return self._ask(feed, now) if feed.publishes and next_event > feed.next_event else None
+
+    def _apply_from(self, number: int, feed: Feed, first: int, changes: tuple[KvChange, ...]) -> None:
+        for change in changes[feed.next_event - first :]:
+            if change.kind == KvEventKind.LOST:
+                return  # its own buffer overflowed: this number can only be passed by a snapshot
+            if change.kind == KvEventKind.EVICTED:
+                self.directory.evict(number, change.identities)
+            elif change.kind == KvEventKind.MOVED:
+                self.directory.move(number, change.tier, change.identities)
+            else:
+                self.directory.store(number, change.tier, change.identities)
+            feed.next_event += 1
+            feed.asked_ns = None  # a gap behind this one is another gap
+            self._counters.kv_changes += 1
+
+    def _put_aside(self, feed: Feed, batch: KvEvents) -> None:
+        known = feed.aside.get(batch.first, ())
+        more = len(batch.changes) - len(known)
+        if more > 0 and feed.aside_changes + more <= ASIDE_CHANGES_MAX:
+            feed.aside[batch.first] = batch.changes
+
+    def _fill_from_aside(self, number: int, feed: Feed, now: int) -> AskEvents | None:
+        """Apply what was kept aside as far as it follows; ask when there is yet another gap."""
+        for first in sorted(feed.aside):
+            if first > feed.next_event:
+                return self._ask(feed, now)
+            changes = feed.aside.pop(first)
+            self._apply_from(number, feed, first, changes)
+        return None
+
+    def _ask(self, feed: Feed, now: int) -> AskEvents | None:
+        if feed.asked_ns is not None and now - feed.asked_ns < ASK_AGAIN_NS:
+            return None
+        self._counters.kv_gaps += feed.asked_ns is None
+        feed.asked_ns = now
+        return AskEvents(feed.next_event)
+
+    # -- prompts
+
+    def identities(self, tenant: str, fingerprint: str, tokens: TokenArray, block_tokens: int) -> bytes:
+        """Of the whole blocks of ``tokens``, 16 bytes each, one behind the other."""
+        name = self._names.get((tenant, fingerprint))
+        if name is None:
+            if len(self._names) >= 4096:  # tenants come and go
+                self._names.clear()
+            name = self._names[tenant, fingerprint] = namespace_id(tenant, fingerprint, self._key)
+        return _core.block_identities(self._key, name, tokens, block_tokens)
+
+    def match(self, identities: bytes, numbers: int) -> Matches:
+        """Who has how much of a prompt; ``numbers``: length of the arrays."""
+        blocks, dram = np.zeros(numbers, np.int64), np.zeros(numbers, np.int64)
+        found = self.directory.match_array(identities)
+        holders = found[:, 0].astype(np.int64)
+        blocks[holders], dram[holders] = found[:, 1], found[:, 2]
+        return Matches(blocks, dram, holders)
+
+    def expect(self, number: int, identities: bytes, now: int) -> None:
+        """These blocks were sent there to be computed or decoded."""
+        config = self._config
+        ttl_ns = config.speculative_ttl_ns if self._feeds[number].publishes else config.tree_ttl_ns
+        self.directory.speculate(number, identities, now + ttl_ns)
+        self._wake_for_expiry()
+
+    def expire(self, now: int) -> None:
+        """The timer of the trees: forget what was expected and has not been confirmed in time."""
+        self._expires = False
+        self.directory.expire(now)
+        self._wake_for_expiry()
+
+    def _wake_for_expiry(self) -> None:
+        """One timer for all that is expected, at whole seconds: nothing depends on the moment."""
+        due_ns = self.directory.next_expiry_ns
+        if due_ns is not None and not self._expires:
+            self._expires = True
+            self._timers.arm(ceil_div(due_ns, NS_PER_S) * NS_PER_S, ("trees", ""))
+
+    def blocks(self, number: int) -> int:
+        """Blocks that an instance is taken to have, those that are only expected included."""
+        return self.directory.blocks(number) + self.directory.speculative_blocks(number)
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the books do not agree."""
+        self.directory.check_invariants()
+        strangers = [holder for holder in self.directory.holders() if holder not in self._feeds]
+        check(not strangers, f"the trees name instances that are gone: {strangers}")
+        for number, feed in self._feeds.items():
+            behind = [first for first in feed.aside if first <= feed.next_event]
+            check(not behind, f"instance {number} has events aside that could be applied: {behind}")
+            check(feed.aside_changes <= ASIDE_CHANGES_MAX, f"instance {number} has too many events aside")
