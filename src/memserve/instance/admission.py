@@ -23,11 +23,12 @@ class Admission:
         self.roster = roster
 
     def candidates(self, publishing: list[Sequence]) -> Iterator[Sequence]:
-        """Waiting sequences in rank order, without those for which it pays to wait one step.
+        """Landed, then waiting sequences, each in rank order, without those for which it pays to wait one step.
 
         ``publishing`` are the sequences whose full blocks the plan being made publishes; the caller adds to it.
         """
         holds = 0
+        yield from list(self.roster.landed.items)  # they hold blocks, and their prompts are paid for
         for sequence in list(self.roster.waiting.items):
             if publishing and self._should_hold(sequence, publishing):
                 sequence.group.held_steps += 1
@@ -64,20 +65,27 @@ class Admission:
         roster, group = self.roster, sequence.group
         if 1 + group.forks_pending > len(roster.free_slots):
             return False
-        if not roster.memory.attach(sequence, headroom_blocks(len(roster.decoding))):
+        from_dram = -roster.memory.dram_tokens_reused
+        landed = sequence.phase is Phase.LANDED
+        if not landed and not roster.memory.attach(sequence, headroom_blocks(len(roster.decoding))):
             return False
+        from_dram += roster.memory.dram_tokens_reused
         roster.take_slot(sequence)
         roster.reserve_slots(group)
-        sequence.left = max(1, sequence.max_tokens) - len(sequence.out)
+        sequence.left = sequence.draws_left
         if group.admitted_ns is None:
-            self._first_time(sequence, now)
+            group.admitted_ns = now
+            if not landed:  # else the prompt was counted where it was computed
+                self._first_time(sequence, now, from_dram)
         roster.move(sequence, Phase.WORKING)
         return True
 
-    def _first_time(self, sequence: Sequence, now: int) -> None:
+    def _first_time(self, sequence: Sequence, now: int, from_dram: int) -> None:
         group, counters = sequence.group, self.roster.counters
-        group.admitted_ns = now
-        group.cached_tokens = sequence.computed
+        group.cached_tokens = min(sequence.computed, sequence.prompt_tokens - 1)  # a resumed one may have more
         counters.queued_ns += now - group.arrived_ns
         counters.prompt_tokens += sequence.prompt_tokens
-        counters.cached_tokens += sequence.computed
+        counters.cached_tokens += group.cached_tokens
+        if group.orders is not None:
+            from_hbm = max(0, sequence.computed - from_dram)
+            group.facts += [("cached_tokens_hbm", from_hbm), ("cached_tokens_dram", from_dram)]

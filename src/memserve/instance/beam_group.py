@@ -104,4 +104,5 @@ def _output(group: Group, index: int, hypothesis: Hypothesis | None) -> TokenOut
         prompt_logprobs=tuple(group.prompt_logprobs) if group.prompt_logprobs is not None else None,
         cumulative_logprob=hypothesis.cumulative_logprob,
         queue_ns=group.queue_ns,
+        story=group.take_facts(),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from memserve.errors import check
 from memserve.instance.outstanding import Outstanding
@@ -11,10 +12,14 @@ from memserve.instance.roster import Roster
 from memserve.instance.sequence import Phase, Sequence
 from memserve.units import ceil_div
 
-_HOLDING = (Phase.WORKING, Phase.DECODING, Phase.IDLE)
+if TYPE_CHECKING:
+    from memserve.instance.cluster_link import ClusterLink
+
+_RUNNING = (Phase.WORKING, Phase.DECODING, Phase.IDLE)
+_HOLDING = (*_RUNNING, Phase.LANDED)
 
 
-def check_instance(roster: Roster, outstanding: Iterable[Outstanding]) -> None:
+def check_instance(roster: Roster, outstanding: Iterable[Outstanding], link: ClusterLink | None) -> None:
     """Raise :class:`InvariantError` if anything contradicts."""
     sequences = [s for group in roster.groups.values() for s in group.sequences.values()]
     _check_containers(roster, sequences)
@@ -24,10 +29,32 @@ def check_instance(roster: Roster, outstanding: Iterable[Outstanding]) -> None:
         _check_sequence(roster, sequence)
     check(not roster.outputs, "outputs left over from an earlier event")
     roster.memory.pool.check_invariants()
+    if link is not None:
+        link.exchange.check_invariants()
+        _check_link(roster, link)
+
+
+def _check_link(roster: Roster, link: ClusterLink) -> None:
+    """Every transfer of a request is known from both ends, and nothing waits to be said."""
+    live = {id(group): group for group in roster.groups.values() if group.orders is not None}
+    orders = [group.orders for group in live.values() if group.orders is not None]
+    check(not (roster.ended_orders or roster.interrupted or roster.homeward), "left over from an earlier event")
+    coming = {key: group.orders.import_id for key, group in live.items() if group.orders and group.orders.import_id}
+    check(coming == {id(g): key for key, g in link.takeovers.coming.items()}, "imports and requests disagree")
+    asked = {key: group.orders.fetch_id for key, group in live.items() if group.orders and group.orders.fetch_id}
+    check(asked == {id(g): key for key, (g, _) in link.fetches.asked.items()}, "fetches and requests disagree")
+    leaving = {name: group for name, group in roster.groups.items() if group.tokens_here is not None}
+    check(leaving == link.handoffs.leaving, "who leaves is not who should")
+    check(all((o.offer_id, o.import_id, o.fetch_id).count(None) >= 2 for o in orders), "a request moves two ways")
+    for group in roster.groups.values():
+        expected = [s for s in group.sequences.values() if s.phase is Phase.EXPECTED]
+        waits = id(group) in coming or id(group) in asked
+        check(bool(expected) == waits, f"{group} is expected, but nothing comes, or the reverse")
 
 
 def _check_containers(roster: Roster, sequences: list[Sequence]) -> None:
     containers = {
+        Phase.LANDED: roster.landed,
         Phase.WAITING: roster.waiting,
         Phase.WORKING: roster.working,
         Phase.DECODING: roster.decoding,
@@ -58,10 +85,11 @@ def _check_inflight(sequences: list[Sequence], outstanding: Iterable[Outstanding
 def _check_sequence(roster: Roster, sequence: Sequence) -> None:
     block_tokens = roster.memory.block_tokens
     holds = sequence.phase in _HOLDING
-    check((sequence.slot is not None) == holds, f"{sequence} has a slot and should not, or the reverse")
+    runs = sequence.phase in _RUNNING
+    check((sequence.slot is not None) == runs, f"{sequence} has a slot and should not, or the reverse")
     check(bool(sequence.blocks) == holds, f"{sequence} has HBM blocks and should not, or the reverse")
     check(not (sequence.dram_blocks and sequence.blocks), f"{sequence} is on two tiers")
-    check(holds or not sequence.opened, f"{sequence} is open on the device")
+    check(runs or not sequence.opened, f"{sequence} is open on the device")
     complete = bool(sequence.inflight) or sequence.candidates is not None  # else its last token is to be computed
     check(sequence.computed <= sequence.length - (not complete), f"{sequence} computed what it does not have")
     check(sequence.published <= sequence.computed, f"{sequence} published what is not computed")
@@ -77,5 +105,4 @@ def _check_sequence(roster: Roster, sequence: Sequence) -> None:
         check(sequence.computed == sequence.length - 1, f"{sequence} decodes, but is not at its end")
         check(sequence.left > 0 and sequence.opened, f"{sequence} decodes, but has nothing to decode")
     if sequence.group.beam is None:
-        left = max(1, sequence.max_tokens) - len(sequence.out) - sequence.inflight
-        check(sequence.phase is Phase.WAITING or sequence.left == left, f"{sequence} has {sequence.left} left")
+        check(not runs or sequence.left == sequence.draws_left, f"{sequence} has {sequence.left} left")

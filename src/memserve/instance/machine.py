@@ -4,47 +4,56 @@ Synchronous and deterministic: one mutator, ``handle(event, now)``; no clock, no
 works on up to ``steps_in_flight`` plans at once, strictly in order. That order is what makes everything else simple: a
 block freed after plan ``k`` was made may be used in plan ``k + 1``, a cache entry filled by plan ``k`` may be read in
 ``k + 1``, and a token sampled by plan ``k`` may be computed in ``k + 1`` before the machine has seen it.
+
+With ``me`` it is a member of a cluster: then it also hears messages, and gives KV to other instances and takes theirs
+(``cluster_link``). Without, none of that exists.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 
 from memserve.config import InstanceConfig
 from memserve.errors import check
-from memserve.instance.actions import Action, EmitTokens, RejectRequest, RunStep
+from memserve.instance.actions import Action, EmitTokens, RunStep
+from memserve.instance.cluster_link import ClusterLink
 from memserve.instance.events import (
     ClockTicked,
     Event,
+    LayerFinished,
+    MessageArrived,
     RequestArrived,
     RequestCancelled,
     SequenceStopped,
     StepFailed,
     StepFinished,
 )
+from memserve.instance.frontdesk import FrontDesk
 from memserve.instance.invariants import check_instance
 from memserve.instance.memory import SequenceMemory
 from memserve.instance.outstanding import Outstanding
+from memserve.instance.pins import Pins
 from memserve.instance.planner import Planner
 from memserve.instance.report import MemoryReport, RequestStory
 from memserve.instance.results import Results
 from memserve.instance.roster import Roster
-from memserve.instance.sequence import Group, Phase
+from memserve.instance.sequence import Phase
 from memserve.instance.stats import InstanceStats
 from memserve.instance.views import instance_stats, memory_report, request_story
+from memserve.mempool.jobs import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
-from memserve.policy.batching import context_tokens, impossible_reason, running_max
+from memserve.messages import Load, Peer
+from memserve.policy.batching import context_tokens, running_max
 from memserve.policy.preemption import PreemptionCosts
-from memserve.types import FinishReason, Request
-from memserve.units import NS_PER_S
+from memserve.types import KVGeometry, Request
 
 
 class Instance:
     """One inference instance: queue, batching, blocks, endings.
 
     Every request ends with exactly one output that has a ``finish_reason`` for each of its ``n`` sequences, or with one
-    ``RejectRequest``. Every plan must be answered by one ``StepFinished`` or ``StepFailed``, in order.
+    ``RejectRequest``; in a cluster also without a word, where it was handed over, or nobody waits for it. Every plan
+    must be answered by one ``StepFinished`` or ``StepFailed``, in order.
     """
 
     def __init__(
@@ -53,20 +62,29 @@ class Instance:
         block_tokens: int,
         costs: PreemptionCosts | None = None,
         pool: BlockPool | None = None,
+        *,
+        me: Peer | None = None,
+        geometry: KVGeometry | None = None,
     ) -> None:
+        """``me``: its name and generation in a cluster; needs ``geometry``, which peers compare. ``pool`` must then
+        have been built with ``event_capacity=config.exchange.event_capacity``, as the default one is."""
         if pool is None:
-            pool = BlockPool(config.pool, block_tokens, config.namespace)
+            capacity = config.exchange.event_capacity if me is not None else 0
+            pool = BlockPool(config.pool, block_tokens, config.namespace, event_capacity=capacity)
         self.config = config
         scheduler = config.scheduler
         self._context = context_tokens(config.max_model_tokens, config.pool.hbm_blocks, block_tokens)
         memory = SequenceMemory(pool, block_tokens)
-        slots = running_max(scheduler)
-        self._roster = Roster(memory, slots, scheduler.preemption, costs or PreemptionCosts())
-        self._planner = Planner(self._roster, scheduler)
+        self._roster = Roster(memory, running_max(scheduler), scheduler.preemption, costs or PreemptionCosts())
+        self._desk = FrontDesk(self._roster, config, self._context)
+        self._pins = Pins(pool)
+        self._planner = Planner(self._roster, scheduler, self._pins)
         self._results = Results(self._roster)
         self._outstanding: deque[Outstanding] = deque()
-        self._arrivals = 0
-        self._deadlines: list[tuple[int, int, str]] = []  # heap of (deadline_ns, arrival, request id)
+        self._link: ClusterLink | None = None
+        if me is not None:
+            check(geometry is not None, "a member of a cluster must know the geometry of its KV")
+            self._link = ClusterLink(self._roster, self._desk, self._pins, config, geometry, me)  # type: ignore[arg-type]
 
     # -- the one mutator
 
@@ -76,35 +94,56 @@ class Instance:
         Raises :class:`InvariantError` when the device's report does not fit the oldest plan under way.
         """
         actions: list[Action] = []
+        link = self._link
         if isinstance(event, StepFinished):
             self._results.apply(self._take_outstanding(event.step_id), event)
+            if link is not None:
+                link.step_ended(event.step_id, now)
         elif isinstance(event, RequestArrived):
             self._arrive(event.request, now, actions)
-        elif isinstance(event, StepFailed):
-            failed = self._take_outstanding(event.step_id)
-            self._results.fail(failed, list(self._outstanding), event)
         elif isinstance(event, RequestCancelled):
-            self._cancel(event.request_id)
+            self._desk.cancel(event.request_id)
         elif isinstance(event, SequenceStopped):
-            self._stop(event.request_id, event.index)
+            self._desk.stop(event.request_id, event.index)
+        elif isinstance(event, StepFailed):
+            self._fail(event, now)
+        elif link is not None:
+            self._hear(link, event, now)
         else:
             check(isinstance(event, ClockTicked), f"unknown event {event!r}")
-        if self._deadlines and self._deadlines[0][0] <= now:
-            self._expire(now)
+        self._desk.expire(now)
+        if link is not None:
+            link.settle(now)
         self._plan(now, actions)
         if self._roster.outputs:
             actions.append(EmitTokens(self._roster.outputs))
             self._roster.outputs = []
+        if link is not None:
+            link.conclude(actions, now)
         return actions
+
+    @staticmethod
+    def _hear(link: ClusterLink, event: Event, now: int) -> None:
+        if isinstance(event, MessageArrived):
+            link.hear(event.sender, event.message, now)
+        elif isinstance(event, LayerFinished):
+            link.handoffs.layer_finished(event.step_id, event.layer)
+        elif isinstance(event, PagesSealed | PagesPulled):
+            link.pages_done(event, now)
+        else:
+            check(isinstance(event, ClockTicked), f"unknown event {event!r}")
 
     def _plan(self, now: int, actions: list[Action]) -> None:
         """Keep the device busy: as many plans as it may have. They come before outputs, which can wait for it."""
-        outstanding = self._outstanding
+        outstanding, link = self._outstanding, self._link
         while len(outstanding) < self.config.scheduler.steps_in_flight:
-            made = self._planner.make(now, nothing_under_way=not outstanding)
+            copies_only = link is not None and link.exchange.wants_plan
+            made = self._planner.make(now, nothing_under_way=not outstanding, copies_only=copies_only)
             if made is None:
                 return
             plan, memo = made
+            if link is not None:
+                link.planned(plan, now)
             outstanding.append(memo)
             actions.append(RunStep(plan))
 
@@ -114,57 +153,27 @@ class Instance:
         check(oldest.step_id == step_id, f"step {step_id} reported, but {oldest.step_id} is the oldest under way")
         return oldest
 
-    # -- requests
+    def _fail(self, event: StepFailed, now: int) -> None:
+        failed = self._take_outstanding(event.step_id)
+        if self._link is not None and not failed.void:
+            self._link.kv_lost(now)
+        self._results.fail(failed, list(self._outstanding), event)
+        if self._link is not None:
+            self._link.step_ended(event.step_id, now)
 
     def _arrive(self, request: Request, now: int, actions: list[Action]) -> None:
-        roster = self._roster
-        roster.counters.requests += 1
-        reason = impossible_reason(request, self._context, roster.slots)
-        retry_after_s: float | None = None
-        if request.request_id in roster.groups:
-            reason = f"a request with the id {request.request_id!r} is still running"
-        elif reason is None and len(roster.waiting) >= self.config.scheduler.max_waiting:
-            reason = f"the queue is full: {len(roster.waiting)} sequences wait"
-            retry_after_s = self._retry_after_s(now)
-        if reason is not None:
-            roster.counters.requests_rejected += 1
-            actions.append(RejectRequest(request.request_id, reason, retry_after_s))
-            return
-        max_tokens = min(request.stop.max_tokens, self._context - len(request.prompt))
-        group = Group(request, self._arrivals, max_tokens, now)
-        self._arrivals += 1
-        roster.groups[request.request_id] = group
-        roster.enter(group.new_sequence(), Phase.WAITING)
-        if request.deadline_ns is not None:
-            heapq.heappush(self._deadlines, (request.deadline_ns, group.arrival, request.request_id))
+        refusal = self._desk.refusal(request, now)
+        if refusal is not None:
+            actions.append(refusal)
+        else:
+            self._desk.line_up(self._desk.open(request, now, request.deadline_ns), Phase.WAITING)
 
-    def _retry_after_s(self, now: int) -> float:
-        """As long as the head of the line has waited: a fair guess of how long it takes to get there."""
-        head = self._roster.waiting.items[0].group
-        return min(60.0, max(1.0, (now - head.arrived_ns) / NS_PER_S))
-
-    def _cancel(self, request_id: str) -> None:
-        group = self._roster.groups.get(request_id)
-        if group is not None:  # else it ended while the cancellation was on its way
-            self._roster.counters.requests_cancelled += 1
-            self._roster.finish_group(group, FinishReason.CANCELLED)
-
-    def _stop(self, request_id: str, index: int) -> None:
-        group = self._roster.groups.get(request_id)
-        if group is None or group.beam is not None:
-            return
-        sequence = group.sequences.get(index)
-        if sequence is not None and sequence.out:
-            self._roster.outputs.append(sequence.ending(FinishReason.STOP))
-            self._roster.finish(sequence, FinishReason.STOP)
-
-    def _expire(self, now: int) -> None:
-        deadlines, groups = self._deadlines, self._roster.groups
-        while deadlines and deadlines[0][0] <= now:
-            _, arrival, request_id = heapq.heappop(deadlines)
-            group = groups.get(request_id)
-            if group is not None and group.arrival == arrival:  # else it ended before
-                self._roster.finish_group(group, FinishReason.DEADLINE)
+    def reborn(self, me: Peer) -> None:
+        """The host joins again as ``me``, a new generation, after ``Expelled``: nothing of the old one is left but the
+        cache. Raises :class:`InvariantError` outside a cluster."""
+        check(self._link is not None, "only a member of a cluster is born anew")
+        if self._link is not None:
+            self._link.reborn(me)
 
     # -- views
 
@@ -179,13 +188,34 @@ class Instance:
         return self._context
 
     @property
+    def me(self) -> Peer | None:
+        """Its name and generation in a cluster."""
+        return self._link.me if self._link is not None else None
+
+    @property
     def next_deadline_ns(self) -> int | None:
         """When a ``ClockTicked`` is worth sending; ``None`` = no deadlines."""
-        return self._deadlines[0][0] if self._deadlines else None
+        deadlines = (self._desk.next_deadline_ns, self._link.next_deadline_ns if self._link is not None else None)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    @property
+    def next_event(self) -> int:
+        """Number that the next KV event will have, for heartbeats."""
+        return self._link.feed.next_event if self._link is not None else 0
+
+    @property
+    def is_idle(self) -> bool:
+        """No requests, no plans under way, nothing lent or borrowed: a draining instance may leave."""
+        transfers = self._link.exchange.transfers_open if self._link is not None else 0
+        return not (self._roster.groups or self._outstanding or transfers)
+
+    def load(self) -> Load:
+        """How busy it is, for heartbeats; all zero outside a cluster."""
+        return self._link.load() if self._link is not None else Load()
 
     def stats(self) -> InstanceStats:
         """State now, and totals since the start."""
-        return instance_stats(self._roster, len(self._outstanding))
+        return instance_stats(self._roster, len(self._outstanding), self._link)
 
     def report(self) -> MemoryReport:
         """How the memory is used."""
@@ -198,7 +228,7 @@ class Instance:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""
-        check_instance(self._roster, self._outstanding)
+        check_instance(self._roster, self._outstanding, self._link)
 
     def __repr__(self) -> str:
         return f"<Instance {self._roster} in_flight={len(self._outstanding)}>"

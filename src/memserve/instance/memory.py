@@ -46,6 +46,12 @@ class SequenceMemory:
         # does not fit.
         return self._attach_prefix(sequence, tokens, tokens[:-1])
 
+    def land(self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int) -> None:
+        """Take over ``blocks`` that came with the KV of the first ``tokens`` tokens: a reference each, and the pin."""
+        sequence.blocks, sequence.lease = blocks, lease
+        sequence.published = lease.tokens if lease is not None else 0
+        sequence.computed = sequence.writable_until = tokens
+
     def reads_cache(self, sequence: Sequence) -> bool:
         """Whether cached KV may stand in for computing. Logprobs of the prompt need every prompt position computed."""
         group = sequence.group

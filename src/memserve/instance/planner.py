@@ -10,7 +10,7 @@ A plan is filled in four passes, each in rank order:
 Progress: the sequence of the highest rank is served first in its pass, may take blocks from all others, and fits alone
 (checked on arrival), so it ends after finitely many steps. The one way to stand still is that nobody may take from
 anybody: beams that wait for each other across requests. When nothing is under way and nothing could be planned,
-everything is preempted and the line starts over from its head.
+pins are given up, everything is preempted and the line starts over from its head.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from memserve.errors import check
 from memserve.instance.actions import StepPlan
 from memserve.instance.admission import Admission
 from memserve.instance.outstanding import Outstanding
+from memserve.instance.pins import Pins
 from memserve.instance.roster import Roster
 from memserve.instance.rows import RowWriter
 from memserve.instance.sequence import Phase, Sequence
@@ -32,29 +33,50 @@ PROMPT_LOGPROBS_MAX = 256
 class Planner:
     """Makes plans out of the roster."""
 
-    __slots__ = ("admission", "config", "next_step_id", "roster")
+    __slots__ = ("admission", "config", "next_step_id", "pins", "roster")
 
-    def __init__(self, roster: Roster, config: SchedulerConfig) -> None:
+    def __init__(self, roster: Roster, config: SchedulerConfig, pins: Pins | None) -> None:
         self.roster = roster
         self.config = config
+        self.pins = pins
         self.admission = Admission(roster)
         self.next_step_id = 1
 
-    def make(self, now: int, nothing_under_way: bool) -> tuple[StepPlan, Outstanding] | None:
-        """The next plan, or ``None`` when there is nothing to compute."""
+    def make(self, now: int, *, nothing_under_way: bool, copies_only: bool) -> tuple[StepPlan, Outstanding] | None:
+        """The next plan, or ``None`` when there is nothing to compute.
+
+        ``copies_only``: somebody waits for copies that are recorded already, so a plan without rows is worth making.
+        """
         roster = self.roster
-        if not (roster.decoding.items or roster.working.items or roster.waiting.items):
-            return None
-        rows = self._fill(now)
-        if not rows.plan.slots and nothing_under_way:
-            roster.counters.standstills += 1
-            roster.preempt_all()
+        if roster.decoding.items or roster.working.items or roster.waiting.items or roster.landed.items:
             rows = self._fill(now)
-            check(rows.plan.slots, f"standing still with everything free: {roster}")
-        if not rows.plan.slots:
+            if not rows.plan.slots and nothing_under_way:
+                rows = self._start_over(rows, now)
+        elif copies_only:
+            rows = RowWriter(roster, self.next_step_id)
+        else:
+            return None
+        if not (rows.plan.slots or copies_only):
             return None
         self.next_step_id += 1
         return self._seal(rows)
+
+    def _start_over(self, rows: RowWriter, now: int) -> RowWriter:
+        """Nobody can move: give up what is kept for later, then take from everybody and begin at the line's head.
+
+        That must suffice, unless memory is lent to other instances. Then time helps: every loan has an end.
+        """
+        roster = self.roster
+        if self.pins is not None and self.pins.release_all():
+            rows = self._fill(now)
+        if not rows.plan.slots and roster.holds_blocks:
+            roster.counters.standstills += 1
+            roster.preempt_all()
+            rows = self._fill(now)
+        pool = roster.memory.pool
+        lent = pool.available() < pool.config.hbm_blocks
+        check(rows.plan.slots or lent, f"standing still with everything free: {roster}")
+        return rows
 
     def _fill(self, now: int) -> RowWriter:
         rows = RowWriter(self.roster, self.next_step_id)

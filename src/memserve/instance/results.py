@@ -87,6 +87,8 @@ class Results:
     ) -> None:
         first = len(sequence.out) == 1
         group = sequence.group
+        if group.muted:
+            return
         prompt_logprobs = group.prompt_logprobs if first else None
         self.roster.outputs.append(
             TokenOutput(
@@ -99,6 +101,7 @@ class Results:
                 prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
                 queue_ns=group.queue_ns if first else None,
                 offset=len(sequence.out) - 1,
+                story=group.take_facts(),
             )
         )
 
@@ -140,7 +143,7 @@ class Results:
     def _end_hopeless(self, group: Group) -> None:
         roster = self.roster
         hopeless = [sequence for sequence in group.sequences.values() if sequence.failures > _RETRIES]
-        if hopeless and (group.beam is not None or group.forks_pending):
+        if hopeless and (group.beam is not None or group.muted or group.forks_pending):
             roster.finish_group(group, FinishReason.ERROR)
             return
         for sequence in hopeless:

@@ -2,6 +2,9 @@
 
 ::
 
+    EXPECTED --fetched--> WAITING                   (KV from another instance)
+        +----handed over--> LANDED --admit--> WORKING
+
     WAITING --admit--> WORKING --prompt done--> DECODING --all tokens under way--> IDLE
        ^                  |                        |                                |
        +---- preempt -----+------------------------+-------> PARKED <---------------+   (PARKED until what is under way
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from memserve.errors import check
 from memserve.instance.memory import SequenceMemory
+from memserve.instance.orders import Homeward
 from memserve.instance.report import Counters
 from memserve.instance.sequence import Group, Phase, Sequence
 from memserve.instance.waiting import RankedList
@@ -22,6 +26,7 @@ from memserve.policy.preemption import PreemptionModel
 from memserve.types import FinishReason, TokenOutput
 
 if TYPE_CHECKING:
+    from memserve.messages import Peer
     from memserve.policy.preemption import PreemptionCosts
 
 
@@ -33,9 +38,13 @@ class Roster:
         "costs",
         "counters",
         "decoding",
+        "ended_orders",
         "free_slots",
         "groups",
+        "homeward",
         "idle",
+        "interrupted",
+        "landed",
         "memory",
         "outputs",
         "preemption",
@@ -53,6 +62,7 @@ class Roster:
         self.counters = Counters()
         #: all and only unfinished requests, in order of arrival
         self.groups: dict[str, Group] = {}
+        self.landed = RankedList()
         self.waiting = RankedList()
         self.working = RankedList()
         self.decoding = RankedList()
@@ -65,6 +75,12 @@ class Roster:
         self.slots_unknown = False
         #: outputs to emit at the end of this ``handle``
         self.outputs: list[TokenOutput] = []
+        #: requests of the cluster that ended, whose transfers have to end too
+        self.ended_orders: list[Group] = []
+        #: requests that were preempted while they were being handed over
+        self.interrupted: list[Group] = []
+        #: generated KV that has to go back to where the prompt was computed; one reference a block is held for it
+        self.homeward: list[Homeward] = []
 
     # -- slots
 
@@ -108,7 +124,9 @@ class Roster:
             return self.working
         if phase is Phase.WAITING:
             return self.waiting
-        return self.idle if phase is Phase.IDLE else None
+        if phase is Phase.IDLE:
+            return self.idle
+        return self.landed if phase is Phase.LANDED else None
 
     def move(self, sequence: Sequence, phase: Phase) -> None:
         """Change the phase and the container that goes with it."""
@@ -146,29 +164,43 @@ class Roster:
         self._leave_slot(sequence)
         self.move(sequence, Phase.PARKED)
         self.wake(sequence)
+        if sequence.group.tokens_here is not None:
+            self.interrupted.append(sequence.group)
 
     def victim_for(self, needy: Sequence, step_id: int) -> Sequence | None:
         """Whom to preempt so that ``needy`` gets a block in the plan ``step_id``.
 
         First one whose last token is under way: it needs its blocks no more. Else the one of lowest rank, if that is
-        below ``needy``; never one that is scheduled in this plan already.
+        below ``needy``; never one that is scheduled in this plan already, nor one that is being handed over: its
+        blocks are held for the taker as well, and it leaves soon.
         """
         for sequence in self.idle:
-            if sequence.left == 0 and sequence.scheduled_step != step_id and sequence.blocks:
+            leaves = sequence.group.tokens_here is not None
+            if sequence.left == 0 and sequence.scheduled_step != step_id and sequence.blocks and not leaves:
                 return sequence
         lowest = needy
-        for container in (self.decoding, self.working, self.idle):
+        for container in (self.decoding, self.working, self.idle, self.landed):
             for sequence in reversed(container.items):
                 if sequence.rank <= lowest.rank:
                     break
-                if sequence.scheduled_step != step_id:
+                if sequence.scheduled_step != step_id and sequence.group.tokens_here is None:
                     lowest = sequence
                     break
         return None if lowest is needy else lowest
 
+    def prefill_tokens_queued(self) -> int:
+        """Known tokens of sequences here, those of running ones included, that are not computed yet."""
+        lines = (self.working.items, self.waiting.items)
+        return sum(sequence.known - sequence.computed for line in lines for sequence in line)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether any sequence holds HBM blocks."""
+        return bool(self.idle.items or self.decoding.items or self.working.items or self.landed.items)
+
     def preempt_all(self) -> None:
         """Take everything from everybody: the way out when nothing moves (see ``Planner``)."""
-        for container in (self.idle, self.decoding, self.working):
+        for container in (self.idle, self.decoding, self.working, self.landed):
             for sequence in list(container):
                 self.preempt(sequence)
 
@@ -177,8 +209,8 @@ class Roster:
         self.memory.abandon(sequence)
         self._leave_slot(sequence)
         sequence.inflight = 0
-        sequence.left = max(1, sequence.max_tokens) - len(sequence.out)
-        if sequence.phase is not Phase.WAITING:
+        sequence.left = sequence.draws_left
+        if sequence.phase not in (Phase.WAITING, Phase.EXPECTED):
             self.move(sequence, Phase.PARKED)
             self.wake(sequence)
 
@@ -186,6 +218,9 @@ class Roster:
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End one sequence: slot and blocks go back, results still under way will be dropped."""
+        orders = sequence.group.orders
+        if orders is not None and orders.home is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._send_home(sequence, orders.home, orders.home_tokens)
         self._retire(sequence)
         group = sequence.group
         self.counters.count_finish(reason)
@@ -196,6 +231,30 @@ class Roster:
         """The request has ended."""
         del self.groups[group.request.request_id]
         self.counters.requests_finished += 1
+        if group.orders is not None:
+            self.ended_orders.append(group)
+
+    def leave(self, sequence: Sequence) -> None:
+        """End one sequence without a word: whoever waits for it knows."""
+        self._retire(sequence)
+        if not sequence.group.sequences:
+            self.forget_group(sequence.group)
+
+    def drop_group(self, group: Group) -> None:
+        """The request goes on, or has ended, somewhere else: nothing more is said about it here."""
+        for sequence in list(group.sequences.values()):
+            self._retire(sequence)
+        self.forget_group(group)
+
+    def _send_home(self, sequence: Sequence, home: Peer, home_tokens: int) -> None:
+        """Keep the whole blocks behind those that ``home`` has, until they are offered to it."""
+        block_tokens = self.memory.block_tokens
+        first, end = home_tokens // block_tokens, min(sequence.computed, sequence.known) // block_tokens
+        if first < end <= len(sequence.blocks):
+            blocks = sequence.blocks[first:end]
+            self.memory.pool.retain(blocks)
+            tokens = sequence.known_tokens()[: end * block_tokens]
+            self.homeward.append(Homeward(home, sequence.group.request.tenant, tokens, first, blocks))
 
     def drop_beam(self, sequence: Sequence) -> None:
         """A beam that no hypothesis continues. Its KV beyond the prompt is of no use to others: it is not cached."""
@@ -212,14 +271,14 @@ class Roster:
         """End every unfinished sequence of a request now, each with one final output."""
         request = group.request
         live = list(group.sequences.values())
-        if group.beam is not None:
+        if group.beam is not None or group.muted:
             indices = list(range(request.n))
         else:
             forks = range(group.next_index, group.next_index + group.forks_pending)
             indices = [sequence.index for sequence in live] + list(forks)
         for sequence in live:
             self._retire(sequence)
-        by_index = {sequence.index: sequence.ending(reason) for sequence in live if group.beam is None}
+        by_index = {s.index: s.ending(reason) for s in live if group.beam is None and not group.muted}
         for index in indices:
             unforked = TokenOutput(request.request_id, index, (), finish_reason=reason)
             self.outputs.append(by_index.get(index, unforked))

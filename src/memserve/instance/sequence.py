@@ -22,15 +22,22 @@ from memserve.instance.beam import BeamSearch
 from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput
 
 if TYPE_CHECKING:
+    from memserve.instance.orders import Orders
     from memserve.mempool.pool import Lease
 
 Rank = tuple[int, int, int]
 """(priority, arrival, index): total order; the smaller runs first and is preempted last."""
 
 
+Fact = tuple[str, str | int | float]
+"""One line of a request's story."""
+
+
 class Phase(enum.Enum):
     """Where a sequence is. The comment says which container holds all and only such sequences."""
 
+    EXPECTED = "expected"  # nowhere; holds nothing: KV for it is on its way from another instance
+    LANDED = "landed"  # Roster.landed; holds HBM blocks that came from another instance, and waits for a slot
     WAITING = "waiting"  # Roster.waiting; holds no slot and no HBM block (maybe DRAM blocks)
     WORKING = "working"  # Roster.working; has known tokens to compute
     DECODING = "decoding"  # Roster.decoding; computes one token, known or not, each step
@@ -48,16 +55,20 @@ class Group:
         "arrived_ns",
         "beam",
         "cached_tokens",
+        "facts",
         "forks_pending",
         "held_steps",
         "max_tokens",
+        "muted",
         "next_index",
+        "orders",
         "preemptions",
         "prompt_logprobs",
         "request",
         "reserved_slots",
         "sequences",
         "stops",
+        "tokens_here",
     )
 
     def __init__(self, request: Request, arrival: int, max_tokens: int, now: int) -> None:
@@ -84,6 +95,14 @@ class Group:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if request.sampling.prompt_logprobs:
             self.prompt_logprobs = [None] * len(request.prompt)
+        #: what the cluster wants beside running it; ``None`` = a request of the own process
+        self.orders: Orders | None = None
+        #: sequences draw their tokens here up to so many; then another instance goes on. ``None`` = to the end
+        self.tokens_here: int | None = None
+        #: what it draws is not for the client (a beam's prompt, whose choice is the decode instance's)
+        self.muted = False
+        #: what was done for it and why, for the story of its next output
+        self.facts: list[Fact] = []
 
     def new_sequence(self) -> Sequence:
         """Add a sequence with the next free index."""
@@ -91,6 +110,13 @@ class Group:
         self.sequences[self.next_index] = sequence
         self.next_index += 1
         return sequence
+
+    def take_facts(self) -> tuple[Fact, ...]:
+        """The facts since the last output that told them."""
+        if not self.facts:
+            return ()
+        told, self.facts = tuple(self.facts), []
+        return told
 
     @property
     def queue_ns(self) -> int | None:
@@ -147,7 +173,7 @@ class Sequence:
         self.out: list[int] = []
         self.inflight = 0
         #: samples that may still be scheduled
-        self.left = max(1, group.max_tokens)
+        self.left = max(1, group.max_tokens) if group.tokens_here is None else group.tokens_here
         self.computed = 0
         self.published = 0
         self.writable_until = 0
@@ -178,6 +204,19 @@ class Sequence:
         """Tokens including those that plans under way will sample."""
         return self.prompt_tokens + len(self.out) + self.inflight
 
+    @property
+    def draws_left(self) -> int:
+        """Tokens that it may still draw here, without those under way."""
+        limit = self.group.tokens_here
+        return (max(1, self.max_tokens) if limit is None else limit) - len(self.out) - self.inflight
+
+    @property
+    def known_ending(self) -> FinishReason | None:
+        """Whether the tokens known so far are already all that it may have."""
+        if self.out and self.out[-1] in self.stops and len(self.out) >= self.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if 0 < self.max_tokens <= len(self.out) else None
+
     def known_tokens(self) -> TokenArray:
         """Prompt and generated tokens, shape ``[known]``, int32."""
         if not self.out:
@@ -187,7 +226,8 @@ class Sequence:
     def ending(self, reason: FinishReason) -> TokenOutput:
         """The final output of a sequence that ends without another token (beams have emitted none)."""
         emitted = 0 if self.group.beam is not None else len(self.out)
-        return TokenOutput(self.request_id, self.index, (), finish_reason=reason, offset=emitted)
+        story = self.group.take_facts()
+        return TokenOutput(self.request_id, self.index, (), finish_reason=reason, offset=emitted, story=story)
 
     def __repr__(self) -> str:
         return (

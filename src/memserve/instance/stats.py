@@ -59,6 +59,31 @@ class InstanceStats:
     """What recomputing is taken to cost, learnt from finished steps."""
     finished: dict[str, int] = field(default_factory=dict)
     """Sequences by finish reason."""
+    handed_over: int = 0
+    """Requests that left after their first token (M8)."""
+    taken_over: int = 0
+    """Requests whose prompt was computed elsewhere and that were decoded here."""
+    takeovers_failed: int = 0
+    """Requests that were to come here and did not."""
+    fetched_tokens: int = 0
+    """Tokens of prefixes that came from other instances before admission (M10)."""
+    blocks_sent_home: int = 0
+    """Blocks of generated KV offered to where their prompts were computed (PD-Caching-3)."""
+    blocks_come_home: int = 0
+    """Blocks that came here that way."""
+    blocks_received: int = 0
+    """Blocks pulled from other instances, for whatever reason."""
+    blocks_reused: int = 0
+    """Blocks that others offered and that were here already (PD-Caching-2)."""
+    bytes_received: int = 0
+    transfers_open: int = 0
+    transfers_failed: int = 0
+    """Imports that came to nothing through no doing of this instance."""
+    checksum_mismatches: int = 0
+    pins: int = 0
+    """Named prefixes (M14)."""
+    messages_ignored: int = 0
+    """Orders of somebody who is not the router."""
 
     @property
     def external_fragmentation(self) -> float:

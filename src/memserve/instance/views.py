@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from memserve.instance.report import MemoryReport, RequestStory
 from memserve.instance.roster import Roster
-from memserve.instance.sequence import Group, Phase
+from memserve.instance.sequence import Group
 from memserve.instance.stats import InstanceStats, TierReport
 from memserve.mempool.report import PoolReport
 from memserve.types import Tier
 
+if TYPE_CHECKING:
+    from memserve.instance.cluster_link import ClusterLink
 
-def instance_stats(roster: Roster, plans_in_flight: int) -> InstanceStats:
+
+def instance_stats(roster: Roster, plans_in_flight: int, link: ClusterLink | None) -> InstanceStats:
     """State now, and totals since the start."""
+    stats = _local_stats(roster, plans_in_flight)
+    return stats if link is None else _with_cluster(stats, link)
+
+
+def _with_cluster(stats: InstanceStats, link: ClusterLink) -> InstanceStats:
+    counters = link.exchange.counters
+    return replace(
+        stats,
+        handed_over=link.handoffs.handed_over,
+        taken_over=link.takeovers.taken_over,
+        takeovers_failed=link.takeovers.failed,
+        fetched_tokens=link.fetches.fetched_tokens,
+        blocks_sent_home=link.blocks_sent_home,
+        blocks_come_home=link.blocks_come_home,
+        blocks_received=counters.pulled_blocks,
+        blocks_reused=counters.reused_blocks,
+        bytes_received=counters.pulled_bytes,
+        transfers_open=link.exchange.transfers_open,
+        transfers_failed=counters.imports_failed,
+        checksum_mismatches=counters.mismatches,
+        pins=link.pins_held,
+        messages_ignored=link.ignored_orders,
+    )
+
+
+def _local_stats(roster: Roster, plans_in_flight: int) -> InstanceStats:
     counters, pool = roster.counters, roster.memory.pool.report()
     sequences = [s for group in roster.groups.values() for s in group.sequences.values()]
     memory = memory_report(roster)
     return InstanceStats(
-        requests_waiting=sum(s.phase in (Phase.WAITING, Phase.PARKED) for s in sequences),
+        requests_waiting=sum(s.slot is None for s in sequences),
         sequences_running=sum(s.slot is not None for s in sequences),
         sequences_swapped=sum(bool(s.dram_blocks) for s in sequences),
         requests_arrived=counters.requests,

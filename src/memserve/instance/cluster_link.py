@@ -1,0 +1,391 @@
+"""The instance as a member of a cluster (level 2): orders and messages in, messages out.
+
+What the machine does at each event, and where the link comes in::
+
+    event     -> hear, pages_done, layer_finished, step_ended, kv_lost      what has happened
+    settle    -> requests that ended, imports that arrived, leases          before plans are made
+    planned   -> offers and their pages                                     after each plan
+    conclude  -> messages, page jobs, KV events                             behind tokens and plans
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from memserve.config import InstanceConfig
+from memserve.instance.actions import Action, StepPlan
+from memserve.instance.fetching import Fetches
+from memserve.instance.frontdesk import FrontDesk
+from memserve.instance.handoff import Handoffs
+from memserve.instance.kvfeed import KvFeed
+from memserve.instance.orders import Orders
+from memserve.instance.pins import Pins
+from memserve.instance.roster import Roster
+from memserve.instance.sequence import Fact, Group, Phase
+from memserve.instance.takeover import Takeovers
+from memserve.mempool.exchange import Exchange
+from memserve.mempool.jobs import PagesPulled, PagesSealed, PullPages
+from memserve.mempool.outcomes import (
+    FetchEnded,
+    HandoffArrived,
+    HandoffFailed,
+    HandoffOffered,
+    Inserted,
+    Outcome,
+    Released,
+)
+from memserve.messages import (
+    ROUTER,
+    AnyMessage,
+    AskEvents,
+    Cancel,
+    Dispatch,
+    Drain,
+    Expelled,
+    HandedOver,
+    KvEvents,
+    KvSnapshot,
+    Load,
+    Peer,
+    PeerGone,
+    PeerJoined,
+    Pin,
+    Pinned,
+    StopSequence,
+    Unpin,
+    Welcome,
+    Withdraw,
+)
+from memserve.policy.batching import headroom_blocks
+from memserve.serving import MessageArrived, RejectRequest, Send
+from memserve.types import KVGeometry
+
+
+class ClusterLink:
+    """Obeys the router, deals with other instances, and tells what the cache holds."""
+
+    def __init__(
+        self, roster: Roster, desk: FrontDesk, pins: Pins, config: InstanceConfig, geometry: KVGeometry, me: Peer
+    ) -> None:
+        pool = roster.memory.pool
+        self.me = me
+        self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
+        self.handoffs = Handoffs(roster, desk, self.exchange, geometry.num_layers)
+        self.takeovers = Takeovers(roster, desk, self.exchange)
+        self.fetches = Fetches(roster, self.exchange, geometry, config.exchange.fetch_deadline_ns)
+        self.feed = KvFeed(pool, max(1, config.exchange.event_capacity))
+        self.router: Peer | None = None
+        self.draining = False
+        #: messages of whoever is not the router, or is it no more, that only the router may send
+        self.ignored_orders = 0
+        self.blocks_sent_home = 0
+        self.blocks_come_home = 0
+        self._roster = roster
+        self._desk = desk
+        self._pins = pins
+        self._geometry = geometry
+        self._publishes = config.exchange.event_capacity > 0
+        self._peers: dict[str, Peer] = {}
+        self._pulls: dict[int, str] = {}  # pull job -> name of the peer
+        self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
+        self._outbox: list[Action] = []
+        self._orders: dict[type, Callable[[Any, int], None]] = {
+            Welcome: self._welcome, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
+            Expelled: self._expelled, Drain: self._drain, Dispatch: self._dispatch, Cancel: self._cancel,
+            StopSequence: self._stop, Pin: self._pin, Unpin: self._unpin, AskEvents: self._ask_events,
+        }  # fmt: skip
+
+    # -- what has happened
+
+    def hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
+        """Another process said something."""
+        obey = self._orders.get(type(message))
+        if obey is not None:
+            if self._is_router(sender, message):
+                obey(message, now)
+            else:
+                self.ignored_orders += 1
+            return
+        if isinstance(message, Withdraw):
+            self.takeovers.withdrawn(message.transfer_id)
+            self._end_transfers(now)
+        self._act(self.exchange.handle(MessageArrived(sender, message), now), now)
+
+    def pages_done(self, event: PagesSealed | PagesPulled, now: int) -> None:
+        """The host has sealed or pulled pages."""
+        if isinstance(event, PagesPulled):
+            name = self._pulls.pop(event.job_id, None)
+            if name is not None and event.link:
+                self._links[name] = event.link
+                self.fetches.far[name] = event.link == "nixl"
+        self._act(self.exchange.handle(event, now), now)
+
+    def step_ended(self, step_id: int, now: int) -> None:
+        """A plan was executed, and its tokens were taken into account; or it failed."""
+        self._end_transfers(now)
+        self.handoffs.step_finished(step_id)
+        self._act(self.exchange.plan_finished(step_id, now), now)
+
+    def kv_lost(self, now: int) -> None:
+        """A step failed: to be called before the cache is cleared."""
+        self.handoffs.kv_lost()
+        self._pins.release_all()
+        self._act(self.exchange.everything_failed(now), now)
+
+    # -- between event and plans, and after
+
+    def settle(self, now: int) -> None:
+        """End what goes with requests that have ended, let imports go on, and forget what has outlived its lease."""
+        self._end_transfers(now)
+        if self._roster.homeward:
+            self.blocks_sent_home += self.takeovers.send_home(now)
+        self._pins.expire(now)
+        self.exchange.headroom_blocks = headroom_blocks(len(self._roster.decoding))
+        self._act(self.exchange.advance(now), now)
+
+    def planned(self, plan: StepPlan, now: int) -> None:
+        """``plan`` has been made, with all copies recorded so far."""
+        self.exchange.plan_made(plan.step_id)
+        if self.handoffs.leaving:
+            self.handoffs.planned(plan, now)
+
+    def conclude(self, actions: list[Action], now: int) -> None:
+        """Say what is to be said; it comes behind plans and tokens, which are more urgent."""
+        self._end_transfers(now)
+        news = self.feed.news() if self._publishes else None
+        if news is not None and self.router is not None:
+            self._outbox.append(Send(self.router, news))
+        for handle in self._pins.lost:
+            self._tell_router(Pinned(handle, 0))
+        self._pins.lost.clear()
+        for action in self.exchange.take_actions():
+            if isinstance(action, PullPages):
+                self._pulls[action.job_id] = action.peer.name
+            self._outbox.append(action)
+        actions += self._outbox
+        self._outbox.clear()
+
+    def _end_transfers(self, now: int) -> None:
+        """Transfers end with the requests that they are for; interrupted handoffs begin anew."""
+        roster = self._roster
+        for group in roster.ended_orders:
+            self.handoffs.ended(group)
+            self.takeovers.ended(group)
+            self.fetches.given_up(group)
+        roster.ended_orders.clear()
+        interrupted, roster.interrupted = roster.interrupted, []
+        for group in interrupted:
+            self.handoffs.interrupted(group, now)
+
+    # -- what the exchange says
+
+    def _act(self, outcomes: Iterable[Outcome], now: int) -> None:
+        for outcome in outcomes:
+            if isinstance(outcome, HandoffOffered):
+                self._reject(self.takeovers.offered(outcome, now))
+            elif isinstance(outcome, HandoffArrived):
+                self._arrived(outcome, now)
+            elif isinstance(outcome, HandoffFailed):
+                self._reject(self.takeovers.failed_to_come(outcome))
+            elif isinstance(outcome, FetchEnded):
+                self.fetches.ended(outcome, now)
+            elif isinstance(outcome, Released):
+                self._released(outcome, now)
+            elif isinstance(outcome, Inserted):
+                self.blocks_come_home += outcome.pulled_blocks
+
+    def _arrived(self, outcome: HandoffArrived, now: int) -> None:
+        facts: list[Fact] = [
+            ("prefilled_at", outcome.sender.name),
+            ("handoff_blocks_received", outcome.pulled_blocks),
+            ("handoff_blocks_reused", outcome.reused_blocks),
+            ("handoff_bytes", outcome.pulled_blocks * self._geometry.block_bytes),
+            ("handoff_link", self._links.get(outcome.sender.name, "") if outcome.pulled_blocks else "none"),
+        ]
+        request_id = outcome.offer.request.request_id if outcome.offer.request is not None else ""
+        if self.takeovers.arrived(outcome, now, facts) is not None:
+            self._tell_router(HandedOver(request_id))
+        else:
+            self._reject(RejectRequest(request_id, "the handoff contradicts its request", 0.0))
+
+    def _released(self, outcome: Released, now: int) -> None:
+        left = self.handoffs.released(outcome.transfer_id, outcome.used, outcome.reason, now)
+        if left is not None:
+            self._reject(RejectRequest(left, f"nobody took it over: {outcome.reason}", 0.0))
+
+    def _reject(self, action: RejectRequest | None) -> None:
+        if action is not None:
+            self._outbox.append(action)
+
+    def _tell_router(self, message: HandedOver | Pinned | KvEvents | KvSnapshot) -> None:
+        if self.router is not None:
+            self._outbox.append(Send(self.router, message))
+
+    # -- orders
+
+    def _is_router(self, sender: Peer, message: AnyMessage) -> bool:
+        """A new incarnation of the router makes itself known by ``Welcome``; the old one's orders are void then."""
+        if sender.name != ROUTER:
+            return False
+        if self.router is None:
+            self.router = sender
+        elif isinstance(message, Welcome) and sender.generation > self.router.generation:
+            self._drop_everything()
+            self.router = sender
+        return sender == self.router
+
+    def _welcome(self, message: Welcome, now: int) -> None:
+        names = {info.peer.name for info in message.peers}
+        for peer in [peer for name, peer in self._peers.items() if name not in names]:
+            self._peer_gone(PeerGone(peer, "no member any more"), now)
+        for info in message.peers:
+            self._peer_joined(PeerJoined(info), now)
+        if self._publishes and self.feed.next_event:
+            self._settle_feed()
+            self._tell_router(self.feed.snapshot())
+
+    def _peer_joined(self, message: PeerJoined, now: int) -> None:
+        peer = message.info.peer
+        if peer.name != self.me.name:
+            self._peers[peer.name] = peer
+            self._act(self.exchange.peer_joined(message.info, now), now)
+
+    def _peer_gone(self, message: PeerGone, now: int) -> None:
+        if self._peers.get(message.peer.name) == message.peer:
+            del self._peers[message.peer.name]
+        self._act(self.exchange.peer_gone(message.peer, now), now)
+
+    def _drain(self, message: Drain, now: int) -> None:
+        self.draining = True
+
+    def _dispatch(self, order: Dispatch, now: int) -> None:
+        request = order.request
+        if self.draining:
+            self._reject(RejectRequest(request.request_id, "the instance is about to leave", 0.0))
+            return
+        refusal = self._desk.refusal(request, now) or _contradiction(order)
+        if refusal is not None:
+            self._reject(refusal)
+            return
+        beams = request.beam_width > 0
+        resumed = not beams and bool(any(order.generated) or order.ended)
+        deadline_ns = None if order.deadline_in_ns is None else now + order.deadline_in_ns
+        orders = Orders(
+            self._taker(order), order.transfer, order.return_kv, deadline_ns, holders=list(order.holders)
+        )
+        substituted = beams and orders.decode_at is not None and not request.sampling.prompt_logprobs
+        orders.original = request if substituted else None
+        orders.decode_at = orders.decode_at if substituted or not beams else None
+        group = self._desk.open(Handoffs.substitute(request) if substituted else request, now, deadline_ns)
+        group.orders = orders
+        known = len(order.generated[0]) if resumed and request.n == 1 else 0
+        self.handoffs.begin(group, known, resumed)
+        tokens = order.generated if resumed else ()
+        self._desk.line_up(group, Phase.EXPECTED if order.holders else Phase.WAITING, tokens, order.ended)
+        if order.holders and group.sequences:
+            self._fetch_or_wait(group, now)
+
+    def _fetch_or_wait(self, group: Group, now: int) -> None:
+        sequences = list(group.sequences.values())
+        tokens = sequences[0].known_tokens() if len(sequences) == 1 else group.request.prompt
+        if not self.fetches.begin(group, tokens, now):
+            for sequence in sequences:
+                self._roster.move(sequence, Phase.WAITING)
+
+    def _taker(self, order: Dispatch) -> Peer | None:
+        return None if order.decode_at is None or order.decode_at.name == self.me.name else order.decode_at
+
+    def _cancel(self, message: Cancel, now: int) -> None:
+        self._desk.cancel(message.request_id)
+        self.handoffs.cancel(message.request_id)
+
+    def _stop(self, message: StopSequence, now: int) -> None:
+        self._desk.stop(message.request_id, message.index)
+
+    def _pin(self, message: Pin, now: int) -> None:
+        tokens = self._pins.pin(message.handle, message.tenant, message.tokens, now + message.ttl_ns)
+        self._tell_router(Pinned(message.handle, tokens))
+
+    def _unpin(self, message: Unpin, now: int) -> None:
+        self._pins.unpin(message.handle)
+
+    # -- KV events
+
+    def _ask_events(self, message: AskEvents, now: int) -> None:
+        if self._publishes:
+            self._settle_feed()
+            answer = self.feed.replay(message.first)
+            if answer is not None:
+                self._tell_router(answer)
+
+    def _settle_feed(self) -> None:
+        """Changes that nobody was told of come before anything that is told about them."""
+        news = self.feed.news()
+        if news is not None:
+            self._tell_router(news)
+
+    # -- membership
+
+    def _expelled(self, message: Expelled, now: int) -> None:
+        self._drop_everything()
+        self.router = None
+
+    def _drop_everything(self) -> None:
+        """Nobody waits for anything any more: all requests end without a word. The cache stays."""
+        for group in list(self._roster.groups.values()):
+            if group.orders is not None:
+                self._roster.drop_group(group)
+        for part in self._roster.homeward:
+            self._roster.memory.pool.release(part.blocks)
+        for listed in (self._roster.ended_orders, self._roster.interrupted, self._roster.homeward):
+            listed.clear()
+        self.handoffs.clear()
+        self.takeovers.clear()
+        self.fetches.clear()
+        self._pins.release_all()
+        self._pins.lost.clear()
+        self._peers.clear()
+        self._outbox.clear()
+        self.exchange.reborn(self.me)
+
+    def reborn(self, me: Peer) -> None:
+        """From now on the process is ``me``, a new generation, and not a member yet."""
+        self._drop_everything()
+        self.me, self.router, self.draining = me, None, False
+        self.exchange.reborn(me)
+
+    # -- views
+
+    def load(self) -> Load:
+        """For the next heartbeat."""
+        roster = self._roster
+        running = [s for line in (roster.working, roster.decoding, roster.idle) for s in line]
+        sequences = sum(len(group.sequences) for group in roster.groups.values())
+        return Load(
+            requests_waiting=sequences - len(running),
+            sequences_running=len(running),
+            prefill_tokens_queued=roster.prefill_tokens_queued(),
+            context_tokens_running=sum(sequence.length for sequence in running),
+            hbm_blocks_available=roster.memory.pool.available(),
+            transfers_open=self.exchange.transfers_open,
+        )
+
+    @property
+    def pins_held(self) -> int:
+        """Named prefixes."""
+        return len(self._pins)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When something outlives its lease or its time."""
+        return min(filter(None, (self.exchange.next_deadline_ns, self._pins.next_deadline_ns)), default=None)
+
+
+def _contradiction(order: Dispatch) -> RejectRequest | None:
+    """Orders that no router of ours gives."""
+    n = order.request.n
+    counts_fit = not order.generated or len(order.generated) == n
+    if counts_fit and (order.generated or not order.ended) and all(index < n for index in order.ended):
+        return None
+    return RejectRequest(order.request.request_id, "generated tokens do not fit the request")

@@ -1,0 +1,102 @@
+"""Asking other instances for a prefix before a request is admitted (level 2).
+
+The request is EXPECTED until the KV is in the index, or the wait is over; then it lines up like any other, and finds
+what there is.
+"""
+
+from __future__ import annotations
+
+from memserve.instance.orders import Orders
+from memserve.instance.roster import Roster
+from memserve.instance.sequence import Group, Phase
+from memserve.mempool.exchange import Exchange
+from memserve.mempool.outcomes import FetchEnded
+from memserve.messages import Holder
+from memserve.policy.decision import Prefix
+from memserve.policy.reuse import FetchChoice, worth_fetching
+from memserve.types import KVGeometry, TokenArray
+
+
+class Fetches:
+    """All requests that wait for a prefix from elsewhere."""
+
+    __slots__ = ("_exchange", "_geometry", "_roster", "_wait_max_ns", "asked", "far", "fetched_tokens")
+
+    def __init__(self, roster: Roster, exchange: Exchange, geometry: KVGeometry, wait_max_ns: int) -> None:
+        self._roster = roster
+        self._exchange = exchange
+        self._geometry = geometry
+        self._wait_max_ns = wait_max_ns
+        #: fetch id -> the request that waits for it, and who was asked
+        self.asked: dict[str, tuple[Group, Holder]] = {}
+        #: names of peers whose pages come over a network
+        self.far: dict[str, bool] = {}
+        self.fetched_tokens = 0
+
+    def begin(self, group: Group, tokens: TokenArray, now: int) -> bool:
+        """Ask the best holder of ``tokens`` if that pays; whether the request has to wait."""
+        request, orders = group.request, group.orders
+        if orders is None or not orders.holders or not request.use_cache or group.prompt_logprobs is not None:
+            return False
+        if not self._roster.memory.pool.config.caching:
+            return False
+        orders.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
+        orders.fetch_until_ns = now + self._wait_max_ns
+        return self._ask(group, orders, tokens, now)
+
+    def _ask(self, group: Group, orders: Orders, tokens: TokenArray, now: int) -> bool:
+        """Ask the first of the remaining holders that has enough to offer."""
+        tenant, block_tokens = group.request.tenant, self._geometry.block_tokens
+        own = self._roster.memory.pool.match(tenant, tokens)
+        while orders.holders and now < orders.fetch_until_ns:
+            holder = orders.holders.pop(0)
+            theirs = min(holder.prefix_tokens, len(tokens)) // block_tokens * block_tokens
+            if theirs <= own:
+                continue
+            choice = self._choose(len(tokens), own, theirs - own, holder.peer.name, orders.fetch_until_ns - now)
+            group.facts.append(("fetch_decision", choice.reason))
+            if not choice.tokens:
+                continue
+            end = own + choice.tokens
+            orders.fetch_id = self._exchange.fetch(
+                holder.peer, tenant, tokens[:end], own // block_tokens, end // block_tokens, now, now + choice.wait_ns
+            )
+            self.asked[orders.fetch_id] = (group, holder)
+            return True
+        return False
+
+    def _choose(self, known: int, own: int, remote: int, holder: str, wait_max_ns: int) -> FetchChoice:
+        learnt = self._roster.costs
+        prefix = Prefix(known, own, 0, remote, same_host=not self.far.get(holder, False))
+        queue_ns = learnt.recompute_ns(self._roster.prefill_tokens_queued())
+        return worth_fetching(learnt.model, self._geometry, prefix, queue_ns=queue_ns, wait_max_ns=wait_max_ns)
+
+    def ended(self, outcome: FetchEnded, now: int) -> None:
+        """The KV is in the index, or will not come; then the next holder may be asked."""
+        group, holder = self.asked.pop(outcome.transfer_id)
+        orders = group.orders
+        if orders is None:
+            return
+        orders.fetch_id = None
+        if outcome.ok:
+            tokens = outcome.pulled_blocks * self._geometry.block_tokens
+            self.fetched_tokens += tokens
+            group.facts += [("fetched_tokens", tokens), ("fetched_from", holder.peer.name)]
+        else:
+            group.facts.append(("fetch_failed", f"{holder.peer.name}: {outcome.reason}"))
+            if self._ask(group, orders, next(iter(group.sequences.values())).known_tokens(), now):
+                return
+        for sequence in group.sequences.values():
+            self._roster.move(sequence, Phase.WAITING)
+
+    def given_up(self, group: Group) -> None:
+        """The request has ended."""
+        orders = group.orders
+        if orders is not None and orders.fetch_id is not None:
+            self._exchange.give_up(orders.fetch_id, "the request has ended")
+            del self.asked[orders.fetch_id]
+            orders.fetch_id = None
+
+    def clear(self) -> None:
+        """The instance was expelled: everything has ended."""
+        self.asked.clear()

@@ -1,0 +1,71 @@
+"""Named prefixes that stay in the cache until their time is over (level 2, row M14)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memserve.mempool.pool import BlockPool, Lease
+from memserve.types import TokenArray
+
+
+@dataclass(slots=True)
+class _Pin:
+    lease: Lease  # its pin only: the blocks' references went back at once
+    until_ns: int
+
+
+class Pins:
+    """Keeps cached paths from eviction, by name.
+
+    They are a promise to try, not to stand still for: when nothing else can make room, all are given up.
+    """
+
+    __slots__ = ("_pins", "_pool", "lost")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        #: in the order in which they were made or renewed
+        self._pins: dict[str, _Pin] = {}
+        #: names that were given up for memory, or because their KV was lost, since somebody looked
+        self.lost: list[str] = []
+
+    def pin(self, handle: str, tenant: str, tokens: TokenArray, until_ns: int) -> int:
+        """Keep what is cached of ``tokens``, brought up from DRAM as far as HBM has room. Returns how many tokens.
+
+        A pin of the same name ends: it is renewed, extended or shortened.
+        """
+        lease = self._pool.acquire(tenant, tokens)
+        self._pool.release(lease.blocks)
+        self.unpin(handle)
+        if lease.tokens:
+            self._pins[handle] = _Pin(lease, until_ns)
+        else:
+            self._pool.unpin(lease)
+        return lease.tokens
+
+    def unpin(self, handle: str) -> None:
+        """Give up a name; unknown ones are ignored."""
+        pin = self._pins.pop(handle, None)
+        if pin is not None:
+            self._pool.unpin(pin.lease)
+
+    def expire(self, now: int) -> None:
+        """End the pins whose time is over."""
+        for handle in [handle for handle, pin in self._pins.items() if pin.until_ns <= now]:
+            self.unpin(handle)
+
+    def release_all(self) -> bool:
+        """Give up every pin; ``False`` when there was none."""
+        names = list(self._pins)
+        for handle in names:
+            self.unpin(handle)
+        self.lost += names
+        return bool(names)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`expire` is worth calling."""
+        return min((pin.until_ns for pin in self._pins.values()), default=None)
+
+    def __len__(self) -> int:
+        return len(self._pins)
