@@ -82,6 +82,16 @@ def test_planted_curves_are_found_through_noise(fit, kind, truth, grid, seed: in
     assert 0 < quality.median_error <= quality.worst_error < 0.2
 
 
+def test_a_slow_moment_of_the_machine_does_not_bend_the_curve() -> None:
+    planted = PrefillCurve(9e6, 7e5, 250.0)
+    grid = [(new, context) for new in (16, 64, 256, 1024) for context in (0, 512, 4096)]
+    slow = {(1024, 0), (256, 512)}
+    samples = [Sample(*point, planted.ns(*point) * (2 if point in slow else 1)) for point in grid]
+    curve = fit_prefill(samples)
+    for point in grid:
+        assert curve.ns(*point) == pytest.approx(planted.ns(*point), rel=0.02)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(tokens, tokens, st.integers(1, 10**10)), min_size=3, max_size=12))
 def test_a_fit_to_anything_has_no_negative_coefficient(rows: list[tuple[int, int, int]]) -> None:

@@ -18,6 +18,11 @@ from numpy.typing import NDArray
 from memserve.errors import UserError
 from memserve.policy.curves import CopyCurve, DecodeCurve, PrefillCurve, attended_pairs
 
+_REFITS = 8
+_FAR = 1.5
+"""Errors beyond so many times the median one weigh less."""
+_ERROR_MIN = 0.005
+
 Curve = TypeVar("Curve", PrefillCurve, DecodeCurve, CopyCurve)
 
 
@@ -79,30 +84,38 @@ def relative_error(curve: PrefillCurve | DecodeCurve | CopyCurve, sample: Sample
 
 
 def _coefficients(features: list[tuple[int, int, int]], samples: Sequence[Sample]) -> tuple[float, float, float]:
+    """Fitted again and again with less weight on what lies far off (Huber): one slow moment of the machine shall not
+    bend the curve."""
     if len(samples) < 3 or any(sample.ns <= 0 for sample in samples):
         raise UserError(f"{len(samples)} samples cannot tell a curve", hint="measure at least three, all above zero")
     times = np.array([sample.ns for sample in samples], dtype=np.float64)
     relative = np.array(features, dtype=np.float64) / times[:, None]
-    first, second, third = _solve_not_negative(relative)
+    weights = np.ones(len(samples))
+    for _ in range(_REFITS):
+        found = _solve_not_negative(relative, weights)
+        errors = np.abs(relative @ found - 1.0)
+        usual = max(float(np.median(errors)), _ERROR_MIN) * _FAR
+        weights = np.sqrt(np.minimum(1.0, usual / np.maximum(errors, 1e-12)))
+    first, second, third = (float(value) for value in found)
     return first, second, third
 
 
-def _solve_not_negative(rows: NDArray[np.float64]) -> list[float]:
-    """Coefficients >= 0 that bring ``rows @ coefficients`` closest to 1.
+def _solve_not_negative(rows: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Coefficients >= 0 that bring ``rows @ coefficients`` closest to 1, the squares weighted by ``weights ** 2``.
 
     The best solution uses some subset of the columns and is a plain least-squares solution there; three columns have
     seven subsets.
     """
     columns = rows.shape[1]
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
-    scaled, ones = rows / scale, np.ones(len(rows))
-    best, best_loss = np.zeros(columns), float(len(rows))
+    scaled = rows / scale * weights[:, None]
+    best, best_loss = np.zeros(columns), float(np.square(weights).sum())
     for size in range(1, columns + 1):
         for chosen in itertools.combinations(range(columns), size):
             part = scaled[:, chosen]
-            solution = np.linalg.lstsq(part, ones, rcond=None)[0]
-            loss = float(np.square(part @ solution - 1.0).sum())
+            solution = np.linalg.lstsq(part, weights, rcond=None)[0]
+            loss = float(np.square(part @ solution - weights).sum())
             if (solution >= 0).all() and loss < best_loss:
                 best, best_loss = np.zeros(columns), loss
                 best[list(chosen)] = solution
-    return [float(value) for value in best / scale]
+    return np.asarray(best / scale)
