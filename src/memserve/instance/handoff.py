@@ -169,7 +169,7 @@ class Handoffs:
         self._roster.drop_group(group)
 
     def interrupted(self, group: Group, now: int) -> None:
-        """It was preempted, or its KV was lost: offer it anew when it is admitted again, if it is still in one piece."""
+        """It was preempted, or its KV was lost: it is offered anew when it is admitted again, if still in one piece."""
         orders = group.orders
         if orders is None or self.leaving.get(group.request.request_id) is not group:
             return
