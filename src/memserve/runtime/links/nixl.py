@@ -119,8 +119,8 @@ class NixlLink:
     def _attend(self) -> bool:
         """Serve readers, take back what is over; whether there is anybody to serve."""
         self._agent.progress()
-        busy = self._reader.sweep()
         with self._lock:
+            busy = self._reader.sweep()
             for name in [name for name in self._leaving if name not in busy and not self._reading[name]]:
                 self._leaving.remove(name)
                 del self._reading[name]

@@ -95,8 +95,9 @@ def shards(model: KVGeometry, tensor_parallel: int, pipeline_parallel: int) -> l
     With more ranks than heads, neighbours hold the same head.
     """
     layers, heads = model.num_layers, model.num_kv_heads
+    check(tensor_parallel > 0, "at least one rank a stage")
     whole = heads % tensor_parallel == 0 or tensor_parallel % heads == 0
-    check(whole and tensor_parallel > 0, f"{heads} heads on {tensor_parallel} ranks")
+    check(whole, f"{heads} heads on {tensor_parallel} ranks")
     check(0 < pipeline_parallel <= layers, f"{layers} layers in {pipeline_parallel} stages")
     return [
         Shard(
