@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from memserve.errors import UserError
     from memserve.llm import LLM
     from memserve.mempool.mempool import MemPool
+    from memserve.runtime.pool_peer import PoolPeer
     from memserve.types import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "MemPool", "SamplingParams", "UserError", "__version__"]
+__all__ = ["LLM", "MemPool", "PoolPeer", "SamplingParams", "UserError", "__version__"]
 
 _HOMES = {
     "LLM": "memserve.llm",
     "MemPool": "memserve.mempool.mempool",
+    "PoolPeer": "memserve.runtime.pool_peer",
     "SamplingParams": "memserve.types",
     "UserError": "memserve.errors",
 }

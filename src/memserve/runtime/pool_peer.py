@@ -1,0 +1,365 @@
+"""PoolPeer: MemServe's Table 1 across processes, without an engine (level 3, rows M1, M4, M5).
+
+    with PoolPeer(geometry, name="a", secret=SECRET, hbm_bytes=64 << 20) as a:
+        a.connect(info_of_b)                              # bytes of `PoolPeer.info()`, by whatever way
+        held = a.alloc_mem(4)
+        a.view(held[0])[...] = ...
+        a.transfer_with_insert("b", tokens, held)         # b's index has the prefix: `match` finds it there
+        there = a.alloc_mem(4, id="b")                    # memory of b, held by a
+        a.transfer("b", held, there, private=b"for b's application")
+        a.free_mem(there)
+        a.free_mem(held)
+
+Addresses carry the generation of their owner, so they say where they lie. Every call may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve import _core
+from memserve.config import ExchangeConfig
+from memserve.errors import UserError
+from memserve.mempool.addresses import Address, Addresses
+from memserve.mempool.mempool import AddressList, MemPool
+from memserve.mempool.outcomes import Delivered, ExchangeCounters, Inserted
+from memserve.mempool.report import PoolReport
+from memserve.messages import Peer
+from memserve.runtime.pool_host import PoolHost
+from memserve.runtime.pool_machine import Transferred
+from memserve.types import KVGeometry, Tier, TokenArray, TransferMode
+from memserve.units import ns_from_s
+
+_NO_TOKENS = np.empty(0, dtype=np.int32)
+
+
+class TransferFlag(enum.Flag):
+    """How a transfer is to be done."""
+
+    NONE = 0
+    TO_DRAM = enum.auto()
+    """The receiver allocates in its DRAM (raw transfers; what is inserted lies in HBM)."""
+    BY_PAGE = enum.auto()
+    """Move each layer of each block on its own, as a layout without aggregation has to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a peer has sent of its own accord."""
+
+    sender: str
+    addresses: Addresses | None
+    """Of a raw transfer: the receiver holds these blocks until ``free_mem``. ``None``: inserted, so ``match`` them."""
+    tokens: TokenArray
+    """What was inserted; empty for a raw transfer."""
+    private: bytes
+
+
+class PoolPeer:
+    """A pool whose blocks other processes can get, and which can get theirs."""
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        *,
+        name: str,
+        secret: str,
+        hbm_bytes: int,
+        dram_bytes: int = 0,
+        tenant: str = "",
+        namespace: str = "default",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        link: str = "auto",
+        lease_s: float = 60.0,
+        silent_s: float = 5.0,
+        on_delivery: Callable[[Delivery], None] | None = None,
+    ) -> None:
+        """Memory in shared arenas, a mailbox at ``host:port`` (0 = any) that takes peers with the same ``secret``.
+
+        ``link`` is how pages come here: ``auto``, ``shm`` or ``nixl``. What a peer holds here, or was offered and has
+        not taken, goes back after ``lease_s``, or when it was not heard of for ``silent_s``. ``on_delivery`` is called,
+        one delivery at a time, in a thread of its own; without it raw transfers that choose no blocks are given back
+        at once.
+        """
+        generation = time.time_ns()
+        self._me = Peer(name, generation)
+        self._deliver = on_delivery
+        self._memory = MemPool(
+            geometry,
+            hbm_bytes=hbm_bytes,
+            dram_bytes=dram_bytes,
+            tenant=tenant,
+            namespace=namespace,
+            generation=generation,
+            new_arena=_core.SharedArena,
+        )
+        self._host = PoolHost(
+            self._memory,
+            self._me,
+            namespace,
+            ExchangeConfig(lease_ns=ns_from_s(lease_s)),
+            secret=secret,
+            address=(host, port),
+            link=link,
+            silent_ns=ns_from_s(silent_s),
+            on_arrival=self._arrived,
+        )
+
+    # -- peers
+
+    @property
+    def name(self) -> str:
+        """What others call it."""
+        return self._me.name
+
+    def info(self) -> bytes:
+        """What another process needs for :meth:`connect`."""
+        return self._host.info_bytes()
+
+    def connect(self, info: bytes, timeout_s: float = 5.0) -> str:
+        """Get to know a peer, and be known to it; returns its name, the ``id`` of the other calls.
+
+        Raises :class:`UserError` when ``info`` is none, when its KV has another shape or namespace, and when nobody
+        answers (it is gone, or has another secret).
+        """
+        return self._host.connect(info, timeout_s)
+
+    def disconnect(self, id: str) -> None:
+        """End all dealings with a peer: each side frees what the other held."""
+        self._host.leave(id)
+
+    def peers(self) -> list[str]:
+        """Names of the peers that are known and not silent."""
+        return self._host.names()
+
+    # -- Table 1: memory blocks
+
+    def alloc_mem(
+        self, size: int, tier: Tier = Tier.HBM, id: str | None = None, timeout_s: float = 5.0
+    ) -> Addresses | None:
+        """``size`` blocks here or, with ``id``, of a peer, held until :meth:`free_mem`. ``None`` = no room.
+
+        Blocks of a peer also go back when their lease (``lease_s`` of this peer) ends. Raises :class:`UserError` when
+        there is no peer ``id``; a peer that does not answer in time has no room.
+        """
+        if id is None:
+            return self._host.ask(lambda now: self._memory.alloc_mem(size, tier))
+        if size < 1:
+            raise UserError(f"cannot allocate {size} blocks at {id!r}", hint="size must be positive", param="size")
+        return self._host.allocate_at(id, size, tier, ns_from_s(timeout_s)).result()
+
+    def free_mem(self, addresses: AddressList) -> None:
+        """Give up blocks from :meth:`alloc_mem`, :meth:`match` or a delivery, wherever they lie.
+
+        Blocks of a peer go back together, when the last one of its ``alloc_mem`` is given up. Those of a peer that is
+        gone are gone.
+        """
+        for generation, group in _by_owner(addresses):
+            if generation == self._me.generation:
+                self._host.ask(partial(self._free_own, group))
+            else:
+                self._host.free_at(generation, group)
+
+    def view(self, address: Address) -> NDArray[np.uint8]:
+        """The bytes of an own block, ``[num_layers, page_bytes]`` uint8, writable, without a copy."""
+        return self._memory.view(address)
+
+    # -- Table 1: index and tiers of the own pool (see `MemPool`)
+
+    def insert(self, tokens: TokenArray, addresses: AddressList) -> int:
+        """See :meth:`MemPool.insert`."""
+        return self._host.ask(lambda now: self._memory.insert(tokens, addresses))
+
+    def match(self, tokens: TokenArray) -> Addresses:
+        """See :meth:`MemPool.match`."""
+        return self._host.ask(lambda now: self._memory.match(tokens))
+
+    def cached_tokens(self, tokens: TokenArray) -> int:
+        """See :meth:`MemPool.cached_tokens`."""
+        return self._host.ask(lambda now: self._memory.cached_tokens(tokens))
+
+    def delete(self, tokens: TokenArray) -> int:
+        """See :meth:`MemPool.delete`."""
+        return self._host.ask(lambda now: self._memory.delete(tokens))
+
+    def swap_out(self, num_blocks: int) -> int:
+        """See :meth:`MemPool.swap_out`."""
+        return self._host.ask(lambda now: self._memory.swap_out(num_blocks))
+
+    def swap_out_blocks(self, addresses: AddressList) -> Addresses | None:
+        """See :meth:`MemPool.swap_out_blocks`."""
+        return self._host.ask(lambda now: self._memory.swap_out_blocks(addresses))
+
+    def swap_in(self, addresses: AddressList) -> Addresses | None:
+        """See :meth:`MemPool.swap_in`."""
+        return self._host.ask(lambda now: self._memory.swap_in(addresses))
+
+    # -- Table 1: transfers
+
+    def transfer(
+        self,
+        id: str,
+        src_addresses: AddressList,
+        dst_addresses: AddressList | None = None,
+        flags: TransferFlag = TransferFlag.NONE,
+        private: bytes = b"",
+    ) -> Transferred:
+        """Copy own blocks to the peer ``id``: into ``dst_addresses`` (from its ``alloc_mem``), or where it allocates.
+
+        Returns when the peer has them and its application was told of them and of ``private``, or will not have them
+        (no room, gone, the lease has ended): see ``reason``. The caller keeps its hold on the source.
+        """
+        return self.transfer_later(id, src_addresses, dst_addresses, flags, private).result()
+
+    def transfer_later(
+        self,
+        id: str,
+        src_addresses: AddressList,
+        dst_addresses: AddressList | None = None,
+        flags: TransferFlag = TransferFlag.NONE,
+        private: bytes = b"",
+    ) -> Future[Transferred]:
+        """As :meth:`transfer`, without waiting. The source may be freed at once, but not be written to."""
+        return self._offer(id, _NO_TOKENS, src_addresses, dst_addresses, flags, private)
+
+    def transfer_with_insert(
+        self,
+        id: str,
+        tokens: TokenArray,
+        src_addresses: AddressList,
+        flags: TransferFlag = TransferFlag.NONE,
+        private: bytes = b"",
+    ) -> Transferred:
+        """As :meth:`transfer`, and the peer's index has the whole blocks of ``tokens`` when this returns.
+
+        One message carries tokens, addresses and ``private``; what the peer has already is not moved.
+        """
+        return self.transfer_with_insert_later(id, tokens, src_addresses, flags, private).result()
+
+    def transfer_with_insert_later(
+        self,
+        id: str,
+        tokens: TokenArray,
+        src_addresses: AddressList,
+        flags: TransferFlag = TransferFlag.NONE,
+        private: bytes = b"",
+    ) -> Future[Transferred]:
+        """As :meth:`transfer_with_insert`, without waiting."""
+        block_tokens = self._memory.geometry.block_tokens
+        whole = len(tokens) // block_tokens
+        if whole < 1 or len(src_addresses) < whole:
+            raise UserError(f"{len(src_addresses)} addresses for {whole} blocks of tokens", hint="one a whole block")
+        return self._offer(id, tokens[: whole * block_tokens], src_addresses[:whole], None, flags, private)
+
+    def fetch(self, id: str, tokens: TokenArray, timeout_s: float = 5.0) -> int:
+        """Get into the own index what the peer ``id`` has of ``tokens``; returns the cached prefix in tokens then.
+
+        What does not come in time, or with a wrong checksum, is not there.
+        """
+        return self._host.fetch(id, tokens, ns_from_s(timeout_s)).result()
+
+    # -- state
+
+    def report(self) -> PoolReport:
+        """The state of the memory (row P4)."""
+        return self._host.ask(lambda now: self._memory.report())
+
+    def counters(self) -> ExchangeCounters:
+        """What was exchanged so far."""
+        return self._host.counters()
+
+    def check_invariants(self) -> None:
+        """Raise :class:`memserve.errors.InvariantError` when the books do not balance."""
+        self._host.check_invariants()
+
+    def close(self) -> None:
+        """Tell the peers, stop the threads, give the memory back. Waiting calls end."""
+        self._host.close()
+
+    def __enter__(self) -> PoolPeer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<PoolPeer {self.name} peers={self.peers()}>"
+
+    # -- inside
+
+    def _offer(
+        self,
+        id: str,
+        tokens: TokenArray,
+        src: AddressList,
+        dst: AddressList | None,
+        flags: TransferFlag,
+        private: bytes,
+    ) -> Future[Transferred]:
+        tier, blocks = self._own_blocks(src)
+        to, dst_tier, dst_blocks = self._host.known(id), Tier.HBM, tuple[int, ...]()
+        if dst is not None:
+            dst_tier, dst_blocks = _blocks_of(to, dst)
+            if len(dst_blocks) != len(blocks):
+                raise UserError(f"{len(blocks)} blocks to {len(dst_blocks)} addresses", hint="as many as there are")
+        elif TransferFlag.TO_DRAM in flags:
+            dst_tier = Tier.DRAM
+        return self._host.offer(
+            to,
+            blocks,
+            tokens=tokens,
+            tier=tier,
+            mode=TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
+            insert=len(tokens) > 0,
+            private=private,
+            dst_blocks=dst_blocks,
+            dst_tier=dst_tier,
+        )
+
+    def _free_own(self, addresses: AddressList, now: int) -> None:
+        self._memory.free_mem(addresses)
+
+    def _own_blocks(self, src: AddressList) -> tuple[Tier, tuple[int, ...]]:
+        if not len(src):
+            raise UserError("nothing to transfer", hint="give at least one source address", param="src_addresses")
+        return _blocks_of(self._me, src)
+
+    def _arrived(self, outcome: Delivered | Inserted) -> None:
+        """In the delivery thread."""
+        offer, addresses = outcome.offer, None
+        if isinstance(outcome, Delivered):
+            addresses = Addresses(offer.dst_tier, _core.BlockIds(outcome.blocks), self._me.generation)
+        if self._deliver is not None:
+            self._deliver(Delivery(outcome.sender.name, addresses, offer.tokens, offer.private))
+        elif addresses is not None:
+            self.free_mem(addresses)
+
+
+def _by_owner(addresses: AddressList) -> list[tuple[int, AddressList]]:
+    """Addresses by the generation of their owner."""
+    if isinstance(addresses, Addresses):
+        return [(addresses.generation, addresses)] if len(addresses) else []
+    owners: dict[int, list[Address]] = {}
+    for address in addresses:
+        owners.setdefault(address.generation, []).append(address)
+    return list(owners.items())
+
+
+def _blocks_of(owner: Peer, addresses: AddressList) -> tuple[Tier, tuple[int, ...]]:
+    """Block ids of addresses that all belong to ``owner`` and lie on one tier."""
+    tiers = {address.tier for address in addresses}
+    if any(address.generation != owner.generation for address in addresses):
+        raise UserError(f"not addresses of {owner.name}", hint="allocate or match again: it may have been restarted")
+    if len(tiers) > 1:
+        raise UserError("addresses on two tiers", hint="transfer those in HBM and those in DRAM one after the other")
+    return (tiers.pop() if tiers else Tier.HBM), tuple(address.block for address in addresses)
