@@ -1,0 +1,213 @@
+"""The clients of a cluster in virtual time, and the referee of what they get.
+
+A client's conversation is a list of turns; each turn's prompt is everything before it. The referee knows what a request
+gets from an instance that it has for itself (``null_device.lone_tokens``), and holds every output against it at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from instance_world import lone_beams
+from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
+from null_device import lone_tokens
+
+VOCAB = 12
+
+
+@dataclass
+class Turn:
+    """What a client will ask next, once the turn before has ended."""
+
+    new_tokens: list[int]
+    think_ns: int
+    max_tokens: int = 8
+    n: int = 1
+    beam_width: int = 0
+    stops: tuple[int, ...] = ()
+    min_tokens: int = 0
+    seed: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    lifetime_ns: int | None = None
+    cancel_after_ns: int | None = None
+    stop_string_after: int | None = None  # tokens of sequence 0 after which the edge finds a stop string
+    priority: int = 0
+    use_cache: bool = True
+
+
+@dataclass
+class Conversation:
+    """One client: a tenant, a session, its turns."""
+
+    name: str
+    tenant: str
+    session: str
+    prefix: list[int]
+    turns: list[Turn]
+    starts_ns: int
+    pin_ns: int | None = None
+    """Behind its first turn the conversation so far is pinned under its session's name, for this long."""
+    unpin: bool = False
+    """The name is given up when the conversation ends."""
+    context: list[int] = field(default_factory=list)
+    done: int = 0
+
+
+@dataclass
+class Ask:
+    """One request under judgement."""
+
+    request: Request
+    turn: Turn
+    got: dict[int, list[int]] = field(default_factory=dict)
+    final: dict[int, FinishReason] = field(default_factory=dict)
+    rejected: str | None = None
+    cancelled: bool = False
+    stopped: set[int] = field(default_factory=set)
+    arrived_ns: int = 0
+    ended_ns: int | None = None
+    _expected: dict[int, list[int]] = field(default_factory=dict)
+
+    def expected(self, index: int, limit: int) -> list[int]:
+        """What sequence ``index`` gets from an instance of its own, were there no stop tokens."""
+        if index not in self._expected:
+            request = self.request
+            self._expected[index] = lone_tokens(request.prompt, limit + 1, request.sampling.seed, index, VOCAB)
+        return self._expected[index]
+
+    @property
+    def over(self) -> bool:
+        """Whether the client has nothing more to wait for."""
+        return self.rejected is not None or len(self.final) == self.request.n
+
+
+class Referee:
+    """Judges every output as it comes, and at the end that each request ended once."""
+
+    def __init__(self, context_tokens: int) -> None:
+        self.context_tokens = context_tokens
+        self.asks: dict[str, Ask] = {}
+        self.excused = False
+        """Something has gone wrong in the world: errors and rejections may happen."""
+        self.tokens_judged = 0
+
+    def ask(self, conversation: Conversation, now: int) -> Request:
+        """The next turn's request."""
+        turn = conversation.turns[conversation.done]
+        conversation.context += turn.new_tokens
+        prompt = (conversation.prefix + conversation.context)[-(self.context_tokens - 1) :]
+        request = Request(
+            f"{conversation.name}.{conversation.done}",
+            np.asarray(prompt, dtype=np.int32),
+            SamplingParams(seed=turn.seed, logprobs=turn.logprobs, prompt_logprobs=turn.prompt_logprobs),
+            StopParams(turn.max_tokens, turn.min_tokens, turn.stops),
+            n=turn.n,
+            beam_width=turn.beam_width,
+            tenant=conversation.tenant,
+            session=conversation.session,
+            priority=turn.priority,
+            use_cache=turn.use_cache,
+            deadline_ns=None if turn.lifetime_ns is None else now + turn.lifetime_ns,
+        )
+        self.asks[request.request_id] = Ask(request, turn, arrived_ns=now)
+        return request
+
+    # -- outputs
+
+    def emitted(self, output: TokenOutput, now: int) -> Ask:
+        """One output has reached the client."""
+        ask = self.asks[output.request_id]
+        key = f"{output.request_id}/{output.index}"
+        assert ask.rejected is None, f"{key}: an output after the rejection"
+        assert output.index not in ask.final, f"{key}: an output after the final one: {output}"
+        assert 0 <= output.index < ask.request.n, f"{key}: no such sequence"
+        got = ask.got.setdefault(output.index, [])
+        if output.prompt_logprobs is not None:
+            self._judge_prompt_logprobs(ask, output, key)
+        got.extend(output.tokens)
+        self.tokens_judged += len(output.tokens)
+        if ask.request.sampling.logprobs is not None:
+            assert [entry.token for entry in output.logprobs] == list(output.tokens), f"{key}: logprobs {output}"
+        if output.finish_reason is not None:
+            ask.final[output.index] = output.finish_reason
+        if ask.request.beam_width:
+            self._judge_beam(ask, output, key)
+        else:
+            self._judge_tokens(ask, output, key, got)
+        self._judge_reason(ask, output, key, now)
+        if ask.over:
+            ask.ended_ns = now
+        return ask
+
+    def rejected(self, request_id: str, reason: str, now: int) -> Ask:
+        """The request was turned away."""
+        ask = self.asks[request_id]
+        assert ask.rejected is None, f"{request_id}: rejected twice"
+        assert not ask.final and not any(ask.got.values()), f"{request_id}: rejected after outputs: {reason}"
+        assert self.excused, f"{request_id}: rejected in a healthy world: {reason}"
+        ask.rejected, ask.ended_ns = reason, now
+        return ask
+
+    def _limit(self, request: Request) -> int:
+        return min(request.stop.max_tokens, self.context_tokens - len(request.prompt))
+
+    def _judge_tokens(self, ask: Ask, output: TokenOutput, key: str, got: list[int]) -> None:
+        request, reason = ask.request, output.finish_reason
+        expected = ask.expected(output.index, self._limit(request))
+        assert got == expected[: len(got)], f"{key}: {got} instead of {expected}"
+        stop = request.stop
+        ends = [i for i, token in enumerate(got, 1) if token in stop.stop_token_ids and i >= stop.min_tokens]
+        if ends:
+            assert ends == [len(got)], f"{key}: went on behind a stop token: {got}"
+            assert reason in (FinishReason.STOP, FinishReason.CANCELLED, FinishReason.DEADLINE), f"{key}: {reason}"
+        assert len(got) <= self._limit(request), f"{key}: {len(got)} tokens, {self._limit(request)} at most"
+        if reason is FinishReason.STOP:
+            assert ends or output.index in ask.stopped, f"{key}: STOP without a reason"
+        if reason is FinishReason.LENGTH:
+            assert len(got) == self._limit(request), f"{key}: LENGTH after {len(got)} of {self._limit(request)} tokens"
+        if reason is None:
+            assert len(got) < self._limit(request), f"{key}: full length, but not finished"
+
+    def _judge_beam(self, ask: Ask, output: TokenOutput, key: str) -> None:
+        assert output.finish_reason is not None, f"{key}: beams are delivered when they are finished"
+        if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        expected = lone_beams(ask.request, self.context_tokens, VOCAB)
+        if output.index < len(expected):
+            tokens, total, reason = expected[output.index]
+            assert output.tokens == tokens, f"{key}: beam {output.tokens} instead of {tokens}"
+            assert abs((output.cumulative_logprob or 0.0) - total) < 1e-9 and output.finish_reason is reason, key
+        else:
+            assert output.tokens == (), key
+
+    def _judge_reason(self, ask: Ask, output: TokenOutput, key: str, now: int) -> None:
+        reason, deadline_ns = output.finish_reason, ask.request.deadline_ns
+        if reason is FinishReason.CANCELLED:
+            assert ask.cancelled, f"{key}: nobody cancelled it"
+        elif reason is FinishReason.DEADLINE:
+            assert deadline_ns is not None and deadline_ns <= now, f"{key}: DEADLINE {deadline_ns} at {now}"
+        elif reason is FinishReason.ERROR:
+            assert self.excused, f"{key}: ERROR in a healthy world"
+
+    @staticmethod
+    def _judge_prompt_logprobs(ask: Ask, output: TokenOutput, key: str) -> None:
+        assert not ask.got.get(output.index), f"{key}: prompt logprobs behind the first token"
+        entries = output.prompt_logprobs or ()
+        wanted = [(int(token), -float(at)) for at, token in enumerate(ask.request.prompt) if at]
+        assert [(e.token, e.logprob) if e else None for e in entries] == [None, *wanted], f"{key}: prompt logprobs"
+
+    # -- the end
+
+    def check_all_ended(self, patience_ns: int) -> None:
+        """Every request has its endings, and those with a deadline had them in time."""
+        for name, ask in self.asks.items():
+            finals = sorted(ask.final)
+            assert ask.over, f"{name} hangs: {finals} of {ask.request.n} ended, got {ask.got}"
+            assert finals == ([] if ask.rejected is not None else list(range(ask.request.n))), f"{name}: {finals}"
+            deadline_ns = ask.request.deadline_ns
+            if deadline_ns is not None:
+                late_ns = (ask.ended_ns or 0) - deadline_ns
+                assert late_ns <= patience_ns, f"{name}: ended {late_ns / 1e6:.1f} ms after its deadline"

@@ -1,0 +1,98 @@
+"""A null device whose memory can be read by others: two layers, checksums, pulls, layers that finish one by one.
+
+Layer 0 of a cell is the number that ``NullDevice`` computes with, layer 1 a function of it. A row that reads a cell
+whose layers do not belong together has read a block that was moved by halves.
+"""
+
+from __future__ import annotations
+
+from memserve.instance.events import PagesSealed, StepFinished
+from memserve.mempool.jobs import PullPages, SealPages
+from memserve.types import Tier
+from null_device import NullDevice, _mix
+
+LAYERS = 2
+
+
+class PagedDevice(NullDevice):
+    """Literal KV in two layers."""
+
+    def __init__(self, block_tokens: int, hbm_blocks: int, dram_blocks: int, vocab: int) -> None:
+        super().__init__(block_tokens, hbm_blocks, dram_blocks, vocab)
+        sizes = {Tier.HBM: hbm_blocks, Tier.DRAM: dram_blocks}
+        self.upper = {tier: [[None] * block_tokens for _ in range(count)] for tier, count in sizes.items()}
+        self._begun: dict[int, StepFinished] = {}  # plans whose first layer is done
+        self._late: list[tuple[int, int]] | None = None  # cells whose upper layer is still to be written
+
+    # -- plans
+
+    def run(self, plan):
+        """All layers, or those that are not done yet."""
+        if plan.step_id in self._begun:
+            self._write_upper()
+            return self._begun.pop(plan.step_id)
+        return super().run(plan)
+
+    def finish_layer(self, plan, layer: int) -> None:
+        """One layer of a plan with ``report_layers``."""
+        if layer == 0:
+            self._late = []
+            self._begun[plan.step_id] = super().run(plan)
+        else:
+            self._write_upper()
+
+    def _write_upper(self) -> None:
+        for block, inside in self._late or ():
+            self.upper[Tier.HBM][block][inside] = _mix(self.tiers[Tier.HBM][block][inside], 99)
+        self._late = None
+
+    def _prepare(self, plan):
+        super()._prepare(plan)
+        for copy in plan.copies:
+            for src, dst in zip(copy.src, copy.dst, strict=True):
+                self.upper[copy.dst_tier][dst] = list(self.upper[copy.src_tier][src])
+
+    def _row(self, row, slot, start, count, writer):
+        for position in range(start):
+            block, inside = slot.table[position // self.block_tokens], position % self.block_tokens
+            if (block, inside) in writer:
+                continue
+            lower, upper = self.tiers[Tier.HBM][block][inside], self.upper[Tier.HBM][block][inside]
+            assert lower is not None, f"position {position} (block {block}) was never written"
+            assert upper == _mix(lower, 99), f"position {position} (block {block}): the layers do not belong together"
+        result = super()._row(row, slot, start, count, writer)
+        for position in range(start, start + count):
+            block, inside = slot.table[position // self.block_tokens], position % self.block_tokens
+            if self._late is not None:
+                self._late.append((block, inside))
+            else:
+                self.upper[Tier.HBM][block][inside] = _mix(self.tiers[Tier.HBM][block][inside], 99)
+        return result
+
+    # -- pages
+
+    def _page(self, tier: Tier, layer: int) -> list[list[int | None]]:
+        return (self.tiers, self.upper)[layer][tier]
+
+    def checksum(self, tier: Tier, block: int, first_layer: int, end_layer: int) -> int:
+        """Of these layers of a block as they are, unused positions included."""
+        state = 11
+        for layer in range(first_layer, end_layer):
+            for cell in self._page(tier, layer)[block]:
+                state = _mix(state, -1 if cell is None else cell)
+        return state
+
+    def seal(self, job: SealPages) -> PagesSealed:
+        """Checksums of own pages."""
+        sums = [self.checksum(job.tier, block, job.first_layer, job.end_layer) for block in job.blocks]
+        return PagesSealed(job.job_id, tuple(sums))
+
+    def pull(self, job: PullPages, place: int, source: PagedDevice, *, corrupt: bool) -> bool:
+        """Copy one block's layers from ``source``; whether what was written has the checksum that was promised."""
+        src, dst = job.src_blocks[place], job.dst_blocks[place]
+        for layer in range(job.first_layer, job.end_layer):
+            self._page(job.dst_tier, layer)[dst] = list(source._page(job.src_tier, layer)[src])
+        if corrupt:
+            cells = self._page(job.dst_tier, job.first_layer)[dst]
+            cells[0] = (cells[0] or 0) ^ 1
+        return self.checksum(job.dst_tier, dst, job.first_layer, job.end_layer) == job.checksums[place]

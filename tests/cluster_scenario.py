@@ -1,0 +1,191 @@
+"""Scenarios of the cluster world, drawn from a seed: who is there, who asks what, what goes wrong and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from cluster_clients import VOCAB, Conversation, Turn
+from memserve.types import Caching, Role, TransferMode
+
+MS = 1_000_000
+
+MIXES: dict[str, tuple[Role, ...]] = {
+    "1C": (Role.COLOCATED,),
+    "2C": (Role.COLOCATED, Role.COLOCATED),
+    "1P1D": (Role.PREFILL, Role.DECODE),
+    "2P1D": (Role.PREFILL, Role.PREFILL, Role.DECODE),
+    "1P2D": (Role.PREFILL, Role.DECODE, Role.DECODE),
+    "1P1D1C": (Role.PREFILL, Role.DECODE, Role.COLOCATED),
+    "2P2D": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
+}
+
+FAULTS = (
+    "kill",
+    "pause",
+    "partition",
+    "corrupt",
+    "lose",
+    "delay",
+    "device",
+    "slow-link",
+    "flap",
+    "drain",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the grid."""
+
+    caching: Caching = Caching.PD_CACHING_3
+    transfer: TransferMode = TransferMode.BY_REQUEST_AGG
+    mix: str = "1P1D"
+    faulty: bool = True
+    policy: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.caching.value}/{self.transfer.value}/{self.mix}/{'faulty' if self.faulty else 'healthy'}"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong at a time, for a time."""
+
+    kind: str
+    at_ns: int
+    for_ns: int
+    place: int  # which instance
+    other: int  # which peer of it; -1 = all, -2 = the router
+    seed: int
+
+
+@dataclass
+class Scenario:
+    """Everything that a seed decides before the first event."""
+
+    seed: int
+    setting: Setting
+    policy: str = "cost"
+    hbm_blocks: tuple[int, ...] = ()
+    dram_blocks: tuple[int, ...] = ()
+    context_tokens: int = 64
+    running: int = 6
+    step_tokens: int = 24
+    chunk: int = 12
+    depth: int = 2
+    preemption: str = "auto"
+    pulls_in_flight: int = 4
+    event_capacity: int = 65536
+    step_ns: tuple[int, int] = (1 * MS, 6 * MS)
+    delay_ns: tuple[int, int] = (50_000, 2 * MS)
+    pull_ns: tuple[int, int] = (100_000, 3 * MS)
+    conversations: list[Conversation] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        kinds = sorted({fault.kind for fault in self.faults})
+        requests = sum(len(c.turns) for c in self.conversations)
+        return (
+            f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
+            f" requests={requests} faults={','.join(kinds) or 'none'}"
+        )
+
+
+def draw(seed: int, setting: Setting) -> Scenario:
+    """The scenario of ``seed``."""
+    random = Random(f"{seed}/{setting}")
+    roles = MIXES[setting.mix]
+    context = random.choice([48, 64, 96])
+    least = -(-context // 4) + 1
+    roomy = random.random() < 0.4
+    hbm = tuple(least + (3 * least if roomy else random.randint(0, least)) for _ in roles)
+    dram = tuple(random.choice([0, 0, least // 2, 2 * least]) for _ in roles)
+    scenario = Scenario(
+        seed,
+        setting,
+        policy=setting.policy or random.choice(["least-load", "session", "prompt-tree", "cost", "cost"]),
+        hbm_blocks=hbm,
+        dram_blocks=dram,
+        context_tokens=context,
+        running=random.choice([3, 6, 12]),
+        step_tokens=random.choice([12, 24, 48]),
+        chunk=random.choice([4, 12, 48]),
+        depth=random.choice([1, 2, 2, 3]),
+        preemption=random.choice(["auto", "swap", "recompute"]),
+        pulls_in_flight=random.choice([1, 2, 4]),
+        event_capacity=random.choice([0, 4, 64, 65536, 65536]),
+        delay_ns=random.choice([(50_000, 200_000), (50_000, 2 * MS), (1 * MS, 20 * MS)]),
+        pull_ns=random.choice([(10_000, 100_000), (100_000, 3 * MS), (1 * MS, 40 * MS)]),
+    )
+    scenario.conversations = _draw_clients(random, context)
+    if setting.faulty:
+        scenario.faults = _draw_faults(random, len(roles))
+    return scenario
+
+
+def _draw_clients(random: Random, context: int) -> list[Conversation]:
+    families = [[random.randrange(VOCAB) for _ in range(context)] for _ in range(3)]
+    tenants = random.choice([[""], [""], ["", "other"]])
+    exotic = random.random()  # how many of this scenario's requests are out of the ordinary
+    clients = []
+    for number in range(random.randint(2, 6)):
+        prefix = random.choice(families)[: random.choice([0, 4, 9, 16, 21, context // 2])]
+        turns = [_draw_turn(random, exotic) for _ in range(random.randint(1, 4))]
+        turns[0].new_tokens = turns[0].new_tokens or [number % VOCAB]
+        clients.append(
+            Conversation(
+                f"c{number}",
+                random.choice(tenants),
+                random.choice(["", f"s{number}"]),
+                list(prefix),
+                turns,
+                random.choice([0, random.randint(0, 30) * MS, random.randint(0, 400) * MS]),
+                pin_ns=random.choice([None, None, None, 20 * MS, 900 * MS]),
+                unpin=random.random() < 0.5,
+            )
+        )
+    return clients
+
+
+def _draw_turn(random: Random, exotic: float) -> Turn:
+    turn = Turn(
+        [random.randrange(VOCAB) for _ in range(random.choice([1, 2, 4, 5, 9, 13]))],
+        random.choice([0, 2 * MS, 50 * MS]),
+        max_tokens=random.choice([1, 2, 4, 8, 12]),
+        seed=random.randrange(1000),
+        priority=random.choice([0, 0, 0, 1]),
+    )
+    if random.random() > exotic:
+        return turn
+    turn.n, turn.beam_width = random.choice([(1, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 3)])
+    turn.stops = tuple(random.sample(range(VOCAB), random.choice([0, 0, 1, 2])))
+    turn.min_tokens = random.choice([0, 0, 2])
+    turn.logprobs = random.choice([None, None, 0, 2])
+    turn.prompt_logprobs = random.random() < 0.1
+    turn.use_cache = random.random() < 0.85
+    turn.lifetime_ns = random.choice([None, None, None, 5 * MS, 30 * MS, 500 * MS])
+    turn.cancel_after_ns = random.choice([None, None, None, None, 0, 4 * MS, 20 * MS, 60 * MS])
+    turn.stop_string_after = random.choice([None, None, None, 1, 3])
+    if turn.max_tokens > 1 and not turn.beam_width and random.random() < 0.05:
+        turn.max_tokens = 0
+        turn.n, turn.stop_string_after = 1, None
+    return turn
+
+
+def _draw_faults(random: Random, instances: int) -> list[Fault]:
+    """Swarm testing: a random handful of kinds, so that some scenarios have many of one kind and none of another."""
+    kinds = random.sample(FAULTS, random.choice([1, 1, 2, 3]))
+    faults = []
+    for _ in range(random.choice([1, 2, 3, 5])):
+        faults.append(
+            Fault(
+                random.choice(kinds),
+                random.choice([random.randint(0, 60), random.randint(0, 400)]) * MS,
+                random.choice([5, 40, 300, 1500, 6000]) * MS,
+                random.randrange(instances),
+                random.choice([-2, -1, *range(instances)]),
+                random.randrange(1 << 30),
+            )
+        )
+    return sorted(faults, key=lambda fault: fault.at_ns)
