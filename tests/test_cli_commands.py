@@ -42,6 +42,15 @@ GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
         (["serve", "extra"], 2, "extra", "serve --help"),
         (["serve", "--kv-memory", "lots"], 1, "'lots'", "512MiB"),
         (["serve", "--log-level", "loud"], 1, "'loud'", "warning"),
+        (["serve", "--caching", "all"], 2, "'all'", "serve --help"),
+        (["serve", "--policy", "best"], 1, "'best'", "least-load"),
+        (["serve", "--link", "wire"], 1, "'wire'", "shm"),
+        (["serve", "--prefill", "0", "--decode", "0"], 1, "without instances", "--colocated"),
+        (["serve", "--cluster-port", "5900"], 1, "secret", "--cluster-secret-file"),
+        (["serve", "--cluster-port", "5900", "--cluster-secret-file", "/no/such"], 1, "/no/such", "urandom"),
+        (["serve", "--in-process", "--decode", "2"], 1, "--in-process", "--decode"),
+        (["instance", "--join", "nowhere"], 1, "secret", "--cluster-secret-file"),
+        (["instance", "--join", "nowhere", "--cluster-secret-file", __file__], 1, "HOST:PORT", "--join"),
         (["chat", "--temperature", "9", "hi"], 2, "--temperature", "chat --help"),
         (["chat", "--url", "http://127.0.0.1:9", "hi"], 1, "127.0.0.1:9", "memserve serve"),
         (["chat", "--url", "not a url", "hi"], 1, "not a url", "memserve serve"),
@@ -278,7 +287,7 @@ def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch)
     }  # fmt: skip
     assert set(flags) == {field.name for field in dataclasses.fields(EngineOptions)}
     seen: list[EngineOptions] = []
-    monkeypatch.setattr("memserve.cli.serve.run_server", lambda options, http: seen.append(options))
+    monkeypatch.setattr("memserve.cli.serve.run_server", lambda options, http, cluster: seen.append(options))
     assert run(["serve", *(word for flag in flags.values() for word in flag[:2] if word is not None)]) == 0
     wanted = {name: flag[-1] for name, flag in flags.items()}
     assert dataclasses.asdict(seen[0]) == wanted
@@ -294,7 +303,7 @@ from fake_engine import FakeEngine
 import memserve.runtime.build as build
 build.build_engine = lambda options: (FakeEngine(says("word " * 40), step_s=0.01), TinyModel())
 from memserve.cli.main import main
-main(["serve", "--port", "0", "--served-model-name", {model!r}])
+main(["serve", "--in-process", "--port", "0", "--served-model-name", {model!r}])
 """
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memserve import __version__
-from memserve.cli import bench, chat, doctor, serve
+from memserve.cli import bench, chat, doctor, instance, profile, serve
 from memserve.errors import InvariantError, UserError
 
 EXIT_FAILED = 1
@@ -26,8 +26,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serve.serve)
+app.command("instance")(instance.instance)
 app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
+app.command("profile")(profile.profile)
 app.add_typer(bench.app, name="bench")
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from memserve.cli.logs import LOG_LEVELS
 from memserve.config import DEFAULT_MODEL as DEFAULT_MODEL
-from memserve.config import EngineOptions
+from memserve.config import POLICIES, EngineOptions
+from memserve.errors import UserError
+from memserve.types import Caching, TransferMode
 from memserve.units import human_bytes
 
 DEFAULTS = EngineOptions()
@@ -28,3 +33,60 @@ MaxModelTokens = Annotated[int | None, typer.Option(min=1, help="Context limit; 
 BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens a block of KV holds.")]
 StepsInFlight = Annotated[int, typer.Option(min=1, help="Steps given to the device at once; 2 hides the scheduler.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of the device; default: every core.")]
+
+ClusterSecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the secret that all members of the cluster share.", envvar="MEMSERVE_CLUSTER_SECRET_FILE"
+    ),
+]
+Count = Annotated[int | None, typer.Option(min=0, max=64, help="Instances of this role on this host.")]
+CachingLevel = Annotated[
+    Caching, typer.Option(help="Who caches KV, and whether generated KV goes back to prefill instances.")
+]
+Policy = Annotated[str, typer.Option(help=f"Who gets a request: {', '.join(POLICIES)}.")]
+Transfer = Annotated[TransferMode, typer.Option(help="How KV goes from prefill to decode instances.")]
+LogLevel = Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))]
+ClusterHost = Annotated[str, typer.Option(help="Address at which instances of other hosts reach the router.")]
+ClusterPort = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Let instances of other hosts join at this port.")
+]
+Link = Annotated[str, typer.Option(help="How KV moves: auto, shm (same host) or nixl.")]
+
+_FLAGS = {
+    "kv_memory_bytes": "--kv-memory",
+    "dram_memory_bytes": "--dram-memory",
+    "caching": "--no-cache",
+}
+"""Flags that are not named as their field."""
+
+
+def engine_flags(options: EngineOptions) -> tuple[str, ...]:
+    """The command line that says ``options``: for processes that shall have the same."""
+    flags: list[str] = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if value == field.default:
+            continue
+        flags.append(_FLAGS.get(field.name) or "--" + field.name.replace("_", "-"))
+        if not isinstance(value, bool):
+            flags.append(str(value))
+    return tuple(flags)
+
+
+def read_secret(path: Path) -> str:
+    """The cluster's secret. Raises :class:`UserError` when the file cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        hint = f"make one: head -c 32 /dev/urandom | base64 > {path}"
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read the cluster secret in {path}: {reason}", hint=hint) from None
+
+
+def split_address(text: str, flag: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``. Raises :class:`UserError` for anything else."""
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"{flag} wants HOST:PORT, got {text!r}", hint=f"for example {flag} 10.0.0.1:5900")
+    return host.strip("[]"), int(port)

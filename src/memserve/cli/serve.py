@@ -1,29 +1,33 @@
-"""``memserve serve``: the OpenAI API in front of one engine (level 4)."""
+"""``memserve serve``: the OpenAI API in front of a cluster, or of one engine in this process (level 4)."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memserve.cli import options as opt
-from memserve.config import EngineOptions
+from memserve.cli.cluster import ClusterOptions, choose_counts, running_cluster
+from memserve.cli.logs import set_up_logging
+from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
+from memserve.types import Caching
 from memserve.units import MIB, parse_bytes
 
 if TYPE_CHECKING:
+    from memserve.api.served import ServingEngine
+    from memserve.model.loading.card import RemoteModel
     from memserve.model.loading.loader import LoadedModel
-    from memserve.runtime.engine import Engine
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
+CLUSTER = ClusterConfig()
 ENGINE_CLOSE_S = 5.0
 
 
@@ -69,9 +73,20 @@ def serve(
     ] = None,
     drain_s: Annotated[float, typer.Option(min=0, help="How long streams may go on after SIGTERM.")] = 20.0,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request body, in MiB.")] = 16,
-    log_level: Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))] = "warning",
+    log_level: opt.LogLevel = "warning",
+    prefill: opt.Count = None,
+    decode: opt.Count = None,
+    colocated: opt.Count = None,
+    caching: opt.CachingLevel = CLUSTER.caching,
+    policy: opt.Policy = CLUSTER.policy,
+    transfer: opt.Transfer = CLUSTER.transfer,
+    link: opt.Link = "auto",
+    cluster_host: opt.ClusterHost = "127.0.0.1",
+    cluster_port: opt.ClusterPort = None,
+    cluster_secret_file: opt.ClusterSecretFile = None,
+    in_process: Annotated[bool, typer.Option(help="One engine in this very process, and no cluster.")] = False,
 ) -> None:
-    """Serve a model over the OpenAI HTTP API."""
+    """Serve a model over the OpenAI HTTP API: a router, one prefill and one decode instance, unless told otherwise."""
     engine_options = EngineOptions(
         model=model, dtype=dtype, device=device,
         kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=parse_bytes(dram_memory), caching=not no_cache,
@@ -82,13 +97,29 @@ def serve(
     http = HttpOptions(
         host, port, tuple(api_key or ()), served_model_name, generation_config, drain_s, max_body_mib * MIB, log_level
     )
-    run_server(engine_options, http)
+    if in_process:
+        _refuse_cluster_options(prefill, decode, colocated, cluster_port)
+        run_server(engine_options, http, None)
+        return
+    config = ClusterConfig(Caching.OFF if no_cache else caching, policy, transfer)
+    secret = opt.read_secret(cluster_secret_file) if cluster_port and cluster_secret_file else None
+    counts = choose_counts(prefill, decode, colocated)
+    run_server(engine_options, http, ClusterOptions(*counts, config, link, cluster_host, cluster_port, secret))
 
 
-def run_server(engine_options: EngineOptions, http: HttpOptions) -> None:
-    """Bind, load, serve, drain. Raises :class:`UserError` before loading whatever can be known before."""
+def _refuse_cluster_options(*options: object) -> None:
+    if any(option is not None for option in options):
+        raise UserError(
+            "--in-process runs one engine without a cluster",
+            hint="leave it out, or leave out --prefill, --decode, --colocated and --cluster-port",
+        )
+
+
+def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: ClusterOptions | None) -> None:
+    """Bind, load, serve, drain; ``None``: without a cluster. Raises :class:`UserError` before loading whatever can be
+    known before."""
     started = time.perf_counter()
-    _set_up_logging(http.log_level)
+    set_up_logging(http.log_level)
     from memserve.runtime.threads import set_thread_environment
 
     set_thread_environment()
@@ -96,34 +127,59 @@ def run_server(engine_options: EngineOptions, http: HttpOptions) -> None:
     from memserve.api.server import bind
 
     KeyRing(http.api_keys)  # refuses malformed keys
-    listener = bind(http.host, http.port)
-    with listener:
+    with bind(http.host, http.port) as listener:
         typer.echo(f"loading {engine_options.model} ...", err=True)
-        from memserve.runtime.build import build_engine
+        backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
+        with backend as served:
+            _serve_until_signal(served, engine_options.model, listener, http, started)
 
-        engine, model = build_engine(engine_options)
-        try:
-            _serve_until_signal(engine, model, engine_options.model, listener, http, started)
-        finally:
-            engine.close(ENGINE_CLOSE_S)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Served:
+    """What answers requests."""
+
+    engine: ServingEngine
+    model: LoadedModel | RemoteModel
+    text: str = ""
+    """A line about it, for the person who started it."""
+
+
+@contextmanager
+def _engine(options: EngineOptions) -> Iterator[_Served]:
+    from memserve.runtime.build import build_engine
+
+    engine, model = build_engine(options)
+    try:
+        yield _Served(engine, model)
+    finally:
+        engine.close(ENGINE_CLOSE_S)
+
+
+@contextmanager
+def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) -> Iterator[_Served]:
+    with running_cluster(options, cluster, log_level, lambda line: typer.echo(line, err=True)) as running:
+        yield _Served(running.engine, running.model, running.text)
 
 
 def _serve_until_signal(
-    engine: Engine, model: LoadedModel, source: str, listener: socket.socket, http: HttpOptions, started: float
+    served: _Served, source: str, listener: socket.socket, http: HttpOptions, started: float
 ) -> None:
     from memserve.api.app import create_app
     from memserve.api.server import Server
 
+    model = served.model
     aliases = (source, model.name)  # as it was configured, and as it calls itself
     if http.served_model_name is not None:
         model = dataclasses.replace(model, name=http.served_model_name)
     if not http.generation_config:
         model = dataclasses.replace(model, generation_defaults={})
-    app = create_app(engine, model, aliases=aliases, api_keys=http.api_keys, body_bytes_max=http.body_bytes_max)
+    app = create_app(served.engine, model, aliases=aliases, api_keys=http.api_keys, body_bytes_max=http.body_bytes_max)
     port = listener.getsockname()[1]
 
     def on_ready() -> None:
         typer.echo(ready_text(model.name, http.host, port, time.perf_counter() - started, http.api_keys))
+        if served.text:
+            typer.echo(served.text)
         sys.stdout.flush()
 
     server = Server(app, drain_s=http.drain_s, log_level=http.log_level, on_ready=on_ready)
@@ -141,11 +197,3 @@ def ready_text(name: str, host: str, port: int, seconds: float, api_keys: Sequen
     key = " -H 'Authorization: Bearer YOUR_KEY'" if api_keys else ""
     example = f"curl {url}/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
     return f"ready in {seconds:.1f} s: {name} at {url}\ntry: {example}"
-
-
-def _set_up_logging(level: str) -> None:
-    if level not in LOG_LEVELS:
-        raise UserError(f"unknown log level {level!r}", hint=f"use one of {', '.join(LOG_LEVELS)}", param="log_level")
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )

@@ -1,21 +1,38 @@
-"""Puts an engine together: model, device, machine (level 3)."""
+"""Puts the parts together: a model, a device and a machine, as an engine or as a member of a cluster (level 3)."""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memserve.config import EngineOptions
+from memserve.config import EngineOptions, InstanceConfig
+from memserve.messages import Peer
 from memserve.runtime.threads import set_thread_environment
+from memserve.types import Role
 
 if TYPE_CHECKING:
+    from memserve.instance.machine import Instance
+    from memserve.model.device import ModelDevice
     from memserve.model.loading.loader import LoadedModel
     from memserve.runtime.engine import Engine
 
 
-def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:
-    """Load the model and start its engine. Imports torch, so it takes seconds.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A loaded model, what computes with it, and what decides."""
 
-    Raises :class:`UserError` when the model cannot be served or the memory cannot hold it.
+    model: LoadedModel
+    config: InstanceConfig
+    device: ModelDevice
+    machine: Instance
+
+
+def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = Role.COLOCATED) -> Parts:
+    """Load the model and build its device and its machine. Imports torch, so it takes seconds.
+
+    ``me``: its name in a cluster, where its KV lies in memory that peers may read; ``None``: it is alone. Raises
+    :class:`UserError` when the model cannot be served or the memory cannot hold it.
     """
     set_thread_environment()
     from memserve.instance.machine import Instance
@@ -23,14 +40,24 @@ def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:
     from memserve.model.forward import best_forward
     from memserve.model.loading.loader import load_model
     from memserve.policy.preemption import PreemptionCosts
-    from memserve.runtime.engine import Engine
     from memserve.runtime.memory import check_host_memory
 
     model = load_model(
         options.model, options.dtype, options.device, block_tokens=options.block_tokens, threads=options.threads
     )
-    config = options.instance_config(model.geometry, model.max_model_tokens, model.fingerprint)
+    geometry = model.geometry
+    config = options.instance_config(geometry, model.max_model_tokens, model.fingerprint)
+    config = dataclasses.replace(config, role=role)
     check_host_memory(options.dram_memory_bytes + (options.kv_memory_bytes if model.device.type == "cpu" else 0))
-    costs = PreemptionCosts(block_bytes=model.geometry.block_bytes)
-    machine = Instance(config, model.geometry.block_tokens, costs)
-    return Engine(machine, ModelDevice(model, config, best_forward(model.module))), model
+    costs = PreemptionCosts(block_bytes=geometry.block_bytes)
+    machine = Instance(config, geometry.block_tokens, costs, me=me, geometry=geometry)
+    device = ModelDevice(model, config, best_forward(model.module), shared=me is not None)
+    return Parts(model, config, device, machine)
+
+
+def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:
+    """An engine for the clients of this process; see :func:`build_parts`."""
+    from memserve.runtime.engine import Engine
+
+    parts = build_parts(options)
+    return Engine(parts.machine, parts.device), parts.model

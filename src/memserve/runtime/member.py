@@ -9,10 +9,12 @@ of the device blocks none of them.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -60,6 +62,13 @@ _ANY_ROUTER = Peer(ROUTER, 0)
 _CLOSE_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    """An order for the member's thread: somebody here wants the end."""
+
+    patience_s: float
+
+
 class Member:
     """Runs an instance in a cluster, from joining to leaving."""
 
@@ -77,11 +86,11 @@ class Member:
         self._router_address = router_address
         self._router: Peer | None = None  # the one that welcomed us; None: we are no member
         self._peers: dict[str, PeerInfo] = {}  # the other members; the mailbox's thread's
-        self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for the member's thread: Expelled, Drain, Leave
+        self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for the member's thread
         self._ended = threading.Event()
         self._failure: UserError | None = None
         self._joined = threading.Event()
-        self._draining = False
+        self._leave_at: float | None = None  # while draining: when the patience is over
         self._beats = 0
         self._last: tuple[Load, int] = (Load(), 0)
         self._instance = HostedInstance(machine, device, self._perform, on_broken=self._broke)
@@ -118,9 +127,14 @@ class Member:
         if self._failure is not None:
             raise self._failure
 
+    def drain(self, patience_s: float) -> None:
+        """Take nothing new, finish what is here, then leave; for ``patience_s`` at most. May be called from a signal's
+        handler, and again with less patience."""
+        self._orders.put(_Drain(patience_s))
+
     def leave(self) -> None:
-        """Say good-bye and end; others take over what runs here. May be called from a signal's handler."""
-        self._orders.put(Leave())
+        """Say good-bye and end; others take over what runs here."""
+        self.drain(0.0)
 
     def close(self) -> None:
         """Stop all threads and give everything back."""
@@ -216,8 +230,9 @@ class Member:
         self._beats += 1
         stats = self._stats() if self._beats % STATS_EVERY == 1 else b""
         self._mailbox.send(_ANY_ROUTER, Heartbeat(load, next_event, stats))  # a restarted router shall hear it too
-        if self._draining and not (load.requests_waiting or load.sequences_running or load.transfers_open):
-            self.leave()
+        idle = not (load.requests_waiting or load.sequences_running or load.transfers_open)
+        if self._leave_at is not None and (idle or time.monotonic() >= self._leave_at):
+            self._say_goodbye()
 
     def _reading(self) -> tuple[Load, int]:
         try:
@@ -240,10 +255,14 @@ class Member:
             except queue.Empty:
                 return
             match order:
-                case Leave():
-                    self._say_goodbye()
-                case Drain():
-                    self._draining = True
+                case _Drain(patience_s):
+                    self._leave_at = time.monotonic() + patience_s
+                    self._tell_router(Drain())
+                    if not patience_s or self._router is None:
+                        self._say_goodbye()
+                    return
+                case Drain():  # the router asks, as often as it hears of us: there is no hurry
+                    self._leave_at = self._leave_at or math.inf
                 case Refused(reason):
                     self._refused(reason)
                 case Expelled(reason):

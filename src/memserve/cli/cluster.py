@@ -1,0 +1,190 @@
+"""The cluster behind ``memserve serve``: a router in this process, instances in processes of their own (level 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memserve.cli import options as opt
+from memserve.config import ClusterConfig, EngineOptions
+from memserve.errors import UserError
+from memserve.messages import ROUTER, Peer, PeerInfo
+from memserve.types import Caching, Role
+
+if TYPE_CHECKING:
+    from memserve.model.loading.card import RemoteModel
+    from memserve.model.loading.sources import ModelFolder
+    from memserve.runtime.router import RouterEngine
+    from memserve.runtime.supervisor import ChildOrder, Supervisor
+
+LINKS = ("auto", "shm", "nixl")
+START_TIMEOUT_S = 600.0
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """Which instances this host runs, how they work together, and who else may join."""
+
+    prefill: int = 1
+    decode: int = 1
+    colocated: int = 0
+    config: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    link: str = "auto"
+    host: str = "127.0.0.1"
+    """Where the router's mailbox listens, and the name by which others reach it."""
+    port: int | None = None
+    """``None``: only this host's own instances are members."""
+    secret: str | None = None
+    """What all members know; ``None``: this host's own are given a fresh one."""
+
+    def __post_init__(self) -> None:
+        if self.link not in LINKS:
+            raise UserError(f"unknown link {self.link!r}", hint=f"use one of {', '.join(LINKS)}", param="link")
+        if not self.instances and self.port is None:
+            hint = "name some, e.g. --colocated 1, or let others join with --cluster-port"
+            raise UserError("a cluster without instances cannot serve", hint=hint)
+        if self.port is not None and self.secret is None:
+            hint = "make one: head -c 32 /dev/urandom | base64 > secret; then --cluster-secret-file secret"
+            raise UserError("--cluster-port needs the cluster's secret", hint=hint, param="cluster_secret_file")
+
+    @property
+    def instances(self) -> int:
+        """How many this host runs."""
+        return self.prefill + self.decode + self.colocated
+
+    def caches(self, role: Role) -> bool:
+        """Whether instances of ``role`` cache KV at this caching level (MemServe 5.1)."""
+        caching = self.config.caching
+        return caching is not Caching.OFF and not (role is Role.DECODE and caching is Caching.PD_CACHING_1)
+
+
+def choose_counts(prefill: int | None, decode: int | None, colocated: int | None) -> tuple[int, int, int]:
+    """How many instances of each role: what was asked for; a prefill and a decode instance go together."""
+    pairs = prefill is not None or decode is not None or colocated is None
+    return (
+        prefill if prefill is not None else int(pairs),
+        decode if decode is not None else int(pairs),
+        colocated or 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """A router whose instances are ready."""
+
+    engine: RouterEngine
+    model: RemoteModel
+    text: str
+    """One line that names the instances."""
+
+
+@contextmanager
+def running_cluster(
+    engine_options: EngineOptions, options: ClusterOptions, log_level: str, say: Callable[[str], None]
+) -> Iterator[RunningCluster]:
+    """Start everything, wait until it is ready, end it all afterwards. ``say`` gets lines about the progress.
+
+    Raises :class:`UserError` when an instance cannot start.
+    """
+    from memserve.model.loading.sources import resolve_source
+    from memserve.runtime.supervisor import Supervisor
+
+    _check_memory(engine_options, options)
+    folder = resolve_source(engine_options.model, "float32")  # converts it, once, before several processes want it
+    secret = options.secret or secrets.token_urlsafe(32)
+    engine = _open_router(options, secret)
+    supervisor = Supervisor(_orders(engine_options, options, engine.address, log_level), secret)
+    try:
+        supervisor.start()
+        infos = _wait_until_ready(engine, supervisor, options, say)
+        model = _model_of(infos, folder)
+        supervisor.settle()
+        yield RunningCluster(engine, model, _describe(infos, options))
+    finally:
+        supervisor.close()
+        engine.close()
+
+
+def _check_memory(engine_options: EngineOptions, options: ClusterOptions) -> None:
+    """Each instance looks for itself, but all at once they would all see the same free memory."""
+    from memserve.runtime.memory import check_host_memory
+
+    on_gpu = engine_options.device == "cuda" or (engine_options.device == "auto" and Path("/dev/nvidiactl").exists())
+    hbm_bytes = 0 if on_gpu else engine_options.kv_memory_bytes
+    check_host_memory(options.instances * (hbm_bytes + engine_options.dram_memory_bytes))
+
+
+def _open_router(options: ClusterOptions, secret: str) -> RouterEngine:
+    from memserve.cluster.machine import Cluster
+    from memserve.runtime.links.mailbox import ZmqMailbox
+    from memserve.runtime.member import new_generation
+    from memserve.runtime.router import RouterEngine
+
+    me = Peer(ROUTER, new_generation())
+    everywhere = options.host in ("0.0.0.0", "::", "*")
+    advertise = "127.0.0.1" if everywhere else None  # of use to this host's own instances only: others know better
+    return RouterEngine(
+        Cluster(options.config),
+        lambda on_message: ZmqMailbox(me, secret, options.host, options.port or 0, on_message, advertise=advertise),
+    )
+
+
+def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str, log_level: str) -> list[ChildOrder]:
+    from memserve.runtime.supervisor import ChildOrder
+
+    link = "shm" if options.link == "auto" and options.port is None else options.link  # nobody is on another host
+    counts = {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.COLOCATED: options.colocated}
+    orders = []
+    for role, count in counts.items():
+        own = dataclasses.replace(engine_options, caching=engine_options.caching and options.caches(role))
+        flags = ("--join", address, "--link", link, "--log-level", log_level, *opt.engine_flags(own))
+        orders += [ChildOrder(f"{role.value[0]}{number}", role, flags) for number in range(1, count + 1)]
+    return orders
+
+
+def _wait_until_ready(
+    engine: RouterEngine, supervisor: Supervisor, options: ClusterOptions, say: Callable[[str], None]
+) -> list[PeerInfo]:
+    """The members that were waited for: all of this host's own, or whoever joins first."""
+    started = time.monotonic()
+    names = supervisor.names
+    if not names:
+        say(f"waiting for instances to join at {engine.address} ...")
+    ready: set[str] = set()
+    for seconds in itertools.takewhile(lambda s: s < START_TIMEOUT_S or not names, _clock(started)):
+        members = engine.members()
+        for name in members:
+            if name not in ready:
+                say(f"{name} ({members[name].role.value}) is ready after {seconds:.1f} s")
+        ready |= set(members)
+        if engine.wait_for(names, _LOOK_S):
+            return list(engine.members().values())
+        supervisor.check()
+    missing = ", ".join(name for name in names if name not in ready)
+    raise UserError(f"{missing} did not get ready within {START_TIMEOUT_S:.0f} s", hint="try --log-level info")
+
+
+def _clock(started: float) -> Iterator[float]:
+    while True:
+        yield time.monotonic() - started
+
+
+def _model_of(infos: list[PeerInfo], folder: ModelFolder) -> RemoteModel:
+    from memserve.model.loading.card import ModelCard, remote_model
+
+    return remote_model(ModelCard.decode(infos[0].model_card), folder)
+
+
+def _describe(infos: list[PeerInfo], options: ClusterOptions) -> str:
+    names = ", ".join(f"{info.peer.name} ({info.role.value})" for info in sorted(infos, key=lambda i: i.peer.name))
+    config = options.config
+    text = f"instances: {names}; {config.caching.value}, policy {config.policy}, transfer {config.transfer.value}"
+    return text + (f"; others may join at port {options.port}" if options.port is not None else "")

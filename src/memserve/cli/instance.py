@@ -1,0 +1,129 @@
+"""``memserve instance``: one member of a cluster, on this host or another (level 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memserve.cli import options as opt
+from memserve.cli.logs import set_up_logging
+from memserve.config import EngineOptions
+from memserve.errors import UserError
+from memserve.types import Role
+from memserve.units import parse_bytes
+
+if TYPE_CHECKING:
+    from memserve.runtime.instance_host import MemberOptions
+
+SECRET_HINT = "give the file that `memserve serve --cluster-secret-file` was given"
+
+
+def instance(
+    join: Annotated[str, typer.Option(help="HOST:PORT of the router: what `memserve serve --cluster-port` opened.")],
+    role: Annotated[Role, typer.Option(help="What it does.")] = Role.COLOCATED,
+    name: Annotated[str | None, typer.Option(help="Unique in the cluster; default: role, host and process.")] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT by which the others reach it; default: found by the way to the router."),
+    ] = None,
+    cluster_secret_file: opt.ClusterSecretFile = None,
+    link: opt.Link = "auto",
+    model: opt.Model = opt.DEFAULT_MODEL,
+    dtype: opt.Dtype = opt.DEFAULTS.dtype,
+    device: opt.DeviceName = opt.DEFAULTS.device,
+    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
+    dram_memory: opt.DramMemory = "0",
+    no_cache: opt.NoCache = False,
+    max_running: opt.MaxRunning = opt.DEFAULTS.max_running,
+    max_waiting: opt.MaxWaiting = opt.DEFAULTS.max_waiting,
+    max_step_tokens: opt.MaxStepTokens = opt.DEFAULTS.max_step_tokens,
+    prefill_chunk_tokens: opt.PrefillChunk = opt.DEFAULTS.prefill_chunk_tokens,
+    preemption: opt.Preemption = opt.DEFAULTS.preemption,
+    max_model_tokens: opt.MaxModelTokens = None,
+    threads: opt.Threads = None,
+    block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
+    steps_in_flight: opt.StepsInFlight = opt.DEFAULTS.steps_in_flight,
+    drain_s: Annotated[float, typer.Option(min=0, help="How long it may finish what it has after SIGTERM.")] = 20.0,
+    log_level: opt.LogLevel = "warning",
+    supervised: Annotated[bool, typer.Option(hidden=True, help="It is a child of `memserve serve`.")] = False,
+) -> None:
+    """Run one instance of a cluster: it joins a router, serves it, and leaves on SIGTERM."""
+    engine_options = EngineOptions(
+        model=model, dtype=dtype, device=device,
+        kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=parse_bytes(dram_memory), caching=not no_cache,
+        max_running=max_running, max_waiting=max_waiting, max_step_tokens=max_step_tokens,
+        prefill_chunk_tokens=prefill_chunk_tokens, preemption=preemption,
+        max_model_tokens=max_model_tokens, threads=threads, block_tokens=block_tokens, steps_in_flight=steps_in_flight,
+    )  # fmt: skip
+    if supervised:
+        _run_supervised(engine_options, join, role, name or role.value, link, log_level)
+        return
+    set_up_logging(log_level)
+    place = dataclasses.replace(_place(join, role, name, advertise, cluster_secret_file, link), drain_s=drain_s)
+    started = time.perf_counter()
+    typer.echo(f"loading {engine_options.model} ...", err=True)
+    from memserve.runtime.instance_host import run_instance
+
+    run_instance(engine_options, place, lambda: _say_ready(place, started))
+
+
+def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
+    """The child of a ``memserve serve``: the secret comes through stdin; stdout is for last words."""
+    last_words = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not be taken for them
+    greeting = json.loads(sys.stdin.readline())
+    try:
+        from memserve.runtime.instance_host import MemberOptions, die_with, run_instance
+
+        die_with(greeting["parent_pid"])
+        set_up_logging(log_level, name)
+        run_instance(engine_options, MemberOptions(role, name, join, greeting["secret"], link=link), lambda: None)
+    except UserError as error:
+        print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)
+        raise typer.Exit(1) from None
+
+
+def _place(
+    join: str, role: Role, name: str | None, advertise: str | None, secret_file: Path | None, link: str
+) -> MemberOptions:
+    from memserve.runtime.instance_host import MemberOptions
+
+    if secret_file is None:
+        raise UserError("an instance needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
+    router_host, router_port = opt.split_address(join, "--join")
+    here, port = opt.split_address(advertise, "--advertise") if advertise else (_own_address(router_host), 0)
+    return MemberOptions(
+        role=role,
+        name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
+        join=f"tcp://{router_host}:{router_port}",
+        secret=opt.read_secret(secret_file),
+        host="127.0.0.1" if here == "127.0.0.1" else "0.0.0.0",
+        port=port,
+        advertise=here,
+        link=link,
+    )
+
+
+def _own_address(router_host: str) -> str:
+    """The address of this host on the way to the router. Nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((router_host, 9))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        hint = "check --join, or name this host with --advertise HOST:PORT"
+        raise UserError(f"there is no way to {router_host}: {error.strerror or error}", hint=hint) from None
+
+
+def _say_ready(place: MemberOptions, started: float) -> None:
+    seconds = time.perf_counter() - started
+    typer.echo(f"ready in {seconds:.1f} s: {place.name} ({place.role.value}) is a member of {place.join}")
+    sys.stdout.flush()
