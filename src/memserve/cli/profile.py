@@ -1,0 +1,167 @@
+"""``memserve profile``: what things cost on this machine, for those who have to choose between them (level 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memserve.cli import options as opt
+from memserve.config import EngineOptions
+from memserve.errors import UserError
+from memserve.units import MIB, NS_PER_MS, NS_PER_US, human_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from memserve.policy.costs import CostModel
+    from memserve.policy.fit import Quality
+    from memserve.runtime.profile import Measured, Profile
+    from memserve.types import KVGeometry
+
+DRAM_BYTES = 128 * MIB
+"""Second tier of the measured engine, so that there is something to swap."""
+
+
+def profile(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    dtype: opt.Dtype = opt.DEFAULTS.dtype,
+    device: opt.DeviceName = opt.DEFAULTS.device,
+    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
+    threads: opt.Threads = None,
+    block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
+    seconds: Annotated[float, typer.Option(min=1, help="About how long to measure.")] = 60.0,
+    save: Annotated[bool, typer.Option(help="Keep it for serve and instance, in the cache folder.")] = True,
+    plot: Annotated[str | None, typer.Option(help="Draw TTFT against the cached ratio into this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Measure prefill, decode, swap and transfer on this machine, and fit the costs that decisions are made by."""
+    if plot is not None:
+        from memserve.cli.plot import require_matplotlib
+
+        require_matplotlib()
+    options = EngineOptions(
+        model=model, dtype=dtype, device=device, kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=DRAM_BYTES,
+        threads=threads, block_tokens=block_tokens,
+    )  # fmt: skip
+    started = time.perf_counter()
+    found, geometry, path = _measure(options, seconds)
+    values = _values(found, geometry) | {"seconds": round(time.perf_counter() - started, 1)}
+    if save:
+        from memserve.runtime.profile_store import save_profile
+
+        save_profile(path, values)
+        values["saved"] = str(path)
+    if plot is not None:
+        from memserve.cli.plot import plot_profile
+
+        plot_profile(found, values["model"], Path(plot))
+        values["plot"] = plot
+    typer.echo(json.dumps(values) if as_json else "\n".join(_text(found, geometry, values)))
+
+
+def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometry, Path]:
+    from memserve.runtime.profile import fit_profile, measure_steps, open_profiler
+    from memserve.runtime.profile_store import machine_name, model_name, profile_path
+
+    _tell(f"loading {options.model} ...")
+    model, config, profiler = open_profiler(options)
+    geometry, device = model.geometry, model.device.type
+    try:
+        measured = measure_steps(profiler, config, geometry, seconds, _tell)
+    finally:
+        profiler.close()
+    measured = _with_transfers(measured, geometry, seconds)
+    known = (model.fingerprint, geometry, device, options.threads)
+    found = fit_profile(measured, machine_name(device), f"{model.name}: {model_name(*known)}")
+    return found, geometry, profile_path(*known)
+
+
+def _with_transfers(measured: Measured, geometry: KVGeometry, seconds: float) -> Measured:
+    from memserve.runtime.profile import SHARES
+    from memserve.runtime.profile_transfer import NETWORK_ENVIRONMENT, measure_transfer
+
+    samples, missing = dict(measured.samples), dict(measured.missing)
+    links: tuple[tuple[str, str, dict[str, str]], ...] = (
+        ("same_host", "shm", {}), ("network", "nixl", NETWORK_ENVIRONMENT),
+    )  # fmt: skip
+    for curve, link, environment in links:
+        _tell(f"transfer: between two processes over {link}")
+        try:
+            samples[curve] = measure_transfer(geometry, link, SHARES["transfer"] * seconds / 2, environment)
+        except UserError as error:
+            missing[curve] = str(error)
+    return dataclasses.replace(measured, samples=samples, missing=missing)
+
+
+def _values(found: Profile, geometry: KVGeometry) -> dict[str, Any]:
+    return {
+        "machine": found.costs.machine,
+        "model": found.costs.model,
+        "costs": found.costs.to_dict(),
+        "quality": {name: dataclasses.asdict(quality) for name, quality in found.quality.items()},
+        "missing": dict(found.measured.missing),
+        "pays_from_tokens": _pays_from(found.costs, geometry),
+        "samples": {
+            name: [[sample.first, sample.second, sample.ns] for sample in samples]
+            for name, samples in found.measured.samples.items()
+        },
+    }
+
+
+def _pays_from(costs: CostModel, geometry: KVGeometry) -> dict[str, int | None]:
+    """From how many cached tokens on each way of moving them is quicker than computing them again."""
+    from memserve.runtime.profile import crossover_tokens
+
+    ways = {
+        "swap-in": costs.swap_in_ns,
+        "fetch, same host": lambda size, pieces: costs.transfer_ns(size, True, pieces),
+        "fetch, network": lambda size, pieces: costs.transfer_ns(size, False, pieces),
+    }
+    return {way: crossover_tokens(costs, geometry, move_ns, 8192) for way, move_ns in ways.items()}
+
+
+def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[str]:
+    costs = found.costs
+    lines = [f"{values['model']}", f"on {values['machine']}", ""]
+    for name, formula in (
+        ("prefill", f"{_ms(costs.prefill.step_ns)} + {_us(costs.prefill.token_ns)} a new token + "
+                    f"{costs.prefill.pair_ns:.2f} ns a pair attended"),
+        ("decode", f"{_ms(costs.decode.step_ns)} + {_us(costs.decode.row_ns)} a sequence + "
+                   f"{costs.decode.context_ns:.1f} ns a token attended to"),
+        *((name, _copy_formula(getattr(costs, name))) for name in ("swap_in", "swap_out", "same_host", "network")),
+    ):  # fmt: skip
+        lines.append(f"{name:<10} {formula:<72} {_quality(found.quality.get(name))}")
+    lines += [f"{name}: {why}" for name, why in found.measured.missing.items()]
+    lines += ["", "moving a cached prefix is quicker than computing it again"]
+    for way, tokens in values["pays_from_tokens"].items():
+        lines.append(f"  {way:<18} {'never' if tokens is None else f'from {tokens} tokens on'}")
+    if "saved" in values:
+        lines += ["", f"saved: {values['saved']} ({values['seconds']} s)"]
+    return lines
+
+
+def _quality(quality: Quality | None) -> str:
+    if quality is None:
+        return "not measured: conservative default"
+    errors = f"median {quality.median_error:.1%}, worst {quality.worst_error:.1%}"
+    return f"{quality.samples:>3} points; when not fitted to: off by {errors}"
+
+
+def _copy_formula(curve: Any) -> str:
+    rate = f"{human_bytes(round(1e9 / curve.byte_ns))}/s" if curve.byte_ns else "bytes cost nothing"
+    return f"{_ms(curve.start_ns)} + {_us(curve.piece_ns)} a piece, {rate}"
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / NS_PER_MS:.3f} ms"
+
+
+def _us(ns: float) -> str:
+    return f"{ns / NS_PER_US:.2f} us"
+
+
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)
