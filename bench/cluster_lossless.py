@@ -42,7 +42,7 @@ def roles(prefill: int, decode: int, colocated: int) -> tuple[str, ...]:
 
 def settings(small: str) -> list[Setting]:
     """Every setting of the evaluation; ``small`` is a KV memory that holds about two of the longest prompts."""
-    pulled, cached = ("memserve_pulled_bytes_total",), ("memserve_cached_tokens_total",)
+    pulled, cached = ("memserve_instance_received_bytes_total",), ("memserve_instance_cached_tokens_total",)
     pd = roles(1, 1, 0)
     return [
         Setting("colocated, caching off", (*roles(0, 0, 1), "--caching", "off", *ROOMY)),

@@ -24,6 +24,7 @@ from typing import Any
 import chats
 from served import serving
 
+BLOCK_TOKENS = 32
 SETTINGS = {
     "1 colocated, off": ("--prefill", "0", "--decode", "0", "--colocated", "1", "--caching", "off"),
     "1 colocated, on": ("--prefill", "0", "--decode", "0", "--colocated", "1"),
@@ -96,8 +97,6 @@ def run(name: str, options: tuple[str, ...], sessions: list[chats.Session], args
             turns = [turn for one in played for turn in one]
         metrics = server.metrics()
         server.stop()
-    first = "colocated" if "colocated" in name else "prefill"
-    second = "colocated" if "colocated" in name else "decode"
     share = {
         n: sum(t.cached_tokens for t in turns if t.number == n) / sum(t.prompt_tokens for t in turns if t.number == n)
         for n in sorted({t.number for t in turns})
@@ -105,11 +104,11 @@ def run(name: str, options: tuple[str, ...], sessions: list[chats.Session], args
     return {
         "setting": name,
         "prompt_tokens": sum(t.prompt_tokens for t in turns),
-        "computed_at_p": int(by_role(metrics, "memserve_computed_prompt_tokens_total", first)),
+        "computed_at_p": sum(t.prompt_tokens - t.cached_tokens for t in turns),
         "reused_at_p": sum(t.cached_tokens for t in turns),
-        "reused_at_d": int(by_role(metrics, "memserve_handoff_reused_tokens_total", second)),
-        "p_to_d_mib": round(by_role(metrics, "memserve_pulled_bytes_total", "decode") / 2**20, 1),
-        "d_to_p_mib": round(by_role(metrics, "memserve_pulled_bytes_total", "prefill") / 2**20, 1),
+        "reused_at_d": BLOCK_TOKENS * int(by_role(metrics, "memserve_instance_reused_blocks_total", "decode")),
+        "p_to_d_mib": round(by_role(metrics, "memserve_instance_received_bytes_total", "decode") / 2**20, 1),
+        "d_to_p_mib": round(by_role(metrics, "memserve_instance_received_bytes_total", "prefill") / 2**20, 1),
         "ttft_ms": round(statistics.mean(t.ttft_ms for t in turns), 1),
         "ttft_p99_ms": round(statistics.quantiles([t.ttft_ms for t in turns], n=100)[98], 1),
         "jct_ms": round(statistics.mean(t.jct_ms for t in turns), 1),

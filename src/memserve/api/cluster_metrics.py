@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -49,6 +49,23 @@ INSTANCE_GAUGES: list[tuple[str, str, Read]] = [
     ("instance_device_seconds", "Time its device worked", lambda m: m.engine.device_ns / NS_PER_S if m.engine else 0),
 ]
 
+#: counters of an instance's machine (``InstanceStats``), as its last heartbeat with statistics said: name, help, field
+INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
+    ("instance_prompt_tokens", "Prompt tokens of requests admitted here", "prompt_tokens"),
+    ("instance_cached_tokens", "Of them: KV was here or was fetched", "cached_tokens"),
+    ("instance_computed_tokens", "Tokens given to the device, prefill and decode", "computed_tokens"),
+    ("instance_generated_tokens", "Tokens drawn here", "generated_tokens"),
+    ("instance_fetched_tokens", "Prompt tokens whose KV came from other instances before admission", "fetched_tokens"),
+    ("instance_received_bytes", "Bytes of KV pulled from other instances", "bytes_received"),
+    ("instance_received_blocks", "Blocks pulled from other instances", "blocks_received"),
+    ("instance_reused_blocks", "Blocks that others offered and that were here already", "blocks_reused"),
+    ("instance_returned_blocks", "Blocks of generated KV that came home (PD-Caching-3)", "blocks_come_home"),
+    ("instance_handed_over", "Requests that left after their first token", "handed_over"),
+    ("instance_taken_over", "Requests decoded here whose prompt was computed elsewhere", "taken_over"),
+    ("instance_transfers_failed", "Imports that came to nothing", "transfers_failed"),
+    ("instance_checksum_mismatches", "Pieces of KV that did not arrive as they had left", "checksum_mismatches"),
+]
+
 
 def cluster_families(stats: Any) -> Iterator[Metric]:
     """The families of one :class:`memserve.runtime.stats.RouterStats`."""
@@ -63,6 +80,26 @@ def cluster_families(stats: Any) -> Iterator[Metric]:
         for member in stats.members:
             family.add_metric([member.view.peer.name, member.view.role.value], float(read(member)))
         yield family
+    yield from _counters(stats.members)
+
+
+def _counters(members: Sequence[Any]) -> Iterator[Metric]:
+    told = [(member.view, member.engine.instance) for member in members if member.engine and member.engine.instance]
+    for name, text, field in INSTANCE_COUNTERS:
+        counter = CounterMetricFamily(f"memserve_{name}", text, labels=["instance", "role"])
+        for view, instance in told:
+            counter.add_metric([view.peer.name, view.role.value], float(getattr(instance, field)))
+        yield counter
+    blocks = GaugeMetricFamily(
+        "memserve_instance_blocks", "Blocks by tier and state", labels=["instance", "role", "tier", "state"]
+    )
+    for view, instance in told:
+        for tier, report in (("hbm", instance.hbm), ("dram", instance.dram)):
+            held = report.blocks_total - report.blocks_free - report.blocks_cached
+            states = {"free": report.blocks_free, "cached": report.blocks_cached, "held": held}
+            for state, count in states.items():
+                blocks.add_metric([view.peer.name, view.role.value, tier, state], float(count))
+    yield blocks
 
 
 def _one(family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
