@@ -29,6 +29,7 @@ class History:
         self.doubles = random.choice([0, 0, 0.05])
         self.corrupts = random.choice([0, 0, 0.1])
         self.done: Counter[str] = Counter()
+        self.prompts: dict[tuple[str, tuple[int, ...]], None] = {}  # all that were ever computed
         self.touched: set[str] = set()  # names of processes that the current operation concerns
         self.handing: list[Handing] = []
         for name in NAMES:
@@ -96,13 +97,15 @@ class History:
         """Often with a prefix in common with others."""
         random = self.random
         stem = [random.choice([1, 2])] * BLOCK + [random.choice([3, 4])] * BLOCK + [random.choice([5, 6])] * BLOCK
-        return (stem + [random.randrange(3) for _ in range(3 * BLOCK)])[: random.randint(1, 5 * BLOCK)]
+        return (stem + [random.choice([7, 8])] * 2 * BLOCK)[: random.randint(1, 5 * BLOCK)]
 
     def tenant(self) -> str:
         return self.random.choice(["", "", "acme"])
 
     def compute(self) -> None:
-        self.node().compute(self.tenant(), self.prompt())
+        tenant, tokens = self.tenant(), self.prompt()
+        self.prompts[tenant, tuple(tokens)] = None
+        self.node().compute(tenant, tokens)
 
     def settled(self, node: Node) -> list[Seq]:
         """Sequences that nobody is working on."""
@@ -339,8 +342,14 @@ class History:
             node = self.world.nodes[name]
             node.check()
             if node.quiet() and self.random.random() < 0.1:
-                node.check_cache(self.tenant(), self.prompt())
+                self.check_cache(node)
         self.touched.clear()
+
+    def check_cache(self, node: Node) -> None:
+        """Everything that anybody ever had, as far as it is cached here, is right."""
+        assert node.quiet()
+        for tenant, tokens in self.prompts:
+            node.check_cache(tenant, tokens)
 
     def heal(self) -> None:
         """Nothing is lost any more, everybody finishes what he began, leases end: nothing may be held."""
@@ -350,7 +359,12 @@ class History:
                 self.check()
         self.quiesce()
         for node in self.world.nodes.values():
+            if node.pool.has_copies:  # nobody waits for them
+                node.make_plan()
+        self.quiesce()
+        for node in self.world.nodes.values():
             node.check_seqs()
+            self.check_cache(node)
             assert all(seq.checked for seq in node.seqs)
             while node.seqs:
                 node.end(node.seqs[0])
@@ -401,6 +415,7 @@ class Handing:
     @classmethod
     def begin(cls, history: History, node: Node, to: Peer) -> Handing | None:
         random, tenant, tokens = history.random, history.tenant(), array(history.prompt())
+        history.prompts[tenant, tuple(tokens.tolist())] = None
         lease = node.pool.acquire(tenant, tokens)
         seq = Seq(tenant, tokens, list(lease.blocks), lease)
         seq.checked = True  # until it is computed
