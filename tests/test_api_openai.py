@@ -350,6 +350,7 @@ def test_models_health_and_metrics(world: World, client: openai.OpenAI) -> None:
     assert card.id == MODEL and card.object == "model"
     assert client.models.retrieve(MODEL).id == MODEL
     assert httpx.get(f"{world.url}/health").json() == {"status": "ok", "model": MODEL}
+    client.completions.create(model=MODEL, prompt="count me", max_tokens=4)
     text = httpx.get(f"{world.url}/metrics").text
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(figures["memserve_generated_tokens_total"]) > 0
