@@ -40,19 +40,33 @@ std::span<const PrefixHeld> match_prompt(PrefixDirectory& self, nb::bytes key, n
   return self.match(Prompt{sixteen(key), load_identity(sixteen(name)), span.span(), static_cast<size_t>(block_tokens)});
 }
 
-// A list of tuples. Most neighbours have prefixes of one length: their numbers are shared.
+// The ints that rows are made of. Making one costs as much as all else in a row, and most are asked for again.
+class Ints {
+ public:
+  // A new reference.
+  PyObject* operator[](int32_t value) {
+    const auto at = static_cast<size_t>(value);
+    if (at >= kKept) return PyLong_FromLong(value);
+    while (made_.size() <= at) made_.push_back(nb::int_(made_.size()));
+    return nb::object(made_[at]).release().ptr();
+  }
+
+ private:
+  static constexpr size_t kKept = 4096;
+  std::vector<nb::object> made_;
+};
+
+// A list of tuples. The collector need not look at tuples of ints: it would find out by itself, at a price.
 nb::object as_list(std::span<const PrefixHeld> found) {
+  static Ints& ints = *new Ints;  // never destroyed: the interpreter may be gone by then
   nb::object list = nb::steal(PyList_New(static_cast<Py_ssize_t>(found.size())));
-  nb::object blocks = nb::int_(0), dram_blocks = nb::int_(0);
-  int32_t blocks_value = 0, dram_value = 0;
   for (size_t i = 0; i < found.size(); ++i) {
-    if (found[i].blocks != blocks_value) blocks = nb::int_(blocks_value = found[i].blocks);
-    if (found[i].dram_blocks != dram_value) dram_blocks = nb::int_(dram_value = found[i].dram_blocks);
     PyObject* const row = PyTuple_New(3);
     if (!row) throw nb::python_error();
-    PyTuple_SetItem(row, 0, nb::int_(found[i].holder).release().ptr());
-    PyTuple_SetItem(row, 1, nb::object(blocks).release().ptr());
-    PyTuple_SetItem(row, 2, nb::object(dram_blocks).release().ptr());
+    PyTuple_SetItem(row, 0, ints[found[i].holder]);
+    PyTuple_SetItem(row, 1, ints[found[i].blocks]);
+    PyTuple_SetItem(row, 2, ints[found[i].dram_blocks]);
+    PyObject_GC_UnTrack(row);
     PyList_SetItem(list.ptr(), static_cast<Py_ssize_t>(i), row);
   }
   return list;

@@ -1,7 +1,11 @@
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 
+#include "seal_sums.h"
 #include "sealed_copy.h"
 #include "sequence.h"
 
@@ -53,6 +57,10 @@ Seals copy_ranges_sealed(uintptr_t dst_base, Offsets dst_offsets, uintptr_t src_
   return sealed(pieces, range_bytes, threads);
 }
 
+void force_isa(const std::optional<std::string>& name) {
+  if (!force_seal_isa(name.value_or(""))) throw nb::value_error("no such instruction set here, see seal_isas()");
+}
+
 }  // namespace
 
 void bind_sealed_copy(nb::module_& m) {
@@ -60,6 +68,8 @@ void bind_sealed_copy(nb::module_& m) {
         nb::arg("threads") = 1);
   m.def("copy_ranges_sealed", &copy_ranges_sealed, nb::arg("dst_base"), nb::arg("dst_offsets"), nb::arg("src_base"),
         nb::arg("src_offsets"), nb::arg("range_bytes"), nb::arg("threads") = 1);
+  m.def("seal_isas", &seal_isas);
+  m.def("force_seal_isa", &force_isa, nb::arg("name").none());
 }
 
 }  // namespace memserve

@@ -24,6 +24,14 @@ size_t arena_bytes(int64_t nbytes) {
   return static_cast<size_t>(nbytes);
 }
 
+size_t collapse(SharedArena& self, int64_t offset, int64_t count) {
+  if (offset < 0 || count < 0 || static_cast<uint64_t>(offset) + static_cast<uint64_t>(count) > self.nbytes()) {
+    throw nb::value_error("that stretch is not in the arena");
+  }
+  const nb::gil_scoped_release unlocked;
+  return self.collapse(static_cast<size_t>(offset), static_cast<size_t>(count));
+}
+
 template <class A>
 nb::class_<A> arena_class(nb::module_& m, const char* name, const char* doc) {
   return nb::class_<A>(m, name, nb::type_slots(slots<A>), doc)
@@ -38,6 +46,7 @@ void bind_shared_arena(nb::module_& m) {
       .def("__init__", [](SharedArena* self, int64_t nbytes) { new (self) SharedArena(arena_bytes(nbytes)); },
            nb::arg("nbytes"))
       .def_prop_ro("fd", &SharedArena::fd)
+      .def("collapse", &collapse, nb::arg("offset"), nb::arg("count"))
       .def_prop_rw("generation", &SharedArena::generation, &SharedArena::set_generation);
   arena_class<PeerArena>(m, "PeerArena", "A read-only map of another process's SharedArena.")
       .def("__init__",

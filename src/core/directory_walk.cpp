@@ -19,7 +19,7 @@ void PrefixWalk::start(size_t words) {
   dram_counts_.resize(words);
   found_.assign(words, 0);
   active_.assign(words, 0);
-  held_.resize(words);
+  held_.resize(words);  // all zero between steps
   dram_.resize(words);
   blocks_.resize(words * 64);
   planes_used_ = 0;
@@ -27,43 +27,45 @@ void PrefixWalk::start(size_t words) {
 }
 
 bool PrefixWalk::step(const DirectoryEntry* block) {
-  const HolderBits bits = block ? bits_of(*block) : HolderBits{};
-  if (depth_ == 0) {
-    std::ranges::copy(bits.held, found_.begin());
-    active_ = found_;
-    any_ = block != nullptr;
-  } else {
-    keep(bits.held);
-  }
-  if (!any_) return false;
-  count_dram(bits.dram);
-  ++depth_;
-  return true;
-}
-
-HolderBits PrefixWalk::bits_of(const DirectoryEntry& block) {
-  if (block.has_bits()) return block.bits();
-  std::ranges::fill(held_, 0);
-  std::ranges::fill(dram_, 0);
+  if (!block) return keep({}, {});
+  if (block->has_bits()) return keep(block->bits().held, block->bits().dram);
   bool in_dram = false;
-  for (const HolderRecord& record : block.records()) {
+  for (const HolderRecord& record : block->records()) {
     const uint64_t bit = uint64_t{1} << record.holder % 64;
     held_[record.holder / 64] |= bit;
     if (!record.only_dram()) continue;
     dram_[record.holder / 64] |= bit;
     in_dram = true;
   }
-  return {held_, in_dram ? std::span<const uint64_t>(dram_) : std::span<const uint64_t>()};
+  const bool any = keep(held_, in_dram ? std::span<const uint64_t>(dram_) : std::span<const uint64_t>());
+  for (const HolderRecord& record : block->records()) held_[record.holder / 64] = dram_[record.holder / 64] = 0;
+  return any;
 }
 
-// Those who lack this block drop out here.
-void PrefixWalk::keep(std::span<const uint64_t> held) {
-  any_ = false;
+// Those who lack this block drop out here. Most often nobody does.
+bool PrefixWalk::keep(std::span<const uint64_t> held, std::span<const uint64_t> dram) {
+  if (depth_ == 0) {
+    std::ranges::copy(held, found_.begin());
+    active_ = found_;
+  }
+  uint64_t any = 0, leaving = 0;
+  for (size_t w = 0; w < held.size(); ++w) {
+    any |= active_[w] & held[w];
+    leaving |= active_[w] & ~held[w];
+  }
+  for (size_t w = held.size(); w < active_.size(); ++w) leaving |= active_[w];
+  if (leaving != 0) drop_others(held);
+  if (any == 0) return false;
+  count_dram(dram);
+  ++depth_;
+  return true;
+}
+
+void PrefixWalk::drop_others(std::span<const uint64_t> held) {
   for (size_t w = 0; w < active_.size(); ++w) {
     const uint64_t have = w < held.size() ? held[w] : 0;
     each_bit(active_[w] & ~have, w, [this](uint32_t holder) { blocks_[holder] = depth_; });
     active_[w] &= have;
-    any_ = any_ || active_[w] != 0;
   }
 }
 

@@ -26,8 +26,8 @@ class PrefixWalk {
   std::span<const PrefixHeld> finish();
 
  private:
-  HolderBits bits_of(const DirectoryEntry& block);
-  void keep(std::span<const uint64_t> held);
+  bool keep(std::span<const uint64_t> held, std::span<const uint64_t> dram);
+  void drop_others(std::span<const uint64_t> held);
   void count_dram(std::span<const uint64_t> dram);
   int32_t dram_blocks(uint32_t holder) const;
 
@@ -36,10 +36,9 @@ class PrefixWalk {
   using Planes = std::array<uint64_t, 31>;
 
   int32_t depth_ = 0;
-  bool any_ = false;
   size_t planes_used_ = 0;
   std::vector<uint64_t> found_, active_;
-  std::vector<uint64_t> held_, dram_;  // of a block that has a list only
+  std::vector<uint64_t> held_, dram_;  // room for the bits of a block that has a list only
   std::vector<Planes> dram_counts_;    // by word
   std::vector<int32_t> blocks_;        // by holder, once it has dropped out
   std::vector<PrefixHeld> result_;

@@ -1,5 +1,6 @@
 #include "seal_sums.h"
 
+#include <atomic>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -82,23 +83,54 @@ __attribute__((target("avx512f"))) void add_avx512(const uint8_t* src, uint8_t* 
 
 using Add = void (*)(const uint8_t* src, uint8_t* dst, uint64_t first, size_t stripes, SealSums& sums);
 
-template <bool kCopy>
-Add best() {
+// One instruction set's way to do it.
+struct Path {
+  const char* name;
+  Add add, add_and_copy;
+};
+
+std::vector<Path> supported() {
+  std::vector<Path> paths{{"portable", add_portable<false>, add_portable<true>}};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return add_avx512<kCopy>;
-  if (__builtin_cpu_supports("avx2")) return add_avx2<kCopy>;
+  if (__builtin_cpu_supports("avx2")) paths.push_back({"avx2", add_avx2<false>, add_avx2<true>});
+  if (__builtin_cpu_supports("avx512f")) paths.push_back({"avx512", add_avx512<false>, add_avx512<true>});
 #endif
-  return add_portable<kCopy>;
+  return paths;
+}
+
+const std::vector<Path>& paths() {
+  static const std::vector<Path> all = supported();
+  return all;
+}
+
+std::atomic<const Path*>& path_in_use() {
+  static std::atomic<const Path*> path{&paths().back()};
+  return path;
 }
 
 }  // namespace
 
+std::vector<std::string> seal_isas() {
+  std::vector<std::string> names;
+  for (const Path& path : paths()) names.emplace_back(path.name);
+  return names;
+}
+
+bool force_seal_isa(const std::string& name) {
+  for (const Path& path : paths()) {
+    if (name != path.name && !name.empty()) continue;
+    path_in_use() = name.empty() ? &paths().back() : &path;
+    return true;
+  }
+  return false;
+}
+
 SealSums seal_sums(const uint8_t* src, uint8_t* dst, size_t offset, size_t bytes) {
-  static const Add add = best<false>(), add_and_copy = best<true>();
+  const Path& path = *path_in_use().load(std::memory_order_relaxed);
   SealSums sums;
   const uint64_t first = offset / kStripeBytes;
   const size_t stripes = bytes / kStripeBytes, rest = bytes % kStripeBytes;
-  (dst ? add_and_copy : add)(src, dst, first, stripes, sums);
+  (dst ? path.add_and_copy : path.add)(src, dst, first, stripes, sums);
   if (rest > 0) {
     uint8_t last[kStripeBytes] = {};
     std::memcpy(last, src + stripes * kStripeBytes, rest);

@@ -10,6 +10,8 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace memserve {
 
@@ -29,5 +31,10 @@ struct SealSums {
 // Sums over `bytes` bytes that begin `offset` bytes behind their range's start; `offset` is a multiple of a stripe.
 // With `dst` the bytes are copied there on the way; the two must not overlap.
 SealSums seal_sums(const uint8_t* src, uint8_t* dst, size_t offset, size_t bytes);
+
+// The instruction sets that there is code for and that this processor has, the best last; all give the same seals.
+std::vector<std::string> seal_isas();
+// Uses one of them from now on; "" = the best. Returns false for one that is not there. For tests.
+bool force_seal_isa(const std::string& name);
 
 }  // namespace memserve

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <string>
@@ -30,6 +31,9 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr uint64_t kMagic = 0x31414e4552414d53;  // "SMARENA1"
 #ifndef F_SEAL_FUTURE_WRITE
 #define F_SEAL_FUTURE_WRITE 0x0010
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
 #endif
 
 [[noreturn]] void fail(int error, const std::string& what) {
@@ -69,8 +73,10 @@ uint8_t* map_aligned(int fd, size_t bytes, int protection) {
   return static_cast<uint8_t*>(start);
 }
 
+// Whole huge pages, so that the last blocks may lie on one too, unless the arena is smaller than that.
 size_t file_bytes(size_t arena_bytes) {
-  return (kHeaderBytes + arena_bytes + kHeaderBytes - 1) / kHeaderBytes * kHeaderBytes;
+  const size_t page = arena_bytes < kHugePage ? kHeaderBytes : kHugePage;
+  return (kHeaderBytes + arena_bytes + page - 1) / page * page;
 }
 
 const SharedHeader* header(const uint8_t* start) { return reinterpret_cast<const SharedHeader*>(start); }
@@ -102,6 +108,18 @@ uint8_t* SharedArena::data() const { return start_ + kHeaderBytes; }
 uint64_t SharedArena::generation() const { return header(start_)->generation.load(std::memory_order_acquire); }
 void SharedArena::set_generation(uint64_t generation) {
   reinterpret_cast<SharedHeader*>(start_)->generation.store(generation, std::memory_order_release);
+}
+
+size_t SharedArena::collapse(size_t offset, size_t bytes) {
+  const size_t first = (kHeaderBytes + offset) / kHugePage * kHugePage;
+  const size_t end = kHeaderBytes + std::min(offset + bytes, nbytes_);
+  size_t collapsed = 0;
+  if (bytes == 0) return 0;
+  for (size_t at = first; at < end && at + kHugePage <= mapped_; at += kHugePage) {
+    static_cast<void>(*static_cast<volatile uint8_t*>(start_ + at));  // a stretch without a page is not collapsed
+    if (madvise(start_ + at, kHugePage, MADV_COLLAPSE) == 0) collapsed += kHugePage;
+  }
+  return collapsed;
 }
 
 PeerArena::PeerArena(pid_t pid, int fd, size_t bytes) : nbytes_(bytes) {

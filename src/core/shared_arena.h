@@ -31,6 +31,11 @@ class SharedArena {
   uint64_t generation() const;
   void set_generation(uint64_t generation);
 
+  // Puts the huge-page stretches that [offset, offset + bytes) touches on huge pages, and commits their memory. Most
+  // machines give shared memory none of their own accord, but do on demand (MADV_COLLAPSE, Linux 6.1). May take a
+  // millisecond a stretch; others may read and write meanwhile. Returns how many bytes lie on huge pages now.
+  size_t collapse(size_t offset, size_t bytes);
+
  private:
   int fd_ = -1;
   size_t nbytes_ = 0;

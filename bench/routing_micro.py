@@ -1,0 +1,264 @@
+"""Microbenchmarks of routing: what the router does for every request before it sends it anywhere. Single thread.
+
+``directory``: all prompt trees of a cluster matched in one call, for prompts of 8,192 tokens (256 blocks of 32). 1,000
+instances hold about a million distinct blocks: a system prompt of 64 blocks that all of them have, 200 documents of 64
+blocks behind it that are held by 8 to 500 (the popular ones by many), 7,000 conversations of 128 blocks behind those,
+each on one to three instances, every fourth in DRAM. One prompt lies on all instances in full, some of it in DRAM: the
+most holders that a match can have. Beside it a Python dict of sets with the same contents, in the same run, and its
+answers are compared. ``match_tokens`` computes the blocks' identities too; ``match`` gets them.
+
+    python bench/routing_micro.py [directory] [--conversations 7000] [--holders 1000] [--reps 2000] [--json out.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve import _core
+from memserve.mempool.identity import DEFAULT_KEY, namespace_id
+from memserve.types import Tier
+
+Tokens = NDArray[np.int32]
+Record = dict[str, Any]
+BLOCK_TOKENS, VOCABULARY = 32, 49_152
+SYSTEM, DOCUMENT, CONVERSATION = 64, 64, 128  # blocks
+DOCUMENTS = 200
+NAME = namespace_id("", "bench")
+
+
+class World(NamedTuple):
+    """The directory, and a Python twin: ``holders of each identity``."""
+
+    directory: _core.PrefixDirectory
+    twin: dict[bytes, set[int]]
+    holders: int
+    conversations: int
+
+
+class Timer:
+    """Times single calls."""
+
+    def __init__(self) -> None:
+        self.us: list[float] = []
+
+    def __call__(self, call: Callable[..., Any], *args: Any) -> Any:
+        """``call(*args)``, timed."""
+        begin = time.perf_counter_ns()
+        result = call(*args)
+        self.us.append((time.perf_counter_ns() - begin) / 1e3)
+        return result
+
+    def record(self, op: str, **extra: Any) -> Record:
+        """Median, p99 and maximum of what was timed."""
+        median, p99 = np.percentile(self.us, [50, 99])
+        return {
+            "op": op,
+            "median_us": round(median, 2),
+            "p99_us": round(p99, 2),
+            "max_us": round(max(self.us), 2),
+            "n": len(self.us),
+            **extra,
+        }
+
+
+def run_of(blocks: int, *seed: int) -> Tokens:
+    """Tokens of ``blocks`` blocks, the same for the same seed."""
+    return np.random.default_rng(seed).integers(1, VOCABULARY, blocks * BLOCK_TOKENS, dtype=np.int32)
+
+
+def prompt(document: int, conversation: int) -> Tokens:
+    """System prompt, document and conversation: 256 blocks."""
+    parts = (run_of(SYSTEM, 0), run_of(DOCUMENT, 1, document), run_of(CONVERSATION, 2, conversation))
+    return np.concatenate(parts)
+
+
+def identities(tokens: Tokens) -> bytes:
+    """Of the whole blocks, 16 bytes each."""
+    return _core.block_identities(DEFAULT_KEY, NAME, tokens, BLOCK_TOKENS)
+
+
+def store(world: World, path: bytes, holders: NDArray[np.int64], dram_from: int) -> None:
+    """Each holder has ``path``, blocks from ``dram_from`` on in DRAM."""
+    for holder in holders.tolist():
+        world.directory.store(holder, Tier.HBM, path[: 16 * dram_from])
+        world.directory.store(holder, Tier.DRAM, path[16 * dram_from :])
+    for at in range(0, len(path), 16):
+        world.twin.setdefault(path[at : at + 16], set()).update(holders.tolist())
+
+
+def build(holders: int, conversations: int) -> World:
+    """The cluster described above."""
+    world = World(_core.PrefixDirectory(), {}, holders, conversations)
+    rng, everybody = np.random.default_rng(5), np.arange(holders)
+    store(world, identities(run_of(SYSTEM, 0)), everybody, SYSTEM)
+    having: list[NDArray[np.int64]] = []
+    for document in range(DOCUMENTS):
+        count = max(min(8, holders), holders // 2 // (1 + document))  # Zipf
+        having.append(rng.permutation(holders)[:count])
+        path = identities(prompt(document, 0)[: (SYSTEM + DOCUMENT) * BLOCK_TOKENS])[16 * SYSTEM :]
+        store(world, path, having[-1], DOCUMENT - document % 3)
+    for conversation in range(1, conversations + 1):
+        owners = rng.permutation(having[conversation % DOCUMENTS])[: 1 + conversation % 3]
+        path = identities(prompt(conversation % DOCUMENTS, conversation))[16 * (SYSTEM + DOCUMENT) :]
+        store(world, path, owners, CONVERSATION if conversation % 4 else 0)
+    store(world, identities(run_of(256, 9)), everybody, 200)
+    return world
+
+
+def twin_match(twin: dict[bytes, set[int]], path: bytes) -> dict[int, int]:
+    """Blocks from the first one without a gap, by holder."""
+    found: dict[int, int] = {}
+    alive = set(twin.get(path[:16], ()))
+    depth = 0
+    while alive:
+        depth += 1
+        here = twin.get(path[16 * depth : 16 * depth + 16], set())
+        found.update(dict.fromkeys(alive - here, depth))
+        alive &= here
+    return found
+
+
+def prompts(world: World, kind: str, reps: int) -> Iterator[Tokens]:
+    """Different ones of a kind, in random order."""
+    for i in np.random.default_rng(6).permutation(max(reps, world.conversations))[:reps].tolist():
+        known = 1 + i % world.conversations
+        if kind == "known conversation":
+            yield prompt(known % DOCUMENTS, known)
+        elif kind == "new conversation":
+            yield prompt(known % DOCUMENTS, 10_000_000 + i)
+        elif kind == "held by all in full":
+            yield run_of(256, 9)
+        else:
+            yield run_of(256, 10, i)
+
+
+def bench_match(world: World, kind: str, reps: int) -> Iterator[Record]:
+    """One kind of prompts by every way to ask."""
+    directory = world.directory
+    calls = {name: Timer() for name in ("match_tokens", "match_tokens_array", "match", "match_array", "dict of sets")}
+    found = 0
+    for tokens in prompts(world, kind, reps):
+        path = identities(tokens)
+        rows = calls["match_tokens"](directory.match_tokens, DEFAULT_KEY, NAME, tokens, BLOCK_TOKENS)
+        array = calls["match_tokens_array"](
+            directory.match_tokens_array, DEFAULT_KEY, NAME, tokens, BLOCK_TOKENS
+        )  # warmed up by the one before; the others as well
+        calls["match"](directory.match, path)
+        calls["match_array"](directory.match_array, path)
+        simple = calls["dict of sets"](twin_match, world.twin, path)
+        assert simple == {holder: blocks for holder, blocks, _ in rows} and array.tolist() == [list(r) for r in rows]
+        found = len(rows)
+    for name, timer in calls.items():
+        yield timer.record(name, prompt=kind, holders_found=found)
+
+
+def bench_cold(world: World, kind: str, reps: int) -> Iterator[Record]:
+    """One call a prompt and nothing else between: each meets its blocks for the first time since long."""
+    all_tokens = list(prompts(world, kind, reps))
+    for name in ("match_tokens", "match_tokens_array"):
+        call, timer = getattr(world.directory, name), Timer()
+        for tokens in all_tokens:
+            timer(call, DEFAULT_KEY, NAME, tokens, BLOCK_TOKENS)
+        yield timer.record(f"{name}, one a prompt", prompt=kind)
+
+
+def bench_changes(world: World, reps: int) -> Iterator[Record]:
+    """What an instance's events and the router's own dispatches cost, 256 blocks each."""
+    store_, move, evict, speculate, expire = (Timer() for _ in range(5))
+    for i in range(reps):
+        path, holder = identities(run_of(256, 11, i)), i % world.holders
+        store_(world.directory.store, holder, Tier.HBM, path)
+        move(world.directory.move, holder, Tier.DRAM, path)
+        evict(world.directory.evict, holder, path)
+        speculate(world.directory.speculate, holder, path, i)
+        expire(world.directory.expire, i)
+    for name, timer in (("store", store_), ("move", move), ("evict", evict), ("speculate", speculate)):
+        yield timer.record(f"{name} 256 blocks")
+    yield expire.record("expire 256 blocks")
+    identity = Timer()
+    for i in range(reps):
+        identity(identities, run_of(256, 11, i))
+    yield identity.record("limit: identities of 256 blocks alone")
+
+
+def bench_clear(world: World) -> Iterator[Record]:
+    """An instance dies: all that it held goes. Then everybody does."""
+    timer, blocks = Timer(), []
+    for holder in range(world.holders):
+        blocks.append(world.directory.blocks(holder))
+        timer(world.directory.clear, holder)
+    assert world.directory.entries == 0
+    each = sum(timer.us) / sum(blocks)
+    yield timer.record("clear(holder)", blocks_median=float(np.median(blocks)), blocks_max=max(blocks), us_a_block=each)
+
+
+def bench_directory(options: argparse.Namespace) -> Iterator[Record]:
+    """Everything about the directory."""
+    begin = time.perf_counter()
+    world = build(options.holders, options.conversations)
+    gc.freeze()  # or the collector looks through the twin's million sets while others are timed
+    directory = world.directory
+    pairs = sum(directory.blocks(holder) for holder in directory.holders())
+    yield {
+        "op": "contents",
+        "holders": options.holders,
+        "blocks": directory.entries,
+        "pairs": pairs,
+        "bytes_a_pair": round(directory.nbytes / pairs, 1),
+        "bytes_a_block": round(directory.nbytes / directory.entries, 1),
+        "built_s": round(time.perf_counter() - begin, 1),
+    }
+    kinds = ("known conversation", "new conversation", "held by all in full", "unknown prompt")
+    for kind in kinds:
+        yield from bench_cold(world, kind, options.reps)
+    for kind in kinds:
+        yield from bench_match(world, kind, min(options.reps, 300))
+    yield from bench_changes(world, min(options.reps, 1000))
+    yield from bench_clear(world)
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {"directory": bench_directory}
+
+
+def show(record: Record) -> None:
+    """One line a record."""
+    head = f"{record['op']:40s} {record.get('prompt', ''):20s}"
+    if "median_us" not in record:
+        print(head, *(f"{name}={value}" for name, value in record.items() if name != "op"), flush=True)
+        return
+    times = f"{record['median_us']:9.2f} us median {record['p99_us']:9.2f} p99 {record['max_us']:9.2f} max"
+    rest = {k: v for k, v in record.items() if k not in ("op", "prompt", "median_us", "p99_us", "max_us", "n")}
+    print(head, times, *(f"{name}={value:.4g}" for name, value in rest.items()), flush=True)
+
+
+def main() -> None:
+    """Run, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("section", nargs="*", help=f"of {', '.join(SECTIONS)}; all by default")
+    parser.add_argument("--conversations", type=int, default=7000)
+    parser.add_argument("--holders", type=int, default=1000)
+    parser.add_argument("--reps", type=int, default=2000)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    records: list[Record] = []
+    if unknown := set(options.section) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}")
+    for section in options.section or SECTIONS:
+        for record in SECTIONS[section](options):
+            show(record)
+            records.append({"section": section, **record})
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=1))
+
+
+if __name__ == "__main__":
+    main()
