@@ -14,10 +14,13 @@ import pytest
 
 import memserve.cli.plot as plot_module
 from memserve.cli.main import run
-from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.cluster.machine import Cluster
+from memserve.config import ClusterConfig, InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
+from memserve.messages import Join, Peer, PeerInfo
+from memserve.model.loading.card import ModelCard
 from memserve.policy.costs import CostModel
 from memserve.policy.curves import CopyCurve, DecodeCurve, PrefillCurve
 from memserve.policy.fit import Sample
@@ -33,7 +36,8 @@ from memserve.runtime.profile import (
 )
 from memserve.runtime.profile_store import load_profile, model_name, profile_path, save_profile
 from memserve.runtime.profile_transfer import measure_transfer
-from memserve.types import KVGeometry, Tier
+from memserve.runtime.router import RouterEngine
+from memserve.types import KVGeometry, Role, Tier
 from memserve.units import NS_PER_MS
 from tiny_models import VOCAB, loaded, tiny_module
 
@@ -185,7 +189,7 @@ def test_a_real_device_is_measured() -> None:
         scheduler=SchedulerConfig(max_running=8, max_step_tokens=512),
     )
     profiler = StepProfiler(ModelDevice(model, config), config, model.geometry.block_tokens, model.vocab_size)
-    measured = measure_steps(profiler, config, model.geometry, 1.5, lambda line: None)
+    measured = measure_steps(profiler, config, model.geometry, 30.0, lambda line: None)
     assert set(measured.samples) == {"prefill", "decode", "swap_in", "swap_out"}
     assert all(sample.ns > 0 for samples in measured.samples.values() for sample in samples)
     assert {sample.first for sample in measured.samples["decode"]} == {1, 2, 4, 8}
@@ -325,3 +329,46 @@ def test_the_plot_has_a_line_and_dots_for_each_length(monkeypatch: pytest.Monkey
     dots = [args for name, args, _ in calls if name == "scatter"]
     assert all(set(shares) <= {0.0, 0.25, 0.5, 0.75} | {s for s in shares if 0.89 < s < 0.91} for shares, _ in dots)
     assert calls[-1][:2] == ("savefig", (tmp_path / "x.png",))
+
+
+# -- who decides by it
+
+
+class StubMailbox:
+    """Hears nothing, says nothing."""
+
+    address = "tcp://127.0.0.1:1"
+
+    def connect(self, *args) -> None: ...
+    def disconnect(self, *args) -> None: ...
+    def send(self, *args) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("costs", "taken"),
+    [(PLANTED.to_dict(), PLANTED), ({}, CostModel()), (PLANTED.to_dict() | {"version": 99}, CostModel())],
+)
+def test_the_router_decides_by_what_a_member_has_measured(costs: dict, taken: CostModel) -> None:
+    machine, heard = Cluster(ClusterConfig()), []
+    router = RouterEngine(machine, lambda on_message: heard.append(on_message) or StubMailbox())
+    try:
+        card = ModelCard("m", 64, (2,), {}, "T", costs).encode()
+        peer = Peer("p1", 1)
+        info = PeerInfo(peer, Role.PREFILL, "tcp://127.0.0.1:2", "ns", GEOMETRY, 64, 0, 64, True, model_card=card)
+        heard[0](peer, Join(info))
+        assert router.wait_for(["p1"], 20.0)
+        assert router.stats().cluster.instances == 1  # asked behind everything that joining has posted
+        assert machine._placer.costs == taken
+    finally:
+        router.close()
+    machine.check_invariants()
+
+
+def test_a_card_has_costs_only_when_they_were_measured() -> None:
+    model = types.SimpleNamespace(
+        name="m", max_model_tokens=1, eos_token_ids=(), generation_defaults={}, tokenizer=object()
+    )
+    assert ModelCard.of(model, CostModel()).costs == {} == ModelCard.of(model).costs
+    card = ModelCard.decode(ModelCard.of(model, replace(PLANTED, machine="here")).encode())
+    assert CostModel.from_dict(card.costs) == replace(PLANTED, machine="here")

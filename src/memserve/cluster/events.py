@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memserve.policy.routing import RoutingCosts
 from memserve.serving import (
     ClockTicked,
     EmitTokens,
@@ -49,6 +50,13 @@ class PrefixUnpinned:
     tenant: str
 
 
+@dataclass(frozen=True, slots=True)
+class CostsMeasured:
+    """A member has told what computing and moving cost on its machine: decisions go by that from now on."""
+
+    costs: RoutingCosts
+
+
 ClusterEvent = (
     RequestArrived
     | RequestCancelled
@@ -58,6 +66,7 @@ ClusterEvent = (
     | InstanceDrained
     | PrefixPinned
     | PrefixUnpinned
+    | CostsMeasured
 )
 ClusterAction = Send | EmitTokens | RejectRequest
 
@@ -65,6 +74,7 @@ __all__ = [
     "ClockTicked",
     "ClusterAction",
     "ClusterEvent",
+    "CostsMeasured",
     "EmitTokens",
     "InstanceDrained",
     "MessageArrived",

@@ -19,6 +19,7 @@ from memserve.cluster.events import (
     ClockTicked,
     ClusterAction,
     ClusterEvent,
+    CostsMeasured,
     InstanceDrained,
     MessageArrived,
     PrefixPinned,
@@ -84,7 +85,7 @@ class Cluster:
         self._trees = trees = Trees(config, timers, counters, identity_key)
         self._handles = handles = Handles(registry, trees, loads, timers, outbox)
         self._sessions = sessions = Sessions(registry)
-        placer = Placer(config, costs or CostModel(), registry, trees, loads, sessions, handles)
+        self._placer = placer = Placer(config, costs or CostModel(), registry, trees, loads, sessions, handles)
         self._lifecycle = lifecycle = Lifecycle(
             config, registry, trees, loads, placer, sessions, handles, timers, outbox, counters
         )
@@ -116,6 +117,8 @@ class Cluster:
             self._handles.pin(event, now)
         elif isinstance(event, PrefixUnpinned):
             self._handles.unpin(event)
+        elif isinstance(event, CostsMeasured):
+            self._placer.costs = event.costs
         else:
             check(isinstance(event, ClockTicked), f"unknown event {event!r}")
         for key in self._timers.due(now):

@@ -44,7 +44,7 @@ class Placement(NamedTuple):
 class Placer:
     """Decides; changes nothing."""
 
-    __slots__ = ("_config", "_costs", "_handles", "_loads", "_registry", "_sessions", "_trees")
+    __slots__ = ("_config", "_handles", "_loads", "_registry", "_sessions", "_trees", "costs")
 
     def __init__(
         self,
@@ -56,7 +56,9 @@ class Placer:
         sessions: Sessions,
         handles: Handles,
     ) -> None:
-        self._config, self._costs = config, costs
+        self._config = config
+        #: what is known of the members' machines
+        self.costs = costs
         self._registry, self._trees, self._loads = registry, trees, loads
         self._sessions, self._handles = sessions, handles
 
@@ -70,7 +72,7 @@ class Placer:
         prompt_tokens += max(len(tokens) for tokens in job.emitted)
         ask = self._ask(job, prompt_tokens, matches)
         candidates = self._candidates(ask, usable, matches)
-        decided = route(self._config.policy, ask, candidates, self._costs)
+        decided = route(self._config.policy, ask, candidates, self.costs)
         if decided is None:
             return None
         first = self._registry.numbered(decided.first.number)

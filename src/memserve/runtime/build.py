@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memserve.instance.machine import Instance
     from memserve.model.device import ModelDevice
     from memserve.model.loading.loader import LoadedModel
+    from memserve.policy.costs import CostModel
     from memserve.runtime.engine import Engine
 
 
@@ -26,6 +27,8 @@ class Parts:
     config: InstanceConfig
     device: ModelDevice
     machine: Instance
+    costs: CostModel
+    """Measured on this machine, or the defaults."""
 
 
 def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = Role.COLOCATED) -> Parts:
@@ -41,6 +44,7 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     from memserve.model.loading.loader import load_model
     from memserve.policy.preemption import PreemptionCosts
     from memserve.runtime.memory import check_host_memory
+    from memserve.runtime.profile_store import load_profile
 
     model = load_model(
         options.model, options.dtype, options.device, block_tokens=options.block_tokens, threads=options.threads
@@ -49,10 +53,11 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     config = options.instance_config(geometry, model.max_model_tokens, model.fingerprint)
     config = dataclasses.replace(config, role=role)
     check_host_memory(options.dram_memory_bytes + (options.kv_memory_bytes if model.device.type == "cpu" else 0))
-    costs = PreemptionCosts(block_bytes=geometry.block_bytes)
-    machine = Instance(config, geometry.block_tokens, costs, me=me, geometry=geometry)
+    costs = load_profile(model.fingerprint, geometry, model.device.type, options.threads)
+    known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
+    machine = Instance(config, geometry.block_tokens, known, me=me, geometry=geometry)
     device = ModelDevice(model, config, best_forward(model.module), shared=me is not None)
-    return Parts(model, config, device, machine)
+    return Parts(model, config, device, machine, costs)
 
 
 def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:

@@ -103,5 +103,5 @@ def _introduce(parts: Parts, place: MemberOptions, me: Peer) -> PeerInfo:
         context_tokens=parts.machine.context_tokens,
         caching=config.pool.caching,
         publishes_events=config.exchange.event_capacity > 0,
-        model_card=ModelCard.of(parts.model).encode(),
+        model_card=ModelCard.of(parts.model, parts.costs).encode(),
     )

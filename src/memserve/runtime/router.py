@@ -8,12 +8,14 @@ client threads --submit--> inbox --> [router thread: Cluster.handle] --Send--> m
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from memserve.cluster.events import (
+    CostsMeasured,
     EmitTokens,
     InstanceDrained,
     MessageArrived,
@@ -27,12 +29,17 @@ from memserve.cluster.events import (
 )
 from memserve.cluster.machine import Cluster
 from memserve.cluster.report import InstanceView, RouteStory
+from memserve.errors import UserError
 from memserve.messages import AnyMessage, Join, Peer, PeerInfo, Welcome
+from memserve.model.loading.card import ModelCard
+from memserve.policy.costs import CostModel
 from memserve.runtime.clients import Clients, Sink
 from memserve.runtime.loop import MachineLoop
 from memserve.runtime.ports import Mailbox, OnMessage
 from memserve.runtime.stats import RouterStats
 from memserve.types import Request, TokenArray
+
+log = logging.getLogger(__name__)
 
 MEMBERS_LOOK_S = 1.0
 """How often the lines to instances are compared with the members."""
@@ -176,6 +183,8 @@ class RouterEngine:
             with self._changed:
                 self._members[event.sender.name] = message.info
                 self._changed.notify_all()
+            if (costs := _measured_costs(message.info)) is not None:
+                self._loop.post(CostsMeasured(costs))
 
     def _forget_gone(self) -> None:
         """Now and then: those who are no members any more need no line."""
@@ -189,3 +198,15 @@ class RouterEngine:
                 del self._members[peer.name]
         for peer in gone:
             self._mailbox.disconnect(peer)
+
+
+def _measured_costs(info: PeerInfo) -> CostModel | None:
+    """What a member has measured on its machine, if it has."""
+    if not info.model_card:
+        return None
+    try:
+        costs = ModelCard.decode(info.model_card).costs
+        return CostModel.from_dict(costs) if costs else None
+    except UserError as error:
+        log.warning("the costs of %s are not used: %s", info.peer.name, error)
+        return None
