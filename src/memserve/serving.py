@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memserve.messages import AnyMessage, Peer
-from memserve.types import Request, TokenOutput
+from memserve.types import Request, TokenArray, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,28 @@ class SequenceStopped:
 
     request_id: str
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPinned:
+    """A client asked to keep the cached prefix of ``tokens`` for ``ttl_ns`` under a name (row M14).
+
+    In a cluster, requests of the same tenant whose ``session`` is this name prefer the instance where it lies.
+    Repeated: renewed, and extended to the new ``tokens``.
+    """
+
+    handle: str
+    tenant: str
+    tokens: TokenArray
+    ttl_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixUnpinned:
+    """The name is given up."""
+
+    handle: str
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from memserve.serving import (
     ClockTicked,
     EmitTokens,
     MessageArrived,
+    PrefixPinned,
+    PrefixUnpinned,
     RejectRequest,
     RequestArrived,
     RequestCancelled,
     Send,
     SequenceStopped,
 )
-from memserve.types import TokenArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +27,6 @@ class InstanceDrained:
     """Somebody asked for the end of the instance ``name``: it finishes what it has, gets nothing new, and leaves."""
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixPinned:
-    """A client asked to keep the cached prefix of ``tokens`` for ``ttl_ns`` under a name (row M14).
-
-    Requests of the same tenant whose ``session`` is this name prefer the instance where it lies. Repeated: renewed,
-    and extended to the new ``tokens``.
-    """
-
-    handle: str
-    tenant: str
-    tokens: TokenArray
-    ttl_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixUnpinned:
-    """The name is given up."""
-
-    handle: str
-    tenant: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memserve.mempool.jobs import PagesPulled, PagesSealed
-from memserve.serving import ClockTicked, MessageArrived, RequestArrived, RequestCancelled, SequenceStopped
+from memserve.serving import (
+    ClockTicked,
+    MessageArrived,
+    PrefixPinned,
+    PrefixUnpinned,
+    RequestArrived,
+    RequestCancelled,
+    SequenceStopped,
+)
 from memserve.types import TokenLogprobs
 
 
@@ -49,6 +57,8 @@ Event = (
     | LayerFinished
     | PagesSealed
     | PagesPulled
+    | PrefixPinned
+    | PrefixUnpinned
 )
 
 __all__ = [
@@ -58,6 +68,8 @@ __all__ = [
     "MessageArrived",
     "PagesPulled",
     "PagesSealed",
+    "PrefixPinned",
+    "PrefixUnpinned",
     "RequestArrived",
     "RequestCancelled",
     "SequenceStopped",

@@ -22,6 +22,8 @@ from memserve.instance.events import (
     Event,
     LayerFinished,
     MessageArrived,
+    PrefixPinned,
+    PrefixUnpinned,
     RequestArrived,
     RequestCancelled,
     SequenceStopped,
@@ -107,11 +109,16 @@ class Instance:
             self._desk.stop(event.request_id, event.index)
         elif isinstance(event, StepFailed):
             self._fail(event, now)
+        elif isinstance(event, PrefixPinned):
+            self._pins.pin(_pin_name(event.handle, event.tenant), event.tenant, event.tokens, now + event.ttl_ns)
+        elif isinstance(event, PrefixUnpinned):
+            self._pins.unpin(_pin_name(event.handle, event.tenant))
         elif link is not None:
             self._hear(link, event, now)
         else:
             check(isinstance(event, ClockTicked), f"unknown event {event!r}")
         self._desk.expire(now)
+        self._pins.expire(now)
         if link is not None:
             link.settle(now)
         self._plan(now, actions)
@@ -120,6 +127,8 @@ class Instance:
             self._roster.outputs = []
         if link is not None:
             link.conclude(actions, now)
+        else:
+            self._pins.lost.clear()
         return actions
 
     @staticmethod
@@ -155,8 +164,10 @@ class Instance:
 
     def _fail(self, event: StepFailed, now: int) -> None:
         failed = self._take_outstanding(event.step_id)
-        if self._link is not None and not failed.void:
-            self._link.kv_lost(now)
+        if not failed.void:
+            self._pins.release_all()
+            if self._link is not None:
+                self._link.kv_lost(now)
         self._results.fail(failed, list(self._outstanding), event)
         if self._link is not None:
             self._link.step_ended(event.step_id, now)
@@ -195,13 +206,18 @@ class Instance:
     @property
     def next_deadline_ns(self) -> int | None:
         """When a ``ClockTicked`` is worth sending; ``None`` = no deadlines."""
-        deadlines = (self._desk.next_deadline_ns, self._link.next_deadline_ns if self._link is not None else None)
+        linked = self._link.next_deadline_ns if self._link is not None else None
+        deadlines = (self._desk.next_deadline_ns, self._pins.next_deadline_ns, linked)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     @property
     def next_event(self) -> int:
         """Number that the next KV event will have, for heartbeats."""
         return self._link.feed.next_event if self._link is not None else 0
+
+    def pinned_tokens(self, handle: str, tenant: str) -> int:
+        """How much is kept under a name that ``PrefixPinned`` gave; 0 = nothing, or no more."""
+        return self._pins.tokens(_pin_name(handle, tenant))
 
     @property
     def is_idle(self) -> bool:
@@ -232,3 +248,8 @@ class Instance:
 
     def __repr__(self) -> str:
         return f"<Instance {self._roster} in_flight={len(self._outstanding)}>"
+
+
+def _pin_name(handle: str, tenant: str) -> str:
+    """Names of different tenants are different names."""
+    return f"{tenant}\x1f{handle}"

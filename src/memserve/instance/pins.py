@@ -49,6 +49,11 @@ class Pins:
         if pin is not None:
             self._pool.unpin(pin.lease)
 
+    def tokens(self, handle: str) -> int:
+        """How much is kept under the name; 0 for unknown ones."""
+        pin = self._pins.get(handle)
+        return pin.lease.tokens if pin is not None else 0
+
     def expire(self, now: int) -> None:
         """End the pins whose time is over."""
         for handle in [handle for handle, pin in self._pins.items() if pin.until_ns <= now]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from memserve.instance.actions import Action, EmitTokens, RejectRequest
-from memserve.instance.events import RequestArrived, RequestCancelled, SequenceStopped
+from memserve.instance.events import PrefixPinned, PrefixUnpinned, RequestArrived, RequestCancelled, SequenceStopped
 from memserve.instance.machine import Instance
 from memserve.runtime.clients import Clients, Sink
 from memserve.runtime.clients import EngineStopped as EngineStopped
@@ -18,7 +18,7 @@ from memserve.runtime.clients import Rejected as Rejected
 from memserve.runtime.hosted import HostedInstance
 from memserve.runtime.ports import Device
 from memserve.runtime.stats import EngineStats
-from memserve.types import Request
+from memserve.types import Request, TokenArray
 
 
 class Engine:
@@ -43,6 +43,18 @@ class Engine:
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
         self._instance.post(SequenceStopped(request_id, index))
+
+    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int) -> None:
+        """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""
+        self._instance.post(PrefixPinned(handle, tenant, tokens, ttl_ns))
+
+    def unpin(self, handle: str, tenant: str) -> None:
+        """Give the name up; unknown ones are ignored."""
+        self._instance.post(PrefixUnpinned(handle, tenant))
+
+    def pinned_tokens(self, handle: str, tenant: str) -> int | None:
+        """How much of it is pinned. Raises as :meth:`stats`."""
+        return self._instance.ask(lambda: self._instance.machine.pinned_tokens(handle, tenant))
 
     def stats(self) -> EngineStats:
         """A consistent snapshot of counters and gauges.
