@@ -243,6 +243,7 @@ def test_the_same_process_as_a_new_generation(pair: tuple[Taker, Owner]) -> None
     """It is read under its new name; the old one's pages are nobody's (shared memory knows; checksums would)."""
     taker, owner = pair
     old = owner.info
+    assert taker.do(taker.pull(owner, (1,), (1,))).error == ""
     owner.become(old.peer.generation + 1)
     taker.port.add_peer(owner.info)
     assert taker.do(taker.pull(owner, (1,), (1,))).error == ""
@@ -253,6 +254,14 @@ def test_the_same_process_as_a_new_generation(pair: tuple[Taker, Owner]) -> None
     taker.port.remove_peer(old.peer)
     time.sleep(0.05)  # whatever the removal starts in the background must not touch the new generation
     assert taker.do(taker.pull(owner, (1,), (1,))).error == ""
+    old = owner.info  # and the other way round: gone first, then there again
+    owner.become(old.peer.generation + 1)
+    jobs = [taker.pull(owner, (1,), (1,)) for _ in range(3)]
+    taker.port.remove_peer(old.peer)
+    taker.port.add_peer(owner.info)
+    for job in jobs:
+        assert taker.do(job).error == ""
+        time.sleep(0.03)
 
 
 @NIXL
