@@ -12,15 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, World, encode, says, serve
+from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, World, encode, running_server, says, serve
 from fake_engine import BLOCK_TOKENS, FakeEngine
 from memserve.api.documents import DOCUMENTS_MAX, Document, Documents, prepare
 from memserve.api.errors import ApiError
 from memserve.api.prompts import Prompt, PromptEncoder, check_messages
 from memserve.api.schema import ChatBody, DocumentBody
-from memserve.runtime.engine import EngineStopped
+from memserve.api.served import PinningEngine
+from memserve.config import InstanceConfig, PoolConfig
+from memserve.instance.actions import StepPlan
+from memserve.instance.events import StepFinished
+from memserve.instance.machine import Instance
+from memserve.runtime.engine import Engine, EngineStopped
 from memserve.types import TokenArray
 from memserve.units import NS_PER_S
+from null_device import NullDevice
 
 TEXT = "The capital of France is hello hello."
 ASK = [{"role": "user", "content": "Where?"}]
@@ -329,3 +335,53 @@ def test_what_is_pinned_begins_every_conversation(
     shared = len(put.tokens) - 1  # the last token may join what follows
     assert prompt.tokens.tolist()[:shared] == put.tokens.tolist()[:shared]
     assert len(put.tokens) >= len(put.prompt.tokens) // 2
+
+
+# -- with a real engine
+
+
+class LiteralDevice(NullDevice):
+    """As a port of the engine."""
+
+    on_layer = None
+
+    def execute(self, plan: StepPlan) -> StepFinished:
+        finished = self.run(plan)
+        assert isinstance(finished, StepFinished)
+        return finished
+
+    def close(self) -> None: ...
+
+
+def test_documents_and_sessions_outlive_pressure_in_a_real_engine() -> None:
+    """A machine of 64 blocks; other chats use all of them several times over; only pins keep a prefix."""
+    block, blocks = 4, 64
+    machine = Instance(InstanceConfig(CONTEXT_TOKENS, pool=PoolConfig(hbm_blocks=blocks)), block)
+    engine = Engine(machine, LiteralDevice(block, blocks, 0, vocab=100))
+    assert isinstance(engine, PinningEngine)
+
+    def cached(response: httpx.Response) -> int:
+        assert response.status_code == 200
+        return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def press(call: Caller) -> None:
+        for at in range(4):
+            call.chat(messages=[{"role": "user", "content": f"{at}" * 120}], max_tokens=1)
+
+    try:
+        with running_server(engine, TinyModel()) as world:
+            call = Caller(world)
+            card = call.put("d", text=TEXT).json()
+            assert card["pinned_tokens"] == card["tokens"] // block * block > 0
+            session = {"session": "s", "session_ttl_s": 60, "max_tokens": 8}
+            first = [{"role": "user", "content": "Who are you, and why are you here?"}]
+            call.chat(messages=first, **session)
+            press(call)
+            assert cached(call.chat(document="d", max_tokens=1)) >= card["pinned_tokens"]
+            assert cached(call.chat(messages=first, **session)) >= len(encode(first[0]["content"])) // block * block
+            call("DELETE", "/documents/d")
+            press(call)
+            assert cached(call.chat(messages=[{"role": "system", "content": TEXT}, *ASK], max_tokens=1)) == 0
+    finally:
+        engine.close()
+    machine.check_invariants()
