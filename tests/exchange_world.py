@@ -110,6 +110,7 @@ class Node:
         self.held: list[tuple[Tier, int]] = []  # delivered, one reference each
         self.offers: dict[str, bool] = {}  # own offers: open?
         self.expecting: dict[str, str] = {}  # handoffs and fetches that must end: id -> kind
+        self.cancelled: list[Peer] = []  # peers whose pulls were called off
         self.outcomes: list = []
 
     def info(self) -> PeerInfo:
@@ -138,6 +139,7 @@ class Node:
                 self.pulls.append(Pull(action))
             else:
                 assert isinstance(action, CancelPulls)
+                self.cancelled.append(action.peer)
                 for pull in self.pulls:
                     if pull.job.peer == action.peer and not pull.moved:
                         pull.answer = PagesPulled(pull.job.job_id, "cancelled")
@@ -151,7 +153,7 @@ class Node:
             assert self.expecting.pop(outcome.transfer_id) == "handoff"
             offer = outcome.offer
             assert len(outcome.blocks) == blocks_of(offer.tokens) == outcome.pulled_blocks + outcome.reused_blocks
-            assert (outcome.lease is None) == (not offer.insert)
+            assert (outcome.lease is None) == (not (offer.insert and offer.request.use_cache))
             fence = self.exchange.fence
             self.seqs.append(Seq(offer.tenant, offer.tokens, list(outcome.blocks), outcome.lease, fence))
         elif isinstance(outcome, HandoffFailed):
