@@ -81,11 +81,10 @@ class Membership:
         info = message.info
         member = self._registry.enter(info, now)
         self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks)
-        ask = self._trees.enter(member.number, publishes=info.publishes_events)
+        self._trees.enter(member.number, publishes=info.publishes_events)
         self._counters.members_joined += 1
         self._welcome(member)
         self._outbox.tell_all((m.peer for m in self._registry if m is not member), PeerJoined(info))
-        self.ask(member, ask)
         self._timers.arm(now + self._config.dead_after_ns, ("member", member.peer))
         self._lifecycle.place_waiting(now)
 

@@ -94,11 +94,10 @@ class Trees:
 
     # -- members
 
-    def enter(self, number: int, *, publishes: bool) -> AskEvents | None:
-        """A new member: what it has cached from an earlier life is asked for."""
+    def enter(self, number: int, *, publishes: bool) -> None:
+        """A new member. What it has cached from an earlier life it says itself, or its first heartbeat shows."""
         check(number not in self._feeds, f"instance {number} has a feed already")
         self._feeds[number] = Feed(publishes)
-        return AskEvents(0) if publishes else None
 
     def leave(self, number: int) -> None:
         """Everything of it is forgotten."""
