@@ -1,342 +1,375 @@
-"""A cluster in virtual time: the production ``Cluster`` and ``Instance`` machines, null devices, and everything that
-can go wrong between them.
+"""A cluster of simple instances on a bad network, in virtual time, for tests of the router's machine.
 
-    python tests/cluster_world.py --seeds 2000              random scenarios of every setting
-    python tests/cluster_world.py --seed 17 --setting pd-caching-3/by-layer/1P1D/faulty --story
-
-A seed and a setting are a complete bug report. Checkers only watch. First the faults (nothing wrong may happen), then
-everything is healed, and everything must end.
+Each instance draws the next token as a hash of everything before it, so any right answer is known in advance. It does
+what is asked of it step by step; the world decides when, and may kill, pause, mute and confuse it.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-import traceback
-from collections import Counter, deque
-from itertools import product
-from random import Random
+import zlib
+from dataclasses import dataclass, field
 
 import numpy as np
 
-import cluster_faults
-from cluster_clients import VOCAB, Ask, Conversation, Referee
-from cluster_device import LAYERS, PagedDevice
-from cluster_network import Clock, Network
-from cluster_nodes import InstanceNode, RouterNode
-from cluster_scenario import MIXES, MS, Scenario, Setting, draw
-from memserve.cluster.events import PrefixPinned, PrefixUnpinned
+from memserve.cluster.events import (
+    ClockTicked,
+    EmitTokens,
+    MessageArrived,
+    RejectRequest,
+    RequestArrived,
+    RequestCancelled,
+    Send,
+    SequenceStopped,
+)
 from memserve.cluster.machine import Cluster
-from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.instance.machine import Instance
-from memserve.messages import PeerInfo
-from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
-from memserve.types import Caching, KVGeometry, Role, Tier, TokenOutput, TransferMode
+from memserve.config import ClusterConfig
+from memserve.messages import (
+    Cancel,
+    Dispatch,
+    Drain,
+    Expelled,
+    HandedOver,
+    Heartbeat,
+    Join,
+    Leave,
+    Load,
+    Peer,
+    PeerGone,
+    PeerInfo,
+    Pin,
+    Pinned,
+    RequestRefused,
+    StopSequence,
+    Tokens,
+    Unpin,
+    Welcome,
+)
+from memserve.types import FinishReason, KVGeometry, Request, Role, SamplingParams, StopParams, TokenOutput
+from memserve.units import NS_PER_MS, NS_PER_S
 
-BLOCK_TOKENS = 4
-NAMESPACE = "world"
-SECOND = 1000 * MS
+BLOCK = 4
+GEOMETRY = KVGeometry(2, 2, 8, 8, "float32", BLOCK)
+CONTEXT = 256
+VOCAB = 50
+
+
+def next_token(prompt, seed, index, out) -> int:
+    """Any token after ``prompt`` and ``out``."""
+    return zlib.crc32(repr((list(map(int, prompt)), seed, index, list(out))).encode()) % VOCAB
+
+
+def lone_answer(request: Request, index: int) -> tuple[list[int], FinishReason]:
+    """What sequence ``index`` says when nothing ever goes wrong."""
+    out: list[int] = []
+    while len(out) < request.stop.max_tokens:
+        out.append(next_token(request.prompt, request.sampling.seed, index, out))
+        if out[-1] in request.stop.stop_token_ids:
+            return out, FinishReason.STOP
+    return out, FinishReason.LENGTH
+
+
+def a_request(name, prompt, *, max_tokens=4, seed=0, n=1, stops=(), prompt_logprobs=False, **rest) -> Request:
+    sampling = SamplingParams(seed=seed, prompt_logprobs=prompt_logprobs)
+    stop = StopParams(max_tokens, 0, tuple(stops))
+    return Request(name, np.asarray(prompt, np.int32), sampling, stop, n, **rest)
+
+
+def info(name: str, role: Role, generation: int = 1, **rest) -> PeerInfo:
+    fields = {"address": f"tcp://{name}", "namespace": "ns", "geometry": GEOMETRY, "hbm_blocks": 64, "dram_blocks": 0}
+    fields |= {"context_tokens": CONTEXT, "caching": True, "host_id": "host"}
+    return PeerInfo(Peer(name, generation), role, **(fields | rest))
+
+
+@dataclass
+class Running:
+    """One attempt at one instance."""
+
+    dispatch: Dispatch
+    out: list[list[int]]
+    ended: set[int]
+    prefilled: bool = False
+    first: bool = True
+
+
+@dataclass
+class FakeInstance:
+    """Runs what it is told, one step of everything at a time."""
+
+    name: str
+    role: Role
+    generation: int = 1
+    alive: bool = True
+    paused: bool = False
+    member: bool = False
+    draining: bool = False
+    refuses: tuple[str, float | None] | None = None
+    running: dict[str, Running] = field(default_factory=dict)
+    pins: dict[str, Pin] = field(default_factory=dict)
+    #: what the router and others have said, while it was paused
+    inbox: list = field(default_factory=list)
+    #: to the router
+    outbox: list = field(default_factory=list)
+    handoffs: list = field(default_factory=list)  # (peer, dispatch, out, ended)
+    heard: list = field(default_factory=list)
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.name, self.generation)
+
+    def hear(self, message) -> None:
+        self.heard.append(message)
+        if isinstance(message, Welcome):
+            self.member = True
+        elif isinstance(message, Expelled):
+            self.running.clear()
+            self.pins.clear()
+            self.generation += 1
+            self.member = self.draining = False
+        elif isinstance(message, Dispatch):
+            self._dispatched(message)
+        elif isinstance(message, Cancel):
+            self.running.pop(message.request_id, None)
+        elif isinstance(message, StopSequence):
+            if message.request_id in self.running:
+                self._end(message.request_id, message.index)
+        elif isinstance(message, Drain):
+            self.draining = True
+        elif isinstance(message, Pin):
+            self.pins[message.handle] = message
+            self.outbox.append(Pinned(message.handle, len(message.tokens) // BLOCK * BLOCK))
+        elif isinstance(message, Unpin):
+            self.pins.pop(message.handle, None)
+
+    def _dispatched(self, order: Dispatch) -> None:
+        request = order.request
+        if self.refuses is not None or self.draining:
+            reason, retry_after_s = self.refuses or ("it drains", 0.0)
+            self.outbox.append(RequestRefused(request.request_id, reason, retry_after_s))
+            return
+        out = [list(tokens) for tokens in order.generated] or [[] for _ in range(request.n)]
+        self.running[request.request_id] = Running(order, out, set(order.ended))
+
+    def take_over(self, order: Dispatch, out, ended) -> None:
+        """A handoff has arrived."""
+        request_id = order.request.request_id
+        self.running[request_id] = Running(order, [list(t) for t in out], set(ended), prefilled=True, first=False)
+        self.outbox.append(HandedOver(request_id))
+
+    def step(self) -> None:
+        """Every request gets a token for each of its sequences."""
+        outputs = []
+        for request_id, job in list(self.running.items()):
+            outputs += self._step(request_id, job)
+        if outputs:
+            self.outbox.append(Tokens(tuple(outputs)))
+
+    def _step(self, request_id: str, job: Running) -> list[TokenOutput]:
+        order, outputs = job.dispatch, []
+        request = order.request
+        for index in range(request.n):
+            if index not in job.ended:
+                outputs.append(self._draw(request_id, job, index))
+        job.first = False
+        if request_id not in self.running:
+            return outputs
+        if not job.prefilled and order.decode_at not in (None, self.peer):
+            self.handoffs.append((order.decode_at, order, [list(t) for t in job.out], set(job.ended)))
+            del self.running[request_id]
+        job.prefilled = True
+        return outputs
+
+    def _draw(self, request_id: str, job: Running, index: int) -> TokenOutput:
+        request, out = job.dispatch.request, job.out[index]
+        offset = len(out)
+        out.append(next_token(request.prompt, request.sampling.seed, index, out))
+        reason = FinishReason.LENGTH if len(out) >= request.stop.max_tokens else None
+        reason = FinishReason.STOP if out[-1] in request.stop.stop_token_ids else reason
+        rich = {"cached_tokens": 8, "queue_ns": 7, "prompt_logprobs": (None,)} if job.first else {}
+        if reason is not None:
+            self._end(request_id, index)
+        return TokenOutput(request_id, index, (out[-1],), finish_reason=reason, offset=offset, **rich)
+
+    def _end(self, request_id: str, index: int) -> None:
+        job = self.running[request_id]
+        job.ended.add(index)
+        if len(job.ended) == job.dispatch.request.n:
+            del self.running[request_id]
+
+
+class Client:
+    """Who waits for one request, and compares every token with the lone answer."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.got: list[list[int]] = [[] for _ in range(request.n)]
+        self.reasons: list[FinishReason | None] = [None] * request.n
+        self.rejected: RejectRequest | None = None
+        self.introduced = [0] * request.n
+        self.outputs: list[TokenOutput] = []
+        self.asked_to_end = False
+
+    @property
+    def done(self) -> bool:
+        return self.rejected is not None or None not in self.reasons
+
+    def take(self, output: TokenOutput, now: int) -> None:
+        index, request = output.index, self.request
+        assert self.rejected is None and self.reasons[index] is None, f"{output} after the end"
+        got = self.got[index]
+        assert output.offset == len(got), f"{output}: the client has {len(got)} tokens"
+        got.extend(output.tokens)
+        answer, ending = lone_answer(request, index)
+        assert got == answer[: len(got)], f"{request.request_id}: {got} instead of {answer}"
+        self.introduced[index] += output.queue_ns is not None
+        assert (output.cached_tokens == 8) == (output.prompt_logprobs is not None) == (output.queue_ns is not None)
+        assert self.introduced[index] <= 1, "what comes once came twice"
+        self.reasons[index] = reason = output.finish_reason
+        self.outputs.append(output)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert self.asked_to_end or (got, reason) == (answer, ending)
+        elif reason is FinishReason.DEADLINE:
+            assert request.deadline_ns is not None and request.deadline_ns <= now
+        elif reason is FinishReason.CANCELLED:
+            assert self.asked_to_end
 
 
 class World:
-    """Builds what a scenario says, runs it, and checks it."""
+    """The router, its instances, its clients, and the time."""
 
-    heartbeat_ns = 150 * MS
-    join_again_ns = 300 * MS
+    def __init__(self, instances=(), **config) -> None:
+        self.config = ClusterConfig(**config)
+        self.cluster = Cluster(self.config)
+        self.instances: dict[str, FakeInstance] = {}
+        self.clients: dict[str, Client] = {}
+        self.now = 0
+        self.diary: list = []
+        for name, role in instances:
+            self.add(name, role)
 
-    def __init__(self, scenario: Scenario, story_lines: int = 400) -> None:
-        self.scenario = scenario
-        self.random = Random(f"world {scenario.seed} {scenario.setting}")
-        self.clock = Clock()
-        self.network = Network(self.clock, self.random, scenario.delay_ns)
-        self.network.log = self.say
-        self.story: deque[str] = deque(maxlen=story_lines)
-        self.geometry = KVGeometry(LAYERS, 1, 1, 1, "float32", BLOCK_TOKENS)
-        self.referee = Referee(scenario.context_tokens)
-        self.links_cut = True
-        self.happened: Counter[str] = Counter()
-        self.router = RouterNode(self, Cluster(self._cluster_config()))
-        self.network.nodes[self.router.peer.name] = self.router
-        self.instances: list[InstanceNode] = []
-        for place, role in enumerate(MIXES[scenario.setting.mix]):
-            node = InstanceNode(self, f"{role.value[0]}{place}", role, place)
-            self.instances.append(node)
-            self.network.nodes[node.peer.name] = node
-        self.talking = {c.name: c for c in scenario.conversations}
-        for conversation in scenario.conversations:
-            self.clock.at(100 * MS + conversation.starts_ns, self._starter(conversation))
-        for fault in scenario.faults:
-            self.clock.at(100 * MS + fault.at_ns, cluster_faults.striker(self, fault))
+    def add(self, name: str, role: Role, generation: int = 1, **rest) -> FakeInstance:
+        instance = FakeInstance(name, role, generation)
+        self.instances[name] = instance
+        self.hear(instance.peer, Join(info(name, role, generation, **rest)))
+        return instance
 
-    # -- what the nodes are made of
+    # -- the router
 
-    def _cluster_config(self) -> ClusterConfig:
-        return ClusterConfig(
-            caching=self.scenario.setting.caching,
-            policy=self.scenario.policy,
-            transfer=self.scenario.setting.transfer,
-            dead_after_ns=1 * SECOND,
-            stalled_after_ns=4 * SECOND,
-            attempts_max=4,
-            unplaced_ns=6 * SECOND,
-            tree_ttl_ns=20 * SECOND,
-            speculative_ttl_ns=1 * SECOND,
-        )
+    def post(self, event) -> list:
+        """``event`` happens at the router; what it sends arrives at once, what clients get is compared."""
+        if isinstance(event, RequestArrived):
+            self.clients[event.request.request_id] = Client(event.request)
+        actions = self.cluster.handle(event, self.now)
+        self.diary.append((self.now, event, repr(actions)))
+        self.cluster.check_invariants()
+        for action in actions:
+            if isinstance(action, EmitTokens):
+                for output in action.outputs:
+                    self.clients[output.request_id].take(output, self.now)
+            elif isinstance(action, RejectRequest):
+                client = self.clients[action.request_id]
+                assert not client.outputs and client.rejected is None, f"{action} after {client.outputs}"
+                client.rejected = action
+            else:
+                self._deliver(action)
+        return actions
 
-    def instance_config(self, node: InstanceNode) -> InstanceConfig:
-        """The machine's part of the scenario."""
-        scenario = self.scenario
-        return InstanceConfig(
-            max_model_tokens=scenario.context_tokens,
-            namespace=NAMESPACE,
-            pool=PoolConfig(
-                scenario.hbm_blocks[node.place], scenario.dram_blocks[node.place], caches(scenario.setting, node.role)
-            ),
-            scheduler=SchedulerConfig(
-                scenario.running, scenario.step_tokens, scenario.chunk, 100, scenario.depth, scenario.preemption
-            ),
-            role=node.role,
-            exchange=ExchangeConfig(2 * SECOND, 100 * MS, scenario.pulls_in_flight, scenario.event_capacity),
-        )
+    def _deliver(self, action: Send) -> None:
+        instance = self.instances.get(action.to.name)
+        if instance is not None and instance.peer == action.to and instance.alive:
+            if instance.paused:
+                instance.inbox.append(action.message)
+            else:
+                instance.hear(action.message)
 
-    def new_instance(self, node: InstanceNode) -> Instance:
-        """The production machine."""
-        return Instance(self.instance_config(node), BLOCK_TOKENS, me=node.peer, geometry=self.geometry)
+    def hear(self, sender: Peer, message) -> list:
+        return self.post(MessageArrived(sender, message))
 
-    def new_device(self, node: InstanceNode) -> PagedDevice:
-        """Its device, whose memory is the instance's arenas."""
-        config = self.instance_config(node).pool
-        return PagedDevice(BLOCK_TOKENS, config.hbm_blocks, config.dram_blocks, VOCAB)
+    def ask(self, request: Request) -> Client:
+        self.post(RequestArrived(request))
+        return self.clients[request.request_id]
 
-    def peer_info(self, node: InstanceNode) -> PeerInfo:
-        """What an instance tells of itself when it joins."""
-        config = self.instance_config(node)
-        return PeerInfo(
-            node.peer,
-            node.role,
-            f"virtual://{node.peer.name}",
-            NAMESPACE,
-            self.geometry,
-            config.pool.hbm_blocks,
-            config.pool.dram_blocks,
-            node.machine.context_tokens,
-            config.pool.caching,
-            publishes_events=self.scenario.event_capacity > 0,
-        )
+    def cancel(self, name: str) -> None:
+        self.clients[name].asked_to_end = True
+        self.post(RequestCancelled(name))
 
-    # -- clients
+    def stop(self, name: str, index: int) -> None:
+        self.clients[name].asked_to_end = True
+        self.post(SequenceStopped(name, index))
 
-    def _starter(self, conversation: Conversation):
-        return lambda: self._ask(conversation)
+    # -- time and instances
 
-    def _ask(self, conversation: Conversation) -> None:
-        now = self.clock.now
-        turn = conversation.turns[conversation.done]
-        request = self.referee.ask(conversation, now)
-        self.say(f"client asks {request.request_id}: {len(request.prompt)} tokens, {turn}")
-        if turn.cancel_after_ns is not None:
-            self.clock.after(turn.cancel_after_ns, lambda: self._cancel(request.request_id))
-        self.router.post(RequestArrived(request))
+    def say_all(self, instance: FakeInstance) -> None:
+        """What ``instance`` has to say arrives at the router and at other instances."""
+        messages, instance.outbox = instance.outbox, []
+        for message in messages:
+            self.hear(instance.peer, message)
+        handoffs, instance.handoffs = instance.handoffs, []
+        for to, order, out, ended in handoffs:
+            taker = self.instances.get(to.name)
+            if taker is not None and taker.peer == to and taker.alive and not taker.paused:
+                taker.take_over(order, out, ended)
 
-    def _cancel(self, request_id: str) -> None:
-        ask = self.referee.asks[request_id]
-        if not ask.over:
-            self.say(f"client cancels {request_id}")
-            ask.cancelled = True
-            self.router.post(RequestCancelled(request_id))
+    def step(self, *names: str) -> None:
+        """Each of these (default: all that run) computes a step, and says what came of it."""
+        for instance in [self.instances[name] for name in names] or list(self.instances.values()):
+            if instance.alive and not instance.paused:
+                instance.step()
+                self.say_all(instance)
 
-    def emitted(self, output: TokenOutput) -> None:
-        """The router gives tokens to a client."""
-        ask = self.referee.emitted(output, self.clock.now)
-        self.say(f"  -> {output.request_id}/{output.index} +{list(output.tokens)} {output.finish_reason or ''}")
-        enough = ask.turn.stop_string_after
-        plain = not ask.request.beam_width and output.finish_reason is None
-        if enough is not None and plain and len(ask.got[output.index]) >= enough and output.index not in ask.stopped:
-            ask.stopped.add(output.index)
-            self.clock.after(0, lambda: self.router.post(SequenceStopped(output.request_id, output.index)))
-        if ask.over:
-            self._next_turn(ask)
+    def beat(self) -> None:
+        for instance in list(self.instances.values()):
+            if instance.alive and not instance.paused:
+                if not instance.member:
+                    self.hear(instance.peer, Join(info(instance.name, instance.role, instance.generation)))
+                else:
+                    waiting = sum(len(r.dispatch.request.prompt) for r in instance.running.values() if not r.prefilled)
+                    self.hear(instance.peer, Heartbeat(Load(prefill_tokens_queued=waiting, hbm_blocks_available=64)))
+                    if instance.draining and not instance.running:
+                        self.leave(instance)
 
-    def turned_away(self, request_id: str, reason: str) -> None:
-        """The router rejects a request."""
-        self.say(f"  -> {request_id} rejected: {reason}")
-        self._next_turn(self.referee.rejected(request_id, reason, self.clock.now))
+    def leave(self, instance: FakeInstance) -> None:
+        self.hear(instance.peer, Leave())
+        instance.alive = False
 
-    def _next_turn(self, ask: Ask) -> None:
-        conversation = self.talking[ask.request.request_id.partition(".")[0]]
-        conversation.context += ask.got.get(0, [])
-        conversation.done += 1
-        self._pin(conversation)
-        if conversation.done < len(conversation.turns):
-            self.clock.after(conversation.turns[conversation.done].think_ns, self._starter(conversation))
+    def wait(self, ns: int, *, beats: bool = True) -> None:
+        """Time passes in steps of half a second; those that run beat."""
+        end = self.now + ns
+        while self.now < end:
+            self.now = min(end, self.now + NS_PER_S // 2)
+            if beats:
+                self.beat()
+            self.post(ClockTicked())
 
-    def _pin(self, conversation: Conversation) -> None:
-        """Name what was said so far, or give the name up."""
-        name, tenant = conversation.session, conversation.tenant
-        if not name or conversation.pin_ns is None:
-            return
-        if conversation.done == len(conversation.turns) and conversation.unpin:
-            self.clock.after(0, lambda: self.router.post(PrefixUnpinned(name, tenant)))
-        else:
-            tokens = np.asarray(conversation.prefix + conversation.context, dtype=np.int32)
-            pinned = PrefixPinned(name, tenant, tokens, conversation.pin_ns)
-            self.clock.after(0, lambda: self.router.post(pinned))
+    def run(self, limit: int = 400) -> None:
+        """Until every client has its answer."""
+        while not all(client.done for client in self.clients.values()):
+            self.now += NS_PER_MS
+            self.step()
+            limit -= 1
+            assert limit, (
+                f"no end: {self.cluster}, {[c.request.request_id for c in self.clients.values() if not c.done]}"
+            )
 
-    # -- watching
+    def kill(self, name: str) -> None:
+        self.instances[name].alive = False
 
-    def handled(self, node: RouterNode | InstanceNode, event: object, actions: list[object]) -> None:
-        """A machine has handled an event: it must not contradict itself."""
-        node.machine.check_invariants()
+    def resume(self, name: str) -> None:
+        instance = self.instances[name]
+        instance.paused = False
+        messages, instance.inbox = instance.inbox, []
+        for message in messages:
+            instance.hear(message)
 
-    def say(self, line: str) -> None:
-        """One line of the story."""
-        self.story.append(f"{self.clock.now / MS:10.3f}  {line}")
+    # -- looking
 
-    @staticmethod
-    def brief(message: object) -> str:
-        """A message for the story."""
-        text = repr(message)
-        return text if len(text) < 300 else text[:300] + " ..."
+    def sent(self, actions, kind) -> list:
+        return [(a.to.name, a.message) for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
 
-    # -- running
+    def gone(self, actions) -> list[str]:
+        return [message.peer.name for _, message in self.sent(actions, PeerGone)]
 
-    def everyone_is_served(self) -> bool:
-        """No client waits, and none will ask."""
-        return all(ask.over for ask in self.referee.asks.values()) and all(
-            c.done == len(c.turns) for c in self.talking.values()
-        )
-
-    def run(self) -> None:
-        """Faults, healing, the end, and what must hold then."""
-        horizon = 100 * MS + max((fault.at_ns + fault.for_ns for fault in self.scenario.faults), default=0)
-        self._run_until(horizon + 1)
-        cluster_faults.heal_all(self)
-        limit = self.clock.now + 240 * SECOND
-        while not self.everyone_is_served():
-            if self.clock.now > limit:
-                self.referee.check_all_ended(0)
-                raise AssertionError("clients wait for their turn for ever")
-            assert self.clock.run_one()
-        self.referee.check_all_ended(5 * MS)
-        self._run_until(self.clock.now + 6 * SECOND)
-        self.check_at_rest()
-        self.check_memory_is_whole()
-
-    def _run_until(self, end_ns: int) -> None:
-        self.clock.at(end_ns, lambda: None)
-        while self.clock.now < end_ns:
-            self.clock.run_one()
-
-    def check_at_rest(self) -> None:
-        """Nothing is held by anybody, nothing is open, and the router knows exactly who has what."""
-        self._check_members()
-        for node in self.instances:
-            machine, name = node.machine, node.peer.name
-            assert not node.plans, f"{name} still computes"
-            load = machine.load()
-            assert (load.requests_waiting, load.sequences_running) == (0, 0), f"{name} is busy: {machine!r}"
-            assert load.transfers_open == 0, f"{name}: {load.transfers_open} transfers are open"
-            for report in machine.pool.report().tiers:
-                held = report.blocks_used - report.blocks_evictable
-                assert held == 0, f"{name}: {held} blocks of {report.tier.name} leaked: {report}"
-                assert report.blocks_pinned == 0, f"{name}: {report.blocks_pinned} blocks of {report.tier.name} pinned"
-            self._check_tree(node)
-
-    def _check_members(self) -> None:
-        members = {view.peer for view in self.router.machine.instances()}
-        assert members == {node.peer for node in self.instances}, f"members: {members}"
-
-    def _check_tree(self, node: InstanceNode) -> None:
-        """What the router believes of an instance is what its index holds, block by block and tier by tier."""
-        if not self.scenario.event_capacity:
-            return
-        cluster, pool = self.router.machine, node.machine.pool
-        number = cluster._registry.get(node.peer).number
-        believed = [(bytes(name), hbm, dram) for name, hbm, dram in cluster._trees.directory.dump(number)]
-        there: Counter[tuple[bytes, Tier]] = Counter()
-        for tier in (Tier.HBM, Tier.DRAM):
-            packed = pool.cached_identities(tier)
-            there.update((packed[at : at + 16], tier) for at in range(0, len(packed), 16))
-        names = sorted({name for name, _ in there})
-        truth = [(name, there[name, Tier.HBM], there[name, Tier.DRAM]) for name in names]
-        assert believed == truth, f"{node.peer.name}: {len(believed)} blocks believed, {len(truth)} there"
-
-    def check_memory_is_whole(self) -> None:
-        """Once the caches are dropped, every block of every tier is free."""
-        for node in self.instances:
-            node.machine.pool.clear_cache()
-            for report in node.machine.pool.report().tiers:
-                assert report.blocks_free == report.blocks_total, f"{node.peer.name}: {report}"
-
-
-def caches(setting: Setting, role: Role) -> bool:
-    """Whether an instance of ``role`` keeps KV for reuse (MemServe 5.1)."""
-    if role is Role.DECODE:
-        return setting.caching in (Caching.PD_CACHING_2, Caching.PD_CACHING_3)
-    return setting.caching is not Caching.OFF
-
-
-def settings_grid(faulty: bool | None = None) -> list[Setting]:
-    """Every caching level, transfer mode and mix of roles, healthy and faulty."""
-    kinds = [True, False] if faulty is None else [faulty]
-    return [Setting(c, t, mix, f) for c, t, mix, f in product(Caching, TransferMode, MIXES, kinds)]
-
-
-def play(seed: int, setting: Setting, story_lines: int = 400) -> World:
-    """Run one scenario to its end; raises what is wrong with it, with the story."""
-    world = World(draw(seed, setting), story_lines)
-    try:
-        world.run()
-    except Exception as error:
-        error.add_note("\n".join([*world.story, str(world.scenario)]))
-        raise
-    return world
-
-
-def parse_setting(text: str) -> Setting:
-    """``pd-caching-3/by-layer/1P1D/faulty``."""
-    caching, transfer, mix, kind = text.split("/")
-    return Setting(Caching(caching), TransferMode(transfer), mix, kind == "faulty")
-
-
-def main() -> int:
-    """Many seeds; each failure with its seed, the first ones with their story."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=200, help="scenarios to run, over all settings")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seed", type=int, help="only this one")
-    parser.add_argument("--setting", type=parse_setting, help="caching/transfer/mix/faulty|healthy")
-    parser.add_argument("--healthy", action="store_true", help="no faults")
-    parser.add_argument("--story", action="store_true", help="print the story in any case")
-    parser.add_argument("--stop", type=int, default=10, help="stop after so many failures")
-    options = parser.parse_args()
-    grid = [options.setting] if options.setting else settings_grid(False if options.healthy else None)
-    seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
-    failures: Counter[str] = Counter()
-    started, requests, events = time.monotonic(), 0, 0
-    for seed in seeds:
-        setting = grid[seed % len(grid)] if options.seed is None or not options.setting else options.setting
-        try:
-            world = play(seed, setting, 4000)
-            requests, events = requests + len(world.referee.asks), events + world.clock.steps
-            if options.story:
-                print("\n".join(world.story))
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            kind = f"{type(error).__name__}: {error}"[:160]
-            failures[f"{where.filename.rpartition('/')[2]}:{where.lineno}"] += 1
-            print(f"FAIL --seed {seed} --setting {setting}  {where.name}:{where.lineno} {kind}", flush=True)
-            if options.story:
-                traceback.print_exc()
-            if failures.total() >= options.stop:
-                break
-    spent = time.monotonic() - started
-    print(f"{len(seeds)} seeds, {requests} requests, {events} events in {spent:.1f} s; {failures.total()} failures")
-    for where, count in failures.most_common():
-        print(f"  {count:4d}  {where}")
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    def check_repeatable(self) -> None:
+        """The same diary gives the same actions again."""
+        twin = Cluster(self.config)
+        for now, event, actions in self.diary:
+            assert repr(twin.handle(event, now)) == actions
