@@ -11,7 +11,7 @@ from memserve.cluster.events import InstanceDrained
 
 if TYPE_CHECKING:
     from cluster_nodes import InstanceNode
-    from cluster_world import World
+    from whole_world import World
 
 
 def striker(world: World, fault: Fault) -> Callable[[], None]:

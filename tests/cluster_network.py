@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from random import Random
@@ -102,11 +103,11 @@ class Network:
         return bool(self.cut.get((one, other)))
 
 
-class Node:
+class Node(ABC):
     """Somebody with a name, an incarnation and a mailbox."""
 
     peer: Peer
 
+    @abstractmethod
     def receive(self, sender: Peer, message: AnyMessage) -> None:
         """A message has arrived at the mailbox."""
-        raise NotImplementedError

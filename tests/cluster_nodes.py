@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from random import Random
@@ -42,9 +43,10 @@ from memserve.messages import (
 from memserve.types import Role
 
 if TYPE_CHECKING:
-    from cluster_world import World
+    from whole_world import World
 
 TICK_MIN_NS = 1_000_000
+PULL_MAX_NS = 4_000_000_000
 
 
 class _Ticking:
@@ -114,13 +116,13 @@ class Process(Node):
         else:
             self.hear(sender, message)
 
+    @abstractmethod
     def hear(self, sender: Peer, message: AnyMessage) -> None:
         """A message, in a process that runs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def post(self, event: object) -> None:
         """Hand ``event`` to the machine and perform its actions."""
-        raise NotImplementedError
 
 
 class InstanceNode(Process):
@@ -272,8 +274,8 @@ class InstanceNode(Process):
         else:
             self.world.say(f"      lost: {self.peer.name} does not know {to}: {type(message).__name__}")
 
-    def _span(self, bounds: tuple[int, int]) -> int:
-        return self.random.randint(*bounds) * self.slowness
+    def _span(self, bounds: tuple[int, int], slowness: int = 1) -> int:
+        return self.random.randint(*bounds) * slowness
 
     # -- device: plans strictly in order
 
@@ -324,7 +326,7 @@ class InstanceNode(Process):
         errors: list[str] = []
         at = 0
         for place in range(len(job.src_blocks)):
-            at = max(at, self._span(self.world.scenario.pull_ns))
+            at = min(max(at, self._span(self.world.scenario.pull_ns, self.slowness)), PULL_MAX_NS)
             self.later(at, self._pull_block, job, place, device, source.life, errors)
         self.world.say(f"{self.peer.name} pulls {self.world.brief(job)} till {(now + at) / 1e6:.3f}")
         self.later(at + 1, self._end_pull, job, errors)
@@ -339,8 +341,15 @@ class InstanceNode(Process):
             errors.append("checksum")
 
     def _end_pull(self, job: PullPages, errors: list[str]) -> None:
-        done = PagesPulled(job.job_id, errors[0] if errors else "", len(job.src_blocks), "shm")
-        self._pulled(done)
+        self._pulled(
+            PagesPulled(
+                job.job_id,
+                errors[0] if errors else "",
+                len(job.src_blocks) * self.world.geometry.page_bytes * (job.end_layer - job.first_layer),
+                "shm",
+                mismatches=errors.count("checksum"),
+            )
+        )
 
     def _pulled(self, event: PagesPulled) -> None:
         self.post(event)

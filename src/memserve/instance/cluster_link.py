@@ -274,7 +274,8 @@ class ClusterLink:
         orders = Orders(
             self._taker(order), order.transfer, order.return_kv, deadline_ns, holders=list(order.holders)
         )
-        substituted = beams and orders.decode_at is not None and not request.sampling.prompt_logprobs
+        leaves = orders.decode_at is not None and self._desk.tokens_to_generate(request) > 1
+        substituted = beams and leaves and not request.sampling.prompt_logprobs
         orders.original = request if substituted else None
         orders.decode_at = orders.decode_at if substituted or not beams else None
         group = self._desk.open(Handoffs.substitute(request) if substituted else request, now, deadline_ns)

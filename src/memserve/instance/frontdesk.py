@@ -44,10 +44,13 @@ class FrontDesk:
         roster.counters.requests_rejected += 1
         return RejectRequest(request.request_id, reason, retry_after_s)
 
+    def tokens_to_generate(self, request: Request) -> int:
+        """The most that one sequence of it gets: what is asked for, or what the context has room for."""
+        return min(request.stop.max_tokens, self._context - len(request.prompt))
+
     def open(self, request: Request, now: int, deadline_ns: int | None) -> Group:
         """A group without sequences yet; ``deadline_ns`` is absolute."""
-        max_tokens = min(request.stop.max_tokens, self._context - len(request.prompt))
-        group = Group(request, self._arrivals, max_tokens, now)
+        group = Group(request, self._arrivals, self.tokens_to_generate(request), now)
         self._arrivals += 1
         self._roster.groups[request.request_id] = group
         if deadline_ns is not None:
