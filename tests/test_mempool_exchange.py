@@ -360,12 +360,48 @@ def test_a_lost_message_ends_with_the_lease_at_the_latest(world, lost, both_at_o
     assert p.exchange.counters.expired == (lost in (Offer, Handoff, Release))
 
 
+def in_three_parts(p: Node, d: Node) -> str:
+    """A handoff of `PROMPT` whose blocks come one by one."""
+    seq = p.compute("", PROMPT)
+    offer_id = p.offer(d.peer, seq, 0, 1, request=Request("r", seq.tokens))
+    for block in (1, 2):
+        p.exchange.more_blocks(offer_id, seq.blocks[block : block + 1])
+    p.exchange.computed(offer_id, 0, 3)
+    p.exchange.hand_off(offer_id, ((1,),))
+    p.end(seq)
+    p.take([])
+    return offer_id
+
+
+def test_a_gap_in_the_blocks_is_noticed_at_once(world) -> None:
+    p, d = pair(world)
+    world.drop = lambda sender, to, message: isinstance(message, MoreBlocks) and message.first_block == 1
+    in_three_parts(p, d)
+    world.run()
+    assert isinstance(last(d), HandoffFailed) and "2, 1 expected" in last(d).reason
+    assert not of(p, Released)[0].used and d.exchange.counters.pulls == 0
+
+
+def test_only_who_made_a_transfer_has_a_say_in_it(world) -> None:
+    p, d = pair(world)
+    e = world.add("e")
+    world.meet()
+    offer_id = p.hand_over(d.peer, p.compute("", PROMPT))
+    while not d.pulls:
+        world.step()
+    for message in (Withdraw(offer_id, "no"), Handoff(offer_id, ((6,),)), Ready(offer_id, 0, 0, 9, (1,))):
+        d.hear(e.peer, message)
+    for message in (Release(offer_id, False, "no"), Wanted(offer_id, 9)):
+        p.hear(e.peer, message)
+    world.run()
+    assert last(d).first_tokens == ((7,),) and of(p, Released) == [Released(offer_id, d.peer, True, "")]
+
+
 def test_messages_heard_twice_change_nothing(world) -> None:
     p, d = pair(world)
     d.compute("", PROMPT[:BLOCK])
     world.drop = lambda sender, to, message: world.links.setdefault((sender, to), deque()).append(message)
-    seq = p.compute("", PROMPT)
-    p.hand_over(d.peer, seq)
+    in_three_parts(p, d)
     world.run()
     assert [type(outcome) for outcome in d.outcomes] == [HandoffOffered, HandoffArrived]
     assert len(of(p, Released)) == 1 and d.exchange.counters.pulls == 1
