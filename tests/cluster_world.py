@@ -183,11 +183,13 @@ class FakeInstance:
         offset = len(out)
         out.append(next_token(request.prompt, request.sampling.seed, index, out))
         reason = FinishReason.LENGTH if len(out) >= request.stop.max_tokens else None
-        reason = FinishReason.STOP if out[-1] in request.stop.stop_token_ids else reason
+        if out[-1] in request.stop.stop_token_ids and request.stop.max_tokens:
+            reason = FinishReason.STOP
         rich = {"cached_tokens": 8, "queue_ns": 7, "prompt_logprobs": (None,)} if job.first else {}
         if reason is not None:
             self._end(request_id, index)
-        return TokenOutput(request_id, index, (out[-1],), finish_reason=reason, offset=offset, **rich)
+        tokens = (out[-1],) if request.stop.max_tokens else ()  # 0: only the prompt's logprobs were wanted
+        return TokenOutput(request_id, index, tokens, finish_reason=reason, offset=offset, **rich)
 
     def _end(self, request_id: str, index: int) -> None:
         job = self.running[request_id]
