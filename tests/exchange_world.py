@@ -277,9 +277,7 @@ class Node:
 
     def offer(self, to: Peer, seq: Seq, first_block: int = 0, end_block: int | None = None, **options) -> str:
         blocks = seq.blocks[first_block:end_block]
-        offer_id = self.exchange.offer(
-            to, seq.tenant, seq.tokens, blocks, self.now, first_block=first_block, **options
-        )
+        offer_id = self.exchange.offer(to, seq.tenant, seq.tokens, blocks, self.now, first_block=first_block, **options)
         self.offers[offer_id] = True
         self.take([])
         return offer_id

@@ -23,7 +23,6 @@ class Fetching:
     tenant: str
     tokens: TokenArray
     first_block: int
-    end_block: int
     deadline_ns: int
     lease: Lease
     """The own prefix before ``first_block``, as far as it is cached: pinned, so that what comes finds it."""

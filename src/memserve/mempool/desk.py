@@ -172,7 +172,15 @@ class Desk:
         """One reference less on each block of ``tier``."""
         (self.pool.release if tier == Tier.HBM else self.pool.release_dram)(blocks)
 
+    def allocate(self, tier: Tier, count: int, headroom_blocks: int) -> list[int] | None:
+        """``count`` blocks of a tier, a reference each; ``None`` = no room. So much of HBM stays available."""
+        if count == 0:
+            return []
+        if tier == Tier.HBM:
+            return self.pool.allocate(count) if count + headroom_blocks <= self.pool.available() else None
+        below = self.pool.allocate_dram_ids(count)
+        return None if below is None else below.tolist()
+
     def blocks_total(self, tier: Tier) -> int:
         """Size of a tier."""
         return self.pool.config.hbm_blocks if tier == Tier.HBM else self.pool.config.dram_blocks
-

@@ -49,6 +49,7 @@ class Exchange:
     =============  ==========================================================================================
     ``exports``    own offers: references, seals, ``Ready``, leases
     ``imports``    offers of others and fetches: room, pages, checks; ``placing`` and ``ending`` are its ends
+    ``fetches``    KV that peers were asked for, until they offer it
     ``pulls``      jobs for the host, and the hold that each has on what it writes to
     ``remote``     blocks allocated for peers, and at peers
     ``fences``     when blocks may be touched by others than plans
@@ -179,7 +180,8 @@ class Exchange:
         :class:`FetchEnded` follows, at the deadline at the latest, unless it is given up. What has come by then in
         order is kept.
         """
-        return self._imports.fetch(holder, tenant, tokens.copy(), (first_block, end_block), max(now, deadline_ns))
+        blocks = first_block, end_block
+        return self._imports.fetches.ask(holder, tenant, tokens.copy(), blocks, max(now, deadline_ns))
 
     def give_up(self, transfer_id: str, reason: str) -> None:
         """An import or a fetch is no longer wanted: nothing is held for it any more, no outcome follows. Ignored when
@@ -253,8 +255,10 @@ class Exchange:
             match thing:
                 case Export():
                     self._exports.expire(thing, "the lease has ended")
-                case Import() | Fetching():
+                case Import():
                     self._imports.expire(thing)
+                case Fetching():
+                    self._imports.fetches.expire(thing)
                 case Allocation():
                     self._remote.take_back(thing)
                 case Call():
@@ -346,7 +350,7 @@ class Exchange:
     @property
     def transfers_open(self) -> int:
         """Offers, imports and fetches that have not ended."""
-        return len(self._exports.open) + len(self._imports.open) + len(self._imports.fetching)
+        return len(self._exports.open) + len(self._imports.open) + len(self._imports.fetches.open)
 
     def references(self) -> Counter[Place]:
         """Every reference that the exchange holds, by block."""
@@ -364,7 +368,7 @@ class Exchange:
         check(not self._desk.outcomes, f"outcomes that nobody was told: {self._desk.outcomes}")
 
     def __repr__(self) -> str:
-        exports, imports, fetches = len(self._exports.open), len(self._imports.open), len(self._imports.fetching)
+        exports, imports, fetches = len(self._exports.open), len(self._imports.open), len(self._imports.fetches.open)
         return f"<Exchange {self._desk.me.name} exports={exports} imports={imports} fetches={fetches}>"
 
 

@@ -16,21 +16,19 @@ from __future__ import annotations
 from collections import Counter, deque
 from functools import partial
 
-import numpy as np
-
 from memserve.errors import check
 from memserve.mempool.arrival import Fetching, Import, end_block_of, malformed
 from memserve.mempool.desk import Deadlines, Desk, Place, Standing, is_gone, runs
 from memserve.mempool.ending import completed, ended_badly, give_back
 from memserve.mempool.fences import Fences
+from memserve.mempool.fetches import Fetches, answers
 from memserve.mempool.jobs import PagesPulled
-from memserve.mempool.outcomes import FetchEnded, HandoffOffered
-from memserve.mempool.placing import Never, place
-from memserve.mempool.placing import give_up as give_up_lease
+from memserve.mempool.outcomes import HandoffOffered
+from memserve.mempool.placing import Never, objection, place
 from memserve.mempool.pulls import Pull, Pulls
 from memserve.mempool.remote import Remote
-from memserve.messages import Fetch, Handoff, MoreBlocks, Offer, Peer, Ready, Release, Wanted, Withdraw
-from memserve.types import Tier, TokenArray
+from memserve.messages import Handoff, MoreBlocks, Offer, Peer, Ready, Release, Wanted, Withdraw
+from memserve.types import Tier
 
 _REMEMBERED = 4096
 """Transfers that have ended whose ids are still known: a late message about them starts nothing anew."""
@@ -45,54 +43,23 @@ class Imports:
         self._deadlines = deadlines
         self._remote = remote
         self.pulls = Pulls(desk)
+        self.fetches = Fetches(desk, deadlines)
         self.open: dict[str, Import] = {}
-        self.fetching: dict[str, Fetching] = {}  # those without an offer yet
         self._waiting: deque[Import] = deque()  # for room; may name such as have ended
         self._strangers: list[Import] = []  # for news of their sender; the same
         self._ended: dict[str, None] = {}  # ids, oldest first
         self.headroom_blocks = 0
-
-    # -- what the owner decides
-
-    def fetch(self, holder: Peer, tenant: str, tokens: TokenArray, blocks: tuple[int, int], deadline_ns: int) -> str:
-        """Ask for blocks ``[begin, end)`` of ``tokens``."""
-        desk, block_tokens = self._desk, self._desk.pool.block_tokens
-        check(0 <= blocks[0] < blocks[1] <= len(tokens) // block_tokens, f"no blocks {blocks} to fetch")
-        tokens = tokens[: blocks[1] * block_tokens]
-        lease = desk.pool.acquire(tenant, tokens[: blocks[0] * block_tokens])
-        fetching = Fetching(desk.new_transfer_id(), holder, tenant, tokens, *blocks, deadline_ns, lease)
-        self.fetching[fetching.transfer_id] = fetching
-        self._deadlines.add(fetching)
-        desk.counters.fetches += 1
-        desk.send(holder, Fetch(fetching.transfer_id, tenant, tokens, *blocks))
-        return fetching.transfer_id
-
-    def give_up(self, transfer_id: str, reason: str) -> None:
-        """The own side wants it no longer."""
-        fetching = self.fetching.get(transfer_id)
-        if fetching is not None:
-            self._end_fetching(fetching)
-        imported = self.open.get(transfer_id)
-        if imported is not None:
-            self._desk.counters.imports_given_up += 1
-            self._drop(imported, Release(transfer_id, False, reason))
 
     # -- what the owner of the blocks says
 
     def heard_offer(self, sender: Peer, offer: Offer, now: int) -> None:
         """Blocks are offered, perhaps because they were asked for."""
         desk, transfer_id = self._desk, offer.transfer_id
-        if transfer_id in self.open or transfer_id in self._ended:
+        if transfer_id in self.open or transfer_id in self._ended or not self.fetches.may_answer(sender, offer):
             return
-        fetching = self.fetching.get(transfer_id)
-        if fetching is None and desk.is_mine(transfer_id):
-            desk.send(sender, Release(transfer_id, False, "no longer wanted"))
-            return
-        if fetching is not None and fetching.holder != sender:
-            return
-        imported = self._begin(sender, offer, fetching, now)
+        imported = self._begin(sender, offer, self.fetches.claim(transfer_id), now)
         reason = malformed(offer, desk.pool.block_tokens, {tier: desk.blocks_total(tier) for tier in _TIERS})
-        if fetching is not None and not _answers(offer, fetching):
+        if imported.fetching is not None and not answers(offer, imported.fetching):
             reason = "not what was asked for"
         if reason is not None:
             self._refuse(imported, reason)
@@ -106,8 +73,6 @@ class Imports:
         deadline_ns = now + offer.lease_ns
         if fetching is not None:
             deadline_ns = min(deadline_ns, fetching.deadline_ns)
-            del self.fetching[fetching.transfer_id]
-            fetching.over = True  # the import has its deadline and its lease now
         end_block = end_block_of(offer, self._desk.pool.block_tokens)
         imported = Import(sender, offer, deadline_ns, fetching, end_block, sources)
         self.open[offer.transfer_id] = imported
@@ -154,9 +119,7 @@ class Imports:
 
     def heard_withdraw(self, sender: Peer, message: Withdraw) -> None:
         """The owner has changed its mind, or has nothing of what was asked for."""
-        fetching = self.fetching.get(message.transfer_id)
-        if fetching is not None and fetching.holder == sender:
-            self._fail_fetching(fetching, message.reason)
+        self.fetches.withdrawn(sender, message.transfer_id, message.reason)
         imported = self._from(sender, message.transfer_id)
         if imported is not None:
             self._fail(imported, f"withdrawn: {message.reason}")
@@ -181,7 +144,7 @@ class Imports:
 
     def _try_place(self, imported: Import) -> bool:
         """``False`` = no room now."""
-        reason = self._why_never(imported)
+        reason = objection(self._desk, self._remote, imported)
         if reason is not None:
             self._refuse(imported, reason)
             return True
@@ -199,20 +162,6 @@ class Imports:
             self._announce(imported, message)
         self._conclude(imported)
         return True
-
-    def _why_never(self, imported: Import) -> str | None:
-        """What forbids to take it; asked right before it gets its place."""
-        offer, sender, pool = imported.offer, imported.sender, self._desk.pool
-        misfit = self._desk.misfit(sender)
-        if misfit is not None:
-            return misfit
-        if offer.identity != pool.identity(offer.tenant, offer.tokens):
-            return "another identity: namespace, key, tenant or tokens differ"
-        if offer.insert and offer.request is None and not pool.config.caching:
-            return "nothing is cached here"
-        if offer.dst_blocks and not self._remote.holds(sender, offer.dst_tier, offer.dst_blocks):
-            return "destinations that were not allocated for the sender"
-        return None
 
     # -- pages
 
@@ -268,41 +217,42 @@ class Imports:
 
     # -- ends
 
-    def expire(self, thing: Import | Fetching) -> None:
+    def give_up(self, transfer_id: str, reason: str) -> None:
+        """The own side wants it no longer."""
+        self.fetches.give_up(transfer_id)
+        imported = self.open.get(transfer_id)
+        if imported is not None:
+            self._desk.counters.imports_given_up += 1
+            self._drop(imported, Release(transfer_id, False, reason))
+
+    def expire(self, imported: Import) -> None:
         """Its time is up. Of a fetch, what has come in order is of use."""
-        if isinstance(thing, Fetching):
-            self._desk.counters.fetch_timeouts += 1
-            self._fail_fetching(thing, "no offer in time")
-            return
-        if thing.fetching is None:
-            self._fail(thing, "the lease has ended")
+        if imported.fetching is None:
+            self._fail(imported, "the lease has ended")
             return
         self._desk.counters.fetch_timeouts += 1
-        if thing.placed is not None and thing.placed.unbroken_blocks > 0:
-            self._close(thing)
-            completed(self._desk, thing, thing.placed, "a part, in time")
+        if imported.placed is not None and imported.placed.unbroken_blocks > 0:
+            self._close(imported)
+            completed(self._desk, imported, imported.placed, "a part, in time")
         else:
-            self._fail(thing, "not in time")
+            self._fail(imported, "not in time")
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
         """Nothing more comes from ``peer``."""
-        for fetching in [asked for asked in self.fetching.values() if is_gone(asked.holder, peer)]:
-            self._fail_fetching(fetching, reason)
+        self.fetches.peer_gone(peer, reason)
         for imported in [imported for imported in self.open.values() if is_gone(imported.sender, peer)]:
             self._fail(imported, reason)
         self.pulls.cancel(peer)
 
     def fail_all(self, reason: str) -> None:
         """Nothing of it may be used."""
-        for fetching in list(self.fetching.values()):
-            self._fail_fetching(fetching, reason)
+        self.fetches.fail_all(reason)
         for imported in list(self.open.values()):
             self._fail(imported, reason)
 
     def drop_all(self) -> None:
         """Everything ends without a word."""
-        for fetching in list(self.fetching.values()):
-            self._end_fetching(fetching)
+        self.fetches.drop_all()
         for imported in list(self.open.values()):
             self._drop(imported, None)
 
@@ -329,21 +279,12 @@ class Imports:
         if len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
 
-    def _fail_fetching(self, fetching: Fetching, reason: str) -> None:
-        self._end_fetching(fetching)
-        self._desk.outcomes.append(FetchEnded(fetching.transfer_id, False, 0, reason))
-
-    def _end_fetching(self, fetching: Fetching) -> None:
-        del self.fetching[fetching.transfer_id]
-        fetching.over = True
-        give_up_lease(self._desk, fetching.lease)
-
     # -- books
 
     def references(self) -> Counter[Place]:
         """Every reference that imports, fetches and pulls hold."""
-        held = self.pulls.references()
-        leases = [asked.lease for asked in self.fetching.values()]
+        held = self.pulls.references() + self.fetches.references()
+        leases = []
         for imported in self.open.values():
             if imported.fetching is not None:
                 leases.append(imported.fetching.lease)
@@ -376,16 +317,3 @@ _TIERS = (Tier.HBM, Tier.DRAM)
 
 def _end(ready: Ready) -> int:
     return ready.first_block + len(ready.checksums)
-
-
-def _answers(offer: Offer, fetching: Fetching) -> bool:
-    """Whether the offer is about what was asked for: a part of it will do."""
-    asked = fetching.tokens[: len(offer.tokens)]
-    return (
-        offer.tenant == fetching.tenant
-        and offer.first_block == fetching.first_block
-        and offer.insert
-        and offer.request is None
-        and not offer.dst_blocks
-        and bool(np.array_equal(offer.tokens, asked))
-    )

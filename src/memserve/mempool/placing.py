@@ -11,7 +11,7 @@ from memserve.mempool.arrival import Import, Placement
 from memserve.mempool.desk import Desk
 from memserve.mempool.fences import Fences
 from memserve.mempool.pool import Lease
-from memserve.types import Tier
+from memserve.mempool.remote import Remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,21 @@ class Never:
     """No place, however long it waits."""
 
     reason: str
+
+
+def objection(desk: Desk, remote: Remote, imported: Import) -> str | None:
+    """What forbids to take an offer, whatever room there is; asked right before it gets its place."""
+    offer, pool = imported.offer, desk.pool
+    misfit = desk.misfit(imported.sender)
+    if misfit is not None:
+        return misfit
+    if offer.identity != pool.identity(offer.tenant, offer.tokens):
+        return "another identity: namespace, key, tenant or tokens differ"
+    if offer.insert and offer.request is None and not pool.config.caching:
+        return "nothing is cached here"
+    if offer.dst_blocks and not remote.holds(imported.sender, offer.dst_tier, offer.dst_blocks):
+        return "destinations that were not allocated for the sender"
+    return None
 
 
 def place(desk: Desk, fences: Fences, imported: Import, headroom_blocks: int) -> Placement | Never | None:
@@ -62,7 +77,7 @@ def _extend(
         check(len(new) == count, f"{imported!r}: {len(new)} destinations for {count} blocks")
         desk.retain(tier, new)
     else:
-        got = allocate(desk, tier, count, headroom_blocks)
+        got = desk.allocate(tier, count, headroom_blocks)
         if got is None:
             return None
         new = got
@@ -76,14 +91,3 @@ def _extend(
         announced=np.zeros(pages, dtype=np.bool_),
         arrived=np.zeros(pages, dtype=np.bool_),
     )
-
-
-def allocate(desk: Desk, tier: Tier, count: int, headroom_blocks: int) -> list[int] | None:
-    """``count`` blocks of a tier, a reference each; ``None`` = no room."""
-    pool = desk.pool
-    if count == 0:
-        return []
-    if tier == Tier.HBM:
-        return pool.allocate(count) if count + headroom_blocks <= pool.available() else None
-    below = pool.allocate_dram_ids(count)
-    return None if below is None else below.tolist()

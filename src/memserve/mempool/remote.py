@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from memserve.mempool.desk import Deadlines, Desk, Place, Standing, is_gone
 from memserve.mempool.outcomes import RemoteAllocated
-from memserve.mempool.placing import allocate
 from memserve.messages import Alloc, Allocated, Free, Peer
 from memserve.types import Tier
 
@@ -63,7 +62,7 @@ class Remote:
         if key not in self._lent:
             may = desk.peers.standing(sender) is Standing.MEMBER and message.count > 0
             may = may and message.tier in (Tier.HBM, Tier.DRAM)
-            blocks = allocate(desk, message.tier, message.count, headroom_blocks) if may else None
+            blocks = desk.allocate(message.tier, message.count, headroom_blocks) if may else None
             if blocks is None:
                 desk.send(sender, Allocated(message.call_id, None))
                 return
