@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 from memserve.config import ExchangeConfig
@@ -24,9 +25,11 @@ Place = tuple[Tier, int]
 
 def runs(places: Sequence[Place]) -> Iterator[tuple[Tier, int, list[int]]]:
     """``(tier, position of the first, blocks)`` of each run of neighbours on one tier."""
-    for tier, run in groupby(enumerate(places), key=lambda member: member[1][0]):
-        members = list(run)
-        yield tier, members[0][0], [block for _, (_, block) in members]
+    begin = 0
+    for tier, run in groupby(places, key=itemgetter(0)):
+        blocks = [block for _, block in run]
+        yield tier, begin, blocks
+        begin += len(blocks)
 
 
 def is_gone(peer: Peer, gone: Peer) -> bool:
