@@ -101,7 +101,7 @@ def running_cluster(
     folder = resolve_source(engine_options.model, "float32")  # converts it, once, before several processes want it
     secret = options.secret or secrets.token_urlsafe(32)
     engine = _open_router(options, secret)
-    supervisor = Supervisor(_orders(engine_options, options, engine.address, log_level), secret)
+    supervisor = Supervisor(_orders(engine_options, options, engine.address, log_level), secret, engine.bury)
     try:
         supervisor.start()
         infos = _wait_until_ready(engine, supervisor, options, say)

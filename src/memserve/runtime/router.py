@@ -30,7 +30,7 @@ from memserve.cluster.events import (
 from memserve.cluster.machine import Cluster
 from memserve.cluster.report import InstanceView, RouteStory
 from memserve.errors import UserError
-from memserve.messages import AnyMessage, Join, Peer, PeerInfo, Welcome
+from memserve.messages import AnyMessage, Join, Leave, Peer, PeerInfo, Welcome
 from memserve.model.loading.card import ModelCard
 from memserve.policy.costs import CostModel
 from memserve.runtime.clients import Clients, Sink
@@ -143,6 +143,13 @@ class RouterEngine:
     def drain(self, name: str) -> None:
         """Ask a member to finish what it has and to leave."""
         self._loop.post(InstanceDrained(name))
+
+    def bury(self, name: str) -> None:
+        """The process of a member has ended, as its keeper knows: what ran there goes on elsewhere at once, without
+        the wait for heartbeats that do not come."""
+        info = self.members().get(name)
+        if info is not None:
+            self._loop.post(MessageArrived(info.peer, Leave()))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what still runs, stop the thread and close the mailbox."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from memserve.errors import UserError
@@ -61,8 +61,10 @@ class _Child:
 class Supervisor:
     """Starts children, restarts those that die, ends them all."""
 
-    def __init__(self, orders: Sequence[ChildOrder], secret: str) -> None:
-        """``secret`` goes to each child through a pipe: neither command lines nor environments show it."""
+    def __init__(self, orders: Sequence[ChildOrder], secret: str, on_death: Callable[[str], None]) -> None:
+        """``secret`` goes to each child through a pipe: neither command lines nor environments show it. ``on_death``
+        is called with the name of a child that has ended by accident, from its thread."""
+        self._on_death = on_death
         self._children = [_Child(order) for order in orders]
         self._greeting = json.dumps({"secret": secret, "parent_pid": os.getpid()}) + "\n"
         self._closing = threading.Event()
@@ -136,6 +138,7 @@ class Supervisor:
             if not self._settled:
                 self._failure = self._failure or story
                 return
+            self._on_death(child.order.name)
             failures = 0 if time.monotonic() - started > HEALTHY_S else failures + 1
             pause_s = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
             log.warning("%s; it is started again in %.1f s", story.message, pause_s)

@@ -1,0 +1,156 @@
+"""``memserve serve`` as people start it: a router and instances in processes of their own, one of which gets killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from memserve import LLM
+from memserve.types import SamplingParams
+from tiny_models import prompt, save_folder, tiny_module
+
+WAIT_S = 120.0
+GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_folder(tiny_module("llama"), tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def truth(folder: Path) -> Iterator[Callable[[list[int], int], str]]:
+    """What one engine in one process answers, greedily."""
+    with LLM(str(folder), dtype="float32", kv_memory="4MiB", threads=1) as llm:
+        yield lambda tokens, count: (
+            llm.generate([tokens], SamplingParams(temperature=0), max_tokens=count, ignore_eos=True)[0].text
+        )
+
+
+class Server:
+    """A ``memserve serve`` and its children."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        flags = ["--model", str(folder), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1", "--port", "0"]
+        command = [sys.executable, "-m", "memserve", "serve", *flags, *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.lines = [self.process.stdout.readline() for _ in range(3)]
+        self.url = re.search(r"http://[^ ]+/v1", self.lines[0])[0]
+        self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=WAIT_S)
+
+    def children(self) -> dict[str, int]:
+        """Name -> process id, as ``ps`` would tell."""
+        found = {}
+        for pid in subprocess.run(
+            ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False
+        ).stdout.split():
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            found[words[words.index("--name") + 1]] = int(pid)
+        return found
+
+    def members(self) -> set[str]:
+        """Who takes requests, by the metrics page."""
+        page = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
+        return set(re.findall(r'memserve_instance_up{instance="(\w+)",role="\w+"} 1.0', page))
+
+    def complete(self, tokens: list[int], count: int) -> str:
+        return self.client.completions.create(prompt=tokens, max_tokens=count, **GREEDY).choices[0].text
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    server = Server(folder)
+    yield server
+    if server.process.poll() is None:
+        server.process.kill()
+    server.process.wait()
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits to be asked about does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    return [int(token) for token in prompt(length, seed)]
+
+
+def test_the_instances_are_named_by_the_ready_text_and_by_their_command_lines(server: Server) -> None:
+    assert server.lines[0].startswith("ready in ") and server.lines[1].startswith("try: curl ")
+    assert "d1 (decode), p1 (prefill); pd-caching-3" in server.lines[2]
+    assert set(server.children()) == {"p1", "d1"} == server.members()
+    assert server.client.models.list().data[0].id == "tiny"
+
+
+def test_answers_are_those_of_one_engine_streamed_or_not(server: Server, truth) -> None:
+    """Prompts within a block, beyond one, and again from the cache; parallel samples from one prompt."""
+    for length in (5, 70, 100, 70):
+        expected = truth(tokens(length, length), 40)
+        assert server.complete(tokens(length, length), 40) == expected
+        chunks = server.client.completions.create(prompt=tokens(length, length), max_tokens=40, stream=True, **GREEDY)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+    both = server.client.completions.create(prompt=tokens(50, 9), max_tokens=20, n=2, **GREEDY).choices
+    assert [choice.text for choice in both] == [truth(tokens(50, 9), 20)] * 2
+
+
+def test_the_stream_goes_on_when_the_decode_instance_is_killed(server: Server, truth) -> None:
+    chunks = server.client.completions.create(prompt=tokens(40, 7), max_tokens=200, stream=True, **GREEDY)
+    pid = server.children()["d1"]
+    text = ""
+    for number, chunk in enumerate(chunks):
+        text += chunk.choices[0].text
+        if number == 3:
+            os.kill(pid, signal.SIGKILL)
+    assert text == truth(tokens(40, 7), 200)
+    assert server.complete(tokens(60, 8), 10) == truth(tokens(60, 8), 10)  # with nobody but the prefill instance
+    eventually(lambda: server.members() == {"p1", "d1"})
+    assert server.children()["d1"] != pid
+    assert server.complete(tokens(60, 9), 10) == truth(tokens(60, 9), 10)
+
+
+def test_the_end_is_clean(server: Server) -> None:
+    before, pids = set(os.listdir("/dev/shm")), list(server.children().values())
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(WAIT_S) == 0
+    assert not any(is_alive(pid) for pid in pids)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_no_instance_outlives_a_router_that_is_killed(folder: Path) -> None:
+    server = Server(folder, "--colocated", "1")
+    try:
+        [pid] = server.children().values()
+        os.kill(pid, signal.SIGSTOP)  # not even one that cannot hear of it
+    finally:
+        server.process.kill()
+        server.process.wait()
+    eventually(lambda: not is_alive(pid))
+
+
+def test_an_instance_that_cannot_start_is_one_error(folder: Path) -> None:
+    command = [sys.executable, "-m", "memserve", "serve", "--model", str(folder), "--port", "0", "--dtype", "float32"]
+    run = subprocess.run([*command, "--kv-memory", "1KiB"], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert run.returncode == 1 and run.stdout == ""
+    *_, error, hint = run.stderr.splitlines()
+    assert re.match(r"error: instance [pd]1: kv memory of", error) and hint.startswith("hint: give at least")
+    assert run.stderr.count("error:") == 1
