@@ -267,7 +267,7 @@ class Node:
 
     def hand_over(self, to: Peer, seq: Seq, first=((7,),), **options) -> str:
         """Offer all of a sequence, computed by the plans made so far, and its first token."""
-        request = Request("r", seq.tokens)
+        request = Request("r", seq.tokens, tenant=seq.tenant)
         options = {"request": request, **options}
         offer_id = self.offer(to, seq, **options)
         self.exchange.computed(offer_id, 0, len(seq.blocks))

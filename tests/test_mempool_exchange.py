@@ -557,7 +557,7 @@ def test_peers_with_other_kv_are_refused(world, difference) -> None:
         assert not last(d).ok and difference in last(d).reason
 
 
-@pytest.mark.parametrize("wrong", ["tenant", "tokens", "namespace"])
+@pytest.mark.parametrize("wrong", ["tenant", "request", "tokens", "namespace"])
 def test_blocks_under_another_name_are_refused(world, wrong) -> None:
     """Whatever a peer says of itself: namespace, key, tenant and tokens are in the identity."""
     p, d = pair(world)
@@ -567,13 +567,15 @@ def test_blocks_under_another_name_are_refused(world, wrong) -> None:
     p.hand_over(d.peer, seq)
     offer = forged[0]
     changed = {
-        "tenant": {"tenant": "other"},
+        "tenant": {"tenant": "other", "request": replace(offer.request, tenant="other")},
+        "request": {"request": replace(offer.request, tenant="other")},
         "tokens": {"tokens": array([1, *PROMPT[1:]])},
         "namespace": {"identity": World().add("q", namespace="n").pool.identity("acme", array(PROMPT))},
     }[wrong]
     fields = {name: getattr(offer, name) for name in offer.__struct_fields__} | changed
     d.hear(p.peer, Offer(**fields))
-    assert isinstance(last(d), HandoffFailed) and "identity" in last(d).reason
+    why = "one tenant's KV" if wrong == "request" else "identity"
+    assert isinstance(last(d), HandoffFailed) and why in last(d).reason
     assert d.exchange.counters.imports_refused == 1 and d.exchange.references() == {}
 
 

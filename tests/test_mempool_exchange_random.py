@@ -422,7 +422,7 @@ class Handing:
         node.seqs.append(seq)
         insert = random.random() < 0.8
         by_layer = random.random() < 0.4
-        request = Request("r", tokens, use_cache=insert)
+        request = Request("r", tokens, tenant=tenant, use_cache=insert)
         mode = TransferMode.BY_LAYER if by_layer else random.choice(list(TransferMode)[1:])
         offer_id = node.offer(to, seq, request=request, insert=insert, mode=mode)
         node.exchange.computed(offer_id, 0, len(seq.blocks))

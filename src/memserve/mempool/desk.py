@@ -46,14 +46,19 @@ class Mortal(Protocol):
 
 
 class Deadlines:
-    """Things by their deadlines. Those that have ended before are forgotten on the way."""
+    """Things by their deadlines. Mostly they end long before: those are forgotten when they are half of all."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Mortal]] = []
         self._order = 0
+        self._clean_at = 64  # entries
 
     def add(self, thing: Mortal) -> None:
         """Watch ``thing.deadline_ns``."""
+        if len(self._heap) >= self._clean_at:
+            self._heap = [entry for entry in self._heap if not entry[2].over]
+            heapq.heapify(self._heap)
+            self._clean_at = max(64, 2 * len(self._heap))
         heapq.heappush(self._heap, (thing.deadline_ns, self._order, thing))
         self._order += 1
 

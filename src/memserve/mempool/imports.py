@@ -17,7 +17,7 @@ from collections import Counter, deque
 from functools import partial
 
 from memserve.errors import check
-from memserve.mempool.arrival import Fetching, Import, end_block_of, malformed
+from memserve.mempool.arrival import Fetching, Import, end_block_of
 from memserve.mempool.desk import Deadlines, Desk, Place, Standing, is_gone, runs
 from memserve.mempool.ending import completed, ended_badly, give_back
 from memserve.mempool.fences import Fences
@@ -54,17 +54,19 @@ class Imports:
 
     def heard_offer(self, sender: Peer, offer: Offer, now: int) -> None:
         """Blocks are offered, perhaps because they were asked for."""
-        desk, transfer_id = self._desk, offer.transfer_id
+        transfer_id = offer.transfer_id
+        if transfer_id in self._ended:
+            self._desk.send(sender, Release(transfer_id, False, "it has ended"))
         if transfer_id in self.open or transfer_id in self._ended or not self.fetches.may_answer(sender, offer):
             return
         imported = self._begin(sender, offer, self.fetches.claim(transfer_id), now)
-        reason = malformed(offer, desk.pool.block_tokens, {tier: desk.blocks_total(tier) for tier in _TIERS})
+        reason = objection(self._desk, offer)
         if imported.fetching is not None and not answers(offer, imported.fetching):
             reason = "not what was asked for"
         if reason is not None:
             self._refuse(imported, reason)
-        elif desk.peers.standing(sender) is Standing.STRANGER:
-            self._strangers.append(imported)
+        elif self._desk.peers.standing(sender) is Standing.STRANGER:
+            self._strangers = [other for other in self._strangers if not other.over] + [imported]
         else:
             self._waiting.append(imported)
 
@@ -144,11 +146,7 @@ class Imports:
 
     def _try_place(self, imported: Import) -> bool:
         """``False`` = no room now."""
-        reason = objection(self._desk, self._remote, imported)
-        if reason is not None:
-            self._refuse(imported, reason)
-            return True
-        placed = place(self._desk, self._fences, imported, self.headroom_blocks)
+        placed = place(self._desk, self._remote, self._fences, imported, self.headroom_blocks)
         if placed is None:
             return False
         if isinstance(placed, Never):
@@ -310,9 +308,6 @@ class Imports:
                 check(not imported.early, f"{imported!r} has a place, and messages that wait for one")
                 complete = placed.complete and (imported.offer.request is None or imported.handoff is not None)
                 check(not complete, f"{imported!r} is complete, and open")
-
-
-_TIERS = (Tier.HBM, Tier.DRAM)
 
 
 def _end(ready: Ready) -> int:

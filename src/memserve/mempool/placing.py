@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from memserve.errors import check
-from memserve.mempool.arrival import Import, Placement
+from memserve.mempool.arrival import Import, Placement, malformed
 from memserve.mempool.desk import Desk
 from memserve.mempool.fences import Fences
 from memserve.mempool.pool import Lease
 from memserve.mempool.remote import Remote
+from memserve.messages import Offer
+from memserve.types import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,29 +23,33 @@ class Never:
     reason: str
 
 
-def objection(desk: Desk, remote: Remote, imported: Import) -> str | None:
-    """What forbids to take an offer, whatever room there is; asked right before it gets its place."""
-    offer, pool = imported.offer, desk.pool
-    misfit = desk.misfit(imported.sender)
-    if misfit is not None:
-        return misfit
+def objection(desk: Desk, offer: Offer) -> str | None:
+    """What forbids to take an offer, whoever it is from and whatever room there is; ``None`` = nothing."""
+    pool = desk.pool
+    reason = malformed(offer, pool.block_tokens, {tier: desk.blocks_total(tier) for tier in (Tier.HBM, Tier.DRAM)})
+    if reason is not None:
+        return reason
     if offer.identity != pool.identity(offer.tenant, offer.tokens):
         return "another identity: namespace, key, tenant or tokens differ"
     if offer.insert and offer.request is None and not pool.config.caching:
         return "nothing is cached here"
-    if offer.dst_blocks and not remote.holds(imported.sender, offer.dst_tier, offer.dst_blocks):
-        return "destinations that were not allocated for the sender"
     return None
 
 
-def place(desk: Desk, fences: Fences, imported: Import, headroom_blocks: int) -> Placement | Never | None:
-    """A place for an import of a member whose identity was checked; ``None`` = no room now, and nothing is held.
+def place(
+    desk: Desk, remote: Remote, fences: Fences, imported: Import, headroom_blocks: int
+) -> Placement | Never | None:
+    """A place for an import to which there was no objection; ``None`` = no room now, and nothing is held.
 
     A handoff and an insertion begin at the first token: what the own cache has is pinned and referenced, the rest is
-    allocated (or is ``dst_blocks``, on which the caller must have seen the sender's claim). A raw transfer has no use
-    for the cache.
+    allocated, or is ``dst_blocks``. A raw transfer has no use for the cache.
     """
     offer, pool = imported.offer, desk.pool
+    misfit = desk.misfit(imported.sender)
+    if misfit is not None:
+        return Never(misfit)
+    if not remote.holds(imported.sender, offer.dst_tier, offer.dst_blocks):
+        return Never("destinations that were not allocated for the sender")
     if offer.request is None and not offer.insert:
         return _extend(desk, fences, imported, Lease(), offer.first_block, headroom_blocks)
     reach = offer.first_block if offer.dst_blocks else imported.end_block
@@ -51,6 +57,9 @@ def place(desk: Desk, fences: Fences, imported: Import, headroom_blocks: int) ->
     cached_blocks = pool.match(offer.tenant, reusable) // pool.block_tokens
     if cached_blocks < offer.first_block:
         return Never(f"of the {offer.first_block} blocks before the offer {cached_blocks} are cached here")
+    new_blocks = 0 if offer.dst_blocks or offer.dst_tier != Tier.HBM else imported.end_block - cached_blocks
+    if new_blocks + headroom_blocks > pool.available():
+        return None  # without having touched anything: this is asked on every event while there is no room
     lease = pool.acquire(offer.tenant, reusable)
     if len(lease.blocks) >= offer.first_block:
         placed = _extend(desk, fences, imported, lease, 0, headroom_blocks)
