@@ -1,0 +1,276 @@
+"""A member around the real instance machine and a literal device, with the real router at the other end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+
+from fake_instances import GEOMETRY, SECRET
+from memserve.cluster.machine import Cluster
+from memserve.config import ClusterConfig, InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.errors import UserError
+from memserve.instance.machine import Instance
+from memserve.mempool.jobs import CancelPulls, PagesPulled, PagesSealed, SealPages
+from memserve.messages import ROUTER, Expelled, Peer, PeerInfo
+from memserve.runtime import member as member_module
+from memserve.runtime.links.mailbox import ZmqMailbox
+from memserve.runtime.member import Member, new_generation
+from memserve.runtime.router import RouterEngine
+from memserve.types import FinishReason, Request, Role, SamplingParams, StopParams
+from memserve.units import NS_PER_MS
+from null_device import NullDevice, lone_tokens
+
+BLOCK, BLOCKS, VOCAB, WAIT_S = 32, 40, 50, 20.0
+CONFIG = ClusterConfig(dead_after_ns=2000 * NS_PER_MS, unplaced_ns=10_000 * NS_PER_MS)
+
+
+class Device(NullDevice):
+    """The literal device as a port; each step may be held at a gate."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCK, BLOCKS, 0, vocab=VOCAB)
+        self.gate, self.on_layer, self.closed = threading.Event(), None, False
+        self.gate.set()
+
+    def execute(self, plan):
+        assert self.gate.wait(WAIT_S)
+        return self.run(plan)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class NoPages:
+    """A data port that reaches nobody, and says so."""
+
+    def __init__(self, on_pages) -> None:
+        self._on_pages = on_pages
+        self.peers: set[Peer] = set()
+
+    def describe(self, info: PeerInfo) -> PeerInfo:
+        return info
+
+    def add_peer(self, info: PeerInfo) -> None:
+        self.peers.add(info.peer)
+
+    def remove_peer(self, peer: Peer) -> None:
+        self.peers.remove(peer)
+
+    def start(self, job) -> None:
+        if isinstance(job, SealPages):
+            self._on_pages(PagesSealed(job.job_id, (0,) * len(job.blocks)))
+        elif not isinstance(job, CancelPulls):
+            self._on_pages(PagesPulled(job.job_id, "nobody is reached"))
+
+    def close(self) -> None:
+        pass
+
+
+class Node:
+    """A member and what it is made of."""
+
+    def __init__(self, name: str, router_address: str, namespace: str = "model") -> None:
+        me = Peer(name, new_generation())
+        pool = PoolConfig(BLOCKS)
+        config = InstanceConfig(256, namespace, pool, SchedulerConfig(8, 128, 64))
+        self.machine = Instance(config, BLOCK, me=me, geometry=GEOMETRY)
+        self.device = Device()
+        info = PeerInfo(me, Role.COLOCATED, "", namespace, GEOMETRY, BLOCKS, 0, self.machine.context_tokens, True)
+        self.ports: list[NoPages] = []
+        self.member = Member(
+            self.machine,
+            self.device,
+            info,
+            router_address,
+            lambda me, on_message: ZmqMailbox(me, SECRET, "127.0.0.1", 0, on_message),
+            self._open_port,
+        )
+        self.member.start()
+
+    def _open_port(self, on_pages) -> NoPages:
+        self.ports.append(NoPages(on_pages))
+        return self.ports[-1]
+
+
+def new_router(port: int = 0) -> RouterEngine:
+    me = Peer(ROUTER, new_generation())
+    return RouterEngine(Cluster(CONFIG), partial(ZmqMailbox, me, SECRET, "127.0.0.1", port))
+
+
+@pytest.fixture
+def router() -> Iterator[RouterEngine]:
+    engine = new_router()
+    yield engine
+    engine.close(WAIT_S)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
+    monkeypatch.setattr(member_module, "BEAT_S", 0.05)
+    made: list[Node] = []
+
+    def make(*arguments: str) -> Node:
+        made.append(Node(*arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.device.gate.set()
+        each.member.close()
+        assert each.device.closed
+        each.machine.check_invariants()
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.005)
+
+
+def ask(name: str, count: int) -> tuple[Request, list[int]]:
+    """A request, and its one right answer."""
+    tokens = np.arange(3, 45, dtype=np.int32) + len(name)
+    request = Request(name, tokens, SamplingParams(temperature=0.0, seed=5), StopParams(max_tokens=count))
+    return request, lone_tokens(tokens.tolist(), count, 5, 0, VOCAB)
+
+
+def answer(news: queue.Queue) -> tuple[list[int], FinishReason]:
+    tokens: list[int] = []
+    while True:
+        output = news.get(timeout=WAIT_S)
+        tokens += output.tokens
+        if output.finish_reason is not None:
+            return tokens, output.finish_reason
+
+
+def submit(router: RouterEngine, request: Request) -> queue.Queue:
+    news: queue.Queue = queue.Queue()
+    router.submit(request, news.put)
+    return news
+
+
+def test_members_meet_answer_and_tell_how_they_are(router, node) -> None:
+    nodes = [node("c1", router.address), node("c2", router.address)]
+    assert router.wait_for(["c1", "c2"], WAIT_S)
+    asked = [ask("r" * k, 3 + k) for k in range(1, 9)]
+    answers = [submit(router, request) for request, _ in asked]
+    for (_, truth), news in zip(asked, answers, strict=True):
+        assert answer(news) == (truth, FinishReason.LENGTH)
+    eventually(lambda: nodes[0].ports[0].peers == {nodes[1].member.me})
+    eventually(lambda: nodes[1].ports[0].peers == {nodes[0].member.me})
+    eventually(lambda: router.stats().instance.requests_finished == len(asked))
+    eventually(lambda: all(view.tree_blocks for view in router.instances()))  # KV events have come
+
+
+def test_a_long_step_silences_nobody(router, node) -> None:
+    it = node("c1", router.address)
+    assert router.wait_for(["c1"], WAIT_S)
+    it.device.gate.clear()
+    request, truth = ask("slow", 4)
+    news = submit(router, request)
+    eventually(lambda: router.instances()[0].load.sequences_running)
+    [before] = router.instances()
+    eventually(lambda: router.instances()[0].heard_ns > before.heard_ns + 500 * NS_PER_MS)
+    it.device.gate.set()
+    assert answer(news) == (truth, FinishReason.LENGTH)
+
+
+def test_an_expelled_member_drops_its_work_and_comes_back_as_another(router, node) -> None:
+    it = node("c1", router.address)
+    assert router.wait_for(["c1"], WAIT_S)
+    it.device.gate.clear()
+    request, truth = ask("moved", 6)
+    news = submit(router, request)
+    eventually(lambda: it.machine.load().sequences_running)
+    first = it.member.me
+    router._mailbox.send(first, Expelled("a test says so"))
+    eventually(lambda: it.member.me.generation > first.generation)
+    it.device.gate.set()
+    assert answer(news) == (truth, FinishReason.LENGTH)
+    assert router.stats().cluster.counters.resumptions == 1
+    assert router.members()["c1"].peer == it.member.me == it.machine.me
+
+
+def test_members_come_back_to_a_router_that_was_started_anew(router, node) -> None:
+    it = node("c1", router.address)
+    assert router.wait_for(["c1"], WAIT_S)
+    first = it.member.me
+    router.close(WAIT_S)
+    successor = new_router(int(router.address.rpartition(":")[2]))
+    try:
+        assert successor.wait_for(["c1"], WAIT_S)
+        request, truth = ask("again", 5)
+        assert answer(submit(successor, request)) == (truth, FinishReason.LENGTH)
+        assert it.member.me.generation > first.generation
+    finally:
+        successor.close(WAIT_S)
+
+
+def test_a_drained_member_finishes_what_it_has_and_leaves(router, node) -> None:
+    it = node("c1", router.address)
+    assert router.wait_for(["c1"], WAIT_S)
+    it.device.gate.clear()
+    request, truth = ask("last", 5)
+    news = submit(router, request)
+    eventually(lambda: router.instances()[0].load.sequences_running)
+    router.drain("c1")
+    eventually(lambda: router.instances()[0].state == "draining")
+    assert not it.member._ended.is_set()
+    it.device.gate.set()
+    assert answer(news) == (truth, FinishReason.LENGTH)
+    it.member.wait()
+    eventually(lambda: not router.instances())
+    assert router.stats().cluster.counters.members_left == 1
+
+
+def test_patience_ends(router, node) -> None:
+    it, other = node("c1", router.address), node("c2", router.address)
+    assert router.wait_for(["c1", "c2"], WAIT_S)
+    it.device.gate.clear()
+    other.device.gate.clear()
+    request, truth = ask("moves on", 5)
+    news = submit(router, request)
+    eventually(lambda: [v for v in router.instances() if v.load.sequences_running])
+    busy, idle = (it, other) if it.machine.load().sequences_running else (other, it)
+    busy.member.drain(0.1)
+    busy.member.wait()
+    idle.device.gate.set()
+    assert answer(news) == (truth, FinishReason.LENGTH)
+
+
+def test_another_model_is_refused(router, node) -> None:
+    node("c1", router.address)
+    assert router.wait_for(["c1"], WAIT_S)
+    stranger = node("c2", router.address, "another model")
+    with pytest.raises(UserError, match="refuses"):
+        stranger.member.wait_joined(WAIT_S)
+    assert set(router.members()) == {"c1"}
+
+
+def test_no_router_is_an_error(node) -> None:
+    it = node("c1", "tcp://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"no router answers at tcp://127\.0\.0\.1:9"):
+        it.member.wait_joined(0.2)
+
+
+def test_a_machine_that_breaks_ends_the_member_and_its_work_goes_on_elsewhere(router, node, monkeypatch) -> None:
+    it = node("c1", router.address)
+    assert router.wait_for(["c1"], WAIT_S)
+    it.device.gate.clear()
+    request, truth = ask("survivor", 5)
+    news = submit(router, request)
+    eventually(lambda: it.machine.load().sequences_running)
+    node("c2", router.address)
+    assert router.wait_for(["c1", "c2"], WAIT_S)
+    monkeypatch.setattr(Device, "run", lambda self, plan: object() if self is it.device else NullDevice.run(self, plan))
+    it.device.gate.set()  # the machine is told something that is no event
+    with pytest.raises(UserError, match="broke"):
+        it.member.wait()
+    assert answer(news) == (truth, FinishReason.LENGTH)
