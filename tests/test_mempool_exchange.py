@@ -624,6 +624,19 @@ def test_the_old_generation_of_a_member_is_not_heard(world) -> None:
     assert isinstance(last(d), HandoffArrived) and last(d).transfer_id != offer_id
 
 
+def test_who_has_left_may_come_back(world) -> None:
+    """Also as the same process; until then nothing is heard from it."""
+    p, d = pair(world)
+    d.take(d.exchange.peer_gone(p.peer, 0))
+    p.hand_over(d.peer, p.compute("", PROMPT))
+    world.run()
+    assert not d.outcomes
+    d.take(d.exchange.peer_joined(p.info(), 0))
+    p.hand_over(d.peer, p.compute("", PROMPT))
+    world.run()
+    assert isinstance(last(d), HandoffArrived)
+
+
 def test_a_dead_peer_holds_nothing_and_nothing_is_waited_for(world) -> None:
     p, d = pair(world, pulls_in_flight=1)
     for tokens in (PROMPT, [1] * BLOCK):

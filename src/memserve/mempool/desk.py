@@ -91,14 +91,17 @@ class Peers:
         self._gone: dict[str, int] = {}  # name -> the latest generation that is gone
 
     def join(self, info: PeerInfo) -> Peer | None:
-        """``info.peer`` is a member now; returns the older generation that this ends."""
-        older = self._members.get(info.peer.name)
-        if self.standing(info.peer) is not Standing.STRANGER:
+        """``info.peer`` is a member now (one that had left may come back, unless as an older generation than is known);
+        returns the older generation that this ends."""
+        name, generation = info.peer.name, info.peer.generation
+        older = self._members.get(name)
+        if self._gone.get(name, -1) > generation or (older is not None and older.peer.generation >= generation):
             return None
-        self._members[info.peer.name] = info
+        self._gone.pop(name, None)
+        self._members[name] = info
         if older is None:
             return None
-        self._gone[older.peer.name] = older.peer.generation
+        self._gone[name] = older.peer.generation
         return older.peer
 
     def leave(self, peer: Peer) -> None:
