@@ -73,6 +73,7 @@ def cluster_families(stats: Any) -> Iterator[Metric]:
         yield _one(GaugeMetricFamily(f"memserve_{name}", text), read(stats.cluster))
     for name, text, read in ROUTER_COUNTERS:
         yield _one(CounterMetricFamily(f"memserve_{name}", text), read(stats.cluster.counters))
+    yield from _by_label(stats.cluster.counters)
     thought_s = stats.router_ns / NS_PER_S
     yield _one(CounterMetricFamily("memserve_router_seconds", "Time the cluster machine thought"), thought_s)
     for name, text, read in INSTANCE_GAUGES:
@@ -81,6 +82,25 @@ def cluster_families(stats: Any) -> Iterator[Metric]:
             family.add_metric([member.view.peer.name, member.view.role.value], float(read(member)))
         yield family
     yield from _counters(stats.members)
+
+
+def _by_label(counters: Any) -> Iterator[Metric]:
+    decisions = CounterMetricFamily(
+        "memserve_router_decisions",
+        "Attempts by policy and by how the prompt's KV comes about",
+        labels=["policy", "way"],
+    )
+    for (policy, way), count in counters.decisions.items():
+        decisions.add_metric([policy, way], float(count))
+    failed = CounterMetricFamily(
+        "memserve_router_attempts_failed", "Attempts that came to nothing, by cause", labels=["cause"]
+    )
+    for cause, count in counters.attempts_failed.items():
+        failed.add_metric([cause], float(count))
+    finished = CounterMetricFamily("memserve_router_sequences", "Sequences that ended, by reason", labels=["reason"])
+    for reason, count in counters.finished.items():
+        finished.add_metric([reason], float(count))
+    yield from (decisions, failed, finished)
 
 
 def _counters(members: Sequence[Any]) -> Iterator[Metric]:
@@ -100,6 +120,15 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
             for state, count in states.items():
                 blocks.add_metric([view.peer.name, view.role.value, tier, state], float(count))
     yield blocks
+    rate = GaugeMetricFamily(
+        "memserve_instance_hit_rate",
+        "Share of prompt tokens whose KV was here or was fetched",
+        labels=["instance", "role"],
+    )
+    for view, instance in told:
+        if instance.prompt_tokens:
+            rate.add_metric([view.peer.name, view.role.value], instance.cached_tokens / instance.prompt_tokens)
+    yield rate
 
 
 def _one(family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:

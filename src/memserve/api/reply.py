@@ -67,6 +67,7 @@ class Reply:
         self.prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
         self.completion_tokens = 0
         self._cached: list[int | None] = [None] * len(plan.prompts)
+        self._story: list[list[tuple[str, str | int | float]]] = [[] for _ in plan.prompts]
         self._unfinished = len(self.sequences)
 
     def _sequence(self, at: int, index: int, tokenizer: Tokenizer) -> Sequence:
@@ -109,6 +110,9 @@ class Reply:
     def _note_first(self, at: int, output: TokenOutput) -> None:
         if self._cached[at] is None:
             self._cached[at] = output.cached_tokens
+        for fact in output.story:
+            if fact not in self._story[at]:  # what concerns all sequences comes with each of them
+                self._story[at].append(fact)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[at] = output.prompt_logprobs
         if self._first_ns is None:
@@ -162,7 +166,7 @@ class Reply:
             self._metrics.per_token.observe(spent_s * len(self.sequences) / later)
 
     def explanation(self) -> dict[str, Any]:
-        """Where the prompt's KV came from, and where the time to the first token went."""
+        """Where the prompt's KV came from, where the time to the first token went, and what was decided and why."""
         first_ns = (self._first_ns or self._started_ns) - self._started_ns
         known = self._queue_ns is not None
         return {
@@ -173,7 +177,16 @@ class Reply:
             "prefill_ms": round((first_ns - (self._queue_ns or 0)) / NS_PER_MS, 3) if known else None,
             "ttft_ms": round(first_ns / NS_PER_MS, 3),
             "total_ms": round((time.monotonic_ns() - self._started_ns) / NS_PER_MS, 3),
+            "story": self._told(),
         }
+
+    def _told(self) -> list[dict[str, str | int | float]]:
+        """The facts in order; with several prompts each says which one it is about."""
+        return [
+            {**({"prompt": at} if len(self._story) > 1 else {}), "fact": name, "value": value}
+            for at, facts in enumerate(self._story)
+            for name, value in facts
+        ]
 
     def best(self) -> list[Sequence]:
         """The sequences to return, in the order of the response's choices."""

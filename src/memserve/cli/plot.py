@@ -46,7 +46,7 @@ def plot_profile(profile: Profile, title: str, file: Path) -> None:
         axes.scatter(shares, [sample.ns / NS_PER_S for sample in dots], color=f"C{number}", s=18)
     axes.set(xlabel="cached ratio", ylabel="time to first token (s)", title=title, yscale="log")
     axes.grid(alpha=0.3)
-    axes.legend(title="prompt")
+    axes.legend(title="prompt", loc="lower left", ncols=2)
     try:
         figure.savefig(file, bbox_inches="tight", dpi=150)
     except (OSError, ValueError) as error:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from memserve.runtime.profile import Measured, Profile
     from memserve.types import KVGeometry
 
+BUSY_ERROR = 0.12
+"""Median error of foretold prompts from which on the measurement is not to be trusted."""
 DRAM_BYTES = 128 * MIB
 """Second tier of the measured engine, so that there is something to swap."""
 
@@ -57,7 +59,7 @@ def profile(
     if plot is not None:
         from memserve.cli.plot import plot_profile
 
-        plot_profile(found, values["model"], Path(plot))
+        plot_profile(found, f"{values['model'].split(':')[0]} on {values['machine']}", Path(plot))
         values["plot"] = plot
     typer.echo(json.dumps(values) if as_json else "\n".join(_text(found, geometry, values)))
 
@@ -138,6 +140,8 @@ def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[
     lines += ["", "moving a cached prefix is quicker than computing it again"]
     for way, tokens in values["pays_from_tokens"].items():
         lines.append(f"  {way:<18} {'never' if tokens is None else f'from {tokens} tokens on'}")
+    if found.quality["prefill"].median_error > BUSY_ERROR:
+        lines += ["", "the machine was busy, or its speed changed meanwhile: measure again when it is idle"]
     if "saved" in values:
         lines += ["", f"saved: {values['saved']} ({values['seconds']} s)"]
     return lines

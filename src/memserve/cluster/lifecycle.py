@@ -161,6 +161,9 @@ class Lifecycle:
         counters.resumptions += bool(job.past)
         counters.prompt_tokens += chosen.prompt_tokens
         counters.matched_tokens += chosen.route.first.matched_tokens
+        way = "fetch" if chosen.holders else "reuse" if chosen.route.first.matched_tokens else "compute"
+        decision = (self._config.policy, way)
+        counters.decisions[decision] = counters.decisions.get(decision, 0) + 1
 
     def _expect(self, job: Job, involved: Sequence[Member], now: int) -> None:
         """The prompt will be cached where it is computed, and where it is decoded when those cache too."""

@@ -24,6 +24,9 @@ class Counters:
     """Attempts sent to instances."""
     resumptions: int = 0
     """Of them: not the request's first."""
+    decisions: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Dispatches by policy and by what the first instance does for the prompt: ``reuse`` (it has a prefix), ``fetch``
+    (another one has more of it) or ``compute``."""
     attempts_failed: dict[str, int] = field(default_factory=dict)
     """Attempts that came to nothing, by cause: ``gone``, ``refused``, ``stalled``, ``contradiction``, ``gap``,
     ``error``."""

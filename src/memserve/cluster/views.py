@@ -39,7 +39,12 @@ def instance_view(member: Member, trees: Trees, loads: LoadTable) -> InstanceVie
 
 def cluster_stats(registry: Registry, trees: Trees, jobs: Jobs, handles: Handles, counters: Counters) -> ClusterStats:
     """Gauges, and a copy of the totals."""
-    copied = replace(counters, attempts_failed=dict(counters.attempts_failed), finished=dict(counters.finished))
+    copied = replace(
+        counters,
+        decisions=dict(counters.decisions),
+        attempts_failed=dict(counters.attempts_failed),
+        finished=dict(counters.finished),
+    )
     return ClusterStats(
         requests_live=len(jobs.by_id),
         requests_unplaced=len(jobs.unplaced),

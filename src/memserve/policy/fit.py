@@ -59,8 +59,13 @@ def fit_decode(samples: Sequence[Sample]) -> DecodeCurve:
 
 
 def fit_copy(samples: Sequence[Sample]) -> CopyCurve:
-    """From samples of (bytes, pieces). Raises :class:`UserError` for fewer than three."""
-    return CopyCurve(*_coefficients([(1, sample.second, sample.first) for sample in samples], samples))
+    """From samples of (bytes, pieces). Raises :class:`UserError` for fewer than three.
+
+    When all pieces were of one size, bytes and pieces cannot be told apart: then bytes bear all of the cost.
+    """
+    one_size = len({sample.first * samples[0].second - samples[0].first * sample.second for sample in samples}) == 1
+    rows = [(1, 0 if one_size else sample.second, sample.first) for sample in samples]
+    return CopyCurve(*_coefficients(rows, samples))
 
 
 def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Curve]) -> tuple[Curve, Quality]:

@@ -42,11 +42,13 @@ class PreemptionCosts:
 class PreemptionModel:
     """Costs in nanoseconds; learns from finished steps how quickly prompts are computed right now."""
 
-    __slots__ = ("_block_bytes", "_known", "_scale", "samples")
+    __slots__ = ("_block_bytes", "_known", "_scale", "model", "samples")
 
     def __init__(self, costs: PreemptionCosts) -> None:
         self._block_bytes = costs.block_bytes
         self._known = costs.model
+        #: all costs, prompts at the speed that was learnt
+        self.model = costs.model
         self._scale = 1.0
         self.samples = 1 if costs.profile is not None else 0
 
@@ -60,11 +62,7 @@ class PreemptionModel:
         scale = device_ns / max(1, self._known.prefill_ns(prefill_tokens + decode_rows))
         self._scale = scale if self.samples == 0 else self._scale + (scale - self._scale) / _SMOOTHING
         self.samples += 1
-
-    @property
-    def model(self) -> CostModel:
-        """All costs, prompts at the speed that was learnt."""
-        return self._known.scaled(self._scale)
+        self.model = self._known.scaled(self._scale)
 
     @property
     def prefill_ns_per_token(self) -> int:
@@ -73,7 +71,7 @@ class PreemptionModel:
 
     def recompute_ns(self, tokens: int) -> int:
         """Time to run ``tokens`` through the model again."""
-        return round(self._known.prefill_ns(tokens) * self._scale)
+        return self.model.prefill_ns(tokens)
 
     def swap_ns(self, blocks: int) -> int:
         """Time to copy ``blocks`` out and in again."""
