@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -59,7 +59,7 @@ class _Route:
 class _Pull:
     job: PullPages
     number: int
-    started_ns: int = field(default_factory=time.monotonic_ns)
+    """Of all pulls, in the order in which they came."""
 
 
 class PagePort:
@@ -153,14 +153,16 @@ class PagePort:
 
     # -- peers' pages
 
-    def _pull_later(self, pull: _Pull) -> None:
+    def _pull_later(self, pull: _Pull, why_not: str = "") -> None:
         """Queue it with the link that reads its peer; without one the answer is an error."""
-        route = self._routes.get(pull.job.peer)
-        if route is None or not route.links:
-            self._queue(self._sealing, "no way", lambda: self._failed(pull, f"no way to {pull.job.peer.name}"))
-            return
-        link = route.links[0]
-        self._queue(self._lanes[link.name], pull.job.peer, lambda: self._pull(pull, link, route))
+        with self._lock:
+            route = self._routes.get(pull.job.peer)
+            link = route.links[0] if route and route.links else None
+        if route is None or link is None:
+            error = why_not or f"no way to {pull.job.peer.name}"
+            self._queue(self._sealing, "no way", lambda: self._answer(PagesPulled(pull.job.job_id, error)))
+        else:
+            self._queue(self._lanes[link.name], pull.job.peer, lambda: self._pull(pull, link, route))
 
     @staticmethod
     def _queue(lanes: Lanes, lane: Hashable, task: Task) -> None:
@@ -169,21 +171,23 @@ class PagePort:
             task()
 
     def _pull(self, pull: _Pull, link: PageLink, route: _Route) -> None:
-        """Read, compare, answer."""
+        """Read, compare, answer; or leave it to the next link."""
+        begin_ns, pulled_bytes, error = time.monotonic_ns(), 0, ""
         try:
             if self._closing or pull.number < route.cancelled_before:
                 raise LinkError("not begun: cancelled")
             pulled_bytes = self._read(pull.job, link)
-        except UnreachableError as error:
-            self._try_the_next_link(pull, link, route, str(error))
-        except LinkError as error:
-            self._failed(pull, str(error))
-        except Exception as error:
+        except UnreachableError as reason:
+            self._give_up(link, route, pull.job.peer, str(reason))
+            self._pull_later(pull, str(reason))
+            return
+        except LinkError as reason:
+            error = str(reason)
+        except Exception as reason:
             log.exception("pull %s failed", pull.job.job_id)
-            self._failed(pull, f"{type(error).__name__}: {error}")
-        else:
-            spent_ns = time.monotonic_ns() - pull.started_ns
-            self._answer(PagesPulled(pull.job.job_id, "", pulled_bytes, link.name, spent_ns))
+            error = f"{type(reason).__name__}: {reason}"
+        spent_ns = time.monotonic_ns() - begin_ns
+        self._answer(PagesPulled(pull.job.job_id, error, pulled_bytes, link.name, spent_ns))
 
     def _read(self, job: PullPages, link: PageLink) -> int:
         """Bytes pulled; every block has the checksum that its owner gave."""
@@ -206,18 +210,12 @@ class PagePort:
         """Checksums of blocks that came page by page."""
         return _core.seal_ranges(self._arenas[job.dst_tier].address, blocks.dst_offsets, blocks.range_bytes)
 
-    def _try_the_next_link(self, pull: _Pull, link: PageLink, route: _Route, why: str) -> None:
+    def _give_up(self, link: PageLink, route: _Route, peer: Peer, why: str) -> None:
+        """``link`` turned out not to reach ``peer``: the next one's turn."""
         with self._lock:
             if route.links and route.links[0] is link:
-                log.warning("%s cannot be read over %s: %s", pull.job.peer.name, link.name, why)
+                log.warning("%s cannot be read over %s: %s", peer.name, link.name, why)
                 route.links.pop(0)
-        if route.links:
-            self._pull_later(pull)
-        else:
-            self._failed(pull, why)
-
-    def _failed(self, pull: _Pull, error: str) -> None:
-        self._answer(PagesPulled(pull.job.job_id, error, spent_ns=time.monotonic_ns() - pull.started_ns))
 
     def _answer(self, answer: PagesSealed | PagesPulled) -> None:
         self._on_pages(answer)
