@@ -72,6 +72,13 @@ def _pause(world: World, fault: Fault, node: InstanceNode, random: Random) -> Ca
     return resume
 
 
+def _router_pause(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None]:
+    """The router itself is stopped: it must not take everybody else to be dead."""
+    world.router.pause()
+    world.router_slept_ns += fault.for_ns
+    return world.router.resume
+
+
 def _partition(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None]:
     name, mode, both_ways = node.peer.name, random.choice(["lose", "hold"]), random.random() < 0.7
     others = [other.peer.name for other in world.instances if other is not node]
@@ -144,4 +151,5 @@ _KINDS: dict[str, Callable[..., Callable[[], None] | None]] = {
     "device": _device,
     "slow-link": _slow_link,
     "drain": _drain,
+    "router-pause": _router_pause,
 }

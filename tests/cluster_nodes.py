@@ -35,6 +35,7 @@ from memserve.messages import (
     PeerGone,
     PeerInfo,
     PeerJoined,
+    Ready,
     Refused,
     RequestRefused,
     Tokens,
@@ -108,13 +109,18 @@ class Process(Node):
             self.frozen.popleft()()
 
     def receive(self, sender: Peer, message: AnyMessage) -> None:
-        if not self.alive:
-            return
+        self._soon(lambda: self.hear(sender, message))
+
+    def submit(self, event: object) -> None:
+        """Somebody on this host posts an event."""
+        self._soon(lambda: self.post(event))
+
+    def _soon(self, do: Callable[[], None]) -> None:
         if self.paused:
             life = self.life
-            self.frozen.append(lambda: self.hear(sender, message) if self.life == life else None)
-        else:
-            self.hear(sender, message)
+            self.frozen.append(lambda: do() if self.life == life else None)
+        elif self.alive:
+            do()
 
     @abstractmethod
     def hear(self, sender: Peer, message: AnyMessage) -> None:
@@ -150,7 +156,9 @@ class InstanceNode(Process):
         self.plans: deque[StepPlan] = deque()
         self.void: set[int] = set()
         self.working = False
-        self.pulling: dict[int, PullPages] = {}
+        #: pages as `Ready` told of them -> the offers that they were part of
+        self.promises: dict[tuple[object, ...], set[str]] = {}
+        self.has_failed = False
         self.router: Peer | None = None
         self.knows: dict[str, Peer] = {}
         self.draining = False
@@ -203,7 +211,7 @@ class InstanceNode(Process):
     # -- in
 
     def hear(self, sender: Peer, message: AnyMessage) -> None:
-        self.world.say(f"{self.peer.name} <- {sender.name}: {self.world.brief(message)}")
+        self.world.say(f"{self.peer.name} <- {sender.name}: ", message)
         if isinstance(message, Expelled) and sender.name == ROUTER:
             self._join_anew(sender, message)
             return
@@ -257,6 +265,8 @@ class InstanceNode(Process):
                 refused = RequestRefused(action.request_id, action.reason, action.retry_after_s)
                 self._send(self.router, refused)
         elif isinstance(action, Send):
+            if isinstance(action.message, Ready):
+                self._promise(action.message)
             self._send(action.to, action.message)
         elif isinstance(action, SealPages):
             self.later(self._span(self.world.scenario.pull_ns) // 4, self._seal, action)
@@ -303,6 +313,7 @@ class InstanceNode(Process):
         elif self.fails_next_step:
             self.fails_next_step = False
             event = self.device.fail(plan, self.random.randrange(100))
+            self.has_failed = True
             self.void |= {later.step_id for later in self.plans}
             self.world.say(f"{self.peer.name}: step {plan.step_id} fails")
         else:
@@ -328,8 +339,23 @@ class InstanceNode(Process):
         for place in range(len(job.src_blocks)):
             at = min(max(at, self._span(self.world.scenario.pull_ns, self.slowness)), PULL_MAX_NS)
             self.later(at, self._pull_block, job, place, device, source.life, errors)
-        self.world.say(f"{self.peer.name} pulls {self.world.brief(job)} till {(now + at) / 1e6:.3f}")
+        self.world.say(f"{self.peer.name} pulls till {(now + at) / 1e6:.3f}: ", job)
         self.later(at + 1, self._end_pull, job, errors)
+
+    def _promise(self, ready: Ready) -> None:
+        """Remember what was said of pages: as long as the offer is open, they have these checksums."""
+        export = self.machine._link.exchange._exports.open.get(ready.transfer_id)
+        if export is None:  # it has ended since
+            return
+        for at, checksum in enumerate(ready.checksums, ready.first_block - export.first_block):
+            page = (*export.places[at], ready.first_layer, ready.end_layer, checksum)
+            self.promises.setdefault(page, set()).add(ready.transfer_id)
+
+    def check_promise(self, job: PullPages, place: int) -> None:
+        """A page of ours had another checksum than we said: then its offer must have ended, or a step failed here."""
+        page = (job.src_tier, job.src_blocks[place], job.first_layer, job.end_layer, job.checksums[place])
+        still_open = self.promises.get(page, set()) & self.machine._link.exchange._exports.open.keys()
+        assert not still_open or self.has_failed, f"{self.peer.name} has written to {page}, offered as {still_open}"
 
     def _pull_block(self, job: PullPages, place: int, device: object, life: int, errors: list[str]) -> None:
         source = self.world.network.nodes[job.peer.name]
@@ -337,8 +363,12 @@ class InstanceNode(Process):
             errors.append("the link is down")
         elif source.life != life and self.random.random() < 0.5:
             errors.append("the peer is gone")  # else: its memory outlives it as long as it is mapped
-        elif not self.device.pull(job, place, device, corrupt=self.corrupting > 0 and self.random.random() < 0.5):
-            errors.append("checksum")
+        else:
+            corrupt = self.corrupting > 0 and self.random.random() < 0.5
+            if not self.device.pull(job, place, device, corrupt=corrupt):
+                errors.append("checksum")
+                if not corrupt and source.life == life:
+                    source.check_promise(job, place)
 
     def _end_pull(self, job: PullPages, errors: list[str]) -> None:
         self._pulled(
@@ -363,7 +393,7 @@ class RouterNode(Process):
         self.machine = machine
 
     def hear(self, sender: Peer, message: AnyMessage) -> None:
-        self.world.say(f"router <- {sender.name}.{sender.generation}: {self.world.brief(message)}")
+        self.world.say(f"router <- {sender.name}.{sender.generation}: ", message)
         self.post(MessageArrived(sender, message))
 
     def post(self, event: object) -> None:

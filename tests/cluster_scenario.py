@@ -31,6 +31,7 @@ FAULTS = (
     "slow-link",
     "flap",
     "drain",
+    "router-pause",
 )
 
 

@@ -51,10 +51,11 @@ class World:
         self.clock = Clock()
         self.network = Network(self.clock, self.random, scenario.delay_ns)
         self.network.log = self.say
-        self.story: deque[str] = deque(maxlen=story_lines)
+        self._story: deque[tuple[int, str, object]] = deque(maxlen=story_lines)
         self.geometry = KVGeometry(LAYERS, 1, 1, 1, "float32", BLOCK_TOKENS)
         self.referee = Referee(scenario.context_tokens)
         self.links_cut = True
+        self.router_slept_ns = 0
         self.happened: Counter[str] = Counter()
         self.router = RouterNode(self, Cluster(self._cluster_config()))
         self.network.nodes[self.router.peer.name] = self.router
@@ -134,27 +135,27 @@ class World:
         now = self.clock.now
         turn = conversation.turns[conversation.done]
         request = self.referee.ask(conversation, now)
-        self.say(f"client asks {request.request_id}: {len(request.prompt)} tokens, {turn}")
+        self.say(f"client asks {request.request_id}: {len(request.prompt)} tokens, ", turn)
         if turn.cancel_after_ns is not None:
             self.clock.after(turn.cancel_after_ns, lambda: self._cancel(request.request_id))
-        self.router.post(RequestArrived(request))
+        self.router.submit(RequestArrived(request))
 
     def _cancel(self, request_id: str) -> None:
         ask = self.referee.asks[request_id]
         if not ask.over:
             self.say(f"client cancels {request_id}")
             ask.cancelled = True
-            self.router.post(RequestCancelled(request_id))
+            self.router.submit(RequestCancelled(request_id))
 
     def emitted(self, output: TokenOutput) -> None:
         """The router gives tokens to a client."""
         ask = self.referee.emitted(output, self.clock.now)
-        self.say(f"  -> {output.request_id}/{output.index} +{list(output.tokens)} {output.finish_reason or ''}")
+        self.say("  -> ", (output.request_id, output.index, output.tokens, output.finish_reason))
         enough = ask.turn.stop_string_after
         plain = not ask.request.beam_width and output.finish_reason is None
         if enough is not None and plain and len(ask.got[output.index]) >= enough and output.index not in ask.stopped:
             ask.stopped.add(output.index)
-            self.clock.after(0, lambda: self.router.post(SequenceStopped(output.request_id, output.index)))
+            self.clock.after(0, lambda: self.router.submit(SequenceStopped(output.request_id, output.index)))
         if ask.over:
             self._next_turn(ask)
 
@@ -177,11 +178,11 @@ class World:
         if not name or conversation.pin_ns is None:
             return
         if conversation.done == len(conversation.turns) and conversation.unpin:
-            self.clock.after(0, lambda: self.router.post(PrefixUnpinned(name, tenant)))
+            self.clock.after(0, lambda: self.router.submit(PrefixUnpinned(name, tenant)))
         else:
             tokens = np.asarray(conversation.prefix + conversation.context, dtype=np.int32)
             pinned = PrefixPinned(name, tenant, tokens, conversation.pin_ns)
-            self.clock.after(0, lambda: self.router.post(pinned))
+            self.clock.after(0, lambda: self.router.submit(pinned))
 
     # -- watching
 
@@ -189,15 +190,14 @@ class World:
         """A machine has handled an event: it must not contradict itself."""
         node.machine.check_invariants()
 
-    def say(self, line: str) -> None:
-        """One line of the story."""
-        self.story.append(f"{self.clock.now / MS:10.3f}  {line}")
+    def say(self, line: str, what: object = "") -> None:
+        """One line of the story; ``what`` is written out only when somebody reads it."""
+        self._story.append((self.clock.now, line, what))
 
-    @staticmethod
-    def brief(message: object) -> str:
-        """A message for the story."""
-        text = repr(message)
-        return text if len(text) < 300 else text[:300] + " ..."
+    @property
+    def story(self) -> list[str]:
+        """The last lines, for people."""
+        return [f"{now / MS:10.3f}  {line}{_brief(what)}" for now, line, what in self._story]
 
     # -- running
 
@@ -218,7 +218,7 @@ class World:
                 self.referee.check_all_ended(0)
                 raise AssertionError("clients wait for their turn for ever")
             assert self.clock.run_one()
-        self.referee.check_all_ended(5 * MS)
+        self.referee.check_all_ended(5 * MS + self.router_slept_ns)
         self._run_until(self.clock.now + 6 * SECOND)
         self.check_at_rest()
         self.check_memory_is_whole()
@@ -288,6 +288,11 @@ class World:
             node.machine.pool.clear_cache()
             for report in node.machine.pool.report().tiers:
                 assert report.blocks_free == report.blocks_total, f"{node.peer.name}: {report}"
+
+
+def _brief(what: object) -> str:
+    text = what if isinstance(what, str) else repr(what)
+    return text if len(text) < 300 else text[:300] + " ..."
 
 
 def caches(setting: Setting, role: Role) -> bool:
