@@ -1,0 +1,60 @@
+"""Who takes part in a cluster, and what others must know of him (level 0): the nouns of ``memserve.messages``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from memserve.types import KVGeometry, Role, Tier
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A number, index or amount. The wire refuses any other, so machines need not look."""
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of everything that is sent. Arrays on the wire, fields in order, tagged by the class's name."""
+
+
+class Peer(Message, frozen=True):
+    """One incarnation of one process. A restart has another generation: what the old one promised is void."""
+
+    name: Name
+    generation: Natural
+
+
+class ArenaPlace(Message, frozen=True):
+    """Where the blocks of one tier lie in their owner's memory."""
+
+    tier: Tier
+    address: Natural
+    arena_bytes: Natural
+    fd: int = -1
+    """The owner's descriptor of the shared memory, which peers on the same host open through ``/proc``; -1: none."""
+
+
+class PeerInfo(Message, frozen=True):
+    """Everything others must know of an instance before they deal with it."""
+
+    peer: Peer
+    role: Role
+    address: str
+    """Where its mailbox listens, ``tcp://host:port``."""
+    namespace: str
+    """Model, weights, dtype, layout: instances share KV only when this is equal."""
+    geometry: KVGeometry
+    hbm_blocks: Natural
+    dram_blocks: Natural
+    context_tokens: Natural
+    caching: bool
+    host_id: str = ""
+    """Equal on processes that can see each other under ``/proc``."""
+    pid: Natural = 0
+    arenas: tuple[ArenaPlace, ...] = ()
+    nixl_agent: bytes = b""
+    """NIXL agent metadata; empty: not reachable that way."""
+    publishes_events: bool = True
+    """Whether it reports KV events; if not, the trees live by what was dispatched, with a TTL."""
+    model_card: bytes = b""
+    """What the edge must know of the model, as JSON (``model/loading/card.py``): the router itself loads no model."""
