@@ -174,7 +174,7 @@ class Life:
         self.fleet.send(ROUTER_PEER, to, self.random.choice([pin, pin, Unpin(handle)]))
 
 
-SEEDS = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "60"))
+SEEDS = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "48"))
 
 
 @pytest.mark.parametrize("part", range(4))
