@@ -7,7 +7,11 @@ each on one to three instances, every fourth in DRAM. One prompt lies on all ins
 most holders that a match can have. Beside it a Python dict of sets with the same contents, in the same run, and its
 answers are compared. ``match_tokens`` computes the blocks' identities too; ``match`` gets them.
 
-    python bench/routing_micro.py [directory] [--conversations 7000] [--holders 1000] [--reps 2000] [--json out.json]
+``decision``: the whole of it, in a ``Cluster`` of as many instances with the same contents, a third of them prefill, a
+third decode, a third colocated, all of them busy. ``choose`` is what issue 3 sets a limit of 200 us for: identities,
+match of all trees, policy. ``arrive`` is all that the machine does with a request until its dispatch is made.
+
+    python bench/routing_micro.py [directory] [decision] [--conversations 7000] [--holders 1000] [--reps 2000]
 """
 
 from __future__ import annotations
@@ -24,8 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve import _core
+from memserve.cluster.events import MessageArrived, RequestArrived, RequestCancelled
+from memserve.cluster.jobs import Job
+from memserve.cluster.machine import Cluster
+from memserve.config import POLICIES, ClusterConfig
 from memserve.mempool.identity import DEFAULT_KEY, namespace_id
-from memserve.types import Tier
+from memserve.messages import Heartbeat, Join, Load, Peer, PeerInfo
+from memserve.types import KVGeometry, Request, Role, StopParams, Tier
 
 Tokens = NDArray[np.int32]
 Record = dict[str, Any]
@@ -95,9 +104,9 @@ def store(world: World, path: bytes, holders: NDArray[np.int64], dram_from: int)
         world.twin.setdefault(path[at : at + 16], set()).update(holders.tolist())
 
 
-def build(holders: int, conversations: int) -> World:
+def build(holders: int, conversations: int, directory: _core.PrefixDirectory | None = None) -> World:
     """The cluster described above."""
-    world = World(_core.PrefixDirectory(), {}, holders, conversations)
+    world = World(directory or _core.PrefixDirectory(), {}, holders, conversations)
     rng, everybody = np.random.default_rng(5), np.arange(holders)
     store(world, identities(run_of(SYSTEM, 0)), everybody, SYSTEM)
     having: list[NDArray[np.int64]] = []
@@ -226,7 +235,53 @@ def bench_directory(options: argparse.Namespace) -> Iterator[Record]:
     yield from bench_clear(world)
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {"directory": bench_directory}
+def busy_cluster(options: argparse.Namespace, policy: str) -> tuple[Cluster, World]:
+    """A router whose instances hold the contents described above, each with work of its own."""
+    cluster = Cluster(ClusterConfig(policy=policy))
+    geometry = KVGeometry(30, 3, 64, 64, "bfloat16", BLOCK_TOKENS)
+    roles = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
+    rng = np.random.default_rng(7)
+    for number in range(options.holders):
+        peer = Peer(f"i{number}", 1)
+        info = PeerInfo(
+            peer, roles[number % 3], "tcp://x", "bench", geometry, 4096, 4096, 1 << 17, True, f"host{number // 8}"
+        )
+        cluster.handle(MessageArrived(peer, Join(info)), 0)
+        prefill, sequences, context = rng.integers(0, (100_000, 64, 500_000)).tolist()
+        cluster.handle(MessageArrived(peer, Heartbeat(Load(0, sequences, prefill, context, 2048))), 0)
+    return cluster, build(options.holders, options.conversations, cluster._trees.directory)
+
+
+def bench_decision(options: argparse.Namespace) -> Iterator[Record]:
+    """A request's way through the router's machine."""
+    for policy in POLICIES:
+        cluster, world = busy_cluster(options, policy)
+        gc.freeze()
+        yield from bench_policy(cluster, world, policy, options.reps)
+
+
+def bench_policy(cluster: Cluster, world: World, policy: str, reps: int) -> Iterator[Record]:
+    """Each kind of prompts under one policy."""
+    now = 0
+    for kind in ("known conversation", "new conversation", "held by all in full", "unknown prompt"):
+        choose, arrive = Timer(), Timer()
+        for i, tokens in enumerate(prompts(world, kind, reps)):
+            request = Request(f"{kind} {i}", tokens, stop=StopParams(max_tokens=256), session=f"s{i % 100}")
+            if i % 2:
+                choose(cluster._lifecycle._placer.place, Job(request, now))
+                continue
+            now += 1000
+            arrive(cluster.handle, RequestArrived(request), now)
+            cluster.handle(RequestCancelled(request.request_id), now)
+            cluster._trees.directory.expire(1 << 62)
+        yield choose.record(f"choose: {policy}", prompt=kind)
+        yield arrive.record(f"arrive: {policy}", prompt=kind)
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
+    "directory": bench_directory,
+    "decision": bench_decision,
+}
 
 
 def show(record: Record) -> None:

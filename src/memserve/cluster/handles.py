@@ -173,7 +173,7 @@ class Handles:
             namespace = self._registry.namespace
             handle.identities = self._trees.identities(handle.tenant, namespace, handle.tokens, geometry.block_tokens)
         matches = self._trees.match(handle.identities, len(self._loads))
-        if not len(matches.holders):
+        if not matches.holders:
             return handle.place
         longest = int(matches.blocks.max())
         among = [self._registry.numbered(int(number)) for number in np.flatnonzero(matches.blocks == longest)]

@@ -84,7 +84,7 @@ class Lifecycle:
         """Nobody takes it: say so at once when that will not change by waiting."""
         asked = [job.avoid[m.peer] for m in self._registry if m.peer in job.avoid]
         busy = [retry_after_s for retry_after_s in asked if retry_after_s is not None]
-        anybody = self._placer.longest_context() > 0
+        anybody = self._loads.longest_context() > 0
         if not job.has_begun and busy:
             self._reject(job, job.refusal, min(busy))
         elif not job.has_begun and anybody:
@@ -93,7 +93,7 @@ class Lifecycle:
             self._wait(job, min(busy, default=None), now)
 
     def _too_long(self, job: Job) -> str:
-        prompt_tokens, longest = len(job.request.prompt), self._placer.longest_context()
+        prompt_tokens, longest = len(job.request.prompt), self._loads.longest_context()
         return f"the prompt has {prompt_tokens} tokens; with one more to generate the most that fits is {longest}"
 
     def _wait(self, job: Job, retry_after_s: float | None, now: int) -> None:

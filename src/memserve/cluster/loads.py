@@ -44,7 +44,18 @@ class Charge(NamedTuple):
 class LoadTable:
     """Rows of :class:`Work` by instance number; unused numbers have role -1 and are closed."""
 
-    __slots__ = ("_beats", "_own", "_reported", "_since", "context_limit", "is_open", "role", "room_blocks")
+    __slots__ = (
+        "_beats",
+        "_numbers",
+        "_own",
+        "_reported",
+        "_since",
+        "context_limit",
+        "context_limit_min",
+        "is_open",
+        "role",
+        "room_blocks",
+    )
 
     def __init__(self) -> None:
         self._own = np.zeros((3, 8), np.int64)
@@ -57,8 +68,12 @@ class LoadTable:
         self.is_open: Mask = np.zeros(8, np.bool_)
         #: longest sequence that can run there
         self.context_limit = np.zeros(8, np.int64)
+        #: smallest of those that are open; 0 = none is
+        self.context_limit_min = 0
         #: free or evictable blocks of HBM at the last heartbeat
         self.room_blocks = np.zeros(8, np.int64)
+        self._numbers: dict[Role, Ints] = {}
+        self._members_changed()
 
     def __len__(self) -> int:
         """Numbers that there are rows for."""
@@ -72,10 +87,12 @@ class LoadTable:
         self.is_open[number] = True
         self.context_limit[number] = context_tokens
         self.room_blocks[number] = hbm_blocks
+        self._members_changed()
 
     def close(self, number: int) -> None:
         """It takes no new requests."""
         self.is_open[number] = False
+        self._members_changed()
 
     def leave(self, number: int) -> None:
         """The row is free. Everything must have been discharged."""
@@ -84,6 +101,21 @@ class LoadTable:
         self.is_open[number] = False
         for table in (self._reported, self._since):
             table[:, number] = 0
+        self._members_changed()
+
+    def _members_changed(self) -> None:
+        self._numbers = {role: np.flatnonzero(self.is_open & (self.role == ROLE_CODE[role])) for role in ROLES}
+        able = self.is_open & (self.role != ROLE_CODE[Role.STORE])
+        self.context_limit_min = int(self.context_limit[able].min()) if able.any() else 0
+
+    def open_numbers(self, role: Role) -> Ints:
+        """Those of a role that take new requests, in order."""
+        return self._numbers[role]
+
+    def longest_context(self) -> int:
+        """The longest sequence that any instance with a model which takes requests can run; 0 = there is none."""
+        able = self.is_open & (self.role != ROLE_CODE[Role.STORE])
+        return int(self.context_limit[able].max(initial=0))
 
     def heartbeat(self, number: int, load: Load) -> None:
         """What it says of itself; it knows of nearly all that was sent before."""

@@ -1,8 +1,9 @@
 """From thousands of instances to the few that a policy looks at, and to a decision (level 2).
 
-Everything per instance is done on arrays. What remains are, for each role, the instances with the least work, those
-with the longest prefix, and those best in the sum of both, which is the shape of any sensible policy: nobody else can
-be better in one respect without being worse in another.
+Everything per instance is done on arrays. What remains are, for each role: the instance with the least work, the one
+with the longest prefix, the one with the longest prefix among those that are not overloaded, the one with the least to
+compute before and for this request, and those that know the session. Whatever a policy weighs, whoever is not among
+them is worse than one of them in all that it can weigh, or nearly as good.
 """
 
 from __future__ import annotations
@@ -13,21 +14,33 @@ import numpy as np
 
 from memserve.cluster.handles import Handles
 from memserve.cluster.jobs import Job
-from memserve.cluster.loads import ROLE_CODE, Ints, LoadTable, Mask
+from memserve.cluster.loads import ROLES, Ints, LoadTable
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.sessions import Sessions
 from memserve.cluster.trees import Matches, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Holder
-from memserve.policy.routing import Ask, Candidate, Holding, Route, RoutingCosts, route
+from memserve.policy.routing import (
+    OVERLOAD_FACTOR,
+    OVERLOAD_TOKENS,
+    Ask,
+    Candidate,
+    Holding,
+    Route,
+    RoutingCosts,
+    route,
+)
 from memserve.types import Caching, Role, Tier
 
-ALL_OF = 8
-"""So many instances of a role are all looked at."""
-BEST_OF = 3
-"""Of more, so many in each respect."""
+ALL_OF = 6
+"""So many instances of a role are all looked at; of more the best in each respect."""
 HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
+_READ_SHARE_BITS = 6
+"""Reading a token of context in a step takes a 64th of computing one, in order of magnitude."""
+_TALL = 1 << 40
+"""Larger than any number of tokens: sorts by what is multiplied with it first."""
+_LAST = -(1 << 62)
 
 
 class Placement(NamedTuple):
@@ -65,13 +78,13 @@ class Placer:
     def place(self, job: Job) -> Placement | None:
         """Who runs ``job``; ``None`` = nobody takes requests that it has not tried, with room for its prompt."""
         prompt_tokens = max(1, len(job.request.prompt))
-        usable = self._usable(job, prompt_tokens)
-        if not usable.any():
+        teams = [numbers for role in ROLES[:3] if len(numbers := self._usable(job, role, prompt_tokens))]
+        if not teams:
             return None
         matches = self._trees.match(self._identities(job), len(self._loads))
         prompt_tokens += max(len(tokens) for tokens in job.emitted)
         ask = self._ask(job, prompt_tokens, matches)
-        candidates = self._candidates(ask, usable, matches)
+        candidates = self._candidates(ask, teams, matches)
         decided = route(self._config.policy, ask, candidates, self.costs)
         if decided is None:
             return None
@@ -80,20 +93,16 @@ class Placer:
         holders = self._holders(ask, decided.first, matches) if first.info.caching else ()
         return Placement(decided, first, decode_at or None, holders, prompt_tokens)
 
-    def longest_context(self) -> int:
-        """The longest sequence that any instance which takes requests can run; 0 = there is none."""
+    def _usable(self, job: Job, role: Role, prompt_tokens: int) -> Ints:
+        """Numbers of those that ``job`` may be given to."""
         loads = self._loads
-        able = loads.is_open & (loads.role != ROLE_CODE[Role.STORE])
-        return int(loads.context_limit[able].max(initial=0))
-
-    def _usable(self, job: Job, prompt_tokens: int) -> Mask:
-        loads = self._loads
-        usable: Mask = loads.is_open & (loads.context_limit > prompt_tokens) & (loads.role != ROLE_CODE[Role.STORE])
-        for peer in job.avoid:
-            member = self._registry.get(peer)
-            if member is not None:
-                usable[member.number] = False
-        return usable
+        numbers = loads.open_numbers(role)
+        if prompt_tokens >= loads.context_limit_min:
+            numbers = numbers[loads.context_limit[numbers] > prompt_tokens]
+        if job.avoid:
+            tried = [member.number for peer in job.avoid if (member := self._registry.get(peer)) is not None]
+            numbers = numbers[~np.isin(numbers, tried)]
+        return numbers
 
     def _identities(self, job: Job) -> bytes:
         """Computed when it is needed first: before any member has joined, nobody knows of what model they are."""
@@ -125,37 +134,37 @@ class Placer:
         )
 
     def _longest(self, matches: Matches) -> tuple[Holding, ...]:
-        """The holders of most of the prompt, those with less of it in DRAM first: one more than will be named."""
-        holders = matches.holders
-        score = 2 * matches.blocks[holders] - (matches.dram_blocks[holders] > 0)
-        best = holders[_smallest(-score, holders, HOLDERS_MAX + 1)]
-        block_tokens = self._block_tokens()
-        return tuple(
-            Holding(number, int(matches.blocks[number]) * block_tokens, self._registry.numbered(number).info.host_id)
-            for number in best.tolist()
-        )
+        """The holder of most of the prompt. No other matters: whoever has as much itself needs nobody's."""
+        if not matches.holders:
+            return ()
+        number = int(matches.blocks.argmax())
+        tokens = int(matches.blocks[number]) * self._block_tokens()
+        return (Holding(number, tokens, self._registry.numbered(number).info.host_id),)
 
-    def _candidates(self, ask: Ask, usable: Mask, matches: Matches) -> list[Candidate]:
-        loads = self._loads
+    def _candidates(self, ask: Ask, teams: list[Ints], matches: Matches) -> list[Candidate]:
+        loads, block_tokens = self._loads, self._block_tokens()
         work = loads.work()
-        block_tokens = self._block_tokens()
+        prefill, context = work[0], work[2]
         matched = matches.blocks * block_tokens
-        busy = work[0] + work[2]
-        chosen: dict[int, None] = {}
-        for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
-            numbers = np.flatnonzero(usable & (loads.role == ROLE_CODE[role]))
-            for number in _few(numbers, busy, matched, ask.favourites):
-                chosen[number] = None
-        some = np.fromiter(chosen, np.int64, len(chosen))
-        room = loads.room_blocks[some] * block_tokens - loads.context_sent()[some]
-        columns = np.stack((*work[:, some], room, matched[some], matches.dram_blocks[some]))
-        return [
-            self._candidate(number, column, block_tokens)
-            for number, column in zip(chosen, columns.T.tolist(), strict=True)
-        ]
+        cost = prefill + (context >> _READ_SHARE_BITS) - matched
+        scores = _Scores(prefill + context, cost, matched, bool(matches.holders))
+        some = [number for numbers in teams for number in scores.best_of(numbers, ask.favourites)]
+        at = np.array(some)
+        room = loads.room_blocks[at] * block_tokens - loads.context_sent()[at]
+        columns = (*work[:, at].tolist(), room.tolist(), matched[at].tolist(), matches.dram_blocks[at].tolist())
+        return [self._candidate(block_tokens, *row) for row in zip(some, *columns, strict=True)]
 
-    def _candidate(self, number: int, column: list[int], block_tokens: int) -> Candidate:
-        prefill, sequences, context, room, matched, dram_blocks = column
+    def _candidate(
+        self,
+        block_tokens: int,
+        number: int,
+        prefill: int,
+        sequences: int,
+        context: int,
+        room: int,
+        matched: int,
+        dram_blocks: int,
+    ) -> Candidate:
         info = self._registry.numbered(number).info
         dram = dram_blocks * block_tokens
         return Candidate(
@@ -163,35 +172,45 @@ class Placer:
         )
 
     def _holders(self, ask: Ask, first: Candidate, matches: Matches) -> tuple[Holder, ...]:
+        """Those who have more of the prompt than ``first``, most of it first; in HBM rather than in DRAM."""
+        if not ask.holdings or ask.holdings[0].tokens <= first.matched_tokens:
+            return ()
+        block_tokens = self._block_tokens()
+        blocks, dram = matches.blocks, matches.dram_blocks
+        more = np.flatnonzero(blocks > first.matched_tokens // block_tokens)
+        if len(more) > HOLDERS_MAX:
+            order = np.lexsort((more, dram[more] > 0, -blocks[more]))
+            more = more[order[:HOLDERS_MAX]]
         return tuple(
             Holder(
-                self._registry.numbered(holding.number).peer,
-                holding.tokens,
-                Tier.DRAM if matches.dram_blocks[holding.number] else Tier.HBM,
+                self._registry.numbered(number).peer,
+                int(blocks[number]) * block_tokens,
+                Tier.DRAM if dram[number] else Tier.HBM,
             )
-            for holding in ask.holdings
-            if holding.number != first.number and holding.tokens > first.matched_tokens
-        )[:HOLDERS_MAX]
+            for number in sorted(more.tolist(), key=lambda k: (-blocks[k], dram[k] > 0, k))
+        )
 
 
-def _smallest(score: Ints, numbers: Ints, count: int) -> Ints:
-    """Positions of the ``count`` smallest scores, in order; of equal ones those with the lowest number."""
-    if not len(score):
-        return np.zeros(0, np.int64)
-    distinct: Ints = score * (int(numbers.max()) + 1) + numbers
-    if len(distinct) > count:
-        best = np.argpartition(distinct, count)[:count]
-        return best[np.argsort(distinct[best])]
-    return np.argsort(distinct)
+class _Scores(NamedTuple):
+    """What instances are compared in, by number; the lowest number wins among equals."""
 
+    busy: Ints
+    cost: Ints
+    matched: Ints
+    any_match: bool
 
-def _few(numbers: Ints, busy: Ints, matched: Ints, favourites: tuple[int, ...]) -> list[int]:
-    """Of the instances ``numbers`` those worth a look, in order of their numbers."""
-    if len(numbers) <= ALL_OF:
-        kept: list[int] = numbers.tolist()
-        return kept
-    busy, matched = busy[numbers], matched[numbers]
-    scores = (busy - matched, busy, -matched) if matched.any() else (busy,)
-    best = {int(numbers[at]) for score in scores for at in _smallest(score, numbers, BEST_OF)}
-    best.update(int(number) for number in favourites if number in numbers)
-    return sorted(best)
+    def best_of(self, numbers: Ints, favourites: tuple[int, ...]) -> list[int]:
+        """Of the instances ``numbers`` (in order) those worth a look, in order."""
+        if len(numbers) <= ALL_OF:
+            kept: list[int] = numbers.tolist()
+            return kept
+        busy = self.busy[numbers]
+        least = busy.argmin()
+        best = {least, self.cost[numbers].argmin()}
+        if self.any_match:
+            longest = self.matched[numbers] * _TALL - busy
+            overloaded = busy > OVERLOAD_FACTOR * busy[least] + OVERLOAD_TOKENS
+            best |= {longest.argmax(), np.where(overloaded, _LAST, longest).argmax()}
+        chosen = {int(numbers[at]) for at in best}
+        chosen.update(known for known in favourites if known in numbers)
+        return sorted(chosen)

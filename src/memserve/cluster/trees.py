@@ -46,9 +46,9 @@ class Matches(NamedTuple):
 
     blocks: Ints
     dram_blocks: Ints
-    """Of them, in DRAM."""
-    holders: Ints
-    """Numbers of those that have any of it."""
+    """Of them, in DRAM alone."""
+    holders: int
+    """How many have any of it."""
 
 
 @dataclass(slots=True)
@@ -187,11 +187,14 @@ class Trees:
 
     def match(self, identities: bytes, numbers: int) -> Matches:
         """Who has how much of a prompt; ``numbers``: length of the arrays."""
-        blocks, dram = np.zeros(numbers, np.int64), np.zeros(numbers, np.int64)
-        found = self.directory.match_array(identities)
-        holders = found[:, 0].astype(np.int64)
-        blocks[holders], dram[holders] = found[:, 1], found[:, 2]
-        return Matches(blocks, dram, holders)
+        dense: Ints = np.zeros((2, numbers), np.int64)
+        found = self.directory.match_array(identities) if identities else ()
+        count = len(found)
+        if count:
+            rows = np.asarray(found).T  # by holder: if the last one's number is count - 1, nobody is missing before it
+            where = slice(count) if rows[0, -1] == count - 1 else rows[0]
+            dense[:, where] = rows[1:]
+        return Matches(dense[0], dense[1], count)
 
     def expect(self, number: int, identities: bytes, now: int) -> None:
         """These blocks were sent there to be computed or decoded."""

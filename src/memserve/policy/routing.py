@@ -214,22 +214,50 @@ def first_cost(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> FirstCost
     """The best way for ``candidate`` to get the prompt's KV: recompute, swap in, fetch, each for what lies there."""
     prompt, last = ask.prompt_tokens, ask.prompt_tokens - 1  # the last token's logits are always computed
     queue_ns = _queue_ns(ask, candidate, costs)
+    own = min(candidate.matched_tokens, last)
     hbm = min(candidate.matched_tokens - candidate.dram_tokens, last)
     best = FirstCost(queue_ns, 0, 0, costs.prefill_ns(prompt - hbm, hbm), hbm)
-    own, swap_ns = min(candidate.matched_tokens, last), 0
+    swap_ns = 0
     if own > hbm:
         swap_ns = costs.swap_in_ns((own - hbm) * ask.token_bytes)
-        swapped = FirstCost(queue_ns, 0, swap_ns, costs.prefill_ns(prompt - own, own), own)
-        best = min(best, swapped, key=lambda cost: cost.total_ns)
+        best = _cheaper(best, FirstCost(queue_ns, 0, swap_ns, costs.prefill_ns(prompt - own, own), own))
     for holding in ask.holdings:
         there = min(holding.tokens, last)
-        if holding.number == candidate.number or there <= own:
-            continue
-        same_host = _same_host(holding.host_id, candidate.host_id)
-        fetch_ns = costs.transfer_ns((there - own) * ask.token_bytes, same_host)
-        fetched = FirstCost(queue_ns, fetch_ns, swap_ns, costs.prefill_ns(prompt - there, there), there)
-        best = min(best, fetched, key=lambda cost: cost.total_ns)
+        if there > own and holding.number != candidate.number:
+            same_host = _same_host(holding.host_id, candidate.host_id)
+            fetch_ns = costs.transfer_ns((there - own) * ask.token_bytes, same_host)
+            fetched = FirstCost(queue_ns, fetch_ns, swap_ns, costs.prefill_ns(prompt - there, there), there)
+            best = _cheaper(best, fetched)
     return best
+
+
+def _cheaper(one: FirstCost, other: FirstCost) -> FirstCost:
+    return other if other.total_ns < one.total_ns else one
+
+
+class _Remembered:
+    """Costs for one decision: candidates are alike in much, so the same is asked for again and again."""
+
+    __slots__ = ("_costs", "_prefill", "_transfer", "decode_step_ns", "swap_in_ns")
+
+    def __init__(self, costs: RoutingCosts) -> None:
+        self._costs = costs
+        self._prefill: dict[tuple[int, int], int] = {}
+        self._transfer: dict[tuple[int, bool], int] = {}
+        self.decode_step_ns = costs.decode_step_ns
+        self.swap_in_ns = costs.swap_in_ns
+
+    def prefill_ns(self, new_tokens: int, context_tokens: int) -> int:
+        key = new_tokens, context_tokens
+        if key not in self._prefill:
+            self._prefill[key] = self._costs.prefill_ns(new_tokens, context_tokens)
+        return self._prefill[key]
+
+    def transfer_ns(self, copy_bytes: int, same_host: bool) -> int:
+        key = copy_bytes, same_host
+        if key not in self._transfer:
+            self._transfer[key] = self._costs.transfer_ns(copy_bytes, same_host)
+        return self._transfer[key]
 
 
 def _same_host(one: str, other: str) -> bool:
@@ -286,6 +314,7 @@ class Weighed(NamedTuple):
 
 def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> list[Weighed]:
     """Every pair, and everyone who would do all of it alone."""
+    costs = _Remembered(costs)
     ready = [_decoder(ask, candidate, costs) for candidate in decoders]
     weighed = []
     for candidate in first:
