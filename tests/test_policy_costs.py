@@ -16,6 +16,7 @@ from memserve.policy.curves import CopyCurve, DecodeCurve, PrefillCurve, attende
 from memserve.policy.decision import Decision, Prefix, Way
 from memserve.policy.fit import Sample, fit_copy, fit_decode, fit_held_out, fit_prefill
 from memserve.policy.preemption import PreemptionCosts, PreemptionModel
+from memserve.policy.reuse import FetchChoice, worth_fetching
 from memserve.types import KVGeometry
 
 GEOMETRY = KVGeometry(4, 2, 16, 16, "float32", block_tokens=8)
@@ -55,6 +56,7 @@ def test_more_work_never_takes_less_time(model: CostModel, first: int, second: i
         assert cost(first, second + pieces) >= here
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(0, 40))
 def test_pairs_are_counted_as_a_causal_mask_has_them(new: int, context: int) -> None:
     mask = [[key <= context + query for key in range(context + new)] for query in range(new)]
@@ -287,3 +289,36 @@ def test_whatever_is_learnt_costs_stay_ordered(model: CostModel, steps: list[tup
     costs = [learning.recompute_ns(tokens) for tokens in (0, 1, 100, 1000)]
     assert costs == sorted(costs) and costs[0] == 0 and learning.prefill_ns_per_token >= 1
     assert learning.model.prefill_ns(1000) == costs[-1]
+
+
+# -- worth the wait
+
+
+@settings(max_examples=150, deadline=None)
+@given(models(), prefixes(), st.integers(0, 10**9), st.integers(1, 10**10), st.integers(0, 10**9))
+def test_what_is_fetched_is_whole_blocks_that_are_expected_to_be_quicker(
+    model: CostModel, prefix: Prefix, queue_ns: int, wait_max_ns: int, busy_ns: int
+) -> None:
+    choice = worth_fetching(model, GEOMETRY, prefix, queue_ns=queue_ns, wait_max_ns=wait_max_ns, link_busy_ns=busy_ns)
+    assert 0 <= choice.tokens <= prefix.remote_tokens and choice.tokens % GEOMETRY.block_tokens == 0
+    if not choice.tokens:
+        assert (choice.wait_ns, choice.link_ns) == (0, 0)
+        return
+    assert 1 <= choice.wait_ns <= wait_max_ns
+    own = prefix.hbm_tokens + prefix.dram_tokens
+    assert choice.wait_ns <= max(1, queue_ns + model.prefill_ns(choice.tokens, own))
+    blocks = choice.tokens // GEOMETRY.block_tokens
+    assert choice.link_ns == model.transfer_ns(blocks * GEOMETRY.block_bytes, prefix.same_host, blocks)
+
+
+def test_those_who_come_together_share_the_link() -> None:
+    """Each fetch takes 0.2 ms and saves 0.3 ms: the first pays, the second would end too late."""
+    model = CostModel(prefill=PrefillCurve(0, 1000, 0), same_host=CopyCurve(200_000, 0, 0))
+    prefix = Prefix(400, remote_tokens=304)
+
+    def choose(busy_ns: int) -> FetchChoice:
+        return worth_fetching(model, GEOMETRY, prefix, queue_ns=0, wait_max_ns=10**9, link_busy_ns=busy_ns)
+
+    first = choose(0)
+    assert (first.tokens, first.link_ns) == (304, 200_000)
+    assert choose(first.link_ns).tokens == 0

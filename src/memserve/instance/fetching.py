@@ -20,7 +20,7 @@ from memserve.types import KVGeometry, TokenArray
 class Fetches:
     """All requests that wait for a prefix from elsewhere."""
 
-    __slots__ = ("_exchange", "_geometry", "_roster", "_wait_max_ns", "asked", "far", "fetched_tokens")
+    __slots__ = ("_exchange", "_geometry", "_link_ns", "_roster", "_wait_max_ns", "asked", "far", "fetched_tokens")
 
     def __init__(self, roster: Roster, exchange: Exchange, geometry: KVGeometry, wait_max_ns: int) -> None:
         self._roster = roster
@@ -29,6 +29,8 @@ class Fetches:
         self._wait_max_ns = wait_max_ns
         #: fetch id -> the request that waits for it, and who was asked
         self.asked: dict[str, tuple[Group, Holder]] = {}
+        #: fetch id -> how long the link is expected to be busy with it: those who come together share the link
+        self._link_ns: dict[str, int] = {}
         #: names of peers whose pages come over a network
         self.far: dict[str, bool] = {}
         self.fetched_tokens = 0
@@ -62,6 +64,7 @@ class Fetches:
                 holder.peer, tenant, tokens[:end], own // block_tokens, end // block_tokens, now, now + choice.wait_ns
             )
             self.asked[orders.fetch_id] = (group, holder)
+            self._link_ns[orders.fetch_id] = choice.link_ns
             return True
         return False
 
@@ -69,11 +72,19 @@ class Fetches:
         learnt = self._roster.costs
         prefix = Prefix(known, own, 0, remote, same_host=not self.far.get(holder, False))
         queue_ns = learnt.recompute_ns(self._roster.prefill_tokens_queued())
-        return worth_fetching(learnt.model, self._geometry, prefix, queue_ns=queue_ns, wait_max_ns=wait_max_ns)
+        return worth_fetching(
+            learnt.model,
+            self._geometry,
+            prefix,
+            queue_ns=queue_ns,
+            wait_max_ns=wait_max_ns,
+            link_busy_ns=sum(self._link_ns.values()),
+        )
 
     def ended(self, outcome: FetchEnded, now: int) -> None:
         """The KV is in the index, or will not come; then the next holder may be asked."""
         group, holder = self.asked.pop(outcome.transfer_id)
+        del self._link_ns[outcome.transfer_id]
         orders = group.orders
         if orders is None:
             return
@@ -94,9 +105,10 @@ class Fetches:
         orders = group.orders
         if orders is not None and orders.fetch_id is not None:
             self._exchange.give_up(orders.fetch_id, "the request has ended")
-            del self.asked[orders.fetch_id]
+            del self.asked[orders.fetch_id], self._link_ns[orders.fetch_id]
             orders.fetch_id = None
 
     def clear(self) -> None:
         """The instance was expelled: everything has ended."""
         self.asked.clear()
+        self._link_ns.clear()

@@ -19,12 +19,15 @@ class FetchChoice:
     """How long an answer is worth waiting for."""
     reason: str
     """Why, in one line for people."""
+    link_ns: int = 0
+    """How long the link is expected to be busy with it."""
 
 
 def worth_fetching(
-    costs: CostModel, geometry: KVGeometry, prefix: Prefix, *, queue_ns: int, wait_max_ns: int
+    costs: CostModel, geometry: KVGeometry, prefix: Prefix, *, queue_ns: int, wait_max_ns: int, link_busy_ns: int = 0
 ) -> FetchChoice:
-    """How much of ``prefix.remote_tokens`` to fetch, and how long to wait for it.
+    """How much of ``prefix.remote_tokens`` to fetch, and how long to wait for it. ``link_busy_ns``: what other requests
+    fetch already.
 
     The wait is bounded by the time that computing the same tokens would take, behind the work that is before them in
     any case: so a holder that never answers at most doubles the time to the first token.
@@ -37,6 +40,7 @@ def worth_fetching(
         geometry,
         same_host=prefix.same_host,
         queue_ns=queue_ns,
+        link_busy_ns=link_busy_ns,
     )
     tokens = decision.tokens(Way.FETCH)
     own = prefix.hbm_tokens + prefix.dram_tokens
@@ -46,4 +50,5 @@ def worth_fetching(
     if not tokens:
         return FetchChoice(0, 0, decision.reason)
     computing_ns = costs.prefill_ns(tokens, own)
-    return FetchChoice(tokens, max(1, min(wait_max_ns, queue_ns + computing_ns)), decision.reason)
+    link_ns = costs.transfer_ns(tokens * geometry.token_bytes, prefix.same_host, tokens // geometry.block_tokens)
+    return FetchChoice(tokens, max(1, min(wait_max_ns, queue_ns + computing_ns)), decision.reason, link_ns)
