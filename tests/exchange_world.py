@@ -384,8 +384,8 @@ class World:
         node = self.by_peer(to)
         return node.hear(sender, message) if node is not None else []
 
-    def step(self) -> bool:
-        """Something of what is under way happens, in a fixed order; ``False`` = all quiet."""
+    def step(self, pulls: bool = True) -> bool:
+        """Something of what is under way happens, in a fixed order; ``False`` = all quiet (but for pulls)."""
         for link in list(self.links):
             self.deliver(link)
             return True
@@ -393,7 +393,7 @@ class World:
             if node.seals:
                 node.seal(node.seals[0])
                 return True
-            if node.pulls:
+            if node.pulls and pulls:
                 node.answer(node.pulls[0])
                 return True
             if node.plans:

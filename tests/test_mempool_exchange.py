@@ -824,10 +824,36 @@ def test_blocks_go_where_their_sender_has_allocated(world, insert) -> None:
     assert isinstance(last(d), Inserted if insert else Delivered)
     assert d.pool.match("", array(PROMPT)) == (2 * BLOCK if insert else 0)
     assert [block for block in blocks if d.pool.ref_count(Tier.HBM, block) == 2] == list(blocks)
+    again = p.offer(d.peer, p.compute("", [1] * BLOCK), 0, 1, insert=False, dst_blocks=blocks[:1])
+    p.exchange.computed(again, 0, 1)
+    world.run()
+    assert "in use" in last(p).reason, "what is cached or delivered is overwritten"
     p.exchange.free_at(call_id)
     p.take([])
     world.run()
     assert d.exchange.references() == {}
+
+
+def test_a_destination_is_not_used_again_while_the_host_still_writes_to_it(world) -> None:
+    p, d = pair(world)
+    call_id = allocated(p, d, 1)
+    world.run()
+    blocks = p.remote[call_id][2]
+    first = p.offer(d.peer, p.compute("", [1] * BLOCK), 0, 1, insert=False, dst_blocks=blocks)
+    p.exchange.computed(first, 0, 1)
+    while not d.pulls:
+        world.step()
+    d.exchange.give_up(first, "a change of mind")
+    seq = p.compute("", [2] * BLOCK)
+    for still_writing in (True, False):
+        offer_id = p.offer(d.peer, seq, 0, 1, insert=False, dst_blocks=blocks, private=raw_label(seq, 0))
+        p.exchange.computed(offer_id, 0, 1)
+        p.take([])
+        while world.step(pulls=False):
+            pass
+        assert (last(p).transfer_id == offer_id and "in use" in last(p).reason) == still_writing
+        world.run()
+    assert last(p) == Released(offer_id, d.peer, True, "")
 
 
 def test_blocks_that_belong_to_somebody_else_are_no_destination(world) -> None:

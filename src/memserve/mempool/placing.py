@@ -45,11 +45,9 @@ def place(
     allocated, or is ``dst_blocks``. A raw transfer has no use for the cache.
     """
     offer, pool = imported.offer, desk.pool
-    misfit = desk.misfit(imported.sender)
-    if misfit is not None:
-        return Never(misfit)
-    if not remote.holds(imported.sender, offer.dst_tier, offer.dst_blocks):
-        return Never("destinations that were not allocated for the sender")
+    reason = desk.misfit(imported.sender) or remote.refusal(imported.sender, offer.dst_tier, offer.dst_blocks)
+    if reason is not None:
+        return Never(reason)
     if offer.request is None and not offer.insert:
         return _extend(desk, fences, imported, Lease(), offer.first_block, headroom_blocks)
     reach = offer.first_block if offer.dst_blocks else imported.end_block

@@ -7,7 +7,7 @@ only blocks that it may name as the destination of a transfer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memserve.mempool.desk import Deadlines, Desk, Place, Standing, is_gone
@@ -83,10 +83,19 @@ class Remote:
         allocation.over = True
         self._desk.release(allocation.tier, allocation.blocks)
 
-    def holds(self, peer: Peer, tier: Tier, blocks: Iterable[int]) -> bool:
-        """Whether all of ``blocks`` were allocated for ``peer``."""
-        mine = [lent.blocks for lent in self._lent.values() if lent.peer == peer and lent.tier == tier]
-        return set(blocks) <= {block for held in mine for block in held}
+    def refusal(self, peer: Peer, tier: Tier, blocks: Sequence[int]) -> str | None:
+        """Why ``peer`` may not have ``blocks`` written to; ``None`` = it may.
+
+        They must have been allocated for it, and nobody else may refer to them: not a transfer that is under way (or
+        was given up while the host still writes), not the index (what is cached never changes), not the receiver of an
+        earlier transfer.
+        """
+        lent = [held.blocks for held in self._lent.values() if held.peer == peer and held.tier == tier]
+        if not set(blocks) <= {block for held in lent for block in held}:
+            return "destinations that were not allocated for the sender"
+        if any(self._desk.pool.ref_count(tier, block) > 1 for block in blocks):
+            return "destinations that are in use: transferred to before, and not given up"
+        return None
 
     # -- as the one who asks
 
