@@ -267,7 +267,7 @@ class Offer(Message, frozen=True, tag=True):
 
 
 class MoreBlocks(Message, frozen=True, tag=True):
-    """The owner has got further blocks for an offer that is under way (``first_block`` counts from the prompt's
+    """The owner has got further HBM blocks for a handoff under way (``first_block`` counts from the prompt's
     start)."""
 
     transfer_id: str

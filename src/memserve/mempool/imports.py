@@ -93,7 +93,7 @@ class Imports:
             expected = imported.sources_end
             self._fail(imported, f"blocks from {message.first_block}, {expected} expected: a message is lost")
             return
-        imported.sources += [(imported.offer.tier, block) for block in message.blocks]
+        imported.sources += [(Tier.HBM, block) for block in message.blocks]
         if imported.sources_end > imported.end_block:
             self._fail(imported, f"{imported.sources_end} blocks for {len(imported.offer.tokens)} tokens")
 
