@@ -135,6 +135,7 @@ def test_a_corrupted_source_is_reported(pair: tuple[Taker, Owner]) -> None:
         owner.overwrite(Tier.HBM, 2 * BLOCK + 3 * PAGE + 77)
         answer = taker.do(job)
         assert "1 of 3 blocks have another checksum" in answer.error and answer.pulled_bytes == 0
+        assert answer.mismatches == 1
         assert taker.do(taker.pull(owner, (1, 2, 3), (1, 2, 3), by_page=by_page)).error == ""
         owner.overwrite(Tier.HBM, 2 * BLOCK + 3 * PAGE + 77)
 

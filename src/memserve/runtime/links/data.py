@@ -17,7 +17,7 @@ from memserve.errors import UserError, check
 from memserve.mempool.jobs import CancelPulls, PageJob, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import ArenaPlace, Peer, PeerInfo
 from memserve.runtime.links.lanes import Lanes, Task
-from memserve.runtime.links.link import Arenas, LinkError, PageLink, UnreachableError
+from memserve.runtime.links.link import Arenas, ChecksumError, LinkError, PageLink, UnreachableError
 from memserve.runtime.links.nixl import NixlLink
 from memserve.runtime.links.nixl_agent import nixl_is_installed
 from memserve.runtime.links.ranges import Ranges, block_ranges, fits, layer_offsets
@@ -172,7 +172,7 @@ class PagePort:
 
     def _pull(self, pull: _Pull, link: PageLink, route: _Route) -> None:
         """Read, compare, answer; or leave it to the next link."""
-        begin_ns, pulled_bytes, error = time.monotonic_ns(), 0, ""
+        begin_ns, pulled_bytes, error, mismatches = time.monotonic_ns(), 0, "", 0
         try:
             if self._closing or pull.number < route.cancelled_before:
                 raise LinkError("not begun: cancelled")
@@ -181,13 +181,15 @@ class PagePort:
             self._give_up(link, route, pull.job.peer, str(reason))
             self._pull_later(pull, str(reason))
             return
+        except ChecksumError as reason:
+            error, mismatches = str(reason), reason.wrong_blocks
         except LinkError as reason:
             error = str(reason)
         except Exception as reason:
             log.exception("pull %s failed", pull.job.job_id)
             error = f"{type(reason).__name__}: {reason}"
         spent_ns = time.monotonic_ns() - begin_ns
-        self._answer(PagesPulled(pull.job.job_id, error, pulled_bytes, link.name, spent_ns))
+        self._answer(PagesPulled(pull.job.job_id, error, pulled_bytes, link.name, spent_ns, mismatches))
 
     def _read(self, job: PullPages, link: PageLink) -> int:
         """Bytes pulled; every block has the checksum that its owner gave."""
@@ -203,7 +205,7 @@ class PagePort:
             seals = link.read(job.peer, job.src_tier, job.dst_tier, blocks)
         wrong = np.flatnonzero(seals != np.array(job.checksums, np.uint64))
         if len(wrong):
-            raise LinkError(f"{len(wrong)} of {len(blocks)} blocks have another checksum than their owner said")
+            raise ChecksumError(len(wrong), len(blocks))
         return blocks.total_bytes
 
     def _landed(self, job: PullPages, blocks: Ranges) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

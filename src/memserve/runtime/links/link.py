@@ -25,6 +25,14 @@ class UnreachableError(LinkError):
     """The peer cannot be read over this link; another one may do."""
 
 
+class ChecksumError(LinkError):
+    """What came is not what its owner had sealed."""
+
+    def __init__(self, wrong: int, blocks: int) -> None:
+        super().__init__(f"{wrong} of {blocks} blocks have another checksum than their owner said")
+        self.wrong_blocks = wrong
+
+
 class ArenaMemory(Protocol):
     """An arena of ours, as ``_core.SharedArena`` is."""
 
