@@ -138,7 +138,7 @@ operations = st.one_of(
     st.tuples(st.sampled_from(["store", "move"]), holders_, tiers, runs),
     st.tuples(st.just("store"), holders_, tiers, runs.map(lambda run: run + run)),
     st.tuples(st.just("evict"), holders_, runs, st.none() | tiers),
-    st.tuples(st.just("speculate"), holders_, runs, st.integers(0, 30)),
+    st.tuples(st.just("speculate"), holders_, runs | runs.map(lambda run: run + run), st.integers(0, 30)),
     st.tuples(st.just("expire"), st.integers(0, 30)),
     st.tuples(st.just("clear"), holders_),
 )
