@@ -91,6 +91,19 @@ def test_a_request_is_prefilled_here_and_decoded_there(make):
     assert dict(client.outputs[0].story)["route"] == "p to d" and dict(client.outputs[-1].story)["attempts"] == 1
 
 
+def test_who_decodes_tells_the_client_what_came_to_it(make):
+    """Its first output is the client's second: facts that stand there are told all the same."""
+    world = make(("p", P), ("d", D))
+    world.post(RequestArrived(a_request("r", PROMPT, max_tokens=5)))
+    client = world.clients["r"]
+    first, second = lone_answer(client.request, 0)[0][:2]
+    world.hear(Peer("p", 1), Tokens((TokenOutput("r#1", 0, (first,), story=(("cached_tokens_hbm", 4),)),)))
+    world.hear(Peer("d", 1), Tokens((TokenOutput("r#1", 0, (second,), offset=1, story=(("pulled_blocks", 3),)),)))
+    assert [dict(output.story).get("cached_tokens_hbm") for output in client.outputs] == [4, None]
+    assert client.outputs[1].story == (("pulled_blocks", 3),)
+    world.run()
+
+
 def test_a_colocated_instance_does_it_alone(make):
     world = make(("c", C))
     client = world.ask(a_request("r", PROMPT))

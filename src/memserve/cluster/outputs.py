@@ -134,7 +134,7 @@ class OutputDesk:
         index = output.index
         first = not job.introduced[index]
         queue_ns = output.queue_ns if first else None
-        told = job.told() + output.story if first or output.finish_reason is not None else ()
+        told = job.told() if first or output.finish_reason is not None else ()
         return TokenOutput(
             job.request_id,
             index,
@@ -145,6 +145,6 @@ class OutputDesk:
             prompt_logprobs=output.prompt_logprobs if first else None,
             cumulative_logprob=output.cumulative_logprob,
             queue_ns=None if queue_ns is None else queue_ns + attempt.dispatched_ns - job.arrived_ns,
-            story=told,
+            story=told + output.story,  # who decodes tells what came to it with its first output, the client's second
             offset=len(job.emitted[index]),
         )
