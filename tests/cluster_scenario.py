@@ -119,18 +119,35 @@ def draw(seed: int, setting: Setting) -> Scenario:
         delay_ns=random.choice([(50_000, 200_000), (50_000, 2 * MS), (1 * MS, 20 * MS)]),
         pull_ns=random.choice([(10_000, 100_000), (100_000, 3 * MS), (1 * MS, 40 * MS)]),
     )
-    scenario.conversations = _draw_clients(random, context)
+    if random.random() < 0.3:
+        _make_hectic(random, scenario, least)
+    else:
+        scenario.conversations = _draw_clients(random, context, random.randint(2, 6))
     if setting.faulty:
         scenario.faults = _draw_faults(random, len(roles))
     return scenario
 
 
-def _draw_clients(random: Random, context: int) -> list[Conversation]:
+def _make_hectic(random: Random, scenario: Scenario, least: int) -> None:
+    """Many clients at once, who change their minds; memory for one or two of them; pages that take many steps."""
+    scenario.hbm_blocks = tuple(least + random.randint(0, 4) for _ in scenario.hbm_blocks)
+    scenario.pull_ns = random.choice([(2 * MS, 10 * MS), (5 * MS, 60 * MS)])
+    scenario.step_ns = (MS // 2, 2 * MS)
+    scenario.running = random.choice([6, 12])
+    scenario.conversations = _draw_clients(random, scenario.context_tokens, random.randint(6, 12))
+    for conversation in scenario.conversations:
+        conversation.starts_ns //= random.choice([1, 4, 20])
+        for turn in conversation.turns:
+            if random.random() < 0.25:
+                turn.cancel_after_ns = random.randint(0, 80) * MS
+
+
+def _draw_clients(random: Random, context: int, count: int) -> list[Conversation]:
     families = [[random.randrange(VOCAB) for _ in range(context)] for _ in range(3)]
     tenants = random.choice([[""], [""], ["", "other"]])
     exotic = random.random()  # how many of this scenario's requests are out of the ordinary
     clients = []
-    for number in range(random.randint(2, 6)):
+    for number in range(count):
         prefix = random.choice(families)[: random.choice([0, 4, 9, 16, 21, context // 2])]
         turns = [_draw_turn(random, exotic) for _ in range(random.randint(1, 4))]
         turns[0].new_tokens = turns[0].new_tokens or [number % VOCAB]
