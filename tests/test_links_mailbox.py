@@ -130,6 +130,17 @@ def test_only_the_generation_that_is_meant_hears(open_box: Callable[..., Reader]
     assert len(b.heard) == 2
 
 
+def test_whoever_has_the_name_is_reached_over_a_line_to_one_that_is_known(open_box: Callable[..., Reader]) -> None:
+    """An instance joins again: its router is known, but may have been started anew."""
+    a, b = open_box(A), open_box(Peer("b", 7))
+    a.box.connect(Peer("b", 7), b.box.address)
+    a.box.send(Peer("b", 0), AskEvents(1))
+    a.box.send(Peer("b", 6), AskEvents(2))
+    a.box.send(Peer("b", 7), AskEvents(3))
+    assert b.wait(2) == [AskEvents(1), AskEvents(3)]
+    assert a.box.counters.lost_unknown == 1
+
+
 def vars_of(reader: Reader) -> tuple[int, int]:
     return reader.box.counters.received, reader.box.counters.misdirected
 

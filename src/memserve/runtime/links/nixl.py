@@ -3,6 +3,9 @@
 Without progress on the owner's side a READ does not end: over TCP because the owner sends, on one host because the
 connection takes both. NIXL's own thread costs 60 % of a core while nothing happens (1.5, UCX). Ours looks now and
 then, and more often for a while after pages were sealed, for then somebody is about to read them.
+
+UCX listens on every network interface, and asks nobody for the cluster's secret: this link is for networks that can be
+trusted (``UCX_NET_DEVICES`` names the interfaces that it may use). Instances on one host need no NIXL.
 """
 
 from __future__ import annotations
