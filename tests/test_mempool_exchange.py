@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
 
 import numpy as np
 import pytest
 
 from exchange_world import BLOCK, GEOMETRY, LAYERS, LEASE_NS, Node, World, array, raw_label
 from memserve.errors import InvariantError
+from memserve.mempool.desk import Deadlines
+from memserve.mempool.fences import Fences
 from memserve.mempool.jobs import PagesPulled, PagesSealed
 from memserve.mempool.outcomes import (
     Delivered,
@@ -994,3 +998,52 @@ def test_actions_are_taken_once() -> None:
     assert len(actions) == 1 and isinstance(actions[0], Send) and actions[0].to == d.peer
     assert p.exchange.take_actions() == []
     assert "exports=1" in repr(p.exchange) and np.all(actions[0].message.tokens == array([]))
+
+
+# -- the parts, next to simple ones
+
+
+@dataclass(eq=False)
+class Thing:
+    deadline_ns: int
+    over: bool = False
+
+
+def test_deadlines_are_those_of_a_sorted_list() -> None:
+    random, deadlines, things = Random(5), Deadlines(), []
+    for now in range(3000):
+        thing = Thing(now + random.randint(0, 400))
+        deadlines.add(thing)
+        things.append(thing)
+        if random.random() < 0.8:
+            random.choice(things).over = True
+        while (due := deadlines.pop_due(now)) is not None:
+            assert due in things and not due.over and due.deadline_ns <= now
+            things.remove(due)
+        things = [thing for thing in things if not thing.over]
+        assert deadlines.next_ns() == min((thing.deadline_ns for thing in things), default=None)
+        assert min((thing.deadline_ns for thing in things), default=now + 1) > now
+    assert len(deadlines._heap) <= max(64, 4 * len(things)), "what has ended is kept in memory"
+
+
+def test_fences_open_in_order_and_only_when_their_plan_has_finished() -> None:
+    random, pool = Random(6), World().add("n").pool
+    fences, waiting, opened = Fences(pool), [], []
+    for at in range(2000):
+        if random.random() < 0.5:
+            fence = random.choice([0, fences.finished, fences.made, fences.now()])
+            fences.when_passed(fence, partial(opened.append, (fence, at)))
+            waiting.append((fence, at))
+        elif random.random() < 0.5:
+            fences.plan_made(fences.made + random.randint(1, 2))
+        elif fences.finished < fences.made:
+            fences.plan_finished(random.randint(fences.finished + 1, fences.made))
+        assert opened == sorted(entry for entry in waiting if entry[0] <= fences.finished)
+        waiting = [entry for entry in waiting if entry[0] > fences.finished]
+        opened.clear()
+        fences.check_invariants()
+    assert not fences.wants_plan
+    with pytest.raises(InvariantError):
+        fences.plan_made(fences.made)
+    with pytest.raises(InvariantError):
+        fences.plan_finished(fences.made + 1)
