@@ -219,6 +219,15 @@ def test_links_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         port.close()
 
 
+def test_a_nixl_that_does_not_start_leaves_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "_MODULES", ("json",))  # installed, but no NIXL
+    with pytest.raises(UserError, match="does not start"):
+        open_data_port("nixl", GEOMETRY, {}, print)
+    port = open_data_port("auto", GEOMETRY, {}, print)
+    assert [link.name for link in port._links] == ["shm"]
+    port.close()
+
+
 def test_lanes_keep_their_order_whatever_fails() -> None:
     lanes, done, lock = Lanes("test", 3), [], threading.Lock()
 

@@ -41,8 +41,13 @@ def open_data_port(link: str, geometry: KVGeometry, arenas: Arenas, on_pages: On
     links: list[PageLink] = []
     if link != "nixl":
         links.append(ShmLink(arenas))
-    if link == "nixl" or (link == "auto" and nixl_is_installed()):
+    if link == "nixl":
         links.append(NixlLink(arenas, geometry.block_bytes))
+    if link == "auto" and nixl_is_installed():
+        try:
+            links.append(NixlLink(arenas, geometry.block_bytes))
+        except UserError as error:
+            log.warning("peers on other hosts cannot be read: %s", error)
     return PagePort(geometry, arenas, links, on_pages)
 
 

@@ -38,7 +38,7 @@ STALL_S = 4.0
 class NixlLink:
     """A :class:`PageLink` over NIXL with UCX: RDMA, TCP, or one copy by the kernel on the same host.
 
-    Raises :class:`UserError` when NIXL is not installed.
+    Raises :class:`UserError` when NIXL is not installed, or does not start.
     """
 
     name = "nixl"
@@ -121,7 +121,10 @@ class NixlLink:
 
     def _attend(self) -> bool:
         """Serve readers, take back what is over; whether there is anybody to serve."""
-        self._agent.progress()
+        try:
+            self._agent.progress()
+        except LinkError as error:
+            log.warning("%s", error)
         with self._lock:
             busy = self._reader.sweep()
             for name in [name for name in self._leaving if name not in busy and not self._reading[name]]:

@@ -53,17 +53,12 @@ class Transfer:
 class Agent:
     """A NIXL agent with the UCX backend and without a thread. Calls are serialized; none of them waits for a peer.
 
-    Raises :class:`UserError` when NIXL is not installed.
+    Raises :class:`UserError` when NIXL is not installed, or does not start.
     """
 
     def __init__(self, name: str) -> None:
-        module = _module()
-        if module is None:
-            raise UserError("the link nixl needs NIXL", hint="pip install 'memserve[nixl]', or use --link shm")
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-        api = importlib.import_module(f"{module}._api")
         self._lock = threading.Lock()
-        self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        self._agent: Any = _new_agent(name)
 
     def metadata(self) -> bytes:
         """What peers need to read what is registered so far."""
@@ -80,7 +75,7 @@ class Agent:
         with self._lock:
             try:
                 name = self._agent.add_remote_agent(metadata)
-            except Exception as error:  # NIXL's errors have no base of their own
+            except Exception as error:
                 raise UnreachableError(f"NIXL refuses the peer's agent: {error}") from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
@@ -117,14 +112,29 @@ class Agent:
             self._agent.release_xfer_handle(handle)
 
     def progress(self) -> None:
-        """Let NIXL answer peers that read from us."""
+        """Let NIXL answer peers that read from us. Raises :class:`LinkError`."""
         with self._lock:
-            self._agent.get_new_notifs()
+            try:
+                self._agent.get_new_notifs()
+            except Exception as error:
+                raise LinkError(f"NIXL makes no progress: {error}") from error
 
     def close(self) -> None:
         """Nobody reads us any more, and we read nobody."""
         with self._lock:
             self._agent = None
+
+
+def _new_agent(name: str) -> Any:
+    module = _module()
+    if module is None:
+        raise UserError("the link nixl needs NIXL", hint="pip install 'memserve[nixl]', or use --link shm")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    try:
+        api = importlib.import_module(f"{module}._api")
+        return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    except Exception as error:  # NIXL's errors have no base of their own
+        raise UserError(f"NIXL does not start: {error}", hint="use --link shm between instances of one host") from error
 
 
 def _descriptors(base: int, offsets: np.ndarray[tuple[int], np.dtype[np.int64]], ranges: Ranges) -> Any:
