@@ -234,6 +234,15 @@ def test_a_refused_document_is_not_there() -> None:
         assert world.engine.pins == {}
 
 
+def test_a_client_that_leaves_while_its_document_is_computed_takes_it_back() -> None:
+    with serve(PinningFake(says(SCRIPT_TEXT), step_s=None)) as world:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.put(f"{world.url}/v1/documents/d", json={"text": TEXT}, timeout=0.5)
+        assert world.engine.wait_until(lambda: len(world.engine.cancelled) == 1)
+        assert world.engine.cancelled == [world.engine.submitted[0].request_id]
+        assert Caller(world)("GET", "/documents").json()["data"] == [] and world.engine.pins == {}
+
+
 def test_an_engine_that_cannot_pin_still_knows_documents() -> None:
     with serve(FakeEngine(says(SCRIPT_TEXT))) as world:
         call = Caller(world)
@@ -265,6 +274,10 @@ def test_sessions_reach_the_engine(world: World) -> None:
         ({"session_id": "s"}, "session:s"),
         ({"session": "s", "session_id": "s", "document": "d"}, "session:s"),
         ({"session": "document:d"}, "session:document:d"),
+        ({"prompt_cache_key": "k"}, "key:k"),
+        ({"prompt_cache_key": "k", "session": "s"}, "session:s"),
+        ({"prompt_cache_key": "k", "document": "d"}, "document:d"),
+        ({"prompt_cache_key": "k" * 201}, ""),
         ({}, ""),
     ):
         assert call.chat(**body).status_code == 200

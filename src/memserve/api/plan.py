@@ -20,6 +20,9 @@ SEQUENCES_MAX = 4096
 _RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """OpenAI's defaults of what a model's authors may recommend otherwise."""
 
+CACHE_KEY_CHARS_MAX = 200
+"""Longer keys are not remembered: they are no names."""
+
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
 
 
@@ -129,12 +132,14 @@ def _plan(
 
 
 def _session(body: GenerationBody) -> str:
-    """The name by which a cluster keeps requests together: the session's, else the document's."""
+    """The name by which a cluster keeps requests together: the session's, else the document's, else OpenAI's key."""
     if body.session is not None and body.session_id is not None and body.session != body.session_id:
         raise bad_request("session and session_id are the same thing and must not differ", "session_id")
     named = body.session or body.session_id
     if named is None and body.document is not None:
         return document_handle(body.document)
+    if named is None and body.prompt_cache_key and len(body.prompt_cache_key) <= CACHE_KEY_CHARS_MAX:
+        return f"key:{body.prompt_cache_key}"
     return "" if named is None else f"session:{named}"
 
 

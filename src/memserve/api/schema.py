@@ -56,6 +56,11 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    # Hints: where it runs and what stays cached, never the answer.
+    prompt_cache_key: str | None = (
+        None  # requests with the same key run where their prefix is: OpenAI's word for session
+    )
+
     # Tolerated: the official client sends them, they cannot change the answer here.
     user: str | None = None
     store: bool | None = None
@@ -121,7 +126,6 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Tolerated: hints that cannot change the answer here.
-    prompt_cache_key: str | None = None
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
     prediction: Any = None

@@ -251,5 +251,5 @@ class Instance:
 
 
 def _pin_name(handle: str, tenant: str) -> str:
-    """Names of different tenants are different names."""
-    return f"{tenant}\x1f{handle}"
+    """Names of different tenants are different names: the length comes first, so that no two are alike."""
+    return f"{len(tenant)}:{tenant}:{handle}"
