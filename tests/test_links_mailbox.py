@@ -350,6 +350,28 @@ def test_keys_follow_from_the_secret_and_stay_out_of_sight() -> None:
     assert keys.secret.decode() not in repr(keys)
 
 
+def test_many_lines_fit_into_a_process_that_may_have_few_files() -> None:
+    """The soft limit is raised; every line is a socket and a signal."""
+    script = """
+import resource
+from memserve.messages import Leave, Peer
+from memserve.runtime.links.mailbox import ZmqMailbox
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (160, hard))
+box = ZmqMailbox(Peer("a", 1), "the secret of this test", "127.0.0.1", 0, lambda *_: None)
+peers = [Peer(str(n), 1) for n in range(200)]
+for peer in peers:
+    box.connect(peer, box.address)
+    box.send(peer, Leave())
+print(box.counters.sent)
+for peer in peers:
+    box.disconnect(peer)
+box.close()
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == "200", run.stderr
+
+
 def test_lines_are_configured_to_bound_what_they_hold() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     push = context.socket(zmq.PUSH)

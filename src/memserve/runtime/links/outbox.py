@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections import OrderedDict
@@ -22,6 +23,7 @@ LAST_WORD_MS = 1000
 _HEARD_MAX = 1024
 _ANSWER_EVERY_NS = NS_PER_S
 _SOCKETS_MAX = 16384
+_DESCRIPTORS = 65536
 
 
 @dataclass(slots=True)
@@ -78,7 +80,14 @@ def configure(socket: Socket) -> None:
 
 
 def new_context() -> Context:
-    """A context of its own: a doorkeeper answers for a whole context."""
+    """A context of its own: a doorkeeper answers for a whole context.
+
+    Every line takes two descriptors, and ZeroMQ may abort when there are no more: the process gets as many as it may.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     context: Context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
     return context
