@@ -274,6 +274,15 @@ def test_the_first_step_replaces_a_guess_but_only_corrects_a_profile() -> None:
     assert profile.model.prefill_ns(100, 50) == profile.model.prefill_ns(100) == 112_500
 
 
+def test_a_chunk_far_into_a_long_prompt_teaches_no_slowness() -> None:
+    """Attending to what is before it takes its time: as much as the profile says."""
+    profile = CostModel(prefill=PrefillCurve(1e6, 1000, 10))
+    model = PreemptionModel(PreemptionCosts(profile=profile))
+    model.learn(512, 0, profile.prefill_ns(512, 8192), attended_pairs(512, 8192))
+    assert model.recompute_ns(1000) == profile.prefill_ns(1000)
+    assert model.queue_ns(2560) == 2560 * model.prefill_ns_per_token
+
+
 def test_swapping_is_priced_by_the_profile() -> None:
     profile = CostModel(swap_out=CopyCurve(5, 1, 0.5), swap_in=CopyCurve(7, 2, 0.25))
     model = PreemptionModel(PreemptionCosts(block_bytes=1000, profile=profile))

@@ -71,7 +71,7 @@ class Fetches:
     def _choose(self, known: int, own: int, remote: int, holder: str, wait_max_ns: int) -> FetchChoice:
         learnt = self._roster.costs
         prefix = Prefix(known, own, 0, remote, same_host=not self.far.get(holder, False))
-        queue_ns = learnt.recompute_ns(self._roster.prefill_tokens_queued())
+        queue_ns = learnt.queue_ns(self._roster.prefill_tokens_queued())
         return worth_fetching(
             learnt.model,
             self._geometry,

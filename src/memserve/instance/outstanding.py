@@ -19,6 +19,8 @@ class Outstanding:
     #: row -> (sequence, first position), for prompt logprobs
     prompt_rows: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
     prefill_tokens: int = 0
+    #: pairs of a prefill token and one that it attends to: what its attention costs
+    prefill_pairs: int = 0
     decode_rows: int = 0
     #: an earlier plan failed: whatever the device says of this one is dropped
     void: bool = False

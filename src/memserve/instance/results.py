@@ -29,7 +29,7 @@ class Results:
             return
         targets, tokens = plan.targets, event.tokens
         check(len(tokens) == len(targets), f"step {plan.step_id}: {len(tokens)} tokens for {len(targets)} draws")
-        self.roster.costs.learn(plan.prefill_tokens, plan.decode_rows, event.device_ns)
+        self.roster.costs.learn(plan.prefill_tokens, plan.decode_rows, event.device_ns, plan.prefill_pairs)
         if event.prompt_logprobs:
             self._take_prompt_logprobs(plan, event)
         dropped_before = counters.dropped_tokens

@@ -6,6 +6,7 @@ from memserve.instance.actions import OpenSequence, StepPlan
 from memserve.instance.outstanding import Outstanding
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Phase, Sequence
+from memserve.policy.curves import attended_pairs
 from memserve.units import ceil_div
 
 
@@ -104,6 +105,7 @@ class RowWriter:
         plan.starts.append(start)
         plan.counts.append(end - start)
         outstanding.prefill_tokens += end - start
+        outstanding.prefill_pairs += attended_pairs(end - start, start)
         if self.reports_prompt(sequence):
             self.prompt_logprobs += end - start
             plan.prompt_logprob_rows.append(row)

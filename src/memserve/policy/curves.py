@@ -30,10 +30,11 @@ class PrefillCurve:
 
     def ns(self, new_tokens: int, context_tokens: int) -> int:
         """``new_tokens`` computed behind ``context_tokens`` whose KV is there."""
-        if new_tokens <= 0:
-            return 0
-        pairs = attended_pairs(new_tokens, context_tokens)
-        return round(self.step_ns + self.token_ns * new_tokens + self.pair_ns * pairs)
+        return self.step(new_tokens, attended_pairs(new_tokens, context_tokens))
+
+    def step(self, new_tokens: int, pairs: int) -> int:
+        """One step over pieces of several prompts: ``new_tokens`` and their ``pairs``, summed over the pieces."""
+        return round(self.step_ns + self.token_ns * new_tokens + self.pair_ns * pairs) if new_tokens > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,14 +52,15 @@ class PreemptionModel:
         self._scale = 1.0
         self.samples = 1 if costs.profile is not None else 0
 
-    def learn(self, prefill_tokens: int, decode_rows: int, device_ns: int) -> None:
+    def learn(self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0) -> None:
         """Take a finished step into account when it was mostly prefill, so that its time says something about it.
 
-        The first step replaces a guess; after that, and to a profile, each adds an eighth of what it says.
+        ``prefill_pairs``: see :func:`memserve.policy.curves.attended_pairs`, over all pieces of prompts. The first step
+        replaces a guess; after that, and to a profile, each adds an eighth of what it says.
         """
         if device_ns <= 0 or prefill_tokens < _STEP_SHARE_MIN * (decode_rows + 1):
             return
-        scale = device_ns / max(1, self._known.prefill_ns(prefill_tokens + decode_rows))
+        scale = device_ns / max(1, self._known.prefill.step(prefill_tokens + decode_rows, prefill_pairs))
         self._scale = scale if self.samples == 0 else self._scale + (scale - self._scale) / _SMOOTHING
         self.samples += 1
         self.model = self._known.scaled(self._scale)
@@ -72,6 +73,10 @@ class PreemptionModel:
     def recompute_ns(self, tokens: int) -> int:
         """Time to run ``tokens`` through the model again."""
         return self.model.prefill_ns(tokens)
+
+    def queue_ns(self, tokens: int) -> int:
+        """Time to compute the ``tokens`` of several waiting prompts of typical length."""
+        return tokens * self.prefill_ns_per_token
 
     def swap_ns(self, blocks: int) -> int:
         """Time to copy ``blocks`` out and in again."""
