@@ -1,9 +1,9 @@
 """From thousands of instances to the few that a policy looks at, and to a decision (level 2).
 
 Everything per instance is done on arrays. What remains are, for each role: the instance with the least work, the one
-with the longest prefix, the one with the longest prefix among those that are not overloaded, the one with the least to
-compute before and for this request, and those that know the session. Whatever a policy weighs, whoever is not among
-them is worse than one of them in all that it can weigh, or nearly as good.
+with the longest prefix, the one with the longest prefix among those that are not overloaded, the cheapest as far as
+costs are linear, and those that know the session. Any policy but ``cost`` would choose the same among all; that one
+may miss one that is a little cheaper.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from memserve.cluster.handles import Handles
 from memserve.cluster.jobs import Job
-from memserve.cluster.loads import ROLES, Ints, LoadTable
+from memserve.cluster.loads import Ints, LoadTable
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.sessions import Sessions
 from memserve.cluster.trees import Matches, Trees
@@ -28,7 +28,9 @@ from memserve.policy.routing import (
     Holding,
     Route,
     RoutingCosts,
+    Slopes,
     route,
+    slopes,
 )
 from memserve.types import Caching, Role, Tier
 
@@ -36,8 +38,6 @@ ALL_OF = 6
 """So many instances of a role are all looked at; of more the best in each respect."""
 HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
-_READ_SHARE_BITS = 6
-"""Reading a token of context in a step takes a 64th of computing one, in order of magnitude."""
 _TALL = 1 << 40
 """Larger than any number of tokens: sorts by what is multiplied with it first."""
 _LAST = -(1 << 62)
@@ -78,7 +78,7 @@ class Placer:
     def place(self, job: Job) -> Placement | None:
         """Who runs ``job``; ``None`` = nobody takes requests that it has not tried, with room for its prompt."""
         prompt_tokens = max(1, len(job.request.prompt))
-        teams = [numbers for role in ROLES[:3] if len(numbers := self._usable(job, role, prompt_tokens))]
+        teams = self._teams(job, prompt_tokens)
         if not teams:
             return None
         matches = self._trees.match(self._identities(job), len(self._loads))
@@ -92,6 +92,14 @@ class Placer:
         decode_at = decided.decode_at and self._registry.numbered(decided.decode_at.number)
         holders = self._holders(ask, decided.first, matches) if first.info.caching else ()
         return Placement(decided, first, decode_at or None, holders, prompt_tokens)
+
+    def _teams(self, job: Job, prompt_tokens: int) -> list[list[tuple[Role, Ints]]]:
+        """Who may compute the prompt, and who may decode; as :func:`memserve.policy.routing.teams`, by numbers."""
+        roles = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
+        prefill, decode, colocated = ((role, self._usable(job, role, prompt_tokens)) for role in roles)
+        if len(prefill[1]) and len(decode[1]):
+            return [[prefill, colocated], [decode]] if len(colocated[1]) else [[prefill], [decode]]
+        return [[team] for team in (colocated, prefill, decode) if len(team[1])][:1]
 
     def _usable(self, job: Job, role: Role, prompt_tokens: int) -> Ints:
         """Numbers of those that ``job`` may be given to."""
@@ -141,18 +149,24 @@ class Placer:
         tokens = int(matches.blocks[number]) * self._block_tokens()
         return (Holding(number, tokens, self._registry.numbered(number).info.host_id),)
 
-    def _candidates(self, ask: Ask, teams: list[Ints], matches: Matches) -> list[Candidate]:
+    def _candidates(self, ask: Ask, teams: list[list[tuple[Role, Ints]]], matches: Matches) -> list[Candidate]:
         loads, block_tokens = self._loads, self._block_tokens()
         work = loads.work()
-        prefill, context = work[0], work[2]
         matched = matches.blocks * block_tokens
-        cost = prefill + (context >> _READ_SHARE_BITS) - matched
-        scores = _Scores(prefill + context, cost, matched, bool(matches.holders))
-        some = [number for numbers in teams for number in scores.best_of(numbers, ask.favourites)]
+        some = [number for team in teams for number in self._promising(ask, team, work, matched)]
         at = np.array(some)
         room = loads.room_blocks[at] * block_tokens - loads.context_sent()[at]
         columns = (*work[:, at].tolist(), room.tolist(), matched[at].tolist(), matches.dram_blocks[at].tolist())
         return [self._candidate(block_tokens, *row) for row in zip(some, *columns, strict=True)]
+
+    def _promising(self, ask: Ask, team: list[tuple[Role, Ints]], work: Ints, matched: Ints) -> list[int]:
+        """Numbers of those of a team that are worth a look."""
+        if all(len(numbers) <= ALL_OF for _, numbers in team):
+            return [number for _, numbers in team for number in numbers.tolist()]
+        crowds = [_Crowd(role, numbers, work, matched) for role, numbers in team]
+        limit = OVERLOAD_FACTOR * min(crowd.busy_least for crowd in crowds) + OVERLOAD_TOKENS
+        prices = slopes(ask, self.costs) if self._config.policy == "cost" else None
+        return [number for crowd in crowds for number in crowd.best(ask, limit, prices)]
 
     def _candidate(
         self,
@@ -191,26 +205,35 @@ class Placer:
         )
 
 
-class _Scores(NamedTuple):
-    """What instances are compared in, by number; the lowest number wins among equals."""
+class _Crowd:
+    """The instances of one role, in the order of their numbers; the first wins among equals."""
 
-    busy: Ints
-    cost: Ints
-    matched: Ints
-    any_match: bool
+    __slots__ = ("_busy", "_matched", "_numbers", "_role", "_work", "busy_least", "least")
 
-    def best_of(self, numbers: Ints, favourites: tuple[int, ...]) -> list[int]:
-        """Of the instances ``numbers`` (in order) those worth a look, in order."""
-        if len(numbers) <= ALL_OF:
-            kept: list[int] = numbers.tolist()
-            return kept
-        busy = self.busy[numbers]
-        least = busy.argmin()
-        best = {least, self.cost[numbers].argmin()}
-        if self.any_match:
-            longest = self.matched[numbers] * _TALL - busy
-            overloaded = busy > OVERLOAD_FACTOR * busy[least] + OVERLOAD_TOKENS
-            best |= {longest.argmax(), np.where(overloaded, _LAST, longest).argmax()}
-        chosen = {int(numbers[at]) for at in best}
-        chosen.update(known for known in favourites if known in numbers)
-        return sorted(chosen)
+    def __init__(self, role: Role, numbers: Ints, work: Ints, matched: Ints) -> None:
+        self._role, self._numbers = role, numbers
+        self._work, self._matched = work[:, numbers], matched[numbers]
+        self._busy: Ints = self._work[0] + self._work[2]
+        self.least = int(self._busy.argmin())
+        self.busy_least = int(self._busy[self.least])
+
+    def best(self, ask: Ask, limit: int, prices: Slopes | None) -> list[int]:
+        """Numbers of the best in each respect; those with more work than ``limit`` are overloaded."""
+        places = [self.least]
+        if prices is not None:
+            queued, sequence, context, cached = prices.of(self._role)
+            price = queued * self._work[0] + cached * self._matched
+            if sequence or context:
+                price += sequence * self._work[1] + context * self._work[2]
+            places.append(int(price.argmin()))
+        if ask.holdings:
+            longest = self._matched * _TALL - self._busy
+            places.append(int(longest.argmax()))
+            if self._busy[places[-1]] > limit:
+                places.append(int(np.where(self._busy > limit, _LAST, longest).argmax()))
+        for known in ask.favourites:
+            at = int(self._numbers.searchsorted(known))
+            if at < len(self._numbers) and self._numbers[at] == known:
+                places.append(at)
+        chosen: list[int] = self._numbers[sorted(set(places))].tolist()
+        return chosen

@@ -329,6 +329,39 @@ def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], c
     return weighed
 
 
+class Slopes(NamedTuple):
+    """What costs grow by, in ns: :func:`weigh` as far as it is linear, to tell the promising ones among very many."""
+
+    prefill: float
+    """Each prompt token, in a queue or not reused."""
+    sequence: float
+    """Each sequence in the steps to come."""
+    context: float
+    """Each token in their contexts."""
+    transfer: float
+    """Each token that is lacking where it will be decoded."""
+
+    def of(self, role: Role) -> tuple[float, float, float, float]:
+        """For a token in the queue, a sequence, a token of context, and a token of the prompt that is cached there."""
+        if role is Role.PREFILL:
+            return self.prefill, 0.0, 0.0, -self.prefill
+        saved = self.transfer if role is Role.DECODE else self.prefill
+        return self.prefill, self.sequence, self.context, -saved
+
+
+def slopes(ask: Ask, costs: RoutingCosts) -> Slopes:
+    """For this request."""
+    prompt, far = ask.prompt_tokens, 1 << 16
+    steps = min(DECODE_WINDOW, max(1, ask.max_tokens))
+    base = costs.decode_step_ns(1, 0)
+    return Slopes(
+        costs.prefill_ns(prompt, 0) / prompt,
+        steps * (costs.decode_step_ns(2, 0) - base),
+        steps * (costs.decode_step_ns(1, far) - base) / far,
+        costs.transfer_ns(prompt * ask.token_bytes, True) / prompt,
+    )
+
+
 def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> Route:
     """The least of what :func:`weigh` says."""
 
