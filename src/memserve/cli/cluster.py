@@ -94,6 +94,7 @@ def running_cluster(
 
     Raises :class:`UserError` when an instance cannot start.
     """
+    from memserve.model.loading.card import import_tokenizers
     from memserve.model.loading.sources import resolve_source
     from memserve.runtime.supervisor import Supervisor
 
@@ -104,6 +105,7 @@ def running_cluster(
     supervisor = Supervisor(_orders(engine_options, options, engine.address, log_level), secret, engine.bury)
     try:
         supervisor.start()
+        import_tokenizers()
         infos = _wait_until_ready(engine, supervisor, options, say)
         model = _model_of(infos, folder)
         supervisor.settle()

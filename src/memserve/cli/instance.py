@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import socket
 import sys
@@ -73,6 +74,7 @@ def instance(
     from memserve.runtime.instance_host import run_instance
 
     run_instance(engine_options, place, lambda: _say_ready(place, started))
+    _end_at_once()
 
 
 def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
@@ -86,9 +88,17 @@ def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: 
         die_with(greeting["parent_pid"])
         set_up_logging(log_level, name)
         run_instance(engine_options, MemberOptions(role, name, join, greeting["secret"], link=link), lambda: None)
+        _end_at_once()
     except UserError as error:
         print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)
         raise typer.Exit(1) from None
+
+
+def _end_at_once() -> None:
+    """Everything has been given back; to take torch and transformers apart, object by object, would cost seconds."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _place(

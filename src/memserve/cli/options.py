@@ -40,9 +40,12 @@ ClusterSecretFile = Annotated[
         help="File with the secret that all members of the cluster share.", envvar="MEMSERVE_CLUSTER_SECRET_FILE"
     ),
 ]
-Count = Annotated[int | None, typer.Option(min=0, max=64, help="Instances of this role on this host.")]
+Count = Annotated[
+    int | None, typer.Option(min=0, max=64, help="Instances of this role on this host; default: 1 prefill, 1 decode.")
+]
 CachingLevel = Annotated[
-    Caching, typer.Option(help="Who caches KV, and whether generated KV goes back to prefill instances.")
+    Caching,
+    typer.Option(help="Who caches KV: nobody; 1: prefill instances; 2: decode too; 3: and generated KV goes back."),
 ]
 Policy = Annotated[str, typer.Option(help=f"Who gets a request: {', '.join(POLICIES)}.")]
 Transfer = Annotated[TransferMode, typer.Option(help="How KV goes from prefill to decode instances.")]

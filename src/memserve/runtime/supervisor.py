@@ -67,6 +67,9 @@ class Supervisor:
         self._on_death = on_death
         self._children = [_Child(order) for order in orders]
         self._greeting = json.dumps({"secret": secret, "parent_pid": os.getpid()}) + "\n"
+        self._environment = dict(os.environ)
+        if len(orders) > 1:  # they share cores: a worker of one that spins between steps takes them from another
+            self._environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._closing = threading.Event()
         self._settled = False  # all have been ready: from now on deaths are accidents
         self._failure: UserError | None = None
@@ -155,6 +158,7 @@ class Supervisor:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                env=self._environment,
                 process_group=0,  # Ctrl-C is for us: streams drain before their instances end
             )
             return child.process

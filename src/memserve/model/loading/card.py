@@ -88,6 +88,11 @@ def remote_model(card: ModelCard, folder: ModelFolder) -> RemoteModel:
     return RemoteModel(card.name, tokenizer, card.max_model_tokens, card.eos_token_ids, card.generation_defaults)
 
 
+def import_tokenizers() -> None:
+    """Import what a tokenizer needs, while others load their models."""
+    import transformers.tokenization_utils_tokenizers  # noqa: F401
+
+
 def _load_tokenizer(folder: ModelFolder, tokenizer_class: str) -> Any:
     if tokenizer_class != _PLAIN_TOKENIZER:  # transformers chooses by the model's config, which needs torch
         from memserve.model.loading.loader import load_tokenizer
