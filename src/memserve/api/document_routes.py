@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
 from typing import Any
 
@@ -108,12 +109,11 @@ class DocumentRoutes:
             engine.pin(document.handle, tenant, document.tokens, ns_from_s(document.ttl_s))
 
     async def _pinned_soon(self, document: Document, tenant: str) -> int | None:
-        deadline_s = asyncio.get_running_loop().time() + PIN_ANSWER_S
-        while (pinned := await self._pinned(document, tenant)) is None:
-            if not isinstance(self._shared.hub.engine, PinningEngine):
-                return None
-            if asyncio.get_running_loop().time() > deadline_s:
-                return None
+        """As :meth:`_pinned`, with some patience for an engine that has not found out yet."""
+        if not isinstance(self._shared.hub.engine, PinningEngine):
+            return None
+        deadline_s = time.monotonic() + PIN_ANSWER_S
+        while (pinned := await self._pinned(document, tenant)) is None and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_S)
         return pinned
 

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,11 +22,10 @@ from memserve.errors import UserError
 from memserve.instance.actions import OpenSequence, StepPlan
 from memserve.policy.costs import CostModel
 from memserve.policy.fit import Quality, Sample, fit_copy, fit_decode, fit_held_out, fit_prefill
-from memserve.runtime.memory import check_host_memory
+from memserve.runtime.build import build_parts
 from memserve.runtime.ports import Device
-from memserve.runtime.threads import set_thread_environment
 from memserve.types import CopyBlocks, KVGeometry, SamplingParams, Tier
-from memserve.units import NS_PER_S, ceil_div
+from memserve.units import ceil_div
 
 if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
@@ -119,50 +119,47 @@ class StepProfiler:
 def open_profiler(options: EngineOptions) -> tuple[LoadedModel, InstanceConfig, StepProfiler]:
     """Load the model and make a device of it, as an engine has it. Imports torch, so it takes seconds.
 
-    Raises :class:`UserError` as :func:`memserve.runtime.build.build_engine`.
+    Raises :class:`UserError` as :func:`memserve.runtime.build.build_parts`.
     """
-    set_thread_environment()
-    from memserve.model.device import ModelDevice
-    from memserve.model.forward import best_forward
-    from memserve.model.loading.loader import load_model
-
-    model = load_model(
-        options.model, options.dtype, options.device, block_tokens=options.block_tokens, threads=options.threads
-    )
-    config = options.instance_config(model.geometry, model.max_model_tokens, model.fingerprint)
-    if model.device.type == "cpu":
-        check_host_memory(options.kv_memory_bytes + options.dram_memory_bytes)
-    device = ModelDevice(model, config, best_forward(model.module))
-    return model, config, StepProfiler(device, config, options.block_tokens, model.vocab_size)
+    parts = build_parts(options)
+    model = parts.model
+    profiler = StepProfiler(parts.device, parts.config, model.geometry.block_tokens, model.vocab_size)
+    return model, parts.config, profiler
 
 
 def measure_steps(
     profiler: StepProfiler, config: InstanceConfig, geometry: KVGeometry, seconds: float, tell: Tell
 ) -> Measured:
     """Samples of prefill, decode and swap, in about ``seconds``."""
-    samples: dict[str, Sequence[Sample]] = {}
-    missing: dict[str, str] = {}
     for new_tokens in (8, 64, 256):  # threads, kernels, first-touch memory
         if profiler.fits(1, new_tokens):
             profiler.prefill_ns(new_tokens, 0)
+    samples: dict[str, Sequence[Sample]] = {}
     tell("prefill: prompt lengths and cached ratios")
-    grid = prefill_grid(profiler, config.scheduler.max_step_tokens)
-    times = timed_rounds(grid, lambda point: profiler.prefill_ns(*point), SHARES["prefill"] * seconds)
-    samples["prefill"] = [Sample(new, context, ns) for (new, context), ns in times.items()]
+    samples["prefill"] = _prefill_samples(profiler, config.scheduler.max_step_tokens, SHARES["prefill"] * seconds)
     tell("decode: batches and contexts")
-    pairs = [(b, c) for b in DECODE_BATCHES for c in DECODE_CONTEXTS if profiler.fits(b, c)]
-    pairs.sort(key=lambda point: point[0] * point[1])
-    times = timed_rounds(pairs, lambda point: profiler.decode_ns(*point), SHARES["decode"] * seconds)
-    samples["decode"] = [Sample(batch, batch * context, ns) for (batch, context), ns in times.items()]
+    samples["decode"] = _decode_samples(profiler, SHARES["decode"] * seconds)
+    blocks = [count for count in COPY_BLOCKS if count <= min(config.pool.hbm_blocks, config.pool.dram_blocks)]
+    if len(blocks) < SAMPLES_MIN:
+        return Measured(samples, dict.fromkeys(("swap_in", "swap_out"), "the pool has hardly any second tier"))
     tell("swap: between the tiers")
     for curve, src, dst in (("swap_in", Tier.DRAM, Tier.HBM), ("swap_out", Tier.HBM, Tier.DRAM)):
-        counts = [n for n in COPY_BLOCKS if n <= min(config.pool.hbm_blocks, config.pool.dram_blocks)]
-        if len(counts) < SAMPLES_MIN:
-            missing[curve] = "the pool has hardly any second tier"
-            continue
-        copies = timed_rounds(counts, lambda n, s=src, d=dst: profiler.copy_ns(s, d, n), SHARES["swap"] * seconds / 2)  # type: ignore[misc]
-        samples[curve] = [Sample(n * geometry.block_bytes, n, ns) for n, ns in copies.items()]
-    return Measured(samples, missing)
+        times = timed_rounds(blocks, partial(profiler.copy_ns, src, dst), SHARES["swap"] * seconds / 2)
+        samples[curve] = [Sample(count * geometry.block_bytes, count, ns) for count, ns in times.items()]
+    return Measured(samples)
+
+
+def _prefill_samples(profiler: StepProfiler, step_tokens: int, seconds: float) -> list[Sample]:
+    grid = prefill_grid(profiler, step_tokens)
+    times = timed_rounds(grid, lambda point: profiler.prefill_ns(*point), seconds)
+    return [Sample(new, context, ns) for (new, context), ns in times.items()]
+
+
+def _decode_samples(profiler: StepProfiler, seconds: float) -> list[Sample]:
+    grid = [(b, c) for b in DECODE_BATCHES for c in DECODE_CONTEXTS if profiler.fits(b, c)]
+    grid.sort(key=lambda point: point[0] * point[1])
+    times = timed_rounds(grid, lambda point: profiler.decode_ns(*point), seconds)
+    return [Sample(batch, batch * context, ns) for (batch, context), ns in times.items()]
 
 
 def prefill_grid(profiler: StepProfiler, step_tokens: int) -> list[tuple[int, int]]:
@@ -222,8 +219,3 @@ def crossover_tokens(
         if move_ns(blocks * geometry.block_bytes, blocks) < saved_ns:
             return tokens
     return None
-
-
-def seconds_of(ns: int) -> float:
-    """Nanoseconds as seconds, for people and plots."""
-    return ns / NS_PER_S
