@@ -50,6 +50,7 @@ class Member:
         self.device = PagedDevice(BLOCK, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB)
         self.plans, self.jobs = deque(), deque()
         self.void, self.layers_told = set(), 0
+        self.tells_layers = True
         self.corrupt_pulls = 0
         self.said = []  # messages and endings, for tests to look at
 
@@ -103,7 +104,7 @@ class Member:
             self.device._begun.pop(plan.step_id, None)  # maybe half of its layers are there
             self.device._late = None
             return self.post(self.device.fail(plan, fail))
-        if plan.report_layers and self.layers_told < LAYERS and plan.step_id not in self.void:
+        if plan.report_layers and self.tells_layers and self.layers_told < LAYERS and plan.step_id not in self.void:
             self.device.finish_layer(plan, self.layers_told)
             self.layers_told += 1
             return self.post(LayerFinished(plan.step_id, self.layers_told - 1))
@@ -111,6 +112,11 @@ class Member:
         self.layers_told = 0
         void = plan.step_id in self.void
         return self.post(self.device.run_void(plan) if void else self.device.run(plan))
+
+    def stand_still(self):
+        """As if nothing could move: everything is taken from everybody."""
+        self.machine._roster.preempt_all()
+        return self.post(ClockTicked())
 
     def do_job(self):
         """The data port does its oldest job."""

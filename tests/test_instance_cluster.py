@@ -258,6 +258,57 @@ def test_a_failed_step_in_every_phase_costs_no_token(victim):
     assert phases(submit, fail) > 30
 
 
+@pytest.mark.parametrize("victim", ["p", "d"])
+@pytest.mark.parametrize("shape", [(1, 0), (3, 0), (1, 2)])
+@pytest.mark.parametrize("losing", [False, True])
+def test_preemption_in_every_phase_costs_no_token(victim, shape, losing):
+    """Memory stands still: handoffs under way begin anew, or stay; even if the word of it is lost."""
+
+    def submit(fleet):
+        fleet.submit(request("a", PROMPT[:10], max_tokens=5, n=shape[0], beam_width=shape[1]), "p", "d")
+
+    def take_all(fleet):
+        fleet.lose = lambda sender, to, message: losing and isinstance(message, Withdraw)
+        fleet.members[victim].stand_still()
+        fleet.run()
+        assert fleet.jobs["a"].attempt == 0 and fleet.jobs["a"].done
+
+    assert phases(submit, take_all) > 20
+
+
+def test_a_device_that_tells_no_layers_hands_over_by_layer_all_the_same():
+    """A forward that cannot report: the end of the step says it for all layers."""
+    fleet = pair()
+    fleet.members["p"].tells_layers = False
+    fleet.submit(request("a", PROMPT[:21], max_tokens=5), "p", "d", transfer=TransferMode.BY_LAYER)
+    fleet.finish()
+    assert fleet.handed_over == ["a#0"] and not fleet.refused
+
+
+@pytest.mark.parametrize("wrong", [((1, 2),), ((), ()), ((),)])
+def test_a_handoff_that_contradicts_its_request_is_not_used(wrong):
+    """First tokens that do not fit the KV: a bug of the sender must not become wrong text."""
+    fleet = pair()
+    d, seen = fleet.members["d"], []
+
+    def tampers(sender, to, message):
+        if isinstance(message, Handoff) and not seen:
+            seen.append(message)
+            fleet.wires[sender, to].append(replaced(message, wrong))
+            return True
+        return False
+
+    fleet.lose = tampers
+    job = fleet.submit(request("a", PROMPT[:10], max_tokens=5), "p", "d")
+    fleet.finish()
+    assert job.attempt == 1 and any("contradicts" in refused.reason for refused in fleet.refused)
+    assert d.machine.stats().takeovers_failed == 1
+
+
+def replaced(handoff, first_tokens):
+    return Handoff(handoff.transfer_id, first_tokens, handoff.ended)
+
+
 def test_any_one_message_may_be_lost():
     """Each message of a handoff with a return, in turn. Deadlines end every wait, and the router tries again."""
     lost = []

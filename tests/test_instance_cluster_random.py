@@ -49,7 +49,7 @@ class Life:
         )
         faulty = random.random() < 0.7
         self.rules = [self.submit] * 6 + [self.go_on] * 10 + [self.run_dry, self.cancel, self.pin, self.stop]
-        self.rules += [self.try_elsewhere, self.pass_time]
+        self.rules += [self.try_elsewhere, self.pass_time, self.stand_still]
         self.rules += [self.fail_step, self.corrupt, self.kill, self.restart, self.expel, self.drain] if faulty else []
         self.count = 0
 
@@ -117,6 +117,9 @@ class Life:
         member = self._member()
         if member.plans:
             member.do_plan(fail=self.random.randrange(2))
+
+    def stand_still(self):
+        self._member().stand_still()
 
     def corrupt(self):
         self._member().corrupt_pulls = 1
