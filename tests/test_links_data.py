@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -345,6 +349,48 @@ def test_a_stopped_and_a_killed_owner_cost_no_more_than_the_deadline(ucx: str | 
     finally:
         taker.port.close()
         owner.close()
+
+
+@NIXL
+def test_a_connection_that_broke_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The read that notices fails; the ones after it do not."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    others = descriptors()
+    owner, taker = Owner("nixl"), Taker("nixl", stall_s=1)
+    try:
+        taker.port.add_peer(owner.info)
+        assert taker.do(taker.pull(owner, (1, 2), (1, 2))).error == ""
+        assert sum(map(cut, descriptors() - others)) > 0
+        assert taker.do(taker.pull(owner, (1, 2), (1, 2))).error
+        for _ in range(2):
+            assert taker.do(taker.pull(owner, (1, 2), (3, 4))).error == ""
+        got = view(taker.arenas[Tier.HBM]).reshape(BLOCKS, 4, PAGE)
+        np.testing.assert_array_equal(got[3:5], blocks_of(Tier.HBM)[1:3])
+    finally:
+        taker.port.close()
+        owner.close()
+
+
+def descriptors() -> set[int]:
+    """Open ones of this process."""
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+def cut(descriptor: int) -> bool:
+    """Shut the TCP connection down, if it is one."""
+    try:
+        duplicate = os.dup(descriptor)
+    except OSError:  # that of the listing itself
+        return False
+    if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
+        os.close(duplicate)
+        return False
+    with socket.socket(fileno=duplicate) as connection, contextlib.suppress(OSError):
+        connection.getpeername()  # not one that listens
+        if connection.family == socket.AF_INET:
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:

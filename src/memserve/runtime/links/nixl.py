@@ -59,6 +59,8 @@ class NixlLink:
         """Reads under way, by agent."""
         self._leaving: list[str] = []
         """Agents of nobody, to be removed once nothing is under way from them."""
+        self._broken: set[str] = set()
+        """Agents from which a read failed: to be connected to anew."""
         self._attendant = Attendant(self._attend)
 
     def describe(self, info: PeerInfo) -> PeerInfo:
@@ -96,7 +98,7 @@ class NixlLink:
             if target is None:
                 raise LinkError(f"no {dst_tier.name} here")
             check_ranges(ranges, place.arena_bytes, target.nbytes)
-            return self._reader.read(agent_name, place.address, target.address, ranges, lambda: peer in self._peers)
+            return self._read(peer, agent_name, place.address, target.address, ranges)
         finally:
             with self._lock:
                 self._reading[agent_name] -= 1
@@ -112,12 +114,27 @@ class NixlLink:
             info = self._peers.get(peer)
             if info is None:
                 raise LinkError(f"{peer.name} is gone")
-            if peer not in self._names:
-                self._names[peer] = self._agent.add_peer(info.nixl_agent)
-            name = self._names[peer]
+            name = self._names.get(peer)
+            if name is None or name in self._broken:
+                name = self._names[peer] = self._connect(info, name)
             self._leaving = [other for other in self._leaving if other != name]
             self._reading[name] += 1
             return info, name
+
+    def _read(self, peer: Peer, agent_name: str, src_address: int, dst_address: int, ranges: Ranges) -> Seals:
+        try:
+            return self._reader.read(agent_name, src_address, dst_address, ranges, lambda: peer in self._peers)
+        except LinkError:
+            with self._lock:
+                self._broken.add(agent_name)
+            raise
+
+    def _connect(self, info: PeerInfo, broken: str | None) -> str:
+        """The name of the peer's agent. A connection that broke stays broken until its agent is removed, which has to
+        wait for what is under way."""
+        if broken is not None and not self._reading[broken] and broken not in self._reader.sweep():
+            self._forget(broken)
+        return self._agent.add_peer(info.nixl_agent)
 
     def _attend(self) -> bool:
         """Serve readers, take back what is over; whether there is anybody to serve."""
@@ -129,11 +146,12 @@ class NixlLink:
             busy = self._reader.sweep()
             for name in [name for name in self._leaving if name not in busy and not self._reading[name]]:
                 self._leaving.remove(name)
-                del self._reading[name]
                 self._forget(name)
             return bool(self._peers or self._leaving or busy)
 
     def _forget(self, agent_name: str) -> None:
+        del self._reading[agent_name]
+        self._broken.discard(agent_name)
         try:
             self._agent.remove_peer(agent_name)
         except LinkError as error:

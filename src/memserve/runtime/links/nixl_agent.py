@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import threading
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 from memserve.errors import UserError
 from memserve.runtime.links.link import LinkError, UnreachableError
 from memserve.runtime.links.ranges import Ranges
+
+log = logging.getLogger(__name__)
 
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 
@@ -109,7 +112,10 @@ class Agent:
     def release(self, handle: Any) -> None:
         """Give a handle back."""
         with self._lock:
-            self._agent.release_xfer_handle(handle)
+            try:
+                self._agent.release_xfer_handle(handle)
+            except Exception as error:
+                log.info("NIXL keeps a transfer that is over: %s", error)
 
     def progress(self) -> None:
         """Let NIXL answer peers that read from us. Raises :class:`LinkError`."""
