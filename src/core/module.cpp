@@ -27,4 +27,5 @@ NB_MODULE(_core, m) {
   memserve::bind_shared_arena(m);
   memserve::bind_sealed_copy(m);
   memserve::bind_directory(m);
+  memserve::bind_shortlist(m);
 }

@@ -28,6 +28,7 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/directory_holders.cpp
   src/core/directory_check.cpp
   src/core/bind_directory.cpp
+  src/core/shortlist.cpp
 )
 # gcc 12's own AVX-512 header is what it warns of.
 set_source_files_properties(src/core/seal_sums.cpp PROPERTIES COMPILE_OPTIONS -Wno-maybe-uninitialized)

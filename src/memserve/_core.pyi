@@ -337,3 +337,24 @@ class PrefixDirectory:
     def next_expiry_ns(self) -> int | None:
         """When the next speculative block is due."""
     def check_invariants(self) -> None: ...
+
+def least_busy(numbers: NDArray[np.int64], work: NDArray[np.int64]) -> tuple[int, int]:
+    """The instance of ``numbers`` with the least work, the first of equals, and how much that is.
+
+    ``work``: ``[3, n]``, for each instance the tokens of its queue, its sequences, the tokens of their contexts; work
+    is queue and contexts. ``ValueError``: no numbers, or such as have no column.
+    """
+
+def shortlist(
+    numbers: NDArray[np.int64],
+    work: NDArray[np.int64],
+    matched: NDArray[np.int64],
+    prices: tuple[float, float, float, float],
+    limit: int,
+) -> list[int]:
+    """Of the instances ``numbers`` the best in each of four respects, in order, each once.
+
+    The least work; the lowest price, which is ``prices`` times queue, sequences, context, ``matched`` (``[n]``); the
+    longest match, of equal ones the least work; and that among those with no more work than ``limit``, if there are
+    any. The first of equals.
+    """

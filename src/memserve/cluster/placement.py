@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memserve import _core
 from memserve.cluster.handles import Handles
 from memserve.cluster.jobs import Job
 from memserve.cluster.loads import Ints, LoadTable
@@ -28,7 +29,6 @@ from memserve.policy.routing import (
     Holding,
     Route,
     RoutingCosts,
-    Slopes,
     route,
     slopes,
 )
@@ -38,9 +38,6 @@ ALL_OF = 6
 """So many instances of a role are all looked at; of more the best in each respect."""
 HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
-_TALL = 1 << 40
-"""Larger than any number of tokens: sorts by what is multiplied with it first."""
-_LAST = -(1 << 62)
 
 
 class Placement(NamedTuple):
@@ -163,10 +160,17 @@ class Placer:
         """Numbers of those of a team that are worth a look."""
         if all(len(numbers) <= ALL_OF for _, numbers in team):
             return [number for _, numbers in team for number in numbers.tolist()]
-        crowds = [_Crowd(role, numbers, work, matched) for role, numbers in team]
-        limit = OVERLOAD_FACTOR * min(crowd.busy_least for crowd in crowds) + OVERLOAD_TOKENS
-        prices = slopes(ask, self.costs) if self._config.policy == "cost" else None
-        return [number for crowd in crowds for number in crowd.best(ask, limit, prices)]
+        least = min(_core.least_busy(numbers, work)[1] for _, numbers in team)
+        limit = OVERLOAD_FACTOR * least + OVERLOAD_TOKENS
+        prices = slopes(ask, self.costs)
+        chosen: dict[int, None] = {}
+        for role, numbers in team:
+            chosen.update(dict.fromkeys(_core.shortlist(numbers, work, matched, prices.of(role), limit)))
+            for known in ask.favourites:
+                at = int(numbers.searchsorted(known))
+                if at < len(numbers) and numbers[at] == known:
+                    chosen[known] = None
+        return list(chosen)
 
     def _candidate(
         self,
@@ -203,37 +207,3 @@ class Placer:
             )
             for number in sorted(more.tolist(), key=lambda k: (-blocks[k], dram[k] > 0, k))
         )
-
-
-class _Crowd:
-    """The instances of one role, in the order of their numbers; the first wins among equals."""
-
-    __slots__ = ("_busy", "_matched", "_numbers", "_role", "_work", "busy_least", "least")
-
-    def __init__(self, role: Role, numbers: Ints, work: Ints, matched: Ints) -> None:
-        self._role, self._numbers = role, numbers
-        self._work, self._matched = work[:, numbers], matched[numbers]
-        self._busy: Ints = self._work[0] + self._work[2]
-        self.least = int(self._busy.argmin())
-        self.busy_least = int(self._busy[self.least])
-
-    def best(self, ask: Ask, limit: int, prices: Slopes | None) -> list[int]:
-        """Numbers of the best in each respect; those with more work than ``limit`` are overloaded."""
-        places = [self.least]
-        if prices is not None:
-            queued, sequence, context, cached = prices.of(self._role)
-            price = queued * self._work[0] + cached * self._matched
-            if sequence or context:
-                price += sequence * self._work[1] + context * self._work[2]
-            places.append(int(price.argmin()))
-        if ask.holdings:
-            longest = self._matched * _TALL - self._busy
-            places.append(int(longest.argmax()))
-            if self._busy[places[-1]] > limit:
-                places.append(int(np.where(self._busy > limit, _LAST, longest).argmax()))
-        for known in ask.favourites:
-            at = int(self._numbers.searchsorted(known))
-            if at < len(self._numbers) and self._numbers[at] == known:
-                places.append(at)
-        chosen: list[int] = self._numbers[sorted(set(places))].tolist()
-        return chosen
