@@ -25,7 +25,20 @@ from memserve.mempool.outcomes import (
     Released,
     RemoteAllocated,
 )
-from memserve.messages import Alloc, Fetch, Handoff, MoreBlocks, Offer, Peer, Ready, Release, Wanted, Withdraw
+from memserve.messages import (
+    Alloc,
+    Allocated,
+    Fetch,
+    Free,
+    Handoff,
+    MoreBlocks,
+    Offer,
+    Peer,
+    Ready,
+    Release,
+    Wanted,
+    Withdraw,
+)
 from memserve.serving import Send
 from memserve.types import Request, Tier, TransferMode
 
@@ -497,6 +510,25 @@ def test_headroom_is_left_alone(world) -> None:
     assert len(of(d, HandoffArrived)) == 1
 
 
+def test_who_waits_for_room_touches_nothing(world) -> None:
+    """It is tried on every event: the own prefix is not brought up for it before there is room for all."""
+    p, d = pair(world, hbm=4, dram=4)
+    d.end(d.compute("", PROMPT))
+    d.pool.demote(2)
+    d.make_plan()
+    busy = d.compute("", [1] * 2 * BLOCK)
+    p.hand_over(d.peer, p.compute("", PROMPT))
+    world.run()
+    for _ in range(3):
+        d.advance()
+    assert d.quiet() and d.pool.report().by_tier[Tier.DRAM].blocks_cached == 2
+    d.end(busy)
+    d.advance()
+    world.run()
+    assert last(d).reused_blocks == 2
+    d.make_plan()
+
+
 def test_what_can_never_fit_is_refused_at_once(world) -> None:
     p, d = pair(world, hbm=2)
     p.hand_over(d.peer, p.compute("", PROMPT))
@@ -541,6 +573,19 @@ def test_pulls_are_given_to_the_host_in_order_and_so_many_at_once(world) -> None
 
 
 # -- who is who
+
+
+def test_an_offer_heard_after_its_end_is_sent_back(world) -> None:
+    p, d = pair(world)
+    world.drop = losing(Release)
+    offer_id = p.hand_over(d.peer, p.compute("", PROMPT))
+    offer = world.links[p.peer, d.peer][0]
+    world.run()
+    assert p.exchange.transfers_open == 1
+    world.drop = None
+    world.post(p.peer, d.peer, offer)
+    world.run()
+    assert of(p, Released) == [Released(offer_id, d.peer, False, "it has ended")] and len(of(d, HandoffArrived)) == 1
 
 
 @pytest.mark.parametrize("difference", ["namespace", "geometry"])
@@ -897,6 +942,27 @@ def test_remote_memory_comes_back(world) -> None:
     assert used() == 0
 
 
+@pytest.mark.parametrize("lost", [Allocated, Free])
+def test_remote_memory_that_nobody_waits_for_comes_back_before_its_lease(world, lost) -> None:
+    p, d = pair(world)
+    allocated(p, d, 2, deadline_ns=10)
+    world.drop = lambda sender, to, message: isinstance(message, lost) and world.now <= 10
+    world.deliver((p.peer, d.peer))
+    world.wait(10)
+    world.now += 1
+    world.run()
+    assert d.exchange.references() == {} and last(p).blocks is None
+
+
+def test_peers_leave_the_headroom_alone_too(world) -> None:
+    p, d = pair(world, hbm=4)
+    d.exchange.headroom_blocks = 3
+    for count in (2, 1):
+        allocated(p, d, count)
+    world.run()
+    assert [answer.blocks is not None for answer in of(p, RemoteAllocated)] == [False, True]
+
+
 # -- the device fails, the instance is expelled
 
 
@@ -1012,7 +1078,7 @@ class Thing:
 def test_deadlines_are_those_of_a_sorted_list() -> None:
     random, deadlines, things = Random(5), Deadlines(), []
     for now in range(3000):
-        thing = Thing(now + random.randint(0, 400))
+        thing = Thing(now + random.choice([random.randint(0, 400), 9000]))
         deadlines.add(thing)
         things.append(thing)
         if random.random() < 0.8:

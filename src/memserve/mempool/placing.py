@@ -52,11 +52,11 @@ def place(
         return _extend(desk, fences, imported, Lease(), offer.first_block, headroom_blocks)
     reach = offer.first_block if offer.dst_blocks else imported.end_block
     reusable = offer.tokens[: reach * pool.block_tokens if imported.uses_index else 0]
-    cached_blocks = pool.match(offer.tenant, reusable) // pool.block_tokens
-    if cached_blocks < offer.first_block:
-        return Never(f"of the {offer.first_block} blocks before the offer {cached_blocks} are cached here")
-    new_blocks = 0 if offer.dst_blocks or offer.dst_tier != Tier.HBM else imported.end_block - cached_blocks
-    if new_blocks + headroom_blocks > pool.available():
+    in_hbm, in_dram = pool.match_blocks(offer.tenant, reusable)
+    if in_hbm + in_dram < offer.first_block:
+        return Never(f"of the {offer.first_block} blocks before the offer {in_hbm + in_dram} are cached here")
+    allocates = offer.dst_tier == Tier.HBM and not offer.dst_blocks
+    if allocates and imported.end_block - in_hbm + headroom_blocks > pool.available():
         return None  # without having touched anything: this is asked on every event while there is no room
     lease = pool.acquire(offer.tenant, reusable)
     if len(lease.blocks) >= offer.first_block:

@@ -79,6 +79,13 @@ class BlockPool:
         name = self._names.get(tenant) or self._name(tenant)
         return self._index.match(name, tokens) if self.config.caching else 0
 
+    def match_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
+        """Blocks of the cached prefix of ``tokens`` in HBM, and behind them in DRAM. Changes nothing."""
+        if not self.config.caching:
+            return 0, 0
+        found = self._index.match_blocks(self._name(tenant), tokens)
+        return len(found.hbm), len(found.dram)
+
     def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
         """The longest cached prefix of ``tokens`` (whole blocks), pinned, with one reference a block for the caller.
 
