@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,14 +67,25 @@ class ClusterOptions:
         return caching is not Caching.OFF and not (role is Role.DECODE and caching is Caching.PD_CACHING_1)
 
 
-def choose_counts(prefill: int | None, decode: int | None, colocated: int | None) -> tuple[int, int, int]:
-    """How many instances of each role: what was asked for; a prefill and a decode instance go together."""
+def choose_counts(prefill: int | None, decode: int | None, colocated: int | None, device: str) -> tuple[int, int, int]:
+    """How many instances of each role: what was asked for; a prefill and a decode instance go together.
+
+    Nothing asked for: one of each, or one colocated instance on a GPU, whose memory no other process reads.
+    """
+    if prefill is decode is colocated is None and uses_gpu(device):
+        return 0, 0, 1
     pairs = prefill is not None or decode is not None or colocated is None
     return (
         prefill if prefill is not None else int(pairs),
         decode if decode is not None else int(pairs),
         colocated or 0,
     )
+
+
+def uses_gpu(device: str) -> bool:
+    """Whether ``--device`` will mean a GPU; found out without torch, which this process does not need."""
+    built_for_gpu = not metadata.version("torch").endswith("+cpu")
+    return device == "cuda" or (device == "auto" and built_for_gpu and Path("/dev/nvidiactl").exists())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +131,7 @@ def _check_memory(engine_options: EngineOptions, options: ClusterOptions) -> Non
     """Each instance looks for itself, but all at once they would all see the same free memory."""
     from memserve.runtime.memory import check_host_memory
 
-    on_gpu = engine_options.device == "cuda" or (engine_options.device == "auto" and Path("/dev/nvidiactl").exists())
-    hbm_bytes = 0 if on_gpu else engine_options.kv_memory_bytes
+    hbm_bytes = 0 if uses_gpu(engine_options.device) else engine_options.kv_memory_bytes
     check_host_memory(options.instances * (hbm_bytes + engine_options.dram_memory_bytes))
 
 

@@ -103,7 +103,7 @@ def serve(
         return
     config = ClusterConfig(Caching.OFF if no_cache else caching, policy, transfer)
     secret = opt.read_secret(cluster_secret_file) if cluster_port and cluster_secret_file else None
-    counts = choose_counts(prefill, decode, colocated)
+    counts = choose_counts(prefill, decode, colocated, device)
     run_server(engine_options, http, ClusterOptions(*counts, config, link, cluster_host, cluster_port, secret))
 
 

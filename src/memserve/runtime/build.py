@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memserve.config import EngineOptions, InstanceConfig
+from memserve.errors import UserError
 from memserve.messages import Peer
 from memserve.runtime.threads import set_thread_environment
 from memserve.types import Role
@@ -49,6 +50,9 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     model = load_model(
         options.model, options.dtype, options.device, block_tokens=options.block_tokens, threads=options.threads
     )
+    if model.device.type != "cpu" and role in (Role.PREFILL, Role.DECODE):
+        hint = "use --colocated 1, or --device cpu"
+        raise UserError("KV in the memory of a GPU cannot be handed over to another process", hint=hint, param="device")
     geometry = model.geometry
     config = options.instance_config(geometry, model.max_model_tokens, model.fingerprint)
     config = dataclasses.replace(config, role=role)
