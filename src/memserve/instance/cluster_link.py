@@ -130,7 +130,6 @@ class ClusterLink:
     def kv_lost(self, now: int) -> None:
         """A step failed: to be called before the cache is cleared."""
         self.handoffs.kv_lost()
-        self._pins.release_all()
         self._act(self.exchange.everything_failed(now), now)
 
     # -- between event and plans, and after
@@ -140,7 +139,6 @@ class ClusterLink:
         self._end_transfers(now)
         if self._roster.homeward:
             self.blocks_sent_home += self.takeovers.send_home(now)
-        self._pins.expire(now)
         self.exchange.headroom_blocks = headroom_blocks(len(self._roster.decoding))
         self._act(self.exchange.advance(now), now)
 
@@ -380,7 +378,7 @@ class ClusterLink:
     @property
     def next_deadline_ns(self) -> int | None:
         """When something outlives its lease or its time."""
-        return min(filter(None, (self.exchange.next_deadline_ns, self._pins.next_deadline_ns)), default=None)
+        return self.exchange.next_deadline_ns
 
 
 def _contradiction(order: Dispatch) -> RejectRequest | None:

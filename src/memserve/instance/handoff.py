@@ -81,13 +81,15 @@ class Handoffs:
 
     def planned(self, plan: StepPlan, now: int) -> None:
         """``plan`` has been made: offer what it admitted, name what it computes."""
-        for group in self.leaving.values():
-            sequence = next(iter(group.sequences.values()))  # the first one computes the prompt for all
-            if sequence.scheduled_step == plan.step_id and sequence.slot is not None and group.orders is not None:
-                start = plan.starts[plan.slots.index(sequence.slot)]
-                if group.orders.offer_id is None:
-                    self._offer(group, group.orders, sequence, start, now)
-                self._name(group.orders, sequence, plan)
+        for sequence in (*self._roster.working.items, *self._roster.idle.items):
+            group, orders = sequence.group, sequence.group.orders
+            if group.tokens_here is None or orders is None or sequence.scheduled_step != plan.step_id:
+                continue
+            if sequence is next(iter(group.sequences.values())):  # it computes the prompt for all
+                start = plan.starts[plan.slots.index(sequence.slot)]  # type: ignore[arg-type]
+                if orders.offer_id is None:
+                    self._offer(group, orders, sequence, start, now)
+                self._name(orders, sequence, plan)
 
     def _offer(self, group: Group, orders: Orders, sequence: Sequence, start: int, now: int) -> None:
         request = orders.original or group.request
@@ -136,9 +138,9 @@ class Handoffs:
         for part in self._layers.pop(step_id, ()):
             if part.next_layer < self._num_layers:
                 self._name_layers(part, self._num_layers)
-        for group in list(self.leaving.values()):
-            sequences = group.sequences.values()
-            if sequences and not group.forks_pending and all(self._is_done(sequence) for sequence in sequences):
+        drawn = {id(s.group): s.group for s in self._roster.idle.items if s.group.tokens_here is not None}
+        for group in drawn.values():
+            if not group.forks_pending and all(self._is_done(sequence) for sequence in group.sequences.values()):
                 self._hand_over(group)
 
     def _name_layers(self, part: _Layers, end_layer: int) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 from memserve.mempool.pool import BlockPool, Lease
 from memserve.types import TokenArray
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pin:
+    handle: str
     lease: Lease  # its pin only: the blocks' references went back at once
     until_ns: int
 
@@ -20,12 +22,15 @@ class Pins:
     They are a promise to try, not to stand still for: when nothing else can make room, all are given up.
     """
 
-    __slots__ = ("_pins", "_pool", "lost")
+    __slots__ = ("_made", "_pins", "_pool", "_times", "lost")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         #: in the order in which they were made or renewed
         self._pins: dict[str, _Pin] = {}
+        #: heap of (end of its time, order of making, pin); may name such as have ended
+        self._times: list[tuple[int, int, _Pin]] = []
+        self._made = 0
         #: names that were given up for memory, or because their KV was lost, since somebody looked
         self.lost: list[str] = []
 
@@ -38,7 +43,9 @@ class Pins:
         self._pool.release(lease.blocks)
         self.unpin(handle)
         if lease.tokens:
-            self._pins[handle] = _Pin(lease, until_ns)
+            pin = self._pins[handle] = _Pin(handle, lease, until_ns)
+            heapq.heappush(self._times, (until_ns, self._made, pin))
+            self._made += 1
         else:
             self._pool.unpin(lease)
         return lease.tokens
@@ -48,6 +55,7 @@ class Pins:
         pin = self._pins.pop(handle, None)
         if pin is not None:
             self._pool.unpin(pin.lease)
+            self._forget_times()
 
     def tokens(self, handle: str) -> int:
         """How much is kept under the name; 0 for unknown ones."""
@@ -56,8 +64,8 @@ class Pins:
 
     def expire(self, now: int) -> None:
         """End the pins whose time is over."""
-        for handle in [handle for handle, pin in self._pins.items() if pin.until_ns <= now]:
-            self.unpin(handle)
+        while self._times and self._times[0][0] <= now:
+            self.unpin(self._times[0][2].handle)
 
     def release_all(self) -> bool:
         """Give up every pin; ``False`` when there was none."""
@@ -70,7 +78,15 @@ class Pins:
     @property
     def next_deadline_ns(self) -> int | None:
         """When :meth:`expire` is worth calling."""
-        return min((pin.until_ns for pin in self._pins.values()), default=None)
+        return self._times[0][0] if self._times else None
+
+    def _forget_times(self) -> None:
+        """The first of the heap is always a live pin; most of the rest are."""
+        if len(self._times) > 2 * len(self._pins) + 8:
+            self._times = [entry for entry in self._times if self._pins.get(entry[2].handle) is entry[2]]
+            heapq.heapify(self._times)
+        while self._times and self._pins.get(self._times[0][2].handle) is not self._times[0][2]:
+            heapq.heappop(self._times)
 
     def __len__(self) -> int:
         return len(self._pins)
