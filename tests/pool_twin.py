@@ -56,6 +56,10 @@ class TwinPool:
     def match(self, tenant, tokens):
         return len(self._path(tenant, tokens)) * self.block_tokens
 
+    def match_blocks(self, tenant, tokens):
+        tiers = [node.tier for node in self._path(tenant, tokens)]
+        return tiers.count(Tier.HBM), tiers.count(Tier.DRAM)
+
     def _pin(self, path):
         self.clock += 1
         for node in path:

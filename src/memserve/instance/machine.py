@@ -46,7 +46,7 @@ from memserve.mempool.jobs import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
 from memserve.policy.batching import context_tokens, running_max
-from memserve.policy.preemption import PreemptionCosts
+from memserve.policy.preemption import PreemptionCosts, PreemptionModel
 from memserve.types import KVGeometry, Request
 
 
@@ -76,8 +76,8 @@ class Instance:
         self.config = config
         scheduler = config.scheduler
         self._context = context_tokens(config.max_model_tokens, config.pool.hbm_blocks, block_tokens)
-        memory = SequenceMemory(pool, block_tokens)
-        self._roster = Roster(memory, running_max(scheduler), scheduler.preemption, costs or PreemptionCosts())
+        memory = SequenceMemory(pool, block_tokens, PreemptionModel(costs or PreemptionCosts()))
+        self._roster = Roster(memory, running_max(scheduler), scheduler.preemption)
         self._desk = FrontDesk(self._roster, config, self._context)
         self._pins = Pins(pool)
         self._planner = Planner(self._roster, scheduler, self._pins)

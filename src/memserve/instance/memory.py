@@ -13,16 +13,18 @@ from memserve.units import ceil_div
 if TYPE_CHECKING:
     from memserve.instance.sequence import Sequence
     from memserve.mempool.pool import BlockPool, Lease
+    from memserve.policy.preemption import PreemptionModel
     from memserve.types import TokenArray
 
 
 class SequenceMemory:
     """Gives blocks to sequences and takes them back, each reference exactly once."""
 
-    __slots__ = ("block_tokens", "copied_on_write", "dram_tokens_reused", "pool")
+    __slots__ = ("block_tokens", "copied_on_write", "costs", "dram_tokens_reused", "pool")
 
-    def __init__(self, pool: BlockPool, block_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, block_tokens: int, costs: PreemptionModel) -> None:
         self.pool = pool
+        self.costs = costs
         self.block_tokens = block_tokens
         self.copied_on_write = 0
         self.dram_tokens_reused = 0  # brought up from DRAM by a match instead of being computed
@@ -40,11 +42,20 @@ class SequenceMemory:
         tokens = sequence.known_tokens()
         if self._missing_blocks(sequence, tokens) + headroom > self.pool.available():
             return False
-        if self._attach_prefix(sequence, tokens, tokens):
+        reusable = tokens[: self._worth_reusing(sequence, tokens)]
+        if self._attach_prefix(sequence, tokens, reusable):
             return True
         # A fully cached prompt needs a copy of its last block: one more than the tokens have. Without it, if that
         # does not fit.
-        return self._attach_prefix(sequence, tokens, tokens[:-1])
+        return self._attach_prefix(sequence, tokens, reusable[: len(tokens) - 1])
+
+    def _worth_reusing(self, sequence: Sequence, tokens: TokenArray) -> int:
+        """How many of ``tokens`` may come from the cache: not those whose way up from DRAM takes too long."""
+        if not self.pool.config.dram_blocks or not self.reads_cache(sequence):
+            return len(tokens)
+        hbm, dram = self.pool.match_blocks(sequence.group.request.tenant, tokens)
+        blocks = self.costs.reusable_blocks(len(tokens), self.block_tokens, hbm, dram)
+        return len(tokens) if blocks == hbm + dram else blocks * self.block_tokens
 
     def land(self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int) -> None:
         """Take over ``blocks`` that came with the KV of the first ``tokens`` tokens: a reference each, and the pin."""

@@ -22,12 +22,10 @@ from memserve.instance.orders import Homeward
 from memserve.instance.report import Counters
 from memserve.instance.sequence import Group, Phase, Sequence
 from memserve.instance.waiting import RankedList
-from memserve.policy.preemption import PreemptionModel
 from memserve.types import FinishReason, TokenOutput
 
 if TYPE_CHECKING:
     from memserve.messages import Peer
-    from memserve.policy.preemption import PreemptionCosts
 
 
 class Roster:
@@ -54,11 +52,11 @@ class Roster:
         "working",
     )
 
-    def __init__(self, memory: SequenceMemory, slots: int, preemption: str, costs: PreemptionCosts) -> None:
+    def __init__(self, memory: SequenceMemory, slots: int, preemption: str) -> None:
         self.memory = memory
         self.slots = slots
         self.preemption = preemption
-        self.costs = PreemptionModel(costs)
+        self.costs = memory.costs
         self.counters = Counters()
         #: all and only unfinished requests, in order of arrival
         self.groups: dict[str, Group] = {}

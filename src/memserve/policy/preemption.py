@@ -42,7 +42,7 @@ class PreemptionCosts:
 class PreemptionModel:
     """Costs in nanoseconds; learns from finished steps how quickly prompts are computed right now."""
 
-    __slots__ = ("_block_bytes", "_known", "_scale", "model", "samples")
+    __slots__ = ("_block_bytes", "_is_measured", "_known", "_scale", "model", "samples")
 
     def __init__(self, costs: PreemptionCosts) -> None:
         self._block_bytes = costs.block_bytes
@@ -50,7 +50,8 @@ class PreemptionModel:
         #: all costs, prompts at the speed that was learnt
         self.model = costs.model
         self._scale = 1.0
-        self.samples = 1 if costs.profile is not None else 0
+        self._is_measured = costs.profile is not None
+        self.samples = int(self._is_measured)
 
     def learn(self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0) -> None:
         """Take a finished step into account when it was mostly prefill, so that its time says something about it.
@@ -82,6 +83,20 @@ class PreemptionModel:
         """Time to copy ``blocks`` out and in again."""
         copy_bytes = blocks * self._block_bytes
         return self._known.swap_out_ns(copy_bytes, blocks) + self._known.swap_in_ns(copy_bytes, blocks)
+
+    def reusable_blocks(self, tokens: int, block_tokens: int, hbm_blocks: int, dram_blocks: int) -> int:
+        """Blocks of a cached prefix to reuse for ``tokens`` tokens: those in HBM, and behind them those in DRAM if
+        bringing them up is quicker than computing them again.
+
+        Only a profile says that it may not be: without one, what was kept is used.
+        """
+        if not (self._is_measured and dram_blocks):
+            return hbm_blocks + dram_blocks
+        own = min(hbm_blocks * block_tokens, tokens - 1)
+        all_of_it = min((hbm_blocks + dram_blocks) * block_tokens, tokens - 1)
+        copy_ns = self._known.swap_in_ns(dram_blocks * self._block_bytes, dram_blocks)
+        saved_ns = self.model.prefill_ns(tokens - own, own) - self.model.prefill_ns(tokens - all_of_it, all_of_it)
+        return hbm_blocks + (dram_blocks if copy_ns <= saved_ns else 0)
 
     def prefers_swap(self, mode: str, tokens: int, blocks: int) -> bool:
         """Whether to swap: as ``mode`` says, or by cost when it is ``auto``."""
