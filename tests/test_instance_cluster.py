@@ -6,13 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fleet_world import BLOCK, ROUTER_PEER, Fleet, TransferMode, fleet_config, story_of
 from instance_world import PROMPT, VOCAB, plans_of, request
-from memserve.config import ExchangeConfig
+from memserve.config import ExchangeConfig, PoolConfig
 from memserve.instance.events import ClockTicked, MessageArrived
 from memserve.instance.machine import Instance
+from memserve.instance.pins import Pins
 from memserve.mempool.identity import block_identities, namespace_id
+from memserve.mempool.pool import BlockPool
 from memserve.messages import (
     AskEvents,
     Cancel,
@@ -798,3 +802,44 @@ def test_outside_a_cluster_there_is_none_of_it():
     machine = Instance(fleet_config(), BLOCK)
     assert machine.me is None and machine.next_event == 0 and machine.is_idle
     assert machine.load().hbm_blocks_available == 0
+
+
+class PlainPins:
+    """Names with their ends, looked through each time."""
+
+    def __init__(self):
+        self.ends = {}
+
+    def due(self, now):
+        self.ends = {handle: (tokens, end) for handle, (tokens, end) in self.ends.items() if end > now}
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30), st.integers(0, 25), st.booleans()), max_size=60))
+@settings(deadline=None, max_examples=60)
+def test_pins_are_what_a_plain_dictionary_says(operations):
+    """Pinned, renewed, given up and expired at random: how much is kept, until when, and nothing else."""
+    pool = BlockPool(PoolConfig(16, 0), BLOCK, "test")
+    blocks = pool.allocate(6)
+    pool.insert("", tokens_of(24), blocks, 6)
+    pool.release(blocks)
+    pins, plain, now = Pins(pool), PlainPins(), 0
+    for handle, life, tokens, gives_up in operations:
+        now += 3
+        pins.expire(now)
+        plain.due(now)
+        if gives_up:
+            pins.unpin(f"h{handle}")
+            plain.ends.pop(f"h{handle}", None)
+        else:
+            kept = pins.pin(f"h{handle}", "", tokens_of(tokens), now + life)
+            assert kept == min(tokens, 24) // BLOCK * BLOCK
+            plain.ends.pop(f"h{handle}", None)
+            if kept:
+                plain.ends[f"h{handle}"] = (kept, now + life)
+        longest = max((tokens for tokens, _ in plain.ends.values()), default=0)
+        assert pool.report().by_tier[Tier.HBM].blocks_pinned == longest // BLOCK
+        assert pins.next_deadline_ns == min((end for _, end in plain.ends.values()), default=None)
+        assert len(pins) == len(plain.ends)
+        assert all(pins.tokens(handle) == tokens for handle, (tokens, _) in plain.ends.items())
+    assert pins.release_all() == bool(plain.ends) and sorted(pins.lost) == sorted(plain.ends)
+    assert pool.clear_cache() == 6 and pins.next_deadline_ns is None
