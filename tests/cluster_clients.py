@@ -66,6 +66,8 @@ class Ask:
     final: dict[int, FinishReason] = field(default_factory=dict)
     rejected: str | None = None
     cancelled: bool = False
+    lost: bool = False
+    """The router died under it."""
     stopped: set[int] = field(default_factory=set)
     arrived_ns: int = 0
     ended_ns: int | None = None
@@ -81,7 +83,7 @@ class Ask:
     @property
     def over(self) -> bool:
         """Whether the client has nothing more to wait for."""
-        return self.rejected is not None or len(self.final) == self.request.n
+        return self.lost or self.rejected is not None or len(self.final) == self.request.n
 
 
 class Referee:
@@ -120,6 +122,7 @@ class Referee:
     def emitted(self, output: TokenOutput, now: int) -> Ask:
         """One output has reached the client."""
         ask = self.asks[output.request_id]
+        assert not ask.lost, f"{output.request_id}: an output of a router that is dead"
         key = f"{output.request_id}/{output.index}"
         assert ask.rejected is None, f"{key}: an output after the rejection"
         assert output.index not in ask.final, f"{key}: an output after the final one: {output}"
@@ -205,6 +208,8 @@ class Referee:
         """Every request has its endings, and those with a deadline had them in time."""
         for name, ask in self.asks.items():
             finals = sorted(ask.final)
+            if ask.lost:
+                continue
             assert ask.over, f"{name} hangs: {finals} of {ask.request.n} ended, got {ask.got}"
             assert finals == ([] if ask.rejected is not None else list(range(ask.request.n))), f"{name}: {finals}"
             deadline_ns = ask.request.deadline_ns

@@ -76,7 +76,17 @@ def _router_pause(world: World, fault: Fault, node: InstanceNode, random: Random
     """The router itself is stopped: it must not take everybody else to be dead."""
     world.router.pause()
     world.router_slept_ns += fault.for_ns
-    return world.router.resume
+    life = world.router.life
+
+    def resume() -> None:
+        if world.router.life == life:
+            world.router.resume()
+
+    return resume
+
+
+def _router_restart(world: World, fault: Fault, node: InstanceNode, random: Random) -> None:
+    world.router_dies()
 
 
 def _partition(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None]:
@@ -107,6 +117,17 @@ def _lose(world: World, fault: Fault, node: InstanceNode, random: Random) -> Cal
 
     def stop() -> None:
         world.network.loss = max(0.0, world.network.loss - share)
+
+    return stop
+
+
+def _repeat(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None]:
+    """The mailbox drops what comes twice; the machines would not mind."""
+    share = random.choice([0.05, 0.3])
+    world.network.repeats += share
+
+    def stop() -> None:
+        world.network.repeats = max(0.0, world.network.repeats - share)
 
     return stop
 
@@ -147,9 +168,11 @@ _KINDS: dict[str, Callable[..., Callable[[], None] | None]] = {
     "partition": _partition,
     "corrupt": _corrupt,
     "lose": _lose,
+    "repeat": _repeat,
     "delay": _delay,
     "device": _device,
     "slow-link": _slow_link,
     "drain": _drain,
     "router-pause": _router_pause,
+    "router-restart": _router_restart,
 }

@@ -49,6 +49,7 @@ class Network:
     def __init__(self, clock: Clock, random: Random, delay_ns: tuple[int, int]) -> None:
         self.clock, self.random, self.delay_ns = clock, random, delay_ns
         self.loss = 0.0
+        self.repeats = 0.0
         self.extra_ns = 0
         self.nodes: dict[str, Node] = {}
         self.cut: dict[tuple[str, str], list[str]] = {}  # (from, to) -> modes of the partitions between them
@@ -70,6 +71,8 @@ class Network:
             self.held.setdefault(way, deque()).append(lambda: self._travel(sender, to, message))
             return
         self._travel(sender, to, message)
+        if self.random.random() < self.repeats:
+            self._travel(sender, to, message)
 
     def _travel(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         delay = self.random.randint(*self.delay_ns) + (self.random.randint(0, self.extra_ns) if self.extra_ns else 0)

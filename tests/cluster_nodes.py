@@ -61,7 +61,7 @@ class _Ticking:
         """The machine's deadline after an event."""
         if deadline_ns is None or (self.planned_ns is not None and self.planned_ns <= deadline_ns):
             return
-        now = self.node.world.clock.now
+        now = self.node.now
         when = max(deadline_ns, now + TICK_MIN_NS)
         self.planned_ns = when
         self.node.later(when - now, self._tick, when)
@@ -83,6 +83,12 @@ class Process(Node):
         self.life = 0
         self.frozen: deque[Callable[[], None]] = deque()
         self.ticking = _Ticking(self)
+        self.skew_ns = 0
+
+    @property
+    def now(self) -> int:
+        """What this process's own clock says: the clocks of two hosts have nothing to do with each other."""
+        return self.world.clock.now + self.skew_ns
 
     def later(self, delay_ns: int, do: Callable[..., None], *arguments: object) -> None:
         """``do(*arguments)`` in ``delay_ns``, if this life lasts so long; after a pause, if it is paused then."""
@@ -151,6 +157,7 @@ class InstanceNode(Process):
         self.alive, self.paused = True, 0
         self.frozen.clear()
         self.peer = Peer(self.peer.name, self.peer.generation + 1)
+        self.skew_ns = self.random.choice([0, self.random.randrange(1 << 60)])
         self.machine: Instance = self.world.new_instance(self)
         self.device = self.world.new_device(self)
         self.plans: deque[StepPlan] = deque()
@@ -244,8 +251,7 @@ class InstanceNode(Process):
         self.join()
 
     def post(self, event: object) -> None:
-        now = self.world.clock.now
-        actions = self.machine.handle(event, now)
+        actions = self.machine.handle(event, self.now)
         self.world.handled(self, event, actions)
         for action in actions:
             self._perform(action)
@@ -329,7 +335,7 @@ class InstanceNode(Process):
 
     def _start_pull(self, job: PullPages) -> None:
         """Each block is read at a moment of its own; the answer comes behind the last."""
-        now, source = self.world.clock.now, self.world.network.nodes.get(job.peer.name)
+        source = self.world.network.nodes.get(job.peer.name)
         device = source.device if isinstance(source, InstanceNode) and source.peer == job.peer else None
         if device is None or self.knows.get(job.peer.name) != job.peer:
             self.later(TICK_MIN_NS, self._pulled, PagesPulled(job.job_id, "no such peer"))
@@ -339,7 +345,7 @@ class InstanceNode(Process):
         for place in range(len(job.src_blocks)):
             at = min(max(at, self._span(self.world.scenario.pull_ns, self.slowness)), PULL_MAX_NS)
             self.later(at, self._pull_block, job, place, device, source.life, errors)
-        self.world.say(f"{self.peer.name} pulls till {(now + at) / 1e6:.3f}: ", job)
+        self.world.say(f"{self.peer.name} pulls for {at / 1e6:.3f} ms: ", job)
         self.later(at + 1, self._end_pull, job, errors)
 
     def _promise(self, ready: Ready) -> None:
@@ -388,16 +394,25 @@ class InstanceNode(Process):
 class RouterNode(Process):
     """What ``runtime/router`` does, in virtual time."""
 
-    def __init__(self, world: World, machine: Cluster) -> None:
+    def __init__(self, world: World) -> None:
         super().__init__(world, Peer(ROUTER, 7))
-        self.machine = machine
+        self.machine: Cluster = world.new_cluster()
+
+    def restart(self) -> None:
+        """It dies and comes back empty: its clients are gone, the instances are there."""
+        self.life += 1
+        self.paused = 0
+        self.frozen.clear()
+        self.peer = Peer(ROUTER, self.peer.generation + 1)
+        self.machine = self.world.new_cluster()
+        self.ticking = _Ticking(self)
 
     def hear(self, sender: Peer, message: AnyMessage) -> None:
         self.world.say(f"router <- {sender.name}.{sender.generation}: ", message)
         self.post(MessageArrived(sender, message))
 
     def post(self, event: object) -> None:
-        actions = self.machine.handle(event, self.world.clock.now)
+        actions = self.machine.handle(event, self.now)
         self.world.handled(self, event, actions)
         for action in actions:
             if isinstance(action, Send):

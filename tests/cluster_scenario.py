@@ -26,12 +26,14 @@ FAULTS = (
     "partition",
     "corrupt",
     "lose",
+    "repeat",
     "delay",
     "device",
     "slow-link",
     "flap",
     "drain",
     "router-pause",
+    "router-restart",
 )
 
 

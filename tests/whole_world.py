@@ -57,7 +57,7 @@ class World:
         self.links_cut = True
         self.router_slept_ns = 0
         self.happened: Counter[str] = Counter()
-        self.router = RouterNode(self, Cluster(self._cluster_config()))
+        self.router = RouterNode(self)
         self.network.nodes[self.router.peer.name] = self.router
         self.instances: list[InstanceNode] = []
         for place, role in enumerate(MIXES[scenario.setting.mix]):
@@ -72,17 +72,20 @@ class World:
 
     # -- what the nodes are made of
 
-    def _cluster_config(self) -> ClusterConfig:
-        return ClusterConfig(
-            caching=self.scenario.setting.caching,
-            policy=self.scenario.policy,
-            transfer=self.scenario.setting.transfer,
-            dead_after_ns=1 * SECOND,
-            stalled_after_ns=4 * SECOND,
-            attempts_max=4,
-            unplaced_ns=6 * SECOND,
-            tree_ttl_ns=20 * SECOND,
-            speculative_ttl_ns=1 * SECOND,
+    def new_cluster(self) -> Cluster:
+        """The production machine of the router."""
+        return Cluster(
+            ClusterConfig(
+                caching=self.scenario.setting.caching,
+                policy=self.scenario.policy,
+                transfer=self.scenario.setting.transfer,
+                dead_after_ns=1 * SECOND,
+                stalled_after_ns=4 * SECOND,
+                attempts_max=4,
+                unplaced_ns=6 * SECOND,
+                tree_ttl_ns=20 * SECOND,
+                speculative_ttl_ns=1 * SECOND,
+            )
         )
 
     def instance_config(self, node: InstanceNode) -> InstanceConfig:
@@ -163,6 +166,14 @@ class World:
         """The router rejects a request."""
         self.say(f"  -> {request_id} rejected: {reason}")
         self._next_turn(self.referee.rejected(request_id, reason, self.clock.now))
+
+    def router_dies(self) -> None:
+        """Whoever waited for it gets an error from the network, and asks something else later."""
+        self.router.restart()
+        for ask in list(self.referee.asks.values()):
+            if not ask.over:
+                ask.lost = True
+                self._next_turn(ask)
 
     def _next_turn(self, ask: Ask) -> None:
         conversation = self.talking[ask.request.request_id.partition(".")[0]]
@@ -339,12 +350,15 @@ def main() -> int:
     grid = [options.setting] if options.setting else settings_grid(False if options.healthy else None)
     seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
     failures: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     started, requests, events = time.monotonic(), 0, 0
     for seed in seeds:
         setting = grid[seed % len(grid)] if options.seed is None or not options.setting else options.setting
         try:
             world = play(seed, setting, 4000)
             requests, events = requests + len(world.referee.asks), events + world.clock.steps
+            seen.update(world.happened)
+            seen.update(world.achievements())
             if options.story:
                 print("\n".join(world.story))
         except Exception as error:
@@ -358,6 +372,7 @@ def main() -> int:
                 break
     spent = time.monotonic() - started
     print(f"{len(seeds)} seeds, {requests} requests, {events} events in {spent:.1f} s; {failures.total()} failures")
+    print("  " + ", ".join(f"{name} {count}" for name, count in sorted(seen.items())))
     for where, count in failures.most_common():
         print(f"  {count:4d}  {where}")
     return 1 if failures else 0
