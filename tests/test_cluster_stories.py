@@ -37,7 +37,7 @@ from memserve.messages import (
     Unpin,
     Welcome,
 )
-from memserve.types import Caching, FinishReason, KVGeometry, Role, Tier, TokenOutput
+from memserve.types import Caching, FinishReason, KVGeometry, Role, Tier, TokenLogprobs, TokenOutput
 from memserve.units import NS_PER_S
 
 P, D, C, S = Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE
@@ -203,6 +203,17 @@ def test_repeated_and_late_outputs_are_dropped(make):
     assert world.cluster.stats().counters.outputs_late == 3
 
 
+def test_an_output_that_is_partly_known_gives_what_is_new_with_its_logprobs(make):
+    """Outputs may carry several tokens; the client has the first of them already."""
+    world = make(("c", C))
+    client = world.ask(a_request("r", PROMPT, max_tokens=3))
+    answer = lone_answer(client.request, 0)[0]
+    logprobs = tuple(TokenLogprobs(token, -0.5) for token in answer)
+    world.hear(Peer("c", 1), Tokens((TokenOutput("r#1", 0, (answer[0],), logprobs[:1]),)))
+    world.hear(Peer("c", 1), Tokens((TokenOutput("r#1", 0, tuple(answer), logprobs, FinishReason.LENGTH),)))
+    assert client.got[0] == answer and client.outputs[-1].logprobs == logprobs[1:]
+
+
 def test_outputs_of_an_old_attempt_are_dropped_and_their_sender_told(make):
     """The stalled instance wakes up and goes on as if nothing had happened."""
     world = make(("a", C), ("b", C), stalled_after_ns=NS_PER_S, dead_after_ns=100 * NS_PER_S)
@@ -366,6 +377,7 @@ def test_a_request_that_kills_its_instances_ends_after_some_attempts(make):
         world.kill(name)
         world.hear(Peer(name, 1), Leave())
     assert client.reasons == [FinishReason.ERROR]
+    assert dict(client.outputs[-1].story) == {"attempts": 3, "last_failure": "gone"}
     assert world.cluster.stats().counters.dispatches == 3
 
 
@@ -420,6 +432,43 @@ def test_a_busy_instance_is_passed_over_and_the_client_told_when_all_are(make):
             world.say_all(instance)
     assert client.rejected.reason == "the queue is full" and client.rejected.retry_after_s == 2.0
     world.run()
+
+
+def test_refusals_of_busy_instances_are_no_attempts(make):
+    """A rush hour: many instances are full, the last one is not."""
+    world = make(*[(f"c{k}", C) for k in range(6)], attempts_max=2)
+    for k in range(5):
+        world.instances[f"c{k}"].refuses = ("the queue is full", 3.0)
+    client = world.ask(a_request("r", PROMPT))
+    for instance in world.instances.values():
+        world.say_all(instance)
+    assert world.instances["c5"].running
+    world.run()
+    assert client.got[0] == lone_answer(client.request, 0)[0]
+
+
+def test_who_could_never_run_it_is_not_asked_again(make):
+    """One is too small, the other one only full: when it is asked again, then without the small one."""
+    world = make(("small", C), ("full", C), ("dies", C))
+    client = world.ask(a_request("x", PROMPT, max_tokens=1))
+    world.run()
+    world.instances["small"].refuses, world.instances["full"].refuses = ("too wide", None), ("the queue is full", 1.0)
+    for name in ("small", "full"):
+        world.hear(Peer(name, 1), Heartbeat(Load(prefill_tokens_queued=99_999)))
+    client = world.ask(a_request("r", PROMPT))
+    world.step("dies")
+    world.kill("dies")
+    world.hear(Peer("dies", 1), Leave())
+    for _ in range(2):
+        for name in ("small", "full"):
+            world.say_all(world.instances[name])
+    asked = sum(isinstance(m, Dispatch) for m in world.instances["small"].heard)
+    assert world.cluster.stats().requests_unplaced == 1 and len(client.got[0]) == 1
+    world.instances["full"].refuses = None
+    world.wait(2 * NS_PER_S)
+    assert sum(isinstance(m, Dispatch) for m in world.instances["small"].heard) == asked
+    world.run()
+    assert client.got[0] == lone_answer(client.request, 0)[0]
 
 
 def test_what_could_never_run_is_rejected_for_good(make):
@@ -520,6 +569,15 @@ def test_another_model_cannot_join(make):
     assert len(world.cluster.instances()) == 1
     world.hear(Peer("p", 1), Leave())
     assert world.sent(world.hear(Peer("d", 1), Join(info("d", D, namespace="another"))), Welcome), "nobody is left"
+
+
+def test_a_geometry_that_cannot_be_is_refused(make):
+    """The first member's geometry is everybody's: a broken one must not become it."""
+    world = make()
+    for wrong in ({"geometry": KVGeometry(3, 2, 8, 8, "float32", 0)}, {"context_tokens": 0}):
+        ((_, refused),) = world.sent(world.hear(Peer("p", 1), Join(info("p", P, **wrong))), Refused)
+        assert "makes no sense" in refused.reason
+    assert world.cluster.instances() == ()
 
 
 def test_strangers_are_told_that_they_are_none(make):

@@ -124,10 +124,10 @@ class Job:
         )
 
     def told(self) -> tuple[tuple[str, str | int | float], ...]:
-        """What the cluster decided, for the client (``TokenOutput.story``)."""
+        """What the cluster decided, and what went wrong, for the client (``TokenOutput.story``)."""
         attempt = self.attempt
         if attempt is None:
-            return ()
+            return (("attempts", len(self.past)), ("last_failure", self.past[-1].ended)) if self.past else ()
         where = attempt.first.name + (f" to {attempt.decode_at.name}" if attempt.decode_at is not None else "")
         return ("route", where), ("route_why", attempt.route.reason), ("attempts", len(self.past) + 1)
 

@@ -267,7 +267,8 @@ class Lifecycle:
             offset = len(job.emitted[index])
             job.finished[index] = reason
             self._counters.finished[reason.value] += 1
-            self._outbox.emit(TokenOutput(job.request_id, index, (), finish_reason=reason, offset=offset))
+            ending = TokenOutput(job.request_id, index, (), finish_reason=reason, story=job.told(), offset=offset)
+            self._outbox.emit(ending)
         job.is_stopped = True
         self.leave(job, now)
 
