@@ -1,0 +1,141 @@
+"""The words of a workload: sessions of turns, each with what is asked and when it is due (level 1).
+
+One vocabulary for real text and for traces that hold lengths only, for the load client and for the simulator::
+
+    Workload ── sessions ──▶ Session ── turns ──▶ Turn ── says ──▶ Chat     messages for a chat endpoint
+                                                              │    Text     for a completion endpoint
+                                                              └─▶  Blocks   token counts and block identities, no text
+
+**Causal order** (MemServe 8.2): turn ``n`` of a session is sent only after the answer to turn ``n - 1`` has ended, and
+not before it is due: ``sent = max(turn.due_s, end of the answer before + turn.think_s)``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from memserve.errors import check
+from memserve.units import ceil_div
+
+
+class History(enum.StrEnum):
+    """How a turn's prompt follows from the turns before it."""
+
+    CLOSED = "closed"  # all that was said so far, with the answers *this* model gave, then what the turn says
+    GIVEN = "given"  # what the turn says is the whole prompt: a recording, answers of another model included
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat, with OpenAI's roles (``system``, ``user``, ``assistant``)."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages that a turn adds to its chat (or, :attr:`History.GIVEN`, the whole chat)."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Plain text that a turn adds behind the prompt and the answers so far (or the whole prompt)."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The first ``tokens`` tokens of the consecutive blocks ``first``, ``first + 1``, ...: all full but the last.
+
+    A block's identity stands for its tokens: equal identity, equal tokens. Block ``b`` follows ``b - 1`` in a span only
+    because traces number their blocks that way; a span is a short form of a list, nothing else.
+    """
+
+    first: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What is asked, known by its length and its blocks only: no text. ``tokens_of`` makes token ids of it."""
+
+    block_tokens: int
+    spans: tuple[Span, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Length in tokens."""
+        return sum(span.tokens for span in self.spans)
+
+    def ids(self) -> Iterator[int]:
+        """The identity of every block, in order, a partial one included."""
+        for span in self.spans:
+            yield from range(span.first, span.first + ceil_div(span.tokens, self.block_tokens))
+
+
+Says = Chat | Text | Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request: what is asked, how long the answer may be, and when."""
+
+    says: Says
+    output_tokens_max: int
+    """The answer's length: an upper bound for text; exact for :class:`Blocks` (send it with ``ignore_eos``)."""
+    answer: str | None = None
+    """The recorded answer. Never sent under a closed history: it is there for statistics and for simulation."""
+    due_s: float | None = None
+    """Seconds from the workload's start before which it is not sent; ``None``: as soon as causal order allows."""
+    think_s: float = 0.0
+    """Seconds between the end of the answer before and this turn."""
+    stop: tuple[str, ...] = ()
+    """Stop strings (an agent's step ends before the next observation)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Turns in causal order. Sessions are independent of each other."""
+
+    session_id: str
+    turns: tuple[Turn, ...]
+    group: str = ""
+    """Who it belongs to: a tenant, or the group that shares a system prompt; empty where nobody shares."""
+    history: History = History.CLOSED
+
+    @property
+    def arrival_s(self) -> float:
+        """When the first turn is due, in seconds from the workload's start (0 when nothing sets it)."""
+        return self.turns[0].due_s or 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sessions, and where they come from. The same arguments and seed give an equal workload."""
+
+    kind: str
+    source: str
+    """What it was made of: names of data sets, or ``built-in``."""
+    sessions: tuple[Session, ...]
+    seed: int = 0
+    arrivals: str = "as fast as causal order allows"
+    """In words: what set :attr:`Turn.due_s`."""
+    users: int | None = None
+    """Closed loop: so many users each take the next session when theirs has ended. ``None``: open loop."""
+    notes: tuple[str, ...] = field(default=())
+    """What was left out or changed on the way (caps, duplicates), for the report."""
+
+    def __post_init__(self) -> None:
+        check(all(session.turns for session in self.sessions), "a session has at least one turn")
+        check(self.users is None or self.users > 0, "a closed loop needs a user")
+
+    @property
+    def request_count(self) -> int:
+        """Turns of all sessions."""
+        return sum(len(session.turns) for session in self.sessions)
