@@ -115,7 +115,8 @@ class Process(Node):
             self.frozen.popleft()()
 
     def receive(self, sender: Peer, message: AnyMessage) -> None:
-        self._soon(lambda: self.hear(sender, message))
+        meant = self.peer
+        self._soon(lambda: self.hear(sender, message) if self.peer == meant else None)
 
     def submit(self, event: object) -> None:
         """Somebody on this host posts an event."""
@@ -241,8 +242,6 @@ class InstanceNode(Process):
 
     def _join_anew(self, sender: Peer, message: Expelled) -> None:
         """All work is dropped, the cache stays, the name gets a new generation."""
-        if self.router is None:
-            return
         self.router = None
         self.knows.clear()
         self.post(MessageArrived(sender, message))

@@ -182,6 +182,18 @@ def test_a_long_step_silences_nobody(router, node) -> None:
     assert answer(news) == (truth, FinishReason.LENGTH)
 
 
+def test_an_instance_whose_welcome_was_lost_joins_as_another(node) -> None:
+    """It was a member without knowing it, sent no heartbeat, and was taken to be dead: its ``Join`` is void."""
+    joins: queue.Queue[Peer] = queue.Queue()
+    me = Peer(ROUTER, 5)
+    mailbox = ZmqMailbox(me, SECRET, "127.0.0.1", 0, lambda sender, message: joins.put(sender))
+    node("c1", mailbox.address)
+    first = joins.get(timeout=WAIT_S)
+    mailbox.send(first, Expelled("this incarnation was taken to be dead"))
+    eventually(lambda: joins.get(timeout=WAIT_S).generation > first.generation)
+    mailbox.close()
+
+
 def test_an_expelled_member_drops_its_work_and_comes_back_as_another(router, node) -> None:
     it = node("c1", router.address)
     assert router.wait_for(["c1"], WAIT_S)

@@ -69,6 +69,15 @@ class _Drain:
     patience_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Expulsion:
+    """An order for the member's thread: the router takes ``me`` to be dead."""
+
+    router: Peer
+    me: Peer
+    reason: str
+
+
 class Member:
     """Runs an instance in a cluster, from joining to leaving."""
 
@@ -169,7 +178,10 @@ class Member:
                 self._joined.set()
             case PeerJoined(info):
                 self._meet(info)
-            case Expelled() | Refused() | Drain():
+            case Expelled(reason):
+                self._orders.put(_Expulsion(router, self.me, reason))
+                return False
+            case Refused() | Drain():
                 self._orders.put(message)
                 return isinstance(message, Drain)  # the others come to the machine when all here is ready for it
         return True
@@ -265,8 +277,8 @@ class Member:
                     self._leave_at = self._leave_at or math.inf
                 case Refused(reason):
                     self._refused(reason)
-                case Expelled(reason):
-                    self._join_again(reason)
+                case _Expulsion():
+                    self._join_again(order)
                     return
 
     def _say_goodbye(self) -> None:
@@ -279,14 +291,17 @@ class Member:
             self._failure = UserError(f"the router refuses this instance: {reason}", hint=hint, param="join")
             self._ended.set()
 
-    def _join_again(self, reason: str) -> None:
-        """What this incarnation had promised is void: the machine drops its work, keeps its cache, gets a new name."""
-        if self._router is None:
-            return
-        router, self._router = self._router, None
-        log.warning("expelled (%s): joining again", reason)
+    def _join_again(self, expulsion: _Expulsion) -> None:
+        """What this incarnation had promised is void: the machine drops its work, keeps its cache, gets a new name.
+
+        Also one that never heard that it was a member: its ``Welcome`` was lost, and then it was silent for too long.
+        """
+        if expulsion.me != self.me:
+            return  # said to an earlier one
+        self._router = None
+        log.warning("expelled (%s): joining again", expulsion.reason)
         me = Peer(self.me.name, max(self.me.generation + 1, new_generation()))
-        self._instance.post(MessageArrived(router, Expelled(reason)))
+        self._instance.post(MessageArrived(expulsion.router, Expelled(expulsion.reason)))
         self._instance.ask(lambda: self._machine.reborn(me))
         self._mailbox.become(me)
         self._mailbox.connect(_ANY_ROUTER, self._router_address)
