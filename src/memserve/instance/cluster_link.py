@@ -15,14 +15,15 @@ from typing import Any
 
 from memserve.config import InstanceConfig
 from memserve.instance.actions import Action, StepPlan
+from memserve.instance.dispatching import Dispatching
 from memserve.instance.fetching import Fetches
 from memserve.instance.frontdesk import FrontDesk
 from memserve.instance.handoff import Handoffs
 from memserve.instance.kvfeed import KvFeed
-from memserve.instance.orders import Orders
+from memserve.instance.membership import Membership
 from memserve.instance.pins import Pins
 from memserve.instance.roster import Roster
-from memserve.instance.sequence import Fact, Group, Phase
+from memserve.instance.sequence import Fact
 from memserve.instance.takeover import Takeovers
 from memserve.mempool.exchange import Exchange
 from memserve.mempool.jobs import PagesPulled, PagesSealed, PullPages
@@ -36,7 +37,6 @@ from memserve.mempool.outcomes import (
     Released,
 )
 from memserve.messages import (
-    ROUTER,
     AnyMessage,
     AskEvents,
     Cancel,
@@ -69,24 +69,22 @@ class ClusterLink:
         self, roster: Roster, desk: FrontDesk, pins: Pins, config: InstanceConfig, geometry: KVGeometry, me: Peer
     ) -> None:
         pool = roster.memory.pool
-        self.me = me
         self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
         self.handoffs = Handoffs(roster, desk, self.exchange, geometry.num_layers)
         self.takeovers = Takeovers(roster, desk, self.exchange)
         self.fetches = Fetches(roster, self.exchange, geometry, config.exchange.fetch_deadline_ns)
+        self.members = Membership(self.exchange, me)
         self.feed = KvFeed(pool, max(1, config.exchange.event_capacity))
-        self.router: Peer | None = None
-        self.draining = False
         #: messages of whoever is not the router, or is it no more, that only the router may send
         self.ignored_orders = 0
         self.blocks_sent_home = 0
         self.blocks_come_home = 0
+        self._dispatching = Dispatching(roster, desk, self.handoffs, self.fetches)
         self._roster = roster
         self._desk = desk
         self._pins = pins
         self._geometry = geometry
         self._publishes = config.exchange.event_capacity > 0
-        self._peers: dict[str, Peer] = {}
         self._pulls: dict[int, str] = {}  # pull job -> name of the peer
         self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
         self._outbox: list[Action] = []
@@ -102,7 +100,9 @@ class ClusterLink:
         """Another process said something."""
         obey = self._orders.get(type(message))
         if obey is not None:
-            if self._is_router(sender, message):
+            if self.members.is_superseded(sender, message):
+                self.reborn(self.members.me)
+            if self.members.obeys(sender):
                 obey(message, now)
             else:
                 self.ignored_orders += 1
@@ -152,8 +152,8 @@ class ClusterLink:
         """Say what is to be said; it comes behind plans and tokens, which are more urgent."""
         self._end_transfers(now)
         news = self.feed.news() if self._publishes else None
-        if news is not None and self.router is not None:
-            self._outbox.append(Send(self.router, news))
+        if news is not None and self.members.router is not None:
+            self._outbox.append(Send(self.members.router, news))
         for handle in self._pins.lost:
             self._tell_router(Pinned(handle, 0))
         self._pins.lost.clear()
@@ -217,83 +217,31 @@ class ClusterLink:
             self._outbox.append(action)
 
     def _tell_router(self, message: HandedOver | Pinned | KvEvents | KvSnapshot) -> None:
-        if self.router is not None:
-            self._outbox.append(Send(self.router, message))
+        if self.members.router is not None:
+            self._outbox.append(Send(self.members.router, message))
 
     # -- orders
 
-    def _is_router(self, sender: Peer, message: AnyMessage) -> bool:
-        """A new incarnation of the router makes itself known by ``Welcome``; the old one's orders are void then."""
-        if sender.name != ROUTER:
-            return False
-        if self.router is None:
-            self.router = sender
-        elif isinstance(message, Welcome) and sender.generation > self.router.generation:
-            self._drop_everything()
-            self.router = sender
-        return sender == self.router
-
     def _welcome(self, message: Welcome, now: int) -> None:
-        names = {info.peer.name for info in message.peers}
-        for peer in [peer for name, peer in self._peers.items() if name not in names]:
-            self._peer_gone(PeerGone(peer, "no member any more"), now)
-        for info in message.peers:
-            self._peer_joined(PeerJoined(info), now)
+        self._act(self.members.welcome(message, now), now)
         if self._publishes and self.feed.next_event:
             self._settle_feed()
             self._tell_router(self.feed.snapshot())
 
     def _peer_joined(self, message: PeerJoined, now: int) -> None:
-        peer = message.info.peer
-        if peer.name != self.me.name:
-            self._peers[peer.name] = peer
-            self._act(self.exchange.peer_joined(message.info, now), now)
+        self._act(self.members.joined(message.info, now), now)
 
     def _peer_gone(self, message: PeerGone, now: int) -> None:
-        if self._peers.get(message.peer.name) == message.peer:
-            del self._peers[message.peer.name]
-        self._act(self.exchange.peer_gone(message.peer, now), now)
+        self._act(self.members.gone(message.peer, now), now)
 
     def _drain(self, message: Drain, now: int) -> None:
-        self.draining = True
+        self._dispatching.draining = True
+
+    def _expelled(self, message: Expelled, now: int) -> None:
+        self.reborn(self.members.me)
 
     def _dispatch(self, order: Dispatch, now: int) -> None:
-        request = order.request
-        if self.draining:
-            self._reject(RejectRequest(request.request_id, "the instance is about to leave", 0.0))
-            return
-        refusal = self._desk.refusal(request, now) or _contradiction(order)
-        if refusal is not None:
-            self._reject(refusal)
-            return
-        beams = request.beam_width > 0
-        resumed = not beams and bool(any(order.generated) or order.ended)
-        deadline_ns = None if order.deadline_in_ns is None else now + order.deadline_in_ns
-        orders = Orders(
-            self._taker(order), order.transfer, order.return_kv, deadline_ns, holders=list(order.holders)
-        )
-        leaves = orders.decode_at is not None and self._desk.tokens_to_generate(request) > 1
-        substituted = beams and leaves and not request.sampling.prompt_logprobs
-        orders.original = request if substituted else None
-        orders.decode_at = orders.decode_at if substituted or not beams else None
-        group = self._desk.open(Handoffs.substitute(request) if substituted else request, now, deadline_ns)
-        group.orders = orders
-        known = len(order.generated[0]) if resumed and request.n == 1 else 0
-        self.handoffs.begin(group, known, resumed)
-        tokens = order.generated if resumed else ()
-        self._desk.line_up(group, Phase.EXPECTED if order.holders else Phase.WAITING, tokens, order.ended)
-        if order.holders and group.sequences:
-            self._fetch_or_wait(group, now)
-
-    def _fetch_or_wait(self, group: Group, now: int) -> None:
-        sequences = list(group.sequences.values())
-        tokens = sequences[0].known_tokens() if len(sequences) == 1 else group.request.prompt
-        if not self.fetches.begin(group, tokens, now):
-            for sequence in sequences:
-                self._roster.move(sequence, Phase.WAITING)
-
-    def _taker(self, order: Dispatch) -> Peer | None:
-        return None if order.decode_at is None or order.decode_at.name == self.me.name else order.decode_at
+        self._reject(self._dispatching.dispatch(order, self.members.me, now))
 
     def _cancel(self, message: Cancel, now: int) -> None:
         self._desk.cancel(message.request_id)
@@ -324,14 +272,16 @@ class ClusterLink:
         if news is not None:
             self._tell_router(news)
 
-    # -- membership
+    # -- beginning anew
 
-    def _expelled(self, message: Expelled, now: int) -> None:
+    def reborn(self, me: Peer) -> None:
+        """Nobody waits for anything any more: all requests end without a word, the cache stays. From now on the process
+        is ``me``, and not a member yet."""
         self._drop_everything()
-        self.router = None
+        self._dispatching.draining = False
+        self.members.begin_anew(me)
 
     def _drop_everything(self) -> None:
-        """Nobody waits for anything any more: all requests end without a word. The cache stays."""
         for group in list(self._roster.groups.values()):
             if group.orders is not None:
                 self._roster.drop_group(group)
@@ -344,15 +294,7 @@ class ClusterLink:
         self.fetches.clear()
         self._pins.release_all()
         self._pins.lost.clear()
-        self._peers.clear()
         self._outbox.clear()
-        self.exchange.reborn(self.me)
-
-    def reborn(self, me: Peer) -> None:
-        """From now on the process is ``me``, a new generation, and not a member yet."""
-        self._drop_everything()
-        self.me, self.router, self.draining = me, None, False
-        self.exchange.reborn(me)
 
     # -- views
 
@@ -379,12 +321,3 @@ class ClusterLink:
     def next_deadline_ns(self) -> int | None:
         """When something outlives its lease or its time."""
         return self.exchange.next_deadline_ns
-
-
-def _contradiction(order: Dispatch) -> RejectRequest | None:
-    """Orders that no router of ours gives."""
-    n = order.request.n
-    counts_fit = not order.generated or len(order.generated) == n
-    if counts_fit and (order.generated or not order.ended) and all(index < n for index in order.ended):
-        return None
-    return RejectRequest(order.request.request_id, "generated tokens do not fit the request")

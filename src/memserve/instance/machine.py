@@ -201,7 +201,7 @@ class Instance:
     @property
     def me(self) -> Peer | None:
         """Its name and generation in a cluster."""
-        return self._link.me if self._link is not None else None
+        return self._link.members.me if self._link is not None else None
 
     @property
     def next_deadline_ns(self) -> int | None:
