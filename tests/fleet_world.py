@@ -277,7 +277,8 @@ class Fleet:
                 if not job.done:
                     self.attempt(job)
             self.run()
-        self.pass_time(100 * NS_PER_S)  # all pins end, too
+        for _ in range(3):  # attempts that nobody waits for end one deadline after the other
+            self.pass_time(100 * NS_PER_S)
         assert all(job.done for job in self.jobs.values()), [j for j in self.jobs.values() if not j.done]
         for job in self.jobs.values():
             self._judge(job)
@@ -360,6 +361,8 @@ class Fleet:
     def _judge(self, job):
         req = job.request
         if req.beam_width:
+            if FinishReason.DEADLINE in job.final.values():
+                return
             expected = lone_beams(req, 64)
             assert [tuple(job.got[i]) for i in range(min(req.n, len(expected)))] == [t for t, _, _ in expected]
             return

@@ -94,6 +94,7 @@ class Life:
             decode_at,
             transfer=random.choice(list(TransferMode)),
             return_kv=random.random() < 0.5,
+            deadline_in_ns=random.choice([None] * 6 + [random.randint(1, 200)]),
             holders=tuple(Holder(peer, random.randint(shared // 2, shared)) for peer in holders),
         )
 
