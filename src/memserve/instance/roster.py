@@ -227,22 +227,25 @@ class Roster:
 
     def forget_group(self, group: Group) -> None:
         """The request has ended."""
-        del self.groups[group.request.request_id]
         self.counters.requests_finished += 1
-        if group.orders is not None:
-            self.ended_orders.append(group)
+        self._forget(group)
 
     def leave(self, sequence: Sequence) -> None:
         """End one sequence without a word: whoever waits for it knows."""
         self._retire(sequence)
         if not sequence.group.sequences:
-            self.forget_group(sequence.group)
+            self._forget(sequence.group)
 
     def drop_group(self, group: Group) -> None:
         """The request goes on, or has ended, somewhere else: nothing more is said about it here."""
         for sequence in list(group.sequences.values()):
             self._retire(sequence)
-        self.forget_group(group)
+        self._forget(group)
+
+    def _forget(self, group: Group) -> None:
+        del self.groups[group.request.request_id]
+        if group.orders is not None:
+            self.ended_orders.append(group)
 
     def _send_home(self, sequence: Sequence, home: Peer, home_tokens: int) -> None:
         """Keep the whole blocks behind those that ``home`` has, until they are offered to it."""
