@@ -43,7 +43,9 @@ class PinningFake(FakeEngine):
         self.silent = False
 
     def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int) -> None:
-        self.pins[tenant, handle] = (tokens.tolist(), ttl_ns)
+        with self._changed:
+            self.pins[tenant, handle] = (tokens.tolist(), ttl_ns)
+            self._changed.notify_all()
 
     def unpin(self, handle: str, tenant: str) -> None:
         self.unpinned.append((tenant, handle))

@@ -178,10 +178,11 @@ def test_where_moving_begins_to_pay() -> None:
     assert crossover_tokens(costs, GEOMETRY, lambda size, pieces: 10**12, 4096) is None
 
 
-def test_a_real_device_is_measured() -> None:
+def test_a_real_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model through the real device: valid plans, times that grow with the work."""
     from memserve.model.device import ModelDevice
 
+    monkeypatch.setattr("memserve.runtime.profile.ROUNDS_MAX", 1)
     model = loaded(tiny_module("llama"))
     config = InstanceConfig(
         max_model_tokens=256,
