@@ -89,8 +89,8 @@ class Ask:
 class Referee:
     """Judges every output as it comes, and at the end that each request ended once."""
 
-    def __init__(self, context_tokens: int) -> None:
-        self.context_tokens = context_tokens
+    def __init__(self, context_tokens: int, caching: bool) -> None:
+        self.context_tokens, self.caching = context_tokens, caching
         self.asks: dict[str, Ask] = {}
         self.excused = False
         """Something has gone wrong in the world: errors and rejections may happen."""
@@ -130,6 +130,8 @@ class Referee:
         got = ask.got.setdefault(output.index, [])
         if output.prompt_logprobs is not None:
             self._judge_prompt_logprobs(ask, output, key)
+        if output.cached_tokens or (output.tokens and not got):
+            self._judge_cached(ask, output, key)
         got.extend(output.tokens)
         self.tokens_judged += len(output.tokens)
         if ask.request.sampling.logprobs is not None:
@@ -144,6 +146,29 @@ class Referee:
         if ask.over:
             ask.ended_ns = now
         return ask
+
+    def _judge_cached(self, ask: Ask, output: TokenOutput, key: str) -> None:
+        """KV that is reused was computed for the same tenant. The first output of a first attempt tells how much."""
+        request, cached = ask.request, output.cached_tokens
+        assert 0 <= cached < len(request.prompt), f"{key}: {cached} cached tokens of {len(request.prompt)}"
+        if not self.caching or not request.use_cache or request.sampling.prompt_logprobs:
+            assert not cached, f"{key}: {cached} cached tokens, although nothing may be reused"
+        if request.beam_width or dict(output.story).get("attempts", 1) != 1:
+            return  # it may find what it has left itself
+        known = max((self._shared(ask, other) for other in self.asks.values()), default=0)
+        assert cached <= known, f"{key}: {cached} cached tokens, its tenant has said {known} of them before"
+
+    @staticmethod
+    def _shared(ask: Ask, other: Ask) -> int:
+        """How many of the prompt's tokens another request of the same tenant begins with, prompt and answer."""
+        if other is ask or other.request.tenant != ask.request.tenant or not other.request.use_cache:
+            return 0
+        prompt, best = ask.request.prompt.tolist(), 0
+        for answer in [*other.got.values(), []]:
+            said = other.request.prompt.tolist() + answer
+            same = next((i for i, (a, b) in enumerate(zip(prompt, said, strict=False)) if a != b), None)
+            best = max(best, min(len(prompt), len(said)) if same is None else same)
+        return best
 
     def rejected(self, request_id: str, reason: str, now: int) -> Ask:
         """The request was turned away."""

@@ -126,3 +126,18 @@ def test_a_beam_search_is_handed_over_with_its_whole_prompt_cached() -> None:
     """The last prompt token is computed again where the beams are: its block is there, its logits are not."""
     turn = Turn([1], 0, max_tokens=4, n=1, beam_width=2)
     served(by_hand(turn, Turn([2, 3], MS, max_tokens=2, beam_width=2), prefix=19))
+
+
+@pytest.mark.parametrize(
+    ("seed", "setting"),
+    [
+        # KV that had come by a handoff was swapped out before it was used: it counted as a cached prompt
+        (50418, Setting(Caching.OFF, TransferMode.BY_REQUEST, "1P1D")),
+        # a Welcome was lost, the member did not beat, and asked to join as the incarnation that was taken to be dead
+        (11834, Setting(Caching.PD_CACHING_1, TransferMode.BY_REQUEST_AGG, "1P1D")),
+        # a beam search with one token to go was replaced by its substitute, which nobody replaced again
+        (497, Setting(Caching.PD_CACHING_3, TransferMode.BY_REQUEST_AGG, "2P1D", faulty=False)),
+    ],
+)
+def test_scenarios_that_went_wrong_once(seed: int, setting: Setting) -> None:
+    play(seed, setting)

@@ -74,14 +74,13 @@ class Admission:
         roster.reserve_slots(group)
         sequence.left = sequence.draws_left
         if group.admitted_ns is None:
-            group.admitted_ns = now
-            if not landed:  # else the prompt was counted where it was computed
-                self._first_time(sequence, now, from_dram)
+            self._first_time(sequence, now, from_dram)
         roster.move(sequence, Phase.WORKING)
         return True
 
     def _first_time(self, sequence: Sequence, now: int, from_dram: int) -> None:
         group, counters = sequence.group, self.roster.counters
+        group.admitted_ns = now
         group.cached_tokens = min(sequence.computed, sequence.prompt_tokens - 1)  # a resumed one may have more
         counters.queued_ns += now - group.arrived_ns
         counters.prompt_tokens += sequence.prompt_tokens

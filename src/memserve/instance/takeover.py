@@ -73,6 +73,7 @@ class Takeovers:
             self._roster.drop_group(group)
             return None
         orders.import_id = None
+        group.admitted_ns = now  # its prompt is counted where it was computed, whatever becomes of the KV here
         group.facts += facts
         if outcome.offer.return_kv and group.request.n == 1 and group.beam is None:
             orders.home, orders.home_tokens = outcome.sender, len(outcome.offer.tokens)
