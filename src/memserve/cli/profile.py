@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from memserve.runtime.profile import Measured, Profile
     from memserve.types import KVGeometry
 
+EXAMPLE_TOKENS = 2048
+EXAMPLE_CROWD = 32
 BUSY_ERROR = 0.12
 """Median error of foretold prompts from which on the measurement is not to be trusted."""
 DRAM_BYTES = 128 * MIB
@@ -106,6 +108,7 @@ def _values(found: Profile, geometry: KVGeometry) -> dict[str, Any]:
         "quality": {name: dataclasses.asdict(quality) for name, quality in found.quality.items()},
         "missing": dict(found.measured.missing),
         "pays_from_tokens": _pays_from(found.costs, geometry),
+        "decisions": _decisions(found.costs, geometry),
         "samples": {
             name: [[sample.first, sample.second, sample.ns] for sample in samples]
             for name, samples in found.measured.samples.items()
@@ -125,6 +128,27 @@ def _pays_from(costs: CostModel, geometry: KVGeometry) -> dict[str, int | None]:
     return {way: crossover_tokens(costs, geometry, move_ns, 8192) for way, move_ns in ways.items()}
 
 
+def _decisions(costs: CostModel, geometry: KVGeometry) -> dict[str, str]:
+    """What is decided for a prompt whose first half was computed before, by where that lies."""
+    from memserve.policy.decision import Prefix, Way
+
+    prompt, cached = EXAMPLE_TOKENS, EXAMPLE_TOKENS // 2
+    far = Prefix(prompt, remote_tokens=cached, same_host=False)
+    alone = {
+        "in HBM": Prefix(prompt, hbm_tokens=cached),
+        "in DRAM": Prefix(prompt, dram_tokens=cached),
+        "on this host": Prefix(prompt, remote_tokens=cached),
+        "on another host": far,
+    }
+    told = {where: costs.decide_batch([prefix], geometry)[0].reason for where, prefix in alone.items()}
+    crowd = costs.decide_batch([far] * EXAMPLE_CROWD, geometry)
+    fetched = sum(decision.tokens(Way.FETCH) > 0 for decision in crowd)
+    told[f"there, {EXAMPLE_CROWD} at once"] = (
+        f"{fetched} fetch, {EXAMPLE_CROWD - fetched} recompute: they share the link"
+    )
+    return told
+
+
 def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[str]:
     costs = found.costs
     lines = [f"{values['model']}", f"on {values['machine']}", ""]
@@ -140,6 +164,8 @@ def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[
     lines += ["", "moving a cached prefix is quicker than computing it again"]
     for way, tokens in values["pays_from_tokens"].items():
         lines.append(f"  {way:<18} {'never' if tokens is None else f'from {tokens} tokens on'}")
+    lines += ["", f"a prompt of {EXAMPLE_TOKENS} tokens whose first half lies"]
+    lines += [f"  {where:<18} {reason}" for where, reason in values["decisions"].items()]
     if found.quality["prefill"].median_error > BUSY_ERROR:
         lines += ["", "the machine was busy, or its speed changed meanwhile: measure again when it is idle"]
     if "saved" in values:
