@@ -1,6 +1,8 @@
-"""KV memory that the machine cannot hold is refused before the kernel has to kill somebody for it."""
+"""Memory of the machine and of the interpreter: too much is refused at once, what stays is not looked through again."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 
@@ -25,3 +27,18 @@ def test_the_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path) -> 
     assert memory.available_memory_bytes() == 3000
     with pytest.raises(UserError):
         memory.check_host_memory(GIB)
+
+
+def test_what_stays_is_not_looked_through_again() -> None:
+    """The collector rests while a process starts, and leaves alone what was made then; later garbage is collected."""
+    frozen = gc.get_freeze_count()
+    try:
+        with memory.objects_that_stay():
+            assert not gc.isenabled()
+            kept = [[] for _ in range(1000)]
+        assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(kept)
+        with pytest.raises(ZeroDivisionError), memory.objects_that_stay():
+            raise ZeroDivisionError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()

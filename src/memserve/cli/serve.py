@@ -120,9 +120,6 @@ def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: Cluste
     known before."""
     started = time.perf_counter()
     set_up_logging(http.log_level)
-    from memserve.runtime.threads import set_thread_environment
-
-    set_thread_environment()
     from memserve.api.auth import KeyRing
     from memserve.api.server import bind
 
@@ -146,9 +143,14 @@ class _Served:
 
 @contextmanager
 def _engine(options: EngineOptions) -> Iterator[_Served]:
-    from memserve.runtime.build import build_engine
+    from memserve.runtime.threads import set_thread_environment
 
-    engine, model = build_engine(options)
+    set_thread_environment()
+    from memserve.runtime.build import build_engine
+    from memserve.runtime.memory import objects_that_stay
+
+    with objects_that_stay():
+        engine, model = build_engine(options)
     try:
         yield _Served(engine, model)
     finally:

@@ -15,6 +15,7 @@ from memserve.runtime.build import Parts, build_parts
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
+from memserve.runtime.memory import objects_that_stay
 from memserve.types import Role
 
 JOIN_TIMEOUT_S = 30.0
@@ -50,7 +51,8 @@ def run_instance(options: EngineOptions, place: MemberOptions, on_ready: Callabl
     Raises :class:`UserError` when the model cannot be served, no router answers, or the router refuses it.
     """
     me = Peer(place.name, new_generation())
-    parts = build_parts(options, me=me, role=place.role)
+    with objects_that_stay():
+        parts = build_parts(options, me=me, role=place.role)
     member = _open_member(parts, place, me)
     patience_s = itertools.chain([place.drain_s], itertools.repeat(0.0))  # a second signal is meant
     for sig in (signal.SIGINT, signal.SIGTERM):
