@@ -24,7 +24,7 @@ from memserve.policy.routing import (
     Holding,
     first_cost,
     route,
-    teams,
+    split,
     weigh,
 )
 from memserve.types import Role, Tier
@@ -66,7 +66,7 @@ def test_every_policy_of_the_configuration_exists():
     ([P, D, S], ([0], [1])),
 ])  # fmt: skip
 def test_roles_stand_in_for_each_other(roles, expected):
-    first, decoders = teams(some(*roles))
+    first, decoders = split(some(*roles))
     assert ([c.number for c in first], [c.number for c in decoders]) == expected
 
 
@@ -210,7 +210,7 @@ def test_the_prompt_tree_takes_the_longest_of_those_not_overloaded(situation):
     decided = route("prompt-tree", ask, candidates, COSTS)
     if decided is None:
         return
-    first, decoders = teams(candidates)
+    first, decoders = split(candidates)
     for chosen, among in ((decided.first, first), (decided.decode_at, decoders)):
         if chosen is not None:
             limit = OVERLOAD_FACTOR * min(c.work_tokens for c in among) + OVERLOAD_TOKENS
@@ -227,7 +227,7 @@ def test_cost_is_never_worse_than_its_own_alternatives(situation):
     decided = route("cost", ask, candidates, COSTS)
     if decided is None:
         return
-    first, decoders = teams(candidates)
+    first, decoders = split(candidates)
     weighed = {
         (w.first.number, w.decode_at and w.decode_at.number): w.total_ns for w in weigh(ask, first, decoders, COSTS)
     }
@@ -313,7 +313,7 @@ def test_by_cost_a_few_candidates_are_nearly_enough(seed):
     prompt = [k % 7 for k in range(41)]
     cluster = crowd("cost", seed, prompt)
     ask = Ask(len(prompt), 4, token_bytes=GEOMETRY.token_bytes)
-    weighed = weigh(ask, *teams(everybody(cluster, prompt)), COSTS)
+    weighed = weigh(ask, *split(everybody(cluster, prompt)), COSTS)
     way = sent_to(cluster, prompt)
     chosen = next(w for w in weighed if (w.first.name, w.decode_at.name if w.decode_at else None) == way)
     assert chosen.total_ns <= 1.2 * min(w.total_ns for w in weighed)

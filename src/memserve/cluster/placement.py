@@ -31,6 +31,7 @@ from memserve.policy.routing import (
     RoutingCosts,
     route,
     slopes,
+    teams,
 )
 from memserve.types import Caching, Role, Tier
 
@@ -38,6 +39,10 @@ ALL_OF = 6
 """So many instances of a role are all looked at; of more the best in each respect."""
 HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
+
+
+Crowd = list[tuple[Role, Ints]]
+"""Instances that do the same for a request, by role and number."""
 
 
 class Placement(NamedTuple):
@@ -75,13 +80,13 @@ class Placer:
     def place(self, job: Job) -> Placement | None:
         """Who runs ``job``; ``None`` = nobody takes requests that it has not tried, with room for its prompt."""
         prompt_tokens = max(1, len(job.request.prompt))
-        teams = self._teams(job, prompt_tokens)
-        if not teams:
+        crowds = self._crowds(job, prompt_tokens)
+        if not crowds:
             return None
         matches = self._trees.match(self._identities(job), len(self._loads))
         prompt_tokens += max(len(tokens) for tokens in job.emitted)
         ask = self._ask(job, prompt_tokens, matches)
-        candidates = self._candidates(ask, teams, matches)
+        candidates = self._candidates(ask, crowds, matches)
         decided = route(self._config.policy, ask, candidates, self.costs)
         if decided is None:
             return None
@@ -90,13 +95,11 @@ class Placer:
         holders = self._holders(ask, decided.first, matches) if first.info.caching else ()
         return Placement(decided, first, decode_at or None, holders, prompt_tokens)
 
-    def _teams(self, job: Job, prompt_tokens: int) -> list[list[tuple[Role, Ints]]]:
-        """Who may compute the prompt, and who may decode; as :func:`memserve.policy.routing.teams`, by numbers."""
+    def _crowds(self, job: Job, prompt_tokens: int) -> list[Crowd]:
+        """Who may compute the prompt, and who may decode (if that is not the same)."""
         roles = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
-        prefill, decode, colocated = ((role, self._usable(job, role, prompt_tokens)) for role in roles)
-        if len(prefill[1]) and len(decode[1]):
-            return [[prefill, colocated], [decode]] if len(colocated[1]) else [[prefill], [decode]]
-        return [[team] for team in (colocated, prefill, decode) if len(team[1])][:1]
+        able = {role: numbers for role in roles if len(numbers := self._usable(job, role, prompt_tokens))}
+        return [[(role, able[role]) for role in team if role in able] for team in teams(able) if team]
 
     def _usable(self, job: Job, role: Role, prompt_tokens: int) -> Ints:
         """Numbers of those that ``job`` may be given to."""
@@ -146,25 +149,26 @@ class Placer:
         tokens = int(matches.blocks[number]) * self._block_tokens()
         return (Holding(number, tokens, self._registry.numbered(number).info.host_id),)
 
-    def _candidates(self, ask: Ask, teams: list[list[tuple[Role, Ints]]], matches: Matches) -> list[Candidate]:
+    def _candidates(self, ask: Ask, crowds: list[Crowd], matches: Matches) -> list[Candidate]:
+        """Those worth a look."""
         loads, block_tokens = self._loads, self._block_tokens()
         work = loads.work()
         matched = matches.blocks * block_tokens
-        some = [number for team in teams for number in self._promising(ask, team, work, matched)]
+        some = [number for crowd in crowds for number in self._promising(ask, crowd, work, matched)]
         at = np.array(some)
         room = loads.room_blocks[at] * block_tokens - loads.context_sent()[at]
         columns = (*work[:, at].tolist(), room.tolist(), matched[at].tolist(), matches.dram_blocks[at].tolist())
         return [self._candidate(block_tokens, *row) for row in zip(some, *columns, strict=True)]
 
-    def _promising(self, ask: Ask, team: list[tuple[Role, Ints]], work: Ints, matched: Ints) -> list[int]:
-        """Numbers of those of a team that are worth a look."""
-        if all(len(numbers) <= ALL_OF for _, numbers in team):
-            return [number for _, numbers in team for number in numbers.tolist()]
-        least = min(_core.least_busy(numbers, work)[1] for _, numbers in team)
+    def _promising(self, ask: Ask, crowd: Crowd, work: Ints, matched: Ints) -> list[int]:
+        """Numbers of those of a crowd who may be the best of it."""
+        if all(len(numbers) <= ALL_OF for _, numbers in crowd):
+            return [number for _, numbers in crowd for number in numbers.tolist()]
+        least = min(_core.least_busy(numbers, work)[1] for _, numbers in crowd)
         limit = OVERLOAD_FACTOR * least + OVERLOAD_TOKENS
         prices = slopes(ask, self.costs)
         chosen: dict[int, None] = {}
-        for role, numbers in team:
+        for role, numbers in crowd:
             chosen.update(dict.fromkeys(_core.shortlist(numbers, work, matched, prices.of(role), limit)))
             for known in ask.favourites:
                 at = int(numbers.searchsorted(known))

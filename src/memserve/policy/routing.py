@@ -10,7 +10,7 @@ Each gives its reason in words. Ties go to an instance that knows the session, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -106,24 +106,30 @@ class Route(NamedTuple):
 Policy = Callable[[Ask, Sequence[Candidate], Sequence[Candidate], RoutingCosts], Route]
 
 
-def teams(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """Who may compute the prompt, and who may decode for those of role ``prefill`` (empty: each does all itself).
+def teams(present: Container[Role]) -> tuple[tuple[Role, ...], tuple[Role, ...]]:
+    """Which roles may compute the prompt, and which may decode for those of role ``prefill`` (none: each does all).
 
     Pairs need both roles. Without a pair colocated instances do all of it, and without those whoever is left does: any
     instance with a model can prefill and decode.
     """
-    usable = [c for c in candidates if c.takes_requests and c.role is not Role.STORE]
-    prefill = [c for c in usable if c.role is Role.PREFILL]
-    decode = [c for c in usable if c.role is Role.DECODE]
-    colocated = [c for c in usable if c.role is Role.COLOCATED]
-    if prefill and decode:
-        return prefill + colocated, decode
-    return colocated or prefill or decode, []
+    if Role.PREFILL in present and Role.DECODE in present:
+        return (Role.PREFILL, Role.COLOCATED), (Role.DECODE,)
+    for alone in (Role.COLOCATED, Role.PREFILL, Role.DECODE):
+        if alone in present:
+            return (alone,), ()
+    return (), ()
+
+
+def split(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Those who take requests, by :func:`teams`."""
+    usable = [c for c in candidates if c.takes_requests]
+    first, decoders = teams({c.role for c in usable})
+    return [c for c in usable if c.role in first], [c for c in usable if c.role in decoders]
 
 
 def route(policy: str, ask: Ask, candidates: Sequence[Candidate], costs: RoutingCosts) -> Route | None:
     """Decide by ``policy``; ``None`` = no candidate takes requests. A ``KeyError`` for an unknown policy."""
-    first, decoders = teams(candidates)
+    first, decoders = split(candidates)
     return POLICY[policy](ask, first, decoders, costs) if first else None
 
 
@@ -365,12 +371,14 @@ def slopes(ask: Ask, costs: RoutingCosts) -> Slopes:
 def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> Route:
     """The least of what :func:`weigh` says."""
 
-    def rank(entry: Weighed) -> tuple[int, int, int, int]:
+    def rank(entry: Weighed) -> tuple[int, int, int]:
         decoder = entry.decode_at.number if entry.decode_at else -1
         known = (entry.first.number in ask.favourites) + (decoder in ask.favourites)
-        return entry.total_ns, -known, entry.first.number, decoder
+        return -known, entry.first.number, decoder
 
-    best = min(weigh(ask, first, decoders, costs), key=rank)
+    weighed = weigh(ask, first, decoders, costs)
+    least_ns = min([entry.total_ns for entry in weighed])
+    best = min([entry for entry in weighed if entry.total_ns == least_ns], key=rank)
     return Route(best.first, best.decode_at, _cost_reason(ask, best))
 
 
