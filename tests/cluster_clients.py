@@ -158,14 +158,16 @@ class Referee:
         known = max((self._shared(ask, other) for other in self.asks.values()), default=0)
         assert cached <= known, f"{key}: {cached} cached tokens, its tenant has said {known} of them before"
 
-    @staticmethod
-    def _shared(ask: Ask, other: Ask) -> int:
-        """How many of the prompt's tokens another request of the same tenant begins with, prompt and answer."""
-        if other is ask or other.request.tenant != ask.request.tenant or not other.request.use_cache:
+    def _shared(self, ask: Ask, other: Ask) -> int:
+        """How many of the prompt's tokens another request of the same tenant begins with: its prompt and its answer,
+        also what of it was computed, but has not reached the client."""
+        request = other.request
+        if other is ask or request.tenant != ask.request.tenant or not request.use_cache:
             return 0
-        prompt, best = ask.request.prompt.tolist(), 0
-        for answer in [*other.got.values(), []]:
-            said = other.request.prompt.tolist() + answer
+        prompt, theirs, best = ask.request.prompt.tolist(), request.prompt.tolist(), 0
+        answers = [] if request.beam_width else [other.expected(i, self._limit(request)) for i in range(request.n)]
+        for answer in [*answers, []]:
+            said = theirs + answer
             same = next((i for i, (a, b) in enumerate(zip(prompt, said, strict=False)) if a != b), None)
             best = max(best, min(len(prompt), len(said)) if same is None else same)
         return best

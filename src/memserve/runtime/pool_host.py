@@ -27,17 +27,8 @@ from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.loop import MachineLoop
-from memserve.runtime.pool_machine import (
-    Arrived,
-    Call,
-    Lost,
-    Met,
-    PoolAction,
-    PoolEvent,
-    PoolMachine,
-    Reborn,
-    Transferred,
-)
+from memserve.runtime.pool_machine import PoolMachine
+from memserve.runtime.pool_words import Arrived, Call, Lost, Met, PoolAction, PoolEvent, Reborn, Transferred
 from memserve.serving import MessageArrived, Send
 from memserve.types import Role, Tier, TokenArray
 

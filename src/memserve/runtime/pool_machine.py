@@ -7,6 +7,7 @@ heartbeats. One that was silent for too long is gone, and whatever it held is fr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -17,8 +18,7 @@ from msgspec.structs import replace
 from memserve import _core
 from memserve.errors import UserError, check
 from memserve.mempool.addresses import Addresses
-from memserve.mempool.exchange import Exchange, ExchangeAction
-from memserve.mempool.jobs import PagesPulled, PagesSealed
+from memserve.mempool.exchange import Exchange
 from memserve.mempool.mempool import AddressList, MemPool
 from memserve.mempool.outcomes import (
     Delivered,
@@ -30,59 +30,12 @@ from memserve.mempool.outcomes import (
     RemoteAllocated,
 )
 from memserve.messages import Expelled, Heartbeat, Leave, Load, Peer, PeerInfo, PeerJoined
+from memserve.runtime.pool_words import Arrived, Call, Lost, Met, PoolAction, PoolEvent, Reborn, Transferred
 from memserve.serving import ClockTicked, MessageArrived, Send
 from memserve.types import Tier, TokenArray
 
-
-@dataclass(frozen=True, slots=True)
-class Transferred:
-    """How a transfer ended."""
-
-    done: bool
-    reason: str = ""
-
-    def __bool__(self) -> bool:
-        return self.done
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Event: a thread of the application wants something; ``do(now)`` runs in the machine's thread."""
-
-    do: Callable[[int], Any]
-    answer: Future[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Met:
-    """Action: from now on messages and pages go to and come from this peer."""
-
-    info: PeerInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Action: the peer is gone."""
-
-    peer: Peer
-
-
-@dataclass(frozen=True, slots=True)
-class Reborn:
-    """Action: from now on this process is ``info.peer``."""
-
-    info: PeerInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """Action: tell the application what a peer has sent."""
-
-    outcome: Delivered | Inserted
-
-
-PoolEvent = Call | MessageArrived | PagesSealed | PagesPulled | ClockTicked
-PoolAction = ExchangeAction | Met | Lost | Reborn | Arrived
+RemotePlace = tuple[int, Tier, int]
+"""A block of a peer: its generation, tier, block."""
 
 
 @dataclass(slots=True)
@@ -101,15 +54,42 @@ def _settle(future: Future[Any], result: Any) -> None:
 
 
 def _transferred(ended: Released | None) -> Transferred:
-    return (
-        Transferred(False, "this peer was silent for too long")
-        if ended is None
-        else Transferred(ended.used, ended.reason)
-    )
+    if ended is None:
+        return Transferred(False, "this peer was silent for too long")
+    return Transferred(ended.used, ended.reason)
 
 
 def _ignore(outcome: Outcome) -> None:
     """Nobody waits for it (an answer to a peer's fetch was released)."""
+
+
+class RemoteBlocks:
+    """Blocks of peers that the application holds, by the call that allocated them."""
+
+    def __init__(self) -> None:
+        self._call: dict[RemotePlace, str] = {}
+        self._left: Counter[str] = Counter()  # blocks of a call that are still held
+
+    def hold(self, call_id: str, places: Sequence[RemotePlace]) -> None:
+        """A call has got these."""
+        self._left[call_id] = len(places)
+        self._call |= dict.fromkeys(places, call_id)
+
+    def give_up(self, place: RemotePlace) -> tuple[bool, str | None]:
+        """Whether it was held, and the call to be freed if it was its last one."""
+        call_id = self._call.pop(place, None)
+        if call_id is None:
+            return False, None
+        self._left[call_id] -= 1
+        if self._left[call_id]:
+            return True, None
+        del self._left[call_id]
+        return True, call_id
+
+    def forget(self, generation: int) -> None:
+        """Their owner is gone."""
+        for place in [place for place in self._call if place[0] == generation]:
+            self._left.pop(self._call.pop(place), None)
 
 
 class PoolMachine:
@@ -130,9 +110,7 @@ class PoolMachine:
         self._left: set[Peer] = set()
         #: calls that wait, by transfer or call id: they get the outcome, or ``None`` when there will be none
         self._waiting: dict[str, Callable[[Any], None]] = {}
-        #: blocks of peers that the application holds: (generation, tier, block) -> call id; and how many a call has
-        self._remote: dict[tuple[int, Tier, int], str] = {}
-        self._remote_left: dict[str, int] = {}
+        self._remote = RemoteBlocks()
 
     def handle(self, event: PoolEvent, now: int) -> list[PoolAction]:
         """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order."""
@@ -261,8 +239,7 @@ class PoolMachine:
         self.exchange.reborn(self.info.peer)
         self._actions += [*self.exchange.take_actions(), Reborn(self.info)]
         former, self._neighbours = self._neighbours, {}
-        self._remote.clear()
-        self._remote_left.clear()
+        self._remote = RemoteBlocks()
         for end in self._waiting.values():
             end(None)
         self._waiting.clear()
@@ -295,8 +272,7 @@ class PoolMachine:
         neighbour = self._neighbours.pop(peer.name)
         neighbour.answered.cancel()
         outcomes = self.exchange.peer_gone(peer, now)
-        for place in [place for place in self._remote if place[0] == peer.generation]:
-            self._remote_left.pop(self._remote.pop(place), None)
+        self._remote.forget(peer.generation)
         self._actions += self.exchange.take_actions()
         self._actions.append(Lost(peer))
         return outcomes
@@ -334,22 +310,17 @@ class PoolMachine:
         """Give up blocks of a peer; a call's blocks go back when the last of them is given up."""
         alive = any(n.info.peer.generation == generation for n in self._neighbours.values())
         for address in addresses:
-            call_id = self._remote.pop((generation, address.tier, address.block), None)
-            if call_id is None:
-                check(not alive, f"block {address.block} of peer {generation} is not held")
-                continue
-            self._remote_left[call_id] -= 1
-            if not self._remote_left[call_id]:
-                del self._remote_left[call_id]
+            held, call_id = self._remote.give_up((generation, address.tier, address.block))
+            check(held or not alive, f"block {address.block} of peer {generation} is not held")
+            if call_id is not None:
                 self.exchange.free_at(call_id)
 
     def _allocated(self, answer: RemoteAllocated | None) -> Addresses | None:
         if answer is None or answer.blocks is None:
             return None
-        self._remote_left[answer.call_id] = len(answer.blocks)
-        for block in answer.blocks:
-            self._remote[answer.peer.generation, answer.tier, block] = answer.call_id
-        return Addresses(answer.tier, _core.BlockIds(answer.blocks), answer.peer.generation)
+        generation = answer.peer.generation
+        self._remote.hold(answer.call_id, [(generation, answer.tier, block) for block in answer.blocks])
+        return Addresses(answer.tier, _core.BlockIds(answer.blocks), generation)
 
     # -- outcomes
 
