@@ -165,8 +165,9 @@ class Referee:
         if other is ask or request.tenant != ask.request.tenant or not request.use_cache:
             return 0
         prompt, theirs, best = ask.request.prompt.tolist(), request.prompt.tolist(), 0
-        answers = [] if request.beam_width else [other.expected(i, self._limit(request)) for i in range(request.n)]
-        for answer in [*answers, []]:
+        if request.beam_width and prompt[: len(theirs)] == theirs:
+            return len(prompt)  # who knows what beams have tried
+        for answer in [[], *(other.expected(index, self._limit(request)) for index in range(request.n))]:
             said = theirs + answer
             same = next((i for i, (a, b) in enumerate(zip(prompt, said, strict=False)) if a != b), None)
             best = max(best, min(len(prompt), len(said)) if same is None else same)
