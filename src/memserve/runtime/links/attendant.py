@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-_PACE = ((0.1, 0.0005), (2.0, 0.002))
+_PACE = ((0.01, 0.0001), (0.1, 0.0005), (2.0, 0.002))
 """``(age_s, pause_s)``: how long to sleep between looks, until so long after the last call of ``look_often``."""
 _SLOW_S = 0.05
 

@@ -2,7 +2,8 @@
 
 Without progress on the owner's side a READ does not end: over TCP because the owner sends, on one host because the
 connection takes both. NIXL's own thread costs 60 % of a core while nothing happens (1.5, UCX). Ours looks now and
-then, and more often for a while after pages were sealed, for then somebody is about to read them.
+then, and often for a while after pages were sealed, for then somebody is about to read them, and after a peer said that
+it reads.
 
 UCX listens on every network interface, and asks nobody for the cluster's secret: this link is for networks that can be
 trusted (``UCX_NET_DEVICES`` names the interfaces that it may use). Instances on one host need no NIXL.
@@ -139,7 +140,8 @@ class NixlLink:
     def _attend(self) -> bool:
         """Serve readers, take back what is over; whether there is anybody to serve."""
         try:
-            self._agent.progress()
+            if self._agent.progress():
+                self._attendant.look_often()
         except LinkError as error:
             log.warning("%s", error)
         with self._lock:

@@ -17,6 +17,8 @@ from memserve.runtime.links.ranges import Ranges
 
 log = logging.getLogger(__name__)
 
+_READING = b"reading"
+
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 
 
@@ -91,13 +93,13 @@ class Agent:
                 raise LinkError(f"NIXL keeps the agent {name}: {error}") from error
 
     def read(self, name: str, src_address: int, dst_address: int, ranges: Ranges) -> Transfer:
-        """Post a READ of ``ranges``, relative to the two addresses. Raises :class:`LinkError`."""
+        """Post a READ of ``ranges``, relative to the two addresses; its end is announced. Raises :class:`LinkError`."""
         with self._lock:
             try:
                 local = self._agent.get_xfer_descs(_descriptors(dst_address, ranges.dst_offsets, ranges), "DRAM")
                 remote = self._agent.get_xfer_descs(_descriptors(src_address, ranges.src_offsets, ranges), "DRAM")
                 handle = self._agent.initialize_xfer("READ", local, remote, name)
-                return Transfer(self, handle, self._agent.transfer(handle))
+                return Transfer(self, handle, self._agent.transfer(handle, _READING))
             except Exception as error:
                 raise LinkError(f"NIXL cannot read: {error}") from error
 
@@ -117,11 +119,19 @@ class Agent:
             except Exception as error:
                 log.info("NIXL keeps a transfer that is over: %s", error)
 
-    def progress(self) -> None:
-        """Let NIXL answer peers that read from us. Raises :class:`LinkError`."""
+    def announce(self, name: str) -> None:
+        """Tell a peer that it is about to be read. Raises :class:`LinkError`."""
         with self._lock:
             try:
-                self._agent.get_new_notifs()
+                self._agent.send_notif(name, _READING)
+            except Exception as error:
+                raise LinkError(f"NIXL cannot speak to the peer: {error}") from error
+
+    def progress(self) -> bool:
+        """Let NIXL answer peers that read from us; whether any of them began or ended to. Raises :class:`LinkError`."""
+        with self._lock:
+            try:
+                return bool(self._agent.get_new_notifs())
             except Exception as error:
                 raise LinkError(f"NIXL makes no progress: {error}") from error
 

@@ -67,6 +67,7 @@ class SlotReader:
         """
         if ranges.range_bytes > self._slot_bytes:
             raise LinkError(f"ranges of {ranges.range_bytes} bytes are longer than a slot")
+        self._agent.announce(agent_name)
         step = self._slot_bytes // ranges.range_bytes
         seals: list[Seals] = []
         filling: deque[_Filling] = deque()
