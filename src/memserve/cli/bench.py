@@ -9,14 +9,20 @@ from typing import Annotated
 
 import typer
 
+from memserve.cli import load
 from memserve.cli import options as opt
+from memserve.cli.workload import workload
 
 app = typer.Typer(help="Measure memserve on this machine.", no_args_is_help=True)
+app.command("load")(load.load)
 
 
 @app.callback()
 def bench() -> None:
     """Measure memserve on this machine."""
+
+
+app.command()(workload)
 
 
 @app.command()

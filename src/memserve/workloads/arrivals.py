@@ -23,7 +23,10 @@ OVERLAP_DEFAULT = 64
 class Process(Protocol):
     """A stream of arrivals with a mean rate."""
 
-    requests_per_s: float
+    @property
+    def requests_per_s(self) -> float:
+        """The mean rate."""
+        ...
 
     def gaps_s(self, rng: Draws, count: int) -> NDArray[np.float64]:
         """Seconds between arrivals, float64 ``[count]``."""

@@ -53,10 +53,10 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an agent as it went over the wire: the whole prompt and the reply."""
+    """One call as it went over the wire: the whole prompt, and the reply where it was recorded."""
 
     prompt: str
-    output: str
+    output: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

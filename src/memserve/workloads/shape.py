@@ -134,6 +134,14 @@ def sampled(workload: Workload, sessions: int, *, seed: int) -> Workload:
     )
 
 
+def leading(workload: Workload, sessions: int) -> Workload:
+    """The first ``sessions`` sessions: of a trace, its beginning, times and prefixes as recorded."""
+    if sessions >= len(workload.sessions):
+        return workload
+    note = f"the first {sessions} of {len(workload.sessions)} sessions"
+    return replace(workload, sessions=workload.sessions[:sessions], notes=(*workload.notes, note))
+
+
 def shared(workload: Workload, ratio: float, *, seed: int) -> Workload:
     """The set of sessions ``ratio`` times, shuffled (MemServe 8.4: "a share ratio of 2 means duplicating this set").
 

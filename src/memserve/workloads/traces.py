@@ -9,8 +9,9 @@ from itertools import count
 import numpy as np
 
 from memserve.units import ceil_div
+from memserve.workloads.chats import ANSWER_TOKENS_DEFAULT
 from memserve.workloads.draws import Draws, draws
-from memserve.workloads.records import CallLog, Client, LengthLog, Lengths, Window
+from memserve.workloads.records import Call, CallLog, Client, LengthLog, Lengths, Window
 from memserve.workloads.tokens import ByteMeter, Meter
 from memserve.workloads.words import Blocks, History, Session, Span, Text, Turn, Workload
 
@@ -81,21 +82,17 @@ def _length_turn(
 def replay_calls(logs: Sequence[CallLog], *, kind: str, source: str, meter: Meter | None = None) -> Workload:
     """Agents' calls as they went over the wire: every prompt as recorded, in causal order."""
     meter = meter or ByteMeter()
-    sessions = tuple(
-        Session(
-            log.record_id,
-            tuple(
-                Turn(Text(call.prompt), max(1, len(meter.encode(call.output))), answer=call.output)
-                for call in log.calls
-                if call.prompt
-            ),
-            group=kind,
-            history=History.GIVEN,
-        )
-        for log in logs
-        if any(call.prompt for call in log.calls)
-    )
-    return Workload(kind, source, sessions)
+    sessions = []
+    for log in logs:
+        turns = tuple(_call_turn(call, meter) for call in log.calls if call.prompt)
+        if turns:
+            sessions.append(Session(log.record_id, turns, group=kind, history=History.GIVEN))
+    return Workload(kind, source, tuple(sessions))
+
+
+def _call_turn(call: Call, meter: Meter) -> Turn:
+    bound = ANSWER_TOKENS_DEFAULT if call.output is None else max(1, len(meter.encode(call.output)))
+    return Turn(Text(call.prompt), bound, answer=call.output)
 
 
 def from_windows(

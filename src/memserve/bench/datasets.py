@@ -1,0 +1,259 @@
+"""Readers of data files (level 4): rows in, the records of ``workloads/records.py`` out.
+
+Every reader takes a path, plain or ``.gz``, and raises :class:`UserError` with file and line for what it can't read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+
+from memserve.bench.rows import BadRow, Row, read_csv, read_json_lines
+from memserve.errors import UserError
+from memserve.units import ceil_div
+from memserve.workloads.recorded import blocks_from_ids
+from memserve.workloads.records import (
+    Call,
+    CallLog,
+    Client,
+    Conversation,
+    Document,
+    Episode,
+    LengthLog,
+    Lengths,
+    Quantiles,
+    Question,
+    Step,
+    Window,
+)
+from memserve.workloads.words import Message, Span
+
+MOONCAKE_BLOCK_TOKENS = 512
+AGENTIC_BLOCK_TOKENS = 64
+ROLES = {"human": "user", "gpt": "assistant", "tool": "user", "function": "user", "ai": "assistant", "bot": "assistant"}
+"""Other names of OpenAI's roles. A tool's result is handed over as the user's words: no call belongs to it here."""
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Chats, in any of these forms, one a line:
+
+    ``{"id", "messages": [{role, content}], "contexts"?}``, where contexts are passages behind the last question;
+    ``{"id", "conversations": [{from, value}]}`` (ShareGPT); ``{"id", "turns": [text]}`` (questions only);
+    ``{"id", "transcript"}`` (``role:`` at the start of lines); ``{"id", "nodes": [{i, parent, role, content}]}`` (a
+    tree: one conversation from the root to each leaf).
+    """
+    return [conversation for made in read_json_lines(path, _conversations) for conversation in made]
+
+
+def _conversations(row: Row) -> list[Conversation]:
+    name = row.name("id", "chat")
+    if "nodes" in row:
+        return _tree_paths(row, name)
+    if "turns" in row:
+        return [Conversation(name, tuple(Message("user", _as_text(turn)) for turn in row.items("turns")))]
+    if "transcript" in row:
+        return [Conversation(name, tuple(_transcript(row.text("transcript"))))]
+    if "conversations" in row:
+        said = [_message(item.text("from"), item.text("value", "")) for item in row.rows("conversations")]
+    else:
+        said = [_message(item.text("role"), item.text("content", "")) for item in row.rows("messages")]
+    messages = [message for message in said if message.content]  # a bare tool call says nothing
+    if row.items("contexts") if "contexts" in row else []:
+        messages = _with_passages(messages, row.items("contexts"))
+    return [Conversation(name, tuple(messages), group=row.name("group", ""))]
+
+
+def _message(role: str, content: str) -> Message:
+    role = ROLES.get(role, role)
+    if role not in ("system", "user", "assistant"):
+        raise BadRow(f"'{role}' is no role: system, user, assistant or tool")
+    return Message(role, content)
+
+
+def _as_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise BadRow("text was expected in a list of texts")
+    return value
+
+
+def _with_passages(messages: list[Message], passages: Iterable[object]) -> list[Message]:
+    """Retrieved passages in front of the last question."""
+    last = max((n for n, message in enumerate(messages) if message.role == "user"), default=None)
+    if last is None:
+        return messages
+    text = "\n\n".join(_as_text(passage).strip() for passage in passages)
+    asked = replace(messages[last], content=f"Passages:\n{text}\n\n{messages[last].content}")
+    return [*messages[:last], asked, *messages[last + 1 :]]
+
+
+def _tree_paths(row: Row, name: str) -> list[Conversation]:
+    """One conversation from the root to each leaf; a node's parent comes before it, a root's is -1."""
+    paths: dict[int, tuple[Message, ...]] = {}
+    inner = set()
+    for node in row.rows("nodes"):
+        parent = int(node.number("parent"))
+        if parent >= 0 and parent not in paths:
+            raise BadRow(f"node {node.name('i', '?')} comes before its parent {parent}")
+        inner.add(parent)
+        before = paths[parent] if parent >= 0 else ()
+        paths[node.count("i")] = (*before, _message(node.text("role"), node.text("content")))
+    return [Conversation(f"{name}/{leaf}", path, group=name) for leaf, path in paths.items() if leaf not in inner]
+
+
+def _transcript(text: str) -> list[Message]:
+    """Plain text with ``role:`` at the start of a line."""
+    parts = re.split(r"^(system|user|assistant|tool): ", text, flags=re.MULTILINE)
+    said = [_message(role, words.strip()) for role, words in zip(parts[1::2], parts[2::2], strict=True)]
+    return [message for message in said if message.content not in ("", "None")]
+
+
+def read_documents(path: Path) -> list[Document]:
+    """``{"id", "document", "questions": [{question, answer}]}``, or worked examples ``{"task", "prompt", "questions":
+    [{input, target}]}``."""
+    return read_json_lines(path, _document)
+
+
+def _document(row: Row) -> Document:
+    if "document" in row:
+        asked = [Question(item.text("question"), item.text("answer", "")) for item in row.rows("questions")]
+        return Document(row.name("id", "document"), row.text("document"), tuple(asked))
+    asked = [Question(item.text("input"), item.text("target", "")) for item in row.rows("questions")]
+    return Document(row.name("task", "examples"), row.text("prompt"), tuple(asked))
+
+
+def read_questions(path: Path) -> list[str]:
+    """``{"question"}`` or ``{"claim"}`` of each line."""
+    return read_json_lines(path, lambda row: row.text("claim" if "claim" in row else "question"))
+
+
+def read_examples(path: Path, name: str) -> str:
+    """The prompt called ``name`` of ``{"task", "name", "prompt"}`` lines."""
+    prompts = dict(read_json_lines(path, lambda row: (row.text("name"), row.text("prompt"))))
+    if name not in prompts:
+        raise UserError(f"{path} holds no prompt '{name}'", hint=f"it holds {', '.join(prompts)}")
+    return prompts[name]
+
+
+def read_episodes(path: Path) -> list[Episode]:
+    """``{"id", "question", "steps": [{thought, action, observation}]}``."""
+    return read_json_lines(path, _episode)
+
+
+def _episode(row: Row) -> Episode:
+    steps = [Step(s.text("thought", ""), s.text("action", ""), s.text("observation", "")) for s in row.rows("steps")]
+    return Episode(row.name("id", "episode"), row.text("question"), tuple(steps))
+
+
+def read_call_logs(path: Path) -> list[CallLog]:
+    """``{"id", "calls": [{base, keep, append, output}]}``: each prompt is ``keep`` characters of call ``base``'s prompt
+    (none where ``base`` is negative) and ``append``."""
+    return read_json_lines(path, _call_log)
+
+
+def _call_log(row: Row) -> CallLog:
+    prompts: list[str] = []
+    calls = []
+    for call in row.rows("calls"):
+        base = int(call.number("base"))
+        if base >= len(prompts):
+            raise BadRow(f"a call is stored against call {base}, which is not before it")
+        prompts.append((prompts[base][: call.count("keep")] if base >= 0 else "") + call.text("append"))
+        calls.append(Call(prompts[-1], call.text("output", "")))
+    return CallLog(row.name("id", "calls"), tuple(calls))
+
+
+def read_mooncake(path: Path) -> list[Lengths]:
+    """``{"timestamp" (ms), "input_length", "output_length", "hash_ids"}``, one id a block of 512 tokens."""
+    return read_json_lines(path, mooncake_lengths)
+
+
+def mooncake_lengths(row: Row) -> Lengths:
+    """One row of a Mooncake trace."""
+    ids, tokens = row.items("hash_ids"), row.count("input_length")
+    if not all(isinstance(block, int) and 0 <= block < 1 << 48 for block in ids):
+        raise BadRow("'hash_ids' should be whole numbers of at least 0 and below 2^48")
+    if len(ids) != ceil_div(tokens, MOONCAKE_BLOCK_TOKENS):
+        raise BadRow(f"{tokens} tokens are not {len(ids)} blocks of {MOONCAKE_BLOCK_TOKENS}")
+    blocks = blocks_from_ids(ids, tokens=tokens, block_tokens=MOONCAKE_BLOCK_TOKENS)
+    return Lengths(row.number("timestamp") / 1000, tokens, row.count("output_length"), blocks.spans)
+
+
+def read_azure(path: Path) -> list[Lengths]:
+    """CSV ``TIMESTAMP,ContextTokens,GeneratedTokens`` (Azure LLM inference trace 2023)."""
+    return read_csv(path, _azure_lengths)
+
+
+def _azure_lengths(row: Row) -> Lengths:
+    stamp = row.text("TIMESTAMP")
+    try:  # seven decimals: one more than fromisoformat takes in every version
+        at_s = datetime.fromisoformat(f"{stamp[:26]}+00:00").timestamp()
+    except ValueError as error:
+        raise BadRow(f"'TIMESTAMP' should be a time, not {stamp!r}") from error
+    return Lengths(at_s, row.count("ContextTokens"), row.count("GeneratedTokens"))
+
+
+def read_agentic(path: Path) -> list[LengthLog]:
+    """``{"id", "block_size", "requests": [{in, out, hash_ranges, think_time, t}]}`` with sub-agents among the requests.
+
+    Ranges name full blocks of 64 tokens; what is behind them belongs to one request alone.
+    """
+    return [log for made in read_json_lines(path, _agentic_logs) for log in made]
+
+
+def _agentic_logs(row: Row) -> list[LengthLog]:
+    if row.count("block_size") != AGENTIC_BLOCK_TOKENS:
+        raise BadRow(f"'block_size' should be {AGENTIC_BLOCK_TOKENS}")
+    name, requests = row.name("id", "session"), row.rows("requests")
+    own = [request for request in requests if request.text("type", "n") != "subagent"]
+    logs = [LengthLog(name, tuple(_agentic_lengths(request) for request in own))]
+    for place, request in enumerate(request for request in requests if request.text("type", "n") == "subagent"):
+        rows = tuple(_agentic_lengths(inner) for inner in request.rows("requests"))
+        logs.append(LengthLog(f"{name}/agent-{place}", rows, parent=name))
+    return [log for log in logs if log.rows]
+
+
+def _agentic_lengths(row: Row) -> Lengths:
+    tokens, spans = row.count("in"), []
+    for pair in row.items("hash_ranges"):
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(end, int) for end in pair)):
+            raise BadRow("'hash_ranges' should be pairs of whole numbers")
+        if not 0 <= pair[0] <= pair[1] < 1 << 32:
+            raise BadRow(f"{pair} is no range of blocks")
+        spans.append(Span(pair[0], (pair[1] - pair[0] + 1) * AGENTIC_BLOCK_TOKENS))
+    if sum(span.tokens for span in spans) > tokens:
+        spans = _within(spans, tokens)
+    return Lengths(row.number("t", 0.0), tokens, row.count("out"), tuple(spans), row.number("think_time", 0.0))
+
+
+def _within(spans: list[Span], tokens: int) -> list[Span]:
+    """Spans whose last block is partial: the request names it whole."""
+    excess = sum(span.tokens for span in spans) - tokens
+    if excess >= AGENTIC_BLOCK_TOKENS:
+        raise BadRow(f"the ranges name {excess} tokens more than the request has")
+    return [*spans[:-1], replace(spans[-1], tokens=spans[-1].tokens - excess)]
+
+
+def read_clients(path: Path) -> list[Client]:
+    """``{"client", "windows": [[t, rate, cv, family, a, b]], "lengths": [{t, input_q, output_q}]}`` (ServeGen)."""
+    return read_json_lines(path, _client)
+
+
+def _client(row: Row) -> Client:
+    windows, lengths = [], []
+    for window in row.items("windows"):
+        if not (isinstance(window, list) and len(window) == 6):
+            raise BadRow("a window should be [t, rate, cv, family, a, b]")
+        start_s, rate, _, family, shape, _ = window
+        if family not in ("Gamma", "Weibull", None):
+            raise BadRow(f"'{family}' is no family of gaps: Gamma or Weibull")
+        windows.append(Window(float(start_s), float(rate) if family else 0.0, family or "Gamma", float(shape)))
+    for item in row.rows("lengths"):
+        ends = tuple(map(float, item.items("input_q"))), tuple(map(float, item.items("output_q")))
+        lengths.append(Quantiles(item.number("t"), *ends))
+    if not windows or not lengths or any(a.start_s >= b.start_s for a, b in pairwise(windows)):
+        raise BadRow("windows in order of time, and lengths, were expected")
+    return Client(row.name("client", "client"), tuple(windows), tuple(lengths))

@@ -1,0 +1,74 @@
+"""``memserve bench workload``: what a workload is like, before anything is sent (level 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memserve.bench.catalogue import KINDS, Arrivals, Recipe, build
+from memserve.workloads.shape import Caps
+from memserve.workloads.statistics import Spread, Summary, measure, summarize
+
+Count = int | None
+
+
+def workload(
+    kind: Annotated[str, typer.Option(help=f"One of {', '.join(KINDS)}.")] = "chat",
+    data: Annotated[Path | None, typer.Option(help="Folder of data sets. Without: made from the seed.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Your own JSONL, for the kind 'file'.")] = None,
+    sessions: Annotated[Count, typer.Option(min=1, help="So many sessions of it.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes everything that is drawn.")] = 0,
+    share_ratio: Annotated[float, typer.Option(min=1, help="Every session so many times.")] = 1.0,
+    prompt_tokens_max: Annotated[Count, typer.Option(min=1, help="Cut prompts, history included.")] = None,
+    output_tokens_max: Annotated[Count, typer.Option(min=1, help="Cut answers.")] = None,
+    turns_max: Annotated[Count, typer.Option(min=1, help="Cut sessions.")] = None,
+    block_tokens: Annotated[Count, typer.Option(min=1, help="Scale a trace's blocks to this size.")] = None,
+    arrivals: Annotated[Arrivals, typer.Option(help="What sets the times.")] = Arrivals.RECORDED,
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 1.0,
+    users: Annotated[int, typer.Option(min=1, help="Users of a closed loop.")] = 1,
+    speed: Annotated[float, typer.Option(help="Recorded times, so many times as fast.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """A workload's lengths, turns and shared prefixes. Text is weighed at four bytes a token."""
+    recipe = Recipe(
+        kind=kind,
+        data=data,
+        file=file,
+        sessions=sessions,
+        seed=seed,
+        share_ratio=share_ratio,
+        caps=Caps(prompt_tokens_max, output_tokens_max, turns_max),
+        block_tokens=block_tokens,
+        arrivals=arrivals,
+        requests_per_s=rate,
+        users=users,
+        speed=speed,
+    )
+    made = build(recipe)
+    summary = summarize(made, measure(made, block_tokens=block_tokens or 16))
+    typer.echo(json.dumps(dataclasses.asdict(summary)) if as_json else "\n".join(_lines(summary)))
+
+
+def _lines(summary: Summary) -> list[str]:
+    """A table for people."""
+    lines = [f"{summary.kind}: {summary.sessions} sessions, {summary.requests} requests, from {summary.source}"]
+    lines += [f"arrivals: {summary.arrivals}; the last is due after {summary.due_last_s:.0f} s"]
+    lines += [f"note: {note}" for note in summary.notes]
+    lines += [f"{'':<28}{'mean':>10}{'P50':>10}{'P90':>10}{'P99':>10}{'max':>10}"]
+    lines += [_row("turns of a session", summary.turns, 1), _row("prompt tokens", summary.prompt_tokens)]
+    lines += [
+        _row("output tokens", summary.output_tokens),
+        _row("prompt per output token", summary.prompt_per_output, 1),
+    ]
+    lines += [_row("shared share of a request", summary.shared_share_of_request, 3)]
+    lines += [f"shared prefix, all blocks: {summary.shared_share:.3f} of {summary.blocks:,} (a cache without limit)"]
+    return lines
+
+
+def _row(name: str, spread: Spread, digits: int = 0) -> str:
+    values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.largest)
+    return f"{name:<28}" + "".join(f"{value:>10.{digits}f}" for value in values)
