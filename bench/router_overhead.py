@@ -1,0 +1,224 @@
+"""What does the router cost a request? A whole router over HTTP, in front of instances that answer at once.
+
+    python bench/router_overhead.py --model FOLDER [--instances 8] [--connections 1,32] [--tokens 1024,8192]
+
+The router is ``memserve serve`` as users run it, alone; the instances are null engines in one other process, behind
+real mailboxes, that answer each request with one token. The load is wrk's (it must be installed), closed loop, as in
+the published figures of other routers: 64 groups of 8 prompts, half of each prompt shared in its group, a tail of
+its own each time. Prompts go as text, so they are tokenized here (the other routers forward text), and as token ids, so
+that routing can be told from tokenizing. Printed per case: requests/s, median and p99 latency, CPU of the router a
+request, its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import secrets
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S_MAX = 120.0
+GROUPS, PER_GROUP = 64, 8
+
+
+class NullInstance:
+    """A member of the cluster that answers every request with one token, from the mailbox's own thread."""
+
+    def __init__(self, name: str, router: str, secret: str, card: bytes, context_tokens: int) -> None:
+        from memserve.messages import ROUTER, Heartbeat, Join, Load, Peer, PeerInfo
+        from memserve.runtime.links.mailbox import ZmqMailbox
+        from memserve.types import KVGeometry, Role
+
+        me = Peer(name, time.time_ns())
+        self._router = Peer(ROUTER, 0)
+        self._mailbox = ZmqMailbox(me, secret, "127.0.0.1", 0, self._hear)
+        geometry = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16")
+        info = PeerInfo(
+            me, Role.COLOCATED, self._mailbox.address, "null", geometry, 4096, 0, context_tokens, True,
+            publishes_events=False, model_card=card,
+        )  # fmt: skip
+        self._mailbox.connect(self._router, router)
+        self._welcomed = threading.Event()
+
+        def beat() -> None:
+            while True:
+                self._mailbox.send(self._router, Heartbeat(Load()) if self._welcomed.is_set() else Join(info))
+                time.sleep(0.5)
+
+        threading.Thread(target=beat, daemon=True).start()
+
+    def _hear(self, sender: Any, message: Any) -> None:
+        from memserve.messages import Dispatch, Tokens, Welcome
+        from memserve.types import FinishReason, TokenOutput
+
+        if isinstance(message, Welcome):
+            self._router = sender
+            self._mailbox.connect(sender, self._mailbox_address_of(sender))
+            self._welcomed.set()
+        elif isinstance(message, Dispatch):
+            request = message.request
+            output = TokenOutput(request.request_id, 0, (100,), finish_reason=FinishReason.LENGTH)
+            self._mailbox.send(sender, Tokens((output,)))
+
+    def _mailbox_address_of(self, sender: Any) -> str:
+        return f"tcp://{os.environ['ROUTER_ADDRESS']}"
+
+
+def be_instances(model: Path, count: int) -> None:
+    """The other process: ``count`` null instances, until stdin ends."""
+    from memserve.model.loading.card import ModelCard
+
+    config = json.loads((model / "config.json").read_text())
+    context = int(config["max_position_embeddings"])
+    card = ModelCard(model.name, context, (0,), {}, "TokenizersBackend").encode()
+    router, secret = f"tcp://{os.environ['ROUTER_ADDRESS']}", os.environ["ROUTER_SECRET"]
+    alive = [NullInstance(f"null-{number}", router, secret, card, context) for number in range(count)]
+    sys.stdin.read()
+    del alive
+
+
+def write_load(folder: Path, tokens: int, as_ids: bool, vocabulary: int) -> Path:
+    """A wrk script that posts the prompts in turn, each with a tail of its own."""
+    rng = random.Random(1)
+
+    def piece(count: int) -> str:
+        if as_ids:
+            return "".join(f"{rng.randrange(3, vocabulary)}," for _ in range(count))
+        return "".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=3)) + " " for _ in range(count))
+
+    bodies = []
+    for _ in range(GROUPS):
+        shared = piece(tokens // 2)
+        for _ in range(PER_GROUP):
+            opened = '{"model":"m","max_tokens":1,"prompt":' + ("[" if as_ids else '"')
+            bodies.append(opened + shared + piece(tokens // 2 - 2))
+    (folder / "bodies.txt").write_text("\n".join(bodies))
+    tail = '(3 + i % 40000) .. "]}"' if as_ids else 'i .. "\\"}"'
+    script = folder / "load.lua"
+    script.write_text(f"""
+local bodies, n, i = {{}}, 0, 0
+for line in io.lines("{folder}/bodies.txt") do n = n + 1; bodies[n] = line end
+function request()
+  i = i + 1
+  return wrk.format("POST", "/v1/completions", {{["Content-Type"] = "application/json"}}, bodies[i % n + 1] .. {tail})
+end
+function done(s, latency, _)
+  local bad = s.errors.connect + s.errors.read + s.errors.write + s.errors.status + s.errors.timeout
+  io.stderr:write(string.format("%d %d %d %d %d\\n", s.requests, s.duration, latency:percentile(50),
+    latency:percentile(99), bad))
+end
+""")
+    return script
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_mb(pid: int) -> float:
+    """Resident memory."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found.group(1)) / 1024 if found else 0.0
+
+
+def measure(url: str, pid: int, script: Path, connections: int, seconds: float, rounds: int) -> dict[str, Any]:
+    """Medians over rounds of one case."""
+    runs = []
+    for _ in range(rounds):
+        before = cpu_seconds(pid)
+        command = ["taskset", "-c", "1", "wrk", "-t1", f"-c{connections}", f"-d{seconds:.0f}s", "--timeout", "10s"]
+        run = subprocess.run([*command, "-s", str(script), url], capture_output=True, text=True, check=True)
+        requests, micros, p50, p99, bad = map(int, run.stderr.split()[-5:])
+        cpu_us = (cpu_seconds(pid) - before) / max(1, requests) * 1e6
+        runs.append((requests / micros * 1e6, p50 / 1e3, p99 / 1e3, cpu_us, bad))
+    rate, p50_ms, p99_ms, cpu_us, bad = (statistics.median(column) for column in zip(*runs, strict=True))
+    return {
+        "requests_per_s": round(rate, 1), "p50_ms": round(p50_ms, 2), "p99_ms": round(p99_ms, 2),
+        "router_cpu_us": round(cpu_us), "bad": int(bad), "router_mb": round(resident_mb(pid)),
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    """Start both processes, run all cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="a model's folder, for its tokenizer and vocabulary")
+    parser.add_argument("--instances", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--connections", default="1,32")
+    parser.add_argument("--tokens", default="1024,8192")
+    parser.add_argument("--policy", default="cost")
+    parser.add_argument("--be-instances", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.be_instances:
+        be_instances(args.model, args.be_instances)
+        return 0
+    if not shutil.which("wrk"):
+        print("skipped: wrk is not installed (Debian: apt install wrk)")
+        return 0
+    vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    with tempfile.TemporaryDirectory() as name:
+        folder, secret = Path(name), secrets.token_urlsafe(32)
+        (folder / "secret").write_text(secret)
+        http, port = free_port(), free_port()
+        serve = ["serve", "--model", str(args.model), "--prefill", "0", "--decode", "0", "--colocated", "0"]
+        serve += ["--cluster-port", str(port), "--cluster-secret-file", str(folder / "secret"), "--port", str(http)]
+        serve += ["--served-model-name", "m", "--policy", args.policy]
+        router = subprocess.Popen(["taskset", "-c", "0", sys.executable, "-m", "memserve", *serve])
+        null = [sys.executable, __file__, "--model", str(args.model), "--be-instances", str(args.instances)]
+        environment = {**os.environ, "ROUTER_ADDRESS": f"127.0.0.1:{port}", "ROUTER_SECRET": secret}
+        instances = subprocess.Popen(["taskset", "-c", "1", *null], stdin=subprocess.PIPE, env=environment)
+        try:
+            url = f"http://127.0.0.1:{http}"
+            _wait_until_ready(url)
+            for tokens in map(int, args.tokens.split(",")):
+                for as_ids in (True, False):
+                    script = write_load(folder, tokens, as_ids, vocabulary)
+                    for connections in map(int, args.connections.split(",")):
+                        case = {"tokens": tokens, "prompt": "ids" if as_ids else "text", "connections": connections}
+                        found = measure(url, router.pid, script, connections, args.seconds, args.rounds)
+                        print(json.dumps(case | found), flush=True)
+        finally:
+            for process in (instances, router):
+                process.terminate()
+                process.wait(30)
+    return 0
+
+
+def _wait_until_ready(url: str) -> None:
+    until = time.monotonic() + START_S_MAX
+    while time.monotonic() < until:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise SystemExit("the router did not become ready")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
