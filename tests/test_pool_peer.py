@@ -391,5 +391,9 @@ def test_goodbye() -> None:
         assert peer.alloc_mem(2, id="b") is not None
         peer.disconnect("b")
         until(lambda: other.peers() == [] and used(other) == (0, 0))
+        peer.connect(other.info())  # as a new generation: what the old one had is gone
+        held = fill(peer, 4)
+        assert peer.transfer_with_insert("b", TOKENS, held) and other.cached_tokens(TOKENS) == 16
+        peer.free_mem(held)
     with pytest.raises(UserError, match="closed"):
         peer.report()

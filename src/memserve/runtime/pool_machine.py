@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memserve import _core
-from memserve.errors import UserError, check
+from memserve.errors import UserError
 from memserve.mempool.addresses import Addresses
 from memserve.mempool.exchange import Exchange
 from memserve.mempool.mempool import AddressList, MemPool
@@ -75,16 +75,16 @@ class RemoteBlocks:
         self._left[call_id] = len(places)
         self._call |= dict.fromkeys(places, call_id)
 
-    def give_up(self, place: RemotePlace) -> tuple[bool, str | None]:
-        """Whether it was held, and the call to be freed if it was its last one."""
+    def give_up(self, place: RemotePlace) -> str | None:
+        """The call to be freed, if this was the last one that was held of it."""
         call_id = self._call.pop(place, None)
         if call_id is None:
-            return False, None
+            return None
         self._left[call_id] -= 1
         if self._left[call_id]:
-            return True, None
+            return None
         del self._left[call_id]
-        return True, call_id
+        return call_id
 
     def forget(self, generation: int) -> None:
         """Their owner is gone."""
@@ -106,8 +106,10 @@ class PoolMachine:
         self._actions: list[PoolAction] = []
         #: by name
         self._neighbours: dict[str, _Neighbour] = {}
-        #: peers that were left on purpose; they may come back on purpose
+        #: peers that were left on purpose
         self._left: set[Peer] = set()
+        #: name -> latest generation that was lost or left: what it had promised is void, and so it stays
+        self._gone: dict[str, int] = {}
         #: calls that wait, by transfer or call id: they get the outcome, or ``None`` when there will be none
         self._waiting: dict[str, Callable[[Any], None]] = {}
         self._remote = RemoteBlocks()
@@ -174,6 +176,8 @@ class PoolMachine:
         if (info.namespace, info.geometry) != (self.info.namespace, self.info.geometry):
             mine, its = (self.info.namespace, self.info.geometry), (info.namespace, info.geometry)
             raise UserError(f"{info.peer.name} has other KV: {its}", hint=f"this peer has {mine}", param="info")
+        if self._is_gone(info.peer):  # and does not know it, perhaps: whoever wants to start over is the new one
+            self._be_reborn(now)
         self._remember(info, now)
         neighbour = self._neighbours[info.peer.name]
         self._say(neighbour)
@@ -226,10 +230,13 @@ class PoolMachine:
             return []
         return self.exchange.handle(event, now)
 
+    def _is_gone(self, peer: Peer) -> bool:
+        return peer.generation <= self._gone.get(peer.name, -1)
+
     def _greet(self, sender: Peer, info: PeerInfo, now: int) -> None:
         """Somebody has got to know this peer. (Where the KV differs the exchange will refuse what is offered.)"""
         honest = info.peer == sender and sender.name != self.info.peer.name
-        if honest and self._remember(info, now):
+        if honest and not self._is_gone(sender) and self._remember(info, now):
             self._say(self._neighbours[sender.name])
 
     def _be_reborn(self, now: int) -> None:
@@ -239,6 +246,8 @@ class PoolMachine:
         self.exchange.reborn(self.info.peer)
         self._actions += [*self.exchange.take_actions(), Reborn(self.info)]
         former, self._neighbours = self._neighbours, {}
+        self._gone.clear()
+        self._left.clear()
         self._remote = RemoteBlocks()
         for end in self._waiting.values():
             end(None)
@@ -271,6 +280,7 @@ class PoolMachine:
     def _lose(self, peer: Peer, now: int) -> list[Outcome]:
         neighbour = self._neighbours.pop(peer.name)
         neighbour.answered.cancel()
+        self._gone[peer.name] = max(peer.generation, self._gone.get(peer.name, -1))
         outcomes = self.exchange.peer_gone(peer, now)
         self._remote.forget(peer.generation)
         self._actions += self.exchange.take_actions()
@@ -307,11 +317,12 @@ class PoolMachine:
         self._waiting[call_id] = lambda answer: _settle(waiter, self._allocated(answer))
 
     def free_at(self, generation: int, addresses: AddressList) -> None:
-        """Give up blocks of a peer; a call's blocks go back when the last of them is given up."""
-        alive = any(n.info.peer.generation == generation for n in self._neighbours.values())
+        """Give up blocks of a peer; a call's blocks go back when the last of them is given up.
+
+        What is not held (any more) is ignored: the peer may have been gone, or this one silent, since it was.
+        """
         for address in addresses:
-            held, call_id = self._remote.give_up((generation, address.tier, address.block))
-            check(held or not alive, f"block {address.block} of peer {generation} is not held")
+            call_id = self._remote.give_up((generation, address.tier, address.block))
             if call_id is not None:
                 self.exchange.free_at(call_id)
 
