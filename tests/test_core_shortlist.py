@@ -26,11 +26,10 @@ def test_the_best_in_each_respect(crowd, prices, limit):
     numbers, work, matched = crowd
     busy = {k: int(work[0][k] + work[2][k]) for k in numbers.tolist()}
     price = {k: float(np.dot(prices, [*work[:, k], matched[k]])) for k in busy}
-    best = {min(busy, key=busy.get), min(price, key=price.get), min(busy, key=lambda k: (-matched[k], busy[k]))}
-    fair = [k for k in busy if busy[k] <= limit]
-    if fair:
-        best.add(min(fair, key=lambda k: (-matched[k], busy[k])))
-    assert _core.shortlist(numbers, work, matched, prices, limit) == sorted(best)
+    idlest, cheapest = min(busy, key=busy.get), min(price, key=price.get)
+    longest = min(busy, key=lambda k: (-matched[k], busy[k]))
+    fair = min((k for k in busy if busy[k] <= limit), key=lambda k: (-matched[k], busy[k]), default=idlest)
+    assert _core.shortlist(numbers, work, matched, prices, limit) == (idlest, cheapest, longest, fair)
     least = min(busy, key=busy.get)
     assert _core.least_busy(numbers, work) == (least, busy[least])
 

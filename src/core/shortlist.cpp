@@ -2,11 +2,8 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <tuple>
-#include <vector>
 
 #include "sequence.h"
 
@@ -45,8 +42,8 @@ std::pair<int64_t, int64_t> least_busy(const Row& numbers, const Work& work) {
 }
 
 // Instances later in `numbers` must be better to take a place.
-std::vector<int64_t> shortlist(const Row& numbers, const Work& work, const Row& matched, const Prices& prices,
-                               int64_t limit) {
+std::tuple<int64_t, int64_t, int64_t, int64_t> shortlist(const Row& numbers, const Work& work, const Row& matched,
+                                                         const Prices& prices, int64_t limit) {
   const Instances all(numbers, work);
   if (matched.shape(0) != all.columns) throw nb::value_error("one matched length a column is needed");
   const auto [queued, sequence, context, cached] = prices;
@@ -67,11 +64,7 @@ std::vector<int64_t> shortlist(const Row& numbers, const Work& work, const Row& 
     if (is_longer(at, longest)) longest = at;
     if (all.busy(at) <= limit && (fair < 0 || is_longer(at, fair))) fair = at;
   }
-  std::vector<int64_t> chosen{idlest, cheapest, longest};
-  if (fair >= 0) chosen.push_back(fair);
-  std::ranges::sort(chosen);
-  chosen.erase(std::ranges::unique(chosen).begin(), chosen.end());
-  return chosen;
+  return {idlest, cheapest, longest, fair < 0 ? idlest : fair};
 }
 
 }  // namespace

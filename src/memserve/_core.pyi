@@ -351,10 +351,10 @@ def shortlist(
     matched: NDArray[np.int64],
     prices: tuple[float, float, float, float],
     limit: int,
-) -> list[int]:
-    """Of the instances ``numbers`` the best in each of four respects, in order, each once.
+) -> tuple[int, int, int, int]:
+    """Of the instances ``numbers`` the best in each of four respects, the first of equals.
 
     The least work; the lowest price, which is ``prices`` times queue, sequences, context, ``matched`` (``[n]``); the
-    longest match, of equal ones the least work; and that among those with no more work than ``limit``, if there are
-    any. The first of equals.
+    longest match, of equal ones the least work; and that among those with no more work than ``limit`` (if there are
+    none, the least work).
     """

@@ -1,9 +1,9 @@
 """From thousands of instances to the few that a policy looks at, and to a decision (level 2).
 
-Everything per instance is done on arrays. What remains are, for each role: the instance with the least work, the one
-with the longest prefix, the one with the longest prefix among those that are not overloaded, the cheapest as far as
-costs are linear, and those that know the session. Any policy but ``cost`` would choose the same among all; that one
-may miss one that is a little cheaper.
+Everything per instance is done on arrays, in one native pass for each role. What remains are, as far as the policy
+cares: the instance with the least work, the cheapest as far as costs are linear, the one with the longest prefix, the
+same among those that are not overloaded, and those that know the session. Any policy but ``cost`` would choose the
+same among all; that one may miss one that is a little cheaper.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ from memserve.types import Caching, Role, Tier
 
 ALL_OF = 6
 """So many instances of a role are all looked at; of more the best in each respect."""
+_IDLEST, _CHEAPEST, _LONGEST, _LONGEST_FAIR = range(4)
+_RESPECTS = {
+    "least-load": (_IDLEST,),
+    "session": (_IDLEST,),
+    "prompt-tree": (_IDLEST, _LONGEST, _LONGEST_FAIR),
+    "cost": (_IDLEST, _CHEAPEST, _LONGEST),
+}
+"""What of ``_core.shortlist`` a policy may choose, or compares with."""
 HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
 
@@ -166,10 +174,11 @@ class Placer:
             return [number for _, numbers in crowd for number in numbers.tolist()]
         least = min(_core.least_busy(numbers, work)[1] for _, numbers in crowd)
         limit = OVERLOAD_FACTOR * least + OVERLOAD_TOKENS
-        prices = slopes(ask, self.costs)
+        prices, respects = slopes(ask, self.costs), _RESPECTS[self._config.policy]
         chosen: dict[int, None] = {}
         for role, numbers in crowd:
-            chosen.update(dict.fromkeys(_core.shortlist(numbers, work, matched, prices.of(role), limit)))
+            best = _core.shortlist(numbers, work, matched, prices.of(role), limit)
+            chosen.update(dict.fromkeys(best[respect] for respect in respects))
             for known in ask.favourites:
                 at = int(numbers.searchsorted(known))
                 if at < len(numbers) and numbers[at] == known:
