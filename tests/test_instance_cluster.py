@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,7 @@ from memserve.messages import (
     Holder,
     KvEvents,
     KvSnapshot,
+    Offer,
     Peer,
     Pin,
     Pinned,
@@ -307,6 +309,25 @@ def test_a_handoff_that_contradicts_its_request_is_not_used(wrong):
     fleet.finish()
     assert job.attempt == 1 and any("contradicts" in refused.reason for refused in fleet.refused)
     assert d.machine.stats().takeovers_failed == 1
+
+
+def test_kv_of_one_tenant_is_not_used_for_another():
+    """An offer says "red", its request says "blue": nothing of it is read."""
+    fleet = pair()
+    seen = []
+
+    def tampers(sender, to, message):
+        if isinstance(message, Offer) and not seen:
+            seen.append(message)
+            changed = replace(message.request, tenant="blue")
+            fleet.send(sender, to, msgspec.structs.replace(message, request=changed))
+            return True
+        return False
+
+    fleet.lose = tampers
+    job = fleet.submit(request("a", PROMPT[:10], max_tokens=5, tenant="red"), "p", "d")
+    fleet.finish()
+    assert job.attempt == 1 and len(fleet.refused) >= 1
 
 
 def replaced(handoff, first_tokens):
