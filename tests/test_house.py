@@ -38,7 +38,7 @@ IMPURE = {
     "queue", "subprocess", "os", "pathlib", "io", "shutil", "tempfile", "glob", "mmap", "signal", "selectors",
     "logging", "torch", "transformers", "starlette", "uvicorn", "httpx", "typer", "prometheus_client",
 }  # fmt: skip
-ONLY_IN = {"vllm": "integrations", "typer": "cli", "starlette": "api", "uvicorn": "api"}
+ONLY_IN = {"vllm": "integrations", "typer": "cli", "starlette": "api", "uvicorn": "api", "aiohttp": "bench"}
 """Outside packages that one package of ours hides from the rest."""
 
 ENTRY_POINTS = {"memserve.cli.main", "memserve.__main__", "memserve"}

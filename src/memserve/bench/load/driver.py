@@ -1,0 +1,190 @@
+"""Sends a workload at the times it asks for (level 4).
+
+Open loop: a turn is sent when it is due, whatever became of the others; only its own session holds it back, since its
+prompt contains the answer before (MemServe 8.2, "causal order"). Closed loop: ``users`` sessions at a time, each
+followed by the next when it has ended. A request that goes out late still counts from when it was due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from memserve.bench.load.client import Client, Clock, Target
+from memserve.bench.load.progress import Progress
+from memserve.bench.load.prompts import Dialogue, Manner
+from memserve.bench.load.record import Outcome, RecordWriter, RequestRecord
+from memserve.units import NS_PER_S, ns_from_s
+from memserve.workloads.words import History, Session, Workload
+
+LEAD_NS = NS_PER_S // 50
+"""A request is put into words so long before it is due, not when every microsecond counts."""
+PROBES = 4
+PROBE_GAP_S = 0.5
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class LoadRun:
+    """What came of it."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    planned: int = 0
+    """Requests of the whole workload."""
+    wall_ns: int = 0
+    partial: str | None = None
+    """Why it was ended early; ``None``: it was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What every record of a run says about the run."""
+
+    setting: str = ""
+    workload: str = ""
+    seed: int = 0
+
+
+class Driver:
+    """One run. ``stop`` may be called at any time: what is under way is given up, what has ended is kept."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        target: Target,
+        manner: Manner,
+        *,
+        writer: RecordWriter | None = None,
+        progress: Progress | None = None,
+        labels: Labels | None = None,
+        limit_s: float | None = None,
+    ) -> None:
+        self._workload, self._target, self._manner = workload, target, manner
+        self._writer, self._labels, self._limit_s = writer, labels or Labels(), limit_s
+        self._progress = progress or Progress(workload.request_count)
+        self._run = LoadRun(planned=workload.request_count)
+        self._crew: asyncio.Task[None] | None = None
+        self._probe: asyncio.Task[None] | None = None
+
+    async def run(self) -> LoadRun:
+        """Send everything and wait for the last answer."""
+        self._clock = Clock()
+        async with Client(self._target, self._clock) as self._client:
+            self._crew = asyncio.create_task(self._send_all())
+            try:
+                await asyncio.wait([self._crew], timeout=self._limit_s)
+                self.stop(f"time is up: {self._limit_s} s")
+            finally:
+                await self._end()
+        return self._run
+
+    async def _end(self) -> None:
+        for task in (self._crew, self._probe):
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        self._run.wall_ns = self._clock.now_ns()
+        self._progress.close()
+        if self._crew is not None and not self._crew.cancelled() and (error := self._crew.exception()):
+            raise error
+
+    def stop(self, why: str) -> None:
+        """End the run early; the first reason stays."""
+        if self._crew is not None and not self._crew.done():
+            self._run.partial = self._run.partial or why
+            self._crew.cancel()
+
+    async def _send_all(self) -> None:
+        sessions = iter(self._workload.sessions)
+        async with asyncio.TaskGroup() as group:
+            if self._workload.users is None:
+                for session in sessions:
+                    group.create_task(self._hold(session))
+            else:
+                for _ in range(self._workload.users):
+                    group.create_task(self._one_after_the_other(sessions))
+
+    async def _one_after_the_other(self, sessions: Iterator[Session]) -> None:
+        for session in sessions:
+            await self._hold(session, self._clock.now_ns())
+
+    async def _hold(self, session: Session, free_ns: int = 0) -> None:
+        """All turns of a session; ``free_ns``: nobody is there to ask before."""
+        dialogue = Dialogue(session, self._manner)
+        for number, turn in enumerate(session.turns):
+            think_ns = ns_from_s(turn.think_s) if number else 0
+            due_ns = max(ns_from_s(turn.due_s or 0.0), free_ns + think_ns)
+            await self._sleep_until(due_ns - LEAD_NS)
+            path, body = dialogue.request(number)
+            data = _encode(body)
+            await self._sleep_until(due_ns)
+            record = self._open(session, number, due_ns)
+            try:
+                dialogue.answered(await self._client.ask(path, data, record))
+            finally:
+                self._close(record)
+            free_ns = record.end_ns or due_ns
+            if not record.ok and session.history is History.CLOSED:
+                return  # the next prompt would contain an answer that there is not
+
+    async def _sleep_until(self, due_ns: int) -> None:
+        while (left_ns := due_ns - self._clock.now_ns()) > 0:
+            await asyncio.sleep(left_ns / NS_PER_S)
+
+    def _open(self, session: Session, number: int, due_ns: int) -> RequestRecord:
+        labels = self._labels
+        self._progress.sent()
+        return RequestRecord(
+            session=session.session_id, turn=number, group=session.group, setting=labels.setting,
+            workload=labels.workload, seed=labels.seed, scheduled_ns=due_ns,
+        )  # fmt: skip
+
+    def _close(self, record: RequestRecord) -> None:
+        self._run.records.append(record)
+        if self._writer is not None:
+            self._writer.write(record)
+        self._progress.ended(record, self._clock.now_ns())
+        if record.outcome is Outcome.BROKEN and (self._probe is None or self._probe.done()):
+            self._probe = asyncio.create_task(self._look_for_server())
+
+    async def _look_for_server(self) -> None:
+        for _ in range(PROBES):
+            if await self._client.alive():
+                return
+            await asyncio.sleep(PROBE_GAP_S)
+        self.stop(f"the server at {self._target.base_url} is gone")
+
+
+def drive(make: Callable[[], Driver]) -> LoadRun:
+    """Run a driver to its end; Ctrl-C stops it and keeps what was measured, a second one kills."""
+
+    async def main() -> LoadRun:
+        driver = make()
+        with _stopped_by_ctrl_c(driver):
+            return await driver.run()
+
+    return asyncio.run(main())
+
+
+@contextmanager
+def _stopped_by_ctrl_c(driver: Driver) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    loop = asyncio.get_running_loop()
+
+    def on_interrupt() -> None:
+        driver.stop("interrupted")
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)

@@ -1,0 +1,70 @@
+"""What each turn of a session sends: the history with the answers that this server gave (level 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from memserve.errors import check
+from memserve.workloads.tokens import tokens_of
+from memserve.workloads.words import Blocks, Chat, History, Session, Text, Turn
+
+CHAT_PATH, COMPLETION_PATH = "chat/completions", "completions"
+VOCAB_SIZE_DEFAULT = 32_000
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How requests are worded, for a whole run."""
+
+    model: str
+    vocab_size: int = VOCAB_SIZE_DEFAULT
+    """Ids below it may be sent for prompts that are known by their length only."""
+    ignore_eos: bool = False
+    """Every answer runs to its full length: equal work in all settings, whatever the model wants to say."""
+    name_sessions: bool = True
+    """Send ``prompt_cache_key``: OpenAI's word for "these belong together"."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further fields of every body."""
+
+
+class Dialogue:
+    """One session as this server answers it."""
+
+    def __init__(self, session: Session, manner: Manner) -> None:
+        self._session, self._manner = session, manner
+        self._messages: list[dict[str, str]] = []
+        self._text = ""
+
+    def request(self, number: int) -> tuple[str, dict[str, Any]]:
+        """Path and body of turn ``number``; turns are asked for in order, each once."""
+        turn, manner = self._session.turns[number], self._manner
+        path, asked = self._asked(turn)
+        body: dict[str, Any] = {"model": manner.model, **asked, "max_tokens": turn.output_tokens_max}
+        body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+        if turn.stop:
+            body["stop"] = list(turn.stop)
+        if manner.ignore_eos or isinstance(turn.says, Blocks):
+            body["ignore_eos"] = True
+        if manner.name_sessions:
+            body["prompt_cache_key"] = self._session.session_id
+        return path, body | manner.extra
+
+    def _asked(self, turn: Turn) -> tuple[str, dict[str, Any]]:
+        closed = self._session.history is History.CLOSED
+        match turn.says:
+            case Chat(messages):
+                said = [{"role": message.role, "content": message.content} for message in messages]
+                self._messages = [*self._messages, *said] if closed else said
+                return CHAT_PATH, {"messages": self._messages}
+            case Text(text):
+                self._text = self._text + text if closed else text
+                return COMPLETION_PATH, {"prompt": self._text}
+            case Blocks() as blocks:
+                check(not closed or len(self._session.turns) == 1, "prompts known by length only are given whole")
+                return COMPLETION_PATH, {"prompt": tokens_of(blocks, vocab_size=self._manner.vocab_size).tolist()}
+
+    def answered(self, text: str) -> None:
+        """Remember the answer to the last request."""
+        self._messages = [*self._messages, {"role": "assistant", "content": text}]
+        self._text += text

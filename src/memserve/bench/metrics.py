@@ -1,0 +1,241 @@
+"""What requests felt, in numbers: pure functions of records (level 4).
+
+====== ===================================================================================================
+TTFT   from the scheduled arrival to the first chunk with text
+TPOT   from the first to the last chunk, over the tokens after the first; requests of one token have none
+ITL    between one chunk and the next (tokens that arrived together are one chunk)
+JCT    from the scheduled arrival to the end: the job completion time of MemServe's section 8
+====== ===================================================================================================
+
+Only requests that were answered to their end have these; the others count as violations of every SLO.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve.bench.load.record import Outcome, RequestRecord
+from memserve.units import NS_PER_S
+
+Floats = NDArray[np.float64]
+Key = TypeVar("Key")
+Statistic = Callable[[Floats], float]
+"""A number of a sample of at least one value."""
+BOOTSTRAP_ROUNDS = 400
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One answered request, in seconds."""
+
+    ttft_s: float
+    tpot_s: float | None
+    jct_s: float
+    itl_s: tuple[float, ...]
+
+
+def timing(record: RequestRecord) -> Timing | None:
+    """What ``record`` felt; ``None`` when it was not answered to its end, or without a token."""
+    if not record.ok or record.first_ns is None or record.end_ns is None:
+        return None
+    times = record.token_ns
+    later = record.output_tokens - 1
+    tpot_s = (times[-1] - times[0]) / NS_PER_S / later if later > 0 and len(times) > 1 else None
+    return Timing(
+        (record.first_ns - record.scheduled_ns) / NS_PER_S,
+        tpot_s,
+        (record.end_ns - record.scheduled_ns) / NS_PER_S,
+        tuple((after - before) / NS_PER_S for before, after in itertools.pairwise(times)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must keep to be good, in seconds; ``None``: no such limit."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    jct_s: float | None = None
+
+    def kept(self, felt: Timing | None) -> bool:
+        """Whether all limits hold; never for a request that was not answered."""
+        if felt is None:
+            return False
+        pairs = ((felt.ttft_s, self.ttft_s), (felt.tpot_s, self.tpot_s), (felt.jct_s, self.jct_s))
+        return all(value is None or limit is None or value <= limit for value, limit in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A quantity over requests."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """Mean and percentiles (linear between the neighbours, as numpy does); ``None`` of nothing."""
+    array = np.fromiter(values, dtype=np.float64)
+    if not array.size:
+        return None
+    p50, p90, p99 = (float(value) for value in np.percentile(array, (50, 90, 99)))
+    return Spread(array.size, float(array.mean()), p50, p90, p99, float(array.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A set of requests, summed up. Rates are over ``wall_s``."""
+
+    requests: int
+    failed: int
+    stopped: int
+    """Under way when the run was ended: neither answered nor failed, and counted nowhere else."""
+    wall_s: float
+    ttft_s: Spread | None
+    tpot_s: Spread | None
+    itl_s: Spread | None
+    jct_s: Spread | None
+    late_s: Spread | None
+    """The client's own part: scheduled to sent."""
+    requests_per_s: float
+    output_tokens_per_s: float
+    goodput_per_s: float
+    """Requests that kept the SLO, a second (DistServe's goodput)."""
+    slo_violations: float
+    """Share of the ended requests that did not."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    errors: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def cached_share(self) -> float:
+        """Of the prompt tokens, those whose KV came from the cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def figures(records: Sequence[RequestRecord], *, slo: Slo | None = None, wall_s: float | None = None) -> Figures:
+    """``records`` summed up. ``wall_s``: how long they took together; from the first arrival to the last end unless
+    told."""
+    ended = [record for record in records if record.outcome is not Outcome.STOPPED]
+    felt = [timing(record) for record in ended]
+    answered = [one for one in felt if one is not None]
+    kept = sum(map((slo or Slo()).kept, felt))
+    wall_s = wall_s if wall_s is not None else wall_seconds(ended)
+    output_tokens = sum(record.output_tokens for record in ended if record.ok)
+    return Figures(
+        requests=len(ended),
+        failed=sum(not record.ok for record in ended),
+        stopped=len(records) - len(ended),
+        wall_s=wall_s,
+        ttft_s=spread(one.ttft_s for one in answered),
+        tpot_s=spread(one.tpot_s for one in answered if one.tpot_s is not None),
+        itl_s=spread(gap for one in answered for gap in one.itl_s),
+        jct_s=spread(one.jct_s for one in answered),
+        late_s=spread((r.sent_ns - r.scheduled_ns) / NS_PER_S for r in ended if r.sent_ns is not None),
+        requests_per_s=_rate(sum(record.ok for record in ended), wall_s),
+        output_tokens_per_s=_rate(output_tokens, wall_s),
+        goodput_per_s=_rate(kept, wall_s),
+        slo_violations=1 - kept / len(ended) if ended else 0.0,
+        prompt_tokens=sum(record.prompt_tokens or 0 for record in ended if record.ok),
+        cached_tokens=sum(record.cached_tokens or 0 for record in ended if record.ok),
+        output_tokens=output_tokens,
+        errors=_errors(ended),
+    )
+
+
+def _rate(count: int, wall_s: float) -> float:
+    return count / wall_s if wall_s > 0 else 0.0
+
+
+def _errors(records: Iterable[RequestRecord]) -> dict[str, int]:
+    """Outcome and HTTP status of what failed, and how often."""
+    counts: dict[str, int] = {}
+    for record in records:
+        if not record.ok:
+            status = f" {record.http_status}" if record.http_status not in (None, 200) else ""
+            counts[record.outcome.value + status] = counts.get(record.outcome.value + status, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def wall_seconds(records: Sequence[RequestRecord]) -> float:
+    """From the first scheduled arrival to the last end."""
+    ends = [record.end_ns for record in records if record.end_ns is not None]
+    if not ends:
+        return 0.0
+    return (max(ends) - min(record.scheduled_ns for record in records)) / NS_PER_S
+
+
+def by_setting(records: Iterable[RequestRecord]) -> dict[tuple[str, str], list[RequestRecord]]:
+    """``(workload, setting)`` -> its records of all seeds, in the order in which they first occur."""
+    return _grouped(records, lambda record: (record.workload, record.setting))
+
+
+def by_turn(records: Iterable[RequestRecord]) -> dict[int, list[RequestRecord]]:
+    """Turn -> its records, in the order of the turns."""
+    return dict(sorted(_grouped(records, lambda record: record.turn).items()))
+
+
+def by_run(records: Iterable[RequestRecord]) -> dict[int, list[RequestRecord]]:
+    """Seed -> its records."""
+    return _grouped(records, lambda record: record.seed)
+
+
+def _grouped(records: Iterable[RequestRecord], key: Callable[[RequestRecord], Key]) -> dict[Key, list[RequestRecord]]:
+    groups: dict[Key, list[RequestRecord]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups
+
+
+def mean(values: Floats) -> float:
+    """Arithmetic mean."""
+    return float(values.mean())
+
+
+def p99(values: Floats) -> float:
+    """The value that one in a hundred exceeds."""
+    return float(np.percentile(values, 99))
+
+
+def bootstrap(
+    groups: Sequence[Sequence[float]], statistic: Statistic, *, seed: int = 0, rounds: int = BOOTSTRAP_ROUNDS
+) -> tuple[float, float] | None:
+    """A 95 % confidence interval of ``statistic`` by the percentile bootstrap (Efron 1979).
+
+    Whole groups are drawn, not values: requests of one session hang together, and so do those of one run. ``None``
+    when there are fewer than two groups with values, for then nothing is known about the spread.
+    """
+    arrays = [np.asarray(group, dtype=np.float64) for group in groups if len(group)]
+    if len(arrays) < 2:
+        return None
+    rng = np.random.default_rng(seed)
+    drawn = rng.integers(len(arrays), size=(rounds, len(arrays)))
+    found = [statistic(np.concatenate([arrays[at] for at in row])) for row in drawn]
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(found, (tail, 100 - tail))
+    return float(low), float(high)
+
+
+def interval(
+    records: Iterable[RequestRecord], value: Callable[[Timing], float | None], statistic: Statistic, *, seed: int = 0
+) -> tuple[float, float] | None:
+    """The confidence interval of a statistic of what requests felt; sessions of a run are the groups."""
+    sessions = _grouped(records, lambda record: (record.seed, record.session))
+    groups = []
+    for members in sessions.values():
+        felt = (timing(record) for record in members)
+        numbers = (value(one) for one in felt if one is not None)
+        groups.append([number for number in numbers if number is not None])
+    return bootstrap(groups, statistic, seed=seed)

@@ -1,0 +1,114 @@
+"""``memserve bench load``: requests of one length against any OpenAI-compatible server (level 4)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memserve.errors import UserError
+
+if TYPE_CHECKING:
+    from memserve.bench.load.client import Target
+    from memserve.bench.metrics import Slo
+    from memserve.workloads.words import Workload
+
+MS_PER_S = 1e3
+
+BaseUrl = Annotated[str, typer.Option(help="The server's address, with or without /v1.")]
+ModelName = Annotated[str | None, typer.Option("--model", help="Model to ask for; default: the server's first.")]
+ApiKey = Annotated[str | None, typer.Option(help="Sent as a bearer token.", envvar="OPENAI_API_KEY")]
+Rate = Annotated[float | None, typer.Option(min=0, help="Open loop: requests a second, at random (Poisson).")]
+Users = Annotated[int | None, typer.Option(min=1, help="Closed loop: so many at a time.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="A request's longest time.")]
+SloTtft = Annotated[
+    float | None, typer.Option("--slo-ttft-ms", min=0, help="For goodput: longest time to the first token.")
+]
+SloTpot = Annotated[float | None, typer.Option("--slo-tpot-ms", min=0, help="For goodput: longest time a token.")]
+SloJct = Annotated[float | None, typer.Option("--slo-jct-ms", min=0, help="For goodput: longest time in all.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for results.json and records.jsonl.gz.")]
+
+
+def load(
+    base_url: BaseUrl = "http://127.0.0.1:8000",
+    model: ModelName = None,
+    api_key: ApiKey = None,
+    rate: Rate = None,
+    users: Users = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 100,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 128,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Of them shared by all.")] = 0,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Length of every answer.")] = 16,
+    vocab_size: Annotated[int, typer.Option(min=200, help="Prompts are random token ids below it.")] = 32_000,
+    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    timeout_s: Timeout = 600.0,
+    max_s: Annotated[float | None, typer.Option(min=0.1, help="End the run after so long.")] = None,
+    slo_ttft_ms: SloTtft = None,
+    slo_tpot_ms: SloTpot = None,
+    slo_jct_ms: SloJct = None,
+    out: Out = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The results as one JSON object.")] = False,
+) -> None:
+    """Load any OpenAI-compatible server with requests of one length, and say what they felt."""
+    from memserve.bench.load.client import Target
+
+    workload = _workload(rate, users, requests, prompt_tokens, shared_tokens, output_tokens, seed)
+    target = Target(base_url, api_key, timeout_s)
+    slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
+    _run(workload, target, model, vocab_size, max_s, seed, slo, out, as_json)
+
+
+def read_slo(ttft_ms: float | None, tpot_ms: float | None, jct_ms: float | None) -> Slo:
+    """The limits of goodput."""
+    from memserve.bench.metrics import Slo
+
+    limits = (None if ms is None else ms / MS_PER_S for ms in (ttft_ms, tpot_ms, jct_ms))
+    return Slo(*limits)
+
+
+def _workload(
+    rate: float | None, users: int | None, requests: int, prompt: int, shared: int, output: int, seed: int
+) -> Workload:
+    from memserve.bench.load.synthetic import uniform_workload
+    from memserve.workloads.arrivals import Poisson, by_session, closed_loop
+
+    if (rate is None) == (users is None):
+        raise UserError("say how requests come", hint="either --rate N a second, or --users N at a time")
+    workload = uniform_workload(requests, prompt_tokens=prompt, shared_tokens=shared, output_tokens=output)
+    if users is not None:
+        return closed_loop(workload, users=users)
+    assert rate is not None
+    return by_session(workload, Poisson(rate), seed=seed)
+
+
+def _run(
+    workload: Workload, target: Target, model: str | None, vocab_size: int, max_s: float | None, seed: int,
+    slo: Slo, out: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    from memserve.bench.load.client import first_model
+    from memserve.bench.load.driver import Driver, Labels, drive
+    from memserve.bench.load.prompts import Manner
+    from memserve.bench.results import Pass, RunFolder, sum_up
+    from memserve.bench.text import describe
+
+    manner = Manner(model or first_model(target), vocab_size)
+    folder = RunFolder(out) if out is not None else None
+    labels = Labels(target.base_url, workload.kind, seed)
+    writer = folder.writer if folder is not None else None
+    run = drive(lambda: Driver(workload, target, manner, writer=writer, labels=labels, limit_s=max_s))
+    done = Pass.of(run, workload.kind, target.base_url, seed)
+    results = sum_up(run.records, [done], slo, shlex.join(["memserve", *sys.argv[1:]]), workload.notes)
+    if folder is not None:
+        folder.finish(results)
+    if as_json:
+        import msgspec
+
+        typer.echo(json.dumps(msgspec.to_builtins(results, str_keys=True)))
+    else:
+        typer.echo("\n".join(describe(results)))
+    if run.partial is not None:
+        raise typer.Exit(1)
