@@ -42,7 +42,7 @@ _RESPECTS = {
     "least-load": (_IDLEST,),
     "session": (_IDLEST,),
     "prompt-tree": (_IDLEST, _LONGEST, _LONGEST_FAIR),
-    "cost": (_IDLEST, _CHEAPEST, _LONGEST),
+    "cost": (_CHEAPEST, _LONGEST),
 }
 """What of ``_core.shortlist`` a policy may choose, or compares with."""
 HOLDERS_MAX = 3

@@ -383,12 +383,11 @@ def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], co
 
 
 def _cost_reason(ask: Ask, best: Weighed) -> str:
-    parts = best.first_cost
-    spent = {"queue": parts.queue_ns, "fetch": parts.fetch_ns, "swap in": parts.swap_ns}
-    spent |= {"prefill": parts.prefill_ns, "transfer": best.transfer_ns}
-    listed = ", ".join(f"{name} {spent_ns / NS_PER_MS:.1f}" for name, spent_ns in spent.items() if spent_ns)
+    queue_ns, fetch_ns, swap_ns, prefill_ns, reused_tokens = best.first_cost
+    spent = (("queue", queue_ns), ("fetch", fetch_ns), ("swap in", swap_ns), ("prefill", prefill_ns))
+    listed = ", ".join([f"{name} {ns / NS_PER_MS:.1f}" for name, ns in (*spent, ("transfer", best.transfer_ns)) if ns])
     where = f"{best.first.name} to {best.decode_at.name}" if best.decode_at else best.first.name
-    return f"cost: {where} reuses {parts.reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"
+    return f"cost: {where} reuses {reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"
 
 
 POLICY: dict[str, Policy] = {
