@@ -405,6 +405,20 @@ def test_a_device_that_fails_is_not_the_clients_affair(make):
     assert client.got[0] == lone_answer(client.request, 0)[0]
 
 
+def test_whoever_has_handed_over_cannot_end_it_any_more(make):
+    """Its lease ran out because the release was lost, or it shuts down: the decode instance is not concerned."""
+    world = make(("p", P), ("d", D))
+    client = world.ask(a_request("r", PROMPT))
+    world.step("p")
+    world.say_all(world.instances["d"])
+    world.hear(Peer("p", 1), RequestRefused("r#1", "nobody took it over", 0.0))
+    world.hear(Peer("p", 1), Tokens((TokenOutput("r#1", 0, (), finish_reason=FinishReason.CANCELLED, offset=1),)))
+    world.run()
+    assert client.got[0] == lone_answer(client.request, 0)[0]
+    counters = world.cluster.stats().counters
+    assert counters.dispatches == 1 and counters.attempts_failed == {}
+
+
 def test_a_router_that_slept_does_not_take_all_others_for_dead(make):
     """The router's machine was suspended for a minute: the heartbeats are in its inbox, behind the clock."""
     world = make(("c", C))

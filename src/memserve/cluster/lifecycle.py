@@ -214,8 +214,8 @@ class Lifecycle:
     def refused(self, sender: Member, message: RequestRefused, now: int) -> None:
         """An instance will not run its attempt. That costs no try, unless it had taken it before."""
         job = self.jobs.by_attempt.get(message.request_id)
-        if job is None or job.attempt is None or not job.attempt.is_from(sender.peer):
-            return
+        if job is None or job.attempt is None or sender not in job.attempt.involved:
+            return  # nobody's, or the sender has handed it over: it is another one's affair
         job.refusal = message.reason
         job.avoid[sender.peer] = message.retry_after_s
         if message.retry_after_s is None or message.retry_after_s > 0:

@@ -64,8 +64,11 @@ class OutputDesk:
             return
         attempt.news_ns, job.unplaced_ns = now, None
         self._lifecycle.computed(attempt)
-        if output.finish_reason in _BROKEN and job.finished[output.index] is None:
-            self._lifecycle.attempt_failed(job, "error", now, blamed=[sender])
+        if output.finish_reason in _BROKEN:
+            if sender in attempt.involved and job.finished[output.index] is None:
+                self._lifecycle.attempt_failed(job, "error", now, blamed=[sender])
+            else:
+                self._counters.outputs_late += 1
         elif output.offset > len(job.emitted[output.index]):
             self._keep_aside(job, attempt, output, now)
         else:
