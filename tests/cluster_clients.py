@@ -89,8 +89,9 @@ class Ask:
 class Referee:
     """Judges every output as it comes, and at the end that each request ended once."""
 
-    def __init__(self, context_tokens: int, caching: bool) -> None:
-        self.context_tokens, self.caching = context_tokens, caching
+    def __init__(self, contexts: list[int], caching: bool) -> None:
+        self.contexts, self.caching = sorted(set(contexts)), caching
+        self.context_tokens = self.contexts[-1]
         self.asks: dict[str, Ask] = {}
         self.excused = False
         """Something has gone wrong in the world: errors and rejections may happen."""
@@ -198,7 +199,9 @@ class Referee:
         if reason is FinishReason.STOP:
             assert ends or output.index in ask.stopped, f"{key}: STOP without a reason"
         if reason is FinishReason.LENGTH:
-            assert len(got) == self._limit(request), f"{key}: LENGTH after {len(got)} of {self._limit(request)} tokens"
+            room = [context - len(request.prompt) for context in self.contexts]
+            limits = [min(request.stop.max_tokens, max(1, tokens)) for tokens in room]
+            assert len(got) in limits, f"{key}: LENGTH after {len(got)} tokens, not {limits}"
         if reason is None:
             assert len(got) < self._limit(request), f"{key}: full length, but not finished"
 

@@ -125,9 +125,20 @@ def draw(seed: int, setting: Setting) -> Scenario:
         _make_hectic(random, scenario, least)
     else:
         scenario.conversations = _draw_clients(random, context, random.randint(2, 6))
+    if random.random() < 0.15:
+        _make_uneven(random, scenario, least)
     if setting.faulty:
         scenario.faults = _draw_faults(random, len(roles))
     return scenario
+
+
+def _make_uneven(random: Random, scenario: Scenario, least: int) -> None:
+    """Not all instances have room for the whole context: who goes on with a request decides where it must end."""
+    sizes = [random.choice([size, least // 2]) for size in scenario.hbm_blocks]
+    sizes[random.randrange(len(sizes))] = max(scenario.hbm_blocks)
+    scenario.hbm_blocks = tuple(sizes)
+    for turn in (turn for conversation in scenario.conversations for turn in conversation.turns):
+        turn.beam_width = 0  # what a search finds depends on its limit
 
 
 def _make_hectic(random: Random, scenario: Scenario, least: int) -> None:

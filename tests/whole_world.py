@@ -53,7 +53,8 @@ class World:
         self.network.log = self.say
         self._story: deque[tuple[int, str, object]] = deque(maxlen=story_lines)
         self.geometry = KVGeometry(LAYERS, 1, 1, 1, "float32", BLOCK_TOKENS)
-        self.referee = Referee(scenario.context_tokens, scenario.setting.caching is not Caching.OFF)
+        rooms = [min(scenario.context_tokens, blocks * BLOCK_TOKENS + 1) for blocks in scenario.hbm_blocks]
+        self.referee = Referee(rooms, scenario.setting.caching is not Caching.OFF)
         self.links_cut = True
         self.router_slept_ns = 0
         self.happened: Counter[str] = Counter()
