@@ -14,19 +14,10 @@ from memserve.cluster.placement import ALL_OF
 from memserve.config import POLICIES, ClusterConfig
 from memserve.mempool.identity import block_identities, namespace_id
 from memserve.messages import Dispatch, Heartbeat, Join, KvChange, KvEvents, Leave, Load, Peer
+from memserve.policy.candidates import Ask, Candidate, Holding
 from memserve.policy.costs import CostModel
-from memserve.policy.routing import (
-    OVERLOAD_FACTOR,
-    OVERLOAD_TOKENS,
-    POLICY,
-    Ask,
-    Candidate,
-    Holding,
-    first_cost,
-    route,
-    split,
-    weigh,
-)
+from memserve.policy.routing import OVERLOAD_FACTOR, OVERLOAD_TOKENS, POLICY, route, split
+from memserve.policy.weighing import first_cost, weigh
 from memserve.types import Role, Tier
 
 P, D, C, S = Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE

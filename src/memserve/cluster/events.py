@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memserve.policy.routing import RoutingCosts
+from memserve.policy.candidates import RoutingCosts
 from memserve.serving import (
     ClockTicked,
     EmitTokens,

@@ -20,7 +20,7 @@ from memserve.cluster.registry import Member
 from memserve.cluster.report import AttemptStory, RouteStory
 from memserve.errors import check
 from memserve.messages import Dispatch, Holder, Peer
-from memserve.policy.routing import Route
+from memserve.policy.candidates import Route
 from memserve.types import FinishReason, Request, TokenOutput, TransferMode
 
 ASIDE_OUTPUTS_MAX = 4096

@@ -61,8 +61,8 @@ from memserve.messages import (
     StopSequence,
     Tokens,
 )
+from memserve.policy.candidates import RoutingCosts
 from memserve.policy.costs import CostModel
-from memserve.policy.routing import RoutingCosts
 from memserve.types import FinishReason, Request, TokenOutput
 
 

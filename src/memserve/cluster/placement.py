@@ -21,18 +21,9 @@ from memserve.cluster.sessions import Sessions
 from memserve.cluster.trees import Matches, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Holder
-from memserve.policy.routing import (
-    OVERLOAD_FACTOR,
-    OVERLOAD_TOKENS,
-    Ask,
-    Candidate,
-    Holding,
-    Route,
-    RoutingCosts,
-    route,
-    slopes,
-    teams,
-)
+from memserve.policy.candidates import Ask, Candidate, Holding, Route, RoutingCosts
+from memserve.policy.routing import OVERLOAD_FACTOR, OVERLOAD_TOKENS, route, teams
+from memserve.policy.weighing import slopes
 from memserve.types import Caching, Role, Tier
 
 ALL_OF = 6

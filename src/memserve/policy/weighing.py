@@ -1,0 +1,208 @@
+"""Routing by cost (level 1): the expected time to the first token at each candidate, and what decoding there costs all.
+
+first     max(queue, fetch) + swap in + prefill     by the best way to get the prompt's KV there
+between   transfer of what the decoder lacks
+decoder   the steps to come, with what decodes there already
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from memserve.policy.candidates import Ask, Candidate, Route, RoutingCosts
+from memserve.types import Role
+from memserve.units import NS_PER_MS
+
+DECODE_WINDOW = 16
+"""Decode steps that count in a decision. More of them are to come, but work may leave by then."""
+
+
+class FirstCost(NamedTuple):
+    """Expected time until an instance has computed the prompt. Fetching goes on while others are computed."""
+
+    queue_ns: int
+    fetch_ns: int
+    swap_ns: int
+    prefill_ns: int
+    reused_tokens: int
+    """Not computed: own, or fetched."""
+
+    @property
+    def total_ns(self) -> int:
+        """All of it."""
+        return max(self.queue_ns, self.fetch_ns) + self.swap_ns + self.prefill_ns
+
+
+def first_cost(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> FirstCost:
+    """The best way for ``candidate`` to get the prompt's KV: recompute, swap in, fetch, each for what lies there."""
+    prompt, last = ask.prompt_tokens, ask.prompt_tokens - 1  # the last token's logits are always computed
+    queue_ns = _queue_ns(ask, candidate, costs)
+    own = min(candidate.matched_tokens, last)
+    hbm = min(candidate.matched_tokens - candidate.dram_tokens, last)
+    best = FirstCost(queue_ns, 0, 0, costs.prefill_ns(prompt - hbm, hbm), hbm)
+    swap_ns = 0
+    if own > hbm:
+        swap_ns = costs.swap_in_ns((own - hbm) * ask.token_bytes)
+        best = _cheaper(best, FirstCost(queue_ns, 0, swap_ns, costs.prefill_ns(prompt - own, own), own))
+    for holding in ask.holdings:
+        there = min(holding.tokens, last)
+        if there > own and holding.number != candidate.number:
+            same_host = _same_host(holding.host_id, candidate.host_id)
+            fetch_ns = costs.transfer_ns((there - own) * ask.token_bytes, same_host)
+            fetched = FirstCost(queue_ns, fetch_ns, swap_ns, costs.prefill_ns(prompt - there, there), there)
+            best = _cheaper(best, fetched)
+    return best
+
+
+def _cheaper(one: FirstCost, other: FirstCost) -> FirstCost:
+    return other if other.total_ns < one.total_ns else one
+
+
+class _Remembered:
+    """Costs for one decision: candidates are alike in much, so the same is asked for again and again."""
+
+    __slots__ = ("_costs", "_prefill", "_transfer", "decode_step_ns", "swap_in_ns")
+
+    def __init__(self, costs: RoutingCosts) -> None:
+        self._costs = costs
+        self._prefill: dict[tuple[int, int], int] = {}
+        self._transfer: dict[tuple[int, bool], int] = {}
+        self.decode_step_ns = costs.decode_step_ns
+        self.swap_in_ns = costs.swap_in_ns
+
+    def prefill_ns(self, new_tokens: int, context_tokens: int) -> int:
+        key = new_tokens, context_tokens
+        if key not in self._prefill:
+            self._prefill[key] = self._costs.prefill_ns(new_tokens, context_tokens)
+        return self._prefill[key]
+
+    def transfer_ns(self, copy_bytes: int, same_host: bool) -> int:
+        key = copy_bytes, same_host
+        if key not in self._transfer:
+            self._transfer[key] = self._costs.transfer_ns(copy_bytes, same_host)
+        return self._transfer[key]
+
+
+def _same_host(one: str, other: str) -> bool:
+    return one == other and one != ""
+
+
+def _queue_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
+    """What is before this request: prompts as if they were like this one, and the step that decodes others."""
+    queue_ns = candidate.prefill_tokens * costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
+    if candidate.sequences:
+        queue_ns += costs.decode_step_ns(candidate.sequences, candidate.context_tokens)
+    return queue_ns
+
+
+def decode_cost_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
+    """What decoding there costs: the steps to come, and waiting for memory when it has none."""
+    batch = candidate.sequences + ask.sequences
+    step_ns = costs.decode_step_ns(batch, candidate.context_tokens + ask.sequences * ask.prompt_tokens)
+    steps = min(DECODE_WINDOW, max(1, ask.max_tokens))
+    if ask.prompt_tokens > candidate.room_tokens:
+        steps += DECODE_WINDOW  # somebody has to end first
+    return steps * step_ns
+
+
+class _Decoder(NamedTuple):
+    """A candidate for decoding, with its costs."""
+
+    candidate: Candidate
+    decode_ns: int
+    near_ns: int  # transfer of what it lacks, from the same host
+    far_ns: int
+
+
+def _decoder(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> _Decoder:
+    decode_ns = decode_cost_ns(ask, candidate, costs)
+    if candidate.prefill_tokens:
+        decode_ns += candidate.prefill_tokens * costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
+    if candidate.dram_tokens:
+        decode_ns += costs.swap_in_ns(candidate.dram_tokens * ask.token_bytes)
+    lacking_bytes = max(0, ask.prompt_tokens - candidate.matched_tokens) * ask.token_bytes
+    near_ns, far_ns = costs.transfer_ns(lacking_bytes, True), costs.transfer_ns(lacking_bytes, False)
+    return _Decoder(candidate, decode_ns, near_ns, far_ns)
+
+
+class Weighed(NamedTuple):
+    """One of the possible decisions, with what it is expected to cost."""
+
+    total_ns: int
+    first: Candidate
+    decode_at: Candidate | None
+    first_cost: FirstCost
+    transfer_ns: int
+
+
+def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> list[Weighed]:
+    """Every pair, and everyone who would do all of it alone."""
+    costs = _Remembered(costs)
+    ready = [_decoder(ask, candidate, costs) for candidate in decoders]
+    weighed = []
+    for candidate in first:
+        cost = first_cost(ask, candidate, costs)
+        total_ns = cost.total_ns
+        if candidate.role is not Role.PREFILL or not ready:
+            weighed.append(Weighed(total_ns + decode_cost_ns(ask, candidate, costs), candidate, None, cost, 0))
+            continue
+        for decoder, decode_ns, near_ns, far_ns in ready:
+            transfer_ns = near_ns if _same_host(candidate.host_id, decoder.host_id) else far_ns
+            weighed.append(Weighed(total_ns + transfer_ns + decode_ns, candidate, decoder, cost, transfer_ns))
+    return weighed
+
+
+class Slopes(NamedTuple):
+    """What costs grow by, in ns: :func:`weigh` as far as it is linear, to tell the promising ones among very many."""
+
+    prefill: float
+    """Each prompt token, in a queue or not reused."""
+    sequence: float
+    """Each sequence in the steps to come."""
+    context: float
+    """Each token in their contexts."""
+    transfer: float
+    """Each token that is lacking where it will be decoded."""
+
+    def of(self, role: Role) -> tuple[float, float, float, float]:
+        """For a token in the queue, a sequence, a token of context, and a token of the prompt that is cached there."""
+        if role is Role.PREFILL:
+            return self.prefill, 0.0, 0.0, -self.prefill
+        saved = self.transfer if role is Role.DECODE else self.prefill
+        return self.prefill, self.sequence, self.context, -saved
+
+
+def slopes(ask: Ask, costs: RoutingCosts) -> Slopes:
+    """For this request."""
+    prompt, far = ask.prompt_tokens, 1 << 16
+    steps = min(DECODE_WINDOW, max(1, ask.max_tokens))
+    base = costs.decode_step_ns(1, 0)
+    return Slopes(
+        costs.prefill_ns(prompt, 0) / prompt,
+        steps * (costs.decode_step_ns(2, 0) - base),
+        steps * (costs.decode_step_ns(1, far) - base) / far,
+        costs.transfer_ns(prompt * ask.token_bytes, True) / prompt,
+    )
+
+
+def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> Route:
+    """The least of what :func:`weigh` says."""
+
+    def rank(entry: Weighed) -> tuple[int, int, int]:
+        decoder = entry.decode_at.number if entry.decode_at else -1
+        known = (entry.first.number in ask.favourites) + (decoder in ask.favourites)
+        return -known, entry.first.number, decoder
+
+    weighed = weigh(ask, first, decoders, costs)
+    least_ns = min([entry.total_ns for entry in weighed])
+    best = min([entry for entry in weighed if entry.total_ns == least_ns], key=rank)
+    return Route(best.first, best.decode_at, _cost_reason(ask, best))
+
+
+def _cost_reason(ask: Ask, best: Weighed) -> str:
+    queue_ns, fetch_ns, swap_ns, prefill_ns, reused_tokens = best.first_cost
+    spent = (("queue", queue_ns), ("fetch", fetch_ns), ("swap in", swap_ns), ("prefill", prefill_ns))
+    listed = ", ".join([f"{name} {ns / NS_PER_MS:.1f}" for name, ns in (*spent, ("transfer", best.transfer_ns)) if ns])
+    where = f"{best.first.name} to {best.decode_at.name}" if best.decode_at else best.first.name
+    return f"cost: {where} reuses {reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"
