@@ -46,6 +46,7 @@ GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
         (["serve", "--policy", "best"], 1, "'best'", "least-load"),
         (["serve", "--link", "wire"], 1, "'wire'", "shm"),
         (["serve", "--prefill", "0", "--decode", "0"], 1, "without instances", "--colocated"),
+        (["serve", "--cluster-host", "0.0.0.0"], 1, "0.0.0.0", "--cluster-host 10.0.0.1"),
         (["serve", "--cluster-port", "5900"], 1, "secret", "--cluster-secret-file"),
         (["serve", "--cluster-port", "5900", "--cluster-secret-file", "/no/such"], 1, "/no/such", "urandom"),
         (["serve", "--in-process", "--decode", "2"], 1, "--in-process", "--decode"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +39,7 @@ class ClusterOptions:
     config: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     link: str = "auto"
     host: str = "127.0.0.1"
-    """Where the router's mailbox listens, and the name by which others reach it."""
+    """Where router and instances of this host listen, and the name by which others reach them."""
     port: int | None = None
     """``None``: only this host's own instances are members."""
     secret: str | None = None
@@ -52,6 +51,9 @@ class ClusterOptions:
         if not self.instances and self.port is None:
             hint = "name some, e.g. --colocated 1, or let others join with --cluster-port"
             raise UserError("a cluster without instances cannot serve", hint=hint)
+        if self.host in ("0.0.0.0", "::", "*"):
+            hint = "give the address by which others reach this host, e.g. --cluster-host 10.0.0.1"
+            raise UserError(f"no instance can be reached at {self.host}", hint=hint, param="cluster_host")
         if self.port is not None and self.secret is None:
             hint = "make one: head -c 32 /dev/urandom | base64 > secret; then --cluster-secret-file secret"
             raise UserError("--cluster-port needs the cluster's secret", hint=hint, param="cluster_secret_file")
@@ -142,11 +144,9 @@ def _open_router(options: ClusterOptions, secret: str) -> RouterEngine:
     from memserve.runtime.router import RouterEngine
 
     me = Peer(ROUTER, new_generation())
-    everywhere = options.host in ("0.0.0.0", "::", "*")
-    advertise = "127.0.0.1" if everywhere else None  # of use to this host's own instances only: others know better
     return RouterEngine(
         Cluster(options.config),
-        lambda on_message: ZmqMailbox(me, secret, options.host, options.port or 0, on_message, advertise=advertise),
+        lambda on_message: ZmqMailbox(me, secret, options.host, options.port or 0, on_message),
     )
 
 
@@ -171,23 +171,18 @@ def _wait_until_ready(
     names = supervisor.names
     if not names:
         say(f"waiting for instances to join at {engine.address} ...")
-    ready: set[str] = set()
-    for seconds in itertools.takewhile(lambda s: s < START_TIMEOUT_S or not names, _clock(started)):
-        members = engine.members()
-        for name in members:
-            if name not in ready:
-                say(f"{name} ({members[name].role.value}) is ready after {seconds:.1f} s")
-        ready |= set(members)
-        if engine.wait_for(names, _LOOK_S):
-            return list(engine.members().values())
+    told: set[str] = set()
+    while not engine.wait_for(names, _LOOK_S):
         supervisor.check()
-    missing = ", ".join(name for name in names if name not in ready)
-    raise UserError(f"{missing} did not get ready within {START_TIMEOUT_S:.0f} s", hint="try --log-level info")
-
-
-def _clock(started: float) -> Iterator[float]:
-    while True:
-        yield time.monotonic() - started
+        members = engine.members()
+        seconds = time.monotonic() - started
+        for name in members.keys() - told:
+            say(f"{name} ({members[name].role.value}) is ready after {seconds:.1f} s")
+        told |= members.keys()
+        if names and seconds > START_TIMEOUT_S:
+            missing = ", ".join(name for name in names if name not in members)
+            raise UserError(f"{missing} did not get ready in {seconds:.0f} s", hint="try --log-level info")
+    return list(engine.members().values())
 
 
 def _model_of(infos: list[PeerInfo], folder: ModelFolder) -> RemoteModel:

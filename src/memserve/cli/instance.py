@@ -87,7 +87,8 @@ def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: 
 
         die_with(greeting["parent_pid"])
         set_up_logging(log_level, name)
-        run_instance(engine_options, MemberOptions(role, name, join, greeting["secret"], link=link), lambda: None)
+        here, _ = opt.split_address(join, "--join")  # the router's host is this one
+        run_instance(engine_options, MemberOptions(role, name, join, greeting["secret"], here, link=link), lambda: None)
         _end_at_once()
     except UserError as error:
         print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)

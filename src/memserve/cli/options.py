@@ -50,7 +50,7 @@ CachingLevel = Annotated[
 Policy = Annotated[str, typer.Option(help=f"Who gets a request: {', '.join(POLICIES)}.")]
 Transfer = Annotated[TransferMode, typer.Option(help="How KV goes from prefill to decode instances.")]
 LogLevel = Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))]
-ClusterHost = Annotated[str, typer.Option(help="Address at which instances of other hosts reach the router.")]
+ClusterHost = Annotated[str, typer.Option(help="Address by which other hosts reach this one: router and instances.")]
 ClusterPort = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Let instances of other hosts join at this port.")
 ]
