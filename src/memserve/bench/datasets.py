@@ -243,17 +243,25 @@ def read_clients(path: Path) -> list[Client]:
 
 
 def _client(row: Row) -> Client:
-    windows, lengths = [], []
-    for window in row.items("windows"):
-        if not (isinstance(window, list) and len(window) == 6):
-            raise BadRow("a window should be [t, rate, cv, family, a, b]")
-        start_s, rate, _, family, shape, _ = window
-        if family not in ("Gamma", "Weibull", None):
-            raise BadRow(f"'{family}' is no family of gaps: Gamma or Weibull")
-        windows.append(Window(float(start_s), float(rate) if family else 0.0, family or "Gamma", float(shape)))
-    for item in row.rows("lengths"):
-        ends = tuple(map(float, item.items("input_q"))), tuple(map(float, item.items("output_q")))
-        lengths.append(Quantiles(item.number("t"), *ends))
+    windows = [_window(window) for window in row.items("windows")]
+    lengths = [
+        Quantiles(item.number("t"), item.numbers("input_q"), item.numbers("output_q")) for item in row.rows("lengths")
+    ]
     if not windows or not lengths or any(a.start_s >= b.start_s for a, b in pairwise(windows)):
         raise BadRow("windows in order of time, and lengths, were expected")
     return Client(row.name("client", "client"), tuple(windows), tuple(lengths))
+
+
+def _window(window: object) -> Window:
+    names = ("t", "rate", "cv", "family", "a", "b")
+    if not (isinstance(window, list) and len(window) == len(names)):
+        raise BadRow(f"a window should be [{', '.join(names)}]")
+    row = Row(dict(zip(names, window, strict=True)))
+    if "family" not in row or row.number("rate") <= 0:
+        return Window(row.number("t"), 0.0, "Gamma", 1.0)  # nobody came
+    family, shape = row.text("family"), row.number("a")
+    if family not in ("Gamma", "Weibull"):
+        raise BadRow(f"'{family}' is no family of gaps: Gamma or Weibull")
+    if shape <= 0:
+        raise BadRow(f"a shape of {shape} is no {family} distribution")
+    return Window(row.number("t"), row.number("rate"), family, shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any, TextIO, TypeVar
 from memserve.errors import UserError
 
 Made = TypeVar("Made")
+COUNT_MAX = 1 << 31
+NUMBER_MAX = 1e15  # not a number, infinite, or nonsense: no time or length comes near
 
 
 class BadRow(ValueError):
@@ -41,6 +42,8 @@ class Row:
         value = self._need(name) if default is None or name in self else default
         if not isinstance(value, str):
             raise BadRow(f"'{name}' should be text, not {_short(value)}")
+        if not _is_whole_text(value):
+            raise BadRow(f"'{name}' holds half a character (a lone surrogate)")
         return value
 
     def name(self, field: str, default: str) -> str:
@@ -52,14 +55,14 @@ class Row:
         """A whole number, 0 or more."""
         value = self._need(name)
         value = int(value) if isinstance(value, str) and value.isdecimal() else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < COUNT_MAX:
             raise BadRow(f"'{name}' should be a whole number of at least 0, not {_short(value)}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number; a missing one is ``default`` where there is one."""
         value = self._need(name) if default is None or name in self else default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not _is_number(value):
             raise BadRow(f"'{name}' should be a number, not {_short(value)}")
         return float(value)
 
@@ -70,6 +73,13 @@ class Row:
             raise BadRow(f"'{name}' should be a list, not {_short(value)}")
         return value
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers, one at least."""
+        values = self.items(name)
+        if not values or not all(_is_number(value) for value in values):
+            raise BadRow(f"'{name}' should be numbers, not {_short(values)}")
+        return tuple(map(float, values))
+
     def rows(self, name: str) -> list[Row]:
         """A list of objects."""
         return [Row(item) for item in self.items(name)]
@@ -78,6 +88,18 @@ class Row:
         if name not in self:
             raise BadRow(f"'{name}' is missing (there: {self.keys()})")
         return self._fields[name]
+
+
+def _is_whole_text(text: str) -> bool:
+    """Whether it can be sent: JSON may escape what UTF-8 can't hold."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < NUMBER_MAX
 
 
 def _short(value: object) -> str:
@@ -113,7 +135,7 @@ def _made_of(path: Path, lines: Iterator[tuple[int, Any]], make: Callable[[Any],
         raise UserError(f"{path} is damaged after line {at}: {error}", hint="fetch the file again") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path} line {at}: not JSON ({error.msg}, column {error.colno})") from error
-    except (BadRow, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # BadRow, or digits without end
         raise UserError(f"{path} line {at}: {error}") from error
 
 

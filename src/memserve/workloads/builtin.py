@@ -81,10 +81,10 @@ def trace_rows(seed: int, count: int, *, requests_per_s: float = 3.0) -> list[Le
     next_id, now_s, rows = 1, 0.0, []
     for _ in range(count):
         now_s += float(rng.exponential(1 / requests_per_s))
-        if not chats or rng.random() < 0.6:
+        if not chats or rng.random() < 0.86:
             chats.append([0])
         chat = chats[max(0, len(chats) - 1 - int(rng.geometric(0.1)))] if rng.random() < 0.5 else chats[-1]
-        fresh = lognormal_count(rng, median=8, spread=1.0, at_most=200)
+        fresh = lognormal_count(rng, median=9, spread=1.1, at_most=200)
         chat += range(next_id, next_id + fresh)
         next_id += fresh
         tokens = (len(chat) - 1) * TRACE_BLOCK_TOKENS + int(rng.integers(1, TRACE_BLOCK_TOKENS + 1))

@@ -32,7 +32,8 @@ def capped(workload: Workload, caps: Caps, *, meter: Meter | None = None) -> Wor
 
     Answers and turns beyond the bounds are cut off. A session ends before the turn whose prompt would be too long; if
     that is its first, what it says is cut to its head (the leading blocks, the head of the longest message), which
-    keeps the prefixes that it shares. Under a closed history every answer is assumed as long as it may be.
+    keeps the prefixes that it shares; the frame of a chat (roles, template) is never cut. Under a closed history every
+    answer is assumed as long as it may be.
     """
     for name, bound in (
         ("prompt", caps.prompt_tokens_max),
