@@ -96,6 +96,7 @@ def test_the_byte_meter_cuts_what_it_weighs(text: str, tokens: int) -> None:
     head = meter.cut(text, tokens)
     assert text.encode("utf-8", "surrogatepass").decode("utf-8", "ignore").startswith(head)
     assert len(meter.encode(head)) <= tokens
+    assert (meter.encode(text) >= 0).all()
     assert len(meter.encode(text)) == -(-len(text.encode("utf-8", "surrogatepass")) // 4)
 
 
@@ -113,6 +114,7 @@ def test_a_closed_history_holds_the_recorded_answers() -> None:
     first, second = unrolled(Session("s", turns), meter)
     assert first.prompt.tolist() == meter.encode("aaaa").tolist()
     assert second.prompt.tolist() == meter.encode("aaaabbbbbbbbcccc").tolist()
+    assert [first.answer.tolist(), second.answer.tolist()] == [meter.encode(a).tolist() for a in ("bbbbbbbb", "dddd")]
     assert (first.output_tokens, second.output_tokens) == (2, 1)
 
 

@@ -26,10 +26,15 @@ UNKNOWN_BLOCK_BASE = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request as recorded: the whole prompt, int32 ``[n]``, and the answer's length in tokens."""
+    """One request as recorded: the whole prompt and the answer, int32 ``[n]`` each."""
 
     prompt: TokenArray
-    output_tokens: int
+    answer: TokenArray
+
+    @property
+    def output_tokens(self) -> int:
+        """The answer's length."""
+        return len(self.answer)
 
 
 def unrolled(session: Session, meter: Meter | None = None, *, vocab_size: int = VOCAB_DEFAULT) -> Iterator[Asked]:
@@ -40,7 +45,7 @@ def unrolled(session: Session, meter: Meter | None = None, *, vocab_size: int = 
         added = said_tokens(turn, meter, vocab_size=vocab_size)
         prompt = np.concatenate([said, added]) if session.history is History.CLOSED else added
         answer = _answer_tokens(session, number, meter, vocab_size)
-        yield Asked(prompt, len(answer))
+        yield Asked(prompt, answer)
         said = np.concatenate([prompt, answer])
 
 

@@ -17,6 +17,7 @@ from memserve.types import TokenArray
 from memserve.workloads.words import Blocks, Span
 
 BYTES_PER_TOKEN = 4
+POSITIVE = np.int32(0x7FFFFFFF)
 SPECIAL_SHARE = 100
 """One id in so many, the lowest, is never synthesised: tokenizers keep their special tokens there."""
 
@@ -34,12 +35,13 @@ class Meter(Protocol):
 
 
 class ByteMeter:
-    """Four UTF-8 bytes a token; the id is the bytes themselves, so equal prefixes have equal ids."""
+    """Four UTF-8 bytes a token; the id is the bytes themselves (less the sign), so equal prefixes have equal ids."""
 
     def encode(self, text: str) -> TokenArray:
         """Token ids, int32 ``[ceil(bytes / 4)]``."""
         raw = text.encode("utf-8", "surrogatepass")
-        return np.frombuffer(raw + b"\0" * (-len(raw) % BYTES_PER_TOKEN), dtype="<i4")
+        words = np.frombuffer(raw + b"\0" * (-len(raw) % BYTES_PER_TOKEN), dtype="<i4")
+        return words & POSITIVE
 
     def cut(self, text: str, tokens: int) -> str:
         """The head of ``text``, never through a character."""

@@ -87,7 +87,9 @@ def replay_calls(logs: Sequence[CallLog], *, kind: str, source: str, meter: Mete
         turns = tuple(_call_turn(call, meter) for call in log.calls if call.prompt)
         if turns:
             sessions.append(Session(log.record_id, turns, group=kind, history=History.GIVEN))
-    return Workload(kind, source, tuple(sessions))
+    empty = sum(not call.prompt for log in logs for call in log.calls)
+    notes = (f"{empty} calls with an empty prompt left out",) if empty else ()
+    return Workload(kind, source, tuple(sessions), notes=notes)
 
 
 def _call_turn(call: Call, meter: Meter) -> Turn:
