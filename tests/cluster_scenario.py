@@ -20,6 +20,14 @@ MIXES: dict[str, tuple[Role, ...]] = {
     "2P2D": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
 }
 
+ALL_MIXES = MIXES | {
+    "2P": (Role.PREFILL, Role.PREFILL),
+    "2D": (Role.DECODE, Role.DECODE),
+    "1P1C": (Role.PREFILL, Role.COLOCATED),
+    "3P3D2C": (Role.PREFILL,) * 3 + (Role.DECODE,) * 3 + (Role.COLOCATED,) * 2,
+}
+"""Those of the long runs: also clusters that lack a role, and a larger one."""
+
 FAULTS = (
     "kill",
     "pause",
@@ -98,7 +106,7 @@ class Scenario:
 def draw(seed: int, setting: Setting) -> Scenario:
     """The scenario of ``seed``."""
     random = Random(f"{seed}/{setting}")
-    roles = MIXES[setting.mix]
+    roles = ALL_MIXES[setting.mix]
     context = random.choice([48, 64, 96])
     least = -(-context // 4) + 1
     roomy = random.random() < 0.4

@@ -25,7 +25,7 @@ from cluster_clients import VOCAB, Ask, Conversation, Referee
 from cluster_device import LAYERS, PagedDevice
 from cluster_network import Clock, Network
 from cluster_nodes import InstanceNode, RouterNode
-from cluster_scenario import MIXES, MS, Scenario, Setting, draw
+from cluster_scenario import ALL_MIXES, MS, Scenario, Setting, draw
 from memserve.cluster.events import PrefixPinned, PrefixUnpinned
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
@@ -61,7 +61,7 @@ class World:
         self.router = RouterNode(self)
         self.network.nodes[self.router.peer.name] = self.router
         self.instances: list[InstanceNode] = []
-        for place, role in enumerate(MIXES[scenario.setting.mix]):
+        for place, role in enumerate(ALL_MIXES[scenario.setting.mix]):
             node = InstanceNode(self, f"{role.value[0]}{place}", role, place)
             self.instances.append(node)
             self.network.nodes[node.peer.name] = node
@@ -317,7 +317,7 @@ def caches(setting: Setting, role: Role) -> bool:
 def settings_grid(faulty: bool | None = None) -> list[Setting]:
     """Every caching level, transfer mode and mix of roles, healthy and faulty."""
     kinds = [True, False] if faulty is None else [faulty]
-    return [Setting(c, t, mix, f) for c, t, mix, f in product(Caching, TransferMode, MIXES, kinds)]
+    return [Setting(c, t, mix, f) for c, t, mix, f in product(Caching, TransferMode, ALL_MIXES, kinds)]
 
 
 def play(seed: int, setting: Setting, story_lines: int = 400) -> World:
