@@ -312,6 +312,15 @@ def test_mooncakes_reference_figures(
     assert round(measured.output_tokens.mean()) == output_mean
 
 
+@pytest.mark.parametrize("kind", ["chat", "documents", "react", "trace"])
+def test_what_is_made_from_a_seed_is_like_its_source(data_sets: Path, kind: str) -> None:
+    """Lengths, turns and shared prefixes of the built-in workloads against the data that they stand in for."""
+    made, source = (measure(build(Recipe(kind, data=folder, seed=1))) for folder in (None, data_sets))
+    for column in ("turns", "prompt_tokens", "output_tokens"):
+        assert getattr(made, column).mean() == pytest.approx(getattr(source, column).mean(), rel=0.25), column
+    assert made.shared_share == pytest.approx(source.shared_share, abs=0.06)
+
+
 @pytest.mark.parametrize(
     ("kind", "sessions", "requests"),
     [

@@ -1,7 +1,7 @@
 """Records from a seed, in place of data sets (level 1): each generator works on a machine that has no data.
 
-The medians follow public data of the same kind (multi-turn chat, meeting transcripts, HotpotQA agents, Mooncake's
-conversation trace); the text itself says nothing.
+Turns, lengths and shared prefixes are close to those of public data of the same kind (MT-Bench-101 and mtRAG chats,
+meeting transcripts, HotpotQA agents, Mooncake's conversation trace): a test compares them. The text says nothing.
 """
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ from memserve.workloads.words import Message
 
 SOURCE = "built-in"
 TRACE_BLOCK_TOKENS = 512
+RETRIEVAL_SHARE = 0.2
+"""Chats whose last question comes with retrieved passages."""
 
 
 def conversations(seed: int, count: int) -> list[Conversation]:
-    """Chats of 1 to 12 turns: short questions, longer answers."""
+    """Chats of 1 to 12 turns: short questions, longer answers; some of the last questions bring long passages."""
     return [_conversation(draws(seed, "chat", number), number) for number in range(count)]
 
 
 def _conversation(rng: Draws, number: int) -> Conversation:
     messages = []
-    for _ in range(lognormal_count(rng, median=3, spread=0.6, at_most=12)):
-        messages.append(Message("user", prose(rng, lognormal_count(rng, median=35, spread=0.9, at_most=600))))
-        messages.append(Message("assistant", prose(rng, lognormal_count(rng, median=150, spread=0.7, at_most=600))))
+    for _ in range(lognormal_count(rng, median=3, spread=0.5, at_most=12)):
+        messages.append(Message("user", prose(rng, lognormal_count(rng, median=14, spread=1.0, at_most=600))))
+        messages.append(Message("assistant", prose(rng, lognormal_count(rng, median=58, spread=0.7, at_most=600))))
+    if rng.random() < RETRIEVAL_SHARE:
+        passages = prose(rng, lognormal_count(rng, median=450, spread=0.7, at_most=3000))
+        messages[-2] = Message("user", f"{passages}\n\n{messages[-2].content}")
     return Conversation(f"chat-{number}", tuple(messages))
 
 
@@ -36,7 +41,7 @@ def documents(seed: int, count: int, *, words: int = 2000, questions: int = 6) -
     made = []
     for number in range(count):
         rng = draws(seed, "document", number)
-        asked = tuple(Question(_question(rng), prose(rng, int(rng.integers(5, 60)))) for _ in range(questions))
+        asked = tuple(Question(_question(rng), prose(rng, int(rng.integers(20, 118)))) for _ in range(questions))
         made.append(Document(f"document-{number}", prose(rng, words), asked))
     return made
 
@@ -46,18 +51,18 @@ def _question(rng: Draws) -> str:
 
 
 def episodes(seed: int, count: int) -> list[Episode]:
-    """Agent episodes of 2 to 7 steps."""
+    """Agent episodes of 1 to 7 steps."""
     return [_episode(draws(seed, "episode", number), f"episode-{number}") for number in range(count)]
 
 
-def _episode(rng: Draws, name: str) -> Episode:
+def _episode(rng: Draws, name: str, *, steps_max: int = 7, observation_words_max: int = 300) -> Episode:
     steps = tuple(
         Step(
-            prose(rng, int(rng.integers(15, 50))),
+            prose(rng, int(rng.integers(8, 36))),
             f"Search[{prose(rng, 3)[:-1]}]",
-            prose(rng, lognormal_count(rng, median=60, spread=0.5, at_most=150)),
+            prose(rng, lognormal_count(rng, median=95, spread=0.7, at_most=observation_words_max)),
         )
-        for _ in range(lognormal_count(rng, median=4, spread=0.4, at_most=7))
+        for _ in range(lognormal_count(rng, median=3.4, spread=0.4, at_most=steps_max))
     )
     return Episode(name, _question(rng), steps)
 
@@ -66,7 +71,7 @@ def examples(seed: int, count: int = 2) -> str:
     """Worked examples for an agent's prompt."""
     lines = []
     for number in range(count):
-        episode = _episode(draws(seed, "example", number), "example")
+        episode = _episode(draws(seed, "example", number), "example", steps_max=3, observation_words_max=40)
         lines.append(f"Question: {episode.question}")
         for place, step in enumerate(episode.steps, 1):
             lines += [f"Thought {place}: {step.thought}", f"Action {place}: {step.action}"]
