@@ -82,6 +82,8 @@ class Spread:
     p90: float
     p99: float
     max: float
+    standard_error: float = 0.0
+    """Of the mean; 0 for a single value."""
 
 
 def spread(values: Iterable[float]) -> Spread | None:
@@ -90,7 +92,8 @@ def spread(values: Iterable[float]) -> Spread | None:
     if not array.size:
         return None
     p50, p90, p99 = (float(value) for value in np.percentile(array, (50, 90, 99)))
-    return Spread(array.size, float(array.mean()), p50, p90, p99, float(array.max()))
+    error = float(array.std(ddof=1)) / array.size**0.5 if array.size > 1 else 0.0
+    return Spread(array.size, float(array.mean()), p50, p90, p99, float(array.max()), error)
 
 
 @dataclass(frozen=True, slots=True)

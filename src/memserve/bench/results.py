@@ -61,6 +61,20 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """What a workload is like: one value a request (MemServe figure 7)."""
+
+    workload: str
+    source: str
+    requests: int
+    prompt_tokens: list[float]
+    output_tokens: list[float]
+    prompt_per_output: list[float]
+    shared_share: list[float]
+    """Of its blocks, those that an earlier request had."""
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """A whole run of the bench."""
 
@@ -73,10 +87,17 @@ class Results:
     version: str = __version__
     machine: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    shapes: tuple[Shape, ...] = ()
 
 
 def sum_up(
-    records: Sequence[RequestRecord], passes: Sequence[Pass], slo: Slo, command: str, notes: Sequence[str] = ()
+    records: Sequence[RequestRecord],
+    passes: Sequence[Pass],
+    slo: Slo,
+    command: str,
+    notes: Sequence[str] = (),
+    shapes: Sequence[Shape] = (),
+    stopped: str | None = None,
 ) -> Results:
     """The results of ``records``: those of each workload and setting together, whatever the seed."""
     found = []
@@ -85,8 +106,11 @@ def sum_up(
         turns = {turn: metrics.figures(own, slo=slo) for turn, own in metrics.by_turn(members).items()}
         figures = metrics.figures(members, slo=slo, wall_s=wall_s)
         found.append(Found(workload, setting, figures, intervals_of(members), turns))
-    partial = next((one.partial for one in passes if one.partial is not None), None)
-    return Results(command, slo, tuple(passes), tuple(found), partial, machine=machine(), notes=tuple(notes))
+    partial = next((one.partial for one in passes if one.partial is not None), stopped)
+    return Results(
+        command, slo, tuple(passes), tuple(found), partial,
+        machine=machine(), notes=tuple(dict.fromkeys(notes)), shapes=tuple(shapes),
+    )  # fmt: skip
 
 
 def intervals_of(records: Sequence[RequestRecord]) -> dict[str, tuple[float, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memserve.bench.metrics import Figures, Spread
+from memserve.bench.metrics import Figures, Slo, Spread
 from memserve.bench.results import Results
 
 _SPREADS = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("JCT", "jct_s"), ("late", "late_s"))
@@ -38,3 +38,10 @@ def _figures(figures: Figures) -> Iterator[str]:
 def _row(name: str, spread: Spread) -> str:
     values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
     return f"{name:<6}" + "".join(f"{1e3 * value:>10.2f}" for value in values)
+
+
+def describe_slo(slo: Slo) -> str:
+    """For example ``TTFT <= 500 ms, TPOT <= 50 ms``."""
+    limits = {"TTFT": slo.ttft_s, "TPOT": slo.tpot_s, "JCT": slo.jct_s}
+    told = [f"{name} <= {1e3 * limit:g} ms" for name, limit in limits.items() if limit is not None]
+    return ", ".join(told) or "none: every answer is good"

@@ -80,6 +80,8 @@ class Driver:
             try:
                 await asyncio.wait([self._crew], timeout=self._limit_s)
                 self.stop(f"time is up: {self._limit_s} s")
+                if self._probe is not None:
+                    await self._probe  # the last requests may have failed because nobody is there
             finally:
                 await self._end()
         return self._run
@@ -158,7 +160,8 @@ class Driver:
             if await self._client.alive():
                 return
             await asyncio.sleep(PROBE_GAP_S)
-        self.stop(f"the server at {self._target.base_url} is gone")
+        self.stop(gone := f"the server at {self._target.base_url} is gone")
+        self._run.partial = self._run.partial or gone
 
 
 def drive(make: Callable[[], Driver]) -> LoadRun:
