@@ -7,6 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from memserve.bench import datasets
 from memserve.bench.catalogue import KINDS, Arrivals, Recipe, build
@@ -282,6 +286,21 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str], 
     assert run(["bench", "workload", "--kind", "file", "--file", str(path), "--speed", "2", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert (summary["requests"], summary["due_last_s"], summary["prompt_tokens"]["mean"]) == (2, 13.741, 1100)
+
+
+def test_a_models_own_tokenizer_weighs_the_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model, path = tmp_path / "model", written(tmp_path, {"prompt": "one two three"})
+    model.mkdir()
+    words = Tokenizer(WordLevel({"one": 0, "two": 1, "three": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(model)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "model.safetensors").touch()
+    command = ["bench", "workload", "--kind", "file", "--file", str(path), "--json", "--model", str(model)]
+    assert run(command) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"]["mean"] == 3
+    assert run([*command, "--prompt-tokens-max", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"]["mean"] == 2
 
 
 def test_the_command_names_file_and_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_cut_traces_share_the_same_leading_blocks() -> None:
 
 def test_a_long_document_is_cut_and_its_question_is_not() -> None:
     made = capped(DOCUMENTS, Caps(prompt_tokens_max=120))
+    assert made.request_count == DOCUMENTS.request_count, "every question is asked, behind a shorter head"
     for session, before in zip(made.sessions, DOCUMENTS.sessions, strict=True):
         assert isinstance(session.turns[0].says, Chat) and isinstance(before.turns[0].says, Chat)
         head, question = session.turns[0].says.messages

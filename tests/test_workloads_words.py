@@ -106,6 +106,21 @@ def test_the_tokenizer_meter_cuts_at_a_token() -> None:
     assert meter.encode("a b c ").tolist() == [0, 1, 2]
     assert meter.cut("a b c ", 2) == "a b "
     assert meter.cut("a b c ", 9) == "a b c "
+    assert meter.cut("a b c ", 0) == ""
+
+
+def test_a_long_text_is_cut_without_being_read_whole() -> None:
+    seen: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        """A token for each 20 characters: longer than anybody expects."""
+        seen.append(len(text))
+        return list(range(-(-len(text) // 20)))
+
+    meter = TokenizerMeter(encode, lambda ids: "x" * 20 * len(ids))
+    assert meter.cut("x" * 100_000, 10) == "x" * 200
+    assert max(seen) < 1000
+    assert meter.cut("x" * 90, 10) == "x" * 90
 
 
 def test_a_closed_history_holds_the_recorded_answers() -> None:

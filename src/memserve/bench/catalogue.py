@@ -157,13 +157,19 @@ def _chat(recipe: Recipe, meter: Meter | None) -> Workload:
     return chat_workload(made, source=builtin.SOURCE, meter=meter)
 
 
+def _document_tokens(recipe: Recipe) -> int:
+    """The head of a document: room for the question is left where prompts are capped."""
+    room = recipe.caps.prompt_tokens_max
+    return recipe.document_tokens if room is None else min(recipe.document_tokens, max(1, room * 3 // 4))
+
+
 def _documents(recipe: Recipe, meter: Meter | None) -> Workload:
     if recipe.data is None:
-        source, words = builtin.SOURCE, max(1, recipe.document_tokens)
+        source, words = builtin.SOURCE, _document_tokens(recipe)
         made = builtin.documents(recipe.seed, recipe.sessions or BUILTIN_SESSIONS, words=words)
     else:
         source, made = "loogle_wikipedia, qmsum_meetings", _read_documents(recipe)
-    return document_workload(made, source=source, meter=meter, document_tokens=recipe.document_tokens)
+    return document_workload(made, source=source, meter=meter, document_tokens=_document_tokens(recipe))
 
 
 def _read_documents(recipe: Recipe) -> list[Document]:
@@ -178,7 +184,7 @@ def _fewshot(recipe: Recipe, meter: Meter | None) -> Workload:
         kind="fewshot",
         source="bbh_cot",
         meter=meter,
-        document_tokens=recipe.document_tokens,
+        document_tokens=_document_tokens(recipe),
         questions=20,
         layout=Layout.PLAIN,
     )

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from memserve.bench.catalogue import KINDS, Arrivals, Recipe, build
+from memserve.bench.meters import model_meter
 from memserve.workloads.shape import Caps
 from memserve.workloads.statistics import Spread, Summary, measure, summarize
 
@@ -31,9 +32,10 @@ def workload(
     rate: Annotated[float, typer.Option(help="Requests a second.")] = 1.0,
     users: Annotated[int, typer.Option(min=1, help="Users of a closed loop.")] = 1,
     speed: Annotated[float, typer.Option(help="Recorded times, so many times as fast.")] = 1.0,
+    model: Annotated[str | None, typer.Option(help="Weigh text with this model's tokenizer, not by bytes.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """A workload's lengths, turns and shared prefixes. Text is weighed at four bytes a token."""
+    """A workload's lengths, turns and shared prefixes. Without --model, four bytes of text are a token."""
     recipe = Recipe(
         kind=kind,
         data=data,
@@ -48,8 +50,9 @@ def workload(
         users=users,
         speed=speed,
     )
-    made = build(recipe)
-    summary = summarize(made, measure(made, block_tokens=block_tokens or 16))
+    meter = model_meter(model) if model is not None else None
+    made = build(recipe, meter)
+    summary = summarize(made, measure(made, block_tokens=block_tokens or 16, meter=meter))
     typer.echo(json.dumps(dataclasses.asdict(summary)) if as_json else "\n".join(_lines(summary)))
 
 

@@ -30,10 +30,10 @@ class Caps:
 def capped(workload: Workload, caps: Caps, *, meter: Meter | None = None) -> Workload:
     """``workload`` within ``caps``.
 
-    Answers and turns beyond the bounds are cut off. A session ends before the turn whose prompt would be too long; if
-    that is its first, what it says is cut to its head (the leading blocks, the head of the longest message), which
-    keeps the prefixes that it shares; the frame of a chat (roles, template) is never cut. Under a closed history every
-    answer is assumed as long as it may be.
+    Answers and turns beyond the bounds are cut off. A session ends before the turn whose prompt would be too long. If
+    that is its first, or a whole chat of its own (a document and a question), what it says is cut to its head (the
+    leading blocks, the head of the longest message), which keeps the prefixes that it shares; the frame of a chat
+    (roles, template) is never cut. Under a closed history every answer is assumed as long as it may be.
     """
     for name, bound in (
         ("prompt", caps.prompt_tokens_max),
@@ -55,13 +55,18 @@ def _turns_within(session: Session, caps: Caps, meter: Meter) -> Iterator[Turn]:
             turn = replace(turn, output_tokens_max=min(turn.output_tokens_max, caps.output_tokens_max))
         prompt_tokens = history_tokens + weight(turn.says, meter)
         if caps.prompt_tokens_max is not None and prompt_tokens > caps.prompt_tokens_max:
-            if number:
+            if number and not _is_cut_anywhere(session):
                 return
             turn = replace(turn, says=_head(turn.says, caps.prompt_tokens_max, meter))
             prompt_tokens = weight(turn.says, meter)
         yield turn
         if session.history is History.CLOSED:
             history_tokens = prompt_tokens + turn.output_tokens_max
+
+
+def _is_cut_anywhere(session: Session) -> bool:
+    """Whole chats that don't build on each other (a document and one question each): every turn can be cut."""
+    return session.history is History.GIVEN and all(isinstance(turn.says, Chat) for turn in session.turns)
 
 
 def weight(says: Says, meter: Meter) -> int:

@@ -17,6 +17,8 @@ from memserve.types import TokenArray
 from memserve.workloads.words import Blocks, Span
 
 BYTES_PER_TOKEN = 4
+CUT_CHARACTERS = 8
+"""Characters of a text that are looked at first for each token wanted of it."""
 POSITIVE = np.int32(0x7FFFFFFF)
 SPECIAL_SHARE = 100
 """One id in so many, the lowest, is never synthesised: tokenizers keep their special tokens there."""
@@ -61,7 +63,12 @@ class TokenizerMeter:
 
     def cut(self, text: str, tokens: int) -> str:
         """The text of the first ``tokens`` tokens; a character cut in two is dropped."""
-        ids = self._encode(text)
+        if tokens < 1:
+            return ""
+        ids, seen = self._encode(text[: CUT_CHARACTERS * tokens]), CUT_CHARACTERS * tokens
+        while len(ids) <= tokens and seen < len(text):  # long tokens: look further; documents need not be read whole
+            seen *= 2
+            ids = self._encode(text[:seen])
         return text if len(ids) <= tokens else self._decode(list(ids)[:tokens]).rstrip("�")
 
 
