@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from memserve.model.arena import KvArenas
 from memserve.model.capture.forward import capture_forward
 from memserve.model.forward import EagerForward
 from memserve.types import Tier
@@ -60,3 +62,15 @@ def test_shared_memory_gives_the_tokens_that_private_memory_gives() -> None:
         answers.append(first + driver.decode(0, 70, 6))
         assert set(driver.device.shared_arenas) == ({Tier.HBM, Tier.DRAM} if shared else set())
     assert answers[0] == answers[1]
+
+
+def test_a_shared_arena_grows_onto_huge_pages_without_losing_a_byte() -> None:
+    """What is written before stays, and the memory is committed as far as it is used, not further."""
+    arenas = KvArenas(torch.device("cpu"), block_bytes=1 << 20, hbm_blocks=96, dram_blocks=0, shared=True)
+    arenas.hbm[40] = 7
+    arenas.will_use([3])
+    assert arenas._huge_bytes == 32 << 20
+    arenas.will_use([])
+    arenas.will_use([95, 2])
+    assert arenas._huge_bytes == 96 << 20
+    assert (arenas.hbm[40] == 7).all() and not arenas.hbm[39].any() and not arenas.hbm[95].any()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from memserve import _core
 from memserve.types import CopyBlocks, Tier
+from memserve.units import MIB
 
 _COPY_THREADS = 2
+_HUGE_STEP_BYTES = 32 * MIB
 
 
 class KvArenas:
@@ -25,6 +29,7 @@ class KvArenas:
         self.block_bytes = block_bytes
         #: the tiers that peers can read; only with ``shared``, only those that have blocks
         self.shared: dict[Tier, _core.SharedArena] = {}
+        self._huge_bytes = 0  # of the HBM arena, from its start: asked to lie on huge pages
         if device.type == "cpu" and shared:
             self.hbm = self._share(Tier.HBM, hbm_blocks)
             self.dram = self._share(Tier.DRAM, dram_blocks)
@@ -39,6 +44,21 @@ class KvArenas:
     def base(self) -> int:
         """Address of the HBM arena."""
         return self.hbm.data_ptr()
+
+    def will_use(self, blocks: Sequence[int]) -> None:
+        """HBM blocks that attention is about to read.
+
+        Shared memory comes in small pages, which cost attention a few per cent; so the arena is put on huge ones, as
+        far as it is used (the pool gives out low blocks first). A kernel that cannot leaves it as it is.
+        """
+        arena = self.shared.get(Tier.HBM)
+        if arena is None or not blocks:
+            return
+        used_bytes = (max(blocks) + 1) * self.block_bytes
+        while self._huge_bytes < used_bytes:
+            step_bytes = min(_HUGE_STEP_BYTES, arena.nbytes - self._huge_bytes)
+            arena.collapse(self._huge_bytes, step_bytes)
+            self._huge_bytes += step_bytes
 
     def copy(self, order: CopyBlocks) -> None:
         """Copy whole blocks, in the order given (an earlier destination may be a later source)."""

@@ -81,8 +81,10 @@ class ModelDevice:
         for order in plan.copies:
             self._arenas.copy(order)
         for sequence in plan.open:
+            self._arenas.will_use(sequence.blocks)
             self._slots.open(sequence)
         for slot, blocks in plan.grow:
+            self._arenas.will_use(blocks)
             self._slots.grow(slot, blocks)
         for slot, position, block in plan.replace:
             self._slots.replace(slot, position, block)
