@@ -104,10 +104,10 @@ def _measure_setting(
     say: Callable[[str], None],
 ) -> None:
     """All workloads of one seed on one setting."""
-    with _server(setting, plan.serve_flags) as (url, model):
+    with server_of(setting, plan.serve_flags) as (url, model):
         if setting.base_url is not None and seed:
             measured.notes.append(f"{setting.name} ran on between seeds, with its cache; servers of ours start fresh")
-        warm = drive(lambda: _warm_up(url, model))
+        warm = drive(lambda: warm_up(url, model))
         if failed := next((record for record in warm.records if not record.ok), None):
             measured.notes.append(f"{setting.name}: a request of the warm-up failed: {failed.error}")
         for label, workload in workloads.items():
@@ -144,7 +144,7 @@ def _rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
 
 
 @contextmanager
-def _server(setting: Setting, flags: Sequence[str]) -> Iterator[tuple[str, str]]:
+def server_of(setting: Setting, flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Address and model name."""
     if setting.base_url is not None:
         yield setting.base_url, first_model(Target(setting.base_url))
@@ -153,7 +153,7 @@ def _server(setting: Setting, flags: Sequence[str]) -> Iterator[tuple[str, str]]
         yield child.url, child.model
 
 
-def _warm_up(url: str, model: str) -> Driver:
+def warm_up(url: str, model: str) -> Driver:
     """Short text about nothing that a workload speaks of."""
     turns = (Turn(Text("one two three four five six seven eight nine ten " * 6), WARM_OUTPUT_TOKENS),)
     sessions = tuple(Session(f"warm-up-{number}", turns) for number in range(WARM_REQUESTS))

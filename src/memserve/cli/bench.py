@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli import bench_serve, load
+from memserve.cli import bench_capacity, bench_serve, load
 from memserve.cli import options as opt
 from memserve.cli.workload import workload
 
 app = typer.Typer(help="Measure memserve on this machine.", no_args_is_help=True)
 app.command("load")(load.load)
 app.command("serve")(bench_serve.serve)
+app.command("capacity")(bench_capacity.capacity)
 
 
 @app.callback()

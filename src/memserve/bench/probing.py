@@ -1,0 +1,79 @@
+"""Tries rates on running servers: the doing half of the capacity search (level 4)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from memserve.bench.campaign import server_of, warm_up
+from memserve.bench.capacity import Capacity, Probe, judge, search
+from memserve.bench.catalogue import Arrivals, Recipe, build
+from memserve.bench.load.client import Target
+from memserve.bench.load.driver import Driver, Labels, drive
+from memserve.bench.load.progress import Progress
+from memserve.bench.load.prompts import Manner
+from memserve.bench.load.record import RecordWriter
+from memserve.bench.metrics import Slo
+from memserve.bench.settings import Setting
+from memserve.workloads.words import Workload
+
+SAMPLE_SESSIONS = 20
+NO_MODEL = Manner("")
+OVERTIME = 4.0
+"""A probe is given up after so many times its arrivals' span: its queue did not drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What to search with. Every rate gets a sample of its own, so none finds the cache of the one before."""
+
+    recipe: Recipe
+    slo: Slo
+    violations_max: float = 0.01
+    start: float = 1.0
+    precision: float = 0.1
+    probe_s: float = 30.0
+    """How long requests come at each rate."""
+    serve_flags: tuple[str, ...] = ()
+    manner: Manner = NO_MODEL
+    """Its model is the server's."""
+
+
+def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, say: Callable[[str], None]) -> Capacity:
+    """The capacity of one setting, on one server from the first rate to the last."""
+    seeds = itertools.count(plan.recipe.seed)
+    with server_of(setting, plan.serve_flags) as (url, model):
+        drive(lambda: warm_up(url, model))
+
+        def try_rate(rate: float) -> Probe | None:
+            seed = next(seeds)
+            workload = workload_at(plan, rate, seed)
+            progress = Progress(workload.request_count, f"{setting.name} at {rate:.2f}/s")
+            labels = Labels(setting.name, f"{plan.recipe.kind} at {rate:.3f}/s", seed)
+            manner, limit_s = replace(plan.manner, model=model), OVERTIME * plan.probe_s
+            run = drive(
+                lambda: Driver(
+                    workload, Target(url), manner,
+                    writer=writer, progress=progress, labels=labels, limit_s=limit_s,
+                )
+            )  # fmt: skip
+            if run.partial is not None and not run.partial.startswith("time is up"):
+                return None
+            probe = judge(rate, run.records, plan.slo, plan.violations_max)
+            if run.partial is not None:
+                probe = replace(probe, borne=False, why=f"the queue did not drain in {limit_s:.0f} s")
+            say(f"{setting.name} at {rate:.2f}/s: {'borne' if probe.borne else probe.why}")
+            return probe
+
+        return search(setting.name, try_rate, start=plan.start, precision=plan.precision)
+
+
+def workload_at(plan: Search, rate: float, seed: int) -> Workload:
+    """About ``probe_s`` seconds of requests at ``rate``."""
+    sample = build(replace(plan.recipe, sessions=SAMPLE_SESSIONS, seed=seed))
+    turns_mean = sample.request_count / len(sample.sessions)
+    sessions = max(2, math.ceil(rate * plan.probe_s / turns_mean))
+    timed = replace(plan.recipe, sessions=sessions, seed=seed, arrivals=Arrivals.POISSON, requests_per_s=rate)
+    return build(timed)

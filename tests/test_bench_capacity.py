@@ -1,0 +1,111 @@
+"""The capacity search: on servers that are formulas, and on one that really queues."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instant_server import Asked, Script, instant_server
+from memserve.bench.capacity import Capacity, Probe, backlog, judge, search
+from memserve.bench.load.record import RequestRecord, read_records
+from memserve.bench.metrics import Slo, figures
+from memserve.cli.main import run
+from test_bench_metrics import record
+
+
+def queue(rate: float, service_s: float, count: int = 120) -> list[RequestRecord]:
+    """One server, even arrivals, one request after the other; the first token comes at the end."""
+    records, free_s = [], 0.0
+    for number in range(count):
+        came_s = number / rate
+        free_s = max(free_s, came_s) + service_s
+        records.append(record(1e3 * came_s, (1e3 * free_s,), end_ms=1e3 * free_s, session=f"s{number}"))
+    return records
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), max_size=30))
+def test_backlog_is_who_came_before_and_has_not_ended(times: list[tuple[int, int]]) -> None:
+    records = [
+        RequestRecord(session="s", turn=0, scheduled_ns=came, end_ns=came + took) for came, took in sorted(times)
+    ]
+    expected = [
+        sum(1 for other in records[:at] if (other.end_ns or 0) > one.scheduled_ns) - sum(
+            1 for other in records[at:] if (other.end_ns or 0) <= one.scheduled_ns
+        )
+        for at, one in enumerate(records)
+    ]  # fmt: skip
+    assert backlog(records) == expected
+
+
+def test_a_queue_below_capacity_is_bounded_and_above_is_not() -> None:
+    assert judge(9, queue(9, 0.1), Slo(), 0).borne
+    probe = judge(12, queue(12, 0.1), Slo(), 0)
+    assert not probe.borne and "queue grows" in probe.why and probe.backlog_last > probe.backlog_middle
+
+
+def test_the_slo_counts_too() -> None:
+    assert judge(5, queue(5, 0.1), Slo(ttft_s=0.11), 0).borne
+    probe = judge(5, queue(5, 0.1), Slo(ttft_s=0.09), 0.01)
+    assert not probe.borne and "miss the SLO" in probe.why
+    assert judge(5, queue(5, 0.1), Slo(ttft_s=0.09), 1.0).borne, "all may miss it"
+
+
+@given(st.floats(0.05, 500), st.floats(0.01, 100), st.sampled_from([0.02, 0.1, 0.3]))
+def test_the_search_brackets_the_limit(limit: float, start: float, precision: float) -> None:
+    tried: list[float] = []
+
+    def try_rate(rate: float) -> Probe:
+        tried.append(rate)
+        return Probe(rate, figures([]), 0, 0, rate <= limit, "")
+
+    found = search("s", try_rate, start=start, precision=precision)
+    assert found.rate is not None and found.rate <= limit
+    assert min(rate for rate in tried if rate > limit) - found.rate <= precision * limit * 1.5
+    assert [probe.rate for probe in found.probes] == tried
+
+
+def test_the_search_finds_the_rate_of_a_queue() -> None:
+    found = search("s", lambda rate: judge(rate, queue(rate, 0.1), Slo(ttft_s=0.5), 0.0), start=1, precision=0.05)
+    assert found.rate == pytest.approx(10, rel=0.1)
+
+
+def test_a_search_that_is_ended_keeps_what_it_knows() -> None:
+    answers = iter([Probe(1, figures([]), 0, 0, True, ""), None])
+    found = search("s", lambda rate: next(answers), start=1)
+    assert found == Capacity("s", 1, found.probes, "the search was ended early") and len(found.probes) == 1
+
+
+def test_nothing_is_borne() -> None:
+    found = search("s", lambda rate: Probe(rate, figures([]), 0, 0, False, "no"), start=1)
+    assert found.rate is None and found.partial is None
+
+
+def test_the_command_draws_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server refuses whoever comes when 40 others came within the last half second."""
+    pytest.importorskip("matplotlib", reason="matplotlib (extra: bench) is not installed")
+    recent: deque[float] = deque()
+
+    def script(asked: Asked) -> Script:
+        now = time.monotonic()
+        while recent and recent[0] < now - 0.5:
+            recent.popleft()
+        recent.append(now)
+        return Script(status=429) if len(recent) > 40 else Script()
+
+    with instant_server(script) as server:
+        command = ["bench", "capacity", "--settings", "", "--base-url", f"fake={server.url}", "--out", str(tmp_path)]
+        assert run([*command, "--start", "16", "--probe-s", "1", "--precision", "0.5"]) == 0
+    (found,) = json.loads((tmp_path / "capacity.json").read_text())["found"]
+    assert found["setting"] == "fake" and 16 <= found["rate"] <= 160
+    assert {probe["borne"] for probe in found["probes"]} == {True, False}
+    assert f"fake: {found['rate']:.2f} requests/s" in capsys.readouterr().out
+    assert (tmp_path / "capacity.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "report.md").read_text()
+    assert "| fake |" in page and "(capacity.png)" in page and "miss the SLO" in page
+    assert len(read_records(tmp_path / "records.jsonl.gz")) == sum(p["figures"]["requests"] for p in found["probes"])
