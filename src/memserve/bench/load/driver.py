@@ -8,6 +8,7 @@ followed by the next when it has ended. A request that goes out late still count
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -169,10 +170,24 @@ def drive(make: Callable[[], Driver]) -> LoadRun:
 
     async def main() -> LoadRun:
         driver = make()
-        with _stopped_by_ctrl_c(driver):
+        with _stopped_by_ctrl_c(driver), _seldom_collecting():
             return await driver.run()
 
     return asyncio.run(main())
+
+
+@contextmanager
+def _seldom_collecting() -> Iterator[None]:
+    """A full garbage collection over thousands of sessions stops the client for tens of milliseconds."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 @contextmanager

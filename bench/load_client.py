@@ -1,0 +1,123 @@
+"""What the load client itself costs: open loop against a server that answers at once.
+
+    python bench/load_client.py [--rates 500,1000,2000] [--seconds 5] [--rounds 3] [--json FILE]
+
+The server is a process of its own that writes a canned stream of four tokens whatever it is asked; client and server
+get a core each. *first* and *late* count from the scheduled arrival: the client's own part, plus the loopback and the
+server's few microseconds for *first*. Rates take turns inside each round; figures are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from statistics import median
+
+from memserve.bench.load.client import Target
+from memserve.bench.load.driver import Driver, drive
+from memserve.bench.load.prompts import Manner
+from memserve.bench.load.synthetic import uniform_workload
+from memserve.bench.metrics import figures
+from memserve.workloads.arrivals import Constant, by_session
+
+TOKENS, PROMPT_TOKENS = 4, 200
+
+
+def event(body: str) -> bytes:
+    """One server-sent event as a chunk of HTTP/1.1."""
+    data = b"data: " + body.encode() + b"\n\n"
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+TOKEN = event('{"id":"x","object":"text_completion","choices":[{"index":0,"text":" a","finish_reason":null}]}')
+USAGE = event('{"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":%d}}' % (PROMPT_TOKENS, TOKENS))  # noqa: UP031
+ANSWER = HEAD + TOKEN * TOKENS + USAGE + event("[DONE]") + b"0\r\n\r\n"
+
+
+class Instant(asyncio.Protocol):
+    """Answers every request as soon as its last byte is there."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client is there."""
+        self._transport, self._data = transport, b""
+
+    def data_received(self, data: bytes) -> None:
+        """A piece of a request, or several requests."""
+        self._data += data
+        while (end := self._data.find(b"\r\n\r\n")) >= 0:
+            head = self._data[:end].lower()
+            length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0] or 0)
+            if len(self._data) < end + 4 + length:
+                return
+            self._data = self._data[end + 4 + length :]
+            self._transport.write(ANSWER)  # type: ignore[attr-defined]
+
+
+def serve(port: "multiprocessing.connection.Connection", core: int) -> None:  # noqa: UP037
+    """The server's process."""
+
+    async def main() -> None:
+        server = await asyncio.get_running_loop().create_server(Instant, "127.0.0.1", 0, backlog=4096)
+        port.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    os.sched_setaffinity(0, {core})
+    asyncio.run(main())
+
+
+def measure(url: str, rate: float, seconds: float) -> dict[str, float]:
+    """One run at one rate."""
+    uniform = uniform_workload(
+        round(rate * seconds), prompt_tokens=PROMPT_TOKENS, shared_tokens=0, output_tokens=TOKENS
+    )
+    workload = by_session(uniform, Constant(rate), seed=1)
+    cpu_s = time.process_time()
+    run = drive(lambda: Driver(workload, Target(url), Manner("m")))
+    cpu_s = time.process_time() - cpu_s
+    found = figures(run.records)
+    assert found.ttft_s is not None and found.late_s is not None and found.failed == 0, found.errors
+    return {
+        "requests/s": found.requests_per_s,
+        "first P50, ms": found.ttft_s.p50 * 1e3,
+        "first P99, ms": found.ttft_s.p99 * 1e3,
+        "late P50, ms": found.late_s.p50 * 1e3,
+        "late P99, ms": found.late_s.p99 * 1e3,
+        "CPU a request, us": cpu_s * 1e6 / found.requests,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", default="500,1000,2000")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    rates = [float(rate) for rate in options.rates.split(",")]
+    cores = sorted(os.sched_getaffinity(0))
+    ours, theirs = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, cores[-1]), daemon=True)
+    server.start()
+    url = f"http://127.0.0.1:{ours.recv()}"
+    os.sched_setaffinity(0, {cores[0]})
+    taken: dict[float, list[dict[str, float]]] = {rate: [] for rate in rates}
+    for _ in range(options.rounds):
+        for rate in rates:
+            taken[rate].append(measure(url, rate, options.seconds))
+    server.terminate()
+    medians = {rate: {name: median(one[name] for one in runs) for name in runs[0]} for rate, runs in taken.items()}
+    for rate, found in medians.items():
+        print(f"{rate:>6.0f}/s  " + "  ".join(f"{name} {value:.2f}" for name, value in found.items()))
+    if options.json:
+        options.json.write_text(json.dumps({"load_average": os.getloadavg(), "medians": medians}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
