@@ -95,8 +95,11 @@ def reference_answers(model: str, sessions: list[Session], new_tokens: int, path
     Also kept: the gap between the two best logits where it is smallest, so that a tie can be told.
     """
     key = {"model": model, "sessions": [[s.name, s.turns, s.system] for s in sessions], "new_tokens": new_tokens}
-    if path.exists() and (stored := json.loads(path.read_text()))["key"] == key:
-        return stored["answers"]
+    if path.exists():
+        stored = json.loads(path.read_text())
+        same = all(stored["key"][part] == key[part] for part in ("model", "new_tokens"))
+        if same and all(session in stored["key"]["sessions"] for session in key["sessions"]):
+            return stored["answers"]
     import torch
     from transformers import AutoModelForCausalLM
 
