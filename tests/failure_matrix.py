@@ -205,6 +205,11 @@ class Fleet:
         """Members of the cluster."""
         return int(self.metrics().get("memserve_router_instances", 0))
 
+    def woke(self, name: str, fault: str, earliest: float) -> bool:
+        """Whether a paused process runs again; a cut one does all the time, so for that only time tells."""
+        state = Path(f"/proc/{self.processes[name].pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        return state != "T" and (fault == "stop" or time.monotonic() > earliest)
+
     def left_behind(self) -> str:
         """What is still held although nothing runs; empty: nothing."""
         found = []
@@ -280,6 +285,12 @@ def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[
                 break
         if case.fault == "restart":
             nurse.join(60)
+        if case.fault in ("stop", "cut") and result.reached:  # it comes back, and must do no harm
+            fleet.wait_for(
+                lambda: fleet.woke(victim, case.fault, started + pause_s), pause_s + 60, "it did not wake up"
+            )
+            fleet.wait_for(lambda: fleet.up() > fleet.healthy, 60, "the victim did not join again")
+            _send_crowd(fleet, bodies, want, result)
         fleet.wait_for(lambda: not fleet.left_behind(), SETTLE_S, "not everything was given back")
     except TimeoutError as problem:
         result.leaks = f"{str(problem).splitlines()[0]}: {fleet.left_behind()}"
