@@ -26,6 +26,8 @@ from memserve.workloads.words import History, Session, Workload
 
 LEAD_NS = NS_PER_S // 50
 """A request is put into words so long before it is due, not when every microsecond counts."""
+PREPARED_BYTES_MAX = 1 << 28
+"""So many bytes of first turns are put into words before the clock starts."""
 PROBES = 4
 PROBE_GAP_S = 0.5
 _encode = msgspec.json.Encoder().encode
@@ -70,11 +72,14 @@ class Driver:
         self._writer, self._labels, self._limit_s = writer, labels or Labels(), limit_s
         self._progress = progress or Progress(workload.request_count)
         self._run = LoadRun(planned=workload.request_count)
+        self._prepared: dict[int, tuple[Dialogue, str, bytes]] = {}
+        """``id`` of a session -> its dialogue and its first request, for all and only those not begun yet."""
         self._crew: asyncio.Task[None] | None = None
         self._probe: asyncio.Task[None] | None = None
 
     async def run(self) -> LoadRun:
         """Send everything and wait for the last answer."""
+        self._prepare()
         self._clock = Clock()
         async with Client(self._target, self._clock) as self._client:
             self._crew = asyncio.create_task(self._send_all())
@@ -86,6 +91,17 @@ class Driver:
             finally:
                 await self._end()
         return self._run
+
+    def _prepare(self) -> None:
+        total_bytes = 0
+        for session in self._workload.sessions:
+            dialogue = Dialogue(session, self._manner)
+            path, body = dialogue.request(0)
+            data = _encode(body)
+            total_bytes += len(data)
+            if total_bytes > PREPARED_BYTES_MAX:
+                return
+            self._prepared[id(session)] = (dialogue, path, data)
 
     async def _end(self) -> None:
         for task in (self._crew, self._probe):
@@ -119,19 +135,24 @@ class Driver:
 
     async def _hold(self, session: Session, free_ns: int = 0) -> None:
         """All turns of a session; ``free_ns``: nobody is there to ask before."""
-        dialogue = Dialogue(session, self._manner)
+        ready = self._prepared.pop(id(session), None)
+        dialogue = ready[0] if ready is not None else Dialogue(session, self._manner)
         for number, turn in enumerate(session.turns):
             think_ns = ns_from_s(turn.think_s) if number else 0
             due_ns = max(ns_from_s(turn.due_s or 0.0), free_ns + think_ns)
-            await self._sleep_until(due_ns - LEAD_NS)
-            path, body = dialogue.request(number)
-            data = _encode(body)
+            if number == 0 and ready is not None:
+                _, path, data = ready
+            else:
+                await self._sleep_until(due_ns - LEAD_NS)
+                path, body = dialogue.request(number)
+                data = _encode(body)
             await self._sleep_until(due_ns)
             record = self._open(session, number, due_ns)
             try:
                 dialogue.answered(await self._client.ask(path, data, record))
             finally:
                 self._close(record)
+            ready = None  # its bytes are sent
             free_ns = record.end_ns or due_ns
             if not record.ok and session.history is History.CLOSED:
                 return  # the next prompt would contain an answer that there is not
