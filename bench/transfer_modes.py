@@ -1,0 +1,108 @@
+"""By layer, by request, by request aggregated: what does each way of handing KV over cost, at low and at high load?
+
+    python bench/transfer_modes.py [--links shm,nixl] [--prompt-tokens 2048] [--clients 1,2,4,8] [--rounds 3]
+
+One pair of instances per mode and link, all started before anything is measured; modes take turns inside each round.
+Prompts are random tokens, so that nothing is cached. *Gap* is the time between the first token (from the prefill
+instance) and the second (from the decode instance), less the time that a token takes later on: what of the transfer the
+prefill did not hide. By-request sends everything after the prefill, so its gap is the whole transfer; *hidden* compares
+with it. With more clients the mean time of a request and the requests a second tell which mode wins under load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+from served import serving
+
+MODES = ("by-request", "by-request-agg", "by-layer")
+VOCABULARY = 40_000
+
+
+def ask(url: str, model: str, prompt: list[int], new_tokens: int) -> list[float]:
+    """Times of the tokens in ms, from the request on."""
+    body = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True, "stream": True}
+    started, times = time.perf_counter(), []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"temperature": 0}, timeout=600) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                times.append((time.perf_counter() - started) * 1e3)
+    return times
+
+
+def measure(url: str, model: str, prompts: list[list[int]], clients: int, new_tokens: int) -> dict[str, float]:
+    """One round: every prompt once, ``clients`` at a time."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        answers = list(pool.map(lambda prompt: ask(url, model, prompt, new_tokens), prompts))
+    seconds = time.perf_counter() - started
+    gaps = [times[1] - times[0] - statistics.median(b - a for a, b in pairwise(times[2:]))
+            for times in answers]  # fmt: skip
+    return {
+        "ttft_ms": statistics.median(times[0] for times in answers),
+        "gap_ms": statistics.median(gaps),
+        "jct_ms": statistics.mean(times[-1] for times in answers),
+        "requests_per_s": len(prompts) / seconds,
+    }
+
+
+def main() -> int:
+    """Start all pairs, take turns, print a line a case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="", help="default: the bundled one")
+    parser.add_argument("--links", default="shm,nixl")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--prompt-tokens", type=int, default=2048)
+    parser.add_argument("--new-tokens", type=int, default=12)
+    parser.add_argument("--clients", default="1,4")
+    parser.add_argument("--prompts", type=int, default=4, help="a round and client")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--serve", default="", help="further options of memserve serve, in one string")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rng, results = random.Random(0), []
+    options = [*(("--model", args.model) if args.model else ()), *args.serve.split()]
+    for link in args.links.split(","):
+        with ExitStack() as stack:
+            servers = {
+                mode: stack.enter_context(serving("--transfer", mode, "--link", link, "--caching", "off", *options))
+                for mode in args.modes.split(",")
+            }
+            for clients in map(int, args.clients.split(",")):
+                rounds: dict[str, list[dict[str, float]]] = {mode: [] for mode in servers}
+                for turn in range(args.rounds + 1):  # the first warms up
+                    for mode, server in servers.items():
+                        count, size = args.prompts * clients if turn else 1, args.prompt_tokens
+                        prompts = [[rng.randrange(3, VOCABULARY) for _ in range(size)] for _ in range(count)]
+                        found = measure(server.url, server.model, prompts, clients, args.new_tokens)
+                        if turn:
+                            rounds[mode].append(found)
+                medians = {
+                    mode: {key: statistics.median(r[key] for r in runs) for key in runs[0]}
+                    for mode, runs in rounds.items()
+                }
+                for mode, found in medians.items():
+                    record: dict[str, Any] = {"link": link, "clients": clients, "mode": mode}
+                    record |= {key: round(value, 2) for key, value in found.items()}
+                    if "by-request" in medians and medians["by-request"]["gap_ms"] > 0:
+                        record["hidden"] = round(1 - found["gap_ms"] / medians["by-request"]["gap_ms"], 3)
+                    results.append(record)
+                    print(json.dumps(record), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
