@@ -353,15 +353,19 @@ def test_a_stopped_and_a_killed_owner_cost_no_more_than_the_deadline(ucx: str | 
 
 @NIXL
 def test_a_connection_that_broke_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The read that notices fails; the ones after it do not."""
+    """Sooner or later a read notices and fails; the ones after it do not."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     others = descriptors()
     owner, taker = Owner("nixl"), Taker("nixl", stall_s=1)
     try:
         taker.port.add_peer(owner.info)
         assert taker.do(taker.pull(owner, (1, 2), (1, 2))).error == ""
-        assert sum(map(cut, descriptors() - others)) > 0
-        assert taker.do(taker.pull(owner, (1, 2), (1, 2))).error
+        for _ in range(10):
+            assert sum(map(cut, descriptors() - others)) > 0
+            if taker.do(taker.pull(owner, (1, 2), (1, 2))).error:
+                break
+        else:
+            pytest.fail("no read noticed that its connection was cut")
         for _ in range(2):
             assert taker.do(taker.pull(owner, (1, 2), (3, 4))).error == ""
         got = view(taker.arenas[Tier.HBM]).reshape(BLOCKS, 4, PAGE)
