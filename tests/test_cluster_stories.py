@@ -123,6 +123,18 @@ def test_generated_kv_goes_home_in_pd_caching_3_only(make):
         assert trees == {"p": blocks * on_p, "d": blocks * on_d}, "what is expected to be cached"
 
 
+def test_kv_of_decode_instances_is_fetched_in_pd_caching_3_only(make):
+    """What D holds beyond P's prefix: at lower levels it stays there."""
+    for caching in (Caching.PD_CACHING_2, Caching.PD_CACHING_3):
+        world = make(("p", P), ("d", D), caching=caching)
+        identities = block_identities(namespace_id("", "ns"), PROMPT, BLOCK)
+        stored = KvChange("stored", Tier.HBM, b"".join(identities))
+        world.hear(Peer("d", 1), KvEvents(0, (stored,)))
+        ((_, order),) = dispatches(world, world.post(RequestArrived(a_request("r", PROMPT))))
+        lenders = [holder.peer.name for holder in order.holders]
+        assert lenders == (["d"] if caching is Caching.PD_CACHING_3 else [])
+
+
 def test_time_in_the_router_is_part_of_the_queue(make):
     """Nobody was there for two seconds, then the instance let it wait for 7 ns."""
     world = make()

@@ -15,7 +15,7 @@ import numpy as np
 from memserve import _core
 from memserve.cluster.handles import Handles
 from memserve.cluster.jobs import Job
-from memserve.cluster.loads import Ints, LoadTable
+from memserve.cluster.loads import ROLE_CODE, Ints, LoadTable
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.sessions import Sessions
 from memserve.cluster.trees import Matches, Trees
@@ -144,9 +144,18 @@ class Placer:
         """The holder of most of the prompt. No other matters: whoever has as much itself needs nobody's."""
         if not matches.holders:
             return ()
-        number = int(matches.blocks.argmax())
-        tokens = int(matches.blocks[number]) * self._block_tokens()
+        lent = self._lent(matches.blocks)
+        number = int(lent.argmax())
+        if not lent[number]:
+            return ()
+        tokens = int(lent[number]) * self._block_tokens()
         return (Holding(number, tokens, self._registry.numbered(number).info.host_id),)
+
+    def _lent(self, blocks: Ints) -> Ints:
+        """What may be fetched: KV of decode instances goes to others in PD-Caching-3 only (MemServe 5.1)."""
+        if self._config.caching is Caching.PD_CACHING_3:
+            return blocks
+        return np.where(self._loads.role[: len(blocks)] == ROLE_CODE[Role.DECODE], 0, blocks)
 
     def _candidates(self, ask: Ask, crowds: list[Crowd], matches: Matches) -> list[Candidate]:
         """Those worth a look."""
@@ -198,7 +207,7 @@ class Placer:
         if not ask.holdings or ask.holdings[0].tokens <= first.matched_tokens:
             return ()
         block_tokens = self._block_tokens()
-        blocks, dram = matches.blocks, matches.dram_blocks
+        blocks, dram = self._lent(matches.blocks), matches.dram_blocks
         more = np.flatnonzero(blocks > first.matched_tokens // block_tokens)
         if len(more) > HOLDERS_MAX:
             order = np.lexsort((more, dram[more] > 0, -blocks[more]))
