@@ -8,8 +8,13 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--data-sets DIR``: the folder of data sets that some tests hold the readers against; without it they skip."""
+    """``--data-sets DIR``: the folder of data sets that some tests hold the readers against; without it they skip.
+
+    ``--matrix-cells N --matrix-seed S``: how much of the failure matrix on real processes is run, and which part.
+    """
     parser.addoption("--data-sets", type=Path, default=None, help="folder of data sets (traces/, conversations/, ...)")
+    parser.addoption("--matrix-cells", type=int, default=2, help="cells of the failure matrix to run")
+    parser.addoption("--matrix-seed", type=int, default=2, help="which ones")
 
 
 @pytest.fixture(scope="session")
