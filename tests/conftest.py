@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("memserve", deadline=None)  # speed is measured in bench/, never in tests: machines are busy
+settings.load_profile("memserve")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
