@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -368,6 +370,18 @@ def test_a_connection_that_broke_is_made_anew(monkeypatch: pytest.MonkeyPatch) -
     finally:
         taker.port.close()
         owner.close()
+
+
+@NIXL
+def test_a_process_that_used_nixl_ends_in_peace() -> None:
+    """A second libnl in the process, brought by UCX's module for EFA, crashed it at exit."""
+    uses = "from memserve.runtime.links.nixl_agent import Agent; Agent('brief').close()"
+    copies = "print(len({line.split('/')[-1] for line in open('/proc/self/maps') if 'libnl-3' in line}))"
+    env = {name: value for name, value in os.environ.items() if name != "UCX_MODULES"}
+    run = subprocess.run(
+        [sys.executable, "-c", f"{uses}; {copies}"], env=env, timeout=60, capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, int(run.stdout) <= 1) == (0, True), run.stderr
 
 
 def descriptors() -> set[int]:

@@ -20,6 +20,12 @@ log = logging.getLogger(__name__)
 _READING = b"reading"
 
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
+_DEFAULTS = {
+    "NIXL_LOG_LEVEL": "WARN",
+    # UCX's module for AWS EFA needs Debian's libefa, and with it a second libnl beside the one in NIXL's wheel: one of
+    # the two then crashes when the process ends (NIXL 1.5). Who has EFA and not the wheel says UCX_MODULES=all.
+    "UCX_MODULES": "^efa",
+}
 
 
 def _module() -> str | None:
@@ -145,7 +151,8 @@ def _new_agent(name: str) -> Any:
     module = _module()
     if module is None:
         raise UserError("the link nixl needs NIXL", hint="pip install 'memserve[nixl]', or use --link shm")
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    for option, value in _DEFAULTS.items():
+        os.environ.setdefault(option, value)
     try:
         api = importlib.import_module(f"{module}._api")
         return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
