@@ -284,7 +284,7 @@ def everybody(cluster: Cluster, prompt: list[int]) -> list[Candidate]:
     return list(dumped.values())
 
 
-@pytest.mark.parametrize("policy", ["least-load", "prompt-tree", "session"])
+@pytest.mark.parametrize("policy", ["least-load", "prompt-tree", "session", "affinity"])
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_few_candidates_are_enough(policy, seed):

@@ -112,7 +112,8 @@ class ClusterConfig:
     caching: Caching = Caching.PD_CACHING_3
     """Who caches, and what travels (MemServe 5.1)."""
     policy: str = "cost"
-    """``least-load``, ``session``, ``prompt-tree`` or ``cost`` (weighs prefix, queue, tier and transfer together)."""
+    """``least-load``, ``session``, ``prompt-tree``, ``cost`` (weighs prefix, queue, tier and transfer together) or
+    ``affinity`` (session, exact hit, longest prefix, least load, in this order)."""
     transfer: TransferMode = TransferMode.BY_REQUEST_AGG
     """How KV goes from prefill to decode."""
     dead_after_ns: int = 5 * NS_PER_S
@@ -133,7 +134,7 @@ class ClusterConfig:
             raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {', '.join(POLICIES)}", param="policy")
 
 
-POLICIES = ("least-load", "session", "prompt-tree", "cost")
+POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity")
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

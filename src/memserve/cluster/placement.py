@@ -34,6 +34,7 @@ _RESPECTS = {
     "session": (_IDLEST,),
     "prompt-tree": (_IDLEST, _LONGEST, _LONGEST_FAIR),
     "cost": (_CHEAPEST, _LONGEST),
+    "affinity": (_IDLEST, _LONGEST_FAIR),
 }
 """What of ``_core.shortlist`` a policy may choose, or compares with."""
 HOLDERS_MAX = 3
