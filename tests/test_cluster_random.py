@@ -292,7 +292,7 @@ def test_every_request_ends_once_with_the_right_tokens(seed: int) -> None:
 def totals() -> dict[str, int]:
     """What happened in a few lives altogether."""
     sums: dict[str, int] = {}
-    for seed in range(24):
+    for seed in range(40):
         counters = live(seed).cluster.stats().counters
         for name, count in [*counters.attempts_failed.items(), ("late", counters.outputs_late)]:
             sums[name] = sums.get(name, 0) + count

@@ -124,6 +124,9 @@ def compare(directory: PrefixDirectory, twin: Twin, paths: list[bytes], holders:
         want = twin.match(path)
         assert directory.match(path) == want
         assert directory.match_array(path).tolist() == [list(row) for row in want]
+        columns, found = directory.match_columns(path, 65_536)
+        assert found == len(want) and columns.shape == (2, 65_536)
+        assert [(k, *columns[:, k].tolist()) for k in columns[0].nonzero()[0].tolist()] == want
 
 
 HOLDERS = [0, 1, 2, 3, 5, 8, 62, 63, 64, 65, 700, 65_535]  # beyond the inline list, around a word's end, the last one

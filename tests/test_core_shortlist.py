@@ -1,4 +1,4 @@
-"""``least_busy`` and ``shortlist`` beside the same thing in a few lines of Python."""
+"""``shortlist`` beside the same thing in a few lines of Python."""
 
 from __future__ import annotations
 
@@ -13,40 +13,73 @@ SMALL = st.integers(0, 5)  # many equals
 
 
 @st.composite
-def crowds(draw):
-    """Numbers, work, matched."""
+def fleets(draw):
+    """A crowd of one or two roles, loads and matches."""
     columns = draw(st.integers(1, 12))
-    rows = draw(st.lists(st.lists(SMALL, min_size=columns, max_size=columns), min_size=4, max_size=4))
-    numbers = sorted(draw(st.sets(st.integers(0, columns - 1), min_size=1)))
-    return np.array(numbers), np.array(rows[:3]), np.array(rows[3])
+    values = draw(st.lists(SMALL, min_size=10 * columns, max_size=10 * columns))
+    loads, matched = np.array(values[: 9 * columns]).reshape(3, 3, columns), np.array(values[9 * columns :])
+    everybody = st.sets(st.integers(0, columns - 1), min_size=1)
+    first = sorted(draw(everybody))
+    second = sorted(draw(everybody) - set(first))
+    prices = st.tuples(*[st.integers(-3, 3)] * 4)
+    crowd = [(np.array(numbers), draw(prices)) for numbers in (first, second) if numbers]
+    return crowd, loads, matched
 
 
-@given(crowds(), st.tuples(*[st.integers(-3, 3)] * 4), st.integers(-1, 10))
-def test_the_best_in_each_respect(crowd, prices, limit):
-    numbers, work, matched = crowd
-    busy = {k: int(work[0][k] + work[2][k]) for k in numbers.tolist()}
-    price = {k: float(np.dot(prices, [*work[:, k], matched[k]])) for k in busy}
-    idlest, cheapest = min(busy, key=busy.get), min(price, key=price.get)
-    longest = min(busy, key=lambda k: (-matched[k], busy[k]))
-    fair = min((k for k in busy if busy[k] <= limit), key=lambda k: (-matched[k], busy[k]), default=idlest)
-    assert _core.shortlist(numbers, work, matched, prices, limit) == (idlest, cheapest, longest, fair)
-    least = min(busy, key=busy.get)
-    assert _core.least_busy(numbers, work) == (least, busy[least])
+def work_of(loads, number):
+    """The larger of what was sent, and what was reported with what was sent since."""
+    own, reported, since = loads[:, :, number]
+    return np.maximum(own, reported + since).tolist()
+
+
+def twin(crowd, loads, matched, favourites, respects, overload, all_of):
+    """Numbers only."""
+    busy = {k: work_of(loads, k)[0] + work_of(loads, k)[2] for numbers, _ in crowd for k in numbers.tolist()}
+    if all(len(numbers) <= all_of for numbers, _ in crowd):
+        return list(busy)
+    limit = overload[0] * min(busy.values()) + overload[1]
+    chosen = {}
+    for numbers, prices in crowd:
+        those = numbers.tolist()
+        price = {k: float(np.dot(prices, [*work_of(loads, k), matched[k]])) for k in those}
+        idlest, cheapest = min(those, key=busy.get), min(those, key=price.get)
+        longest = min(those, key=lambda k: (-matched[k], busy[k]))
+        fair = min((k for k in those if busy[k] <= limit), key=lambda k: (-matched[k], busy[k]), default=idlest)
+        best = idlest, cheapest, longest, fair
+        chosen.update(dict.fromkeys(best[respect] for respect in respects))
+        chosen.update(dict.fromkeys(known for known in favourites if known in those))
+    return list(chosen)
+
+
+@given(
+    fleets(),
+    st.lists(st.integers(-1, 14), max_size=3),
+    st.lists(st.integers(0, 3), max_size=4),
+    st.tuples(st.integers(0, 2), st.integers(-1, 5)),
+    st.integers(0, 4),
+)
+def test_the_best_in_each_respect(fleet, favourites, respects, overload, all_of):
+    crowd, loads, matched = fleet
+    rows = _core.shortlist(crowd, loads, matched, favourites, respects, overload, all_of)
+    numbers = twin(crowd, loads, matched, favourites, respects, overload, all_of)
+    assert rows == [(k, *work_of(loads, k)) for k in numbers]
+
+
+def ask(numbers, loads, matched, respects=(0, 1, 2, 3)):
+    """With prices and limits of no interest."""
+    return _core.shortlist([(np.array(numbers, np.int64), (0, 0, 0, 0))], loads, matched, (), respects, (2, 0), 0)
 
 
 @pytest.mark.parametrize("numbers", [[], [3], [-1]])
 def test_numbers_without_a_column_are_refused(numbers):
-    work, matched = np.zeros((3, 3), np.int64), np.zeros(3, np.int64)
-    numbers = np.array(numbers, np.int64)
     with pytest.raises(ValueError):
-        _core.least_busy(numbers, work)
-    with pytest.raises(ValueError):
-        _core.shortlist(numbers, work, matched, (0, 0, 0, 0), 0)
+        ask(numbers, np.zeros((3, 3, 3), np.int64), np.zeros(3, np.int64))
 
 
 def test_shapes_are_checked():
-    work, matched = np.zeros((3, 3), np.int64), np.zeros(2, np.int64)
     with pytest.raises(ValueError):
-        _core.shortlist(np.array([0]), work, matched, (0, 0, 0, 0), 0)
+        ask([0], np.zeros((3, 3, 3), np.int64), np.zeros(2, np.int64))
+    with pytest.raises(ValueError):
+        ask([0], np.zeros((3, 3, 3), np.int64), np.zeros(3, np.int64), respects=(4,))
     with pytest.raises(TypeError):
-        _core.least_busy(np.array([0]), np.zeros((2, 3), np.int64))
+        ask([0], np.zeros((2, 3, 3), np.int64), np.zeros(3, np.int64))

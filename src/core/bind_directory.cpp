@@ -11,6 +11,7 @@ namespace memserve {
 
 namespace {
 
+using MatchColumns = nb::ndarray<nb::numpy, int64_t, nb::shape<2, -1>, nb::c_contig>;
 using MatchArray = nb::ndarray<nb::numpy, int32_t, nb::shape<-1, 3>, nb::c_contig>;
 
 uint32_t valid_holder(int64_t holder) {
@@ -81,6 +82,20 @@ MatchArray as_array(std::span<const PrefixHeld> found) {
   return MatchArray(data, {found.size(), 3}, owner);
 }
 
+// By holder's number: blocks, and those of them in DRAM; and how many have any.
+nb::tuple as_columns(std::span<const PrefixHeld> found, size_t numbers) {
+  auto columns = std::make_unique<int64_t[]>(2 * numbers);  // zeros
+  for (const PrefixHeld& held : found) {
+    const auto at = static_cast<size_t>(held.holder);
+    if (at >= numbers) throw nb::value_error("a holder's number is beyond the columns");
+    columns[at] = held.blocks;
+    columns[numbers + at] = held.dram_blocks;
+  }
+  int64_t* const data = columns.release();
+  const nb::capsule owner(data, [](void* array) noexcept { delete[] static_cast<int64_t*>(array); });
+  return nb::make_tuple(MatchColumns(data, {2, numbers}, owner), found.size());
+}
+
 nb::list dump(const PrefixDirectory& self, int64_t holder) {
   nb::list out;
   for (const DumpedBlock& block : self.dump(valid_holder(holder))) {
@@ -126,6 +141,11 @@ void bind_questions(nb::class_<PrefixDirectory>& c) {
         nb::arg("identities"));
   c.def("match_array", [](PrefixDirectory& self, nb::bytes blocks) { return as_array(self.match(identities(blocks))); },
         nb::arg("identities"));
+  c.def("match_columns",
+        [](PrefixDirectory& self, nb::bytes blocks, size_t numbers) {
+          return as_columns(self.match(identities(blocks)), numbers);
+        },
+        nb::arg("identities"), nb::arg("numbers"));
   c.def("match_tokens",
         [](PrefixDirectory& self, nb::bytes key, nb::bytes name, nb::handle tokens, int64_t block_tokens) {
           return as_list(match_prompt(self, key, name, tokens, block_tokens));

@@ -2,8 +2,15 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <span>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "sequence.h"
 
@@ -12,67 +19,121 @@ namespace memserve {
 namespace {
 
 using Row = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Work = nb::ndarray<const int64_t, nb::shape<3, -1>, nb::c_contig, nb::device::cpu>;
+using Loads = nb::ndarray<const int64_t, nb::shape<3, 3, -1>, nb::c_contig, nb::device::cpu>;
 using Prices = std::tuple<double, double, double, double>;
+using Crowd = std::vector<std::pair<Row, Prices>>;
+using Overload = std::pair<int64_t, int64_t>;
 
-// The columns of the arrays, by instance.
-struct Instances {
-  Instances(const Row& numbers, const Work& work)
-      : numbers(numbers), columns(work.shape(1)), prefill(work.data()), sequences(prefill + columns),
-        context(sequences + columns) {
-    if (numbers.shape(0) == 0) throw nb::value_error("no instances to choose from");
-    for (size_t i = 0; i < numbers.shape(0); ++i) {
-      if (numbers(i) < 0 || static_cast<size_t>(numbers(i)) >= columns) throw nb::value_error("a number has no column");
-    }
-  }
-  int64_t busy(int64_t at) const { return prefill[at] + context[at]; }
+constexpr size_t kFair = 3;  // the last of the respects
 
-  const Row& numbers;
-  size_t columns;
-  const int64_t *prefill, *sequences, *context;
+struct Work {
+  int64_t prefill, sequences, context;
+  int64_t busy() const { return prefill + context; }
 };
 
-std::pair<int64_t, int64_t> least_busy(const Row& numbers, const Work& work) {
-  const Instances all(numbers, work);
-  int64_t best = numbers(0);
-  for (size_t i = 1; i < numbers.shape(0); ++i) {
-    if (all.busy(numbers(i)) < all.busy(best)) best = numbers(i);
+// The columns of the loads, by instance: own, reported, since; each of queue, sequences, contexts.
+class Table {
+ public:
+  explicit Table(const Loads& loads) : columns(loads.shape(2)), data_(loads.data()) {}
+
+  Work operator[](int64_t at) const { return {of(0, at), of(1, at), of(2, at)}; }
+
+  const size_t columns;
+
+ private:
+  int64_t of(size_t kind, int64_t at) const {
+    const auto value = [&](size_t table) { return data_[(3 * table + kind) * columns + static_cast<size_t>(at)]; };
+    return std::max(value(0), value(1) + value(2));
   }
-  return {best, all.busy(best)};
+  const int64_t* data_;
+};
+
+std::span<const int64_t> span_of(const Row& row) { return {row.data(), row.shape(0)}; }
+
+void check_numbers(std::span<const int64_t> numbers, size_t columns) {
+  if (numbers.empty()) throw nb::value_error("no instances to choose from");
+  for (const int64_t at : numbers) {
+    if (at < 0 || static_cast<size_t>(at) >= columns) throw nb::value_error("a number has no column");
+  }
 }
 
-// Instances later in `numbers` must be better to take a place.
-std::tuple<int64_t, int64_t, int64_t, int64_t> shortlist(const Row& numbers, const Work& work, const Row& matched,
-                                                         const Prices& prices, int64_t limit) {
-  const Instances all(numbers, work);
-  if (matched.shape(0) != all.columns) throw nb::value_error("one matched length a column is needed");
+// The best of one role in each respect; instances later in `numbers` must be better to take a place.
+std::array<int64_t, 4> best_of(std::span<const int64_t> numbers, const Table& table, std::span<const int64_t> matched,
+                               const Prices& prices, int64_t limit) {
   const auto [queued, sequence, context, cached] = prices;
-  const auto price = [&](int64_t at) {
-    return queued * static_cast<double>(all.prefill[at]) + sequence * static_cast<double>(all.sequences[at]) +
-           context * static_cast<double>(all.context[at]) + cached * static_cast<double>(matched(at));
+  struct Best {
+    int64_t at, busy, matched;
   };
-  const auto is_longer = [&](int64_t at, int64_t other) {
-    return matched(at) > matched(other) || (matched(at) == matched(other) && all.busy(at) < all.busy(other));
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  Best idlest{-1, kMost, 0}, longest{-1, kMost, -1}, fair{-1, kMost, -1};
+  int64_t cheapest = -1;
+  double cheapest_price = 0;
+  const auto is_longer = [](const Best& one, const Best& other) {
+    return one.matched > other.matched || (one.matched == other.matched && one.busy < other.busy);
   };
-  int64_t idlest = numbers(0), cheapest = idlest, longest = idlest, fair = -1;
-  double cheapest_price = price(cheapest);
-  for (size_t i = 0; i < numbers.shape(0); ++i) {
-    const int64_t at = numbers(i);
-    const double at_price = price(at);
-    if (all.busy(at) < all.busy(idlest)) idlest = at;
-    if (at_price < cheapest_price) cheapest = at, cheapest_price = at_price;
-    if (is_longer(at, longest)) longest = at;
-    if (all.busy(at) <= limit && (fair < 0 || is_longer(at, fair))) fair = at;
+  for (const int64_t at : numbers) {
+    const Work work = table[at];
+    const Best here{at, work.busy(), matched[static_cast<size_t>(at)]};
+    const double price = queued * static_cast<double>(work.prefill) + sequence * static_cast<double>(work.sequences) +
+                         context * static_cast<double>(work.context) + cached * static_cast<double>(here.matched);
+    if (here.busy < idlest.busy) idlest = here;
+    if (cheapest < 0 || price < cheapest_price) cheapest = at, cheapest_price = price;
+    if (is_longer(here, longest)) longest = here;
+    if (here.busy <= limit && is_longer(here, fair)) fair = here;
   }
-  return {idlest, cheapest, longest, fair < 0 ? idlest : fair};
+  return {idlest.at, cheapest, longest.at, fair.at < 0 ? idlest.at : fair.at};
+}
+
+int64_t least_busy(const Crowd& crowd, const Table& table) {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const auto& [numbers, prices] : crowd) {
+    for (const int64_t at : span_of(numbers)) least = std::min(least, table[at].busy());
+  }
+  return least;
+}
+
+nb::list shortlist(const Crowd& crowd, const Loads& loads, const Row& matched, const std::vector<int64_t>& favourites,
+                   const std::vector<size_t>& respects, const Overload& overload, size_t all_of) {
+  const Table table(loads);
+  if (matched.shape(0) != table.columns) throw nb::value_error("one matched length a column is needed");
+  if (std::ranges::any_of(respects, [](size_t respect) { return respect > kFair; })) {
+    throw nb::value_error("respects are 0 to 3");
+  }
+  bool few = true;
+  const bool by_limit = std::ranges::find(respects, kFair) != respects.end();
+  for (const auto& [numbers, prices] : crowd) {
+    check_numbers(span_of(numbers), table.columns);
+    few = few && numbers.shape(0) <= all_of;
+  }
+  std::vector<int64_t> chosen;
+  const auto choose = [&](int64_t at) {
+    if (std::ranges::find(chosen, at) == chosen.end()) chosen.push_back(at);
+  };
+  const int64_t limit = by_limit && !few ? overload.first * least_busy(crowd, table) + overload.second : 0;
+  for (const auto& [numbers, prices] : crowd) {
+    if (few) {
+      chosen.insert(chosen.end(), numbers.data(), numbers.data() + numbers.shape(0));
+      continue;
+    }
+    const auto best = best_of(span_of(numbers), table, span_of(matched), prices, limit);
+    for (const size_t respect : respects) choose(best[respect]);
+    for (const int64_t known : favourites) {
+      if (std::ranges::binary_search(span_of(numbers), known)) choose(known);
+    }
+  }
+  nb::list rows;
+  for (const int64_t at : chosen) {
+    const auto [prefill, sequences, context] = table[at];
+    rows.append(nb::make_tuple(at, prefill, sequences, context));
+  }
+  return rows;
 }
 
 }  // namespace
 
 void bind_shortlist(nb::module_& m) {
-  m.def("least_busy", &least_busy, nb::arg("numbers"), nb::arg("work"));
-  m.def("shortlist", &shortlist, nb::arg("numbers"), nb::arg("work"), nb::arg("matched"), nb::arg("prices"),
-        nb::arg("limit"));
+  m.def("shortlist", &shortlist, nb::arg("crowd"), nb::arg("loads"), nb::arg("matched"), nb::arg("favourites"),
+        nb::arg("respects"), nb::arg("overload"), nb::arg("all_of"));
 }
 
 }  // namespace memserve

@@ -317,6 +317,11 @@ class PrefixDirectory:
         """
     def match_array(self, identities: bytes) -> NDArray[np.int32]:
         """The same as rows of an array ``[holders, 3]``: a tenth of the time where there are a thousand."""
+    def match_columns(self, identities: bytes, numbers: int) -> tuple[NDArray[np.int64], int]:
+        """The same as ``[2, numbers]``, blocks and DRAM blocks by holder; and how many have any of it.
+
+        ``ValueError``: a holder's number is not below ``numbers``.
+        """
     def match_tokens(self, key: bytes, namespace: bytes, tokens: Ids, block_tokens: int) -> list[tuple[int, int, int]]:
         """``match(block_identities(key, namespace, tokens, block_tokens))``, hashing no further than it must."""
     def match_tokens_array(self, key: bytes, namespace: bytes, tokens: Ids, block_tokens: int) -> NDArray[np.int32]:
@@ -338,23 +343,24 @@ class PrefixDirectory:
         """When the next speculative block is due."""
     def check_invariants(self) -> None: ...
 
-def least_busy(numbers: NDArray[np.int64], work: NDArray[np.int64]) -> tuple[int, int]:
-    """The instance of ``numbers`` with the least work, the first of equals, and how much that is.
-
-    ``work``: ``[3, n]``, for each instance the tokens of its queue, its sequences, the tokens of their contexts; work
-    is queue and contexts. ``ValueError``: no numbers, or such as have no column.
-    """
-
 def shortlist(
-    numbers: NDArray[np.int64],
-    work: NDArray[np.int64],
+    crowd: Sequence[tuple[NDArray[np.int64], tuple[float, float, float, float]]],
+    loads: NDArray[np.int64],
     matched: NDArray[np.int64],
-    prices: tuple[float, float, float, float],
-    limit: int,
-) -> tuple[int, int, int, int]:
-    """Of the instances ``numbers`` the best in each of four respects, the first of equals.
+    favourites: Sequence[int],
+    respects: Sequence[int],
+    overload: tuple[int, int],
+    all_of: int,
+) -> list[tuple[int, int, int, int]]:
+    """Of very many instances the few worth a look: ``(number, queue, sequences, context)`` of each, once.
 
-    The least work; the lowest price, which is ``prices`` times queue, sequences, context, ``matched`` (``[n]``); the
-    longest match, of equal ones the least work; and that among those with no more work than ``limit`` (if there are
-    none, the least work).
+    ``crowd``: for each role the numbers of its instances, in order, and prices. ``loads``: ``[3, 3, n]``, of each
+    instance what was sent there, what it reported, and what was sent since, each of them tokens queued, sequences,
+    tokens of their contexts; what it has is the first, or the sum of the others if that is more. ``matched``: ``[n]``.
+
+    Of each role these are ``respects``, the first of equals: 0, the least work, which is queue and contexts; 1, the
+    lowest price, which is the prices times queue, sequences, context and matched; 2, the longest match, of equal ones
+    the least work; 3, that among those with no more work than ``overload``, a factor and a summand on the crowd's
+    least (there is none: 0). Then the ``favourites`` that are of that role. When no role has more than ``all_of``, all
+    of them are given. ``ValueError``: a role without numbers, or such as have no column.
     """

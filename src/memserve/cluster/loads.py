@@ -55,12 +55,13 @@ class LoadTable:
         "is_open",
         "role",
         "room_blocks",
+        "tables",
     )
 
     def __init__(self) -> None:
-        self._own = np.zeros((3, 8), np.int64)
-        self._reported = np.zeros((3, 8), np.int64)
-        self._since = np.zeros((3, 8), np.int64)
+        #: own, reported, since; by kind of work; by number
+        self.tables: Ints = np.zeros((3, 3, 8), np.int64)
+        self._own, self._reported, self._since = self.tables
         self._beats = np.zeros(8, np.int64)
         #: code of the role in ``ROLES``
         self.role = np.full(8, _NOBODY, np.int8)
@@ -140,19 +141,14 @@ class LoadTable:
         else:
             np.maximum(self._reported[:, number] - charge.work, 0, out=self._reported[:, number])
 
-    def work(self) -> Ints:
-        """Shape ``[3, len(self)]``: prefill tokens, sequences, context tokens of each instance."""
-        taken: Ints = np.maximum(self._own, self._reported + self._since)
-        return taken
-
-    def context_sent(self) -> Ints:
-        """Context tokens that were sent to each instance since its last heartbeat: they are not in ``room_blocks``."""
-        sent: Ints = self._since[2]
-        return sent
+    def context_sent(self, number: int) -> int:
+        """Context tokens that were sent there since its last heartbeat: they are not in ``room_blocks``."""
+        return int(self._since[2, number])
 
     def work_of(self, number: int) -> Work:
-        """One instance's column of :meth:`work`."""
-        return Work(*self.work()[:, number].tolist())
+        """What an instance has to do, as far as is known."""
+        known = np.maximum(self._own[:, number], self._reported[:, number] + self._since[:, number])
+        return Work(*known.tolist())
 
     def own_of(self, number: int) -> Work:
         """What was charged and not discharged."""
@@ -160,10 +156,8 @@ class LoadTable:
 
     def _grow(self) -> None:
         old = len(self)
-        self._own, self._reported, self._since = (
-            np.concatenate((table, np.zeros((3, old), np.int64)), axis=1)
-            for table in (self._own, self._reported, self._since)
-        )
+        self.tables = np.concatenate((self.tables, np.zeros((3, 3, old), np.int64)), axis=2)
+        self._own, self._reported, self._since = self.tables
         self._beats = np.concatenate((self._beats, np.zeros(old, np.int64)))
         self.role = np.concatenate((self.role, np.full(old, _NOBODY, np.int8)))
         self.is_open = np.concatenate((self.is_open, np.zeros(old, np.bool_)))

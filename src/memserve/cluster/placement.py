@@ -22,7 +22,7 @@ from memserve.cluster.trees import Matches, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Holder
 from memserve.policy.candidates import Ask, Candidate, Holding, Route, RoutingCosts
-from memserve.policy.routing import OVERLOAD_FACTOR, OVERLOAD_TOKENS, route, teams
+from memserve.policy.routing import OVERLOAD_FACTOR, OVERLOAD_TOKENS, POLICY, teams
 from memserve.policy.weighing import slopes
 from memserve.types import Caching, Role, Tier
 
@@ -37,6 +37,7 @@ _RESPECTS = {
     "affinity": (_IDLEST, _LONGEST_FAIR),
 }
 """What of ``_core.shortlist`` a policy may choose, or compares with."""
+_FREE = (0.0, 0.0, 0.0, 0.0)
 HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
 
@@ -86,10 +87,8 @@ class Placer:
         matches = self._trees.match(self._identities(job), len(self._loads))
         prompt_tokens += max(len(tokens) for tokens in job.emitted)
         ask = self._ask(job, prompt_tokens, matches)
-        candidates = self._candidates(ask, crowds, matches)
-        decided = route(self._config.policy, ask, candidates, self.costs)
-        if decided is None:
-            return None
+        first_of, *decoders = self._candidates(ask, crowds, matches)
+        decided = POLICY[self._config.policy](ask, first_of, decoders[0] if decoders else (), self.costs)
         first = self._registry.numbered(decided.first.number)
         decode_at = decided.decode_at and self._registry.numbered(decided.decode_at.number)
         holders = self._holders(ask, decided.first, matches) if first.info.caching else ()
@@ -158,47 +157,24 @@ class Placer:
             return blocks
         return np.where(self._loads.role[: len(blocks)] == ROLE_CODE[Role.DECODE], 0, blocks)
 
-    def _candidates(self, ask: Ask, crowds: list[Crowd], matches: Matches) -> list[Candidate]:
-        """Those worth a look."""
-        loads, block_tokens = self._loads, self._block_tokens()
-        work = loads.work()
-        matched = matches.blocks * block_tokens
-        some = [number for crowd in crowds for number in self._promising(ask, crowd, work, matched)]
-        at = np.array(some)
-        room = loads.room_blocks[at] * block_tokens - loads.context_sent()[at]
-        columns = (*work[:, at].tolist(), room.tolist(), matched[at].tolist(), matches.dram_blocks[at].tolist())
-        return [self._candidate(block_tokens, *row) for row in zip(some, *columns, strict=True)]
+    def _candidates(self, ask: Ask, crowds: list[Crowd], matches: Matches) -> list[list[Candidate]]:
+        """Those worth a look, of each crowd."""
+        respects = _RESPECTS[self._config.policy]
+        prices = slopes(ask, self.costs).per_block(self._block_tokens()) if _CHEAPEST in respects else None
+        overload = OVERLOAD_FACTOR, OVERLOAD_TOKENS
+        found = []
+        for crowd in crowds:
+            priced = [(numbers, prices.of(role) if prices else _FREE) for role, numbers in crowd]
+            rows = _core.shortlist(
+                priced, self._loads.tables, matches.blocks, ask.favourites, respects, overload, ALL_OF
+            )
+            found.append([self._candidate(matches, *row) for row in rows])
+        return found
 
-    def _promising(self, ask: Ask, crowd: Crowd, work: Ints, matched: Ints) -> list[int]:
-        """Numbers of those of a crowd who may be the best of it."""
-        if all(len(numbers) <= ALL_OF for _, numbers in crowd):
-            return [number for _, numbers in crowd for number in numbers.tolist()]
-        least = min(_core.least_busy(numbers, work)[1] for _, numbers in crowd)
-        limit = OVERLOAD_FACTOR * least + OVERLOAD_TOKENS
-        prices, respects = slopes(ask, self.costs), _RESPECTS[self._config.policy]
-        chosen: dict[int, None] = {}
-        for role, numbers in crowd:
-            best = _core.shortlist(numbers, work, matched, prices.of(role), limit)
-            chosen.update(dict.fromkeys(best[respect] for respect in respects))
-            for known in ask.favourites:
-                at = int(numbers.searchsorted(known))
-                if at < len(numbers) and numbers[at] == known:
-                    chosen[known] = None
-        return list(chosen)
-
-    def _candidate(
-        self,
-        block_tokens: int,
-        number: int,
-        prefill: int,
-        sequences: int,
-        context: int,
-        room: int,
-        matched: int,
-        dram_blocks: int,
-    ) -> Candidate:
-        info = self._registry.numbered(number).info
-        dram = dram_blocks * block_tokens
+    def _candidate(self, matches: Matches, number: int, prefill: int, sequences: int, context: int) -> Candidate:
+        info, loads, block_tokens = self._registry.numbered(number).info, self._loads, self._block_tokens()
+        room = int(loads.room_blocks[number]) * block_tokens - loads.context_sent(number)
+        matched, dram = int(matches.blocks[number]) * block_tokens, int(matches.dram_blocks[number]) * block_tokens
         return Candidate(
             number, info.peer.name, info.role, info.host_id, True, prefill, sequences, context, room, matched, dram
         )
@@ -209,15 +185,14 @@ class Placer:
             return ()
         block_tokens = self._block_tokens()
         blocks, dram = self._lent(matches.blocks), matches.dram_blocks
-        more = np.flatnonzero(blocks > first.matched_tokens // block_tokens)
-        if len(more) > HOLDERS_MAX:
-            order = np.lexsort((more, dram[more] > 0, -blocks[more]))
-            more = more[order[:HOLDERS_MAX]]
-        return tuple(
-            Holder(
-                self._registry.numbered(number).peer,
-                int(blocks[number]) * block_tokens,
-                Tier.DRAM if dram[number] else Tier.HBM,
-            )
-            for number in sorted(more.tolist(), key=lambda k: (-blocks[k], dram[k] > 0, k))
-        )
+        rank = 2 * blocks - (dram > 0)
+        holders: list[Holder] = []
+        while len(holders) < HOLDERS_MAX:
+            number = int(rank.argmax())
+            tokens = int(blocks[number]) * block_tokens
+            if rank[number] < 0 or tokens <= first.matched_tokens:
+                break
+            rank[number] = -1
+            tier = Tier.DRAM if dram[number] else Tier.HBM
+            holders.append(Holder(self._registry.numbered(number).peer, tokens, tier))
+        return tuple(holders)

@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from memserve import _core
 from memserve.cluster.loads import Ints
 from memserve.cluster.report import Counters
@@ -187,14 +185,8 @@ class Trees:
 
     def match(self, identities: bytes, numbers: int) -> Matches:
         """Who has how much of a prompt; ``numbers``: length of the arrays."""
-        dense: Ints = np.zeros((2, numbers), np.int64)
-        found = self.directory.match_array(identities) if identities else ()
-        count = len(found)
-        if count:
-            rows = np.asarray(found).T  # by holder: if the last one's number is count - 1, nobody is missing before it
-            where = slice(count) if rows[0, -1] == count - 1 else rows[0]
-            dense[:, where] = rows[1:]
-        return Matches(dense[0], dense[1], count)
+        columns, holders = self.directory.match_columns(identities, numbers)
+        return Matches(columns[0], columns[1], holders)
 
     def expect(self, number: int, identities: bytes, now: int) -> None:
         """These blocks were sent there to be computed or decoded."""

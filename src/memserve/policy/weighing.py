@@ -8,6 +8,7 @@ decoder   the steps to come, with what decodes there already
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from memserve.policy.candidates import Ask, Candidate, Route, RoutingCosts
@@ -21,17 +22,13 @@ DECODE_WINDOW = 16
 class FirstCost(NamedTuple):
     """Expected time until an instance has computed the prompt. Fetching goes on while others are computed."""
 
+    total_ns: int
     queue_ns: int
     fetch_ns: int
     swap_ns: int
     prefill_ns: int
     reused_tokens: int
     """Not computed: own, or fetched."""
-
-    @property
-    def total_ns(self) -> int:
-        """All of it."""
-        return max(self.queue_ns, self.fetch_ns) + self.swap_ns + self.prefill_ns
 
 
 def first_cost(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> FirstCost:
@@ -40,23 +37,24 @@ def first_cost(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> FirstCost
     queue_ns = _queue_ns(ask, candidate, costs)
     own = min(candidate.matched_tokens, last)
     hbm = min(candidate.matched_tokens - candidate.dram_tokens, last)
-    best = FirstCost(queue_ns, 0, 0, costs.prefill_ns(prompt - hbm, hbm), hbm)
+    ways = [(0, 0, hbm)]
     swap_ns = 0
     if own > hbm:
         swap_ns = costs.swap_in_ns((own - hbm) * ask.token_bytes)
-        best = _cheaper(best, FirstCost(queue_ns, 0, swap_ns, costs.prefill_ns(prompt - own, own), own))
+        ways.append((0, swap_ns, own))
     for holding in ask.holdings:
         there = min(holding.tokens, last)
         if there > own and holding.number != candidate.number:
             same_host = _same_host(holding.host_id, candidate.host_id)
-            fetch_ns = costs.transfer_ns((there - own) * ask.token_bytes, same_host)
-            fetched = FirstCost(queue_ns, fetch_ns, swap_ns, costs.prefill_ns(prompt - there, there), there)
-            best = _cheaper(best, fetched)
-    return best
+            ways.append((costs.transfer_ns((there - own) * ask.token_bytes, same_host), swap_ns, there))
+    found = []
+    for fetch, swap, reused in ways:
+        prefill_ns = costs.prefill_ns(prompt - reused, reused)
+        found.append((max(queue_ns, fetch) + swap + prefill_ns, queue_ns, fetch, swap, prefill_ns, reused))
+    return FirstCost(*min(found, key=_total))  # of equals the first, which moves least
 
 
-def _cheaper(one: FirstCost, other: FirstCost) -> FirstCost:
-    return other if other.total_ns < one.total_ns else one
+_total = itemgetter(0)
 
 
 class _Remembered:
@@ -73,15 +71,17 @@ class _Remembered:
 
     def prefill_ns(self, new_tokens: int, context_tokens: int) -> int:
         key = new_tokens, context_tokens
-        if key not in self._prefill:
-            self._prefill[key] = self._costs.prefill_ns(new_tokens, context_tokens)
-        return self._prefill[key]
+        known = self._prefill.get(key)
+        if known is None:
+            known = self._prefill[key] = self._costs.prefill_ns(new_tokens, context_tokens)
+        return known
 
     def transfer_ns(self, copy_bytes: int, same_host: bool) -> int:
         key = copy_bytes, same_host
-        if key not in self._transfer:
-            self._transfer[key] = self._costs.transfer_ns(copy_bytes, same_host)
-        return self._transfer[key]
+        known = self._transfer.get(key)
+        if known is None:
+            known = self._transfer[key] = self._costs.transfer_ns(copy_bytes, same_host)
+        return known
 
 
 def _same_host(one: str, other: str) -> bool:
@@ -106,24 +106,14 @@ def decode_cost_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
     return steps * step_ns
 
 
-class _Decoder(NamedTuple):
-    """A candidate for decoding, with its costs."""
-
-    candidate: Candidate
-    decode_ns: int
-    near_ns: int  # transfer of what it lacks, from the same host
-    far_ns: int
-
-
-def _decoder(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> _Decoder:
+def _decoder_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
+    """Decoding there, with what is before it: prompts that it computes, and swapping in."""
     decode_ns = decode_cost_ns(ask, candidate, costs)
     if candidate.prefill_tokens:
         decode_ns += candidate.prefill_tokens * costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
     if candidate.dram_tokens:
         decode_ns += costs.swap_in_ns(candidate.dram_tokens * ask.token_bytes)
-    lacking_bytes = max(0, ask.prompt_tokens - candidate.matched_tokens) * ask.token_bytes
-    near_ns, far_ns = costs.transfer_ns(lacking_bytes, True), costs.transfer_ns(lacking_bytes, False)
-    return _Decoder(candidate, decode_ns, near_ns, far_ns)
+    return decode_ns
 
 
 class Weighed(NamedTuple):
@@ -139,7 +129,7 @@ class Weighed(NamedTuple):
 def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> list[Weighed]:
     """Every pair, and everyone who would do all of it alone."""
     costs = _Remembered(costs)
-    ready = [_decoder(ask, candidate, costs) for candidate in decoders]
+    ready = [(candidate, _decoder_ns(ask, candidate, costs)) for candidate in decoders]
     weighed = []
     for candidate in first:
         cost = first_cost(ask, candidate, costs)
@@ -147,8 +137,9 @@ def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], c
         if candidate.role is not Role.PREFILL or not ready:
             weighed.append(Weighed(total_ns + decode_cost_ns(ask, candidate, costs), candidate, None, cost, 0))
             continue
-        for decoder, decode_ns, near_ns, far_ns in ready:
-            transfer_ns = near_ns if _same_host(candidate.host_id, decoder.host_id) else far_ns
+        for decoder, decode_ns in ready:
+            lacking_bytes = max(0, ask.prompt_tokens - decoder.matched_tokens) * ask.token_bytes
+            transfer_ns = costs.transfer_ns(lacking_bytes, _same_host(candidate.host_id, decoder.host_id))
             weighed.append(Weighed(total_ns + transfer_ns + decode_ns, candidate, decoder, cost, transfer_ns))
     return weighed
 
@@ -164,13 +155,19 @@ class Slopes(NamedTuple):
     """Each token in their contexts."""
     transfer: float
     """Each token that is lacking where it will be decoded."""
+    cached: float = 1.0
+    """Tokens in a unit of what is cached."""
+
+    def per_block(self, block_tokens: int) -> Slopes:
+        """The same where cached prefixes are counted in blocks."""
+        return self._replace(cached=float(block_tokens))
 
     def of(self, role: Role) -> tuple[float, float, float, float]:
-        """For a token in the queue, a sequence, a token of context, and a token of the prompt that is cached there."""
+        """For a token in the queue, a sequence, a token of context, and a unit of the prompt that is cached there."""
         if role is Role.PREFILL:
-            return self.prefill, 0.0, 0.0, -self.prefill
+            return self.prefill, 0.0, 0.0, -self.prefill * self.cached
         saved = self.transfer if role is Role.DECODE else self.prefill
-        return self.prefill, self.sequence, self.context, -saved
+        return self.prefill, self.sequence, self.context, -saved * self.cached
 
 
 def slopes(ask: Ask, costs: RoutingCosts) -> Slopes:
@@ -201,7 +198,7 @@ def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], co
 
 
 def _cost_reason(ask: Ask, best: Weighed) -> str:
-    queue_ns, fetch_ns, swap_ns, prefill_ns, reused_tokens = best.first_cost
+    _, queue_ns, fetch_ns, swap_ns, prefill_ns, reused_tokens = best.first_cost
     spent = (("queue", queue_ns), ("fetch", fetch_ns), ("swap in", swap_ns), ("prefill", prefill_ns))
     listed = ", ".join([f"{name} {ns / NS_PER_MS:.1f}" for name, ns in (*spent, ("transfer", best.transfer_ns)) if ns])
     where = f"{best.first.name} to {best.decode_at.name}" if best.decode_at else best.first.name
