@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from cluster_device import LAYERS, PagedDevice
 from instance_world import VOCAB, config, lone_beams
 from memserve.instance.actions import CancelPulls, EmitTokens, PullPages, RejectRequest, RunStep, SealPages, Send
 from memserve.instance.events import ClockTicked, LayerFinished, MessageArrived, PagesPulled
@@ -27,9 +26,10 @@ from memserve.messages import (
     Tokens,
     Welcome,
 )
+from memserve.sim.fuzz.truth import lone_tokens
+from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
 from memserve.types import FinishReason, KVGeometry, Role, Tier, TransferMode
 from memserve.units import NS_PER_S
-from null_device import lone_tokens
 
 BLOCK = 4
 GEOMETRY = KVGeometry(LAYERS, 1, 1, 1, "float32", BLOCK)
@@ -47,7 +47,7 @@ class Member:
     def __init__(self, fleet, name, cfg, generation=1):
         self.fleet, self.cfg, self.peer = fleet, cfg, Peer(name, generation)
         self.machine = Instance(cfg, BLOCK, me=self.peer, geometry=GEOMETRY)
-        self.device = PagedDevice(BLOCK, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB)
+        self.device = TruthDevice(BLOCK, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB)
         self.plans, self.jobs = deque(), deque()
         self.void, self.layers_told = set(), 0
         self.tells_layers = True
@@ -101,8 +101,7 @@ class Member:
             self.plans.popleft()
             self.layers_told = 0
             self.void.update(later.step_id for later in self.plans)
-            self.device._begun.pop(plan.step_id, None)  # maybe half of its layers are there
-            self.device._late = None
+            self.device.abandon_layers(plan)
             return self.post(self.device.fail(plan, fail))
         if plan.report_layers and self.tells_layers and self.layers_told < LAYERS and plan.step_id not in self.void:
             self.device.finish_layer(plan, self.layers_told)

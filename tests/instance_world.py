@@ -12,8 +12,10 @@ from memserve.instance.events import RequestArrived, StepFailed
 from memserve.instance.machine import Instance
 from memserve.mempool.pool import BlockPool
 from memserve.policy.preemption import PreemptionCosts
+from memserve.sim.fuzz.literal_device import LiteralDevice
+from memserve.sim.fuzz.truth import lone_beams as beams_of
+from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason, Request, SamplingParams, StopParams, Tier
-from null_device import NullDevice, lone_candidates, lone_tokens
 from pool_twin import TwinPool
 
 VOCAB = 12
@@ -54,38 +56,9 @@ def config(
     )
 
 
-def lone_beams(req, context, vocab=VOCAB):
-    """Beam search as one would write it down, for one request alone: list of (tokens, cumulative logprob, reason)."""
-    width, stops = req.beam_width, set(req.stop.stop_token_ids)
-    limit = min(req.stop.max_tokens, context - len(req.prompt))
-    wanted = width * max(2, 1 + len(stops))
-    live, done = [((), 0.0)], []
-    while True:
-        pool = []
-        for tokens, total in live:
-            for token, logprob in lone_candidates([*req.prompt, *tokens], wanted, vocab):
-                pool.append(((*tokens, token), total + logprob))
-        pool.sort(key=lambda entry: -entry[1])
-        following = []
-        for place, (tokens, total) in enumerate(pool[:wanted]):
-            score = total / len(tokens) ** req.length_penalty
-            if tokens[-1] in stops and len(tokens) >= req.stop.min_tokens:
-                if place < width:
-                    done.append((score, tokens, total, FinishReason.STOP))
-            elif len(following) < width:
-                following.append((tokens, total))
-        if len(following[0][0] if following else ()) >= limit:
-            for tokens, total in following:
-                done.append((total / len(tokens) ** req.length_penalty, tokens, total, FinishReason.LENGTH))
-            following = []
-        done.sort(key=lambda entry: -entry[0])
-        done = done[:width]
-        if not following:
-            break
-        if len(done) == width and following[0][1] / len(following[0][0]) ** req.length_penalty <= done[-1][0]:
-            break
-        live = following
-    return [(tokens, total, reason) for _, tokens, total, reason in done[: req.n]]
+def lone_beams(req, context):
+    """What a beam search gets when it is alone in the world."""
+    return beams_of(req, context, VOCAB)
 
 
 class World:
@@ -94,7 +67,7 @@ class World:
     def __init__(self, cfg, block_tokens=4, twin=True, costs=None):
         self.cfg, self.block_tokens, self.twin, self.costs = cfg, block_tokens, twin, costs
         self.machine = self.new_machine()
-        self.device = NullDevice(block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB)
+        self.device = LiteralDevice(block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB)
         self.plans = deque()
         self.requests, self.got, self.final, self.rejected = {}, {}, {}, {}
         self.asked_to_end = set()

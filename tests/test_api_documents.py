@@ -24,9 +24,9 @@ from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
 from memserve.instance.machine import Instance
 from memserve.runtime.engine import Engine, EngineStopped
+from memserve.sim.fuzz.literal_device import LiteralDevice
 from memserve.types import TokenArray
 from memserve.units import NS_PER_S
-from null_device import NullDevice
 
 TEXT = "The capital of France is hello hello."
 ASK = [{"role": "user", "content": "Where?"}]
@@ -355,7 +355,7 @@ def test_what_is_pinned_begins_every_conversation(
 # -- with a real engine
 
 
-class LiteralDevice(NullDevice):
+class LiteralDevice(LiteralDevice):
     """As a port of the engine."""
 
     on_layer = None

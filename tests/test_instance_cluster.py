@@ -40,9 +40,9 @@ from memserve.messages import (
     Withdraw,
 )
 from memserve.serving import Send
+from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason, Tier
 from memserve.units import NS_PER_S
-from null_device import lone_tokens
 
 MODES = list(TransferMode)
 

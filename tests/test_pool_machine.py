@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster_network import Clock, Network, Node
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
 from memserve.mempool.addresses import Address
@@ -23,6 +22,9 @@ from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.pool_machine import PoolMachine
 from memserve.runtime.pool_words import Arrived, Call, Lost, Met, Reborn
 from memserve.serving import ClockTicked, MessageArrived, Send
+from memserve.sim.clock import Clock
+from memserve.sim.fuzz.network import FaultyNetwork
+from memserve.sim.network import Node
 from memserve.types import KVGeometry, Role, Tier
 
 MS = 1_000_000
@@ -140,7 +142,7 @@ class PoolWorld:
 
     def __init__(self, seed: int) -> None:
         self.random, self.clock, self.rebirths = Random(seed), Clock(), 0
-        self.network = Network(self.clock, self.random, (MS // 10, 5 * MS))
+        self.network = FaultyNetwork(self.clock, self.random, (MS // 10, 5 * MS))
         self.nodes = [PoolNode(self, name, self.random.randint(6, 14), self.random.choice([0, 4])) for name in "abc"]
         self.verified = self.done = 0
 

@@ -12,8 +12,9 @@ from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.events import StepFailed
 from memserve.instance.machine import Instance
 from memserve.runtime.engine import Engine, EngineStopped, Refusal, Rejected
+from memserve.sim.fuzz.literal_device import LiteralDevice
+from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason, Request, SamplingParams, StopParams
-from null_device import NullDevice, lone_tokens
 
 BLOCK = 4
 VOCAB = 50
@@ -21,7 +22,7 @@ BLOCKS = 40
 WAIT_S = 30
 
 
-class Device(NullDevice):
+class Device(LiteralDevice):
     """The literal device as a port: may be held at a gate, and fails where it is told to."""
 
     def __init__(self):

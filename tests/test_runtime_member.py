@@ -22,15 +22,16 @@ from memserve.runtime import member as member_module
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.router import RouterEngine
+from memserve.sim.fuzz.literal_device import LiteralDevice
+from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason, Request, Role, SamplingParams, StopParams
 from memserve.units import NS_PER_MS
-from null_device import NullDevice, lone_tokens
 
 BLOCK, BLOCKS, VOCAB, WAIT_S = 32, 40, 50, 20.0
 CONFIG = ClusterConfig(dead_after_ns=2000 * NS_PER_MS, unplaced_ns=10_000 * NS_PER_MS)
 
 
-class Device(NullDevice):
+class Device(LiteralDevice):
     """The literal device as a port; each step may be held at a gate."""
 
     def __init__(self) -> None:
@@ -281,7 +282,9 @@ def test_a_machine_that_breaks_ends_the_member_and_its_work_goes_on_elsewhere(ro
     eventually(lambda: it.machine.load().sequences_running)
     node("c2", router.address)
     assert router.wait_for(["c1", "c2"], WAIT_S)
-    monkeypatch.setattr(Device, "run", lambda self, plan: object() if self is it.device else NullDevice.run(self, plan))
+    monkeypatch.setattr(
+        Device, "run", lambda self, plan: object() if self is it.device else LiteralDevice.run(self, plan)
+    )
     it.device.gate.set()  # the machine is told something that is no event
     with pytest.raises(UserError, match="broke"):
         it.member.wait()

@@ -7,15 +7,16 @@ from collections import Counter
 
 import pytest
 
-from cluster_clients import Conversation, Turn
-from cluster_device import PagedDevice
-from cluster_network import Network
-from cluster_scenario import MIXES, MS, Scenario, Setting
+from memserve.sim.fuzz.campaign import play
+from memserve.sim.fuzz.clients import Conversation, Turn
+from memserve.sim.fuzz.network import FaultyNetwork
+from memserve.sim.fuzz.scenario import MIXES, MS, Scenario, Setting
+from memserve.sim.fuzz.truth_device import TruthDevice
+from memserve.sim.fuzz.world import World
 from memserve.types import Caching, TransferMode
-from whole_world import World, play
 
 SEEDS = int(os.environ.get("MEMSERVE_TEST_SEEDS", "1"))
-"""Scenarios of each setting; ``python tests/whole_world.py --seeds 2000`` runs more."""
+"""Scenarios of each setting; ``memserve sim fuzz --seeds 2000`` runs more."""
 
 HERE = "1P1D"
 
@@ -75,8 +76,8 @@ def _expect_failure(match: str, scenario: Scenario) -> None:
 
 def test_a_page_that_nobody_checks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the data port said "fine" to a corrupted page, attention would read it: wrong tokens, or torn layers."""
-    pull = PagedDevice.pull
-    monkeypatch.setattr(PagedDevice, "pull", lambda *args, corrupt: pull(*args, corrupt=True) or True)
+    pull = TruthDevice.pull
+    monkeypatch.setattr(TruthDevice, "pull", lambda *args, corrupt: pull(*args, corrupt=True) or True)
     _expect_failure("instead of|belong together", by_hand(Turn([1, 2, 3], 0), prefix=20))
 
 
@@ -100,8 +101,8 @@ def test_messages_of_one_sender_keep_their_order() -> None:
     """The world's network promises what the mailbox does."""
     world = World(by_hand(Turn([1], 0)))
     arrived: list[int] = []
-    world.router.receive = lambda sender, message: arrived.append(message)  # type: ignore[method-assign]
-    network: Network = world.network
+    world.router.receive = lambda sender, message: arrived.append(message)  # type: ignore[method-assign,assignment]
+    network: FaultyNetwork = world.network
     ways = network.part("p0", "router", "hold", both_ways=True)
     for number in range(20):
         network.send(world.instances[0].peer, world.router.peer, number)  # type: ignore[arg-type]

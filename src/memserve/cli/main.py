@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memserve import __version__
-from memserve.cli import bench, chat, doctor, instance, profile, serve
+from memserve.cli import bench, chat, doctor, instance, profile, serve, sim
 from memserve.errors import InvariantError, UserError
 
 EXIT_FAILED = 1
@@ -31,6 +31,7 @@ app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.command("profile")(profile.profile)
 app.add_typer(bench.app, name="bench")
+app.add_typer(sim.app, name="sim")
 
 
 @app.command()

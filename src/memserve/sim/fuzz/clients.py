@@ -1,7 +1,7 @@
 """The clients of a cluster in virtual time, and the referee of what they get.
 
 A client's conversation is a list of turns; each turn's prompt is everything before it. The referee knows what a request
-gets from an instance that it has for itself (``null_device.lone_tokens``), and holds every output against it at once.
+gets from an instance that it has for itself (``truth``), and holds every output against it at once.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from instance_world import lone_beams
+from memserve.sim.fuzz.truth import lone_beams, lone_tokens, require
 from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
-from null_device import lone_tokens
 
 VOCAB = 12
 
@@ -123,11 +122,11 @@ class Referee:
     def emitted(self, output: TokenOutput, now: int) -> Ask:
         """One output has reached the client."""
         ask = self.asks[output.request_id]
-        assert not ask.lost, f"{output.request_id}: an output of a router that is dead"
+        require(not ask.lost, f"{output.request_id}: an output of a router that is dead")
         key = f"{output.request_id}/{output.index}"
-        assert ask.rejected is None, f"{key}: an output after the rejection"
-        assert output.index not in ask.final, f"{key}: an output after the final one: {output}"
-        assert 0 <= output.index < ask.request.n, f"{key}: no such sequence"
+        require(ask.rejected is None, f"{key}: an output after the rejection")
+        require(output.index not in ask.final, f"{key}: an output after the final one")
+        require(0 <= output.index < ask.request.n, f"{key}: no such sequence")
         got = ask.got.setdefault(output.index, [])
         if output.prompt_logprobs is not None:
             self._judge_prompt_logprobs(ask, output, key)
@@ -136,7 +135,7 @@ class Referee:
         got.extend(output.tokens)
         self.tokens_judged += len(output.tokens)
         if ask.request.sampling.logprobs is not None:
-            assert [entry.token for entry in output.logprobs] == list(output.tokens), f"{key}: logprobs {output}"
+            require([entry.token for entry in output.logprobs] == list(output.tokens), f"{key}: logprobs {output}")
         if output.finish_reason is not None:
             ask.final[output.index] = output.finish_reason
         if ask.request.beam_width:
@@ -151,13 +150,13 @@ class Referee:
     def _judge_cached(self, ask: Ask, output: TokenOutput, key: str) -> None:
         """KV that is reused was computed for the same tenant. The first output of a first attempt tells how much."""
         request, cached = ask.request, output.cached_tokens
-        assert 0 <= cached < len(request.prompt), f"{key}: {cached} cached tokens of {len(request.prompt)}"
+        require(0 <= cached < len(request.prompt), f"{key}: {cached} cached tokens of {len(request.prompt)}")
         if not self.caching or not request.use_cache or request.sampling.prompt_logprobs:
-            assert not cached, f"{key}: {cached} cached tokens, although nothing may be reused"
+            require(not cached, f"{key}: {cached} cached tokens, although nothing may be reused")
         if request.beam_width or dict(output.story).get("attempts", 1) != 1:
             return  # it may find what it has left itself
         known = max((self._shared(ask, other) for other in self.asks.values()), default=0)
-        assert cached <= known, f"{key}: {cached} cached tokens, its tenant has said {known} of them before"
+        require(cached <= known, f"{key}: {cached} cached tokens, its tenant has said {known} of them before")
 
     def _shared(self, ask: Ask, other: Ask) -> int:
         """How many of the prompt's tokens another request of the same tenant begins with: its prompt and its answer,
@@ -177,9 +176,9 @@ class Referee:
     def rejected(self, request_id: str, reason: str, now: int) -> Ask:
         """The request was turned away."""
         ask = self.asks[request_id]
-        assert ask.rejected is None, f"{request_id}: rejected twice"
-        assert not ask.final and not any(ask.got.values()), f"{request_id}: rejected after outputs: {reason}"
-        assert self.excused, f"{request_id}: rejected in a healthy world: {reason}"
+        require(ask.rejected is None, f"{request_id}: rejected twice")
+        require(not ask.final and not any(ask.got.values()), f"{request_id}: rejected after outputs: {reason}")
+        require(self.excused, f"{request_id}: rejected in a healthy world: {reason}")
         ask.rejected, ask.ended_ns = reason, now
         return ask
 
@@ -189,49 +188,49 @@ class Referee:
     def _judge_tokens(self, ask: Ask, output: TokenOutput, key: str, got: list[int]) -> None:
         request, reason = ask.request, output.finish_reason
         expected = ask.expected(output.index, self._limit(request))
-        assert got == expected[: len(got)], f"{key}: {got} instead of {expected}"
+        require(got == expected[: len(got)], f"{key}: {got} instead of {expected}")
         stop = request.stop
         ends = [i for i, token in enumerate(got, 1) if token in stop.stop_token_ids and i >= stop.min_tokens]
         if ends:
-            assert ends == [len(got)], f"{key}: went on behind a stop token: {got}"
-            assert reason in (FinishReason.STOP, FinishReason.CANCELLED, FinishReason.DEADLINE), f"{key}: {reason}"
-        assert len(got) <= self._limit(request), f"{key}: {len(got)} tokens, {self._limit(request)} at most"
+            require(ends == [len(got)], f"{key}: went on behind a stop token: {got}")
+            require(reason in (FinishReason.STOP, FinishReason.CANCELLED, FinishReason.DEADLINE), f"{key}: {reason}")
+        require(len(got) <= self._limit(request), f"{key}: {len(got)} tokens, {self._limit(request)} at most")
         if reason is FinishReason.STOP:
-            assert ends or output.index in ask.stopped, f"{key}: STOP without a reason"
+            require(ends or output.index in ask.stopped, f"{key}: STOP without a reason")
         if reason is FinishReason.LENGTH:
             room = [context - len(request.prompt) for context in self.contexts]
             limits = [min(request.stop.max_tokens, max(1, tokens)) for tokens in room]
-            assert len(got) in limits, f"{key}: LENGTH after {len(got)} tokens, not {limits}"
+            require(len(got) in limits, f"{key}: LENGTH after {len(got)} tokens, not {limits}")
         if reason is None:
-            assert len(got) < self._limit(request), f"{key}: full length, but not finished"
+            require(len(got) < self._limit(request), f"{key}: full length, but not finished")
 
     def _judge_beam(self, ask: Ask, output: TokenOutput, key: str) -> None:
-        assert output.finish_reason is not None, f"{key}: beams are delivered when they are finished"
+        require(output.finish_reason is not None, f"{key}: beams are delivered when they are finished")
         if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         expected = lone_beams(ask.request, self.context_tokens, VOCAB)
         if output.index < len(expected):
             tokens, total, reason = expected[output.index]
-            assert output.tokens == tokens, f"{key}: beam {output.tokens} instead of {tokens}"
-            assert abs((output.cumulative_logprob or 0.0) - total) < 1e-9 and output.finish_reason is reason, key
+            require(output.tokens == tokens, f"{key}: beam {output.tokens} instead of {tokens}")
+            require(abs((output.cumulative_logprob or 0.0) - total) < 1e-9 and output.finish_reason is reason, key)
         else:
-            assert output.tokens == (), key
+            require(output.tokens == (), key)
 
     def _judge_reason(self, ask: Ask, output: TokenOutput, key: str, now: int) -> None:
         reason, deadline_ns = output.finish_reason, ask.request.deadline_ns
         if reason is FinishReason.CANCELLED:
-            assert ask.cancelled, f"{key}: nobody cancelled it"
+            require(ask.cancelled, f"{key}: nobody cancelled it")
         elif reason is FinishReason.DEADLINE:
-            assert deadline_ns is not None and deadline_ns <= now, f"{key}: DEADLINE {deadline_ns} at {now}"
+            require(deadline_ns is not None and deadline_ns <= now, f"{key}: DEADLINE {deadline_ns} at {now}")
         elif reason is FinishReason.ERROR:
-            assert self.excused, f"{key}: ERROR in a healthy world"
+            require(self.excused, f"{key}: ERROR in a healthy world")
 
     @staticmethod
     def _judge_prompt_logprobs(ask: Ask, output: TokenOutput, key: str) -> None:
-        assert not ask.got.get(output.index), f"{key}: prompt logprobs behind the first token"
+        require(not ask.got.get(output.index), f"{key}: prompt logprobs behind the first token")
         entries = output.prompt_logprobs or ()
         wanted = [(int(token), -float(at)) for at, token in enumerate(ask.request.prompt) if at]
-        assert [(e.token, e.logprob) if e else None for e in entries] == [None, *wanted], f"{key}: prompt logprobs"
+        require([(e.token, e.logprob) if e else None for e in entries] == [None, *wanted], f"{key}: prompt logprobs")
 
     # -- the end
 
@@ -241,9 +240,9 @@ class Referee:
             finals = sorted(ask.final)
             if ask.lost:
                 continue
-            assert ask.over, f"{name} hangs: {finals} of {ask.request.n} ended, got {ask.got}"
-            assert finals == ([] if ask.rejected is not None else list(range(ask.request.n))), f"{name}: {finals}"
+            require(ask.over, f"{name} hangs: {finals} of {ask.request.n} ended, got {ask.got}")
+            require(finals == ([] if ask.rejected is not None else list(range(ask.request.n))), f"{name}: {finals}")
             deadline_ns = ask.request.deadline_ns
             if deadline_ns is not None:
                 late_ns = (ask.ended_ns or 0) - deadline_ns
-                assert late_ns <= patience_ns, f"{name}: ended {late_ns / 1e6:.1f} ms after its deadline"
+                require(late_ns <= patience_ns, f"{name}: ended {late_ns / 1e6:.1f} ms after its deadline")

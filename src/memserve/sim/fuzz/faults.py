@@ -6,26 +6,23 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from cluster_scenario import MS, Fault
 from memserve.cluster.events import InstanceDrained
+from memserve.sim.fuzz.scenario import MS, Fault
+from memserve.sim.fuzz.truth import require
 
 if TYPE_CHECKING:
-    from cluster_nodes import InstanceNode
-    from whole_world import World
+    from memserve.sim.fuzz.instances import FuzzedInstance
+    from memserve.sim.fuzz.world import World
 
 
-def striker(world: World, fault: Fault) -> Callable[[], None]:
-    """Does the damage now, and undoes it when its time is over."""
-
-    def strike() -> None:
-        world.referee.excused = True
-        world.happened[fault.kind] += 1
-        world.say(f"FAULT {fault}")
-        undo = _KINDS[fault.kind](world, fault, world.instances[fault.place], Random(fault.seed))
-        if undo is not None:
-            world.clock.after(fault.for_ns, undo)
-
-    return strike
+def strike(world: World, fault: Fault) -> None:
+    """Do the damage now, and undo it when its time is over."""
+    world.referee.excused = True
+    world.happened[fault.kind] += 1
+    world.say(f"FAULT {fault}")
+    undo = _KINDS[fault.kind](world, fault, world.instances[fault.place], Random(fault.seed))
+    if undo is not None:
+        world.clock.after(fault.for_ns, undo)
 
 
 def heal_all(world: World) -> None:
@@ -33,12 +30,13 @@ def heal_all(world: World) -> None:
     for node in world.instances:
         if node.draining:
             continue  # it starts again when it has left
-        assert node.alive and not node.paused, f"{node.peer.name} was not put right"
+        require(node.alive and not node.paused, f"{node.peer.name} was not put right")
         node.fails_next_step = False
-    assert world.network.loss < 1e-9 and not any(world.network.cut.values())
+    whole = world.network.loss < 1e-9 and not any(world.network.cut.values())
+    require(whole, "the network was not put right")
 
 
-def _kill(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None] | None:
+def _kill(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Callable[[], None] | None:
     if not node.alive:
         return None
     node.kill()
@@ -51,14 +49,14 @@ def _kill(world: World, fault: Fault, node: InstanceNode, random: Random) -> Cal
     return again
 
 
-def _flap(world: World, fault: Fault, node: InstanceNode, random: Random) -> None:
+def _flap(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
     """It dies and is there again, under the same name, before anybody has noticed."""
     if node.alive:
         node.kill()
         node.boot()
 
 
-def _pause(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None] | None:
+def _pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Callable[[], None] | None:
     if not node.alive:
         return None
     node.pause()
@@ -72,7 +70,7 @@ def _pause(world: World, fault: Fault, node: InstanceNode, random: Random) -> Ca
     return resume
 
 
-def _router_pause(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None]:
+def _router_pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Callable[[], None]:
     """The router itself is stopped: it must not take everybody else to be dead."""
     world.router.pause()
     world.router_slept_ns += fault.for_ns
@@ -85,11 +83,11 @@ def _router_pause(world: World, fault: Fault, node: InstanceNode, random: Random
     return resume
 
 
-def _router_restart(world: World, fault: Fault, node: InstanceNode, random: Random) -> None:
+def _router_restart(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
     world.router_dies()
 
 
-def _partition(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None]:
+def _partition(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Callable[[], None]:
     name, mode, both_ways = node.peer.name, random.choice(["lose", "hold"]), random.random() < 0.7
     others = [other.peer.name for other in world.instances if other is not node]
     if fault.other == -2:
@@ -102,7 +100,7 @@ def _partition(world: World, fault: Fault, node: InstanceNode, random: Random) -
     return lambda: world.network.heal(ways, mode)
 
 
-def _corrupt(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None]:
+def _corrupt(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Callable[[], None]:
     node.corrupting += 1
 
     def stop() -> None:
@@ -111,7 +109,7 @@ def _corrupt(world: World, fault: Fault, node: InstanceNode, random: Random) -> 
     return stop
 
 
-def _lose(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None]:
+def _lose(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Callable[[], None]:
     share = random.choice([0.02, 0.1, 0.4])
     world.network.loss += share
 
@@ -121,7 +119,7 @@ def _lose(world: World, fault: Fault, node: InstanceNode, random: Random) -> Cal
     return stop
 
 
-def _repeat(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None]:
+def _repeat(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Callable[[], None]:
     """The mailbox drops what comes twice; the machines would not mind."""
     share = random.choice([0.05, 0.3])
     world.network.repeats += share
@@ -132,7 +130,7 @@ def _repeat(world: World, fault: Fault, node: InstanceNode, random: Random) -> C
     return stop
 
 
-def _delay(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None]:
+def _delay(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Callable[[], None]:
     extra = random.choice([5, 50, 400]) * MS
     world.network.extra_ns += extra
 
@@ -142,11 +140,11 @@ def _delay(world: World, fault: Fault, node: InstanceNode, random: Random) -> Ca
     return stop
 
 
-def _device(world: World, fault: Fault, node: InstanceNode, random: Random) -> None:
+def _device(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
     node.fails_next_step = True
 
 
-def _slow_link(world: World, fault: Fault, node: InstanceNode, random: Random) -> Callable[[], None]:
+def _slow_link(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Callable[[], None]:
     factor = random.choice([10, 60])
     node.slowness *= factor
 
@@ -156,7 +154,7 @@ def _slow_link(world: World, fault: Fault, node: InstanceNode, random: Random) -
     return stop
 
 
-def _drain(world: World, fault: Fault, node: InstanceNode, random: Random) -> None:
+def _drain(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
     """The operator takes it out of service; when it has left, another process takes its name."""
     world.router.post(InstanceDrained(node.peer.name))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from cluster_clients import VOCAB, Conversation, Turn
+from memserve.sim.fuzz.clients import VOCAB, Conversation, Turn
 from memserve.types import Caching, Role, TransferMode
 
 MS = 1_000_000

@@ -1,39 +1,43 @@
-"""A null device whose memory can be read by others: two layers, checksums, pulls, layers that finish one by one.
+"""A literal device whose memory can be read by others: two layers, checksums, pulls, layers that finish one by one.
 
-Layer 0 of a cell is the number that ``NullDevice`` computes with, layer 1 a function of it. A row that reads a cell
-whose layers do not belong together has read a block that was moved by halves.
+Layer 0 of a cell is the number that :class:`LiteralDevice` computes with, layer 1 a function of it. A row that reads a
+cell whose layers do not belong together has read a block that was moved by halves.
 """
 
 from __future__ import annotations
 
-from memserve.instance.events import PagesSealed, StepFinished
+from memserve.instance.actions import StepPlan
+from memserve.instance.events import PagesSealed, StepFailed, StepFinished
 from memserve.mempool.jobs import PullPages, SealPages
-from memserve.types import Tier
-from null_device import NullDevice, _mix
+from memserve.sim.fuzz.literal_device import Cells, LiteralDevice, Slot
+from memserve.sim.fuzz.truth import Violation, mix
+from memserve.types import Tier, TokenLogprobs
 
 LAYERS = 2
 
 
-class PagedDevice(NullDevice):
+class TruthDevice(LiteralDevice):
     """Literal KV in two layers."""
 
     def __init__(self, block_tokens: int, hbm_blocks: int, dram_blocks: int, vocab: int) -> None:
         super().__init__(block_tokens, hbm_blocks, dram_blocks, vocab)
         sizes = {Tier.HBM: hbm_blocks, Tier.DRAM: dram_blocks}
-        self.upper = {tier: [[None] * block_tokens for _ in range(count)] for tier, count in sizes.items()}
-        self._begun: dict[int, StepFinished] = {}  # plans whose first layer is done
+        self.upper: dict[Tier, Cells] = {
+            tier: [[None] * block_tokens for _ in range(count)] for tier, count in sizes.items()
+        }
+        self._begun: dict[int, StepFinished | StepFailed] = {}  # plans whose first layer is done
         self._late: list[tuple[int, int]] | None = None  # cells whose upper layer is still to be written
 
     # -- plans
 
-    def run(self, plan):
+    def run(self, plan: StepPlan) -> StepFinished | StepFailed:
         """All layers, or those that are not done yet."""
         if plan.step_id in self._begun:
             self._write_upper()
             return self._begun.pop(plan.step_id)
         return super().run(plan)
 
-    def finish_layer(self, plan, layer: int) -> None:
+    def finish_layer(self, plan: StepPlan, layer: int) -> None:
         """One layer of a plan with ``report_layers``."""
         if layer == 0:
             self._late = []
@@ -41,45 +45,57 @@ class PagedDevice(NullDevice):
         else:
             self._write_upper()
 
-    def _write_upper(self) -> None:
-        for block, inside in self._late or ():
-            self.upper[Tier.HBM][block][inside] = _mix(self.tiers[Tier.HBM][block][inside], 99)
+    def abandon_layers(self, plan: StepPlan) -> None:
+        """The plan under way fails: maybe half of its layers are there."""
+        self._begun.pop(plan.step_id, None)
         self._late = None
 
-    def _prepare(self, plan):
+    def _write_upper(self) -> None:
+        for block, inside in self._late or ():
+            self._derive(block, inside)
+        self._late = None
+
+    def _derive(self, block: int, inside: int) -> None:
+        self.upper[Tier.HBM][block][inside] = mix(self.tiers[Tier.HBM][block][inside] or 0, 99)
+
+    def _prepare(self, plan: StepPlan) -> None:
         super()._prepare(plan)
         for copy in plan.copies:
             for src, dst in zip(copy.src, copy.dst, strict=True):
                 self.upper[copy.dst_tier][dst] = list(self.upper[copy.src_tier][src])
 
-    def _row(self, row, slot, start, count, writer):
+    def _row(
+        self, row: int, slot: Slot, start: int, count: int, writer: dict[tuple[int, int], int]
+    ) -> tuple[int, list[TokenLogprobs | None]]:
         for position in range(start):
             block, inside = slot.table[position // self.block_tokens], position % self.block_tokens
             if (block, inside) in writer:
                 continue
             lower, upper = self.tiers[Tier.HBM][block][inside], self.upper[Tier.HBM][block][inside]
-            assert lower is not None, f"position {position} (block {block}) was never written"
-            assert upper == _mix(lower, 99), f"position {position} (block {block}): the layers do not belong together"
+            if lower is None:
+                raise Violation(f"position {position} (block {block}) was never written")
+            if upper != mix(lower, 99):
+                raise Violation(f"position {position} (block {block}): the layers do not belong together")
         result = super()._row(row, slot, start, count, writer)
         for position in range(start, start + count):
             block, inside = slot.table[position // self.block_tokens], position % self.block_tokens
             if self._late is not None:
                 self._late.append((block, inside))
             else:
-                self.upper[Tier.HBM][block][inside] = _mix(self.tiers[Tier.HBM][block][inside], 99)
+                self._derive(block, inside)
         return result
 
     # -- pages
 
-    def _page(self, tier: Tier, layer: int) -> list[list[int | None]]:
+    def _page(self, tier: Tier, layer: int) -> Cells:
         return (self.tiers, self.upper)[layer][tier]
 
     def checksum(self, tier: Tier, block: int, first_layer: int, end_layer: int) -> int:
         """Of these layers of a block as they are, unused positions included."""
         state = 11
         for layer in range(first_layer, end_layer):
-            for cell in self._page(tier, layer)[block]:
-                state = _mix(state, -1 if cell is None else cell)
+            for value in self._page(tier, layer)[block]:
+                state = mix(state, -1 if value is None else value)
         return state
 
     def seal(self, job: SealPages) -> PagesSealed:
@@ -87,7 +103,7 @@ class PagedDevice(NullDevice):
         sums = [self.checksum(job.tier, block, job.first_layer, job.end_layer) for block in job.blocks]
         return PagesSealed(job.job_id, tuple(sums))
 
-    def pull(self, job: PullPages, place: int, source: PagedDevice, *, corrupt: bool) -> bool:
+    def pull(self, job: PullPages, place: int, source: TruthDevice, *, corrupt: bool) -> bool:
         """Copy one block's layers from ``source``; whether what was written has the checksum that was promised."""
         src, dst = job.src_blocks[place], job.dst_blocks[place]
         for layer in range(job.first_layer, job.end_layer):

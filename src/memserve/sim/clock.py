@@ -1,0 +1,52 @@
+"""Virtual time: what is to happen, in order."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+_Entry = tuple[int, int, Callable[..., None], tuple[Any, ...]]
+
+
+class Clock:
+    """Calls in order of time; equal times in order of posting. ``now`` is in nanoseconds and starts at 0."""
+
+    __slots__ = ("_posted", "_queue", "now", "steps")
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.steps = 0
+        """Calls made so far."""
+        self._queue: list[_Entry] = []
+        self._posted = 0
+
+    def at(self, when_ns: int, do: Callable[..., None], *arguments: Any) -> None:
+        """Call ``do(*arguments)`` at ``when_ns``, not before now."""
+        self._posted += 1
+        heapq.heappush(self._queue, (when_ns if when_ns > self.now else self.now, self._posted, do, arguments))
+
+    def after(self, delay_ns: int, do: Callable[..., None], *arguments: Any) -> None:
+        """Call ``do(*arguments)`` in ``delay_ns``."""
+        self.at(self.now + delay_ns, do, *arguments)
+
+    @property
+    def next_ns(self) -> int | None:
+        """When the next call is due; ``None`` = there is none."""
+        return self._queue[0][0] if self._queue else None
+
+    def run_one(self) -> bool:
+        """Make the next call, at its time; ``False`` = there is none."""
+        if not self._queue:
+            return False
+        self.now, _, do, arguments = heapq.heappop(self._queue)
+        self.steps += 1
+        do(*arguments)
+        return True
+
+    def run_until(self, end_ns: int) -> None:
+        """Make every call that is due by ``end_ns``; then it is ``end_ns``."""
+        queue = self._queue
+        while queue and queue[0][0] <= end_ns:
+            self.run_one()
+        self.now = max(self.now, end_ns)

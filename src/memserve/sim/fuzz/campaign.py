@@ -1,0 +1,100 @@
+"""Many seeds, each with its verdict."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+
+from memserve.errors import UserError
+from memserve.sim.fuzz.scenario import ALL_MIXES, Setting, draw
+from memserve.sim.fuzz.world import World
+from memserve.types import Caching, TransferMode
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one seed. Plain data: it travels between processes."""
+
+    seed: int
+    setting: str
+    requests: int
+    steps: int
+    """Things that happened in virtual time."""
+    spent_s: float
+    happened: Counter[str] = field(default_factory=Counter)
+    """Faults that struck, and what a cluster is for, by name."""
+    failure: str = ""
+    """What is wrong; "" = nothing."""
+    where: str = ""
+    """The line that noticed it."""
+    story: tuple[str, ...] = ()
+    """The last things that happened, when it failed or was asked for."""
+
+
+def settings_grid(faulty: bool | None = None) -> list[Setting]:
+    """Every caching level, transfer mode and mix of roles, healthy and faulty."""
+    kinds = [True, False] if faulty is None else [faulty]
+    return [Setting(c, t, mix, f) for c, t, mix, f in product(Caching, TransferMode, ALL_MIXES, kinds)]
+
+
+@cache
+def _grid(faulty: bool | None) -> list[Setting]:
+    return settings_grid(faulty)
+
+
+def setting_of(seed: int, faulty: bool | None = None) -> Setting:
+    """The setting that a seed runs in unless told otherwise: the seeds go through the whole grid."""
+    grid = _grid(faulty)
+    return grid[seed % len(grid)]
+
+
+def parse_setting(text: str) -> Setting:
+    """``pd-caching-3/by-layer/1P1D/faulty``, as :class:`Setting` writes itself. Raises :class:`UserError`."""
+    try:
+        caching, transfer, mix, kind = text.split("/")
+        setting = Setting(Caching(caching), TransferMode(transfer), mix, kind == "faulty")
+    except ValueError as error:
+        raise UserError(f"{text!r} is no setting: {error}", hint="e.g. pd-caching-3/by-layer/1P1D/faulty") from None
+    if mix not in ALL_MIXES or kind not in ("faulty", "healthy"):
+        raise UserError(f"{text!r} is no setting", hint=f"the mixes are {', '.join(ALL_MIXES)}; then faulty or healthy")
+    return setting
+
+
+def play(seed: int, setting: Setting, story_lines: int = 400) -> World:
+    """Run one scenario to its end; raises what is wrong with it, with the story as a note."""
+    world = World(draw(seed, setting), story_lines)
+    try:
+        world.run()
+    except Exception as error:
+        error.add_note("\n".join([*world.story, str(world.scenario)]))
+        raise
+    return world
+
+
+def judge(seed: int, setting: Setting, story_lines: int = 4000, *, keep_story: bool = False) -> Verdict:
+    """Run one scenario and say what came of it; never raises."""
+    started = time.perf_counter()
+    world = World(draw(seed, setting), story_lines)
+    failure = where = ""
+    try:
+        world.run()
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        failure = f"{type(error).__name__}: {error}"
+        where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}"
+    story = (*world.story, str(world.scenario)) if failure or keep_story else ()
+    happened = world.happened + world.achievements()
+    spent_s = time.perf_counter() - started
+    requests, steps = len(world.referee.asks), world.clock.steps
+    return Verdict(seed, str(setting), requests, steps, spent_s, happened, failure, where, story)
+
+
+def run_campaign(seeds: Iterable[int], faulty: bool | None = None) -> Iterator[Verdict]:
+    """A verdict a seed, in order."""
+    for seed in seeds:
+        yield judge(seed, setting_of(seed, faulty))

@@ -1,0 +1,117 @@
+"""An instance of the fuzzed world: its device computes with literal KV, and it can be hurt in more ways than others."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from memserve.instance.actions import StepPlan
+from memserve.instance.events import StepFailed, StepFinished
+from memserve.mempool.exports import Export
+from memserve.mempool.jobs import PullPages
+from memserve.messages import AnyMessage, Peer, Ready
+from memserve.sim.fuzz.truth import Violation
+from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
+from memserve.sim.nodes import InstanceNode
+from memserve.types import Role, Tier
+
+if TYPE_CHECKING:
+    from memserve.sim.fuzz.world import World
+
+_Page = tuple[Tier, int, int, int, int]
+"""Tier, block, first and end layer, checksum."""
+
+
+class FuzzedInstance(InstanceNode):
+    """A node with knobs for faults, which remembers what it has promised of its pages."""
+
+    host: World
+    device: FuzzedDevice
+
+    def __init__(self, world: World, name: str, role: Role, place: int) -> None:
+        self.random = Random(f"{world.scenario.seed}/{name}")
+        self.fails_next_step = False
+        self.corrupting = 0
+        self.slowness = 1
+        super().__init__(world, name, role, place)
+
+    def boot(self) -> None:
+        self.skew_ns = self.random.choice([0, self.random.randrange(1 << 60)])
+        self.promises: dict[_Page, set[str]] = {}
+        self.has_failed = False
+        super().boot()
+
+    def left(self) -> None:
+        """A new process of the same name follows soon."""
+        self.host.clock.after(2 * self.host.heartbeat_ns, self._boot_unless_alive)
+
+    def _boot_unless_alive(self) -> None:
+        if not self.alive:
+            self.boot()
+
+    def send(self, to: Peer, message: AnyMessage) -> None:
+        if isinstance(message, Ready):
+            self._promise(message)
+        super().send(to, message)
+
+    def span_ns(self, bounds_ns: tuple[int, int], slowness: int = 1) -> int:
+        """A random time."""
+        return self.random.randint(*bounds_ns) * slowness
+
+    # -- promises
+
+    def _promise(self, ready: Ready) -> None:
+        """Remember what was said of pages: as long as the offer is open, they have these checksums."""
+        export = self._open_offers().get(ready.transfer_id)
+        if export is None:  # it has ended since
+            return
+        for at, checksum in enumerate(ready.checksums, ready.first_block - export.first_block):
+            page = (*export.places[at], ready.first_layer, ready.end_layer, checksum)
+            self.promises.setdefault(page, set()).add(ready.transfer_id)
+
+    def check_promise(self, job: PullPages, place: int) -> None:
+        """A page of ours had another checksum than we said: then its offer must have ended, or a step failed here."""
+        page = (job.src_tier, job.src_blocks[place], job.first_layer, job.end_layer, job.checksums[place])
+        still_open = self.promises.get(page, set()) & self._open_offers().keys()
+        if still_open and not self.has_failed:
+            raise Violation(f"{self.peer.name} has written to {page}, offered as {sorted(still_open)}")
+
+    def _open_offers(self) -> dict[str, Export]:
+        link = self.machine._link
+        return link.exchange._exports.open if link is not None else {}
+
+
+class FuzzedDevice:
+    """Literal KV, steps of random length, steps that fail."""
+
+    layers = LAYERS
+
+    def __init__(self, node: FuzzedInstance, memory: TruthDevice) -> None:
+        self.memory = memory
+        self._node = node
+        self._void: set[int] = set()
+
+    def step_ns(self, plan: StepPlan) -> int:
+        """A random time."""
+        return self._node.span_ns(self._node.host.scenario.step_ns)
+
+    def finish_layer(self, plan: StepPlan, layer: int) -> bool:
+        """Compute it, unless the plan was made upon one that failed."""
+        if plan.step_id in self._void:
+            return False
+        self.memory.finish_layer(plan, layer)
+        return True
+
+    def run(self, plan: StepPlan) -> StepFinished | StepFailed:
+        """The end of the plan's time. Plans that were under way when one failed may do anything."""
+        node = self._node
+        if plan.step_id in self._void:
+            return self.memory.run_void(plan)
+        if not node.fails_next_step:
+            return self.memory.run(plan)
+        node.fails_next_step = False
+        node.has_failed = True
+        self._void |= {later.step_id for later in node.plans}
+        node.host.say(f"{node.peer.name}: step {plan.step_id} fails")
+        self.memory.abandon_layers(plan)
+        return self.memory.fail(plan, node.random.randrange(100))

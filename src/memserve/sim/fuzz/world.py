@@ -1,0 +1,272 @@
+"""A cluster that a seed decides: the production machines, devices with literal KV, and all that can go wrong."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+
+from memserve.cluster.events import PrefixPinned, PrefixUnpinned
+from memserve.cluster.machine import Cluster
+from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.instance.machine import Instance
+from memserve.messages import PeerInfo
+from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
+from memserve.sim.clock import Clock
+from memserve.sim.fuzz import checks, faults
+from memserve.sim.fuzz.clients import VOCAB, Ask, Conversation, Referee
+from memserve.sim.fuzz.data_port import FaultyPort
+from memserve.sim.fuzz.instances import FuzzedDevice, FuzzedInstance
+from memserve.sim.fuzz.network import FaultyNetwork
+from memserve.sim.fuzz.scenario import ALL_MIXES, MS, Scenario, Setting
+from memserve.sim.fuzz.truth import Violation, require
+from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
+from memserve.sim.nodes import InstanceNode, RouterNode
+from memserve.sim.process import Process
+from memserve.types import Caching, KVGeometry, Role, TokenOutput
+
+BLOCK_TOKENS = 4
+NAMESPACE = "world"
+SECOND = 1000 * MS
+
+
+class World:
+    """Builds what a scenario says, runs it, and checks it. Checkers only watch."""
+
+    heartbeat_ns = 150 * MS
+    join_again_ns = 300 * MS
+    tells = True
+
+    def __init__(self, scenario: Scenario, story_lines: int = 400) -> None:
+        """``story_lines``: how many of the last things that happened are kept for people."""
+        self.scenario = scenario
+        self.random = Random(f"world {scenario.seed} {scenario.setting}")
+        self.clock = Clock()
+        self.network = FaultyNetwork(self.clock, self.random, scenario.delay_ns)
+        self.network.log = self.say
+        self._story: deque[tuple[int, str, object]] = deque(maxlen=story_lines)
+        self.geometry = KVGeometry(LAYERS, 1, 1, 1, "float32", BLOCK_TOKENS)
+        rooms = [min(scenario.context_tokens, blocks * BLOCK_TOKENS + 1) for blocks in scenario.hbm_blocks]
+        self.referee = Referee(rooms, scenario.setting.caching is not Caching.OFF)
+        self.links_cut = True
+        self.router_slept_ns = 0
+        self.happened: Counter[str] = Counter()
+        self.router = RouterNode(self)
+        self.network.nodes[self.router.peer.name] = self.router
+        self.instances: list[FuzzedInstance] = []
+        for place, role in enumerate(ALL_MIXES[scenario.setting.mix]):
+            node = FuzzedInstance(self, f"{role.value[0]}{place}", role, place)
+            self.instances.append(node)
+            self.network.nodes[node.peer.name] = node
+        self.talking = {c.name: c for c in scenario.conversations}
+        for conversation in scenario.conversations:
+            self.clock.at(100 * MS + conversation.starts_ns, self._ask, conversation)
+        for fault in scenario.faults:
+            self.clock.at(100 * MS + fault.at_ns, faults.strike, self, fault)
+
+    # -- what the nodes are made of
+
+    def new_cluster(self) -> Cluster:
+        """The production machine of the router."""
+        return Cluster(
+            ClusterConfig(
+                caching=self.scenario.setting.caching,
+                policy=self.scenario.policy,
+                transfer=self.scenario.setting.transfer,
+                dead_after_ns=1 * SECOND,
+                stalled_after_ns=4 * SECOND,
+                attempts_max=4,
+                unplaced_ns=6 * SECOND,
+                tree_ttl_ns=20 * SECOND,
+                speculative_ttl_ns=1 * SECOND,
+            )
+        )
+
+    def instance_config(self, node: InstanceNode) -> InstanceConfig:
+        """The machine's part of the scenario."""
+        scenario = self.scenario
+        return InstanceConfig(
+            max_model_tokens=scenario.context_tokens,
+            namespace=NAMESPACE,
+            pool=PoolConfig(
+                scenario.hbm_blocks[node.place], scenario.dram_blocks[node.place], caches(scenario.setting, node.role)
+            ),
+            scheduler=SchedulerConfig(
+                scenario.running, scenario.step_tokens, scenario.chunk, 100, scenario.depth, scenario.preemption
+            ),
+            role=node.role,
+            exchange=ExchangeConfig(2 * SECOND, 100 * MS, scenario.pulls_in_flight, scenario.event_capacity),
+        )
+
+    def new_instance(self, node: InstanceNode) -> Instance:
+        """The production machine."""
+        return Instance(self.instance_config(node), BLOCK_TOKENS, me=node.peer, geometry=self.geometry)
+
+    def new_device(self, node: InstanceNode) -> FuzzedDevice:
+        """Its device, whose memory is the instance's arenas."""
+        config = self.instance_config(node).pool
+        memory = TruthDevice(BLOCK_TOKENS, config.hbm_blocks, config.dram_blocks, VOCAB)
+        return FuzzedDevice(_fuzzed(node), memory)
+
+    def new_port(self, node: InstanceNode) -> FaultyPort:
+        """Its way to the pages of others."""
+        return FaultyPort(_fuzzed(node))
+
+    def peer_info(self, node: InstanceNode) -> PeerInfo:
+        """What an instance tells of itself when it joins."""
+        config = self.instance_config(node)
+        return PeerInfo(
+            node.peer,
+            node.role,
+            f"virtual://{node.peer.name}",
+            NAMESPACE,
+            self.geometry,
+            config.pool.hbm_blocks,
+            config.pool.dram_blocks,
+            node.machine.context_tokens,
+            config.pool.caching,
+            publishes_events=self.scenario.event_capacity > 0,
+        )
+
+    # -- clients
+
+    def _ask(self, conversation: Conversation) -> None:
+        turn = conversation.turns[conversation.done]
+        request = self.referee.ask(conversation, self.clock.now)
+        self.say(f"client asks {request.request_id}: {len(request.prompt)} tokens, ", turn)
+        if turn.cancel_after_ns is not None:
+            self.clock.after(turn.cancel_after_ns, self._cancel, request.request_id)
+        self.router.submit(RequestArrived(request))
+
+    def _cancel(self, request_id: str) -> None:
+        ask = self.referee.asks[request_id]
+        if not ask.over:
+            self.say(f"client cancels {request_id}")
+            ask.cancelled = True
+            self.router.submit(RequestCancelled(request_id))
+
+    def emitted(self, output: TokenOutput) -> None:
+        """The router gives tokens to a client."""
+        ask = self.referee.emitted(output, self.clock.now)
+        self.say("  -> ", (output.request_id, output.index, output.tokens, output.finish_reason))
+        enough = ask.turn.stop_string_after
+        plain = not ask.request.beam_width and output.finish_reason is None
+        if enough is not None and plain and len(ask.got[output.index]) >= enough and output.index not in ask.stopped:
+            ask.stopped.add(output.index)
+            self.clock.after(0, self._submit, SequenceStopped(output.request_id, output.index))
+        if ask.over:
+            self._next_turn(ask)
+
+    def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
+        """The router rejects a request."""
+        self.say(f"  -> {request_id} rejected: {reason}")
+        self._next_turn(self.referee.rejected(request_id, reason, self.clock.now))
+
+    def router_dies(self) -> None:
+        """Whoever waited for it gets an error from the network, and asks something else later."""
+        self.router.restart()
+        for ask in list(self.referee.asks.values()):
+            if not ask.over:
+                ask.lost = True
+                self._next_turn(ask)
+
+    def _submit(self, event: object) -> None:
+        self.router.submit(event)
+
+    def _next_turn(self, ask: Ask) -> None:
+        conversation = self.talking[ask.request.request_id.partition(".")[0]]
+        conversation.context += ask.got.get(0, [])
+        conversation.done += 1
+        self._pin(conversation)
+        if conversation.done < len(conversation.turns):
+            self.clock.after(conversation.turns[conversation.done].think_ns, self._ask, conversation)
+
+    def _pin(self, conversation: Conversation) -> None:
+        """Name what was said so far, or give the name up."""
+        name, tenant = conversation.session, conversation.tenant
+        if not name or conversation.pin_ns is None:
+            return
+        if conversation.done == len(conversation.turns) and conversation.unpin:
+            self.clock.after(0, self._submit, PrefixUnpinned(name, tenant))
+        else:
+            tokens = np.asarray(conversation.prefix + conversation.context, dtype=np.int32)
+            self.clock.after(0, self._submit, PrefixPinned(name, tenant, tokens, conversation.pin_ns))
+
+    # -- watching
+
+    def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
+        """A machine has handled an event: it must not contradict itself."""
+        if isinstance(node, InstanceNode | RouterNode):
+            node.machine.check_invariants()
+
+    def say(self, line: str, what: object = "") -> None:
+        """One line of the story; ``what`` is written out only when somebody reads it."""
+        self._story.append((self.clock.now, line, what))
+
+    @property
+    def story(self) -> list[str]:
+        """The last lines, for people."""
+        return [f"{now / MS:10.3f}  {line}{_brief(what)}" for now, line, what in self._story]
+
+    # -- running
+
+    def everyone_is_served(self) -> bool:
+        """No client waits, and none will ask."""
+        return all(ask.over for ask in self.referee.asks.values()) and all(
+            c.done == len(c.turns) for c in self.talking.values()
+        )
+
+    def run(self) -> None:
+        """Faults, healing, the end, and what must hold then."""
+        horizon = 100 * MS + max((fault.at_ns + fault.for_ns for fault in self.scenario.faults), default=0)
+        self.clock.run_until(horizon + 1)
+        faults.heal_all(self)
+        limit = self.clock.now + 240 * SECOND
+        while not self.everyone_is_served():
+            if self.clock.now > limit:
+                self.referee.check_all_ended(0)
+                raise Violation("clients wait for their turn for ever")
+            require(self.clock.run_one(), "nothing will ever happen again")
+        self.referee.check_all_ended(5 * MS + self.router_slept_ns)
+        self.clock.run_until(self.clock.now + 6 * SECOND)
+        self.check_at_rest()
+        checks.check_memory_is_whole(self.instances)
+
+    def check_at_rest(self) -> None:
+        """Nothing is held, nothing is open, and the router knows who has what."""
+        checks.check_at_rest(self.router.machine, self.instances, self.scenario.event_capacity > 0)
+
+    def achievements(self) -> Counter[str]:
+        """How often the things happened that a cluster is for."""
+        router, done = self.router.machine.stats().counters, Counter[str]()
+        done.update(resumed=router.resumptions, gaps=router.kv_gaps, snapshots=router.kv_snapshots)
+        done.update(expelled=router.expelled, died=router.members_died, left=router.members_left)
+        for link in (node.machine._link for node in self.instances):
+            if link is None:
+                continue
+            exchange = link.exchange.counters
+            done.update(handed_over=link.handoffs.handed_over, taken_over=link.takeovers.taken_over)
+            done.update(fetched=link.fetches.fetched_tokens, sent_home=link.blocks_sent_home)
+            done.update(came_home=link.blocks_come_home, mismatches=exchange.mismatches)
+            done.update(pulled=exchange.pulled_blocks, reused=exchange.reused_blocks, expired=exchange.expired)
+            done.update(withdrawn=exchange.withdrawn, failed=link.takeovers.failed)
+        return done
+
+
+def _fuzzed(node: InstanceNode) -> FuzzedInstance:
+    require(isinstance(node, FuzzedInstance), "this world has fuzzed instances only")
+    return node  # type: ignore[return-value]
+
+
+def _brief(what: object) -> str:
+    text = what if isinstance(what, str) else repr(what)
+    return text if len(text) < 300 else text[:300] + " ..."
+
+
+def caches(setting: Setting, role: Role) -> bool:
+    """Whether an instance of ``role`` keeps KV for reuse (MemServe 5.1)."""
+    if role is Role.DECODE:
+        return setting.caching in (Caching.PD_CACHING_2, Caching.PD_CACHING_3)
+    return setting.caching is not Caching.OFF

@@ -1,0 +1,217 @@
+"""Devices and models by name, and what steps and copies take on them: published figures, no measurement.
+
+A profile of ``memserve profile`` is better wherever there is one (:mod:`memserve.sim.steps` takes either). Peak rates
+are those of the vendors' data sheets, dense, without sparsity; what of them a serving engine reaches is assumed:
+``COMPUTE_SHARE`` of the arithmetic in prompts, ``MEMORY_SHARE`` of the memory's bandwidth in decoding. Model shapes are
+those of the published ``config.json``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from memserve.errors import UserError
+from memserve.policy.costs import CostModel
+from memserve.policy.curves import CopyCurve, DecodeCurve, PrefillCurve
+from memserve.types import KVGeometry
+from memserve.units import GIB, NS_PER_MS, NS_PER_S, NS_PER_US
+
+COMPUTE_SHARE = 0.55
+"""Of the peak arithmetic, in prompts of some length (Vidur and LayerKV fit 0.4 to 0.65 for A100 and H100)."""
+MEMORY_SHARE = 0.75
+"""Of the peak bandwidth, when weights and KV are read to draw one token."""
+MEMORY_USED = 0.9
+"""Of the device's memory, for weights and KV: vLLM's ``gpu_memory_utilization``."""
+PARALLEL_SHARE = 0.9
+"""What remains of the speed each time the number of devices that share one model is doubled (all-reduces)."""
+BLOCK_TOKENS = 32
+Named = TypeVar("Named")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """One accelerator, or one host's processors."""
+
+    name: str
+    flops: float
+    """Dense bf16 operations a second, multiply and add counted as two."""
+    memory_bytes_per_s: float
+    memory_bytes: int
+    link_bytes_per_s: float
+    """To devices of other instances, one way."""
+    host_bytes_per_s: float
+    """To the host's memory, one way."""
+    step_ns: int
+    """Of every step beside arithmetic and memory: launches, sampling."""
+    source: str
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        DeviceModel(
+            "h100", 989e12, 3.35e12, 80 * 10**9, 50e9, 55e9, 2 * NS_PER_MS,
+            "NVIDIA H100 SXM data sheet; link: one ConnectX-7 of 400 Gbit/s; host: PCIe 5 x16",
+        ),
+        DeviceModel(
+            "h200", 989e12, 4.8e12, 141 * 10**9, 50e9, 55e9, 2 * NS_PER_MS,
+            "NVIDIA H200 SXM data sheet; link and host as H100",
+        ),
+        DeviceModel(
+            "a100", 312e12, 2.039e12, 80 * 10**9, 25e9, 25e9, 2 * NS_PER_MS,
+            "NVIDIA A100 80GB SXM data sheet; link: one ConnectX-6 of 200 Gbit/s; host: PCIe 4 x16",
+        ),
+        DeviceModel(
+            "l40s", 362e12, 0.864e12, 48 * 10**9, 12.5e9, 25e9, 2 * NS_PER_MS,
+            "NVIDIA L40S data sheet; link: 100 Gbit/s; host: PCIe 4 x16",
+        ),
+        DeviceModel(
+            "cpu", 0.65e12, 40e9, 24 * 10**9, 1.1e9, 12e9, 6 * NS_PER_MS,
+            "two Zen 4 cores with avx512_bf16, fitted to SmolLM2-135M: 1,348 prompt tokens/s, 23.5 ms a step; "
+            "link: TCP on loopback; host: memcpy",
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model costs time and memory."""
+
+    name: str
+    layers: int
+    query_values: int
+    """Query heads times their size."""
+    kv_heads: int
+    head_dim: int
+    parameters: float
+    active_parameters: float
+    """Used for one token: fewer in a mixture of experts."""
+    context_tokens: int
+
+    def geometry(self, block_tokens: int = BLOCK_TOKENS, dtype: str = "bfloat16") -> KVGeometry:
+        """Of its KV cache."""
+        return KVGeometry(self.layers, self.kv_heads, self.head_dim, self.head_dim, dtype, block_tokens)
+
+    @property
+    def weight_bytes(self) -> float:
+        """In bf16."""
+        return 2 * self.parameters
+
+    @property
+    def token_flops(self) -> float:
+        """Of the linear layers, for one token: a multiplication and an addition a parameter."""
+        return 2 * self.active_parameters
+
+    @property
+    def pair_flops(self) -> float:
+        """Of attention, for a query and a key over all layers: a dot product and a weighted sum (LayerKV, equation 3,
+        counts the same: ``2 * layers * hidden * s^2`` for the ``s^2 / 2`` pairs of a causal prompt)."""
+        return 4 * self.layers * self.query_values
+
+
+MODELS = {
+    shape.name: shape
+    for shape in (
+        ModelShape("llama-2-7b", 32, 4096, 32, 128, 6.74e9, 6.74e9, 4096),
+        ModelShape("llama-2-13b", 40, 5120, 40, 128, 13.0e9, 13.0e9, 4096),
+        ModelShape("llama-3-8b", 32, 4096, 8, 128, 8.03e9, 8.03e9, 131072),
+        ModelShape("llama-3-70b", 80, 8192, 8, 128, 70.6e9, 70.6e9, 131072),
+        ModelShape("qwen3-8b", 36, 4096, 8, 128, 8.19e9, 8.19e9, 131072),
+        ModelShape("qwen3-32b", 64, 8192, 8, 128, 32.8e9, 32.8e9, 131072),
+        ModelShape("qwen3-30b-a3b", 48, 4096, 4, 128, 30.5e9, 3.3e9, 262144),
+        ModelShape("smollm2-135m", 30, 576, 3, 64, 134.5e6, 134.5e6, 8192),
+        ModelShape("smollm2-1.7b", 24, 2048, 32, 64, 1.71e9, 1.71e9, 8192),
+    )
+}
+"""Llama 3 with the context of 3.1; Qwen3 with YaRN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one instance runs on: so many devices that share one model."""
+
+    name: str
+    geometry: KVGeometry
+    context_tokens: int
+    hbm_blocks: int
+    dram_blocks: int
+    costs: CostModel
+    """The curves that decisions are made by."""
+    devices: int = 1
+    """Counted for the cost."""
+    roof: Roof | None = None
+    """How long steps take; ``None``: as ``costs`` says."""
+    link_bytes_per_s: float = 1e9
+    """Into and out of the instance."""
+    measured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """A step takes what its arithmetic takes, or reading the weights, whichever is longer, plus reading KV (roofline).
+
+    ``flops`` and ``bytes_per_s`` are those that are reached, of all devices of an instance together.
+    """
+
+    flops: float
+    bytes_per_s: float
+    weight_bytes: float
+    token_flops: float
+    pair_flops: float
+    token_bytes: float
+    fixed_ns: int
+
+    def step_ns(self, new_tokens: int, pairs: int, rows: int, context_tokens: int) -> int:
+        """``new_tokens`` of prompts with their ``pairs`` of query and key, and ``rows`` sequences that decode."""
+        linear_ns = (new_tokens + rows) * self.token_flops / self.flops * NS_PER_S
+        weights_ns = self.weight_bytes / self.bytes_per_s * NS_PER_S
+        attention_ns = pairs * self.pair_flops / self.flops * NS_PER_S
+        reading_ns = context_tokens * self.token_bytes / self.bytes_per_s * NS_PER_S
+        return round(self.fixed_ns + max(linear_ns, weights_ns) + attention_ns + reading_ns)
+
+
+def machine(model: str, device: str, devices: int = 1, dram_bytes: int = 0) -> Machine:
+    """``model`` on ``devices`` of a kind, by their names. Raises :class:`UserError` for unknown ones, and where the
+    weights leave no room for KV."""
+    shape, kind = find(MODELS, model, "model"), find(DEVICES, device, "device")
+    doublings = max(0, devices.bit_length() - 1)
+    reached = devices * PARALLEL_SHARE**doublings
+    geometry = shape.geometry()
+    roof = Roof(
+        kind.flops * COMPUTE_SHARE * reached, kind.memory_bytes_per_s * MEMORY_SHARE * reached,
+        shape.weight_bytes, shape.token_flops, shape.pair_flops, geometry.token_bytes, kind.step_ns,
+    )  # fmt: skip
+    room_bytes = devices * kind.memory_bytes * MEMORY_USED - shape.weight_bytes
+    hbm_blocks = int(room_bytes // geometry.block_bytes)
+    if hbm_blocks < 2:
+        need = int(shape.weight_bytes / (kind.memory_bytes * MEMORY_USED)) + 1
+        hint = f"give it more devices: {device}x{need}"
+        raise UserError(f"{model} needs {shape.weight_bytes / GIB:.0f} GiB for its weights alone", hint=hint)
+    return Machine(
+        f"{model} on {devices} {device}" if devices > 1 else f"{model} on {device}",
+        geometry, shape.context_tokens, hbm_blocks, dram_bytes // geometry.block_bytes,
+        _curves(roof, kind, devices, f"{model} on {device}"), devices, roof, kind.link_bytes_per_s * devices,
+    )  # fmt: skip
+
+
+def _curves(roof: Roof, kind: DeviceModel, devices: int, name: str) -> CostModel:
+    """The roof as curves: near it for long prompts and for small batches, which is where decisions differ."""
+    weights_ns = roof.weight_bytes / roof.bytes_per_s * NS_PER_S
+    token_ns, pair_ns = roof.token_flops / roof.flops * NS_PER_S, roof.pair_flops / roof.flops * NS_PER_S
+    context_ns = roof.token_bytes / roof.bytes_per_s * NS_PER_S
+    swap = CopyCurve(20.0 * NS_PER_US, 2.0 * NS_PER_US, NS_PER_S / (kind.host_bytes_per_s * devices))
+    link = CopyCurve(200.0 * NS_PER_US, 2.0 * NS_PER_US, NS_PER_S / (kind.link_bytes_per_s * devices))
+    return CostModel(
+        PrefillCurve(roof.fixed_ns + weights_ns / 2, token_ns, pair_ns),
+        DecodeCurve(roof.fixed_ns + weights_ns, 0.0, context_ns),
+        swap, swap, link, link, machine=kind.name, model=name,
+    )  # fmt: skip
+
+
+def find(known: dict[str, Named], name: str, what: str) -> Named:
+    """``known[name]``; :class:`UserError` that names the others when there is none."""
+    if name not in known:
+        raise UserError(f"unknown {what} {name!r}", hint=f"one of {', '.join(known)}")
+    return known[name]

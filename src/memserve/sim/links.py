@@ -1,0 +1,126 @@
+"""Links that share their bandwidth, and the data port on top of them.
+
+A flow from one place to another gets the smaller of its shares of what leaves the source and of what enters the
+destination, shared evenly among the flows there (max-min fairness, without handing on what others cannot use).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memserve.mempool.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.policy.curves import CopyCurve
+from memserve.sim.clock import Clock
+from memserve.sim.nodes import InstanceNode
+from memserve.types import KVGeometry
+
+SEAL_BYTE_NS = 0.05
+"""Checksums at 20 GB/s beside the device's work."""
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """Bytes on their way. ``left_ns``: how long the rest would take alone."""
+
+    source: str
+    target: str
+    left_ns: float
+    done: Callable[[], None]
+    speed: float = 0.0
+    """1 = alone."""
+    since_ns: int = 0
+    turn: int = 0
+    """Counts its changes of speed: an end that was foretold before the last one is void."""
+
+
+class Fabric:
+    """All flows of a world."""
+
+    __slots__ = ("_clock", "_entering", "_leaving")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._leaving: dict[str, dict[Flow, None]] = {}
+        self._entering: dict[str, dict[Flow, None]] = {}
+
+    def start(self, source: str, target: str, alone_ns: int, done: Callable[[], None]) -> None:
+        """Move what would take ``alone_ns`` on idle links; then call ``done``."""
+        flow = Flow(source, target, float(alone_ns), done, since_ns=self._clock.now)
+        self._leaving.setdefault(source, {})[flow] = None
+        self._entering.setdefault(target, {})[flow] = None
+        self._shares_changed(flow)
+
+    def _shares_changed(self, cause: Flow) -> None:
+        """Those that share an end with ``cause`` go on at another speed."""
+        for flow in {**self._leaving[cause.source], **self._entering[cause.target]}:
+            self._change_speed(flow)
+
+    def _change_speed(self, flow: Flow) -> None:
+        now = self._clock.now
+        flow.left_ns -= (now - flow.since_ns) * flow.speed
+        flow.since_ns = now
+        flow.speed = 1 / max(len(self._leaving[flow.source]), len(self._entering[flow.target]))
+        flow.turn += 1
+        self._clock.after(max(0, round(flow.left_ns / flow.speed)), self._end, flow, flow.turn)
+
+    def _end(self, flow: Flow, turn: int) -> None:
+        if turn != flow.turn:
+            return
+        flow.turn = -1
+        del self._leaving[flow.source][flow], self._entering[flow.target][flow]
+        self._shares_changed(flow)
+        flow.done()
+
+
+@dataclass(slots=True)
+class LinkTotals:
+    """What went over the links."""
+
+    pulls: int = 0
+    pulled_bytes: int = 0
+    waited_ns: int = 0
+
+
+@dataclass(slots=True)
+class TimedPort:
+    """Pulls take what the link's curve says, longer while others use it. Pages have no contents, so all are right."""
+
+    node: InstanceNode
+    fabric: Fabric
+    curve: CopyCurve
+    geometry: KVGeometry
+    totals: LinkTotals = field(default_factory=LinkTotals)
+    name: str = "nixl"
+
+    def seal(self, job: SealPages) -> None:
+        """Answer when the checksums are computed; their values do not matter."""
+        pages = len(job.blocks) * (job.end_layer - job.first_layer)
+        spent_ns = round(SEAL_BYTE_NS * pages * self.geometry.page_bytes)
+        self.node.later(spent_ns, self.node.post, PagesSealed(job.job_id, (0,) * len(job.blocks)))
+
+    def pull(self, job: PullPages) -> None:
+        """Answer when all pages are here; with an error when there is nobody to pull from."""
+        if self.node.owner_of(job) is None:
+            self.node.later(1, self.node.post, PagesPulled(job.job_id, "no such peer"))
+            return
+        layers = job.end_layer - job.first_layer
+        pieces = len(job.src_blocks) * (layers if job.by_page else 1)
+        pulled_bytes = len(job.src_blocks) * layers * self.geometry.page_bytes
+        alone_ns = self.curve.ns(pulled_bytes, pieces)
+        begun_ns, life = self.node.host.clock.now, self.node.life
+        self.totals.pulls += 1
+        self.totals.pulled_bytes += pulled_bytes
+
+        def arrived() -> None:
+            spent_ns = self.node.host.clock.now - begun_ns
+            self.totals.waited_ns += spent_ns - alone_ns
+            error = "" if self.node.owner_of(job) is not None else "the peer is gone"
+            pulled = PagesPulled(job.job_id, error, pulled_bytes, self.name, spent_ns)
+            if self.node.life == life:
+                self.node.later(0, self.node.post, pulled)
+
+        self.fabric.start(job.peer.name, self.node.peer.name, alone_ns, arrived)
+
+    def cancel(self, job: CancelPulls) -> None:
+        """What has begun goes on, and is answered."""

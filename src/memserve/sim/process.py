@@ -1,0 +1,122 @@
+"""A process in virtual time: it can be killed and paused, and has a clock of its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from memserve.messages import AnyMessage, Peer
+from memserve.serving import ClockTicked
+from memserve.sim.host import Host
+from memserve.sim.network import Node
+
+TICK_MIN_NS = 1_000_000
+"""Between two looks at a machine's deadlines, as in ``runtime/loop``."""
+
+
+class Ticking:
+    """Sends ``ClockTicked`` when a machine's deadline comes, as the hosts' loop does."""
+
+    __slots__ = ("_planned_ns", "_process")
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._planned_ns: int | None = None
+
+    def look(self, deadline_ns: int | None) -> None:
+        """The machine's deadline after an event, by the process's own clock."""
+        planned_ns = self._planned_ns
+        if deadline_ns is None or (planned_ns is not None and planned_ns <= deadline_ns):
+            return
+        now = self._process.now
+        self._planned_ns = when_ns = max(deadline_ns, now + TICK_MIN_NS)
+        self._process.later(when_ns - now, self._tick, when_ns)
+
+    def _tick(self, when_ns: int) -> None:
+        if self._planned_ns == when_ns:
+            self._planned_ns = None
+            self._process.post(ClockTicked())
+
+
+class Process(Node):
+    """A node that can be killed and paused: whatever would happen to it waits then, or never happens."""
+
+    def __init__(self, host: Host, peer: Peer) -> None:
+        self.host = host
+        self.peer = peer
+        self.alive = True
+        self.paused = 0
+        self.life = 0
+        """Counts its starts: what one life had planned does not happen in the next."""
+        self.skew_ns = 0
+        self.ticking = Ticking(self)
+        self._frozen: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()
+
+    @property
+    def now(self) -> int:
+        """What its own clock says: the clocks of two hosts have nothing to do with each other."""
+        return self.host.clock.now + self.skew_ns
+
+    # -- life
+
+    def begin_life(self) -> None:
+        """It starts, with nothing in memory."""
+        self.life += 1
+        self.alive, self.paused = True, 0
+        self._frozen.clear()
+        self.ticking = Ticking(self)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.life += 1
+        self.alive, self.paused = False, 0
+        self._frozen.clear()
+
+    def pause(self) -> None:
+        """SIGSTOP. Pauses add up."""
+        self.paused += 1
+
+    def resume(self) -> None:
+        """SIGCONT: everything that has queued up is handled now, late."""
+        self.paused -= 1
+        while self._frozen and not self.paused:
+            self._fire(*self._frozen.popleft())
+
+    # -- whatever happens to it
+
+    def later(self, delay_ns: int, do: Callable[..., None], *arguments: Any) -> None:
+        """``do(*arguments)`` in ``delay_ns``, if this life lasts so long; after a pause, if it is paused then."""
+        self.host.clock.after(delay_ns, self._fire, self.life, do, arguments)
+
+    def receive(self, sender: Peer, message: AnyMessage) -> None:
+        self._soon(self._hear_as, self.peer, sender, message)
+
+    def submit(self, event: object) -> None:
+        """Somebody on this host posts an event."""
+        self._soon(self.post, event)
+
+    def _soon(self, do: Callable[..., None], *arguments: Any) -> None:
+        if self.alive:
+            self._fire(self.life, do, arguments)
+
+    def _fire(self, life: int, do: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if self.life != life:
+            return
+        if self.paused:
+            self._frozen.append((life, do, arguments))
+        else:
+            do(*arguments)
+
+    def _hear_as(self, meant: Peer, sender: Peer, message: AnyMessage) -> None:
+        if self.peer == meant:  # else it was born anew while it had the message in its mailbox
+            self.hear(sender, message)
+
+    @abstractmethod
+    def hear(self, sender: Peer, message: AnyMessage) -> None:
+        """A message, in a process that runs."""
+
+    @abstractmethod
+    def post(self, event: object) -> None:
+        """Hand ``event`` to the machine and perform its actions."""
