@@ -43,7 +43,8 @@ def roles(prefill: int, decode: int, colocated: int) -> tuple[str, ...]:
 def settings(small: str) -> list[Setting]:
     """Every setting of the evaluation; ``small`` is a KV memory that holds about two of the longest prompts."""
     pulled, cached = ("memserve_instance_received_bytes_total",), ("memserve_instance_cached_tokens_total",)
-    pd = roles(1, 1, 0)
+    from_dram = (*pulled, "memserve_instance_received_dram_bytes_total")
+    pd, cramped = roles(1, 1, 0), ("--kv-memory", small, "--dram-memory", "2GiB")
     return [
         Setting("colocated, caching off", (*roles(0, 0, 1), "--caching", "off", *ROOMY)),
         Setting("colocated, caching on", (*roles(0, 0, 1), *ROOMY), cached),
@@ -57,10 +58,8 @@ def settings(small: str) -> list[Setting]:
             Setting(f"1P1D, {mode}, nixl", (*pd, "--transfer", mode, "--link", "nixl", *ROOMY), pulled)
             for mode in ("by-layer", "by-request", "by-request-agg")
         ),
-        Setting("1P1D, DRAM sources", (*pd, "--kv-memory", small, "--dram-memory", "2GiB"), pulled),
-        Setting(
-            "1P1D, DRAM sources, nixl", (*pd, "--kv-memory", small, "--dram-memory", "2GiB", "--link", "nixl"), pulled
-        ),
+        Setting("1P1D, DRAM sources", (*pd, *cramped), from_dram),
+        Setting("1P1D, DRAM sources, nixl", (*pd, *cramped, "--link", "nixl"), from_dram),
     ]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -63,9 +63,9 @@ class RouterFake(FakeEngine):
             told[news.index] += 1
             route = (("route", "p1 to d1"), ("route_why", "cost: p1 reuses 8 tokens"), ("attempts", 1))
             if first:
-                news = replace(news, story=(*route, ("cached_tokens_hbm", 8)))
+                news = msgspec.structs.replace(news, story=(*route, ("cached_tokens_hbm", 8)))
             elif news.finish_reason is not None:
-                news = replace(news, story=(*route, ("returned_blocks", 2)))
+                news = msgspec.structs.replace(news, story=(*route, ("returned_blocks", 2)))
             sink(news)
 
         super().submit(request, tell)

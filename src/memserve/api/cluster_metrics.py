@@ -57,6 +57,7 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
     ("instance_generated_tokens", "Tokens drawn here", "generated_tokens"),
     ("instance_fetched_tokens", "Prompt tokens whose KV came from other instances before admission", "fetched_tokens"),
     ("instance_received_bytes", "Bytes of KV pulled from other instances", "bytes_received"),
+    ("instance_received_dram_bytes", "Of them: out of the owner's DRAM", "dram_bytes_received"),
     ("instance_received_blocks", "Blocks pulled from other instances", "blocks_received"),
     ("instance_reused_blocks", "Blocks that others offered and that were here already", "blocks_reused"),
     ("instance_returned_blocks", "Blocks of generated KV that came home (PD-Caching-3)", "blocks_come_home"),

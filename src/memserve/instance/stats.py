@@ -76,6 +76,8 @@ class InstanceStats:
     blocks_reused: int = 0
     """Blocks that others offered and that were here already (PD-Caching-2)."""
     bytes_received: int = 0
+    dram_bytes_received: int = 0
+    """Of them: out of the owner's DRAM."""
     transfers_open: int = 0
     transfers_failed: int = 0
     """Imports that came to nothing through no doing of this instance."""

@@ -35,6 +35,7 @@ def _with_cluster(stats: InstanceStats, link: ClusterLink) -> InstanceStats:
         blocks_received=counters.pulled_blocks,
         blocks_reused=counters.reused_blocks,
         bytes_received=counters.pulled_bytes,
+        dram_bytes_received=counters.pulled_dram_bytes,
         transfers_open=link.exchange.transfers_open,
         transfers_failed=counters.imports_failed,
         checksum_mismatches=counters.mismatches,

@@ -152,6 +152,8 @@ class ExchangeCounters:
     mismatches: int = 0
     """Of them: a checksum that differed."""
     pulled_bytes: int = 0
+    pulled_dram_bytes: int = 0
+    """Of them: out of the owner's DRAM."""
     pulled_blocks: int = 0
     """Blocks that completed imports pulled."""
     reused_blocks: int = 0

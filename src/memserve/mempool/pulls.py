@@ -83,6 +83,7 @@ class Pulls:
         self._desk.release(job.dst_tier, job.dst_blocks)
         counters = self._desk.counters
         counters.pulled_bytes += event.pulled_bytes
+        counters.pulled_dram_bytes += event.pulled_bytes if job.src_tier == Tier.DRAM else 0
         counters.pulls_failed += bool(event.error)
         counters.mismatches += event.mismatches
         return pull
