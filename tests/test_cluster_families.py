@@ -1,0 +1,32 @@
+"""Sessions of other model families through a prefill and a decode process, against the family's own eager path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from served_cluster import Server, eventually
+from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
+
+TURNS, NEW_TOKENS = 6, 12
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_sessions_through_two_processes_are_lossless(family: str, tmp_path: Path) -> None:
+    """Six turns, each behind all that was said before; fetched, transferred and returned KV of windows and all."""
+    module = tiny_module(family)
+    server = Server(save_folder(module, tmp_path / "tiny"), "--transfer", "by-layer")
+    try:
+        said = np.zeros(0, np.int32)
+        for turn in range(TURNS):
+            said = np.concatenate([said, prompt(25, turn)])
+            answer = greedy_tokens(module, said, NEW_TOKENS)
+            assert server.complete(said.tolist(), NEW_TOKENS) == " ".join(f"w{token}" for token in answer)
+            said = np.concatenate([said, np.array(answer, np.int32)])
+        eventually(lambda: server.counter("taken_over") == TURNS)  # the last one, with the next heartbeat
+        assert server.counter("cached_tokens") > 0
+    finally:
+        server.process.terminate()
+        server.process.wait(60)
