@@ -73,7 +73,7 @@ def results_of(*pairs: tuple[str, str, float], turns: int = 1) -> Results:
 def test_steps_pair_what_the_paper_pairs() -> None:
     settings = ["2PD", "2PD-CC", "1P1D", "1P1D-CC3", "2P1D", "3P1D-CC/session", "3P1D-CC/prompt-tree"]
     found = {
-        (s.name, s.before, s.after): s for s in steps(results_of(*(("documents", name, 100.0) for name in settings)))
+        (s.name, s.before.setting, s.after.setting): s for s in steps(results_of(*(("documents", name, 100.0) for name in settings)))
     }
     assert set(found) == {
         (CACHING, "2PD", "2PD-CC"),
@@ -125,7 +125,7 @@ def test_bars_are_as_high_as_the_figures() -> None:
     assert figure is not None
     ttft = figure.axes[0]
     assert [bar.get_height() for bar in ttft.patches] == pytest.approx([71.5, 72.97, 36.5, 37.97])
-    assert ttft.get_title() == "chat" and "(ms)" in ttft.get_ylabel()
+    assert ttft.get_title() == "chat, 4 requests each" and "(ms)" in ttft.get_ylabel()
     assert [tick.get_text() for tick in ttft.get_xticklabels()] == ["2PD", "2PD-CC"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["mean", "P99"]
     assert len(ttft.containers) >= 4 + 4, "a bar and an error bar each"
@@ -207,11 +207,13 @@ def test_a_server_that_does_not_start_says_why() -> None:
         raise AssertionError("it must not get here")
 
 
-def test_our_own_server_is_started_measured_and_ended(tmp_path: Path) -> None:
+def test_our_own_server_is_started_measured_and_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_folder(tiny_module("llama"), tmp_path / "llama")
-    flags = f"--model {folder} --dtype float32 --kv-memory 8MiB"
-    own = f"--settings 1PD-CC --workload trace --prompt-tokens-max 100 --output-tokens-max 3 --vocab-size {VOCAB}"
-    assert bench(*own.split(), "--serve-flags", flags, "--out", str(tmp_path / "run")) == 0
+    own = f"--settings 1PD-CC --model {folder} --workload trace --prompt-tokens-max 100 --output-tokens-max 3 --seeds 2"
+    flags = "--dtype float32 --kv-memory 8MiB"
+    command = [*own.split(), "--vocab-size", str(VOCAB), "--serve-flags", flags, "--out", str(tmp_path / "run")]
+    assert bench(*command) == 0
+    assert capsys.readouterr().err.count("is ready after") == 1, "one start for all seeds"
     (found,) = json.loads((tmp_path / "run" / "results.json").read_text())["found"]
     assert found["setting"] == "1PD-CC" and found["figures"]["failed"] == 0
     records = read_records(tmp_path / "run" / "records.jsonl.gz")

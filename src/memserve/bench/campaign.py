@@ -1,54 +1,61 @@
 """Settings side by side: every workload on every setting, seed by seed (level 4).
 
-All settings take their turn within a seed, each time in another order, so that a busy minute of the machine hits no
-setting alone; every server of ours starts fresh, so no seed finds another's cache.
+Passes are interleaved: a workload goes to one setting after the other, each seed in another order, so that a busy
+minute of the machine hits no setting alone; seeds come round after round, so that whoever ends the run early has equal
+numbers of passes from all settings but the last round's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import secrets
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from memserve.bench.catalogue import Recipe, build
-from memserve.bench.child import serving
-from memserve.bench.load.client import Target, first_model
-from memserve.bench.load.driver import Driver, Labels, LoadRun, drive
+from memserve.bench.catalogue import build
+from memserve.bench.load.client import Target
+from memserve.bench.load.driver import INTERRUPTED, Driver, Labels, LoadRun, drive
 from memserve.bench.load.progress import Progress
 from memserve.bench.load.prompts import VOCAB_SIZE_DEFAULT, Manner
 from memserve.bench.load.record import RequestRecord
-from memserve.bench.results import Pass, RunFolder, Shape
+from memserve.bench.results import Pass, RunFolder
+from memserve.bench.servers import Address, Servers
 from memserve.bench.settings import Setting
+from memserve.bench.studies import Study
 from memserve.errors import UserError
-from memserve.workloads.statistics import measure as weigh
-from memserve.workloads.words import Session, Text, Turn, Workload
+from memserve.workloads.tokens import Meter
+from memserve.workloads.words import Workload
 
-WARM_REQUESTS, WARM_OUTPUT_TOKENS = 4, 4
-"""The first requests of a process pay for what it had put off; they are sent before anything is measured."""
-
-PAPER_NAMES = {"sharegpt": "chat", "loogle": "documents"}
-"""The paper's data sets -> the catalogue's kinds that stand for them."""
+SALT_BYTES = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to measure."""
 
-    settings: tuple[Setting, ...]
-    recipes: dict[str, Recipe]
-    """Label -> workload; the seed is the pass's."""
+    studies: tuple[Study, ...]
     seeds: tuple[int, ...] = (0,)
     serve_flags: tuple[str, ...] = ()
     """Given to every server of ours."""
     ignore_eos: bool = True
     vocab_size: int = VOCAB_SIZE_DEFAULT
     timeout_s: float = 600.0
+    minutes_max: float | None = None
+    """No further seed is begun that would not end within so long."""
+    meter: Meter | None = None
+    """Weighs text; ``None``: four bytes a token."""
+    salted: bool = True
+    """Every pass has a ``cache_salt`` of its own."""
 
-    @property
-    def passes(self) -> int:
-        """Workloads times settings times seeds."""
-        return len(self.settings) * len(self.recipes) * len(self.seeds)
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One pass to come."""
+
+    seed: int
+    label: str
+    setting: Setting
 
 
 @dataclass(slots=True)
@@ -58,6 +65,8 @@ class Measured:
     records: list[RequestRecord] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    """What the servers call what they serve."""
     stopped: str | None = None
     """Ended between two passes: a server that did not start, or Ctrl-C meanwhile."""
 
@@ -67,112 +76,118 @@ class Measured:
         return next((one.partial for one in self.passes if one.partial is not None), self.stopped)
 
 
-def kind_of(name: str) -> str:
-    """The catalogue's name of a workload: ``sharegpt`` is ``chat``, ``loogle`` is ``documents``."""
-    return PAPER_NAMES.get(name, name)
+Workloads = dict[tuple[str, int], Workload]
+"""``(label, seed)`` -> what is sent."""
 
 
-def measure(plan: Plan, folder: RunFolder, say: Callable[[str], None]) -> Measured:
+def build_all(plan: Plan) -> Workloads:
+    """Every workload of the plan. Raises :class:`UserError` for data that cannot be read."""
+    recipes = [item for study in plan.studies for item in study.recipes.items()]
+    return {
+        (label, seed): build(replace(recipe, seed=seed), plan.meter) for seed in plan.seeds for label, recipe in recipes
+    }
+
+
+def orders_of(plan: Plan) -> list[Order]:
+    """All passes, in the order in which they are made."""
+    return [
+        Order(seed, label, setting)
+        for number, seed in enumerate(plan.seeds)
+        for study in plan.studies
+        for label in study.recipes
+        for setting in _rotated(study.settings, number)
+    ]
+
+
+def _rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
+    by %= max(1, len(settings))
+    return [*settings[by:], *settings[:by]]
+
+
+def measure(plan: Plan, workloads: Workloads, folder: RunFolder, say: Callable[[str], None]) -> Measured:
     """Run the plan; it ends early, and keeps what it has, when it is interrupted or a server dies.
 
     Raises :class:`UserError` when not even the first server starts.
     """
-    measured = Measured()
-    try:
-        for number, seed in enumerate(plan.seeds):
-            workloads = {label: build(replace(recipe, seed=seed)) for label, recipe in plan.recipes.items()}
-            for setting in _rotated(plan.settings, number):
-                _measure_setting(plan, setting, seed, workloads, folder, measured, say)
-                if measured.partial is not None:
-                    return measured
-    except KeyboardInterrupt:
-        measured.stopped = "interrupted"
-    except UserError as error:
-        if not measured.records:
-            raise
-        measured.stopped = str(error)
-    return measured
+    return _Campaign(plan, workloads, folder, say).run()
 
 
-def _measure_setting(
-    plan: Plan,
-    setting: Setting,
-    seed: int,
-    workloads: dict[str, Workload],
-    folder: RunFolder,
-    measured: Measured,
-    say: Callable[[str], None],
-) -> None:
-    """All workloads of one seed on one setting."""
-    with server_of(setting, plan.serve_flags) as (url, model):
-        if setting.base_url is not None and seed:
-            measured.notes.append(f"{setting.name} ran on between seeds, with its cache; servers of ours start fresh")
-        warm = drive(lambda: warm_up(url, model))
-        if failed := next((record for record in warm.records if not record.ok), None):
-            measured.notes.append(f"{setting.name}: a request of the warm-up failed: {failed.error}")
-        for label, workload in workloads.items():
-            measured.notes += [f"{label}: {note}" for note in workload.notes if seed == plan.seeds[0]]
-            run = _one_pass(plan, label, workload, setting, seed, url, model, folder)
-            measured.records += run.records
-            measured.passes.append(Pass.of(run, label, setting.name, seed))
-            done = f"{len(measured.passes)}/{plan.passes}"
-            say(f"{done} {setting.name}, {label}, seed {seed}: {_told(run)}")
-            if run.partial is not None:
+class _Campaign:
+    """A plan under way."""
+
+    def __init__(self, plan: Plan, workloads: Workloads, folder: RunFolder, say: Callable[[str], None]) -> None:
+        self._plan, self._workloads, self._folder, self._say = plan, workloads, folder, say
+        self._orders = orders_of(plan)
+        self._measured = Measured()
+        self._started = self._round_started = time.monotonic()
+        self._round_s_max = 0.0
+        self._salt = secrets.token_hex(SALT_BYTES)
+
+    def run(self) -> Measured:
+        measured = self._measured
+        try:
+            with Servers(self._plan.serve_flags, self._say) as servers:
+                try:
+                    self._all_passes(servers)
+                finally:
+                    measured.notes += servers.notes
+        except KeyboardInterrupt:
+            measured.stopped = INTERRUPTED
+        except UserError as error:
+            if not measured.records:
+                raise
+            measured.stopped = str(error)
+        return measured
+
+    def _all_passes(self, servers: Servers) -> None:
+        seed = None
+        for number, order in enumerate(self._orders):
+            if order.seed != seed:
+                if seed is not None and self._is_time_up(order.seed):
+                    return
+                seed = order.seed
+            self._one_pass(servers, number, order)
+            if self._measured.partial is not None:
                 return
+            servers.release([later.setting.name for later in self._orders[number + 1 :]])
 
+    def _is_time_up(self, seed: int) -> bool:
+        """Whether the round of ``seed`` is to be left out: it would take about as long as the longest so far."""
+        now = time.monotonic()
+        self._round_s_max = max(self._round_s_max, now - self._round_started)
+        self._round_started = now
+        minutes_max = self._plan.minutes_max
+        if minutes_max is None or now - self._started + self._round_s_max <= 60 * minutes_max:
+            return False
+        self._measured.notes.append(f"seeds from {seed} on were left out: with them it took over {minutes_max:g} min")
+        return True
 
-def shapes_of(plan: Plan) -> list[Shape]:
-    """What the workloads of all seeds are like."""
-    shapes = []
-    for label, recipe in plan.recipes.items():
-        columns: list[list[list[float]]] = []
-        for seed in plan.seeds:
-            workload = build(replace(recipe, seed=seed))
-            found = weigh(workload)
-            per_output = found.prompt_tokens / found.output_tokens.clip(min=1)
-            shared = found.blocks_seen / found.blocks.clip(min=1)
-            rows = (found.prompt_tokens, found.output_tokens, per_output, shared)
-            columns.append([[float(value) for value in row] for row in rows])
-        together = [[value for seed in columns for value in seed[at]] for at in range(4)]
-        shapes.append(Shape(label, workload.source, len(together[0]), *together))
-    return shapes
-
-
-def _rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
-    by %= len(settings)
-    return [*settings[by:], *settings[:by]]
-
-
-@contextmanager
-def server_of(setting: Setting, flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Address and model name."""
-    if setting.base_url is not None:
-        yield setting.base_url, first_model(Target(setting.base_url))
-        return
-    with serving((*setting.flags, *flags)) as child:
-        yield child.url, child.model
-
-
-def warm_up(url: str, model: str) -> Driver:
-    """Short text about nothing that a workload speaks of."""
-    turns = (Turn(Text("one two three four five six seven eight nine ten " * 6), WARM_OUTPUT_TOKENS),)
-    sessions = tuple(Session(f"warm-up-{number}", turns) for number in range(WARM_REQUESTS))
-    workload = Workload("warm-up", "", sessions, users=2)
-    return Driver(workload, Target(url), Manner(model), progress=Progress(WARM_REQUESTS, "warm-up"))
-
-
-def _one_pass(
-    plan: Plan, label: str, workload: Workload, setting: Setting, seed: int, url: str, model: str, folder: RunFolder
-) -> LoadRun:
-    manner = Manner(model, plan.vocab_size, plan.ignore_eos)
-    labels = Labels(setting.name, label, seed)
-    progress = Progress(workload.request_count, f"{setting.name} {label}")
-    return drive(
-        lambda: Driver(
-            workload, Target(url, timeout_s=plan.timeout_s), manner,
-            writer=folder.writer, progress=progress, labels=labels,
+    def _one_pass(self, servers: Servers, number: int, order: Order) -> None:
+        coming = [later.setting.name for later in self._orders[number + 1 :]]
+        address = servers.address(order.setting, coming)
+        workload = self._workloads[order.label, order.seed]
+        if order.seed == self._plan.seeds[0]:
+            self._measured.notes += [f"{order.label}: {note}" for note in workload.notes]
+        if address.model not in self._measured.models:
+            self._measured.models.append(address.model)
+        run = self._sent(order, workload, address)
+        self._measured.records += run.records
+        self._measured.passes.append(Pass.of(run, order.label, order.setting.name, order.seed))
+        self._say(
+            f"{number + 1}/{len(self._orders)} {order.setting.name}, {order.label}, seed {order.seed}: {_told(run)}"
         )
-    )  # fmt: skip
+
+    def _sent(self, order: Order, workload: Workload, address: Address) -> LoadRun:
+        plan, name = self._plan, order.setting.name
+        salt = f"{self._salt}-{order.label}-{order.seed}/".replace(" ", "-") if plan.salted else ""
+        manner = Manner(address.model, plan.vocab_size, plan.ignore_eos, salt=salt)
+        progress = Progress(workload.request_count, f"{name} {order.label}")
+        target, labels = Target(address.url, timeout_s=plan.timeout_s), Labels(name, order.label, order.seed)
+        return drive(
+            lambda: Driver(
+                workload, target, manner, writer=self._folder.writer, progress=progress, labels=labels
+            )
+        )  # fmt: skip
 
 
 def _told(run: LoadRun) -> str:

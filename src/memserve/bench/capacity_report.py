@@ -11,27 +11,37 @@ import msgspec
 
 from memserve.bench import plots
 from memserve.bench.capacity import Capacity
-from memserve.bench.metrics import Slo
+from memserve.bench.probing import Search
+from memserve.bench.report import REPORT
 from memserve.bench.results import machine
 from memserve.bench.text import describe_slo
 
 MS = 1e3
 
 
-def write_capacity(found: Sequence[Capacity], title: str, slo: Slo, violations_max: float, folder: Path) -> None:
+def write_capacity(found: Sequence[Capacity], plan: Search, command: str, folder: Path) -> None:
     """Write ``capacity.json``, ``report.md`` and, with matplotlib, ``capacity.png`` and ``.svg``."""
-    body = {"title": title, "slo": slo, "violations_max": violations_max, "machine": machine(), "found": found}
+    title = plan.recipe.kind
+    body = {
+        "title": title, "command": command, "slo": plan.slo, "violations_max": plan.violations_max,
+        "probe_s": plan.probe_s, "machine": machine(), "found": found,
+    }  # fmt: skip
     (folder / "capacity.json").write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=1))
     if plots.can_draw():
-        _draw(found, title, violations_max, folder)
-    page = "\n".join(_page(found, title, slo, violations_max, plots.can_draw()))
-    (folder / "report.md").write_text(page + "\n", encoding="utf-8")
+        _draw(found, title, plan, folder)
+    (folder / REPORT).write_text("\n".join(_page(found, plan, command, plots.can_draw())) + "\n", encoding="utf-8")
 
 
-def _page(found: Sequence[Capacity], title: str, slo: Slo, violations_max: float, drawn: bool) -> Iterator[str]:
-    yield f"# Capacity: {title}\n"
-    yield f"The largest rate whose queue stays bounded while at most {violations_max:.0%} of the requests miss the SLO"
-    yield f"({describe_slo(slo)}).\n"
+def _page(found: Sequence[Capacity], plan: Search, command: str, drawn: bool) -> Iterator[str]:
+    yield f"# Capacity: {plan.recipe.kind}\n"
+    partial = next((one for one in found if one.partial is not None), None)
+    if partial is not None:
+        yield f"**Partial:** {partial.setting}: {partial.partial}. What follows is what was found until then.\n"
+    host = machine()
+    yield f"* `{command}`"
+    yield f"* {host['processor']}, {host['cores']} cores; {host['system']}\n"
+    yield f"The largest rate whose queue stays bounded while at most {plan.violations_max:.0%} of the requests miss the"
+    yield f"SLO ({describe_slo(plan.slo)}); requests come for {plan.probe_s:g} s at each rate.\n"
     yield "![Latency over the rate](capacity.png)\n" if drawn else "No plot: matplotlib is not installed.\n"
     yield "| setting | capacity (requests/s) | |\n| --- | --- | --- |"
     for one in found:
@@ -47,14 +57,16 @@ def _page(found: Sequence[Capacity], title: str, slo: Slo, violations_max: float
             yield "| " + " | ".join([*cells, probe.why]) + " |"
 
 
-def _draw(found: Sequence[Capacity], title: str, violations_max: float, folder: Path) -> None:
+def _draw(found: Sequence[Capacity], title: str, plan: Search, folder: Path) -> None:
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")  # no window
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
     for number, one in enumerate(found):
         _line(left, right, one, f"C{number}")
-    right.axhline(100 * violations_max, color="grey", linestyle=":", label="limit")
+    right.axhline(100 * plan.violations_max, color="grey", linestyle=":", label="limit")
+    if plan.slo.ttft_s is not None:
+        left.axhline(MS * plan.slo.ttft_s, color="grey", linestyle=":", label="limit")
     left.set(xlabel="rate (requests/s)", ylabel="P99 time to first token (ms)", yscale="log")
     right.set(xlabel="rate (requests/s)", ylabel="requests that miss the SLO (%)")
     for axes in (left, right):

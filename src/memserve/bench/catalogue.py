@@ -30,7 +30,7 @@ from memserve.workloads.chats import chat_workload
 from memserve.workloads.documents import DOCUMENT_TOKENS, Layout, document_workload
 from memserve.workloads.groups import group_workload
 from memserve.workloads.records import Conversation, Document
-from memserve.workloads.shape import Caps, capped, leading, sampled, shared, with_block_tokens
+from memserve.workloads.shape import Caps, capped, leading, sampled, shared, with_block_tokens, with_turns
 from memserve.workloads.tokens import Meter
 from memserve.workloads.traces import from_windows, replay, replay_calls, replay_sessions
 from memserve.workloads.words import Workload
@@ -65,6 +65,8 @@ class Recipe:
     """So many sessions: sampled from data, the beginning of a trace, or generated."""
     seed: int = 0
     share_ratio: float = 1.0
+    turns_min: int = 1
+    """Sessions of fewer turns are left out, before any are sampled."""
     caps: Caps = NO_CAPS
     block_tokens: int | None = None
     """Scale the blocks of length-only traces to this many tokens."""
@@ -96,6 +98,8 @@ def build(recipe: Recipe, meter: Meter | None = None) -> Workload:
     if recipe.sessions is not None and recipe.sessions < 1:
         raise UserError(f"{recipe.sessions} sessions", hint="take at least 1")
     workload = kind.make(recipe, meter)
+    if recipe.turns_min > 1:
+        workload = with_turns(workload, recipe.turns_min)
     if recipe.sessions is not None:
         cut = leading(workload, recipe.sessions) if kind.is_trace else None
         workload = cut or sampled(workload, recipe.sessions, seed=recipe.seed)
@@ -153,7 +157,8 @@ def _chats_of(*names: str) -> Callable[[Recipe, Meter | None], Workload]:
 def _chat(recipe: Recipe, meter: Meter | None) -> Workload:
     if recipe.data is not None:
         return _chats_of("conversations/mtbench101.jsonl.gz", "conversations/mtrag_un_human.jsonl.gz")(recipe, meter)
-    made = builtin.conversations(recipe.seed, recipe.sessions or BUILTIN_SESSIONS)
+    count = recipe.sessions if recipe.sessions and recipe.turns_min == 1 else BUILTIN_SESSIONS
+    made = builtin.conversations(recipe.seed, count)
     return chat_workload(made, source=builtin.SOURCE, meter=meter)
 
 

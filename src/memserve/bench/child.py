@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from memserve.errors import UserError
@@ -20,50 +19,59 @@ LOG_CHARS = 400
 _READY = re.compile(r"ready in \S+ s: (\S+) at (\S+)/v1$")
 
 
-@dataclass(frozen=True, slots=True)
 class ServedChild:
-    """A server that answers."""
-
-    url: str
-    model: str
-    ready_s: float
-
-
-@contextmanager
-def serving(flags: Sequence[str]) -> Iterator[ServedChild]:
-    """``memserve serve FLAGS`` on a free port, until the block ends.
+    """A server that answers, from its construction to :meth:`end`.
 
     A process group of its own: Ctrl-C at the terminal reaches the bench, which ends its servers itself. Raises
     :class:`UserError`, with what the server said, when it does not start.
     """
-    started = time.monotonic()
-    command = [sys.executable, "-m", "memserve", "serve", "--port", "0", "--drain-s", "0", *flags]
-    with tempfile.TemporaryDirectory(prefix="memserve-bench-") as folder:
-        log = Path(folder) / "stderr"
-        with log.open("wb") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        started = time.monotonic()
+        self._folder = tempfile.TemporaryDirectory(prefix="memserve-bench-")
+        self._log = Path(self._folder.name) / "stderr"
+        command = [sys.executable, "-m", "memserve", "serve", "--port", "0", "--drain-s", "0", *flags]
+        with self._log.open("wb") as errors:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
         try:
-            yield _wait_until_ready(process, log, started)
-        finally:
-            _stop(process)
+            self.model, self.url = self._wait_until_ready()
+        except BaseException:  # Ctrl-C too: nothing may go on behind
+            self.end()
+            raise
+        self.ready_s = time.monotonic() - started
 
+    def _wait_until_ready(self) -> tuple[str, str]:
+        """Model and address."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if match := _READY.match(line.decode("utf-8", "replace").strip()):
+                return match[1], match[2]
+        said = self._log.read_text(encoding="utf-8", errors="replace").strip()[-LOG_CHARS:]
+        raise UserError(f"memserve serve did not start: {said}", hint="try its flags by hand: memserve serve")
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, started: float) -> ServedChild:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if match := _READY.match(line.decode("utf-8", "replace").strip()):
-            return ServedChild(match[2], match[1], time.monotonic() - started)
-    said = log.read_text(encoding="utf-8", errors="replace").strip()[-LOG_CHARS:]
-    raise UserError(f"memserve serve did not start: {said}", hint="try its flags by hand: memserve serve")
+    def ask_to_end(self) -> None:
+        """Let it begin to end; :meth:`end` waits. Several servers end together when all are asked first."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
 
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.stdout is not None:
-        process.stdout.close()
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
+    def end(self) -> None:
+        """End it, with force where it does not want to."""
+        self.ask_to_end()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         try:
-            process.wait(STOP_S_MAX)
+            self._process.wait(STOP_S_MAX)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+
+@contextmanager
+def serving(flags: Sequence[str]) -> Iterator[ServedChild]:
+    """``memserve serve FLAGS`` on a free port, until the block ends. Raises :class:`UserError`."""
+    child = ServedChild(flags)
+    try:
+        yield child
+    finally:
+        child.end()

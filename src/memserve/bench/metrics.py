@@ -231,14 +231,47 @@ def bootstrap(
     return float(low), float(high)
 
 
+def paired(
+    before: Iterable[RequestRecord],
+    after: Iterable[RequestRecord],
+    value: Callable[[Timing], float | None],
+    statistic: Statistic,
+    *,
+    seed: int = 0,
+) -> tuple[float, float] | None:
+    """The confidence interval of ``statistic(after) / statistic(before) - 1``, sessions drawn in pairs.
+
+    Both were sent the same sessions, so that what makes one session slower than another cancels out. ``None`` when
+    fewer than two sessions were answered by both.
+    """
+    olds, news = _values_by_session(before, value), _values_by_session(after, value)
+    common = [key for key, numbers in olds.items() if numbers and news.get(key)]
+    if len(common) < 2:
+        return None
+    pairs = [(np.asarray(olds[key], dtype=np.float64), np.asarray(news[key], dtype=np.float64)) for key in common]
+    drawn = np.random.default_rng(seed).integers(len(pairs), size=(BOOTSTRAP_ROUNDS, len(pairs)))
+    found = []
+    for row in drawn:
+        was, now = (statistic(np.concatenate([pairs[at][side] for at in row])) for side in (0, 1))
+        found.append(now / was - 1 if was > 0 else 0.0)
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(found, (tail, 100 - tail))
+    return float(low), float(high)
+
+
 def interval(
     records: Iterable[RequestRecord], value: Callable[[Timing], float | None], statistic: Statistic, *, seed: int = 0
 ) -> tuple[float, float] | None:
     """The confidence interval of a statistic of what requests felt; sessions of a run are the groups."""
-    sessions = _grouped(records, lambda record: (record.seed, record.session))
-    groups = []
-    for members in sessions.values():
+    return bootstrap(list(_values_by_session(records, value).values()), statistic, seed=seed)
+
+
+def _values_by_session(
+    records: Iterable[RequestRecord], value: Callable[[Timing], float | None]
+) -> dict[tuple[int, str], list[float]]:
+    groups = {}
+    for key, members in _grouped(records, lambda record: (record.seed, record.session)).items():
         felt = (timing(record) for record in members)
         numbers = (value(one) for one in felt if one is not None)
-        groups.append([number for number in numbers if number is not None])
-    return bootstrap(groups, statistic, seed=seed)
+        groups[key] = [number for number in numbers if number is not None]
+    return groups

@@ -1,12 +1,15 @@
-"""What MemServe's section 8 reports, and the same changes of ours beside it (level 4)."""
+"""What MemServe's section 8 reports, and the same changes and orders of ours beside it (level 4)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from memserve.bench.results import Found, Results
+from memserve.bench import metrics
+from memserve.bench.load.record import RequestRecord
+from memserve.bench.results import QUANTITIES, STATISTICS, Compared, Found, Results
 
 DISAGGREGATION, CACHING, POLICY = "disaggregation", "caching", "prompt tree over session"
 
@@ -22,6 +25,8 @@ PAPER: dict[tuple[str, str], dict[str, float]] = {
 """Workload and step -> change of each quantity (8.3, 8.4): ShareGPT is chat (1P2D over PD, 1P2D-CC over 1P2D), LooGLE
 documents. Llama2-13B, TP 2, on eight H800."""
 
+JUDGED = {DISAGGREGATION: "jct mean", CACHING: "ttft mean", POLICY: "ttft p99"}
+"""What a step is for."""
 
 _SPLIT = re.compile(r"(\d+)P(\d+)D")
 
@@ -32,11 +37,16 @@ class Step:
 
     workload: str
     name: str
-    before: str
-    after: str
+    before: Found
+    after: Found
     changes: dict[str, float]
     """``ttft mean`` -> for example -0.5: half of it is gone."""
     paper: dict[str, float]
+
+    @property
+    def judged(self) -> str:
+        """The quantity that the step is for."""
+        return JUDGED[self.name]
 
 
 def steps(results: Results) -> Iterator[Step]:
@@ -47,7 +57,7 @@ def steps(results: Results) -> Iterator[Step]:
             if name is not None:
                 kind = kind_and_ratio(before.workload)[0]
                 paper = PAPER.get((kind, name), {}) if name != CACHING or _SPLIT.match(before.setting) else {}
-                yield Step(before.workload, name, before.setting, after.setting, _changes(before, after), paper)
+                yield Step(before.workload, name, before, after, _changes(before, after), paper)
 
 
 def kind_and_ratio(workload: str) -> tuple[str, float | None]:
@@ -67,12 +77,82 @@ def _step(before: str, after: str) -> str | None:
     return None
 
 
+def value_of(found: Found, name: str) -> float | None:
+    """``"ttft mean"`` of a setting, in seconds; ``None`` where nobody was answered."""
+    quantity, statistic = name.split()
+    spread = getattr(found.figures, f"{quantity}_s")
+    return None if spread is None else float(getattr(spread, statistic))
+
+
 def _changes(before: Found, after: Found) -> dict[str, float]:
     changes = {}
-    for quantity in ("ttft", "jct", "tpot"):
-        old, new = (getattr(found.figures, f"{quantity}_s") for found in (before, after))
-        if old is not None and new is not None:
-            for statistic in ("mean", "p99"):
-                if (was := getattr(old, statistic)) > 0:
-                    changes[f"{quantity} {statistic}"] = getattr(new, statistic) / was - 1
+    for quantity in QUANTITIES:
+        for statistic in STATISTICS:
+            name = f"{quantity} {statistic}"
+            was, now = value_of(before, name), value_of(after, name)
+            if was is not None and now is not None and was > 0:
+                changes[name] = now / was - 1
     return changes
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Settings in the order in which the paper has them, best first, on one workload."""
+
+    workload: str
+    judged: str
+    members: tuple[Found, ...]
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The judged quantity of each, in seconds."""
+        return tuple(value_of(found, self.judged) or 0.0 for found in self.members)
+
+    @property
+    def holds(self) -> bool:
+        """Whether ours come in the same order."""
+        return all(better < worse for better, worse in pairwise(self.values))
+
+
+ORDERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("ttft mean", ("-CC3", "-CC2", "-CC1")),
+    ("jct mean", ("-CC3", "-CC2", "-CC1")),
+    ("ttft p99", ("/prompt-tree", "/session", "/least-load")),
+)
+"""What is judged, and the endings of the settings' names, best first (8.3: caching levels; 8.4: policies)."""
+
+
+def rankings(results: Results) -> Iterator[Ranking]:
+    """Every order of the paper's of which ``results`` has two members at least."""
+    for judged, endings in ORDERS:
+        groups: dict[tuple[str, str], dict[str, Found]] = {}
+        for found in results.found:
+            for ending in endings:
+                if found.setting.endswith(ending) and value_of(found, judged) is not None:
+                    stem = found.setting.removesuffix(ending)
+                    groups.setdefault((found.workload, stem), {})[ending] = found
+        for (workload, _), members in groups.items():
+            if len(members) > 1:
+                yield Ranking(workload, judged, tuple(members[ending] for ending in endings if ending in members))
+
+
+def compare(results: Results, records: Sequence[RequestRecord]) -> Results:
+    """``results`` with the confidence intervals of every step, and of the best against the worst of every order."""
+    groups = metrics.by_setting(records)
+    wanted = [(step.workload, step.before.setting, step.after.setting, step.judged) for step in steps(results)]
+    wanted += [(r.workload, r.members[-1].setting, r.members[0].setting, r.judged) for r in rankings(results)]
+    compared = []
+    for workload, before, after, name in dict.fromkeys(wanted):
+        quantity, statistic = name.split()
+        change = _change(results, workload, before, after, name)
+        if change is not None:
+            pair = (groups[workload, before], groups[workload, after])
+            interval = metrics.paired(*pair, QUANTITIES[quantity], STATISTICS[statistic])
+            compared.append(Compared(workload, before, after, name, change, interval))
+    return replace(results, compared=tuple(compared))
+
+
+def _change(results: Results, workload: str, before: str, after: str, name: str) -> float | None:
+    values = {found.setting: value_of(found, name) for found in results.found if found.workload == workload}
+    was, now = values[before], values[after]
+    return now / was - 1 if was and now is not None else None

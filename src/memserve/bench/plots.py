@@ -22,6 +22,9 @@ QUANTITIES = {
     "jct": "job completion time (ms)",
     "tpot": "time per output token (ms)",
 }
+LINE_STYLES = ("-", "--", "-.", ":")
+TURN_SHIFT = 0.04
+"""Lines stand side by side, so that their error bars can be told from each other."""
 TURN_REQUESTS_MIN = 3
 """A turn that fewer requests reached is not drawn: it would be an anecdote."""
 
@@ -49,53 +52,81 @@ def draw_all(results: Results, folder: Path) -> list[str]:
     return drawn
 
 
+def _subject(results: Results) -> str:
+    """What and where, for the titles: a picture is looked at without its page."""
+    machine = results.machine
+    where = f"{machine['processor']}, {machine['cores']} cores" if machine.get("processor") else ""
+    return " on ".join(part for part in (", ".join(results.models), where) if part)
+
+
 def _workloads(pyplot: Any, results: Results) -> Any | None:
     """Figure 7: what the workloads are like."""
-    shapes = list({shape.workload: shape for shape in results.shapes}.values())
+    return draw_shapes(pyplot, list({shape.workload: shape for shape in results.shapes}.values()))
+
+
+def draw_shapes(pyplot: Any, shapes: Sequence[Shape]) -> Any | None:
+    """Distributions of lengths, shared prefixes and turns, a line a workload; ``None`` where there is none."""
     if not shapes:
         return None
-    columns: list[tuple[str, Callable[[Shape], Sequence[float]], bool]] = [
-        ("prompt (tokens)", lambda s: s.prompt_tokens, True),
-        ("answer, at most (tokens)", lambda s: s.output_tokens, False),
-        ("prompt tokens per answer token", lambda s: s.prompt_per_output, True),
-        ("shared prefix (share of the prompt)", lambda s: s.shared_share, False),
+    columns: list[tuple[str, str, Callable[[Shape], Sequence[float]], bool]] = [
+        ("prompt (tokens)", "requests", lambda s: s.prompt_tokens, True),
+        ("answer, at most (tokens)", "requests", lambda s: s.output_tokens, False),
+        ("prompt tokens per answer token", "requests", lambda s: s.prompt_per_output, True),
+        ("seen before (share of a prompt's blocks)", "requests", lambda s: s.shared_share, False),
+        ("turns of a session", "sessions", lambda s: s.turns, False),
     ]
-    figure, row = pyplot.subplots(1, 4, figsize=(15, 4.2), sharey=True, layout="constrained")
-    for axes, (label, column, logarithmic) in zip(row, columns, strict=True):
-        for shape in shapes:
-            axes.ecdf(column(shape), label=f"{shape.workload} ({shape.requests} requests)")
-        axes.set(xlabel=label, xscale="log" if logarithmic else "linear")
+    figure, row = pyplot.subplots(1, len(columns), figsize=(18, 4.6), layout="constrained")
+    for axes, (label, counted, column, logarithmic) in zip(row, columns, strict=True):
+        for number, shape in enumerate(shapes):
+            if column(shape):
+                style = LINE_STYLES[number % len(LINE_STYLES)]
+                axes.ecdf(column(shape), label=_shape_label(shape), linestyle=style, linewidth=1.8)
+        axes.set(xlabel=label, ylabel=f"share of {counted} up to here", xscale="log" if logarithmic else "linear")
+        if not logarithmic:
+            axes.set_xlim(0, None)
         axes.grid(alpha=0.3)
-    row[0].set_ylabel("share of requests up to here")
     handles, labels = row[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    figure.suptitle("Workloads: lengths and shared prefixes")
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)))
+    figure.suptitle("Workloads: lengths, shared prefixes and turns (cumulative distributions)")
     return figure
+
+
+def _shape_label(shape: Shape) -> str:
+    return f"{shape.workload} ({shape.requests:,} requests; {shape.blocks_shared:.3f} of all blocks seen before)"
 
 
 def _bars(pyplot: Any, results: Results) -> Any | None:
     """Figure 8: TTFT, JCT and TPOT of every setting on every workload, mean and P99."""
-    workloads = list(dict.fromkeys(found.workload for found in results.found))
+    workloads = [w for w in _names(results, lambda f: f.workload) if kind_and_ratio(w)[1] is None]
     if not workloads:
         return None
-    settings = list(dict.fromkeys(found.setting for found in results.found))
-    size = (max(4.0, 0.75 * len(settings) + 1.5) * 3, 3.2 * len(workloads) + 0.8)
+    most = max(len(_members(results, workload)) for workload in workloads)
+    size = (max(4.0, 0.75 * most + 1.5) * 3, 3.2 * len(workloads) + 1.0)
     figure, grid = pyplot.subplots(len(workloads), 3, figsize=size, squeeze=False, layout="constrained")
     for row, workload in zip(grid, workloads, strict=True):
-        members = {found.setting: found for found in results.found if found.workload == workload}
+        members = _members(results, workload)
         for axes, (quantity, label) in zip(row, QUANTITIES.items(), strict=True):
-            for place, setting in enumerate(settings):
-                if setting in members:
-                    _pair_of_bars(axes, place, members[setting], quantity)
-            axes.set_xticks(range(len(settings)), settings, rotation=30, ha="right", fontsize=9)
-            axes.set(title=workload, ylabel=label)
+            for place, found in enumerate(members):
+                _pair_of_bars(axes, place, found, quantity)
+            names = [found.setting for found in members]
+            axes.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=9)
+            axes.set(title=f"{workload}, {members[0].figures.requests} requests each", ylabel=label)
             axes.grid(axis="y", alpha=0.3)
             axes.set_axisbelow(True)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color="C0"), pyplot.Rectangle((0, 0), 1, 1, color="C1")]
-    title = "Settings at equal work; lines: 95 % confidence (bootstrap over sessions)"
     figure.legend(handles, ["mean", "P99"], loc="outside lower center", ncols=2)
-    figure.suptitle(title)
+    figure.suptitle(
+        f"Settings side by side: {_subject(results)}\nblack lines: 95 % confidence (bootstrap over sessions)"
+    )
     return figure
+
+
+def _names(results: Results, name: Callable[[Found], str]) -> list[str]:
+    return list(dict.fromkeys(name(found) for found in results.found))
+
+
+def _members(results: Results, workload: str) -> list[Found]:
+    return [found for found in results.found if found.workload == workload]
 
 
 def _pair_of_bars(axes: Any, place: int, found: Found, quantity: str) -> None:
@@ -112,42 +143,41 @@ def _pair_of_bars(axes: Any, place: int, found: Found, quantity: str) -> None:
 
 def _turns(pyplot: Any, results: Results) -> Any | None:
     """Figure 12's form: over the turns of a session."""
-    workloads = [w for w in dict.fromkeys(found.workload for found in results.found) if _has_turns(results, w)]
+    workloads = [w for w in _names(results, lambda f: f.workload) if _has_turns(results, w)]
     if not workloads:
         return None
-    figure, grid = pyplot.subplots(
-        len(workloads), 2, figsize=(12, 3.4 * len(workloads) + 0.6), squeeze=False, layout="constrained"
-    )
+    size = (13, 3.6 * len(workloads) + 0.8)
+    figure, grid = pyplot.subplots(len(workloads), 2, figsize=size, squeeze=False, layout="constrained")
     for row, workload in zip(grid, workloads, strict=True):
-        members = [found for found in results.found if found.workload == workload]
+        members = _members(results, workload)
         for axes, quantity in zip(row, ("ttft", "jct"), strict=True):
-            for found in members:
-                _line_over_turns(axes, found, quantity)
+            for number, found in enumerate(members):
+                _line_over_turns(axes, found, quantity, TURN_SHIFT * (number - (len(members) - 1) / 2))
             axes.set(
                 title=workload, xlabel="turn of the session", ylabel=f"mean {QUANTITIES[quantity]}", ylim=(0, None)
             )
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.3)
         row[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), title="setting")
-    figure.suptitle("Over the turns of a session; bars: standard error of the mean")
+    figure.suptitle(f"Over the turns of a session: {_subject(results)}\nbars: standard error of the mean")
     return figure
 
 
 def _has_turns(results: Results, workload: str) -> bool:
-    return any(len(_turns_of(found)) > 1 for found in results.found if found.workload == workload)
+    own = kind_and_ratio(workload)[1] is None
+    return own and any(len(_turns_of(found)) > 1 for found in _members(results, workload))
 
 
 def _turns_of(found: Found) -> dict[int, Figures]:
     return {turn: figures for turn, figures in found.turns.items() if figures.requests >= TURN_REQUESTS_MIN}
 
 
-def _line_over_turns(axes: Any, found: Found, quantity: str) -> None:
+def _line_over_turns(axes: Any, found: Found, quantity: str, shift: float) -> None:
     turns = {t: s for t, f in _turns_of(found).items() if (s := getattr(f, f"{quantity}_s")) is not None}
     values = [spread.mean * MS for spread in turns.values()]
     errors = [spread.standard_error * MS for spread in turns.values()]
-    axes.errorbar(
-        [turn + 1 for turn in turns], values, errors, marker="o", markersize=4, capsize=3, label=found.setting
-    )
+    places = [turn + 1 + shift for turn in turns]
+    axes.errorbar(places, values, errors, marker="o", markersize=4, capsize=3, label=found.setting)
 
 
 def _share_ratio(pyplot: Any, results: Results) -> Any | None:
@@ -163,13 +193,20 @@ def _share_ratio(pyplot: Any, results: Results) -> Any | None:
     figure, grid = pyplot.subplots(len(kinds), 2, figsize=(11, 3.8 * len(kinds)), squeeze=False, layout="constrained")
     for row, kind in zip(grid, kinds, strict=True):
         for axes, statistic in zip(row, ("mean", "p99"), strict=True):
-            for setting in dict.fromkeys(found.setting for found in results.found):
+            for setting in _names(results, lambda f: f.setting):
                 _line_over_ratios(axes, results, kind, setting, statistic)
             name = "P99" if statistic == "p99" else statistic
-            axes.set(title=kind, xlabel="share ratio", ylabel=f"{name} {QUANTITIES['ttft']}", ylim=(0, None))
+            axes.set(
+                title=kind,
+                xlabel="share ratio (how often each session is there)",
+                ylabel=f"{name} {QUANTITIES['ttft']}",
+                ylim=(0, None),
+            )
             axes.grid(alpha=0.3)
         row[1].legend(fontsize=8, title="setting")
-    figure.suptitle("Over the share ratio; bars: 95 % confidence (bootstrap over sessions)")
+    figure.suptitle(
+        f"Policies over the share ratio: {_subject(results)}\nbars: 95 % confidence (bootstrap over sessions)"
+    )
     return figure
 
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from memserve.bench.campaign import server_of, warm_up
 from memserve.bench.capacity import Capacity, Probe, judge, search
 from memserve.bench.catalogue import Arrivals, Recipe, build
 from memserve.bench.load.client import Target
@@ -16,7 +15,9 @@ from memserve.bench.load.progress import Progress
 from memserve.bench.load.prompts import Manner
 from memserve.bench.load.record import RecordWriter
 from memserve.bench.metrics import Slo
+from memserve.bench.servers import Servers
 from memserve.bench.settings import Setting
+from memserve.workloads.tokens import Meter
 from memserve.workloads.words import Workload
 
 SAMPLE_SESSIONS = 20
@@ -39,23 +40,24 @@ class Search:
     serve_flags: tuple[str, ...] = ()
     manner: Manner = NO_MODEL
     """Its model is the server's."""
+    meter: Meter | None = None
 
 
 def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, say: Callable[[str], None]) -> Capacity:
     """The capacity of one setting, on one server from the first rate to the last."""
     seeds = itertools.count(plan.recipe.seed)
-    with server_of(setting, plan.serve_flags) as (url, model):
-        drive(lambda: warm_up(url, model))
+    with Servers(plan.serve_flags, say) as servers:
+        address = servers.address(setting)
 
         def try_rate(rate: float) -> Probe | None:
             seed = next(seeds)
             workload = workload_at(plan, rate, seed)
             progress = Progress(workload.request_count, f"{setting.name} at {rate:.2f}/s")
             labels = Labels(setting.name, f"{plan.recipe.kind} at {rate:.3f}/s", seed)
-            manner, limit_s = replace(plan.manner, model=model), OVERTIME * plan.probe_s
+            manner, limit_s = replace(plan.manner, model=address.model), OVERTIME * plan.probe_s
             run = drive(
                 lambda: Driver(
-                    workload, Target(url), manner,
+                    workload, Target(address.url), manner,
                     writer=writer, progress=progress, labels=labels, limit_s=limit_s,
                 )
             )  # fmt: skip
@@ -72,8 +74,8 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, say: C
 
 def workload_at(plan: Search, rate: float, seed: int) -> Workload:
     """About ``probe_s`` seconds of requests at ``rate``."""
-    sample = build(replace(plan.recipe, sessions=SAMPLE_SESSIONS, seed=seed))
+    sample = build(replace(plan.recipe, sessions=SAMPLE_SESSIONS, seed=seed), plan.meter)
     turns_mean = sample.request_count / len(sample.sessions)
     sessions = max(2, math.ceil(rate * plan.probe_s / turns_mean))
     timed = replace(plan.recipe, sessions=sessions, seed=seed, arrivals=Arrivals.POISSON, requests_per_s=rate)
-    return build(timed)
+    return build(timed, plan.meter)

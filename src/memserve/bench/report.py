@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memserve.bench import plots
+from memserve.bench.comparison import beside_the_paper
 from memserve.bench.metrics import Spread
-from memserve.bench.paper import steps
 from memserve.bench.results import RECORDS, RESULTS, Found, Results
-from memserve.bench.text import describe_slo
+from memserve.bench.text import describe_slo, table_row
 
 REPORT = "report.md"
 CAPTIONS = {
@@ -38,13 +38,14 @@ def _page(results: Results, drawn: Sequence[str] | None) -> Iterator[str]:
         yield f"\n![{CAPTIONS[name]}]({name}.png)\n\n{CAPTIONS[name]} [SVG]({name}.svg)"
     for workload in dict.fromkeys(found.workload for found in results.found):
         yield from _table(workload, [found for found in results.found if found.workload == workload], results)
-    yield from _beside_the_paper(results)
+    yield from beside_the_paper(results)
     yield from _passes(results)
     yield f"\nEvery request is in `{RECORDS}`, every figure in `{RESULTS}`."
 
 
 def _circumstances(results: Results) -> Iterator[str]:
     machine = results.machine
+    yield f"* {', '.join(results.models)}" if results.models else "* nothing was served"
     yield f"* `{results.command}`, memserve {results.version}"
     yield f"* {machine.get('processor')}, {machine.get('cores')} cores; {machine.get('system')}"
     yield f"* load average at the end: {', '.join(map(str, machine.get('load_average', ())))}"
@@ -58,14 +59,14 @@ def _table(workload: str, members: Sequence[Found], results: Results) -> Iterato
     yield f"\n## {workload}\n"
     columns = ["setting", "requests", "failed", "TTFT mean", "P50", "P99", "TPOT mean", "P99", "JCT mean", "P99"]
     columns += ["tokens/s", "goodput /s", "SLO missed", "cached", "client late P50"]
-    yield _row(columns)
-    yield _row(["---"] * len(columns))
+    yield table_row(columns)
+    yield table_row(["---"] * len(columns))
     for found in members:
         f = found.figures
         cells = [found.setting, str(f.requests), str(f.failed), *_ms(f.ttft_s, "mean", "p50", "p99")]
         cells += [*_ms(f.tpot_s, "mean", "p99"), *_ms(f.jct_s, "mean", "p99"), f"{f.output_tokens_per_s:.1f}"]
         cells += [f"{f.goodput_per_s:.2f}", f"{f.slo_violations:.0%}", f"{f.cached_share:.0%}", *_ms(f.late_s, "p50")]
-        yield _row(cells)
+        yield table_row(cells)
     yield "\nTimes in milliseconds; cached: share of the prompt tokens, as the server tells."
     for found in members:
         if found.figures.errors:
@@ -77,33 +78,10 @@ def _ms(spread: Spread | None, *names: str) -> list[str]:
     return [f"{1e3 * getattr(spread, name):.1f}" if spread is not None else "" for name in names]
 
 
-def _beside_the_paper(results: Results) -> Iterator[str]:
-    rows = list(steps(results))
-    if not rows:
-        return
-    yield "\n## Beside the paper\n"
-    yield "Changes from one setting to another; in brackets what MemServe's section 8 reports (Llama2-13B, eight H800)."
-    yield "There each instance has GPUs of its own; here all instances share the cores named above.\n"
-    quantities = ("ttft mean", "ttft p99", "jct mean", "jct p99", "tpot mean", "tpot p99")
-    yield _row(["workload", "step", *(name.replace("ttft", "TTFT").replace("jct", "JCT").replace("tpot", "TPOT")
-                                      .replace("p99", "P99") for name in quantities)])  # fmt: skip
-    yield _row(["---"] * (2 + len(quantities)))
-    for step in rows:
-        cells = []
-        for name in quantities:
-            own = f"{step.changes[name]:+.0%}" if name in step.changes else ""
-            cells.append(own + (f" ({step.paper[name]:+.1%})" if name in step.paper else ""))
-        yield _row([step.workload, f"{step.name}: {step.before} to {step.after}", *cells])
-
-
 def _passes(results: Results) -> Iterator[str]:
     yield "\n## Passes\n"
-    yield _row(["workload", "setting", "seed", "planned requests", "seconds", ""])
-    yield _row(["---"] * 6)
+    yield table_row(["workload", "setting", "seed", "planned requests", "seconds", ""])
+    yield table_row(["---"] * 6)
     for one in results.passes:
         cells = (one.workload, one.setting, str(one.seed), str(one.planned), f"{one.wall_s:.1f}", one.partial or "")
-        yield _row(cells)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+        yield table_row(cells)

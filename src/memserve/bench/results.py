@@ -61,6 +61,26 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """Two settings on one workload, session by session."""
+
+    workload: str
+    before: str
+    after: str
+    name: str
+    """``ttft mean`` and the like."""
+    change: float
+    """Relative: -0.5 is half."""
+    interval: tuple[float, float] | None
+    """95 % confidence of ``change``, sessions drawn in pairs; ``None``: too few."""
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether zero is outside of the interval."""
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """What a workload is like: one value a request (MemServe figure 7)."""
 
@@ -72,6 +92,10 @@ class Shape:
     prompt_per_output: list[float]
     shared_share: list[float]
     """Of its blocks, those that an earlier request had."""
+    turns: list[float] = dataclasses.field(default_factory=list)
+    """One value a session."""
+    blocks_shared: float = 0.0
+    """Share of all blocks that an earlier request had, as the data's authors count it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +112,10 @@ class Results:
     machine: dict[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     shapes: tuple[Shape, ...] = ()
+    models: tuple[str, ...] = ()
+    """What was served, by the servers' own names."""
+    compared: tuple[Compared, ...] = ()
+    """The steps and orders of the paper that these results have."""
 
 
 def sum_up(

@@ -66,6 +66,11 @@ def parse_setting(text: str, instances: int) -> Setting:
     return Setting(name, tuple(flags), count)
 
 
+def named_server(text: str) -> str:
+    """``NAME=URL`` of another server; a mere URL is its own name."""
+    return text if "=" in text else f"{text.removeprefix('http://')}={text}"
+
+
 def _option(word: str, text: str) -> tuple[str, str]:
     if word in POLICIES:
         return "--policy", word

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from memserve.bench.metrics import Figures, Slo, Spread
 from memserve.bench.results import Results
@@ -38,6 +38,11 @@ def _figures(figures: Figures) -> Iterator[str]:
 def _row(name: str, spread: Spread) -> str:
     values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
     return f"{name:<6}" + "".join(f"{1e3 * value:>10.2f}" for value in values)
+
+
+def table_row(cells: Iterable[str]) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
 
 
 def describe_slo(slo: Slo) -> str:

@@ -30,7 +30,10 @@ SloTtft = Annotated[
 ]
 SloTpot = Annotated[float | None, typer.Option("--slo-tpot-ms", min=0, help="For goodput: longest time a token.")]
 SloJct = Annotated[float | None, typer.Option("--slo-jct-ms", min=0, help="For goodput: longest time in all.")]
-VocabSize = Annotated[int, typer.Option(min=100, help="Prompts known by their length only are token ids below it.")]
+VocabSize = Annotated[
+    int | None,
+    typer.Option(min=100, help="Prompts known by their length only are token ids below it; default: the model's own."),
+]
 Out = Annotated[Path | None, typer.Option(help="Folder for results.json and records.jsonl.gz.")]
 
 
@@ -44,7 +47,7 @@ def load(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 128,
     shared_tokens: Annotated[int, typer.Option(min=0, help="Of them shared by all.")] = 0,
     output_tokens: Annotated[int, typer.Option(min=1, help="Length of every answer.")] = 16,
-    vocab_size: VocabSize = 32_000,
+    vocab_size: Annotated[int, typer.Option(min=100, help="Prompts are token ids below it.")] = 32_000,
     seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
     timeout_s: Timeout = 600.0,
     max_s: Annotated[float | None, typer.Option(min=0.1, help="End the run after so long.")] = None,

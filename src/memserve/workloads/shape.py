@@ -140,6 +140,16 @@ def sampled(workload: Workload, sessions: int, *, seed: int) -> Workload:
     )
 
 
+def with_turns(workload: Workload, turns_min: int) -> Workload:
+    """The sessions of at least ``turns_min`` turns. :class:`UserError` when there is none."""
+    sessions = tuple(session for session in workload.sessions if len(session.turns) >= turns_min)
+    if not sessions:
+        longest = max((len(session.turns) for session in workload.sessions), default=0)
+        raise UserError(f"no session of {workload.kind} has {turns_min} turns", hint=f"the longest has {longest}")
+    note = f"{len(workload.sessions) - len(sessions)} sessions of fewer than {turns_min} turns left out"
+    return replace(workload, sessions=sessions, notes=(*workload.notes, note))
+
+
 def leading(workload: Workload, sessions: int) -> Workload:
     """The first ``sessions`` sessions: of a trace, its beginning, times and prefixes as recorded."""
     if sessions >= len(workload.sessions):

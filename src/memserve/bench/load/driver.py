@@ -28,6 +28,8 @@ LEAD_NS = NS_PER_S // 50
 """A request is put into words so long before it is due, not when every microsecond counts."""
 PREPARED_BYTES_MAX = 1 << 28
 """So many bytes of first turns are put into words before the clock starts."""
+INTERRUPTED = "interrupted"
+"""Why a run is partial that Ctrl-C (or SIGTERM) ended."""
 PROBES = 4
 PROBE_GAP_S = 0.5
 _encode = msgspec.json.Encoder().encode
@@ -187,11 +189,11 @@ class Driver:
 
 
 def drive(make: Callable[[], Driver]) -> LoadRun:
-    """Run a driver to its end; Ctrl-C stops it and keeps what was measured, a second one kills."""
+    """Run a driver to its end; Ctrl-C or SIGTERM stops it and keeps what was measured, a second one interrupts."""
 
     async def main() -> LoadRun:
         driver = make()
-        with _stopped_by_ctrl_c(driver), _seldom_collecting():
+        with _stopped_by_signals(driver), _seldom_collecting():
             return await driver.run()
 
     return asyncio.run(main())
@@ -212,18 +214,35 @@ def _seldom_collecting() -> Iterator[None]:
 
 
 @contextmanager
-def _stopped_by_ctrl_c(driver: Driver) -> Iterator[None]:
+def _stopped_by_signals(driver: Driver) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
         return
     loop = asyncio.get_running_loop()
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM)}
 
-    def on_interrupt() -> None:
-        driver.stop("interrupted")
-        loop.remove_signal_handler(signal.SIGINT)
+    def give_back() -> None:
+        for sign, handler in before.items():
+            loop.remove_signal_handler(sign)
+            signal.signal(sign, handler)
 
-    loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    def on_signal() -> None:
+        driver.stop(INTERRUPTED)
+        give_back()
+
+    for sign in before:
+        loop.add_signal_handler(sign, on_signal)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        give_back()
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM raise ``KeyboardInterrupt`` as Ctrl-C does: what was started is ended, what was measured is kept."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -24,6 +24,9 @@ class Manner:
     """Every answer runs to its full length: equal work in all settings, whatever the model wants to say."""
     name_sessions: bool = True
     """Send ``prompt_cache_key``: OpenAI's word for "these belong together"."""
+    salt: str = ""
+    """Sent as ``cache_salt``, where there is one: requests of another salt share no cache with these (memserve, vLLM
+    and SGLang know it), and no session by name."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of every body."""
 
@@ -47,7 +50,9 @@ class Dialogue:
         if manner.ignore_eos or isinstance(turn.says, Blocks):
             body["ignore_eos"] = True
         if manner.name_sessions:
-            body["prompt_cache_key"] = self._session.session_id
+            body["prompt_cache_key"] = manner.salt + self._session.session_id
+        if manner.salt:
+            body["cache_salt"] = manner.salt
         return path, body | manner.extra
 
     def _asked(self, turn: Turn) -> tuple[str, dict[str, Any]]:

@@ -1,0 +1,115 @@
+"""The servers of a run (level 4): each is started when a pass first needs it, and kept while memory lasts.
+
+A start costs as much as a pass or two, so one server serves all workloads and seeds of its setting; every pass has a
+salt of its own (:class:`~memserve.bench.load.prompts.Manner`), so that none finds the cache of another. When memory
+gets short, the server goes whose next pass is furthest away (Belady 1966: the order of the passes is known).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from memserve.bench.child import ServedChild
+from memserve.bench.load.client import Target, first_model
+from memserve.bench.load.driver import INTERRUPTED, Driver, drive
+from memserve.bench.load.progress import Progress
+from memserve.bench.load.prompts import Manner
+from memserve.bench.settings import Setting
+from memserve.runtime.memory import available_memory_bytes
+from memserve.workloads.words import Session, Text, Turn, Workload
+
+WARM_REQUESTS, WARM_OUTPUT_TOKENS = 4, 4
+"""The first requests of a process pay for what it had put off; they are sent before anything is measured."""
+ROOM_FACTOR = 2.0
+"""A server is started where there is room for the largest so far this many times: caches fill up later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a setting answers."""
+
+    url: str
+    model: str
+
+
+class Servers:
+    """A context manager; whoever leaves it leaves no process behind."""
+
+    def __init__(self, flags: Sequence[str], say: Callable[[str], None]) -> None:
+        """``flags``: given to every server of ours."""
+        self._flags, self._say = tuple(flags), say
+        self._addresses: dict[str, Address] = {}
+        self._children: dict[str, ServedChild] = {}
+        self._largest_bytes = 0
+        self.notes: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        for child in self._children.values():
+            child.ask_to_end()
+        with ExitStack() as stack:  # all are ended, whatever happens to one
+            for child in self._children.values():
+                stack.callback(child.end)
+
+    def address(self, setting: Setting, coming: Sequence[str] = ()) -> Address:
+        """Where ``setting`` answers, warm. ``coming``: names of the settings of all passes after this one, in order.
+
+        Raises :class:`UserError` when it does not start, or cannot be reached.
+        """
+        if (known := self._addresses.get(setting.name)) is not None:
+            return known
+        found = self._start(setting, coming)
+        warm = drive(lambda: warm_up(found))
+        if warm.partial == INTERRUPTED:
+            raise KeyboardInterrupt
+        if failed := next((record for record in warm.records if not record.ok), None):
+            self.notes.append(f"{setting.name}: a request of the warm-up failed: {failed.error}")
+        self._addresses[setting.name] = found
+        return found
+
+    def release(self, coming: Sequence[str]) -> None:
+        """End the servers that no pass of ``coming`` needs."""
+        for name in [name for name in self._children if name not in coming]:
+            self._end(name)
+
+    def _start(self, setting: Setting, coming: Sequence[str]) -> Address:
+        if setting.base_url is not None:
+            return Address(setting.base_url, first_model(Target(setting.base_url)))
+        while self._children and self._is_short():
+            self._end(furthest(list(self._children), coming))
+        before = available_memory_bytes()
+        child = ServedChild((*setting.flags, *self._flags))
+        self._children[setting.name] = child
+        after = available_memory_bytes()
+        if before is not None and after is not None:
+            self._largest_bytes = max(self._largest_bytes, before - after)
+        self._say(f"{setting.name} is ready after {child.ready_s:.0f} s")
+        return Address(child.url, child.model)
+
+    def _is_short(self) -> bool:
+        available = available_memory_bytes()
+        return available is not None and available < ROOM_FACTOR * self._largest_bytes
+
+    def _end(self, name: str) -> None:
+        self._addresses.pop(name, None)
+        self._children.pop(name).end()
+
+
+def furthest(names: Sequence[str], coming: Sequence[str]) -> str:
+    """Of ``names``, the one that occurs last in ``coming`` for the first time, or never."""
+    places = {name: place for place, name in reversed(list(enumerate(coming)))}
+    return max(names, key=lambda name: places.get(name, len(coming)))
+
+
+def warm_up(address: Address) -> Driver:
+    """Short text about nothing that a workload speaks of."""
+    turns = (Turn(Text("one two three four five six seven eight nine ten " * 6), WARM_OUTPUT_TOKENS),)
+    sessions = tuple(Session(f"warm-up-{number}", turns) for number in range(WARM_REQUESTS))
+    workload = Workload("warm-up", "", sessions, users=2)
+    return Driver(workload, Target(address.url), Manner(address.model), progress=Progress(WARM_REQUESTS, "warm-up"))
