@@ -571,6 +571,17 @@ def test_a_deadline_is_kept_by_the_router_itself(make):
     assert client.reasons == [FinishReason.DEADLINE] and Cancel("r#1") in world.instances["c"].heard
 
 
+def test_a_clock_that_runs_ahead_ends_no_request(make):
+    """Its virtual machine was moved, and its clock leapt: for the instance the deadline has passed."""
+    world = make(("a", C), ("b", C))
+    client = world.ask(a_request("r", PROMPT, deadline_ns=3 * NS_PER_S))
+    early = TokenOutput("r#1", 0, (), finish_reason=FinishReason.DEADLINE)
+    world.hear(Peer("a", 1), Tokens((early,)))
+    assert world.instances["b"].running and not world.instances["a"].running
+    world.run()
+    assert (client.got[0], client.reasons[0]) == lone_answer(client.request, 0)
+
+
 # -- members
 
 

@@ -59,7 +59,7 @@ class OutputDesk:
             self._lifecycle.attempt_failed(job, "gap", now)
 
     def _take(self, job: Job, attempt: Attempt, sender: Member, output: TokenOutput, now: int) -> None:
-        if self._contradicts(job, output):
+        if self._contradicts(job, output, now):
             self._lifecycle.attempt_failed(job, "contradiction", now, blamed=[sender])
             return
         attempt.news_ns, job.unplaced_ns = now, None
@@ -76,14 +76,16 @@ class OutputDesk:
             self._deliver_aside(job, attempt, now)
 
     @staticmethod
-    def _contradicts(job: Job, output: TokenOutput) -> bool:
-        """Whether no honest instance could say this."""
+    def _contradicts(job: Job, output: TokenOutput, now: int) -> bool:
+        """Whether no honest instance could say this: its memory is broken, or its clock runs ahead."""
         request = job.request
         if not 0 <= output.index < request.n:
             return True
         if output.offset < 0 or output.offset + len(output.tokens) > max(0, request.stop.max_tokens):
             return True
-        return output.finish_reason is FinishReason.DEADLINE and request.deadline_ns is None
+        if output.finish_reason is not FinishReason.DEADLINE:
+            return False
+        return request.deadline_ns is None or request.deadline_ns > now
 
     # -- out of order
 

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import product
 
 from memserve.errors import UserError
-from memserve.sim.fuzz.scenario import ALL_MIXES, Setting, draw
+from memserve.sim.fuzz.scenario import ALL_MIXES, WEATHERS, Setting, draw
 from memserve.sim.fuzz.world import World
 from memserve.types import Caching, TransferMode
 
@@ -36,33 +36,32 @@ class Verdict:
     """The last things that happened, when it failed or was asked for."""
 
 
-def settings_grid(faulty: bool | None = None) -> list[Setting]:
-    """Every caching level, transfer mode and mix of roles, healthy and faulty."""
-    kinds = [True, False] if faulty is None else [faulty]
-    return [Setting(c, t, mix, f) for c, t, mix, f in product(Caching, TransferMode, ALL_MIXES, kinds)]
-
-
 @cache
-def _grid(faulty: bool | None) -> list[Setting]:
-    return settings_grid(faulty)
+def settings_grid(weather: str | None = None) -> tuple[Setting, ...]:
+    """Every caching level, transfer mode and mix of roles, in every weather or in one."""
+    weathers = WEATHERS if weather is None else (weather,)
+    return tuple(_setting(c, t, mix, w) for c, t, mix, w in product(Caching, TransferMode, ALL_MIXES, weathers))
 
 
-def setting_of(seed: int, faulty: bool | None = None) -> Setting:
+def _setting(caching: Caching, transfer: TransferMode, mix: str, weather: str) -> Setting:
+    return Setting(caching, transfer, mix, faulty=weather != "healthy", swarm=weather == "swarm")
+
+
+def setting_of(seed: int, weather: str | None = None) -> Setting:
     """The setting that a seed runs in unless told otherwise: the seeds go through the whole grid."""
-    grid = _grid(faulty)
+    grid = settings_grid(weather)
     return grid[seed % len(grid)]
 
 
 def parse_setting(text: str) -> Setting:
     """``pd-caching-3/by-layer/1P1D/faulty``, as :class:`Setting` writes itself. Raises :class:`UserError`."""
-    try:
-        caching, transfer, mix, kind = text.split("/")
-        setting = Setting(Caching(caching), TransferMode(transfer), mix, kind == "faulty")
-    except ValueError as error:
-        raise UserError(f"{text!r} is no setting: {error}", hint="e.g. pd-caching-3/by-layer/1P1D/faulty") from None
-    if mix not in ALL_MIXES or kind not in ("faulty", "healthy"):
-        raise UserError(f"{text!r} is no setting", hint=f"the mixes are {', '.join(ALL_MIXES)}; then faulty or healthy")
-    return setting
+    for setting in settings_grid():
+        if str(setting) == text:
+            return setting
+    raise UserError(
+        f"{text!r} is no setting",
+        hint=f"e.g. pd-caching-3/by-layer/1P1D/faulty; mixes: {', '.join(ALL_MIXES)}; then {', '.join(WEATHERS)}",
+    )
 
 
 def play(seed: int, setting: Setting, story_lines: int = 400) -> World:
@@ -94,7 +93,7 @@ def judge(seed: int, setting: Setting, story_lines: int = 4000, *, keep_story: b
     return Verdict(seed, str(setting), requests, steps, spent_s, happened, failure, where, story)
 
 
-def run_campaign(seeds: Iterable[int], faulty: bool | None = None) -> Iterator[Verdict]:
+def run_campaign(seeds: Iterable[int], weather: str | None = None) -> Iterator[Verdict]:
     """A verdict a seed, in order."""
     for seed in seeds:
-        yield judge(seed, setting_of(seed, faulty))
+        yield judge(seed, setting_of(seed, weather))

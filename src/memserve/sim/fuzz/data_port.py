@@ -39,7 +39,7 @@ class FaultyPort:
         pull = _Pull(node, job, owner)
         at = 0
         for place in range(len(job.src_blocks)):
-            at = min(max(at, node.span_ns(node.host.scenario.pull_ns, node.slowness)), PULL_MAX_NS)
+            at = min(max(at, node.span_ns(node.host.scenario.pull_ns, node.pull_slowness)), PULL_MAX_NS)
             node.later(at, partial(pull.read, place))
         node.host.say(f"{node.peer.name} pulls for {at / 1e6:.3f} ms: ", job)
         node.later(at + 1, pull.end)

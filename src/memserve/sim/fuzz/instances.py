@@ -31,9 +31,18 @@ class FuzzedInstance(InstanceNode):
     def __init__(self, world: World, name: str, role: Role, place: int) -> None:
         self.random = Random(f"{world.scenario.seed}/{name}")
         self.fails_next_step = False
+        self.next_step_hangs_ns = 0
         self.corrupting = 0
-        self.slowness = 1
+        self.pull_slowness = 1
+        self.step_slowness = 1
+        self.copy_ns = 0
+        """What each block that moves between tiers adds to a step."""
         super().__init__(world, name, role, place)
+
+    @property
+    def is_well(self) -> bool:
+        """No fault is on."""
+        return not self.corrupting and self.pull_slowness == self.step_slowness == 1 and not self.copy_ns
 
     def boot(self) -> None:
         self.skew_ns = self.random.choice([0, self.random.randrange(1 << 60)])
@@ -93,7 +102,10 @@ class FuzzedDevice:
 
     def step_ns(self, plan: StepPlan) -> int:
         """A random time."""
-        return self._node.span_ns(self._node.host.scenario.step_ns)
+        node = self._node
+        hangs_ns, node.next_step_hangs_ns = node.next_step_hangs_ns, 0
+        copies_ns = sum(len(copy.src) for copy in plan.copies) * node.copy_ns if node.copy_ns else 0
+        return node.span_ns(node.host.scenario.step_ns, node.step_slowness) + hangs_ns + copies_ns
 
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
         """Compute it, unless the plan was made upon one that failed."""

@@ -1,4 +1,4 @@
-"""A network that loses, repeats, delays and cuts."""
+"""A network that loses, repeats, delays, reorders, garbles and cuts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def _silent(line: str, what: object = "") -> None:
 
 
 class FaultyNetwork(Network):
-    """What the real mailbox promises is kept unless a fault says otherwise: order, and the receiver's generation.
+    """Worse than the real one, whose mailbox drops what comes twice and what a later message has overtaken: here they
+    are heard, and the machines must not mind.
 
     Messages held by a partition come late, in order, or are lost: each partition is of one kind.
     """
@@ -29,20 +30,31 @@ class FaultyNetwork(Network):
         self.random, self.bounds_ns = random, delay_ns
         self.loss = 0.0
         self.repeats = 0.0
+        self.overtakes = 0.0
+        self.garbles = 0.0
         self.extra_ns = 0
         self.lost = 0
         self.cut: dict[Way, list[str]] = {}
         """The modes of the partitions on each way, ``hold`` or ``lose``."""
         self.log: Callable[..., None] = _silent
         self._held: dict[Way, deque[tuple[Peer, Peer, AnyMessage]]] = {}
+        self._connection: dict[Way, int] = {}
+        """Counts the connections of each way: what was under way in a former one never arrives."""
+
+    @property
+    def is_well(self) -> bool:
+        """No fault is on."""
+        shares = max(self.loss, self.repeats, self.overtakes, self.garbles)
+        return shares < 1e-9 and not self.extra_ns and not any(self.cut.values())
 
     def send(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         self.sent += 1
         way = (sender.name, to.name)
         modes = self.cut.get(way)
         if (modes and modes[-1] == "lose") or self.random.random() < self.loss:
-            self.lost += 1
-            self.log(f"      lost: {sender.name} -> {to.name} {type(message).__name__}")
+            self._lose(sender, to, message)
+        elif self.garbles and self.random.random() < self.garbles:
+            self._garble(sender, to, message)
         elif modes or self._held.get(way):
             self._held.setdefault(way, deque()).append((sender, to, message))
         else:
@@ -50,9 +62,36 @@ class FaultyNetwork(Network):
             if self.random.random() < self.repeats:
                 self.travel(sender, to, message)
 
+    def _lose(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+        self.lost += 1
+        self.log(f"      lost: {sender.name} -> {to.name} {type(message).__name__}")
+
+    def _garble(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+        """It is dropped; half of the time the connection breaks, and takes with it what is under way."""
+        self._lose(sender, to, message)
+        if self.random.random() < 0.5:
+            way = (sender.name, to.name)
+            self._connection[way] = self._connection.get(way, 0) + 1
+
     def span_ns(self, sender: Peer, to: Peer, message: AnyMessage) -> int:
         extra_ns = self.random.randint(0, self.extra_ns) if self.extra_ns else 0
         return self.random.randint(*self.bounds_ns) + extra_ns
+
+    def travel(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+        ends = (sender, to)
+        when = self.clock.now + self.span_ns(sender, to, message)
+        if not self.overtakes or self.random.random() >= self.overtakes:
+            when = max(when, self._last_arrival.get(ends, 0))
+        self._last_arrival[ends] = max(when, self._last_arrival.get(ends, 0))
+        connection = self._connection.get((sender.name, to.name), 0)
+        self.clock.at(when, self._come, sender, to, message, connection)
+
+    def _come(self, sender: Peer, to: Peer, message: AnyMessage, connection: int) -> None:
+        """At the receiver."""
+        if connection == self._connection.get((sender.name, to.name), 0):
+            self.arrive(sender, to, message)
+        else:
+            self._lose(sender, to, message)
 
     def part(self, one: str, other: str, mode: str, both_ways: bool) -> list[Way]:
         """Cut the way from ``one`` to ``other`` (and back); returns what :meth:`heal` wants."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -43,6 +44,12 @@ FAULTS = (
     "router-pause",
     "router-restart",
 )
+"""Those of ``faulty`` settings: a few, of a few kinds."""
+
+SWARM = (*FAULTS, "reorder", "garble", "hang", "slow-device", "slow-tier", "clock-jump", "router-clock-jump")
+"""Those of ``swarm`` settings: up to a dozen, of a random subset of all kinds with random weights."""
+
+WEATHERS = ("healthy", "faulty", "swarm")
 
 
 @dataclass(frozen=True)
@@ -54,9 +61,15 @@ class Setting:
     mix: str = "1P1D"
     faulty: bool = True
     policy: str | None = None
+    swarm: bool = False
+
+    @property
+    def weather(self) -> str:
+        """One of :data:`WEATHERS`."""
+        return "swarm" if self.swarm else "faulty" if self.faulty else "healthy"
 
     def __str__(self) -> str:
-        return f"{self.caching.value}/{self.transfer.value}/{self.mix}/{'faulty' if self.faulty else 'healthy'}"
+        return f"{self.caching.value}/{self.transfer.value}/{self.mix}/{self.weather}"
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,9 @@ def draw(seed: int, setting: Setting) -> Scenario:
         scenario.conversations = _draw_clients(random, context, random.randint(2, 6))
     if random.random() < 0.15:
         _make_uneven(random, scenario, least)
-    if setting.faulty:
+    if setting.swarm:
+        scenario.faults = _draw_swarm(random, len(roles))
+    elif setting.faulty:
         scenario.faults = _draw_faults(random, len(roles))
     return scenario
 
@@ -213,18 +228,32 @@ def _draw_turn(random: Random, exotic: float) -> Turn:
 
 
 def _draw_faults(random: Random, instances: int) -> list[Fault]:
-    """Swarm testing: a random handful of kinds, so that some scenarios have many of one kind and none of another."""
+    """A random handful of kinds, so that some scenarios have many of one kind and none of another."""
     kinds = random.sample(FAULTS, random.choice([1, 1, 2, 3]))
-    faults = []
-    for _ in range(random.choice([1, 2, 3, 5])):
-        faults.append(
-            Fault(
-                random.choice(kinds),
-                random.choice([random.randint(0, 60), random.randint(0, 400)]) * MS,
-                random.choice([5, 40, 300, 1500, 6000]) * MS,
-                random.randrange(instances),
-                random.choice([-2, -1, *range(instances)]),
-                random.randrange(1 << 30),
-            )
-        )
+    count = random.choice([1, 2, 3, 5])
+    return _in_order(_draw_fault(random, random.choice(kinds), instances) for _ in range(count))
+
+
+def _draw_swarm(random: Random, instances: int) -> list[Fault]:
+    """Swarm testing: each kind is in or out, and those that are in have weights of very different sizes, so that what
+    one kind would hide is seen where it is missing."""
+    share = random.choice([0.1, 0.3, 0.6])
+    kinds = [kind for kind in SWARM if random.random() < share] or [random.choice(SWARM)]
+    weights = [random.random() ** 3 + 0.01 for _ in kinds]
+    drawn = random.choices(kinds, weights, k=random.choice([1, 2, 3, 5, 8, 12]))
+    return _in_order(_draw_fault(random, kind, instances) for kind in drawn)
+
+
+def _draw_fault(random: Random, kind: str, instances: int) -> Fault:
+    return Fault(
+        kind,
+        random.choice([random.randint(0, 60), random.randint(0, 400)]) * MS,
+        random.choice([5, 40, 300, 1500, 6000]) * MS,
+        random.randrange(instances),
+        random.choice([-2, -1, *range(instances)]),
+        random.randrange(1 << 30),
+    )
+
+
+def _in_order(faults: Iterable[Fault]) -> list[Fault]:
     return sorted(faults, key=lambda fault: fault.at_ns)

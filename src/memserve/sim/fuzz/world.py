@@ -52,6 +52,7 @@ class World:
         self.referee = Referee(rooms, scenario.setting.caching is not Caching.OFF)
         self.links_cut = True
         self.router_slept_ns = 0
+        """How much later than by its clock the router may notice that a deadline has passed."""
         self.happened: Counter[str] = Counter()
         self.router = RouterNode(self)
         self.network.nodes[self.router.peer.name] = self.router
@@ -134,7 +135,7 @@ class World:
 
     def _ask(self, conversation: Conversation) -> None:
         turn = conversation.turns[conversation.done]
-        request = self.referee.ask(conversation, self.clock.now)
+        request = self.referee.ask(conversation, self.router.now)
         self.say(f"client asks {request.request_id}: {len(request.prompt)} tokens, ", turn)
         if turn.cancel_after_ns is not None:
             self.clock.after(turn.cancel_after_ns, self._cancel, request.request_id)
@@ -149,7 +150,7 @@ class World:
 
     def emitted(self, output: TokenOutput) -> None:
         """The router gives tokens to a client."""
-        ask = self.referee.emitted(output, self.clock.now)
+        ask = self.referee.emitted(output, self.router.now)
         self.say("  -> ", (output.request_id, output.index, output.tokens, output.finish_reason))
         enough = ask.turn.stop_string_after
         plain = not ask.request.beam_width and output.finish_reason is None
@@ -162,7 +163,7 @@ class World:
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         """The router rejects a request."""
         self.say(f"  -> {request_id} rejected: {reason}")
-        self._next_turn(self.referee.rejected(request_id, reason, self.clock.now))
+        self._next_turn(self.referee.rejected(request_id, reason, self.router.now))
 
     def router_dies(self) -> None:
         """Whoever waited for it gets an error from the network, and asks something else later."""
@@ -230,9 +231,18 @@ class World:
                 raise Violation("clients wait for their turn for ever")
             require(self.clock.run_one(), "nothing will ever happen again")
         self.referee.check_all_ended(5 * MS + self.router_slept_ns)
-        self.clock.run_until(self.clock.now + 6 * SECOND)
+        self._come_to_rest()
         self.check_at_rest()
         checks.check_memory_is_whole(self.instances)
+
+    def _come_to_rest(self) -> None:
+        """Leases end, news arrives; a step that hangs ends, and what came of it is told."""
+        self.clock.run_until(self.clock.now + 6 * SECOND)
+        limit = self.clock.now + 60 * SECOND
+        if any(node.plans for node in self.instances):
+            while any(node.plans for node in self.instances) and self.clock.now < limit:
+                self.clock.run_one()
+            self.clock.run_until(self.clock.now + 3 * SECOND)
 
     def check_at_rest(self) -> None:
         """Nothing is held, nothing is open, and the router knows who has what."""

@@ -1,0 +1,36 @@
+"""What goes wrong in a fuzzed world, when, and how it is put right again."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from memserve.sim.fuzz.faults import device, process, wire
+from memserve.sim.fuzz.scenario import Fault
+from memserve.sim.fuzz.truth import require
+
+if TYPE_CHECKING:
+    from memserve.sim.fuzz.world import World
+
+KINDS = {**process.KINDS, **wire.KINDS, **device.KINDS}
+
+
+def strike(world: World, fault: Fault) -> None:
+    """Do the damage now, and undo it when its time is over."""
+    world.referee.excused = True
+    world.happened[fault.kind] += 1
+    world.say(f"FAULT {fault}")
+    undo = KINDS[fault.kind](world, fault, world.instances[fault.place], Random(fault.seed))
+    if undo is not None:
+        world.clock.after(fault.for_ns, undo)
+
+
+def heal_all(world: World) -> None:
+    """Whatever is still broken works again. (Every fault has ended by its own time; this is the safety net's check.)"""
+    for node in world.instances:
+        node.fails_next_step = False
+        node.next_step_hangs_ns = 0
+        if not node.draining:  # else it starts again when it has left
+            require(node.alive and not node.paused, f"{node.peer.name} was not put right")
+        require(node.is_well, f"{node.peer.name} was not put right")
+    require(world.network.is_well, "the network was not put right")

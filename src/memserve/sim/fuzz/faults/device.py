@@ -1,0 +1,73 @@
+"""Devices that fail, hang or are slow, and payloads that do not arrive as they left."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from memserve.sim.fuzz.faults.process import Kind, Undo
+from memserve.sim.fuzz.scenario import MS, Fault
+
+if TYPE_CHECKING:
+    from memserve.sim.fuzz.instances import FuzzedInstance
+    from memserve.sim.fuzz.world import World
+
+
+def _corrupt(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    """Half of the pages that it pulls come with another byte."""
+    node.corrupting += 1
+
+    def stop() -> None:
+        node.corrupting -= 1
+
+    return stop
+
+
+def _device(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    node.fails_next_step = True
+
+
+def _hang(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    """One step takes as long as the fault lasts; the process lives, and beats."""
+    node.next_step_hangs_ns = fault.for_ns
+
+
+def _slow_device(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    factor = random.choice([5, 40])
+    node.step_slowness *= factor
+
+    def stop() -> None:
+        node.step_slowness //= factor
+
+    return stop
+
+
+def _slow_link(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    factor = random.choice([10, 60])
+    node.pull_slowness *= factor
+
+    def stop() -> None:
+        node.pull_slowness //= factor
+
+    return stop
+
+
+def _slow_tier(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    """Each block that moves between the tiers holds the device up."""
+    extra_ns = random.choice([2, 20, 150]) * MS
+    node.copy_ns += extra_ns
+
+    def stop() -> None:
+        node.copy_ns -= extra_ns
+
+    return stop
+
+
+KINDS: dict[str, Kind] = {
+    "corrupt": _corrupt,
+    "device": _device,
+    "hang": _hang,
+    "slow-device": _slow_device,
+    "slow-link": _slow_link,
+    "slow-tier": _slow_tier,
+}

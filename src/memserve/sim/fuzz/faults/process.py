@@ -1,0 +1,98 @@
+"""Processes that die, stop, leave, or lose their sense of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING
+
+from memserve.cluster.events import InstanceDrained
+from memserve.sim.fuzz.scenario import MS, Fault
+
+if TYPE_CHECKING:
+    from memserve.sim.fuzz.instances import FuzzedInstance
+    from memserve.sim.fuzz.world import World
+
+Undo = Callable[[], None]
+Kind = Callable[["World", Fault, "FuzzedInstance", Random], Undo | None]
+"""Does the damage; returns what undoes it when the fault's time is over."""
+
+
+def _kill(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
+    if not node.alive:
+        return None
+    node.kill()
+
+    def again() -> None:
+        if not node.alive:
+            world.say(f"{node.peer.name} starts again")
+            node.boot()
+
+    return again
+
+
+def _flap(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    """It dies and is there again, under the same name, before anybody has noticed."""
+    if node.alive:
+        node.kill()
+        node.boot()
+
+
+def _pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
+    if not node.alive:
+        return None
+    node.pause()
+    life = node.life
+
+    def resume() -> None:
+        if node.life == life:
+            world.say(f"{node.peer.name} goes on")
+            node.resume()
+
+    return resume
+
+
+def _router_pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    """The router itself is stopped: it must not take everybody else to be dead."""
+    world.router.pause()
+    world.router_slept_ns += fault.for_ns
+    life = world.router.life
+
+    def resume() -> None:
+        if world.router.life == life:
+            world.router.resume()
+
+    return resume
+
+
+def _router_restart(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    world.router_dies()
+
+
+def _drain(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    """The operator takes it out of service; when it has left, another process takes its name."""
+    world.router.submit(InstanceDrained(node.peer.name))
+
+
+def _clock_jump(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    """An instance's clock goes forward, as that of a virtual machine that was moved to another host."""
+    node.skew_ns += random.choice([5, 120, 1500, 20_000]) * MS
+
+
+def _router_clock_jump(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    """The router's clock goes forward."""
+    jump_ns = random.choice([5, 120, 1500, 20_000]) * MS
+    world.router.skew_ns += jump_ns
+    world.router_slept_ns += jump_ns
+
+
+KINDS: dict[str, Kind] = {
+    "kill": _kill,
+    "flap": _flap,
+    "pause": _pause,
+    "drain": _drain,
+    "router-pause": _router_pause,
+    "router-restart": _router_restart,
+    "clock-jump": _clock_jump,
+    "router-clock-jump": _router_clock_jump,
+}
