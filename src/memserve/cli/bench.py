@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli import bench_capacity, bench_serve, load
+from memserve.cli import bench_capacity, bench_pool, bench_serve, load
 from memserve.cli import options as opt
 from memserve.cli.workload import workload
 
@@ -17,6 +17,7 @@ app = typer.Typer(help="Measure memserve on this machine.", no_args_is_help=True
 app.command("load")(load.load)
 app.command("serve")(bench_serve.serve)
 app.command("capacity")(bench_capacity.capacity)
+app.command("pool")(bench_pool.pool)
 
 
 @app.callback()

@@ -1,0 +1,194 @@
+"""Figure 10: the radix index beside indexes that are a dictionary of hashes (level 4).
+
+Rivals, plain Python as an engine would write them:
+
+* *hash chain*: a block's key is the hash of its tokens and the key before it (vLLM today).
+* *hash of prefixes*: a block's key is the hash of every token up to its end (vLLM's automatic prefix caching at the
+  time of the paper): the work grows with the square of the length.
+
+Both trust their hashes; ours compares tokens. Each gets its tokens in the form it likes best (a list, an array),
+computes its keys once a request, and is held to the same answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from memserve import _core
+from memserve.bench.pool.prompts import TREE_PROMPT_TOKENS, Prompts
+from memserve.bench.pool.results import IndexPoint
+from memserve.bench.sheet import Spent
+from memserve.config import PoolConfig
+from memserve.errors import check
+from memserve.mempool.pool import BlockPool
+from memserve.types import TokenArray
+from memserve.units import NS_PER_S
+
+POINT_S = 0.4
+"""A point is repeated no longer than this, but at least :data:`ROUNDS_MIN` times."""
+ROUNDS_MIN = 3
+Keys = Callable[[Sequence[int], int], Iterator[int]]
+
+
+def chained_keys(tokens: Sequence[int], block_tokens: int) -> Iterator[int]:
+    """A key for each whole block, from its tokens and the key before."""
+    key = 0
+    for end in range(block_tokens, len(tokens) + 1, block_tokens):
+        key = hash((key, tuple(tokens[end - block_tokens : end])))
+        yield key
+
+
+def prefix_keys(tokens: Sequence[int], block_tokens: int) -> Iterator[int]:
+    """A key for each whole block, from all tokens up to its end."""
+    for end in range(block_tokens, len(tokens) + 1, block_tokens):
+        yield hash(tuple(tokens[:end]))
+
+
+class Index(Protocol):
+    """Which blocks of prompts are cached."""
+
+    def plant(self, tokens: TokenArray) -> None:
+        """Make all of ``tokens`` cached."""
+
+    def take(self, tokens: TokenArray) -> None:
+        """The prompt that the next calls are about, in the form that suits the index."""
+
+    def match(self) -> int:
+        """Its cached blocks."""
+
+    def insert(self) -> int:
+        """After :meth:`match`: make all of it cached; how many blocks are new."""
+
+    def forget(self) -> None:
+        """Forget all of it."""
+
+
+class HashIndex:
+    """An :class:`Index` that is a dictionary from keys to blocks."""
+
+    def __init__(self, keys_of: Keys, block_tokens: int) -> None:
+        self._keys_of, self._block_tokens = keys_of, block_tokens
+        self._blocks: dict[int, int] = {}
+        self._tokens: list[int] = []
+        self._keys: list[int] = []
+
+    def plant(self, tokens: TokenArray) -> None:
+        """As :class:`Index`."""
+        self.take(tokens)
+        self.match()
+        self.insert()
+
+    def take(self, tokens: TokenArray) -> None:
+        """A list, as engines keep the tokens of a request."""
+        self._tokens = tokens.tolist()
+
+    def match(self) -> int:
+        """As :class:`Index`; the keys are kept for :meth:`insert`."""
+        self._keys = list(self._keys_of(self._tokens, self._block_tokens))
+        found = 0
+        for key in self._keys:
+            if key not in self._blocks:
+                break
+            found += 1
+        return found
+
+    def insert(self) -> int:
+        """As :class:`Index`."""
+        blocks, before = self._blocks, len(self._blocks)
+        for at, key in enumerate(self._keys):
+            blocks.setdefault(key, at)
+        return len(blocks) - before
+
+    def forget(self) -> None:
+        """As :class:`Index`."""
+        for key in self._keys:
+            del self._blocks[key]
+
+
+class RadixOfPool:
+    """The :class:`Index` of a :class:`BlockPool`."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._tokens: TokenArray | None = None
+        self._held = _core.BlockIds()
+
+    def plant(self, tokens: TokenArray) -> None:
+        """As :class:`Index`."""
+        self.take(tokens)
+        self.insert()
+        self._pool.release(self._held)
+
+    def take(self, tokens: TokenArray) -> None:
+        """Blocks for it are allocated now: the rivals have none."""
+        held = self._pool.allocate_ids(len(tokens) // self._pool.block_tokens)
+        assert held is not None, "the pool was made for it"
+        self._tokens, self._held = tokens, held
+
+    def match(self) -> int:
+        """As :class:`Index`."""
+        assert self._tokens is not None
+        return self._pool.match("", self._tokens) // self._pool.block_tokens
+
+    def insert(self) -> int:
+        """As :class:`Index`."""
+        assert self._tokens is not None
+        return self._pool.insert("", self._tokens, self._held, len(self._held))
+
+    def forget(self) -> None:
+        """As :class:`Index`."""
+        assert self._tokens is not None
+        self._pool.release(self._held)
+        self._pool.delete("", self._tokens)
+
+
+def build_indexes(block_tokens: int, tree_prompts: int, tokens_max: int, prompts: Prompts) -> dict[str, Index]:
+    """All contenders, each with the same other prompts in it."""
+    blocks = (tree_prompts * TREE_PROMPT_TOKENS + 4 * max(tokens_max, TREE_PROMPT_TOKENS)) // block_tokens
+    indexes: dict[str, Index] = {
+        "radix": RadixOfPool(BlockPool(PoolConfig(hbm_blocks=blocks), block_tokens, "bench")),
+        "hash chain": HashIndex(chained_keys, block_tokens),
+        "hash of prefixes": HashIndex(prefix_keys, block_tokens),
+    }
+    for _ in range(tree_prompts):
+        prompt = prompts.fresh(TREE_PROMPT_TOKENS)
+        for index in indexes.values():
+            index.plant(prompt)
+    return indexes
+
+
+def race(block_tokens: int, works: Sequence[tuple[int, float]], tree_prompts: int, rounds: int) -> Iterator[IndexPoint]:
+    """Every index with every work of ``(prompt tokens, cached ratio)``, taking turns."""
+    prompts = Prompts(9)
+    indexes = build_indexes(block_tokens, tree_prompts, max(tokens for tokens, _ in works), prompts)
+    for tokens, ratio in works:
+        spent: dict[str, list[tuple[int, int]]] = {name: [] for name in indexes}
+        begin_ns = time.perf_counter_ns()
+        for turn in range(rounds):
+            if turn >= ROUNDS_MIN and time.perf_counter_ns() - begin_ns > POINT_S * NS_PER_S:
+                break
+            prompt = prompts.fresh(tokens)
+            for name, index in indexes.items():
+                spent[name].append(_one(index, prompt, block_tokens, ratio))
+        for name, times in spent.items():
+            columns = ([match for match, _ in times], [insert for _, insert in times], [sum(both) for both in times])
+            yield IndexPoint(name, tokens, ratio, *(Spent.of(column) for column in columns))
+
+
+def _one(index: Index, prompt: TokenArray, block_tokens: int, ratio: float) -> tuple[int, int]:
+    """Times of match and insert in ns, of a prompt whose first part is cached; the index is left as it was."""
+    blocks = len(prompt) // block_tokens
+    shared = round(blocks * ratio)
+    if shared:
+        index.plant(prompt[: shared * block_tokens])
+    index.take(prompt)
+    begin_ns = time.perf_counter_ns()
+    found = index.match()
+    matched_ns = time.perf_counter_ns()
+    added = index.insert()
+    inserted_ns = time.perf_counter_ns()
+    check((found, added) == (shared, blocks - shared), f"{found} and {added} blocks of {shared} and {blocks}")
+    index.forget()
+    return matched_ns - begin_ns, inserted_ns - matched_ns

@@ -1,0 +1,163 @@
+"""Figure 11: a prompt's KV between two processes, aggregated and discrete; bandwidth by the size of pieces (level 4).
+
+Piece ``i`` of another process's memory goes to place ``perm[i]`` of ours, so that nothing can be merged. All movers
+take turns within a round, each with the same pieces. Our links checksum what they copy; ``memcpy`` stays within one
+process and thread and does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+import numpy as np
+
+from memserve import _core
+from memserve.bench.pool.pair import Pair, serve
+from memserve.bench.pool.results import CALL_EACH, ONE_CALL, Move
+from memserve.bench.sheet import Spent
+from memserve.mempool.jobs import PagesPulled, PagesSealed, SealPages
+from memserve.messages import Join, Peer, PeerInfo
+from memserve.runtime.links import wire
+from memserve.runtime.links.data import open_data_port
+from memserve.runtime.links.link import PageLink
+from memserve.runtime.links.nixl import NixlLink
+from memserve.runtime.links.ranges import Ranges
+from memserve.runtime.links.shm import ShmLink
+from memserve.types import KVGeometry, Role, Tier
+from memserve.units import KIB, MIB
+
+PROMPT_TOKENS = 2048
+"""The paper's prompt."""
+SIZES = (8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, 1 * MIB, 4 * MIB)
+MEMCPY = "memcpy"
+_OWNER, _TAKER = Peer("owner", 1), Peer("taker", 1)
+Mover = Callable[["Work"], int]
+"""Does the work, and says how many ns it took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be moved."""
+
+    layout: str
+    piece_bytes: int
+    pieces: int
+    calls: str
+
+    @property
+    def ranges(self) -> Ranges:
+        """Every piece once, in random order at its destination."""
+        src = np.arange(self.pieces, dtype=np.int64) * self.piece_bytes
+        return Ranges(src, np.random.default_rng(self.pieces).permutation(src), self.piece_bytes)
+
+
+def works_of(geometry: KVGeometry, sweep_bytes: int) -> list[Work]:
+    """The KV of the paper's prompt in three layouts, by one call and by a call a piece; then pieces of every size."""
+    prompt_blocks, layers = PROMPT_TOKENS // geometry.block_tokens, geometry.num_layers
+    layouts = {
+        "aggregated: a block": (geometry.block_bytes, prompt_blocks),
+        "a layer of a block": (geometry.page_bytes, prompt_blocks * layers),
+        "its K and V apart": (geometry.page_bytes // 2, prompt_blocks * layers * 2),
+    }
+    works = [Work(name, *size, calls) for calls in (ONE_CALL, CALL_EACH) for name, size in layouts.items()]
+    return works + [Work("", size, sweep_bytes // size, ONE_CALL) for size in SIZES if size <= sweep_bytes]
+
+
+def bytes_needed(works: Sequence[Work]) -> int:
+    """Of memory at each end."""
+    return max(work.piece_bytes * work.pieces for work in works)
+
+
+def open_mover(geometry: KVGeometry, link: str, arena_bytes: int, environment: dict[str, str]) -> Pair:
+    """An owner of pages and a taker, over ``link``. Raises :class:`UserError` when it does not work here."""
+    return Pair(link, _own, _take, environment, geometry, link, arena_bytes)
+
+
+def measure_moves(pairs: Mapping[str, Pair], works: Sequence[Work], rounds: int) -> Iterator[Move]:
+    """Every work by ``memcpy`` and by every pair (by the name of its link), work by work."""
+    copy = _memcpy(bytes_needed(works))
+    movers: dict[str, Mover] = {MEMCPY: copy, **{name: pair.ask for name, pair in pairs.items()}}
+    for work in works:
+        spent: dict[str, list[int]] = {name: [] for name in movers}
+        for turn in range(rounds + 1):  # the first one warms up
+            for name, move in movers.items():
+                if name == MEMCPY and work.calls == CALL_EACH:
+                    continue  # numpy's row assignment has no calls to be saved
+                spent_ns = move(work)
+                if turn:
+                    spent[name].append(spent_ns)
+        for name, times in spent.items():
+            if times:
+                yield Move(name, work.calls, work.layout, work.piece_bytes, work.pieces, Spent.of(times))
+
+
+def _memcpy(nbytes: int) -> Mover:
+    """Inside this process, one thread, piece by piece (numpy's row assignment)."""
+    source, target = (np.frombuffer(memoryview(_core.Arena(nbytes)), np.uint8) for _ in range(2))
+    source[:] = 3
+    target[:] = 4
+
+    def copy(work: Work) -> int:
+        ranges = work.ranges
+        rows, count = ranges.dst_offsets // work.piece_bytes, ranges.total_bytes
+        begin_ns = time.perf_counter_ns()
+        target[:count].reshape(-1, work.piece_bytes)[rows] = source[:count].reshape(-1, work.piece_bytes)
+        return time.perf_counter_ns() - begin_ns
+
+    return copy
+
+
+def _arena(nbytes: int) -> _core.SharedArena:
+    """Memory as an instance's: touched, and on huge pages where the kernel has any."""
+    arena = _core.SharedArena(nbytes)
+    np.frombuffer(memoryview(arena), np.uint8)[:] = np.arange(nbytes, dtype=np.uint8)
+    arena.collapse(0, nbytes)
+    return arena
+
+
+def _own(taker: Connection, geometry: KVGeometry, link: str, arena_bytes: int) -> None:
+    """The owner's process: whatever it hears, it seals a page, as before real reads."""
+    sealed: SimpleQueue[PagesSealed | PagesPulled] = SimpleQueue()
+    port = open_data_port(link, geometry, {Tier.HBM: _arena(arena_bytes)}, sealed.put)
+    try:
+        taker.send(wire.encode(Join(port.describe(_info(_OWNER, Role.PREFILL, geometry)))))
+        port.add_peer(_info(_TAKER, Role.DECODE, geometry, nixl_agent=b"-"))  # somebody will read
+        while True:
+            taker.recv()
+            port.start(SealPages(1, Tier.HBM, (0,), 0, 1))
+            sealed.get()
+            taker.send("sealed")
+    finally:
+        port.close()
+
+
+def _take(told: Connection, owner: Connection, geometry: KVGeometry, link: str, arena_bytes: int) -> None:
+    """The taker's process: reads what it is asked for."""
+    arenas = {Tier.HBM: _arena(arena_bytes)}
+    reader: PageLink = ShmLink(arenas) if link == "shm" else NixlLink(arenas, geometry.block_bytes)
+    join = wire.decode(owner.recv())
+    assert isinstance(join, Join)
+    reader.add_peer(join.info)
+
+    def move(work: Work) -> int:
+        ranges = work.ranges
+        parts = [ranges] if work.calls == ONE_CALL else [ranges.part(at, at + 1) for at in range(len(ranges))]
+        owner.send("seal")
+        owner.recv()
+        begin_ns = time.perf_counter_ns()
+        for part in parts:
+            reader.read(join.info.peer, Tier.HBM, Tier.HBM, part)
+        return time.perf_counter_ns() - begin_ns
+
+    try:
+        serve(told, move)
+    finally:
+        reader.close()
+
+
+def _info(peer: Peer, role: Role, geometry: KVGeometry, nixl_agent: bytes = b"") -> PeerInfo:
+    return PeerInfo(peer, role, "", "", geometry, 0, 0, 0, True, nixl_agent=nixl_agent)
