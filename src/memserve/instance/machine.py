@@ -31,6 +31,7 @@ from memserve.instance.events import (
     StepFinished,
 )
 from memserve.instance.frontdesk import FrontDesk
+from memserve.instance.gliding import glide, steps_ahead
 from memserve.instance.invariants import check_instance
 from memserve.instance.memory import SequenceMemory
 from memserve.instance.outstanding import Outstanding
@@ -47,7 +48,7 @@ from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
 from memserve.policy.batching import context_tokens, running_max
 from memserve.policy.preemption import PreemptionCosts, PreemptionModel
-from memserve.types import KVGeometry, Request
+from memserve.types import KVGeometry, Request, TokenOutput
 
 
 class Instance:
@@ -185,6 +186,19 @@ class Instance:
         check(self._link is not None, "only a member of a cluster is born anew")
         if self._link is not None:
             self._link.reborn(me)
+
+    # -- many steps at once, for a host that knows what will happen (``gliding``)
+
+    def steps_ahead(self) -> int:
+        """How many of the next steps can be told by :meth:`glide`, if no other event comes before their end."""
+        return steps_ahead(self._planner, self._outstanding, self.config.scheduler.steps_in_flight, self._link)
+
+    def glide(self, tokens: list[int], device_ns: int) -> list[TokenOutput]:
+        """As ``len(tokens)`` times ``StepFinished``, all alike: step ``i`` drew ``tokens[i]`` for every sequence.
+
+        The plans under way are then those of so many steps later. ``device_ns``: of all steps together.
+        """
+        return glide(self._planner, self._outstanding, self._link, tokens, device_ns)
 
     # -- views
 

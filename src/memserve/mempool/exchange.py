@@ -343,6 +343,16 @@ class Exchange:
         return self._fences.wants_plan
 
     @property
+    def holds_back(self) -> bool:
+        """Something waits for a plan to finish."""
+        return self._fences.holds
+
+    def glided(self, steps: int) -> None:
+        """So many further plans were made, without copies, and as many have finished; nothing waits for any."""
+        self._fences.plan_made(self._fences.made + steps)
+        self._fences.plan_finished(self._fences.finished + steps)
+
+    @property
     def next_deadline_ns(self) -> int | None:
         """When :meth:`advance` is worth calling; ``None`` = nothing has a deadline."""
         return self._deadlines.next_ns()

@@ -83,6 +83,11 @@ class Fences:
             heapq.heappop(self._held)[2]()
 
     @property
+    def holds(self) -> bool:
+        """Whether something waits for a plan to finish."""
+        return bool(self._held)
+
+    @property
     def wants_plan(self) -> bool:
         """Whether something waits for a plan that nobody has made yet."""
         return self._highest > self.made

@@ -211,6 +211,11 @@ class BlockPool:
         """Blocks that :meth:`allocate` could give now: free ones and evictable ones."""
         return self._hbm.blocks_free + self._hbm.blocks_evictable
 
+    @property
+    def blocks_free(self) -> int:
+        """HBM blocks that nobody holds, not even the cache: allocating them changes nothing else."""
+        return self._hbm.blocks_free
+
     def retain(self, blocks: Sequence[int]) -> None:
         """One more reference on each block."""
         self._hbm.retain(blocks)

@@ -165,11 +165,18 @@ class Roof:
 
     def step_ns(self, new_tokens: int, pairs: int, rows: int, context_tokens: int) -> int:
         """``new_tokens`` of prompts with their ``pairs`` of query and key, and ``rows`` sequences that decode."""
-        linear_ns = (new_tokens + rows) * self.token_flops / self.flops * NS_PER_S
-        weights_ns = self.weight_bytes / self.bytes_per_s * NS_PER_S
         attention_ns = pairs * self.pair_flops / self.flops * NS_PER_S
-        reading_ns = context_tokens * self.token_bytes / self.bytes_per_s * NS_PER_S
-        return round(self.fixed_ns + max(linear_ns, weights_ns) + attention_ns + reading_ns)
+        fixed_ns, context_ns = self._line(new_tokens + rows)
+        return round(fixed_ns + attention_ns + context_ns * context_tokens)
+
+    def decode_line(self, rows: int) -> tuple[float, float]:
+        """A step of nothing but ``rows`` that decode: what it takes, and what each token attended to adds (ns)."""
+        return self._line(rows)
+
+    def _line(self, tokens: int) -> tuple[float, float]:
+        linear_ns = tokens * self.token_flops / self.flops * NS_PER_S
+        weights_ns = self.weight_bytes / self.bytes_per_s * NS_PER_S
+        return self.fixed_ns + max(linear_ns, weights_ns), self.token_bytes / self.bytes_per_s * NS_PER_S
 
 
 def machine(model: str, device: str, devices: int = 1, dram_bytes: int = 0) -> Machine:

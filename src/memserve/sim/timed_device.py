@@ -7,17 +7,30 @@ say when each was there (:class:`Moments`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
 
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
+from memserve.policy.costs import CostModel
 from memserve.policy.curves import attended_pairs
 from memserve.sim.clock import Clock
 from memserve.sim.hardware import Machine
 from memserve.types import Tier
 
-StepNs = Callable[[int, int, int, int], int]
-"""``(new tokens, their pairs, decoding rows, tokens that those attend to)`` -> nanoseconds."""
+ARRAY_STEPS_MIN = 12
+"""So many steps are computed as an array sooner than one by one."""
+
+
+class Steps(Protocol):
+    """How long steps take, in nanoseconds."""
+
+    def step_ns(self, new_tokens: int, pairs: int, rows: int, context_tokens: int) -> int:
+        """``new_tokens`` of prompts with ``pairs`` of query and key, and ``rows`` that attend to ``context_tokens``."""
+
+    def decode_line(self, rows: int) -> tuple[float, float]:
+        """Of a step of nothing but ``rows`` that decode: the fixed part, and that of a token attended to."""
 
 
 class Moments:
@@ -35,21 +48,27 @@ class Moments:
         return list(range(first, first + len(ends_ns)))
 
 
-def step_times(machine: Machine) -> StepNs:
-    """How long steps take on ``machine``: by its roof, or by the curves of its profile."""
-    return machine.roof.step_ns if machine.roof is not None else fitted_steps(machine)
-
-
-def fitted_steps(machine: Machine) -> StepNs:
+class FittedSteps:
     """By measured curves. A step of both kinds reads the weights once."""
-    prefill, decode = machine.costs.prefill, machine.costs.decode
 
-    def step_ns(new_tokens: int, pairs: int, rows: int, context_tokens: int) -> int:
+    def __init__(self, costs: CostModel) -> None:
+        self._prefill, self._decode = costs.prefill, costs.decode
+
+    def step_ns(self, new_tokens: int, pairs: int, rows: int, context_tokens: int) -> int:
+        """See :class:`Steps`."""
+        prefill, decode = self._prefill, self._decode
         fixed_ns = max(prefill.step_ns if new_tokens else 0.0, decode.step_ns if rows else 0.0)
         computed_ns = prefill.token_ns * new_tokens + prefill.pair_ns * pairs
         return round(fixed_ns + computed_ns + decode.row_ns * rows + decode.context_ns * context_tokens)
 
-    return step_ns
+    def decode_line(self, rows: int) -> tuple[float, float]:
+        """See :class:`Steps`."""
+        return self._decode.step_ns + self._decode.row_ns * rows, self._decode.context_ns
+
+
+def step_times(machine: Machine) -> Steps:
+    """How long steps take on ``machine``: by its roof, or by the curves of its profile."""
+    return machine.roof if machine.roof is not None else FittedSteps(machine.costs)
 
 
 class TimedDevice:
@@ -60,7 +79,7 @@ class TimedDevice:
 
     layers = 1
 
-    def __init__(self, clock: Clock, machine: Machine, moments: Moments, steps: StepNs | None = None) -> None:
+    def __init__(self, clock: Clock, machine: Machine, moments: Moments, steps: Steps | None = None) -> None:
         self._clock, self._moments = clock, moments
         self._costs = machine.costs
         self._block_bytes = machine.geometry.block_bytes
@@ -68,22 +87,32 @@ class TimedDevice:
         self.slowness = 1.0
         """Faults make it more than 1."""
         self.busy_ns = 0
-        self._spent_ns = 0
+        self.spent_ns = 0
+        """Of the step under way."""
 
     def step_ns(self, plan: StepPlan) -> int:
         """How long ``plan`` takes, its copies before its rows."""
         rows, tokens = len(plan.slots), sum(plan.counts)
         if tokens == rows:
-            computed_ns = self._steps(0, 0, rows, sum(plan.starts) + rows) if rows else 0
+            fixed_ns, context_ns = self._steps.decode_line(rows) if rows else (0.0, 0.0)
+            computed_ns = fixed_ns + context_ns * (sum(plan.starts) + rows)
         else:
             computed_ns = self._mixed_ns(plan)
         copied_ns = sum(self._copy_ns(copy.src_tier, copy.dst_tier, len(copy.src)) for copy in plan.copies)
-        self._spent_ns = max(1, round((computed_ns + copied_ns) * self.slowness))
-        return self._spent_ns
+        self.spent_ns = max(1, round(computed_ns * self.slowness) + copied_ns)
+        return self.spent_ns
 
-    def decode_ns(self, rows: int, context_tokens: int) -> int:
-        """The same for a plan of nothing but ``rows`` that decode."""
-        return max(1, round(self._steps(0, 0, rows, context_tokens) * self.slowness))
+    def decode_steps_ns(self, rows: int, context_tokens: int, steps: int) -> list[int]:
+        """How long each of so many steps takes that do nothing but decode; the first attends to ``context_tokens``."""
+        fixed_ns, context_ns = self._steps.decode_line(rows)
+        slowness = self.slowness
+        if steps < ARRAY_STEPS_MIN:
+            ends = range(context_tokens, context_tokens + steps * rows, rows)
+            return [max(1, round((fixed_ns + context_ns * context) * slowness)) for context in ends]
+        contexts = np.arange(steps, dtype=np.float64) * rows + context_tokens
+        spent = np.maximum(np.rint((fixed_ns + context_ns * contexts) * slowness), 1)
+        times: list[int] = spent.astype(np.int64).tolist()
+        return times
 
     def _mixed_ns(self, plan: StepPlan) -> int:
         new = pairs = rows = context = 0
@@ -94,7 +123,7 @@ class TimedDevice:
             else:
                 new += count
                 pairs += attended_pairs(count, start)
-        return self._steps(new, pairs, rows, context)
+        return self._steps.step_ns(new, pairs, rows, context)
 
     def _copy_ns(self, src: Tier, dst: Tier, blocks: int) -> int:
         if src == dst:
@@ -108,7 +137,7 @@ class TimedDevice:
 
     def run(self, plan: StepPlan) -> StepFinished:
         """It has ended now."""
-        self.busy_ns += self._spent_ns
+        self.busy_ns += self.spent_ns
         draws = sum(map(len, plan.sample_slots))
         tokens = self._moments.add([self._clock.now]) * draws if draws else []
-        return StepFinished(plan.step_id, tokens, self._spent_ns)
+        return StepFinished(plan.step_id, tokens, self.spent_ns)

@@ -1,0 +1,126 @@
+"""Options that the commands of ``memserve sim`` share, and what they mean (level 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memserve.errors import UserError
+from memserve.types import Caching, TransferMode
+from memserve.units import NS_PER_MS, parse_bytes
+
+if TYPE_CHECKING:
+    from memserve.bench.catalogue import Recipe
+    from memserve.sim.hardware import Machine
+    from memserve.sim.replay.setup import Setup
+
+WorkloadName = Annotated[str, typer.Option(help="A name of `memserve bench workload`, e.g. chat, trace, agentic.")]
+Trace = Annotated[Path | None, typer.Option(help="A trace in Mooncake's form, or your own JSONL of sessions.")]
+Data = Annotated[Path | None, typer.Option(help="Folder of data sets. Without: made from the seed.")]
+Instances = Annotated[str, typer.Option(help="For example prefill=2,decode=6 or colocated=8.")]
+ModelName = Annotated[str, typer.Option("--model", help="A model by name, e.g. llama-3-8b.")]
+DeviceKind = Annotated[str, typer.Option("--device", help="h100, h200, a100, l40s or cpu; several: h100x4.")]
+ProfileFile = Annotated[
+    Path | None, typer.Option(help="What `memserve profile` has saved or printed with --json: instead of --device.")
+]
+KvBlocks = Annotated[int | None, typer.Option(min=2, help="Blocks of KV in HBM; default: what the weights leave.")]
+DramMemory = Annotated[str, typer.Option(help="Second tier of each instance, e.g. 64GiB.")]
+Sessions = Annotated[int | None, typer.Option(min=1, help="So many sessions of the workload.")]
+Rate = Annotated[float | None, typer.Option(min=0.001, help="Requests a second (Poisson); default: recorded times.")]
+Speed = Annotated[float, typer.Option(min=0.001, help="Recorded times, so many times as fast.")]
+Seed = Annotated[int, typer.Option(min=0, help="Fixes the workload.")]
+Faults = Annotated[str, typer.Option(help="kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3: at second, for seconds.")]
+HeartbeatMs = Annotated[int, typer.Option(min=1, help="How often instances say that they live.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for records, results, report, timeline and plots.")]
+
+PAPER_NAMES = {"sharegpt": "chat", "loogle": "documents"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the options say, not looked at yet."""
+
+    workload: str = "chat"
+    trace: Path | None = None
+    data: Path | None = None
+    sessions: int | None = None
+    rate: float | None = None
+    speed: float = 1.0
+    seed: int = 0
+    instances: str = "prefill=1,decode=1"
+    model: str = "llama-3-8b"
+    device: str = "h100"
+    profile: Path | None = None
+    kv_blocks: int | None = None
+    dram_memory: str = "0"
+    policy: str = "cost"
+    caching: Caching = Caching.PD_CACHING_3
+    transfer: TransferMode = TransferMode.BY_REQUEST_AGG
+    faults: str = ""
+    heartbeat_ms: int = 500
+
+    def recipe(self) -> Recipe:
+        """Of the workload."""
+        from memserve.bench.catalogue import Arrivals, Recipe
+
+        kind = "file" if self.trace is not None else PAPER_NAMES.get(self.workload, self.workload)
+        arrivals = Arrivals.RECORDED if self.rate is None else Arrivals.POISSON
+        return Recipe(
+            kind=kind, data=self.data, file=self.trace, sessions=self.sessions, seed=self.seed, arrivals=arrivals,
+            requests_per_s=self.rate or 1.0, speed=self.speed,
+        )  # fmt: skip
+
+    def setup(self) -> Setup:
+        """Of the cluster. Raises :class:`UserError` for what cannot be."""
+        from memserve.config import ClusterConfig
+        from memserve.sim.replay.setup import Setup, Surroundings, parse_faults, parse_instances
+
+        instances = parse_instances(self.instances)
+        return Setup(
+            instances,
+            self.machine(),
+            ClusterConfig(self.caching, self.policy, self.transfer),
+            around=Surroundings(heartbeat_ns=self.heartbeat_ms * NS_PER_MS),
+            faults=parse_faults(self.faults, instances),
+        )
+
+    def machine(self) -> Machine:
+        """What each instance runs on."""
+        from memserve.sim.hardware import machine
+
+        dram_bytes = parse_bytes(self.dram_memory)
+        if self.profile is not None:
+            found = profiled(self.profile, self.model, dram_bytes)
+        else:
+            kind, _, count = self.device.partition("x")
+            if count and not (count.isdecimal() and int(count)):
+                raise UserError(f"cannot read {self.device!r} as devices", hint="for example h100 or h100x4")
+            found = machine(self.model, kind, int(count or 1), dram_bytes)
+        return found if self.kv_blocks is None else dataclasses.replace(found, hbm_blocks=self.kv_blocks)
+
+    def name(self) -> str:
+        """The setting in short."""
+        parts = [self.instances, self.policy, self.caching.value]
+        return "/".join(parts) + (f" on {self.device}" if self.profile is None else "")
+
+
+def profiled(file: Path, model: str, dram_bytes: int) -> Machine:
+    """A machine as ``memserve profile`` has measured it. Raises :class:`UserError` for another file."""
+    from memserve.policy.costs import CostModel
+    from memserve.sim.hardware import MODELS, Machine, find
+    from memserve.units import MIB
+
+    try:
+        costs = CostModel.from_dict(json.loads(file.read_text())["costs"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot read {file} as a profile: {error}", hint="memserve profile --json > FILE") from None
+    shape = find(MODELS, model, "model")
+    geometry = shape.geometry(dtype="float32" if "float32" in costs.model else "bfloat16")
+    return Machine(
+        f"{costs.model} on {costs.machine}", geometry, shape.context_tokens, 384 * MIB // geometry.block_bytes,
+        dram_bytes // geometry.block_bytes, costs, measured=True,
+    )  # fmt: skip

@@ -1,0 +1,189 @@
+"""A simulated run in the form of a measured one, and what only a simulation knows (level 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memserve.bench.load.record import Outcome, RequestRecord
+from memserve.bench.metrics import Slo
+from memserve.bench.plots import can_draw
+from memserve.bench.report import REPORT, write_report
+from memserve.bench.results import Pass, Results, RunFolder, sum_up
+from memserve.sim.replay.clients import MakeScript
+from memserve.sim.replay.costing import Usage, usage
+from memserve.sim.replay.scripts import Script
+from memserve.sim.replay.served import Served
+from memserve.sim.replay.setup import Setup
+from memserve.sim.replay.timeline import Look
+from memserve.sim.replay.world import ReplayWorld
+from memserve.workloads.words import Workload
+
+SIMULATION = "simulation.json"
+TIMELINE = "timeline"
+HTTP_OK, HTTP_BUSY, HTTP_BAD = 200, 429, 400
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """One workload on one simulated cluster."""
+
+    setting: str
+    machine: str
+    records: list[RequestRecord]
+    done: Pass
+    usage: Usage
+    looks: list[Look]
+    instances: tuple[str, ...]
+    wall_s: float
+    """How long the simulation took."""
+    events: int
+
+    @property
+    def requests_per_wall_s(self) -> float:
+        """Speed of the simulation."""
+        return len(self.records) / self.wall_s if self.wall_s else 0.0
+
+
+def simulate(
+    setup: Setup,
+    workload: Workload,
+    setting: str,
+    label: str,
+    seed: int = 0,
+    make_script: MakeScript = Script,
+    limit_s: float | None = None,
+) -> Simulated:
+    """Run ``workload`` on ``setup`` to its end, or for ``limit_s`` of virtual time."""
+    gc.collect()
+    gc.freeze()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 1000)  # millions of short-lived events: looking for cycles finds none
+    started = time.perf_counter()
+    try:
+        world = ReplayWorld(setup, workload, make_script)
+        world.run(limit_s)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+    wall_s = time.perf_counter() - started
+    records = [record_of(served, setting, label, seed) for served in world.clients.served]
+    partial = None if world.clients.done else f"time is up: {limit_s} s"
+    done = Pass(label, setting, seed, workload.request_count, world.elapsed_s, partial)
+    names = tuple(node.peer.name for node in world.instances)
+    return Simulated(
+        setting, setup.machine.name, records, done, usage(world), world.timeline.looks, names, wall_s, world.clock.steps
+    )
+
+
+def record_of(served: Served, setting: str, workload: str, seed: int) -> RequestRecord:
+    """As ``memserve bench`` would have written it."""
+    if served.answered:
+        outcome, status = Outcome.OK, HTTP_OK
+    elif served.end_ns is None:
+        outcome, status = Outcome.STOPPED, None
+    else:
+        outcome, status = Outcome.REFUSED, HTTP_BAD if served.retry_after_s is None else HTTP_BUSY
+    return RequestRecord(
+        session=served.session, turn=served.turn, group=served.group, setting=setting, workload=workload, seed=seed,
+        scheduled_ns=served.scheduled_ns, sent_ns=served.scheduled_ns, first_ns=served.first_ns,
+        token_ns=served.token_ns.tolist(), end_ns=served.end_ns, output_tokens=len(served.token_ns),
+        prompt_tokens=served.prompt_tokens, cached_tokens=served.cached_tokens, instance=served.instance,
+        http_status=status, outcome=outcome, error=served.error or (served.finish if not served.answered else ""),
+    )  # fmt: skip
+
+
+def write_folder(path: Path, runs: Sequence[Simulated], slo: Slo, command: str, notes: Sequence[str]) -> Results:
+    """``records.jsonl.gz``, ``results.json``, ``report.md``, ``simulation.json`` and the plots."""
+    folder = RunFolder(path)
+    for run in runs:
+        for record in run.records:
+            folder.writer.write(record)
+    results = summed_up(runs, slo, command, notes)
+    folder.finish(results)
+    write_report(results, path)
+    extras = [_extras(run) for run in runs]
+    (path / SIMULATION).write_bytes(msgspec.json.format(msgspec.json.encode(extras), indent=1))
+    with (path / REPORT).open("a", encoding="utf-8") as file:
+        file.write("\n".join(_simulation_part(path, runs)) + "\n")
+    return results
+
+
+def summed_up(runs: Sequence[Simulated], slo: Slo, command: str, notes: Sequence[str]) -> Results:
+    """The figures of all runs."""
+    records = [record for run in runs for record in run.records]
+    told = [f"**simulated**: {run.setting}, {run.machine}" for run in runs]
+    return sum_up(records, [run.done for run in runs], slo, command, [*told, *notes])
+
+
+def _extras(run: Simulated) -> dict[str, Any]:
+    return {
+        "setting": run.setting,
+        "machine": run.machine,
+        "usage": dataclasses.asdict(run.usage),
+        "wall_s": run.wall_s,
+        "events": run.events,
+        "instances": run.instances,
+        "timeline": [dataclasses.asdict(look) for look in run.looks],
+    }
+
+
+def _simulation_part(path: Path, runs: Sequence[Simulated]) -> list[str]:
+    lines = ["\n## Simulation\n"]
+    lines += ["| setting | devices | device hours | busy | tokens per device hour | KV moved | virtual s | wall s |"]
+    lines += ["| --- " * 8 + "|"]
+    for run in runs:
+        used = run.usage
+        lines.append(
+            f"| {run.setting} | {used.devices} | {used.device_hours:.3f} | {used.busy_share:.0%} |"
+            f" {used.tokens_per_device_hour:,.0f} | {used.pulled_bytes / 1e9:.1f} GB | {used.simulated_s:.1f} |"
+            f" {run.wall_s:.1f} |"
+        )
+    if can_draw():
+        for number, run in enumerate(runs, 1):
+            name = TIMELINE if len(runs) == 1 else f"{TIMELINE}-{number}"
+            draw_timeline(run, path / f"{name}.png")
+            lines.append(f"\n![{run.setting}]({name}.png)")
+    return lines
+
+
+ROWS: tuple[tuple[str, Callable[[Look], Sequence[float]]], ...] = (
+    ("requests waiting", lambda look: look.waiting),
+    ("sequences running", lambda look: look.running),
+    ("HBM holding KV (share)", lambda look: look.blocks_used),
+    ("device busy (share)", lambda look: look.busy),
+)
+LINES_MAX = 8
+
+
+def draw_timeline(run: Simulated, file: Path) -> None:
+    """A line an instance; of many instances the mean and the range."""
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")  # no window
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, column = pyplot.subplots(len(ROWS), 1, figsize=(10, 9), sharex=True, layout="constrained")
+    at_s = [look.at_s for look in run.looks]
+    for axes, (label, read) in zip(column, ROWS, strict=True):
+        rows = [read(look) for look in run.looks]
+        if len(run.instances) <= LINES_MAX:
+            for place, name in enumerate(run.instances):
+                axes.plot(at_s, [row[place] for row in rows], label=name, linewidth=1)
+        else:
+            axes.plot(at_s, [sum(row) / len(row) for row in rows], label="mean")
+            low, high = [min(row) for row in rows], [max(row) for row in rows]
+            axes.fill_between(at_s, low, high, alpha=0.2, label="least to most busy instance")
+        axes.set(ylabel=label, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    column[0].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), title="instance")
+    column[-1].set_xlabel("virtual time (s)")
+    figure.suptitle(f"{run.setting}\n{run.machine}")
+    figure.savefig(file, bbox_inches="tight", dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,83 @@
+"""``memserve sim run``: a workload on a simulated cluster (level 4)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memserve.cli import options as opt
+from memserve.cli import sim_options as sim
+from memserve.cli.load import SloJct, SloTpot, SloTtft, read_slo
+from memserve.config import ClusterConfig
+
+if TYPE_CHECKING:
+    from memserve.cli.sim_results import Simulated
+
+CLUSTER = ClusterConfig()
+
+
+def run(
+    workload: sim.WorkloadName = "chat",
+    trace: sim.Trace = None,
+    data: sim.Data = None,
+    sessions: sim.Sessions = None,
+    rate: sim.Rate = None,
+    speed: sim.Speed = 1.0,
+    seed: sim.Seed = 0,
+    instances: sim.Instances = "prefill=1,decode=1",
+    model: sim.ModelName = "llama-3-8b",
+    device: sim.DeviceKind = "h100",
+    profile: sim.ProfileFile = None,
+    kv_blocks: sim.KvBlocks = None,
+    dram_memory: sim.DramMemory = "0",
+    policy: opt.Policy = CLUSTER.policy,
+    caching: opt.CachingLevel = CLUSTER.caching,
+    transfer: opt.Transfer = CLUSTER.transfer,
+    faults: sim.Faults = "",
+    heartbeat_ms: sim.HeartbeatMs = 500,
+    limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after so much virtual time.")] = None,
+    slo_ttft_ms: SloTtft = None,
+    slo_tpot_ms: SloTpot = None,
+    slo_jct_ms: SloJct = None,
+    out: sim.Out = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The results as one JSON object.")] = False,
+) -> None:
+    """Replay a workload on a simulated cluster: the same records, figures and report as a measured one."""
+    from memserve.bench.catalogue import build
+    from memserve.bench.text import describe
+    from memserve.cli.sim_results import simulate, summed_up, write_folder
+
+    wanted = sim.Wanted(
+        workload, trace, data, sessions, rate, speed, seed, instances, model, device, profile, kv_blocks, dram_memory,
+        policy, caching, transfer, faults, heartbeat_ms,
+    )  # fmt: skip
+    setup, made = wanted.setup(), build(wanted.recipe())
+    done = simulate(setup, made, wanted.name(), made.kind, seed, limit_s=limit_s)
+    slo, command = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms), shlex.join(["memserve", *sys.argv[1:]])
+    if out is not None:
+        results = write_folder(out, [done], slo, command, made.notes)
+    else:
+        results = summed_up([done], slo, command, made.notes)
+    if as_json:
+        import msgspec
+
+        typer.echo(json.dumps(msgspec.to_builtins(results, str_keys=True)))
+        return
+    typer.echo("\n".join([*describe(results), *told(done)]))
+    if out is not None:
+        typer.echo(f"report: {out / 'report.md'}")
+
+
+def told(done: Simulated) -> list[str]:
+    """What a simulation used, and how long it took."""
+    used = done.usage
+    return [
+        f"{used.devices} devices for {used.simulated_s:.1f} s: {used.device_hours:.3f} device hours, "
+        f"{used.busy_share:.0%} busy, {used.tokens_per_device_hour:,.0f} tokens a device hour",
+        f"KV moved: {used.pulled_bytes / 1e9:.2f} GB, waits for links {used.link_waits_s:.2f} s",
+        f"simulated in {done.wall_s:.2f} s: {done.requests_per_wall_s:,.0f} requests a second, {done.events} events",
+    ]

@@ -1,0 +1,121 @@
+"""``memserve sim search``: the cheapest cluster that holds an SLO (level 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memserve.cli import options as opt
+from memserve.cli import sim_options as sim
+from memserve.cli.load import SloJct, SloTpot, SloTtft, read_slo
+from memserve.config import ClusterConfig
+from memserve.errors import UserError
+
+if TYPE_CHECKING:
+    from memserve.bench.metrics import Slo
+    from memserve.sim.search import Mix, Trial
+    from memserve.workloads.words import Workload
+
+CLUSTER = ClusterConfig()
+
+
+def search(
+    workload: sim.WorkloadName = "chat",
+    trace: sim.Trace = None,
+    data: sim.Data = None,
+    sessions: sim.Sessions = None,
+    rate: sim.Rate = None,
+    speed: sim.Speed = 1.0,
+    seed: sim.Seed = 0,
+    model: sim.ModelName = "llama-3-8b",
+    devices: Annotated[str, typer.Option(help="Kinds of device to try, comma-separated: h100,a100,h100x2.")] = "h100",
+    prices: Annotated[str, typer.Option(help="Of a device hour, e.g. h100=3,a100=1.5; default: 1 each.")] = "",
+    mixes: Annotated[str, typer.Option(help="colocated, and prefill to decode, e.g. 1:1.")] = "colocated,1:3,1:1",
+    policy: opt.Policy = CLUSTER.policy,
+    caching: opt.CachingLevel = CLUSTER.caching,
+    instances_max: Annotated[int, typer.Option(min=1, help="Largest cluster to try.")] = 64,
+    violations_max: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that may miss it.")] = 0.01,
+    heartbeat_ms: sim.HeartbeatMs = 500,
+    slo_ttft_ms: SloTtft = None,
+    slo_tpot_ms: SloTpot = None,
+    slo_jct_ms: SloJct = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Find the smallest cluster of each mix and device that holds an SLO, and the cheapest of them."""
+    from memserve.bench.catalogue import build
+    from memserve.sim.search import cheapest, parse_mixes, smallest
+
+    slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
+    if slo == read_slo(None, None, None):
+        raise UserError("no SLO to hold", hint="for example --slo-ttft-ms 500 --slo-tpot-ms 50")
+    wanted = sim.Wanted(
+        workload=workload, trace=trace, data=data, sessions=sessions, rate=rate, speed=speed, seed=seed, model=model,
+        policy=policy, caching=caching, heartbeat_ms=heartbeat_ms,
+    )  # fmt: skip
+    made, known = build(wanted.recipe()), read_prices(prices)
+    found: list[tuple[str, Trial | None]] = []
+    for kind in (kind.strip() for kind in devices.split(",")):
+        for mix in parse_mixes(mixes):
+            tried = _Tried(dataclasses.replace(wanted, device=kind), mix, made, slo, violations_max, known)
+            best, _ = smallest(tried, mix.least, max(mix.least, instances_max))
+            found.append((f"{mix.name} on {kind}", best))
+    best_of_all = cheapest(found)
+    if as_json:
+        rows = [{"setting": name, "trial": dataclasses.asdict(t) if t else None} for name, t in found]
+        typer.echo(json.dumps({"cheapest": best_of_all[0] if best_of_all else None, "found": rows}))
+    else:
+        typer.echo("\n".join(_lines(found, best_of_all, instances_max)))
+    if best_of_all is None:
+        raise typer.Exit(1)
+
+
+class _Tried:
+    """Tries clusters of one mix on one kind of device."""
+
+    def __init__(
+        self, wanted: sim.Wanted, mix: Mix, made: Workload, slo: Slo, violations_max: float, prices: dict[str, float]
+    ) -> None:
+        self._wanted, self._mix, self._made = wanted, mix, made
+        self._slo, self._violations_max = slo, violations_max
+        self._price = prices.get(wanted.device.partition("x")[0], 1.0)
+
+    def __call__(self, size: int) -> Trial:
+        from memserve.bench.metrics import figures
+        from memserve.cli.sim_results import simulate
+        from memserve.sim.search import Trial
+
+        counts = self._mix.instances(size)
+        text = ",".join(f"{role.value}={count}" for role, count in counts.items())
+        setup = dataclasses.replace(self._wanted, instances=text).setup()
+        done = simulate(setup, self._made, text, self._made.kind)
+        missed = figures(done.records, slo=self._slo).slo_violations
+        good = missed <= self._violations_max
+        why = "" if good else f"{missed:.1%} of the requests miss the SLO"
+        typer.echo(f"{text} on {self._wanted.device}: {why or f'good, {missed:.1%} miss it'}", err=True)
+        return Trial(size, good, setup.devices * self._price, why)
+
+
+def read_prices(text: str) -> dict[str, float]:
+    """``h100=3,a100=1.5``. Raises :class:`UserError` for anything else."""
+    prices = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, price = part.partition("=")
+        try:
+            prices[name] = float(price)
+        except ValueError:
+            raise UserError(f"cannot read {part!r} as a price", hint="for example --prices h100=3,a100=1.5") from None
+    return prices
+
+
+def _lines(found: list[tuple[str, Trial | None]], best: tuple[str, Trial] | None, instances_max: int) -> list[str]:
+    lines = [f"{'setting':<24}{'instances':>10}{'price/hour':>12}"]
+    for name, trial in found:
+        if trial is None:
+            lines.append(f"{name:<24}{'more than ' + str(instances_max):>22}")
+        else:
+            lines.append(f"{name:<24}{trial.size:>10}{trial.cost:>12.2f}")
+    told = f"cheapest: {best[0]}, {best[1].size} instances" if best else "none of them holds the SLO"
+    return [*lines, told]

@@ -1,0 +1,138 @@
+"""The clients of a workload in virtual time: as ``bench/load`` sends it over HTTP, with the same records.
+
+Open loop: a turn is sent when it is due, whatever became of others; only its own session holds it back. Closed loop:
+so many users, each taking the next session when theirs has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from memserve.serving import RequestArrived
+from memserve.sim.replay.scripts import Script
+from memserve.sim.replay.served import Served
+from memserve.types import FinishReason, Request, StopParams, TokenOutput
+from memserve.units import ns_from_s
+from memserve.workloads.words import History, Session, Workload
+
+if TYPE_CHECKING:
+    from memserve.sim.replay.world import ReplayWorld
+
+MakeScript = Callable[[Session], Script]
+
+
+class _Talk:
+    """A session under way."""
+
+    __slots__ = ("answer", "number", "script", "served", "session")
+
+    def __init__(self, session: Session, script: Script) -> None:
+        self.session, self.script = session, script
+        self.number = 0
+        self.served: Served | None = None
+        self.answer: list[int] = []
+
+
+class Clients:
+    """All of them. ``served`` holds every request that was sent, in the order of sending."""
+
+    def __init__(self, world: ReplayWorld, workload: Workload, make_script: MakeScript = Script) -> None:
+        self._world, self._workload, self._make_script = world, workload, make_script
+        self.served: list[Served] = []
+        self.tokens = 0
+        self._start_ns = 0
+        self._waiting = iter(workload.sessions)
+        self._talks: dict[str, _Talk] = {}
+        self._left = len(workload.sessions)
+
+    @property
+    def done(self) -> bool:
+        """Every session has ended."""
+        return not self._left
+
+    def begin(self) -> None:
+        """The workload's second 0 is now."""
+        self._start_ns = self._world.clock.now
+        if self._workload.users is None:
+            for session in self._waiting:
+                self._hold(session, 0)
+        else:
+            for _ in range(self._workload.users):
+                self._take_next()
+
+    def _take_next(self) -> None:
+        session = next(self._waiting, None)
+        if session is not None:
+            self._hold(session, self._world.clock.now - self._start_ns)
+
+    def _hold(self, session: Session, free_ns: int) -> None:
+        talk = _Talk(session, self._make_script(session))
+        self._ask_at(talk, max(ns_from_s(session.turns[0].due_s or 0.0), free_ns))
+
+    def _ask_at(self, talk: _Talk, due_ns: int) -> None:
+        self._world.clock.at(self._start_ns + due_ns, self._ask, talk, due_ns)
+
+    def _ask(self, talk: _Talk, due_ns: int) -> None:
+        session, number = talk.session, talk.number
+        prompt = talk.script.prompt(number)
+        request_id = f"{len(self.served)}"
+        talk.served = Served(session.session_id, number, session.group, due_ns, len(prompt))
+        talk.answer = []
+        self.served.append(talk.served)
+        self._talks[request_id] = talk
+        stop = StopParams(max_tokens=session.turns[number].output_tokens_max)
+        request = Request(request_id, prompt, stop=stop, session=session.session_id)
+        self._world.clock.after(self._world.setup.around.front_ns, self._world.router.submit, RequestArrived(request))
+
+    # -- answers
+
+    def emitted(self, output: TokenOutput) -> None:
+        """The router gives tokens to a client."""
+        talk = self._talks[output.request_id]
+        served = talk.served
+        assert served is not None, "it has asked"
+        world = self._world
+        if output.tokens:
+            self.tokens += len(output.tokens)
+            self._note(served, output.tokens)
+            talk.answer += output.tokens
+        if output.cached_tokens:
+            served.cached_tokens = output.cached_tokens
+        for fact, value in output.story:
+            if fact == "route":
+                served.instance = str(value)
+        if output.finish_reason is not None:
+            served.finish = output.finish_reason.value
+            end_ns = world.clock.now + world.setup.around.back_ns - self._start_ns
+            self._end(output.request_id, talk, max(end_ns, *served.token_ns[-1:], 0))
+
+    def _note(self, served: Served, tokens: tuple[int, ...]) -> None:
+        """Each token was with the client as long after it was drawn as messages take."""
+        around, ends_ns = self._world.setup.around, self._world.moments.ends_ns
+        way_ns = around.message_ns + around.back_ns - self._start_ns
+        served.token_ns.extend([ends_ns[token] + way_ns for token in tokens])
+        if served.first_ns is None:
+            served.first_ns = served.token_ns[0]
+
+    def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
+        """The router rejects a request."""
+        talk = self._talks[request_id]
+        assert talk.served is not None, "it has asked"
+        talk.served.error, talk.served.retry_after_s = reason, retry_after_s
+        self._end(request_id, talk, self._world.clock.now + self._world.setup.around.back_ns - self._start_ns)
+
+    def _end(self, request_id: str, talk: _Talk, end_ns: int) -> None:
+        served, session = talk.served, talk.session
+        assert served is not None, "it has asked"
+        del self._talks[request_id]
+        served.end_ns = end_ns
+        talk.number += 1
+        ok = served.finish == FinishReason.LENGTH
+        if talk.number == len(session.turns) or (not ok and session.history is History.CLOSED):
+            self._left -= 1
+            self._take_next()
+            return
+        talk.script.answered(talk.answer)
+        turn = session.turns[talk.number]
+        self._ask_at(talk, max(ns_from_s(turn.due_s or 0.0), end_ns + ns_from_s(turn.think_s)))

@@ -1,0 +1,137 @@
+"""Instances whose devices only know how long things take."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+from memserve.messages import Tokens
+from memserve.sim.nodes import InstanceNode
+from memserve.sim.timed_device import TimedDevice
+
+if TYPE_CHECKING:
+    from memserve.sim.cores import Cores
+    from memserve.sim.replay.world import ReplayWorld
+    from memserve.types import Role
+
+
+class ReplayNode(InstanceNode):
+    """An instance that glides: while nothing can happen to it but further tokens, it is not looked at.
+
+    The moments at which its steps end are known in advance (``_ends_ns``). Whatever comes before the last of them is
+    preceded by :meth:`catch_up`, which tells the machine of all the steps that have ended by then. Their tokens reach
+    the router late, and the client reads off them when they were drawn (``timed_device.Moments``).
+    """
+
+    host: ReplayWorld
+    device: TimedDevice
+
+    def __init__(self, host: ReplayWorld, name: str, role: Role, place: int, cores: Cores | None) -> None:
+        self._cores = cores
+        super().__init__(host, name, role, place)
+
+    def boot(self) -> None:
+        self._turn = 0
+        self._begun_ns = self._end_ns = 0  # of the step under way
+        self._beat_ns = 0
+        self._ends_ns: list[int] = []  # of it and the steps behind it, while gliding
+        super().boot()
+
+    # -- step by step
+
+    def _start_step(self) -> None:
+        if self._working or not self.plans:
+            return
+        self._working = True
+        spent_ns = self.device.step_ns(self.plans[0])
+        now = self.host.clock.now
+        if self._cores is not None:
+            life = self.life
+            self._cores.start(spent_ns, lambda: self.later(0, self._finish_step) if self.life == life else None)
+        else:
+            self._await_end(now, now + spent_ns)
+
+    def _await_end(self, begun_ns: int, end_ns: int) -> None:
+        self._begun_ns, self._end_ns = begun_ns, end_ns
+        self._turn += 1
+        self.later(end_ns - self.host.clock.now, self._ended, self._turn)
+
+    def _ended(self, turn: int) -> None:
+        if turn == self._turn:
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        super()._finish_step()
+        self._glide()
+
+    def post(self, event: object) -> None:
+        self.catch_up()
+        super().post(event)
+        if self._working:
+            self._glide()
+
+    def _beat(self) -> None:
+        self.catch_up()
+        self._beat_ns = self.host.clock.now + self.host.heartbeat_ns  # a heartbeat interrupts: no use in looking beyond
+        super()._beat()
+        self._glide()
+
+    def kill(self) -> None:
+        self.catch_up()
+        super().kill()
+
+    def pause(self) -> None:
+        self.catch_up()
+        super().pause()
+
+    # -- many steps at once
+
+    def _glide(self) -> None:
+        if self._ends_ns or not self._working or not self.host.setup.glides or self._cores is not None:
+            return
+        ahead = self.machine.steps_ahead()
+        if ahead < 2 or self.paused:
+            return
+        plan, end_ns = self.plans[0], self._end_ns
+        rows = len(plan.slots)
+        fair = 2 + max(0, self._beat_ns - end_ns) // self.device.spent_ns
+        ends_ns = [end_ns]
+        for spent_ns in self.device.decode_steps_ns(rows, sum(plan.starts) + 2 * rows, min(ahead - 1, fair)):
+            end_ns += spent_ns
+            ends_ns.append(end_ns)
+        deadline_ns = self.machine.next_deadline_ns
+        if deadline_ns is not None:
+            del ends_ns[bisect_right(ends_ns, deadline_ns - self.skew_ns) :]
+        if len(ends_ns) > 1:
+            self._ends_ns = ends_ns
+            self._turn += 1
+            self.later(ends_ns[-1] - self.host.clock.now, self._glided, self._turn)
+
+    def _glided(self, turn: int) -> None:
+        if turn == self._turn:
+            self.catch_up()
+            self._glide()
+
+    def catch_up(self) -> None:
+        """Tell the machine of the steps that have ended by now; the next one goes on."""
+        if not self._ends_ns:
+            return
+        ends_ns, self._ends_ns = self._ends_ns, []
+        steps = bisect_right(ends_ns, self.host.clock.now)
+        begun_ns = self._begun_ns if not steps else ends_ns[steps - 1]
+        if steps:
+            spent_ns = begun_ns - self._begun_ns
+            outputs = self.machine.glide(self.host.moments.add(ends_ns[:steps]), spent_ns)
+            for plan in self.plans:
+                plan.step_id += steps
+                plan.starts = [start + steps for start in plan.starts]
+            self.device.busy_ns += spent_ns
+            self._tell_router(Tokens(tuple(outputs)))
+        plan = self.plans[0]
+        if steps < len(ends_ns):
+            end_ns = ends_ns[steps]
+        else:
+            rows = len(plan.slots)
+            end_ns = begun_ns + self.device.decode_steps_ns(rows, sum(plan.starts) + rows, 1)[0]
+        self.device.spent_ns = end_ns - begun_ns
+        self._await_end(begun_ns, end_ns)

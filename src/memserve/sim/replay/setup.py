@@ -1,0 +1,113 @@
+"""What is simulated: instances and their machines, the cluster's configuration, and the world around them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from memserve.config import ClusterConfig, SchedulerConfig
+from memserve.errors import UserError
+from memserve.sim.hardware import Machine
+from memserve.types import Caching, Role
+from memserve.units import NS_PER_MS, NS_PER_US
+
+GPU_SCHEDULER = SchedulerConfig(max_running=256, max_step_tokens=8192, prefill_chunk_tokens=8192)
+"""A step that a GPU is worth: vLLM's ``max_num_batched_tokens`` of its V1 engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What lies between clients and machines."""
+
+    front_ns: int = 1 * NS_PER_MS
+    """From the client's send to the router's decision: connection, JSON, tokenizer."""
+    back_ns: int = 200 * NS_PER_US
+    """From the router to the client's first byte of a token."""
+    message_ns: int = 100 * NS_PER_US
+    """A message between two processes."""
+    heartbeat_ns: int = 500 * NS_PER_MS
+    """As ``runtime/member`` beats."""
+    instances_per_host: int = 1
+    """They share the host's processors, and see each other's memory."""
+    host_speeds: tuple[float, ...] = ()
+    """How fast each of 1, 2, ... instances computes that do so at once on one host, 1 = as alone; empty: each has
+    devices of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something goes wrong with an instance for a while."""
+
+    kind: str
+    """``kill`` (it starts again afterwards), ``pause``, or ``slow`` (its steps take ``factor`` times as long)."""
+    name: str
+    at_s: float
+    for_s: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One cluster."""
+
+    instances: dict[Role, int]
+    machine: Machine
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    scheduler: SchedulerConfig = GPU_SCHEDULER
+    around: Surroundings = field(default_factory=Surroundings)
+    faults: tuple[Fault, ...] = ()
+    glides: bool = True
+    """Tell machines many like steps at once (``instance/gliding``): the same results, sooner."""
+
+    def __post_init__(self) -> None:
+        if not sum(self.instances.values()):
+            raise UserError("a cluster without instances", hint="for example --instances prefill=2,decode=6")
+
+    @property
+    def devices(self) -> int:
+        """Of all instances."""
+        return self.machine.devices * sum(self.instances.values())
+
+    def caches(self, role: Role) -> bool:
+        """Whether instances of ``role`` keep KV for reuse (MemServe 5.1)."""
+        caching = self.cluster.caching
+        return caching is not Caching.OFF and not (role is Role.DECODE and caching is Caching.PD_CACHING_1)
+
+
+def parse_instances(text: str) -> dict[Role, int]:
+    """``prefill=2,decode=6``, ``colocated=100``, or just a number of colocated ones. Raises :class:`UserError`."""
+    if text.isdecimal():
+        return {Role.COLOCATED: int(text)}
+    counts: dict[Role, int] = {}
+    for part in text.split(","):
+        name, _, count = part.strip().partition("=")
+        if name not in list(Role) or not count.isdecimal() or Role(name) in counts or name == Role.STORE:
+            raise UserError(f"cannot read {part!r} as instances", hint="for example prefill=2,decode=6 or colocated=8")
+        counts[Role(name)] = int(count)
+    return counts
+
+
+_FAULT = re.compile(r"(kill|pause|slow):([\w-]+)@([\d.]+)\+([\d.]+)(?:x([\d.]+))?")
+
+
+def parse_faults(text: str, instances: dict[Role, int]) -> tuple[Fault, ...]:
+    """``kill:d0@60+10,slow:p1@20+5x3``: what, whom, at which second, for how many, how many times slower.
+
+    Raises :class:`UserError`, also for instances that do not exist.
+    """
+    names, faults = [name for name, _ in names_of(instances)], []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = _FAULT.fullmatch(part)
+        if match is None:
+            hint = "for example kill:c0@60+10 or slow:c1@20+5x3 (from second 20 on, for 5 s, 3 times slower)"
+            raise UserError(f"cannot read {part!r} as a fault", hint=hint)
+        kind, name, at_s, for_s, factor = match.groups()
+        if name not in names:
+            raise UserError(f"no instance {name!r}", hint=f"they are called {', '.join(names[:8])} ...")
+        faults.append(Fault(kind, name, float(at_s), float(for_s), float(factor or 2.0)))
+    return tuple(faults)
+
+
+def names_of(instances: dict[Role, int]) -> list[tuple[str, Role]]:
+    """``p0``, ``d0``, ``d1``, ... with their roles."""
+    return [(f"{role.value[0]}{number}", role) for role, count in instances.items() for number in range(count)]

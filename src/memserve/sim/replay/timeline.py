@@ -1,0 +1,72 @@
+"""What every instance was doing, second by second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memserve.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from memserve.sim.replay.world import ReplayWorld
+
+LOOKS_MAX = 400
+"""More than a plot can show: then every other one is forgotten, and they become half as frequent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """All instances at one moment, in the order of their names' list."""
+
+    at_s: float
+    waiting: tuple[int, ...]
+    running: tuple[int, ...]
+    blocks_used: tuple[float, ...]
+    """Share of HBM that holds KV, cached or in use."""
+    busy: tuple[float, ...]
+    """Share of the time since the last look that the device worked."""
+    served: int
+    """Requests answered so far."""
+
+
+class Timeline:
+    """Looks at a world now and then, and changes nothing."""
+
+    def __init__(self, world: ReplayWorld, every_ns: int = NS_PER_S) -> None:
+        self._world = world
+        self._every_ns = every_ns
+        self._busy_ns: dict[str, int] = {}
+        self._last_ns = 0
+        self.looks: list[Look] = []
+
+    def begin(self) -> None:
+        """From now on."""
+        self._last_ns = self._world.clock.now
+        self._world.clock.after(self._every_ns, self._look_again)
+
+    def _look_again(self) -> None:
+        self.look()
+        if len(self.looks) >= LOOKS_MAX:
+            del self.looks[::2]
+            self._every_ns *= 2
+        self._world.clock.after(self._every_ns, self._look_again)
+
+    def look(self) -> None:
+        """Once."""
+        world, now = self._world, self._world.clock.now
+        if now <= self._last_ns:
+            return
+        waiting, running, used, busy = [], [], [], []
+        for node in world.instances:
+            load = node.machine.load()
+            total = world.setup.machine.hbm_blocks
+            waiting.append(load.requests_waiting)
+            running.append(load.sequences_running)
+            used.append(round(1 - node.machine.pool.blocks_free / total, 4))
+            before = self._busy_ns.get(node.peer.name, 0)
+            self._busy_ns[node.peer.name] = node.device.busy_ns
+            busy.append(round(min(1.0, max(0, node.device.busy_ns - before) / (now - self._last_ns)), 4))
+        answered = sum(served.end_ns is not None for served in world.clients.served)
+        at_s = round(world.elapsed_s, 3)
+        self.looks.append(Look(at_s, tuple(waiting), tuple(running), tuple(used), tuple(busy), answered))
+        self._last_ns = now

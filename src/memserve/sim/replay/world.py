@@ -1,0 +1,173 @@
+"""A cluster of production machines, timed devices and the clients of a workload, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from memserve.cluster.machine import Cluster
+from memserve.config import ExchangeConfig, InstanceConfig, PoolConfig
+from memserve.errors import UserError
+from memserve.instance.machine import Instance
+from memserve.messages import PeerInfo
+from memserve.policy.preemption import PreemptionCosts
+from memserve.sim.clock import Clock
+from memserve.sim.cores import Cores
+from memserve.sim.links import Fabric, LinkTotals, TimedPort
+from memserve.sim.network import Network
+from memserve.sim.nodes import InstanceNode, RouterNode
+from memserve.sim.process import Process
+from memserve.sim.replay.clients import Clients, MakeScript
+from memserve.sim.replay.nodes import ReplayNode
+from memserve.sim.replay.scripts import Script
+from memserve.sim.replay.setup import Fault, Setup, names_of
+from memserve.sim.replay.timeline import Timeline
+from memserve.sim.timed_device import Moments, TimedDevice, step_times
+from memserve.types import TokenOutput
+from memserve.units import NS_PER_S, ns_from_s
+from memserve.workloads.words import Workload
+
+NAMESPACE = "simulated"
+JOINED_BY_NS = 60 * NS_PER_S
+LOOKS = 300
+"""About so many moments are in a timeline."""
+
+
+class ReplayWorld:
+    """Builds what a setup says, and runs a workload on it. Deterministic: no chance is in it."""
+
+    tells = False
+
+    def __init__(self, setup: Setup, workload: Workload, make_script: MakeScript = Script) -> None:
+        self.setup = setup
+        self.clock = Clock()
+        self.network = Network(self.clock, setup.around.message_ns)
+        self.heartbeat_ns = setup.around.heartbeat_ns
+        self.join_again_ns = NS_PER_S
+        self.moments = Moments()
+        self.fabric, self.links = Fabric(self.clock), LinkTotals()
+        self._steps = step_times(setup.machine)
+        self._cores: dict[str, Cores] = {}
+        self.clients = Clients(self, workload, make_script)
+        self.timeline = Timeline(self, max(NS_PER_S, ns_from_s(_last_due_s(workload) / LOOKS)))
+        self.router = RouterNode(self)
+        self.network.nodes[self.router.peer.name] = self.router
+        self.instances: list[ReplayNode] = []
+        for place, (name, role) in enumerate(names_of(setup.instances)):
+            node = ReplayNode(self, name, role, place, self._cores_of(place))
+            self.instances.append(node)
+            self.network.nodes[name] = node
+        self.start_ns = 0
+
+    # -- what nodes are made of
+
+    def _host_of(self, place: int) -> str:
+        return f"host-{place // self.setup.around.instances_per_host}"
+
+    def _cores_of(self, place: int) -> Cores | None:
+        speeds = self.setup.around.host_speeds
+        if not speeds:
+            return None
+        return self._cores.setdefault(self._host_of(place), Cores(self.clock, speeds))
+
+    def new_cluster(self) -> Cluster:
+        """The router's machine; it knows the instances' costs, as if they had been measured."""
+        return Cluster(self.setup.cluster, self.setup.machine.costs)
+
+    def new_instance(self, node: InstanceNode) -> Instance:
+        """An instance's machine."""
+        machine = self.setup.machine
+        known = PreemptionCosts(block_bytes=machine.geometry.block_bytes, profile=machine.costs)
+        block_tokens = machine.geometry.block_tokens
+        return Instance(self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry)
+
+    def _config(self, node: InstanceNode) -> InstanceConfig:
+        machine = self.setup.machine
+        pool = PoolConfig(machine.hbm_blocks, machine.dram_blocks, self.setup.caches(node.role))
+        return InstanceConfig(
+            machine.context_tokens, NAMESPACE, pool, self.setup.scheduler, node.role, ExchangeConfig()
+        )  # fmt: skip
+
+    def new_device(self, node: InstanceNode) -> TimedDevice:
+        """Its device."""
+        return TimedDevice(self.clock, self.setup.machine, self.moments, self._steps)
+
+    def new_port(self, node: InstanceNode) -> TimedPort:
+        """Its way to the pages of others."""
+        machine, alone = self.setup.machine, self.setup.around.instances_per_host == 1
+        curve = machine.costs.network if alone else machine.costs.same_host
+        return TimedPort(node, self.fabric, curve, machine.geometry, self.links, "nixl" if alone else "shm")
+
+    def peer_info(self, node: InstanceNode) -> PeerInfo:
+        """What an instance tells of itself when it joins."""
+        config = self._config(node)
+        return PeerInfo(
+            node.peer, node.role, f"virtual://{node.peer.name}", NAMESPACE, self.setup.machine.geometry,
+            config.pool.hbm_blocks, config.pool.dram_blocks, node.machine.context_tokens, config.pool.caching,
+            host_id=self._host_of(node.place),
+        )  # fmt: skip
+
+    # -- what happens
+
+    def emitted(self, output: TokenOutput) -> None:
+        """The router gives tokens to a client."""
+        self.clients.emitted(output)
+
+    def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
+        """The router rejects a request."""
+        self.clients.turned_away(request_id, reason, retry_after_s)
+
+    def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
+        """A machine has handled an event."""
+
+    def say(self, line: str, what: object = "") -> None:
+        """Nobody listens."""
+
+    # -- running
+
+    def run(self, limit_s: float | None = None) -> None:
+        """From the first join to the last answer, or for ``limit_s`` of virtual time from the workload's start."""
+        while len(self.router.machine.instances()) < len(self.instances):
+            if self.clock.now > JOINED_BY_NS:
+                raise UserError("the instances do not get ready", hint="fewer of them, or a larger --heartbeat-ms")
+            self.clock.run_until(self.clock.now + self.heartbeat_ns)
+        self.start_ns = self.clock.now
+        for fault in self.setup.faults:
+            self.clock.at(self.start_ns + ns_from_s(fault.at_s), self._strike, fault)
+        self.timeline.begin()
+        self.clients.begin()
+        end_ns = None if limit_s is None else self.start_ns + ns_from_s(limit_s)
+        clock, clients = self.clock, self.clients
+        while not clients.done and (end_ns is None or clock.now < end_ns):
+            clock.run_one()
+        self.timeline.look()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Virtual time since the workload began."""
+        return (self.clock.now - self.start_ns) / NS_PER_S
+
+    def _strike(self, fault: Fault) -> None:
+        node = next(node for node in self.instances if node.peer.name == fault.name)
+        node.catch_up()
+        heal: Callable[[], None]
+        match fault.kind:
+            case "kill":
+                node.kill()
+                heal = node.boot
+            case "pause":
+                node.pause()
+                heal = node.resume
+            case _:
+                self._set_slowness(node, fault.factor)
+                heal = partial(self._set_slowness, node, 1.0)
+        self.clock.after(ns_from_s(fault.for_s), heal)
+
+    @staticmethod
+    def _set_slowness(node: ReplayNode, factor: float) -> None:
+        node.catch_up()
+        node.device.slowness = factor
+
+
+def _last_due_s(workload: Workload) -> float:
+    return max((turn.due_s or 0.0 for session in workload.sessions for turn in session.turns), default=0.0)

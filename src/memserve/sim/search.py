@@ -1,0 +1,93 @@
+"""The smallest cluster of each kind that is good enough, and the cheapest of those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memserve.errors import UserError
+from memserve.types import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Clusters of one kind, in all sizes: ``prefill`` of ``whole`` instances prefill, the others decode."""
+
+    name: str
+    prefill: int = 0
+    whole: int = 0
+    """0: all are colocated."""
+
+    @property
+    def least(self) -> int:
+        """Instances of the smallest one."""
+        return 2 if self.whole else 1
+
+    def instances(self, size: int) -> dict[Role, int]:
+        """A cluster of ``size`` instances, at least one of each role that it needs."""
+        if not self.whole:
+            return {Role.COLOCATED: size}
+        prefill = min(size - 1, max(1, round(size * self.prefill / self.whole)))
+        return {Role.PREFILL: prefill, Role.DECODE: size - prefill}
+
+
+COLOCATED = Mix("colocated")
+
+
+def parse_mixes(text: str) -> tuple[Mix, ...]:
+    """``colocated,1:3,1:1``: so many that prefill to so many that decode. Raises :class:`UserError`."""
+    mixes = []
+    for part in (part.strip() for part in text.split(",")):
+        prefill, _, decode = part.partition(":")
+        if part == COLOCATED.name:
+            mixes.append(COLOCATED)
+        elif prefill.isdecimal() and decode.isdecimal() and int(prefill) and int(decode):
+            mixes.append(Mix(part, int(prefill), int(prefill) + int(decode)))
+        else:
+            raise UserError(f"cannot read {part!r} as a mix", hint="colocated, or prefill to decode, e.g. 1:3")
+    return tuple(mixes)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One cluster, tried."""
+
+    size: int
+    good: bool
+    cost: float
+    why: str = ""
+    """Why it was not good enough."""
+
+
+Try = Callable[[int], Trial]
+
+
+def smallest(attempt: Try, least: int, most: int) -> tuple[Trial | None, list[Trial]]:
+    """The smallest good size in ``[least, most]``, and all trials in their order; ``None`` = not even ``most`` is.
+
+    Sizes are doubled until one is good, then halved in between: more instances are taken never to be worse.
+    """
+    trials: list[Trial] = []
+    bad, size = least - 1, least
+    while True:
+        trials.append(trial := attempt(size))
+        if trial.good:
+            break
+        bad = size
+        if size == most:
+            return None, trials
+        size = min(most, 2 * size)
+    best = trial
+    while best.size - bad > 1:
+        trials.append(trial := attempt((best.size + bad) // 2))
+        if trial.good:
+            best = trial
+        else:
+            bad = trial.size
+    return best, trials
+
+
+def cheapest(found: Sequence[tuple[str, Trial | None]]) -> tuple[str, Trial] | None:
+    """Of the smallest of each kind the one that costs least, the first of equals; ``None`` = none was good enough."""
+    good = [(name, trial) for name, trial in found if trial is not None]
+    return min(good, key=lambda pair: pair[1].cost) if good else None
