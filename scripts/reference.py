@@ -100,7 +100,7 @@ def page() -> str:
     """The whole page."""
     options = [
         config.EngineOptions, config.InstanceConfig, config.PoolConfig, config.SchedulerConfig, config.ExchangeConfig,
-        config.ClusterConfig,
+        config.ClusterConfig, config.AdmissionConfig,
     ]  # fmt: skip
     options += [types.Request, types.SamplingParams, types.StopParams, types.KVGeometry]
     sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(app), "memserve")]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memserve.errors import UserError
-from memserve.types import Caching, KVGeometry, Role, TransferMode
+from memserve.types import Admission, Caching, KVGeometry, Role, TransferMode
 from memserve.units import MIB, NS_PER_S, human_bytes
 
 
@@ -106,14 +106,44 @@ class InstanceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """The cluster's gate: who is let in, who waits before it, and who is told to come again (row C6)."""
+
+    mode: Admission = Admission.NONE
+    """``none``, ``bounded`` (requests at once), ``memory`` (and blocks) or ``cache`` (blocks, shared ones once)."""
+    active_max: int | None = None
+    """Requests that are let in at once; ``bounded`` needs it, the others may have it too."""
+    waiting_max: int = 64
+    """Requests that may wait before the gate, by turns of their tenants; more are rejected at once."""
+    wait_ns: int = 10 * NS_PER_S
+    """A request that has waited so long is rejected."""
+    output_tokens_max: int = 256
+    """Of what a request may generate, so many tokens a sequence count as memory that it needs."""
+    unit_tokens: int | None = None
+    """Memory is counted in blocks of so many tokens; default: the instances' own. Not with ``cache``."""
+    evictions_max: int | None = None
+    """Default: KV of ended requests is nobody's, instances evict it for newcomers. A number: it counts as taken, and
+    one newcomer may take that of so many ended requests, the oldest first (row C5)."""
+
+    def __post_init__(self) -> None:
+        if self.mode is Admission.BOUNDED and self.active_max is None:
+            raise UserError("bounded admission needs to know how many", hint="e.g. --max-active 32", param="max_active")
+        if self.active_max is not None:
+            _positive("active_max", self.active_max, "let at least one request in: --max-active 1")
+        _positive("wait_ns", self.wait_ns, "give a positive time, e.g. --admission-wait 10")
+        if self.mode is Admission.CACHE and self.unit_tokens is not None:
+            raise UserError("cache-aware admission counts the instances' own blocks", param="unit_tokens")
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """Everything that the ``Cluster`` machine decides by."""
 
     caching: Caching = Caching.PD_CACHING_3
     """Who caches, and what travels (MemServe 5.1)."""
     policy: str = "cost"
-    """``least-load``, ``session``, ``prompt-tree``, ``cost`` (weighs prefix, queue, tier and transfer together) or
-    ``affinity`` (session, exact hit, longest prefix, least load, in this order)."""
+    """``least-load``, ``session``, ``prompt-tree``, ``cost`` (weighs prefix, queue, tier and transfer together),
+    ``affinity`` (session, exact hit, longest prefix, least load, in this order), ``best-fit`` (least room over)."""
     transfer: TransferMode = TransferMode.BY_REQUEST_AGG
     """How KV goes from prefill to decode."""
     dead_after_ns: int = 5 * NS_PER_S
@@ -128,13 +158,15 @@ class ClusterConfig:
     """Tree entries that no KV event confirms are forgotten after this long."""
     speculative_ttl_ns: int = 20 * NS_PER_S
     """The same for entries made at dispatch, of instances that do publish events."""
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    """Its gate."""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {', '.join(POLICIES)}", param="policy")
 
 
-POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity")
+POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity", "best-fit")
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -79,6 +79,7 @@ class RejectRequest:
     request_id: str
     reason: str
     retry_after_s: float | None = None  # None: do not retry
+    overloaded: bool = False  # True: no matter who asks, there is too much to do
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,15 @@ class Caching(enum.StrEnum):
     PD_CACHING_3 = "pd-caching-3"  # and generated KV goes back to the prefill instance
 
 
+class Admission(enum.StrEnum):
+    """What the cluster's gate looks at before it lets a request in (row C6)."""
+
+    NONE = "none"  # nothing: everybody is let in
+    BOUNDED = "bounded"  # how many requests are active
+    MEMORY = "memory"  # and whether an instance has memory for all of it
+    CACHE = "cache"  # the same, but prefixes that active requests share count once
+
+
 class FinishReason(enum.StrEnum):
     """Why a sequence ended."""
 

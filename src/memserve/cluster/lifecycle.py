@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memserve.cluster.gate import Gate, Refusal
 from memserve.cluster.handles import Handles
 from memserve.cluster.jobs import Attempt, Job, Jobs
 from memserve.cluster.loads import Charge, LoadTable, Work
@@ -38,6 +39,7 @@ class Lifecycle:
         registry: Registry,
         trees: Trees,
         loads: LoadTable,
+        gate: Gate,
         placer: Placer,
         sessions: Sessions,
         handles: Handles,
@@ -50,7 +52,39 @@ class Lifecycle:
         self._placer, self._sessions, self._handles = placer, sessions, handles
         self._timers, self._outbox = timers, outbox
         self.jobs = Jobs()
+        #: who of them was let in, and who waits for that
+        self.gate = gate
         self._attempts = 0
+
+    # -- the gate
+
+    def arrive(self, job: Job, now: int) -> None:
+        """A new job, in ``jobs`` already: it is placed now, waits before the gate, or is turned away."""
+        self._placer.identities(job)
+        refusal = self.gate.arrive(job, now)
+        if refusal is None:
+            self.admit_waiting(now)
+            refusal = self.gate.overflow(job)
+        if refusal is not None:
+            self._turn_away(refusal, now)
+        until_ns = self.gate.wait_until_ns(job)
+        if until_ns is not None:
+            self._timers.arm(until_ns, ("gate", job.request_id))
+
+    def admit_waiting(self, now: int) -> None:
+        """Let in whoever is next, as long as there is room."""
+        while (job := self.gate.next(now)) is not None:
+            self.place(job, now)
+
+    def waited_at_gate(self, request_id: str, now: int) -> None:
+        """The timer of a job that had to wait."""
+        job = self.jobs.by_id.get(request_id)
+        refusal = self.gate.waited(job, now) if job is not None else None
+        if refusal is not None:
+            self._turn_away(refusal, now)
+
+    def _turn_away(self, refusal: Refusal, now: int) -> None:
+        self._reject(refusal.job, refusal.reason, refusal.retry_after_s, now, overloaded=refusal.cause == "wait")
 
     # -- placing
 
@@ -71,7 +105,8 @@ class Lifecycle:
     def place_waiting(self, now: int) -> None:
         """Something has changed: try all unplaced jobs, in order."""
         for job in list(self.jobs.unplaced.values()):
-            self.place(job, now)
+            if not self.gate.holds_back(job):
+                self.place(job, now)
 
     def _give_second_chance(self, job: Job) -> bool:
         """Forget who only failed: everybody else has refused."""
@@ -86,9 +121,9 @@ class Lifecycle:
         busy = [retry_after_s for retry_after_s in asked if retry_after_s is not None]
         anybody = self._loads.longest_context() > 0
         if not job.has_begun and busy:
-            self._reject(job, job.refusal, min(busy))
+            self._reject(job, job.refusal, min(busy), now)
         elif not job.has_begun and anybody:
-            self._reject(job, job.refusal if asked else self._too_long(job), None)
+            self._reject(job, job.refusal if asked else self._too_long(job), None, now)
         else:
             self._wait(job, min(busy, default=None), now)
 
@@ -112,7 +147,7 @@ class Lifecycle:
             self._counters.requests_failed += 1
             self.end(job, FinishReason.ERROR, now)
         else:
-            self._reject(job, job.refusal or "no instance is ready to take requests", RETRY_AFTER_S)
+            self._reject(job, job.refusal or "no instance is ready to take requests", RETRY_AFTER_S, now)
 
     def retry(self, request_id: str, now: int) -> None:
         """The timer of a job whose instances were all busy."""
@@ -121,10 +156,13 @@ class Lifecycle:
             job.avoid = {peer: None for peer, retry_after_s in job.avoid.items() if retry_after_s is None}
             self.place(job, now)
 
-    def _reject(self, job: Job, reason: str, retry_after_s: float | None) -> None:
+    def _reject(
+        self, job: Job, reason: str, retry_after_s: float | None, now: int, *, overloaded: bool = False
+    ) -> None:
         self._counters.requests_rejected += 1
-        self._outbox.reject(job.request_id, reason, retry_after_s)
+        self._outbox.reject(job.request_id, reason, retry_after_s, overloaded)
         self.jobs.leave(job)
+        self.gate.left(job, now)
 
     # -- dispatching
 
@@ -136,6 +174,7 @@ class Lifecycle:
         charges = self._charge(job, chosen)
         attempt = Attempt(attempt_id, first, decode_at, chosen.holders, chosen.route, now, now, involved, charges)
         self.jobs.begin(job, attempt)
+        self.gate.dispatched(job, attempt)
         job.tries += 1
         self._count_dispatch(job, chosen)
         self._expect(job, involved, now)
@@ -199,6 +238,7 @@ class Lifecycle:
             return
         attempt.news_ns = now
         self.computed(attempt)
+        self.gate.handed_over(attempt)
         attempt.involved.remove(attempt.first)
         del attempt.first.attempts[attempt_id]
 
@@ -240,10 +280,11 @@ class Lifecycle:
         attempt = self.jobs.end_attempt(job, cause)
         causes = self._counters.attempts_failed
         causes[cause] = causes.get(cause, 0) + 1
-        self._settle(attempt)
+        self._settle(attempt, completed=False)
         self._cancel(attempt, but)
 
-    def _settle(self, attempt: Attempt) -> None:
+    def _settle(self, attempt: Attempt, *, completed: bool) -> None:
+        self.gate.over(attempt, completed=completed)
         for charge in attempt.charges:
             self._loads.discharge(charge)
 
@@ -276,9 +317,10 @@ class Lifecycle:
         """All of its sequences have ended."""
         if job.attempt is not None:
             attempt = self.jobs.end_attempt(job, "done")
-            self._settle(attempt)
+            self._settle(attempt, completed=True)
             if job.is_stopped:  # not by the instances, which may go on
                 self._cancel(attempt)
         self.jobs.leave(job)
+        self.gate.left(job, now)
         self._counters.requests_finished += 1
         self._handles.extend(job.request.tenant, job.request.session, now)

@@ -7,6 +7,7 @@ know, and nothing of it is needed by instances to stay right: each message may b
 
     Membership   who is there              Registry, LoadTable
     Trees        who has cached what       _core.PrefixDirectory, one feed of KV events an instance
+    Gate         who is let in             policy.admission, .fairness, .bestfit, .pressure
     Placer       who runs a request        policy.routing
     Lifecycle    attempts of each request  Jobs
     OutputDesk   what the client gets
@@ -28,6 +29,7 @@ from memserve.cluster.events import (
     RequestCancelled,
     SequenceStopped,
 )
+from memserve.cluster.gate import Gate
 from memserve.cluster.handles import Handles
 from memserve.cluster.invariants import check_jobs, check_loads
 from memserve.cluster.jobs import Job
@@ -85,9 +87,12 @@ class Cluster:
         self._trees = trees = Trees(config, timers, counters, identity_key)
         self._handles = handles = Handles(registry, trees, loads, timers, outbox)
         self._sessions = sessions = Sessions(registry)
-        self._placer = placer = Placer(config, costs or CostModel(), registry, trees, loads, sessions, handles)
+        gate = Gate(config.admission, config.policy, registry, loads)
+        self._placer = placer = Placer(
+            config, costs or CostModel(), registry, trees, loads, sessions, handles, gate.memory
+        )
         self._lifecycle = lifecycle = Lifecycle(
-            config, registry, trees, loads, placer, sessions, handles, timers, outbox, counters
+            config, registry, trees, loads, gate, placer, sessions, handles, timers, outbox, counters
         )
         self._membership = Membership(config, registry, trees, loads, lifecycle, handles, timers, outbox, counters)
         self._desk = OutputDesk(lifecycle, timers, outbox, counters)
@@ -123,6 +128,7 @@ class Cluster:
             check(isinstance(event, ClockTicked), f"unknown event {event!r}")
         for key in self._timers.due(now):
             self._wake(key, now)
+        self._lifecycle.admit_waiting(now)
         return self._outbox.take()
 
     def _excuse_own_sleep(self, now: int) -> None:
@@ -141,6 +147,8 @@ class Cluster:
             self._desk.gap_lasted(name, now)
         elif kind == "deadline":
             self._expire(name, now)
+        elif kind == "gate":
+            self._lifecycle.waited_at_gate(name, now)
         elif kind == "unplaced":
             self._lifecycle.waited(name, now)
         elif kind == "retry":
@@ -169,7 +177,7 @@ class Cluster:
         self._lifecycle.jobs.enter(job)
         if request.deadline_ns is not None:
             self._timers.arm(request.deadline_ns, ("deadline", request_id))
-        self._lifecycle.place(job, now)
+        self._lifecycle.arrive(job, now)
 
     def _cancel(self, request_id: str, now: int) -> None:
         job = self._lifecycle.jobs.by_id.get(request_id)
@@ -256,7 +264,9 @@ class Cluster:
 
     def stats(self) -> ClusterStats:
         """State now, and totals since the start."""
-        return cluster_stats(self._registry, self._trees, self._lifecycle.jobs, self._handles, self._counters)
+        lifecycle = self._lifecycle
+        gate = lifecycle.gate.snapshot()
+        return cluster_stats(self._registry, self._trees, lifecycle.jobs, self._handles, self._counters, gate)
 
     def instances(self) -> tuple[InstanceView, ...]:
         """All members in the order in which they joined."""
@@ -276,6 +286,7 @@ class Cluster:
         self._registry.check_invariants()
         self._trees.check_invariants()
         self._handles.check_invariants()
+        self._lifecycle.gate.check_invariants(self._lifecycle.jobs)
         check_jobs(self._lifecycle.jobs, self._registry)
         check_loads(self._lifecycle.jobs, self._registry, self._loads)
 

@@ -82,6 +82,7 @@ class Membership:
         member = self._registry.enter(info, now)
         self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks)
         self._trees.enter(member.number, publishes=info.publishes_events)
+        self._lifecycle.gate.enter(member)
         self._counters.members_joined += 1
         self._welcome(member)
         self._outbox.tell_all((m.peer for m in self._registry if m is not member), PeerJoined(info))
@@ -118,6 +119,7 @@ class Membership:
         failed = self._lifecycle.abandon_member(member)
         self._registry.leave(member)
         self._loads.leave(member.number)
+        self._lifecycle.gate.leave(member)
         self._trees.leave(member.number)
         self._outbox.tell_all((other.peer for other in self._registry), PeerGone(member.peer, reason))
         self._handles.member_gone(member, now)

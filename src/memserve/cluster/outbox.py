@@ -31,9 +31,9 @@ class Outbox:
         """News for a client."""
         self._outputs.append(output)
 
-    def reject(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
+    def reject(self, request_id: str, reason: str, retry_after_s: float | None, overloaded: bool = False) -> None:
         """A request that will not be run."""
-        self._actions.append(RejectRequest(request_id, reason, retry_after_s))
+        self._actions.append(RejectRequest(request_id, reason, retry_after_s, overloaded))
 
     def take(self) -> list[ClusterAction]:
         """Everything since the last time."""

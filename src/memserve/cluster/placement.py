@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memserve import _core
+from memserve.cluster.gate_memory import GateMemory
 from memserve.cluster.handles import Handles
 from memserve.cluster.jobs import Job
 from memserve.cluster.loads import ROLE_CODE, Ints, LoadTable
@@ -35,6 +36,7 @@ _RESPECTS = {
     "prompt-tree": (_IDLEST, _LONGEST, _LONGEST_FAIR),
     "cost": (_CHEAPEST, _LONGEST),
     "affinity": (_IDLEST, _LONGEST_FAIR),
+    "best-fit": (_IDLEST,),
 }
 """What of ``_core.shortlist`` a policy may choose, or compares with."""
 _FREE = (0.0, 0.0, 0.0, 0.0)
@@ -60,7 +62,7 @@ class Placement(NamedTuple):
 class Placer:
     """Decides; changes nothing."""
 
-    __slots__ = ("_config", "_handles", "_loads", "_registry", "_sessions", "_trees", "costs")
+    __slots__ = ("_config", "_handles", "_loads", "_memory", "_registry", "_sessions", "_trees", "costs")
 
     def __init__(
         self,
@@ -71,8 +73,10 @@ class Placer:
         loads: LoadTable,
         sessions: Sessions,
         handles: Handles,
+        memory: GateMemory | None = None,
     ) -> None:
-        self._config = config
+        """``memory``: what the gate knows of it; those without room for a request are then left out."""
+        self._config, self._memory = config, memory
         #: what is known of the members' machines
         self.costs = costs
         self._registry, self._trees, self._loads = registry, trees, loads
@@ -84,7 +88,7 @@ class Placer:
         crowds = self._crowds(job, prompt_tokens)
         if not crowds:
             return None
-        matches = self._trees.match(self._identities(job), len(self._loads))
+        matches = self._trees.match(self.identities(job), len(self._loads))
         prompt_tokens += max(len(tokens) for tokens in job.emitted)
         ask = self._ask(job, prompt_tokens, matches)
         first_of, *decoders = self._candidates(ask, crowds, matches)
@@ -109,10 +113,13 @@ class Placer:
         if job.avoid:
             tried = [member.number for peer in job.avoid if (member := self._registry.get(peer)) is not None]
             numbers = numbers[~np.isin(numbers, tried)]
+        if self._memory is not None and len(numbers):
+            numbers = self._memory.narrow(job, role, numbers)
         return numbers
 
-    def _identities(self, job: Job) -> bytes:
-        """Computed when it is needed first: before any member has joined, nobody knows of what model they are."""
+    def identities(self, job: Job) -> bytes:
+        """Of the whole blocks of its prompt, computed when they are needed first: before any member has joined, nobody
+        knows of what model they are."""
         if job.identities is None:
             request, geometry = job.request, self._registry.geometry
             if self._config.caching is Caching.OFF or not request.use_cache or geometry is None:

@@ -53,6 +53,27 @@ class Counters:
     """Sequences by finish reason."""
 
 
+@dataclass(slots=True)
+class GateStats:
+    """The gate before placement: totals since the start, and gauges of the moment in a copy."""
+
+    admitted: int = 0
+    """Requests that were let in."""
+    left: int = 0
+    """Of them: ended, in whatever way."""
+    waited: int = 0
+    """Of those that were let in: not at once."""
+    waited_ns: int = 0
+    """Time that they waited, in total."""
+    rejected: dict[str, int] = field(default_factory=dict)
+    """By cause: ``queue`` (too many waited), ``wait`` (for too long) or ``memory`` (it would never fit)."""
+    evictions: int = 0
+    """Ended requests whose memory newcomers took (with ``evictions_max``)."""
+    active: int = 0
+    waiting: dict[str, int] = field(default_factory=dict)
+    """By tenant."""
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceView:
     """One member."""
@@ -137,7 +158,7 @@ class ClusterStats:
 
     requests_live: int
     requests_unplaced: int
-    """Of them: no instance could take them so far."""
+    """Of them: let in, but no instance could take them so far."""
     instances: int
     instances_draining: int
     tree_blocks: int
@@ -145,4 +166,6 @@ class ClusterStats:
     """Host memory of the trees."""
     handles: int
     counters: Counters
+    """A copy."""
+    gate: GateStats = field(default_factory=GateStats)
     """A copy."""

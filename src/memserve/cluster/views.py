@@ -8,7 +8,7 @@ from memserve.cluster.handles import Handles
 from memserve.cluster.jobs import Jobs
 from memserve.cluster.loads import LoadTable
 from memserve.cluster.registry import Member, MemberState, Registry
-from memserve.cluster.report import ClusterStats, Counters, InstanceView
+from memserve.cluster.report import ClusterStats, Counters, GateStats, InstanceView
 from memserve.cluster.trees import Trees
 
 
@@ -37,7 +37,9 @@ def instance_view(member: Member, trees: Trees, loads: LoadTable) -> InstanceVie
     )
 
 
-def cluster_stats(registry: Registry, trees: Trees, jobs: Jobs, handles: Handles, counters: Counters) -> ClusterStats:
+def cluster_stats(
+    registry: Registry, trees: Trees, jobs: Jobs, handles: Handles, counters: Counters, gate: GateStats
+) -> ClusterStats:
     """Gauges, and a copy of the totals."""
     copied = replace(
         counters,
@@ -47,11 +49,12 @@ def cluster_stats(registry: Registry, trees: Trees, jobs: Jobs, handles: Handles
     )
     return ClusterStats(
         requests_live=len(jobs.by_id),
-        requests_unplaced=len(jobs.unplaced),
+        requests_unplaced=len(jobs.unplaced) - sum(gate.waiting.values()),
         instances=len(registry),
         instances_draining=sum(member.state is MemberState.DRAINING for member in registry),
         tree_blocks=sum(trees.blocks(member.number) for member in registry),
         tree_bytes=trees.directory.nbytes,
         handles=len(handles),
         counters=copied,
+        gate=gate,
     )

@@ -4,6 +4,7 @@
     session       where the session's last request ran, unless that one is overloaded
     prompt-tree   longest cached prefix, unless that one is overloaded (the global prompt trees of MemServe 6)
     affinity      the session's place, else an exact hit, else the longest prefix, else by load (row C2)
+    best-fit      least room left over, ties by load (row C4)
     cost          shortest expected time to the first token, and what decoding there costs everybody
 
 Each gives its reason in words. Ties go to an instance that knows the session, then to the lowest number.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from memserve.policy.affinity import affinity
+from memserve.policy.bestfit import best_fit_route
 from memserve.policy.byload import OVERLOAD_FACTOR as OVERLOAD_FACTOR
 from memserve.policy.byload import OVERLOAD_TOKENS as OVERLOAD_TOKENS
 from memserve.policy.byload import is_overloaded, least_loaded, load_rank, with_decoder
@@ -94,5 +96,6 @@ POLICY: dict[str, Policy] = {
     "prompt-tree": prompt_tree,
     "cost": cost,
     "affinity": affinity,
+    "best-fit": best_fit_route,
 }
 """By the names of ``ClusterConfig.policy``."""

@@ -1,0 +1,167 @@
+"""Who has memory for one more request, as the gate counts it (level 2).
+
+An attempt holds what it needs on the instances that work for it, from dispatch until it is over: a prefill instance the
+prompt's blocks, who decodes those of prompt and output. Instances keep their own books; these here say whether a
+request that is let in will find room, before it is sent anywhere.
+
+What is left of a request that has ended is cache. By default it is nobody's. With ``evictions_max`` it counts as taken
+until the pressure of a newcomer takes it (``policy.pressure``).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memserve.cluster.jobs import Attempt, Job
+from memserve.cluster.loads import Ints, LoadTable
+from memserve.cluster.registry import Member, Registry
+from memserve.config import AdmissionConfig
+from memserve.errors import check
+from memserve.policy.admission import full_need, prompt_need, with_reuse
+from memserve.policy.bestfit import BlockLedger, Need, Offer, best_fit
+from memserve.policy.pressure import Pressure
+from memserve.policy.routing import teams
+from memserve.types import Admission, Role
+
+_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
+
+
+class GateMemory:
+    """The ledger of all instances, fed by membership, dispatches and their ends."""
+
+    __slots__ = ("_ages", "_config", "_loads", "_registry", "_snug", "ledger", "pressure")
+
+    def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
+        self._config, self._snug = config, policy == "best-fit"
+        self._registry, self._loads = registry, loads
+        self.ledger = BlockLedger()
+        self.pressure = Pressure(self.ledger)
+        #: all and only the attempts that hold memory: when they got it
+        self._ages: dict[str, int] = {}
+
+    # -- what a request needs
+
+    def _need(self, job: Job, role: Role, *, decodes: bool) -> Need:
+        """On an instance of ``role``, which ``decodes`` what it has computed."""
+        config, geometry = self._config, self._registry.geometry
+        unit = config.unit_tokens or (geometry.block_tokens if geometry is not None else 1)
+        generated = max(len(tokens) for tokens in job.emitted)
+        if decodes:
+            need = full_need(job.request, config.output_tokens_max, unit, generated)
+        else:
+            need = prompt_need(job.request, unit, generated)
+        if config.mode is Admission.CACHE and job.identities:
+            need = with_reuse(need, job.identities)
+        return need
+
+    def _blocks_total(self, member: Member) -> int:
+        geometry = member.info.geometry
+        unit = self._config.unit_tokens or geometry.block_tokens
+        return member.info.hbm_blocks * geometry.block_tokens // unit
+
+    # -- whether there is room
+
+    def fits(self, job: Job) -> bool:
+        """Whether some instance, or some pair of them, has room for all of ``job``; makes room where that is allowed.
+
+        Also when nobody is there: then it is for others to wait.
+        """
+        teams_here = self._teams()
+        return all(self._room_in(job, team, len(teams_here) > 1) for team in teams_here)
+
+    def never_fits(self, job: Job) -> str | None:
+        """Why ``job`` could not run even if all others were gone; ``None`` = it could."""
+        teams_here = self._teams()
+        for team in teams_here:
+            needs = [self._need(job, role, decodes=self._decodes(role, len(teams_here) > 1)).total for role, _ in team]
+            totals = [max(self.ledger.blocks_total(number) for number in numbers) for _, numbers in team]
+            if all(need > total for need, total in zip(needs, totals, strict=True)):
+                return f"it needs {min(needs)} blocks of KV memory, no instance has more than {max(totals)}"
+        return None
+
+    def _room_in(self, job: Job, team: list[tuple[Role, list[int]]], paired: bool) -> bool:
+        needs = [(self._need(job, role, decodes=self._decodes(role, paired)), numbers) for role, numbers in team]
+        if any(self.ledger.blocks_left(n, need) >= 0 for need, numbers in needs for n in numbers):
+            return True
+        limit = self._config.evictions_max
+        return any(limit and self.pressure.relieve(need, numbers, limit) is not None for need, numbers in needs)
+
+    @staticmethod
+    def _decodes(role: Role, paired: bool) -> bool:
+        """Whether an instance of this role keeps what it has computed the prompt of."""
+        return role is not Role.PREFILL or not paired
+
+    def _teams(self) -> list[list[tuple[Role, list[int]]]]:
+        """Who computes prompts, and who decodes when that is somebody else; each with its open instances."""
+        able = {role: numbers.tolist() for role in _ROLES if len(numbers := self._loads.open_numbers(role))}
+        return [[(role, able[role]) for role in team if role in able] for team in teams(able) if team]
+
+    def narrow(self, job: Job, role: Role, numbers: Ints) -> Ints:
+        """Those of ``numbers`` that have room; by policy ``best-fit`` the one with the least left over.
+
+        All of them when none has: whoever was let in goes somewhere.
+        """
+        need = self._need(job, role, decodes=self._decodes(role, len(self._teams()) > 1))
+        left = np.array([self.ledger.blocks_left(number, need) for number in numbers.tolist()], np.int64)
+        if not (left >= 0).any():
+            return numbers
+        if not self._snug:
+            return numbers[left >= 0]
+        offers = zip(numbers.tolist(), left.tolist(), strict=True)
+        return np.array([best_fit(Offer(node, blocks, self._load(node)) for node, blocks in offers)])
+
+    def _load(self, node: int) -> int:
+        work = self._loads.work_of(node)
+        return work.prefill_tokens + work.context_tokens
+
+    # -- what happens to attempts
+
+    def dispatched(self, job: Job, attempt: Attempt) -> None:
+        """It holds what it needs from now on."""
+        self._ages[attempt.attempt_id] = self.pressure.age()
+        for member in attempt.involved:
+            role, alone = member.info.role, attempt.decode_at is None
+            need = self._need(job, role, decodes=alone or member is attempt.decode_at)
+            self.ledger.allocate(attempt.attempt_id, member.number, need)
+
+    def handed_over(self, attempt: Attempt) -> None:
+        """The decode instance has it all: the other one's part is over."""
+        self._give_back(attempt, attempt.first, keeps=True)
+
+    def over(self, attempt: Attempt, *, completed: bool) -> None:
+        """It has ended. ``completed``: what it has computed stays in the cache."""
+        for member in attempt.involved:
+            self._give_back(attempt, member, keeps=completed)
+        del self._ages[attempt.attempt_id]
+
+    def _give_back(self, attempt: Attempt, member: Member, *, keeps: bool) -> None:
+        if keeps and self._config.evictions_max is not None and member.info.caching:
+            self.pressure.retire(attempt.attempt_id, member.number, self._ages[attempt.attempt_id])
+        else:
+            self.ledger.free(attempt.attempt_id, member.number)
+
+    # -- members
+
+    def enter(self, member: Member) -> None:
+        """A new instance, empty as far as is known."""
+        self.ledger.enter(member.number, self._blocks_total(member))
+
+    def leave(self, member: Member) -> None:
+        """It is gone. Attempts there must be over."""
+        self.ledger.leave(member.number)
+        self.pressure.leave(member.number)
+
+    def check_invariants(self, attempts: dict[str, Attempt]) -> None:
+        """Raise :class:`InvariantError` unless exactly the live attempts hold memory, and what has ended is listed."""
+        self.ledger.check_invariants()
+        self.pressure.check_invariants()
+        check(
+            list(self._ages) == [a for a in self._ages if a in attempts], f"{list(self._ages)} are not {list(attempts)}"
+        )
+        check(len(self._ages) == len(attempts), f"{len(self._ages)} attempts hold memory, {len(attempts)} are live")
+        for member in self._registry:
+            active = {a.attempt_id for a in attempts.values() if member in a.involved}
+            kept = set(self.pressure.inactive(member.number))
+            held = set(self.ledger.holders(member.number))
+            check(not active & kept, f"{active & kept} are active and may be evicted")
+            check(held == active | kept, f"{member}: {held} hold memory, {active} are active, {kept} are kept")
