@@ -131,6 +131,8 @@ class AdmissionConfig:
         if self.active_max is not None:
             _positive("active_max", self.active_max, "let at least one request in: --max-active 1")
         _positive("wait_ns", self.wait_ns, "give a positive time, e.g. --admission-wait 10")
+        if min(self.waiting_max, self.output_tokens_max, self.evictions_max or 0) < 0:
+            raise UserError("limits of admission must not be negative", hint="0 = none at all")
         if self.mode is Admission.CACHE and self.unit_tokens is not None:
             raise UserError("cache-aware admission counts the instances' own blocks", param="unit_tokens")
 

@@ -83,16 +83,15 @@ class Gate:
         self._queue.pop()
         waited_ns = now - self._waits_since.pop(job.request_id)
         self._active[job.request_id] = now
-        stats = self.stats
-        stats.admitted += 1
-        stats.waited += waited_ns > 0
-        stats.waited_ns += waited_ns
+        self.stats.admitted += 1
+        self.stats.waited_ns += waited_ns
         return job
 
     def overflow(self, newcomer: Job) -> Refusal | None:
-        """Who is turned away because more wait than may: whose tenant has most of them, and of those the last."""
+        """Who is turned away because, with ``newcomer``, more wait than may: the last one of the tenant with most."""
         crowd = self._crowd()
         victim = self._queue.most_crowded(newcomer.request.tenant) if crowd.overflows else None
+        self.stats.queued += self.holds_back(newcomer) and victim is not newcomer
         if victim is None:
             return None
         return self._refuse(victim, "queue", crowd.reason(self._no_room()), self._retry_after_s())

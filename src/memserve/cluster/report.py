@@ -61,10 +61,10 @@ class GateStats:
     """Requests that were let in."""
     left: int = 0
     """Of them: ended, in whatever way."""
-    waited: int = 0
-    """Of those that were let in: not at once."""
+    queued: int = 0
+    """Requests that had to wait, whatever became of them."""
     waited_ns: int = 0
-    """Time that they waited, in total."""
+    """Time that those waited that were let in, in total."""
     rejected: dict[str, int] = field(default_factory=dict)
     """By cause: ``queue`` (too many waited), ``wait`` (for too long) or ``memory`` (it would never fit)."""
     evictions: int = 0

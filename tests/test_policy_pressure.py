@@ -1,0 +1,114 @@
+"""Pressure: who must go, who may not, and when nobody need."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memserve.policy.bestfit import BlockLedger, Need
+from memserve.policy.pressure import Pressure
+
+
+def under_pressure(blocks: int, *held: tuple[str, int, bool]) -> tuple[BlockLedger, Pressure]:
+    """One node; requests in order of allocation, with their blocks and whether they have ended."""
+    ledger = BlockLedger()
+    pressure = Pressure(ledger)
+    ledger.enter(0, blocks)
+    ages = {}
+    for name, count, _ in held:
+        ages[name] = pressure.age()
+        ledger.allocate(name, 0, Need(count))
+    for name, _, ended in reversed(held):  # ended in another order than allocated
+        if ended:
+            pressure.retire(name, 0, ages[name])
+    return ledger, pressure
+
+
+def test_the_example_of_the_source():
+    """An active request is skipped, the oldest inactive one goes, and room is there on the second try."""
+    ledger, pressure = under_pressure(30, ("req-1", 10, False), ("req-4", 12, True), ("req-5", 8, True))
+    relief = pressure.relieve(Need(11), [0], 1)
+    assert relief == (0, ("req-4",)) and ledger.blocks_free(0) == 12
+    assert list(ledger.holders(0)) == ["req-1", "req-5"] and pressure.evictions == 1
+
+
+def test_rejected_when_one_eviction_is_not_enough_and_nothing_is_lost_for_it():
+    ledger, pressure = under_pressure(30, ("req-4", 12, True), ("req-5", 18, True))
+    assert pressure.relieve(Need(13), [0], 1) is None
+    assert ledger.blocks_free(0) == 0 and pressure.evictions == 0
+    assert pressure.relieve(Need(13), [0], 2).evicted == ("req-4", "req-5")
+
+
+def test_stale_entries_are_skipped():
+    """The blocks of a request were freed behind our back: its entry is passed over, and counted."""
+    ledger, pressure = under_pressure(30, ("gone", 10, True), ("old", 10, True), ("new", 10, True))
+    ledger.free("gone", 0)
+    ledger.allocate("taker", 0, Need(10))
+    assert pressure.relieve(Need(5), [0], 1) == (0, ("old",))
+    assert pressure.stale == 1
+
+
+def test_shared_blocks_are_free_only_when_their_last_holder_goes():
+    ledger = BlockLedger()
+    pressure = Pressure(ledger)
+    ledger.enter(0, 6)
+    for name, need in (("a", Need(1, (b"x", b"y"))), ("b", Need(1, (b"x", b"y"))), ("c", Need(2))):
+        age = pressure.age()
+        ledger.allocate(name, 0, need)
+        pressure.retire(name, 0, age)
+    assert ledger.blocks_free(0) == 0
+    assert pressure.relieve(Need(2), [0], 1) is None, "a alone frees one block"
+    assert pressure.relieve(Need(0, (b"x", b"z")), [0], 1).evicted == ("a",), "x stays, it is needed"
+    assert pressure.relieve(Need(4), [0], 2).evicted == ("b",), "now with b its blocks go"
+
+
+NEEDS = st.builds(
+    Need,
+    st.integers(0, 5),
+    st.lists(st.sampled_from([bytes([k]) for k in range(5)]), unique=True, max_size=3).map(tuple),
+)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), NEEDS, st.booleans()), max_size=12),
+    NEEDS,
+    st.integers(0, 5),
+    st.tuples(st.integers(0, 20), st.integers(0, 20)),
+)
+def test_it_does_what_trying_one_after_the_other_does(held, need, limit, totals):
+    """The twin evicts for real, oldest first, on a copy of each node, until there is room."""
+    ledger = BlockLedger()
+    pressure = Pressure(ledger)
+    blocks: dict[int, dict[str, set]] = {0: {}, 1: {}}
+    inactive: dict[int, list[tuple[int, str]]] = {0: [], 1: []}
+    for node, total in enumerate(totals):
+        ledger.enter(node, total)
+    for k, (node, each, ended) in enumerate(held):
+        name, age = f"r{k}", pressure.age()
+        ledger.allocate(name, node, each)
+        blocks[node][name] = {*each.names, *((name, i) for i in range(each.blocks))}
+        if ended:
+            pressure.retire(name, node, age)
+            inactive[node].append((age, name))
+
+    def fits(node: int, without: list[str]) -> bool:
+        taken = set().union(*(b for name, b in blocks[node].items() if name not in without))
+        return len(taken | set(need.names)) + need.blocks <= totals[node]
+
+    plans = []
+    for node in (0, 1):
+        for count in range(1, min(limit, len(inactive[node])) + 1):
+            victims = inactive[node][:count]
+            if fits(node, [name for _, name in victims]):
+                if not fits(node, []):
+                    plans.append((count, victims[0][0], node, tuple(name for _, name in victims)))
+                break
+    needed = [node for node in (0, 1) if not fits(node, [])]
+    relief = pressure.relieve(need, needed, limit)
+    assert relief == (min(plans)[2:] if plans else None)
+    ledger.check_invariants()
+    pressure.check_invariants()
+    if relief is not None:
+        assert ledger.blocks_left(relief.node, need) >= 0
+        active = [name for name in blocks[relief.node] if name not in [n for _, n in inactive[relief.node]]]
+        assert not set(active) & set(relief.evicted)
