@@ -114,6 +114,7 @@ def plain_log_axis(axis: Any, ticks: Sequence[float] | None = None) -> None:
         axis.set_ticks(list(ticks))
         axis.set_minor_locator(ticker.NullLocator())
     else:
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(ticker.NullFormatter())
 
 

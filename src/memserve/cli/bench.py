@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli import bench_capacity, bench_pool, bench_serve, load
+from memserve.cli import bench_capacity, bench_cost, bench_pool, bench_serve, load
 from memserve.cli import options as opt
 from memserve.cli.workload import workload
 
@@ -18,6 +18,7 @@ app.command("load")(load.load)
 app.command("serve")(bench_serve.serve)
 app.command("capacity")(bench_capacity.capacity)
 app.command("pool")(bench_pool.pool)
+app.command("cost")(bench_cost.cost)
 
 
 @app.callback()

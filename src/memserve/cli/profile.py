@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from pathlib import Path
@@ -12,17 +11,13 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.config import EngineOptions
-from memserve.errors import UserError
 from memserve.units import MIB, NS_PER_MS, NS_PER_US, human_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from memserve.policy.costs import CostModel
     from memserve.policy.fit import Quality
-    from memserve.runtime.profile import Measured, Profile
+    from memserve.runtime.profile import Profile
     from memserve.types import KVGeometry
 
-EXAMPLE_TOKENS = 2048
-EXAMPLE_CROWD = 32
 BUSY_ERROR = 0.12
 """Median error of foretold prompts from which on the measurement is not to be trusted."""
 DRAM_BYTES = 128 * MIB
@@ -51,8 +46,10 @@ def profile(
         threads=threads, block_tokens=block_tokens,
     )  # fmt: skip
     started = time.perf_counter()
+    from memserve.runtime.profile_values import profile_values
+
     found, geometry, path = _measure(options, seconds)
-    values = _values(found, geometry) | {"seconds": round(time.perf_counter() - started, 1)}
+    values = profile_values(found, geometry) | {"seconds": round(time.perf_counter() - started, 1)}
     if save:
         from memserve.runtime.profile_store import save_profile
 
@@ -67,8 +64,9 @@ def profile(
 
 
 def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometry, Path]:
-    from memserve.runtime.profile import fit_profile, measure_steps, open_profiler
+    from memserve.runtime.profile import SHARES, fit_profile, measure_steps, open_profiler
     from memserve.runtime.profile_store import machine_name, model_name, profile_path
+    from memserve.runtime.profile_transfer import with_transfers
 
     _tell(f"loading {options.model} ...")
     model, config, profiler = open_profiler(options)
@@ -77,79 +75,15 @@ def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometr
         measured = measure_steps(profiler, config, geometry, seconds, _tell)
     finally:
         profiler.close()
-    measured = _with_transfers(measured, geometry, seconds)
+    measured = with_transfers(measured, geometry, SHARES["transfer"] * seconds, _tell)
     known = (model.fingerprint, geometry, device, options.threads)
     found = fit_profile(measured, machine_name(device), f"{model.name}: {model_name(*known)}")
     return found, geometry, profile_path(*known)
 
 
-def _with_transfers(measured: Measured, geometry: KVGeometry, seconds: float) -> Measured:
-    from memserve.runtime.profile import SHARES
-    from memserve.runtime.profile_transfer import NETWORK_ENVIRONMENT, measure_transfer
-
-    samples, missing = dict(measured.samples), dict(measured.missing)
-    links: tuple[tuple[str, str, dict[str, str]], ...] = (
-        ("same_host", "shm", {}), ("network", "nixl", NETWORK_ENVIRONMENT),
-    )  # fmt: skip
-    for curve, link, environment in links:
-        _tell(f"transfer: between two processes over {link}")
-        try:
-            samples[curve] = measure_transfer(geometry, link, SHARES["transfer"] * seconds / 2, environment)
-        except UserError as error:
-            missing[curve] = str(error)
-    return dataclasses.replace(measured, samples=samples, missing=missing)
-
-
-def _values(found: Profile, geometry: KVGeometry) -> dict[str, Any]:
-    return {
-        "machine": found.costs.machine,
-        "model": found.costs.model,
-        "costs": found.costs.to_dict(),
-        "quality": {name: dataclasses.asdict(quality) for name, quality in found.quality.items()},
-        "missing": dict(found.measured.missing),
-        "pays_from_tokens": _pays_from(found.costs, geometry),
-        "decisions": _decisions(found.costs, geometry),
-        "samples": {
-            name: [[sample.first, sample.second, sample.ns] for sample in samples]
-            for name, samples in found.measured.samples.items()
-        },
-    }
-
-
-def _pays_from(costs: CostModel, geometry: KVGeometry) -> dict[str, int | None]:
-    """From how many cached tokens on each way of moving them is quicker than computing them again."""
-    from memserve.runtime.profile import crossover_tokens
-
-    ways = {
-        "swap-in": costs.swap_in_ns,
-        "fetch, same host": lambda size, pieces: costs.transfer_ns(size, True, pieces),
-        "fetch, network": lambda size, pieces: costs.transfer_ns(size, False, pieces),
-    }
-    return {way: crossover_tokens(costs, geometry, move_ns, 8192) for way, move_ns in ways.items()}
-
-
-def _decisions(costs: CostModel, geometry: KVGeometry) -> dict[str, str]:
-    """What is decided for a prompt whose first half was computed before, by where that lies."""
-    from memserve.policy.decision import Prefix, Way
-
-    prompt, cached = EXAMPLE_TOKENS, EXAMPLE_TOKENS // 2
-    far = Prefix(prompt, remote_tokens=cached, same_host=False)
-    alone = {
-        "in HBM": Prefix(prompt, hbm_tokens=cached),
-        "in DRAM": Prefix(prompt, dram_tokens=cached),
-        "on this host": Prefix(prompt, remote_tokens=cached),
-        "on another host": far,
-    }
-    told = {where: costs.decide_batch([prefix], geometry)[0].reason for where, prefix in alone.items()}
-    crowd = costs.decide_batch([far] * EXAMPLE_CROWD, geometry)
-    fetched = sum(decision.tokens(Way.FETCH) > 0 for decision in crowd)
-    told[f"there, {EXAMPLE_CROWD} at once"] = (
-        f"{fetched} fetch, {EXAMPLE_CROWD - fetched} recompute: they share the link"
-    )
-    return told
-
-
 def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[str]:
+    from memserve.runtime.profile_values import EXAMPLE_TOKENS
+
     costs = found.costs
     lines = [f"{values['model']}", f"on {values['machine']}", ""]
     for name, formula in (

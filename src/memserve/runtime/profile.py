@@ -83,7 +83,14 @@ class StepProfiler:
 
     def prefill_ns(self, new_tokens: int, context_tokens: int) -> int:
         """One step that computes ``new_tokens`` behind ``context_tokens``, and draws one token."""
-        return self._run(1, context_tokens + new_tokens, new_tokens)
+        return self.prompts_ns(1, new_tokens, context_tokens)
+
+    def prompts_ns(self, batch: int, new_tokens: int, context_tokens: int, from_dram: bool = False) -> int:
+        """One step that computes ``new_tokens`` of each of ``batch`` prompts behind ``context_tokens`` each.
+
+        ``from_dram``: the whole blocks of the contexts are brought up from DRAM in the same step, before it computes.
+        """
+        return self._run(batch, context_tokens + new_tokens, new_tokens, context_tokens if from_dram else 0)
 
     def decode_ns(self, batch: int, context_tokens: int) -> int:
         """One step of ``batch`` sequences that attend to ``context_tokens`` each."""
@@ -100,9 +107,12 @@ class StepProfiler:
         """Give the device back."""
         self._device.close()
 
-    def _run(self, batch: int, tokens: int, new_tokens: int) -> int:
+    def _run(self, batch: int, tokens: int, new_tokens: int, dram_tokens: int = 0) -> int:
         plan = StepPlan(next(self._step_ids))
         blocks = ceil_div(tokens + 1, self._block_tokens)
+        if swapped := dram_tokens // self._block_tokens:
+            above = [slot * blocks + at for slot in range(batch) for at in range(swapped)]
+            plan.copies.append(CopyBlocks(Tier.DRAM, Tier.HBM, list(range(len(above))), above))
         for slot in range(batch):
             ids = self._rng.integers(self._vocab_size // 100, self._vocab_size, tokens, dtype=np.int32)
             own = list(range(slot * blocks, (slot + 1) * blocks))
@@ -173,8 +183,15 @@ def prefill_grid(profiler: StepProfiler, step_tokens: int) -> list[tuple[int, in
 
 
 def timed_rounds(points: Sequence[Point], time_one: Callable[[Point], int], seconds: float) -> dict[Point, int]:
-    """The median time of each point over as many rounds as ``seconds`` allow; interleaved, so that a slow moment of the
-    machine does not fall on one point alone.
+    """The median time of each point: see :func:`all_rounds`."""
+    return {point: round(median(spent)) for point, spent in all_rounds(points, time_one, seconds).items()}
+
+
+def all_rounds(
+    points: Sequence[Point], time_one: Callable[[Point], int], seconds: float, rounds: int | None = None
+) -> dict[Point, list[int]]:
+    """The times of each point in as many rounds as ``seconds`` allow (at most ``rounds``); interleaved, so that a slow
+    moment of the machine does not fall on one point alone.
 
     The first point of all is thrown away once: it pays for what is only done once. When not even the first round fits,
     its last points are left out.
@@ -184,12 +201,12 @@ def timed_rounds(points: Sequence[Point], time_one: Callable[[Point], int], seco
     deadline = time.perf_counter() + seconds
     time_one(points[0])
     times: dict[Point, list[int]] = {}
-    for turn in range(ROUNDS_MAX):
+    for turn in range(rounds or ROUNDS_MAX):
         for point in points:
             if time.perf_counter() > deadline and (turn > 0 or len(times) >= 3):
-                return {known: round(median(spent)) for known, spent in times.items()}
+                return times
             times.setdefault(point, []).append(time_one(point))
-    return {known: round(median(spent)) for known, spent in times.items()}
+    return times
 
 
 def fit_profile(measured: Measured, machine: str, model: str) -> Profile:

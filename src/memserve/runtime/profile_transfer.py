@@ -11,8 +11,9 @@ import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,7 +25,7 @@ from memserve.mempool.jobs import PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import Peer, PeerInfo
 from memserve.policy.fit import Sample
 from memserve.runtime.links.data import PagePort, open_data_port
-from memserve.runtime.profile import COPY_BLOCKS, timed_rounds
+from memserve.runtime.profile import COPY_BLOCKS, Measured, Tell, timed_rounds
 from memserve.types import KVGeometry, Role, Tier
 from memserve.units import MIB
 
@@ -37,14 +38,34 @@ NETWORK_ENVIRONMENT = {"UCX_TLS": "tcp,self"}
 """Another host cannot be asked: NIXL over this one's own TCP stands for the network."""
 
 
+LINKS: dict[str, tuple[str, dict[str, str]]] = {"same_host": ("shm", {}), "network": ("nixl", NETWORK_ENVIRONMENT)}
+"""Curve -> link and environment."""
+
+
+def with_transfers(measured: Measured, geometry: KVGeometry, seconds: float, tell: Tell) -> Measured:
+    """``measured`` and what moving pages between two processes costs, in about ``seconds``."""
+    samples, missing = dict(measured.samples), dict(measured.missing)
+    for curve, (link, environment) in LINKS.items():
+        tell(f"transfer: between two processes over {link}")
+        try:
+            samples[curve] = measure_transfer(geometry, link, seconds / 2, environment)
+        except UserError as error:
+            missing[curve] = str(error)
+    return replace(measured, samples=samples, missing=missing)
+
+
 def measure_transfer(
-    geometry: KVGeometry, link: str, seconds: float, environment: dict[str, str] | None = None
+    geometry: KVGeometry,
+    link: str,
+    seconds: float,
+    environment: dict[str, str] | None = None,
+    block_counts: Sequence[int] = COPY_BLOCKS,
 ) -> list[Sample]:
     """Samples of ``(bytes, pieces)`` over ``link`` (``shm`` or ``nixl``): in whole blocks, and page by page.
 
     Raises :class:`UserError` when the link does not work here.
     """
-    blocks = min(max(COPY_BLOCKS), ARENA_BYTES_MAX // geometry.block_bytes)
+    blocks = min(max(block_counts), ARENA_BYTES_MAX // geometry.block_bytes)
     if blocks < 2:
         raise UserError("the model's blocks are too large to be moved for a test")
     settings = (geometry, link, blocks, environment or {})
@@ -52,7 +73,8 @@ def measure_transfer(
     owner_side, taker_side = context.Pipe()
     ours, theirs = context.Pipe()
     owner = context.Process(target=_own, args=(owner_side, *settings), daemon=True)
-    taker = context.Process(target=_take, args=(theirs, taker_side, seconds, *settings), daemon=True)
+    asked = (theirs, taker_side, seconds, tuple(block_counts))
+    taker = context.Process(target=_take, args=(*asked, *settings), daemon=True)
     for process in (owner, taker):
         process.start()
     for end in (owner_side, taker_side, theirs):
@@ -86,7 +108,7 @@ def _own(asked: Connection, geometry: KVGeometry, link: str, blocks: int, enviro
 
 
 def _take(
-    told: Connection, owner: Connection, seconds: float,
+    told: Connection, owner: Connection, seconds: float, block_counts: Sequence[int],
     geometry: KVGeometry, link: str, blocks: int, environment: dict[str, str],
 ) -> None:  # fmt: skip
     """The taker's process: measures, and tells the samples or what went wrong."""
@@ -109,7 +131,7 @@ def _take(
                 raise UserError(pulled.error)
             return time.perf_counter_ns() - started_ns
 
-        points = [(count, by_page) for count in COPY_BLOCKS if count <= blocks for by_page in (False, True)]
+        points = [(count, by_page) for count in block_counts if count <= blocks for by_page in (False, True)]
         try:
             times = timed_rounds(points, pull, seconds)
         except (UserError, queue.Empty, EOFError) as error:
