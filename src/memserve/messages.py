@@ -54,6 +54,12 @@ class Welcome(Message, frozen=True, tag=True):
     peers: tuple[PeerInfo, ...]
 
 
+class Recall(Message, frozen=True, tag=True):
+    """The router was started anew, listens here, and remembers you: join again, as you are. Repeated until ``Join``."""
+
+    address: str
+
+
 class Refused(Message, frozen=True, tag=True):
     """The instance cannot be a member."""
 
@@ -355,7 +361,7 @@ class Free(Message, frozen=True, tag=True):
 
 
 AnyMessage: TypeAlias = (
-    Join | Welcome | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
+    Join | Welcome | Recall | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
     | Dispatch | Cancel | StopSequence | Tokens | HandedOver | RequestRefused | Pin | Pinned
     | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready | Handoff
     | Withdraw | Release | Fetch | Alloc | Allocated | Free

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memserve.messages import Peer
 from memserve.policy.candidates import RoutingCosts
+from memserve.remembered import AnyRecord, Remembered
 from memserve.serving import (
     ClockTicked,
     EmitTokens,
@@ -36,6 +38,36 @@ class CostsMeasured:
     costs: RoutingCosts
 
 
+@dataclass(frozen=True, slots=True)
+class StateRecovered:
+    """The first event of a machine that remembers: what the last router knew, and who this one is.
+
+    ``router.generation`` must be higher than the last one's. Members that are called back count as such when they have
+    answered.
+    """
+
+    remembered: Remembered
+    router: Peer
+    address: str
+    """Where members reach this router."""
+    clock_offset_ns: int = 0
+    """Nanoseconds since 1970, minus the machine's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Make ``records`` durable, in order, *before* any action that stands behind this one is performed."""
+
+    records: tuple[AnyRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Make ``records`` durable, in order, when it is convenient: nothing depends on them."""
+
+    records: tuple[AnyRecord, ...]
+
+
 ClusterEvent = (
     RequestArrived
     | RequestCancelled
@@ -46,8 +78,9 @@ ClusterEvent = (
     | PrefixPinned
     | PrefixUnpinned
     | CostsMeasured
+    | StateRecovered
 )
-ClusterAction = Send | EmitTokens | RejectRequest
+ClusterAction = Send | EmitTokens | RejectRequest | Remember | Note
 
 __all__ = [
     "ClockTicked",
@@ -57,11 +90,14 @@ __all__ = [
     "EmitTokens",
     "InstanceDrained",
     "MessageArrived",
+    "Note",
     "PrefixPinned",
     "PrefixUnpinned",
     "RejectRequest",
+    "Remember",
     "RequestArrived",
     "RequestCancelled",
     "Send",
     "SequenceStopped",
+    "StateRecovered",
 ]

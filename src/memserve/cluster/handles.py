@@ -13,17 +13,20 @@ import numpy as np
 from memserve.cluster.events import PrefixPinned, PrefixUnpinned
 from memserve.cluster.loads import LoadTable
 from memserve.cluster.outbox import Outbox
-from memserve.cluster.registry import Member, Registry
+from memserve.cluster.registry import Member, MemberState, Registry
 from memserve.cluster.report import HandleView
 from memserve.cluster.timers import Timers
 from memserve.cluster.trees import Trees
 from memserve.errors import check
 from memserve.messages import Pin, Pinned, Unpin
+from memserve.remembered import HandleDropped, HandlePinned
 from memserve.types import Role, TokenArray
 from memserve.units import NS_PER_S
 
 REPEAT_NS = NS_PER_S
 """A ``Pin`` without answer is repeated after this long."""
+RECALL_NS = NS_PER_S // 5
+"""After this long a router that was started anew looks where the handles that it remembers lie."""
 
 _ROLE_RANK = {Role.PREFILL: 0, Role.COLOCATED: 0, Role.DECODE: 1, Role.STORE: 2}
 
@@ -72,12 +75,25 @@ class Handles:
             self._by_key[event.tenant, event.handle] = self._by_wire[handle.wire_name] = handle
         handle.tokens, handle.identities, handle.expires_ns = event.tokens, b"", expires_ns
         handle.pinned_tokens = None
+        tokens = event.tokens.astype("<i4", copy=False).tobytes() if self._outbox.remembers else b""
+        self._outbox.remember(HandlePinned(event.tenant, event.handle, tokens, expires_ns))
         self._settle(handle, now)
+
+    def recall(self, pin: HandlePinned, now: int) -> None:
+        """An earlier router had it. Its place is looked for when members have answered."""
+        if pin.expires_ns > now:
+            tokens = np.frombuffer(pin.tokens, "<i4").astype(np.int32)
+            handle = Handle(pin.handle, pin.tenant, tokens, b"", pin.expires_ns)
+            self._by_key[pin.tenant, pin.handle] = self._by_wire[handle.wire_name] = handle
+            self._wake(handle, now + RECALL_NS)
+        else:
+            self._outbox.note(HandleDropped(pin.tenant, pin.handle))
 
     def unpin(self, event: PrefixUnpinned) -> None:
         """Give it up; unknown ones are ignored."""
         handle = self._by_key.get((event.tenant, event.handle))
         if handle is not None:
+            self._outbox.remember(HandleDropped(handle.tenant, handle.name))
             self._move(handle, None)
             self._forget(handle)
 
@@ -115,6 +131,7 @@ class Handles:
             return
         handle.wake_ns = None
         if handle.expires_ns <= now:
+            self._outbox.note(HandleDropped(handle.tenant, handle.name))
             self._forget(handle)
         elif handle.pinned_tokens is None:
             self._settle(handle, now)
@@ -176,8 +193,10 @@ class Handles:
         if not matches.holders:
             return handle.place
         longest = int(matches.blocks.max())
-        among = [self._registry.numbered(int(number)) for number in np.flatnonzero(matches.blocks == longest)]
-        return min(among, key=lambda m: (m is not handle.place, _ROLE_RANK[m.info.role], m.number))
+        longest_at = (self._registry.numbered(int(number)) for number in np.flatnonzero(matches.blocks == longest))
+        among = [member for member in longest_at if member.state is not MemberState.RECALLED]
+        rank = _ROLE_RANK
+        return min(among, key=lambda m: (m is not handle.place, rank[m.info.role], m.number), default=handle.place)
 
     def _whole_tokens(self, handle: Handle) -> int:
         block_tokens = self._registry.geometry.block_tokens if self._registry.geometry is not None else 1

@@ -19,9 +19,10 @@ from memserve.cluster.registry import Member, Registry
 from memserve.cluster.report import Counters
 from memserve.cluster.sessions import Sessions
 from memserve.cluster.timers import Timers
-from memserve.cluster.trees import Trees
+from memserve.cluster.trees import IDENTITY_BYTES, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Cancel, RequestRefused
+from memserve.remembered import EntryUsed
 from memserve.types import Caching, FinishReason, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 
@@ -180,6 +181,7 @@ class Lifecycle:
         self._expect(job, involved, now)
         request = job.request
         self._sessions.remember(request.tenant, request.session, involved)
+        self._note_use(job, chosen, now)
         self._timers.arm(now + self._stalled_after_ns(job), ("stall", attempt_id))
         message = job.message(attempt, self._config.transfer, self._returns_kv(job, attempt), now)
         self._outbox.send(first.peer, message)
@@ -203,6 +205,13 @@ class Lifecycle:
         way = "fetch" if chosen.holders else "reuse" if chosen.route.first.matched_tokens else "compute"
         decision = (self._config.policy, way)
         counters.decisions[decision] = counters.decisions.get(decision, 0) + 1
+
+    def _note_use(self, job: Job, chosen: Placement, now: int) -> None:
+        """The deepest block of the prefix that is reused stands for all of them."""
+        blocks = chosen.route.first.matched_tokens // chosen.first.info.geometry.block_tokens
+        if blocks and job.identities and self._outbox.remembers:
+            end = blocks * IDENTITY_BYTES
+            self._outbox.note(EntryUsed(chosen.first.peer, job.identities[end - IDENTITY_BYTES : end], now))
 
     def _expect(self, job: Job, involved: Sequence[Member], now: int) -> None:
         """The prompt will be cached where it is computed, and where it is decoded when those cache too."""

@@ -28,6 +28,7 @@ from memserve.cluster.events import (
     RequestArrived,
     RequestCancelled,
     SequenceStopped,
+    StateRecovered,
 )
 from memserve.cluster.gate import Gate
 from memserve.cluster.handles import Handles
@@ -39,7 +40,8 @@ from memserve.cluster.membership import Membership
 from memserve.cluster.outbox import Outbox
 from memserve.cluster.outputs import OutputDesk
 from memserve.cluster.placement import Placer
-from memserve.cluster.registry import Member, Registry
+from memserve.cluster.recording import entries_record
+from memserve.cluster.registry import Member, MemberState, Registry
 from memserve.cluster.report import ClusterStats, Counters, HandleView, InstanceView, RouteStory
 from memserve.cluster.sessions import Sessions
 from memserve.cluster.timers import Key, Timers
@@ -65,6 +67,7 @@ from memserve.messages import (
 )
 from memserve.policy.candidates import RoutingCosts
 from memserve.policy.costs import CostModel
+from memserve.remembered import RouterStarted
 from memserve.types import FinishReason, Request, TokenOutput
 
 
@@ -76,17 +79,24 @@ class Cluster:
     """
 
     def __init__(
-        self, config: ClusterConfig, costs: RoutingCosts | None = None, *, identity_key: bytes = DEFAULT_KEY
+        self,
+        config: ClusterConfig,
+        costs: RoutingCosts | None = None,
+        *,
+        identity_key: bytes = DEFAULT_KEY,
+        remembers: bool = False,
     ) -> None:
         """``costs``: a ``policy.costs.CostModel``; default: the conservative one. ``identity_key``: 16 bytes, that of
-        the instances' pools."""
+        the instances' pools. ``remembers``: it asks its host to ``Remember`` and to ``Note``, and its first event is a
+        ``StateRecovered``."""
         self.config = config
+        self._address = ""  # where members reach this router; known to machines that remember
         self._counters = counters = Counters()
-        self._timers, self._outbox = timers, outbox = Timers(), Outbox()
+        self._timers, self._outbox = timers, outbox = Timers(), Outbox(remembers)
         self._registry, self._loads = registry, loads = Registry(), LoadTable()
         self._trees = trees = Trees(config, timers, counters, identity_key)
         self._handles = handles = Handles(registry, trees, loads, timers, outbox)
-        self._sessions = sessions = Sessions(registry)
+        self._sessions = sessions = Sessions(registry, outbox)
         gate = Gate(config.admission, config.policy, registry, loads)
         self._placer = placer = Placer(
             config, costs or CostModel(), registry, trees, loads, sessions, handles, gate.memory
@@ -124,12 +134,28 @@ class Cluster:
             self._handles.unpin(event)
         elif isinstance(event, CostsMeasured):
             self._placer.costs = event.costs
+        elif isinstance(event, StateRecovered):
+            self._recover(event, now)
         else:
             check(isinstance(event, ClockTicked), f"unknown event {event!r}")
         for key in self._timers.due(now):
             self._wake(key, now)
         self._lifecycle.admit_waiting(now)
         return self._outbox.take()
+
+    def _recover(self, event: StateRecovered, now: int) -> None:
+        """Go on from what the last router knew; whoever was a member is called back."""
+        check(not len(self._registry) and not self._lifecycle.jobs.by_id, "what is remembered comes first")
+        self._address = event.address
+        self._outbox.remember(RouterStarted(event.router, event.address, event.clock_offset_ns))
+        remembered = event.remembered
+        self._registry.remember_dead(remembered.gone)
+        for member in remembered.members:
+            self._membership.recall(member, event.address, now)
+        for way in remembered.sessions:
+            self._sessions.recall(way.tenant, way.session, way.peers)
+        for pin in remembered.handles:
+            self._handles.recall(pin, now)
 
     def _excuse_own_sleep(self, now: int) -> None:
         """Whoever did not look at the clock for so long heard nothing either: others' silence proves nothing."""
@@ -222,6 +248,9 @@ class Cluster:
             if not isinstance(message, Leave):
                 self._membership.expel(sender, "this incarnation is no member")
             return
+        if member.state is MemberState.RECALLED and not isinstance(message, Leave):
+            self._membership.call_again(member, self._address)
+            return
         member.heard_ns = now
         if isinstance(message, Tokens):
             self._desk.take(member, message, now)
@@ -243,6 +272,7 @@ class Cluster:
     def _follow(self, member: Member, message: KvEvents | KvSnapshot, now: int) -> None:
         """News of a member's index. One that talks nonsense about its memory is a danger to all."""
         trees, number = self._trees, member.number
+        known = trees.feed(number).next_event
         if isinstance(message, KvEvents):
             sane = is_sane(message.changes)
             ask = trees.apply(number, message, now) if sane else None
@@ -251,6 +281,8 @@ class Cluster:
             ask = trees.replace(number, message, now) if sane else None
         if sane:
             self._membership.ask(member, ask)
+            if self._outbox.remembers and trees.feed(number).next_event != known:
+                self._outbox.note(entries_record(member, message, trees, known, now))
             return
         self._membership.expel(member.peer, "its KV events make no sense")
         self._membership.gone(member, "its KV events make no sense", now, died=True)

@@ -11,7 +11,21 @@ from memserve.cluster.report import Counters
 from memserve.cluster.timers import Timers
 from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
-from memserve.messages import AskEvents, Drain, Expelled, Heartbeat, Join, Peer, PeerGone, PeerJoined, Refused, Welcome
+from memserve.messages import (
+    AskEvents,
+    Drain,
+    Expelled,
+    Heartbeat,
+    Join,
+    Peer,
+    PeerGone,
+    PeerInfo,
+    PeerJoined,
+    Recall,
+    Refused,
+    Welcome,
+)
+from memserve.remembered import MemberDrained, MemberEntered, MemberGone, RememberedMember
 
 
 class Membership:
@@ -55,12 +69,19 @@ class Membership:
         known = self._registry.get(sender)
         if known is not None:
             known.heard_ns = now
-            self._welcome(known)
+            if known.state is MemberState.RECALLED:
+                self._readopt(known, info, now)
+            else:
+                self._welcome(known)
             return
         if self._registry.is_dead(sender):
             self.expel(sender, "this incarnation was taken to be dead")
             return
         reason = self._registry.why_not(info)
+        if reason is not None and all(member.state is MemberState.RECALLED for member in self._registry):
+            for member in list(self._registry):  # nobody is here but shadows of another model's cluster
+                self.gone(member, "a new cluster has begun", now, died=False)
+            reason = self._registry.why_not(info)
         if reason is not None:
             self._refuse(sender, reason)
             return
@@ -79,15 +100,50 @@ class Membership:
 
     def _enter(self, message: Join, now: int) -> None:
         info = message.info
+        member = self._register(info, now)
+        self._outbox.remember(MemberEntered(info, now))
+        self._counters.members_joined += 1
+        self._introduce(member, now)
+
+    def _register(self, info: PeerInfo, now: int) -> Member:
+        """Into all the books; a timer watches it from now on."""
         member = self._registry.enter(info, now)
         self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks)
         self._trees.enter(member.number, publishes=info.publishes_events)
         self._lifecycle.gate.enter(member)
-        self._counters.members_joined += 1
-        self._welcome(member)
-        self._outbox.tell_all((m.peer for m in self._registry if m is not member), PeerJoined(info))
         self._timers.arm(now + self._config.dead_after_ns, ("member", member.peer))
+        return member
+
+    def _introduce(self, member: Member, now: int) -> None:
+        """It hears of all, all hear of it, and who waited may run there."""
+        self._welcome(member)
+        self._outbox.tell_all((m.peer for m in self._registry if m is not member), PeerJoined(member.info))
         self._lifecycle.place_waiting(now)
+
+    # -- members of an earlier router
+
+    def recall(self, known: RememberedMember, address: str, now: int) -> None:
+        """``known`` was a member of the last router. It counts, and gets work, when it has answered."""
+        if self._registry.why_not(known.info) is not None:
+            return  # of another model than those before it: it will be told when it speaks
+        member = self._register(known.info, now)
+        member.state, member.drains = MemberState.RECALLED, known.is_draining
+        self._loads.close(member.number)
+        self._trees.recall(member.number, known.next_event, known.hbm, known.dram)
+        self._outbox.send(member.peer, Recall(address))
+
+    def call_again(self, member: Member, address: str) -> None:
+        """It speaks as if nothing had happened: the call was lost. Its silence goes on until it has understood."""
+        self._outbox.send(member.peer, Recall(address))
+
+    def _readopt(self, member: Member, info: PeerInfo, now: int) -> None:
+        """It lives, with everything that it had cached: the trees know of that already."""
+        member.info, member.state = info, MemberState.LIVE
+        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks)
+        self._counters.members_readopted += 1
+        self._introduce(member, now)
+        if member.drains:
+            self.drain(member)
 
     def ask(self, member: Member, ask: AskEvents | None) -> None:
         """Send the question, if there is one."""
@@ -107,11 +163,13 @@ class Membership:
         """It gets nothing new. Asked for by a person, or by the instance itself."""
         if member.state is MemberState.LIVE:
             member.state = MemberState.DRAINING
+            self._outbox.remember(MemberDrained(member.peer))
             self._loads.close(member.number)
             self._outbox.send(member.peer, Drain())
 
     def gone(self, member: Member, reason: str, now: int, *, died: bool) -> None:
         """It left or died: everybody is told, and what depended on it is tried elsewhere."""
+        self._outbox.remember(MemberGone(member.peer))
         if died:
             self._counters.members_died += 1
         else:

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memserve.cluster.events import ClusterAction, EmitTokens, RejectRequest, Send
+from memserve.cluster.events import ClusterAction, EmitTokens, Note, RejectRequest, Remember, Send
 from memserve.messages import AnyMessage, Peer
+from memserve.remembered import AnyRecord
 from memserve.types import TokenOutput
 
 
 class Outbox:
-    """Messages in the order in which they were written; tokens of all requests in one action before them."""
+    """Messages in the order in which they were written; tokens of all requests in one action before them.
 
-    __slots__ = ("_actions", "_outputs")
+    Between the two stands what must be durable before any of the messages leaves; behind them what may be so later.
+    Tokens promise nothing about the cluster, so they wait for no disk.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_actions", "_ahead", "_later", "_outputs", "remembers")
+
+    def __init__(self, remembers: bool) -> None:
         self._actions: list[ClusterAction] = []
         self._outputs: list[TokenOutput] = []
+        self._ahead: list[AnyRecord] = []
+        self._later: list[AnyRecord] = []
+        #: whether the host keeps records; else they are not even made where that costs something
+        self.remembers = remembers
+
+    def remember(self, record: AnyRecord) -> None:
+        """Durable before any message of this event leaves."""
+        if self.remembers:
+            self._ahead.append(record)
+
+    def note(self, record: AnyRecord) -> None:
+        """Durable some time."""
+        if self.remembers:
+            self._later.append(record)
 
     def send(self, to: Peer, message: AnyMessage) -> None:
         """Say ``message`` to ``to``."""
@@ -38,6 +57,12 @@ class Outbox:
     def take(self) -> list[ClusterAction]:
         """Everything since the last time."""
         actions, self._actions = self._actions, []
+        if self._ahead:
+            actions.insert(0, Remember(tuple(self._ahead)))
+            self._ahead.clear()
+        if self._later:
+            actions.append(Note(tuple(self._later)))
+            self._later.clear()
         if self._outputs:
             actions.insert(0, EmitTokens(self._outputs))
             self._outputs = []

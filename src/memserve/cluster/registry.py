@@ -3,7 +3,8 @@
 ::
 
     Join --> LIVE --Drain--> DRAINING --Leave--> gone
-              |                 |
+              |  ^              |
+              |  +--Join-- RECALLED           remembered by a router that was started anew
               +---- silence, or a newer incarnation of the same name ----> gone
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from memserve.errors import InvariantError, check
@@ -28,6 +29,7 @@ class MemberState(enum.Enum):
 
     LIVE = "live"
     DRAINING = "draining"  # finishes what it has
+    RECALLED = "recalled"  # was a member of the last router, and has not answered yet: is given nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,8 @@ class Member:
     state: MemberState = MemberState.LIVE
     load: Load = field(default_factory=Load)
     stats: bytes = b""
+    drains: bool = False
+    """While it is recalled: it was draining, and shall go on."""
     attempts: dict[str, None] = field(default_factory=dict)
     """All and only the attempts that fail when it dies, in order of dispatch."""
 
@@ -140,10 +144,18 @@ class Registry:
         check(not member.attempts, f"{member} left while attempts depend on it")
         self._by_number[member.number] = None
         heapq.heappush(self._free, member.number)
-        self._dead[member.peer] = None
-        self._dead_order.append(member.peer)
+        self._bury(member.peer)
+
+    def _bury(self, peer: Peer) -> None:
+        self._dead[peer] = None
+        self._dead_order.append(peer)
         if len(self._dead_order) > _REMEMBERED:
             del self._dead[self._dead_order.popleft()]
+
+    def remember_dead(self, peers: Iterable[Peer]) -> None:
+        """These were members of an earlier router once, and are no more."""
+        for peer in peers:
+            self._bury(peer)
 
     def forgive(self, now: int) -> None:
         """The router itself was not running: nobody's silence until now counts."""

@@ -35,6 +35,8 @@ class Counters:
     tokens: int = 0
     """Given to clients."""
     members_joined: int = 0
+    members_readopted: int = 0
+    """Of the last router: they answered the call, with all that they had cached."""
     members_refused: int = 0
     members_died: int = 0
     members_left: int = 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from memserve.cluster.outbox import Outbox
 from memserve.cluster.registry import Member, Registry
 from memserve.messages import Peer
+from memserve.remembered import SessionRouted
 
 SESSIONS_MAX = 100_000
 """Of more, the one that was silent longest is forgotten."""
@@ -14,17 +16,24 @@ SESSIONS_MAX = 100_000
 class Sessions:
     """The instances of each session's last request, by tenant and name."""
 
-    __slots__ = ("_places", "_registry")
+    __slots__ = ("_outbox", "_places", "_registry")
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, registry: Registry, outbox: Outbox) -> None:
+        self._registry, self._outbox = registry, outbox
         self._places: OrderedDict[tuple[str, str], tuple[Peer, ...]] = OrderedDict()
 
     def remember(self, tenant: str, session: str, members: list[Member]) -> None:
         """It runs at these now. A request without a session is not remembered."""
         if not session:
             return
-        self._places[tenant, session] = tuple(member.peer for member in members)
+        peers = tuple(member.peer for member in members)
+        if self._places.get((tenant, session)) != peers:
+            self._outbox.note(SessionRouted(tenant, session, peers))
+        self.recall(tenant, session, peers)
+
+    def recall(self, tenant: str, session: str, peers: tuple[Peer, ...]) -> None:
+        """It ran at these, which need not be members (any more)."""
+        self._places[tenant, session] = peers
         self._places.move_to_end((tenant, session))
         if len(self._places) > SESSIONS_MAX:
             self._places.popitem(last=False)

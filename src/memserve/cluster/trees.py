@@ -97,6 +97,18 @@ class Trees:
         check(number not in self._feeds, f"instance {number} has a feed already")
         self._feeds[number] = Feed(publishes)
 
+    def recall(self, number: int, next_event: int, hbm: bytes, dram: bytes) -> None:
+        """What the last router knew of it right before its change ``next_event``; it has just entered."""
+        self.directory.store(number, Tier.HBM, hbm)
+        self.directory.store(number, Tier.DRAM, dram)
+        self._feeds[number].next_event = next_event
+
+    def holdings(self, number: int) -> tuple[bytes, bytes]:
+        """Identities of all that it is known to have, in HBM and in DRAM alone, 16 bytes each."""
+        known = self.directory.dump(number)
+        hbm = b"".join(identity for identity, in_hbm, _ in known if in_hbm)
+        return hbm, b"".join(identity for identity, in_hbm, in_dram in known if in_dram and not in_hbm)
+
     def leave(self, number: int) -> None:
         """Everything of it is forgotten."""
         del self._feeds[number]

@@ -108,6 +108,12 @@ class MachineLoop(Generic[EventT]):
         answer: Answer = ask.answer.result(timeout=timeout_s)
         return answer
 
+    def call(self, function: Callable[[], Any]) -> None:
+        """Call ``function`` in the loop's thread between two events, and go on here. Thread-safe, never blocks."""
+        answer: Future[Any] = Future()
+        answer.add_done_callback(_complain)
+        self._inbox.put(_Ask(function, answer))
+
     def close(self, timeout_s: float) -> bool:
         """Handle what is in the inbox, then end. ``False`` when that took longer than ``timeout_s``."""
         self._inbox.put(_Close())
@@ -162,3 +168,10 @@ class MachineLoop(Generic[EventT]):
                 return
             if isinstance(item, _Ask):
                 item.answer.set_exception(EngineStopped())
+
+
+def _complain(answer: Future[Any]) -> None:
+    """Nobody looks at the answer of a call: what went wrong is at least in the log."""
+    error = answer.exception()
+    if error is not None and not isinstance(error, EngineStopped):
+        log.error("a call in the machine's thread failed", exc_info=error)

@@ -36,6 +36,7 @@ from memserve.messages import (
     PeerGone,
     PeerInfo,
     PeerJoined,
+    Recall,
     Refused,
     RequestRefused,
     Tokens,
@@ -78,6 +79,14 @@ class _Expulsion:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Recalled:
+    """An order for the member's thread: a router that was started anew wants us back, as we are."""
+
+    router: Peer
+    address: str
+
+
 class Member:
     """Runs an instance in a cluster, from joining to leaving."""
 
@@ -113,6 +122,11 @@ class Member:
     def me(self) -> Peer:
         """The present incarnation."""
         return self._info.peer
+
+    @property
+    def router(self) -> Peer | None:
+        """Who has welcomed us."""
+        return self._router
 
     def start(self) -> None:
         """Begin to work, and to ask for membership until the router answers."""
@@ -180,6 +194,9 @@ class Member:
                 self._meet(info)
             case Expelled(reason):
                 self._orders.put(_Expulsion(router, self.me, reason))
+                return False
+            case Recall(address):
+                self._orders.put(_Recalled(router, address))
                 return False
             case Refused() | Drain():
                 self._orders.put(message)
@@ -280,6 +297,9 @@ class Member:
                 case _Expulsion():
                     self._join_again(order)
                     return
+                case _Recalled():
+                    self._answer_recall(order)
+                    return
 
     def _say_goodbye(self) -> None:
         self._tell_router(Leave())
@@ -290,6 +310,15 @@ class Member:
             hint = "instances of one cluster run the same model, dtype and block size"
             self._failure = UserError(f"the router refuses this instance: {reason}", hint=hint, param="join")
             self._ended.set()
+
+    def _answer_recall(self, recall: _Recalled) -> None:
+        """Nobody waits for what runs here, but that ends with the ``Welcome``: until then it does no harm."""
+        if self._router is not None and recall.router.generation <= self._router.generation:
+            return  # late, or said by one whose place another has taken
+        log.warning("the router at %s takes over: joining it", recall.address)
+        self._router = None
+        self._router_address = recall.address
+        self._mailbox.connect(_ANY_ROUTER, recall.address)
 
     def _join_again(self, expulsion: _Expulsion) -> None:
         """What this incarnation had promised is void: the machine drops its work, keeps its cache, gets a new name.

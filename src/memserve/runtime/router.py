@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from memserve.cluster.events import (
@@ -26,6 +27,7 @@ from memserve.cluster.events import (
     RequestCancelled,
     Send,
     SequenceStopped,
+    StateRecovered,
 )
 from memserve.cluster.machine import Cluster
 from memserve.cluster.report import InstanceView, RouteStory
@@ -33,8 +35,11 @@ from memserve.errors import UserError
 from memserve.messages import AnyMessage, Join, Leave, Peer, PeerInfo, Welcome
 from memserve.model.loading.card import ModelCard
 from memserve.policy.costs import CostModel
+from memserve.remembered import DocumentDropped, DocumentPut
 from memserve.runtime.clients import Clients, Sink
 from memserve.runtime.loop import MachineLoop
+from memserve.runtime.meta_gate import MetaGate
+from memserve.runtime.meta_keeper import MetaKeeper
 from memserve.runtime.ports import Mailbox, OnMessage
 from memserve.runtime.stats import RouterStats
 from memserve.types import Request, TokenArray
@@ -54,19 +59,30 @@ class RouterEngine:
         open_mailbox: Callable[[OnMessage], Mailbox],
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        keeper: MetaKeeper | None = None,
+        me: Peer | None = None,
     ) -> None:
-        """``open_mailbox`` gets the function that takes what members say."""
+        """``open_mailbox`` gets the function that takes what members say. ``keeper``: what ``machine`` remembers goes
+        there, and it goes on from what ``keeper`` remembers; ``me`` is the router's name then."""
         self._machine = machine
         self._clients = Clients(self.cancel)
         self._members: dict[str, PeerInfo] = {}  # all and only the members, as they introduced themselves
         self._changed = threading.Condition()  # notified whenever _members changes
         self._look_again_s = 0.0
+        self._lines: dict[Peer, None] = {}  # all and only those whom the mailbox knows
         self._handle_ns = 0
         self._closed = False
+        self._keeper = keeper
+        self._is_listening = keeper is None  # before the machine has recovered, members would be strangers to it
         self._loop: MachineLoop[Any] = MachineLoop(
             machine, self._perform, on_broken=self._clients.fail_all, name="memserve-router", clock_ns=clock_ns
         )
+        self._gate = MetaGate(keeper, self._do, self._loop.call) if keeper is not None else None
         self._mailbox = open_mailbox(self._message_arrived)
+        if keeper is not None and me is not None:
+            recovered = StateRecovered(keeper.remembered, me, self._mailbox.address, keeper.clock_offset_ns)
+            self._loop.post(recovered)
+            self._is_listening = True
         self._loop.start()
 
     # -- for the API
@@ -151,6 +167,22 @@ class RouterEngine:
         if info is not None:
             self._loop.post(MessageArrived(info.peer, Leave()))
 
+    # -- what clients were promised
+
+    def documents(self) -> tuple[DocumentPut, ...]:
+        """Those that the last router knew."""
+        return self._keeper.remembered.documents if self._keeper is not None else ()
+
+    def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
+        """Make ``record`` durable; whether it is so. Without metadata it is not, and nobody is told that it would be:
+        ``True``."""
+        kept: Future[bool] = Future()
+        if self._keeper is None:
+            kept.set_result(True)
+        else:
+            self._keeper.keep([record], kept.set_result)
+        return kept
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what still runs, stop the thread and close the mailbox."""
         if self._closed:
@@ -159,12 +191,15 @@ class RouterEngine:
         for request_id in self._clients.close():
             self.cancel(request_id)
         self._loop.close(timeout_s)
+        if self._keeper is not None:
+            self._keeper.close(timeout_s)
         self._mailbox.close()
 
     # -- the mailbox's thread
 
     def _message_arrived(self, sender: Peer, message: AnyMessage) -> None:
-        self._loop.post(MessageArrived(sender, message))
+        if self._is_listening:
+            self._loop.post(MessageArrived(sender, message))
 
     # -- the router's thread
 
@@ -172,26 +207,39 @@ class RouterEngine:
         self._handle_ns += spent_ns
         if isinstance(event, MessageArrived):
             self._follow_members(event, actions)
-        for action in actions:
-            match action:
-                case EmitTokens(outputs):
-                    self._clients.deliver(outputs)
-                case Send(to, message):
-                    self._mailbox.send(to, message)
-                case RejectRequest(request_id, reason, retry_after_s):
-                    self._clients.reject(request_id, reason, retry_after_s)
+        elif isinstance(event, StateRecovered):
+            for member in event.remembered.members:
+                self._connect(member.info)
+        if self._gate is not None:
+            self._gate.perform(actions)
+        else:
+            for action in actions:
+                self._do(action)
         self._forget_gone()
+
+    def _do(self, action: Any) -> None:
+        match action:
+            case EmitTokens(outputs):
+                self._clients.deliver(outputs)
+            case Send(to, message):
+                self._mailbox.send(to, message)
+            case RejectRequest(request_id, reason, retry_after_s, overloaded):
+                self._clients.reject(request_id, reason, retry_after_s, overloaded)
 
     def _follow_members(self, event: MessageArrived, actions: list[Any]) -> None:
         """Lines follow membership: whoever is welcome can be spoken to from now on."""
         message = event.message
         if isinstance(message, Join) and any(isinstance(a, Send) and isinstance(a.message, Welcome) for a in actions):
-            self._mailbox.connect(event.sender, message.info.address)
+            self._connect(message.info)
             with self._changed:
                 self._members[event.sender.name] = message.info
                 self._changed.notify_all()
             if (costs := _measured_costs(message.info)) is not None:
                 self._loop.post(CostsMeasured(costs))
+
+    def _connect(self, info: PeerInfo) -> None:
+        self._mailbox.connect(info.peer, info.address)
+        self._lines[info.peer] = None
 
     def _forget_gone(self) -> None:
         """Now and then: those who are no members any more need no line."""
@@ -200,10 +248,10 @@ class RouterEngine:
         self._look_again_s = time.monotonic() + MEMBERS_LOOK_S
         live = {view.peer for view in self._machine.instances()}
         with self._changed:
-            gone = [info.peer for info in self._members.values() if info.peer not in live]
-            for peer in gone:
-                del self._members[peer.name]
-        for peer in gone:
+            for info in [info for info in self._members.values() if info.peer not in live]:
+                del self._members[info.peer.name]
+        for peer in [peer for peer in self._lines if peer not in live]:
+            del self._lines[peer]
             self._mailbox.disconnect(peer)
 
 

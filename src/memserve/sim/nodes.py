@@ -31,6 +31,7 @@ from memserve.messages import (
     Peer,
     PeerGone,
     PeerJoined,
+    Recall,
     Refused,
     RequestRefused,
     Tokens,
@@ -112,9 +113,17 @@ class InstanceNode(Process):
             self._join_anew(sender, message)
         elif isinstance(message, Drain):
             self.draining = True
+        elif isinstance(message, Recall):
+            self._answer_recall(sender)
         else:
             self._follow_members(sender, message)
             self.post(MessageArrived(sender, message))
+
+    def _answer_recall(self, sender: Peer) -> None:
+        """A router that was started anew remembers this incarnation: it joins again, as it is."""
+        if self.router is None or self.router.generation < sender.generation:
+            self.router = None
+            self._join()
 
     def _follow_members(self, sender: Peer, message: AnyMessage) -> None:
         if isinstance(message, Welcome):
@@ -124,7 +133,8 @@ class InstanceNode(Process):
             self.knows[message.info.peer.name] = message.info.peer
         elif isinstance(message, PeerGone) and self.knows.get(message.peer.name) == message.peer:
             del self.knows[message.peer.name]
-        check(not isinstance(message, Refused), f"{self.peer.name} was refused: {message}")
+        elif isinstance(message, Refused):
+            check(False, f"{self.peer.name} was refused: {message}")
 
     def _join_anew(self, sender: Peer, message: Expelled) -> None:
         """All work is dropped, the cache stays, the name gets a new generation."""

@@ -1,0 +1,304 @@
+"""What remembering costs: our journal beside SQLite (WAL), at 100 to 1,000,000 cache entries (row C9).
+
+    python bench/meta_store.py [--entries 100,1000,5000,1000000] [--folder DIR] [--json FILE]
+
+For each size 64 blocks an instance change (at least one instance, at most 1,000) are written as the router writes them:
+a batch of stored blocks an event, synced at the end. Then everything is forgotten and read again:
+
+* *write*: until all entries are durable;
+* *one more*: a single record, synced: what a pin, or a new member, has to wait for (median of 50);
+* *restart*: from opening the files to the first routing decision by the recovered entries: read, fold, fill the
+  directory, members called back and answering, one request placed. SQLite gives the same rows to the same machine;
+* *kept*: share of a sample of cached prompts that the new router finds where they lie.
+
+The last line cuts a journal off at 500 random points, on a simulated disk that loses and tears what was not synced,
+and counts acknowledged records that were lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memserve.cluster.events import MessageArrived, Send, StateRecovered
+from memserve.cluster.machine import Cluster
+from memserve.config import ClusterConfig
+from memserve.messages import Dispatch, Join, KvChange, Peer, PeerInfo
+from memserve.meta.faulty import FaultyMedium
+from memserve.meta.store import Store
+from memserve.remembered import (
+    AnyRecord,
+    EntriesChanged,
+    MemberEntered,
+    Remembered,
+    RememberedMember,
+    RouterStarted,
+    SessionRouted,
+)
+from memserve.runtime.meta_file import FileMedium
+from memserve.serving import RequestArrived
+from memserve.types import KVGeometry, Request, Role, SamplingParams, StopParams, Tier
+
+SIZES = (100, 1_000, 5_000, 1_000_000)
+GEOMETRY = KVGeometry(30, 3, 64, 64, "bfloat16", 32)
+EVENT_BLOCKS = 64
+"""Blocks of one prompt: what one event tells."""
+SAMPLE = 200
+ROUTER = Peer("router", 1)
+
+
+class World:
+    """Instances, and the prompts that each has cached: one prompt of 64 blocks an event."""
+
+    def __init__(self, entries: int) -> None:
+        self.instances = max(1, min(1000, entries // 1000))
+        self.prompts = [min(EVENT_BLOCKS, entries - at) for at in range(0, entries, EVENT_BLOCKS)]
+        self._seeds = np.random.default_rng(entries)
+        self.tokens = [self._seeds.integers(1, 32_000, blocks * 32, dtype=np.int32) for blocks in self.prompts]
+        trees = Cluster(ClusterConfig())._trees
+        self.identities = [trees.identities("", "weights", tokens, 32) for tokens in self.tokens]
+
+    def peer(self, prompt: int) -> Peer:
+        """Who has it."""
+        return Peer(f"i{prompt % self.instances}", 7)
+
+    def infos(self) -> list[PeerInfo]:
+        """All instances."""
+        names = [Peer(f"i{number}", 7) for number in range(self.instances)]
+        return [PeerInfo(p, Role.COLOCATED, "tcp://h:1", "weights", GEOMETRY, 4096, 0, 8192, True) for p in names]
+
+    def records(self) -> list[list[AnyRecord]]:
+        """As a router writes them, by event."""
+        first: dict[Peer, int] = {}
+        batches: list[list[AnyRecord]] = [[RouterStarted(ROUTER, "tcp://h:2")]]
+        batches += [[MemberEntered(info, 0)] for info in self.infos()]
+        for prompt, identities in enumerate(self.identities):
+            peer = self.peer(prompt)
+            change = KvChange("stored", Tier.HBM, identities)
+            batches.append([EntriesChanged(peer, first.setdefault(peer, 0), (change,), prompt)])
+            first[peer] += 1
+        return batches
+
+
+class Journal:
+    """Ours: ``memserve.meta`` on a file."""
+
+    name = "journal"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = Store(FileMedium(folder))
+
+    def write(self, batches: list[list[AnyRecord]]) -> None:
+        """All of them, safe."""
+        for batch in batches:
+            self.store.write(batch)
+        self.store.sync()
+
+    def one_more(self, number: int) -> None:
+        """A record, safe."""
+        self.store.write([SessionRouted("", f"s{number}", (ROUTER,))])
+        self.store.sync()
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.store.close()
+
+    def read(self) -> Remembered:
+        """Everything, from the files."""
+        self.store = Store(FileMedium(self.folder))
+        return self.store.book.remembered(0)
+
+    def disk_bytes(self) -> int:
+        """What it takes."""
+        return sum(path.stat().st_size for path in self.folder.iterdir())
+
+
+class Sqlite:
+    """The rival: rows in WAL mode, a transaction a batch, ``synchronous=NORMAL`` as long as nobody waits, then a
+    checkpoint of the WAL; one row is written with ``synchronous=FULL``."""
+
+    name = "sqlite"
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "meta.db"
+        self.base = sqlite3.connect(self.path, isolation_level=None)
+        self.base.executescript(
+            "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA wal_autocheckpoint=100000;"
+            "CREATE TABLE IF NOT EXISTS members (name TEXT PRIMARY KEY, generation INT, next_event INT);"
+            "CREATE TABLE IF NOT EXISTS entries (name TEXT, identity BLOB, tier INT, created INT, used INT,"
+            " PRIMARY KEY (name, identity)) WITHOUT ROWID;"
+            "CREATE TABLE IF NOT EXISTS sessions (session TEXT PRIMARY KEY, peers TEXT);"
+        )
+
+    def write(self, batches: list[list[AnyRecord]]) -> None:
+        """All of them, safe."""
+        for batch in batches:
+            self.base.execute("BEGIN")
+            for record in batch:
+                self._write(record)
+            self.base.execute("COMMIT")
+        self.base.execute("PRAGMA wal_checkpoint(FULL)")
+        self.base.execute("PRAGMA synchronous=FULL")
+
+    def _write(self, record: AnyRecord) -> None:
+        if isinstance(record, MemberEntered):
+            peer = record.info.peer
+            self.base.execute("INSERT OR REPLACE INTO members VALUES (?, ?, 0)", (peer.name, peer.generation))
+        elif isinstance(record, EntriesChanged):
+            data, name = record.changes[0].identities, record.peer.name
+            rows = ((name, data[at : at + 16], 0, record.at_ns, record.at_ns) for at in range(0, len(data), 16))
+            self.base.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?)", rows)
+            self.base.execute("UPDATE members SET next_event = ? WHERE name = ?", (record.first + 1, name))
+
+    def one_more(self, number: int) -> None:
+        """A row, safe."""
+        self.base.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?)", (f"s{number}", "router"))
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.base.close()
+
+    def read(self) -> Remembered:
+        """Everything, from the files."""
+        self.base = sqlite3.connect(self.path, isolation_level=None)
+        held: dict[str, list[bytes]] = {}
+        for name, identity in self.base.execute("SELECT name, identity FROM entries WHERE tier = 0"):
+            held.setdefault(name, []).append(identity)
+        members = []
+        for name, generation, next_event in self.base.execute("SELECT * FROM members"):
+            info = PeerInfo(
+                Peer(name, generation), Role.COLOCATED, "tcp://h:1", "weights", GEOMETRY, 4096, 0, 8192, True
+            )
+            members.append(RememberedMember(info, False, next_event, b"".join(held.get(name, [])), b""))
+        return Remembered(ROUTER, "tcp://h:2", tuple(members))
+
+    def disk_bytes(self) -> int:
+        """What it takes."""
+        return sum(path.stat().st_size for path in self.path.parent.iterdir())
+
+
+def restart(store: Journal | Sqlite, world: World) -> tuple[Cluster, float]:
+    """A new router up to its first decision, and the seconds that took."""
+    prompt = len(world.prompts) // 2
+    started = time.perf_counter()
+    remembered = store.read()
+    router = Cluster(ClusterConfig(), remembers=True)
+    router.handle(StateRecovered(remembered, Peer("router", 2), "tcp://h:3"), 0)
+    info = next(m.info for m in remembered.members if m.info.peer == world.peer(prompt))
+    router.handle(MessageArrived(info.peer, Join(info)), 1)
+    chosen = decide(router, world, prompt)
+    seconds = time.perf_counter() - started
+    if chosen != world.peer(prompt):
+        raise SystemExit(f"{store.name}: prompt {prompt} was routed to {chosen}, it lies at {world.peer(prompt)}")
+    return router, seconds
+
+
+def decide(router: Cluster, world: World, prompt: int) -> Peer | None:
+    """Who computes a request that begins with a prompt."""
+    tokens = np.append(world.tokens[prompt], np.int32(5))
+    request = Request(f"r{prompt}", tokens, SamplingParams(), StopParams(max_tokens=1))
+    sent = [a for a in router.handle(RequestArrived(request), 2) if isinstance(a, Send)]
+    return next((a.to for a in sent if isinstance(a.message, Dispatch)), None)
+
+
+def share_kept(router: Cluster, world: World, remembered: Remembered) -> float:
+    """Of a sample of prompts: those that are found whole where they lie."""
+    for member in remembered.members:
+        router.handle(MessageArrived(member.info.peer, Join(member.info)), 3)
+    sample = random.Random(1).sample(range(len(world.prompts)), min(SAMPLE, len(world.prompts)))
+    trees, found = router._trees, 0
+    for prompt in sample:
+        member = router._registry.named(world.peer(prompt).name)
+        matches = trees.match(world.identities[prompt], len(router._loads))
+        found += member is not None and int(matches.blocks[member.number]) == world.prompts[prompt]
+    return found / len(sample)
+
+
+def measure(make: Callable[[Path], Journal | Sqlite], world: World, folder: Path) -> dict[str, Any]:
+    """One store at one size."""
+    folder.mkdir()
+    store, batches = make(folder), world.records()
+    started = time.perf_counter()
+    store.write(batches)
+    write_s = time.perf_counter() - started
+    times = []
+    for number in range(50):
+        started = time.perf_counter()
+        store.one_more(number)
+        times.append(time.perf_counter() - started)
+    store.close()
+    restarts = []
+    for _ in range(5 if len(world.prompts) < 1000 else 1):
+        router, seconds = restart(store, world)
+        restarts.append(seconds)
+        store.close()
+    kept = share_kept(router, world, store.read())
+    figures = {
+        "entries": sum(world.prompts), "store": store.name, "write_ms": write_s * 1e3,
+        "one_more_ms": statistics.median(times) * 1e3, "restart_ms": statistics.median(restarts) * 1e3,
+        "kept": kept, "disk_mb": store.disk_bytes() / 1e6,
+    }  # fmt: skip
+    store.close()
+    return figures
+
+
+def lost_at_kill_points(points: int) -> int:
+    """Acknowledged sessions that are missing after as many power failures."""
+    lost = 0
+    for seed in range(points):
+        rng, medium = random.Random(seed), FaultyMedium()
+        store, acknowledged, written = Store(medium, checkpoint_bytes_min=rng.choice([300, 1 << 20])), 0, 0
+        for written in range(1, rng.randrange(2, 80)):
+            store.write([SessionRouted("", f"s{written}", (ROUTER,))])
+            if rng.random() < 0.3:
+                store.sync()
+                acknowledged = written
+        tail = medium.unsafe_bytes
+        hole = rng.randint(0, tail)
+        medium.lose_power(rng.randint(0, tail), [(hole, hole + rng.randrange(40))])
+        found = {name for _, name in Store(medium).book.sessions}
+        lost += sum(f"s{number}" not in found for number in range(1, acknowledged + 1))
+    return lost
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--entries", default=",".join(map(str, SIZES)))
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured; default: a temporary one")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    head = f"{'entries':>9} {'store':<8} {'write':>10} {'one more':>10} {'restart':>10} {'kept':>7} {'disk':>9}"
+    print(head)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for entries in map(int, options.entries.split(",")):
+            world = World(entries)
+            for make in (Journal, Sqlite):
+                row = measure(make, world, Path(folder) / f"{make.name}-{entries}")
+                rows.append(row)
+                print(
+                    f"{row['entries']:>9,} {row['store']:<8} {row['write_ms']:>7.1f} ms {row['one_more_ms']:>7.2f} ms "
+                    f"{row['restart_ms']:>7.1f} ms {row['kept']:>7.1%} {row['disk_mb']:>6.2f} MB"
+                )
+    lost = lost_at_kill_points(500)
+    print(f"500 kill points, torn last writes: {lost} acknowledged records lost; the source's recovery: 9 ms at 5,000")
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows, "lost": lost}, indent=1))
+    sys.exit(lost > 0)
+
+
+if __name__ == "__main__":
+    main()

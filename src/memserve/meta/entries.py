@@ -1,0 +1,124 @@
+"""The cache entries of one member (level 2): which blocks, on which tier, since when, and when last used.
+
+A million of them must fit, so an entry is a key of 16 bytes in a dict and one integer, its stamp, which all entries of
+one batch share::
+
+    bit 63        | bits 62..32              | bits 30..0
+    tier: 1 DRAM  | created, s since 1970    | last used, s since 1970
+
+Use is noted at the deepest block of the prefix that was used: a block was last used when it or one of its descendants
+was.
+"""
+
+from __future__ import annotations
+
+from struct import unpack
+
+import numpy as np
+
+from memserve.errors import check
+from memserve.mempool.events import KvEventKind
+from memserve.messages import KvChange
+from memserve.peers import Peer
+from memserve.remembered import EntriesKept
+from memserve.types import Tier
+from memserve.units import NS_PER_S
+
+IDENTITY_BYTES = 16
+_DRAM = 1 << 63
+_SECONDS = (1 << 31) - 1
+
+
+def stamp_of(tier: Tier, created_ns: int, used_ns: int) -> int:
+    """One integer of all three; times in ns since 1970."""
+    created_s, used_s = (max(0, ns // NS_PER_S) & _SECONDS for ns in (created_ns, used_ns))
+    return (_DRAM if tier is Tier.DRAM else 0) | created_s << 32 | used_s
+
+
+def tier_of(stamp: int) -> Tier:
+    """Where the entry lies."""
+    return Tier.DRAM if stamp & _DRAM else Tier.HBM
+
+
+def times_of(stamp: int) -> tuple[int, int]:
+    """When it was created and last used, whole seconds since 1970."""
+    return stamp >> 32 & _SECONDS, stamp & _SECONDS
+
+
+def split(identities: bytes) -> tuple[bytes, ...]:
+    """The identities in a run of them."""
+    count = len(identities) // IDENTITY_BYTES
+    return unpack("16s" * count, identities[: count * IDENTITY_BYTES])
+
+
+class Entries:
+    """Blocks by identity, with their stamps, up to one number of the member's KV events."""
+
+    __slots__ = ("next_event", "stamps")
+
+    def __init__(self) -> None:
+        self.next_event = 0
+        self.stamps: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.stamps)
+
+    def change(self, first: int, changes: tuple[KvChange, ...], now_ns: int) -> None:
+        """Apply what is new of a batch, in order. Behind a gap nothing is: a replacement will come."""
+        if first > self.next_event:
+            return
+        for change in changes[self.next_event - first :]:
+            if change.kind == KvEventKind.LOST:
+                return
+            self._apply(change, now_ns)
+            self.next_event += 1
+
+    def _apply(self, change: KvChange, now_ns: int) -> None:
+        stamps, identities = self.stamps, split(change.identities)
+        if change.kind == KvEventKind.EVICTED:
+            for identity in identities:
+                stamps.pop(identity, None)
+        else:  # stored, or moved; what moves and is not known counts as stored, as in the directory
+            fresh = stamp_of(change.tier, now_ns, now_ns)
+            for identity in identities:
+                known = stamps.get(identity)
+                stamps[identity] = fresh if known is None else _moved(known, change.tier)
+
+    def replace(self, next_event: int, hbm: bytes, dram: bytes, now_ns: int) -> None:
+        """These and no others; what is known keeps its times. Older than what is known: ignored."""
+        if next_event < self.next_event:
+            return
+        old, self.stamps, self.next_event = self.stamps, {}, next_event
+        for tier, identities in ((Tier.DRAM, dram), (Tier.HBM, hbm)):
+            fresh = stamp_of(tier, now_ns, now_ns)
+            for identity in split(identities):
+                known = old.get(identity)
+                self.stamps[identity] = fresh if known is None else _moved(known, tier)
+
+    def use(self, identity: bytes, now_ns: int) -> None:
+        """It was used; unknown ones are ignored."""
+        known = self.stamps.get(identity)
+        if known is not None:
+            self.stamps[identity] = known & ~_SECONDS | (now_ns // NS_PER_S & _SECONDS)
+
+    def by_tier(self) -> tuple[bytes, bytes]:
+        """Identities in HBM, and those in DRAM."""
+        keys = np.frombuffer(b"".join(self.stamps), "V16")
+        in_dram = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps)) >= np.uint64(_DRAM)
+        return keys[~in_dram].tobytes(), keys[in_dram].tobytes()
+
+    def record(self, peer: Peer) -> EntriesKept:
+        """All of it for a checkpoint."""
+        stamps = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps)).astype("<u8")
+        return EntriesKept(peer, self.next_event, b"".join(self.stamps), stamps.tobytes())
+
+    def restore(self, kept: EntriesKept) -> None:
+        """What :meth:`record` gave."""
+        stamps = np.frombuffer(kept.stamps, "<u8").tolist()
+        identities = split(kept.identities)
+        check(len(stamps) == len(identities), f"{len(identities)} entries have {len(stamps)} stamps")
+        self.next_event, self.stamps = kept.next_event, dict(zip(identities, stamps, strict=True))
+
+
+def _moved(stamp: int, tier: Tier) -> int:
+    return stamp | _DRAM if tier is Tier.DRAM else stamp & ~_DRAM

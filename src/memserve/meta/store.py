@@ -1,0 +1,125 @@
+"""A journal on a medium, and the book that it makes (level 2): what every host of a ``Cluster`` writes to.
+
+::
+
+    store = Store(medium)                     reads what is there; drops a torn last write, refuses damage
+    store.book.remembered(clock_offset_ns)    for the StateRecovered event of a new machine
+    store.write(records)                      for each Remember and Note, in order
+    store.sync()                              before anything behind a Remember is done
+
+In the runtime a thread does this (``runtime/meta_keeper.py``), one ``sync`` for all that came meanwhile. A simulator
+calls it in virtual time on a ``meta/faulty.py`` medium.
+
+The journal is replaced by a checkpoint of the book when it has grown to three times the last one. After a failure
+nothing is written until a whole checkpoint gets through (:meth:`Store.checkpoint`): a journal never goes on behind a
+hole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from memserve.meta.book import Book
+from memserve.meta.journal import JournalWriter, read_journal, records_of
+from memserve.meta.medium import Medium, MediumFailed
+from memserve.remembered import AnyRecord
+from memserve.units import MIB
+
+CHECKPOINT_BYTES_MIN = 4 * MIB
+"""A journal that has grown by less than this is left alone."""
+_FRAME_RECORDS = 1024
+"""Records of a checkpoint in one frame: sessions and handles come by the hundred thousand."""
+
+
+class Store:
+    """Writes records and knows what they make. One thread."""
+
+    def __init__(self, medium: Medium, *, checkpoint_bytes_min: int = CHECKPOINT_BYTES_MIN) -> None:
+        """Recover what ``medium`` holds. Raises :class:`UserError` when it is damaged or of another format, and
+        :class:`MediumFailed`."""
+        self._medium = medium
+        self._checkpoint_bytes_min = checkpoint_bytes_min
+        self.book = Book()
+        self.torn_bytes = 0
+        """Of a last write that had not got through when this store was opened."""
+        self.checkpoints = 0
+        self.is_broken = False
+        """Nothing can be promised until a checkpoint gets through."""
+        self._writer = JournalWriter(0)
+        self._bytes = self._durable_bytes = self._checkpoint_bytes = 0
+        self._open()
+
+    def _open(self) -> None:
+        data = self._medium.load()
+        if not data:
+            self.checkpoint()
+            return
+        reading = read_journal(data)
+        for body in reading.bodies:
+            self.book.apply(records_of(body))
+        self._writer = JournalWriter(reading.number, len(reading.bodies))
+        self._bytes = self._checkpoint_bytes = reading.good_bytes
+        self.torn_bytes = reading.torn_bytes
+        if self.torn_bytes:
+            self.checkpoint()
+
+    @property
+    def bytes_written(self) -> int:
+        """Length of the journal."""
+        return self._bytes
+
+    def write(self, records: Iterable[AnyRecord]) -> None:
+        """Take ``records`` into the book and the journal. Not safe before :meth:`sync`; not written at all while the
+        store is broken. Raises :class:`MediumFailed`, and is broken then."""
+        records = list(records)
+        self.book.apply(records)
+        if self.is_broken:
+            return
+        frame = self._writer.frame(records, self._durable_bytes)
+        self._guarded_append(frame)
+        if self._bytes - self._checkpoint_bytes > max(self._checkpoint_bytes_min, 2 * self._checkpoint_bytes):
+            self.checkpoint()
+
+    def sync(self) -> None:
+        """All that was written is safe when this returns. Raises :class:`MediumFailed`, and is broken then."""
+        if self.is_broken:
+            raise MediumFailed("an earlier write failed")
+        if self._durable_bytes == self._bytes:
+            return
+        try:
+            self._medium.sync()
+        except MediumFailed:
+            self.is_broken = True
+            raise
+        self._durable_bytes = self._bytes
+
+    def checkpoint(self) -> None:
+        """A new journal that begins with the whole book. Raises :class:`MediumFailed`, and is broken then."""
+        writer = JournalWriter(self._writer.number + 1)
+        data = writer.begin(_batches(self.book.records()))
+        try:
+            self._medium.replace(data)
+        except MediumFailed:
+            self.is_broken = True
+            raise
+        self._writer, self.is_broken = writer, False
+        self._bytes = self._durable_bytes = self._checkpoint_bytes = len(data)
+        self.checkpoints += 1
+
+    def close(self) -> None:
+        """Give the medium back; what is not safe yet is left to it."""
+        self._medium.close()
+
+    def _guarded_append(self, frame: bytes) -> None:
+        try:
+            self._medium.append(frame)
+        except MediumFailed:
+            self.is_broken = True
+            raise
+        self._bytes += len(frame)
+
+
+def _batches(records: Iterator[AnyRecord]) -> Iterator[list[AnyRecord]]:
+    while batch := list(islice(records, _FRAME_RECORDS)):
+        yield batch

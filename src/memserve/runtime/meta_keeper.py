@@ -1,0 +1,138 @@
+"""The thread that keeps what a router must remember (level 3): one write and one sync for all that came meanwhile.
+
+Records that somebody waits for (``keep``) are written and synced at once; while that lasts more of them gather, and
+share the next sync. Notes are written as soon as the thread has time, which is enough to outlive ``kill -9``, and
+synced with the next record that is waited for, at the latest after ``NOTES_SYNC_S``.
+
+When the medium fails (disk full, connection lost) the router goes on: what waits is released and told that it is not
+durable, one line is logged, and a whole checkpoint is tried every ``REPAIR_S`` until one gets through.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memserve.errors import UserError
+from memserve.meta.medium import Medium, MediumFailed
+from memserve.meta.store import Store
+from memserve.remembered import AnyRecord, Remembered
+
+log = logging.getLogger(__name__)
+
+NOTES_SYNC_S = 1.0
+REPAIR_S = 5.0
+_BATCH_RECORDS = 4096
+
+OnKept = Callable[[bool], None]
+"""Called from the keeper's thread: whether the records are durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    records: Sequence[AnyRecord]
+    then: OnKept | None
+
+
+class MetaKeeper:
+    """Keeps records on a medium. Thread-safe; nothing but :meth:`close` blocks."""
+
+    def __init__(
+        self,
+        medium: Medium,
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """Reads what is there. Raises :class:`UserError` when it cannot be read, or is damaged."""
+        self.clock_offset_ns = wall_ns() - clock_ns()
+        """Nanoseconds since 1970, minus the machine's clock."""
+        try:
+            self._store = Store(medium)
+        except MediumFailed as error:
+            medium.close()
+            raise UserError(f"the metadata cannot be used: {error}", hint="--metadata none", param="metadata") from None
+        except UserError:
+            medium.close()
+            raise
+        if self._store.torn_bytes:
+            log.warning("the last write to the metadata did not get through: %d bytes dropped", self._store.torn_bytes)
+        self.remembered: Remembered = self._store.book.remembered(self.clock_offset_ns)
+        """What the last router knew."""
+        self._inbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._synced_s = self._repair_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="memserve-meta", daemon=True)
+        self._thread.start()
+
+    def keep(self, records: Sequence[AnyRecord], then: OnKept) -> None:
+        """Make ``records`` durable, then call ``then``."""
+        self._inbox.put(_Item(records, then))
+
+    def note(self, records: Sequence[AnyRecord]) -> None:
+        """Make ``records`` durable some time."""
+        self._inbox.put(_Item(records, None))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is left, and end."""
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._store.close()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            items, is_open = self._gather()
+            self._write(items)
+            waiting = [item.then for item in items if item.then is not None]
+            if waiting or not is_open or time.monotonic() - self._synced_s >= NOTES_SYNC_S:
+                durable = self._sync()
+                for then in waiting:
+                    then(durable)
+
+    def _gather(self) -> tuple[list[_Item], bool]:
+        """All that is there; waits for the first, but not longer than notes may be unsynced."""
+        items: list[_Item] = []
+        try:
+            item = self._inbox.get(timeout=NOTES_SYNC_S)
+            while item is not None:
+                items.append(item)
+                if len(items) >= _BATCH_RECORDS:
+                    return items, True
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return items, True
+        return items, False
+
+    def _write(self, items: list[_Item]) -> None:
+        records: list[Any] = []
+        for item in items:
+            records += item.records
+        if self._store.is_broken and time.monotonic() >= self._repair_s:
+            self._attempt(self._store.checkpoint)
+            if not self._store.is_broken:
+                log.warning("the metadata is kept again")
+        if records:
+            self._attempt(lambda: self._store.write(records))
+
+    def _sync(self) -> bool:
+        self._synced_s = time.monotonic()
+        return not self._store.is_broken and self._attempt(self._store.sync)
+
+    def _attempt(self, call: Callable[[], None]) -> bool:
+        was_broken = self._store.is_broken
+        try:
+            call()
+        except MediumFailed as error:
+            if not was_broken:
+                log.error("the metadata is not kept until further notice: %s", error)
+            self._repair_s = time.monotonic() + REPAIR_S
+            return False
+        return True
