@@ -37,6 +37,16 @@ ROUTER_COUNTERS: list[tuple[str, str, Read]] = [
     ("router_prompt_tokens", "Prompt tokens dispatched", lambda c: c.prompt_tokens),
 ]
 
+#: the same for ``GateStats``
+GATE_METRICS: list[tuple[str, type[CounterMetricFamily] | type[GaugeMetricFamily], str, Read]] = [
+    ("gate_active", GaugeMetricFamily, "Requests that were let in and have not ended", lambda g: g.active),
+    ("gate_admitted", CounterMetricFamily, "Requests that were let in", lambda g: g.admitted),
+    ("gate_queued", CounterMetricFamily, "Requests that had to wait for that", lambda g: g.queued),
+    ("gate_waited_seconds", CounterMetricFamily, "Time that those waited that were let in",
+     lambda g: g.waited_ns / NS_PER_S),
+    ("gate_evictions", CounterMetricFamily, "Ended requests whose memory newcomers took", lambda g: g.evictions),
+]  # fmt: skip
+
 #: the same for ``MemberStats``, one sample an instance
 INSTANCE_GAUGES: list[tuple[str, str, Read]] = [
     ("instance_up", "1 while the instance takes requests, 0 while it drains", lambda m: m.view.state == "live"),
@@ -75,6 +85,7 @@ def cluster_families(stats: Any) -> Iterator[Metric]:
     for name, text, read in ROUTER_COUNTERS:
         yield _one(CounterMetricFamily(f"memserve_{name}", text), read(stats.cluster.counters))
     yield from _by_label(stats.cluster.counters)
+    yield from _gate(stats.cluster.gate)
     thought_s = stats.router_ns / NS_PER_S
     yield _one(CounterMetricFamily("memserve_router_seconds", "Time the cluster machine thought"), thought_s)
     for name, text, read in INSTANCE_GAUGES:
@@ -102,6 +113,18 @@ def _by_label(counters: Any) -> Iterator[Metric]:
     for reason, count in counters.finished.items():
         finished.add_metric([reason], float(count))
     yield from (decisions, failed, finished)
+
+
+def _gate(gate: Any) -> Iterator[Metric]:
+    for name, kind, text, read in GATE_METRICS:
+        yield _one(kind(f"memserve_{name}", text), read(gate))
+    waiting = GaugeMetricFamily("memserve_gate_waiting", "Requests that wait to be let in", labels=["tenant"])
+    for tenant, count in gate.waiting.items():
+        waiting.add_metric([tenant], float(count))
+    rejected = CounterMetricFamily("memserve_gate_rejected", "Requests turned away, by cause", labels=["cause"])
+    for cause, count in gate.rejected.items():
+        rejected.add_metric([cause], float(count))
+    yield from (waiting, rejected)
 
 
 def _counters(members: Sequence[Any]) -> Iterator[Metric]:

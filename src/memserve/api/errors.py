@@ -76,13 +76,16 @@ def too_large(limit_bytes: int) -> ApiError:
 
 
 def rejected(news: Rejected) -> ApiError:
-    """400 when the engine can never run such a request, 429 when it can later, 503 when another server may."""
+    """400 when the engine can never run such a request, 429 when it can later, 503 when another server may, or when it
+    has waited in vain."""
     match news.refusal:
         case Refusal.IMPOSSIBLE:
             return bad_request(news.reason, code="request_rejected")
         case Refusal.CLOSING:
             return shutting_down()
     headers = {"retry-after": str(max(1, math.ceil(news.retry_after_s or 0)))}
+    if news.refusal is Refusal.OVERLOADED:
+        return ApiError(503, news.reason, kind="server_error", code="overloaded", headers=headers)
     return ApiError(429, news.reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 

@@ -16,7 +16,7 @@ from memserve.cli import options as opt
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, Peer, PeerInfo
-from memserve.types import Caching, Role
+from memserve.types import Admission, Caching, Role
 
 if TYPE_CHECKING:
     from memserve.model.loading.card import RemoteModel
@@ -195,4 +195,8 @@ def _describe(infos: list[PeerInfo], options: ClusterOptions) -> str:
     names = ", ".join(f"{info.peer.name} ({info.role.value})" for info in sorted(infos, key=lambda i: i.peer.name))
     config = options.config
     text = f"instances: {names}; {config.caching.value}, policy {config.policy}, transfer {config.transfer.value}"
+    gate = config.admission
+    if gate.mode is not Admission.NONE:
+        most = f", at most {gate.active_max} at once" if gate.active_max is not None else ""
+        text += f"; admission {gate.mode.value}{most}, {gate.waiting_max} may wait"
     return text + (f"; others may join at port {options.port}" if options.port is not None else "")

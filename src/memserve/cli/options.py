@@ -10,10 +10,10 @@ import typer
 
 from memserve.cli.logs import LOG_LEVELS
 from memserve.config import DEFAULT_MODEL as DEFAULT_MODEL
-from memserve.config import POLICIES, EngineOptions
+from memserve.config import POLICIES, AdmissionConfig, EngineOptions
 from memserve.errors import UserError
-from memserve.types import Caching, TransferMode
-from memserve.units import human_bytes
+from memserve.types import Admission, Caching, TransferMode
+from memserve.units import human_bytes, ns_from_s
 
 DEFAULTS = EngineOptions()
 DEFAULT_KV_MEMORY = human_bytes(DEFAULTS.kv_memory_bytes).replace(".0 ", "")
@@ -33,6 +33,13 @@ MaxModelTokens = Annotated[int | None, typer.Option(min=1, help="Context limit; 
 BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens a block of KV holds.")]
 StepsInFlight = Annotated[int, typer.Option(min=1, help="Steps given to the device at once; 2 hides the scheduler.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of the device; default: every core.")]
+GenerationConfig = Annotated[
+    bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
+]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(help="KEY, or NAME=KEY for a tenant of its own; repeatable.", envvar="MEMSERVE_API_KEY"),
+]
 
 ClusterSecretFile = Annotated[
     Path | None,
@@ -49,6 +56,20 @@ CachingLevel = Annotated[
 ]
 Policy = Annotated[str, typer.Option(help=f"Who gets a request: {', '.join(POLICIES)}.")]
 Transfer = Annotated[TransferMode, typer.Option(help="How KV goes from prefill to decode instances.")]
+AdmissionMode = Annotated[
+    Admission,
+    typer.Option(
+        "--admission",
+        help="Who is let in: none (everybody), bounded (--max-active), memory (and blocks), cache (shared ones once).",
+    ),
+]
+MaxActive = Annotated[int | None, typer.Option(min=1, help="Requests let in at once, over all instances.")]
+AdmissionQueue = Annotated[int, typer.Option(min=0, help="Requests that may wait to be let in; more get 429.")]
+AdmissionWait = Annotated[float, typer.Option(min=0.001, help="Seconds that they may wait; then they get 503.")]
+AdmissionEvictions = Annotated[
+    int | None,
+    typer.Option(min=0, help="KV of ended requests counts as taken; one request may take that of so many."),
+]
 LogLevel = Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))]
 ClusterHost = Annotated[str, typer.Option(help="Address by which other hosts reach this one: router and instances.")]
 ClusterPort = Annotated[
@@ -75,6 +96,18 @@ def engine_flags(options: EngineOptions) -> tuple[str, ...]:
         if not isinstance(value, bool):
             flags.append(str(value))
     return tuple(flags)
+
+
+def admission_config(
+    mode: Admission, max_active: int | None, queue: int, wait_s: float, evictions: int | None
+) -> AdmissionConfig:
+    """The gate that these options say. Raises :class:`UserError` for options that would do nothing."""
+    if mode is Admission.NONE and (max_active is not None or evictions is not None):
+        flag = "--max-active" if max_active is not None else "--admission-evictions"
+        raise UserError(f"{flag} does nothing without admission", hint="add --admission bounded, memory or cache")
+    if mode is Admission.BOUNDED and evictions is not None:
+        raise UserError("bounded admission does not look at memory", hint="use --admission memory or cache")
+    return AdmissionConfig(mode, max_active, queue, ns_from_s(wait_s), evictions_max=evictions)
 
 
 def read_secret(path: Path) -> str:

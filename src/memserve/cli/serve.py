@@ -17,10 +17,10 @@ import typer
 from memserve.cli import options as opt
 from memserve.cli.cluster import ClusterOptions, choose_counts, running_cluster
 from memserve.cli.logs import set_up_logging
-from memserve.config import ClusterConfig, EngineOptions
+from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
-from memserve.types import Caching
-from memserve.units import MIB, parse_bytes
+from memserve.types import Admission, Caching
+from memserve.units import MIB, NS_PER_S, parse_bytes
 
 if TYPE_CHECKING:
     from memserve.api.served import ServingEngine
@@ -64,13 +64,8 @@ def serve(
     block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
     steps_in_flight: opt.StepsInFlight = opt.DEFAULTS.steps_in_flight,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients see; default: the model's.")] = None,
-    generation_config: Annotated[
-        bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
-    ] = True,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="KEY, or NAME=KEY for a tenant of its own; repeatable.", envvar="MEMSERVE_API_KEY"),
-    ] = None,
+    generation_config: opt.GenerationConfig = True,
+    api_key: opt.ApiKeys = None,
     drain_s: Annotated[float, typer.Option(min=0, help="How long streams may go on after SIGTERM.")] = 20.0,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request body, in MiB.")] = 16,
     log_level: opt.LogLevel = "warning",
@@ -81,6 +76,11 @@ def serve(
     policy: opt.Policy = CLUSTER.policy,
     transfer: opt.Transfer = CLUSTER.transfer,
     link: opt.Link = "auto",
+    admission: opt.AdmissionMode = CLUSTER.admission.mode,
+    max_active: opt.MaxActive = None,
+    admission_queue: opt.AdmissionQueue = CLUSTER.admission.waiting_max,
+    admission_wait: opt.AdmissionWait = CLUSTER.admission.wait_ns / NS_PER_S,
+    admission_evictions: opt.AdmissionEvictions = None,
     cluster_host: opt.ClusterHost = "127.0.0.1",
     cluster_port: opt.ClusterPort = None,
     cluster_secret_file: opt.ClusterSecretFile = None,
@@ -90,29 +90,37 @@ def serve(
     engine_options = EngineOptions(
         model=model, dtype=dtype, device=device,
         kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=parse_bytes(dram_memory), caching=not no_cache,
-        max_running=max_running, max_waiting=max_waiting, max_step_tokens=max_step_tokens,
-        prefill_chunk_tokens=prefill_chunk_tokens, preemption=preemption,
-        max_model_tokens=max_model_tokens, threads=threads, block_tokens=block_tokens, steps_in_flight=steps_in_flight,
+        max_running=max_running, max_waiting=max_waiting, max_step_tokens=max_step_tokens, preemption=preemption,
+        prefill_chunk_tokens=prefill_chunk_tokens, max_model_tokens=max_model_tokens, threads=threads,
+        block_tokens=block_tokens, steps_in_flight=steps_in_flight,
     )  # fmt: skip
     http = HttpOptions(
         host, port, tuple(api_key or ()), served_model_name, generation_config, drain_s, max_body_mib * MIB, log_level
     )
+    gate = opt.admission_config(admission, max_active, admission_queue, admission_wait, admission_evictions)
     if in_process:
-        _refuse_cluster_options(prefill, decode, colocated, cluster_port)
-        run_server(engine_options, http, None)
+        run_server(_alone(engine_options, gate, prefill, decode, colocated, cluster_port), http, None)
         return
-    config = ClusterConfig(Caching.OFF if no_cache else caching, policy, transfer)
+    config = ClusterConfig(Caching.OFF if no_cache else caching, policy, transfer, admission=gate)
     secret = opt.read_secret(cluster_secret_file) if cluster_port and cluster_secret_file else None
     counts = choose_counts(prefill, decode, colocated, device)
     run_server(engine_options, http, ClusterOptions(*counts, config, link, cluster_host, cluster_port, secret))
 
 
-def _refuse_cluster_options(*options: object) -> None:
-    if any(option is not None for option in options):
+def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:
+    """One engine has a line of its own, and looks at its memory in any case: its limits are those of the gate."""
+    if any(option is not None for option in cluster_options):
         raise UserError(
             "--in-process runs one engine without a cluster",
             hint="leave it out, or leave out --prefill, --decode, --colocated and --cluster-port",
         )
+    if gate.mode is Admission.NONE:
+        return options
+    if gate.mode is not Admission.BOUNDED or gate.active_max is None or gate.waiting_max < 1:
+        hint = "use --admission bounded with a queue, or leave out --in-process"
+        raise UserError("one engine alone admits by memory anyway, and turns away who cannot wait", hint=hint)
+    running = min(options.max_running, gate.active_max)
+    return dataclasses.replace(options, max_running=running, max_waiting=gate.waiting_max)
 
 
 def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: ClusterOptions | None) -> None:

@@ -21,6 +21,7 @@ class Refusal(enum.Enum):
 
     IMPOSSIBLE = "impossible"  # it could never run here
     BUSY = "busy"  # too many wait already: try again later
+    OVERLOADED = "overloaded"  # it has waited in vain: there is too much to do, whoever asks
     CLOSING = "closing"  # the engine is going away, or broke: try another server
 
 
@@ -86,9 +87,10 @@ class Clients:
         for output in outputs:
             self._deliver(output)
 
-    def reject(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
+    def reject(self, request_id: str, reason: str, retry_after_s: float | None, overloaded: bool = False) -> None:
         """Tell a client that its request will not run."""
-        refusal = Refusal.IMPOSSIBLE if retry_after_s is None else Refusal.BUSY
+        later = Refusal.OVERLOADED if overloaded else Refusal.BUSY
+        refusal = Refusal.IMPOSSIBLE if retry_after_s is None else later
         self._tell(self._forget(request_id), Rejected(request_id, reason, retry_after_s, refusal))
 
     def fail_all(self) -> None:

@@ -1,6 +1,6 @@
 """The engine: one instance for the clients of its own process (level 3).
 
-    client threads --submit--> inbox --> [machine] --> sinks (new tokens, called by the engine thread)
+client threads --submit--> inbox --> [machine] --> sinks (new tokens, called by the engine thread)
 """
 
 from __future__ import annotations
@@ -87,4 +87,4 @@ class Engine:
         if isinstance(action, EmitTokens):
             self._clients.deliver(action.outputs)
         elif isinstance(action, RejectRequest):
-            self._clients.reject(action.request_id, action.reason, action.retry_after_s)
+            self._clients.reject(action.request_id, action.reason, action.retry_after_s, action.overloaded)
