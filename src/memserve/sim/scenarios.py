@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from memserve.errors import UserError
 
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = ("memserve.sim.scenario_llm_cache",)
 """Imported when a scenario is asked for."""
 
 
