@@ -35,6 +35,10 @@ def test_each_rule_decides_when_those_before_it_have_no_answer():
     assert number == 0 and "session" in why
     number, why = choice(Ask(960), candidates)
     assert number == 2 and "exact hit" in why
+    number, why = choice(Ask(991, block_tokens=32), candidates)
+    assert number == 2 and "exact hit" in why, "31 tokens are less than a block"
+    number, why = choice(Ask(992, block_tokens=32), candidates)
+    assert number == 2 and "longest prefix" in why
     number, why = choice(Ask(1920), candidates)
     assert number == 2 and "longest prefix: i2 has 960 of 1920" in why
     number, why = choice(Ask(1920), some(matched=[0, 0, 0], work=[3, 1, 2]))
@@ -55,7 +59,7 @@ def the_slow_way(ask: Ask, some: list[Candidate]) -> int:
     fair = [c for c in some if c.work_tokens <= limit]
     rules = [
         [c for c in fair if c.number in ask.favourites],
-        [c for c in fair if c.matched_tokens >= ask.prompt_tokens - 1 > 0],
+        [c for c in fair if c.matched_tokens >= ask.prompt_tokens],
         [c for c in fair if c.matched_tokens == max(f.matched_tokens for f in fair) > 0],
         some,
     ]

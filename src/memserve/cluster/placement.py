@@ -145,6 +145,7 @@ class Placer:
             geometry.token_bytes if geometry is not None else 0,
             favourites,
             self._longest(matches),
+            self._block_tokens(),
         )
 
     def _longest(self, matches: Matches) -> tuple[Holding, ...]:

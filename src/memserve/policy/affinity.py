@@ -3,7 +3,7 @@
 ::
 
     1  session affinity   who ran the session's last request
-    2  exact hit          who has all of the prompt, but for the last token, whose logits are always computed
+    2  exact hit          who has all whole blocks of the prompt
     3  longest prefix     who has most of it
     4  miss               who has least to do; its cache is filled by the request itself, so the next one is a hit
 
@@ -36,6 +36,6 @@ def choose_in_order(ask: Ask, some: Sequence[Candidate]) -> tuple[Candidate, str
     chosen = min(fair, key=lambda c: (-c.matched_tokens, *load_rank(ask, c)))
     if not chosen.matched_tokens:
         return least, f"miss: {least.name} has {least.work_tokens} tokens of work, and fills its cache"
-    if chosen.matched_tokens >= ask.prompt_tokens - 1:
+    if ask.prompt_tokens - chosen.matched_tokens < ask.block_tokens:
         return chosen, f"exact hit: {chosen.name} has the whole prompt"
     return chosen, f"longest prefix: {chosen.name} has {chosen.matched_tokens} of {ask.prompt_tokens} tokens"

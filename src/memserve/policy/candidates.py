@@ -75,6 +75,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Instances that know the session, or have its prefix pinned."""
     holdings: tuple[Holding, ...] = ()
     """Longest first."""
+    block_tokens: int = 1
+    """Prefixes are cached in whole blocks of so many."""
 
 
 class Route(NamedTuple):
