@@ -54,6 +54,10 @@ class ServedChild:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """End it without a word, as an accident would."""
+        self._process.kill()
+
     def end(self) -> None:
         """End it, with force where it does not want to."""
         self.ask_to_end()

@@ -120,12 +120,19 @@ class Figures:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    fetched_tokens: int = 0
+    """Of the cached tokens, those that came from another instance."""
     errors: dict[str, int] = field(default_factory=dict)
 
     @property
     def cached_share(self) -> float:
         """Of the prompt tokens, those whose KV came from the cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def fetched_share(self) -> float:
+        """Of the prompt tokens, those whose KV came from another instance's cache."""
+        return self.fetched_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def figures(records: Sequence[RequestRecord], *, slo: Slo | None = None, wall_s: float | None = None) -> Figures:
@@ -154,6 +161,7 @@ def figures(records: Sequence[RequestRecord], *, slo: Slo | None = None, wall_s:
         prompt_tokens=sum(record.prompt_tokens or 0 for record in ended if record.ok),
         cached_tokens=sum(record.cached_tokens or 0 for record in ended if record.ok),
         output_tokens=output_tokens,
+        fetched_tokens=sum(record.fetched_tokens for record in ended if record.ok),
         errors=_errors(ended),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from memserve.workloads.tokens import Meter
 from memserve.workloads.words import Workload
 
 SAMPLE_SESSIONS = 20
+SALT_BYTES = 6
 NO_MODEL = Manner("")
 OVERTIME = 4.0
 """A probe is given up after so many times its arrivals' span: its queue did not drain."""
@@ -45,7 +47,8 @@ class Search:
 
 def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, say: Callable[[str], None]) -> Capacity:
     """The capacity of one setting, on one server from the first rate to the last."""
-    seeds = itertools.count(plan.recipe.seed)
+    seeds, salt = itertools.count(plan.recipe.seed), secrets.token_hex(SALT_BYTES)
+    ended: list[str] = []
     with Servers(plan.serve_flags, say) as servers:
         address = servers.address(setting)
 
@@ -54,7 +57,8 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, say: C
             workload = workload_at(plan, rate, seed)
             progress = Progress(workload.request_count, f"{setting.name} at {rate:.2f}/s")
             labels = Labels(setting.name, f"{plan.recipe.kind} at {rate:.3f}/s", seed)
-            manner, limit_s = replace(plan.manner, model=address.model), OVERTIME * plan.probe_s
+            manner = replace(plan.manner, model=address.model, salt=f"{salt}-{seed}/")
+            limit_s = OVERTIME * plan.probe_s
             run = drive(
                 lambda: Driver(
                     workload, Target(address.url), manner,
@@ -62,6 +66,7 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, say: C
                 )
             )  # fmt: skip
             if run.partial is not None and not run.partial.startswith("time is up"):
+                ended.append(run.partial)
                 return None
             probe = judge(rate, run.records, plan.slo, plan.violations_max)
             if run.partial is not None:
@@ -69,7 +74,8 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, say: C
             say(f"{setting.name} at {rate:.2f}/s: {'borne' if probe.borne else probe.why}")
             return probe
 
-        return search(setting.name, try_rate, start=plan.start, precision=plan.precision)
+        found = search(setting.name, try_rate, start=plan.start, precision=plan.precision)
+        return replace(found, partial=ended[0]) if ended else found
 
 
 def workload_at(plan: Search, rate: float, seed: int) -> Workload:

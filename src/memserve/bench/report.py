@@ -58,16 +58,23 @@ def _circumstances(results: Results) -> Iterator[str]:
 def _table(workload: str, members: Sequence[Found], results: Results) -> Iterator[str]:
     yield f"\n## {workload}\n"
     columns = ["setting", "requests", "failed", "TTFT mean", "P50", "P99", "TPOT mean", "P99", "JCT mean", "P99"]
-    columns += ["tokens/s", "goodput /s", "SLO missed", "cached", "client late P50"]
+    columns += ["tokens/s", "goodput /s", "SLO missed", "cached", "fetched", "client late P50"]
     yield table_row(columns)
     yield table_row(["---"] * len(columns))
     for found in members:
         f = found.figures
         cells = [found.setting, str(f.requests), str(f.failed), *_ms(f.ttft_s, "mean", "p50", "p99")]
         cells += [*_ms(f.tpot_s, "mean", "p99"), *_ms(f.jct_s, "mean", "p99"), f"{f.output_tokens_per_s:.1f}"]
-        cells += [f"{f.goodput_per_s:.2f}", f"{f.slo_violations:.0%}", f"{f.cached_share:.0%}", *_ms(f.late_s, "p50")]
+        cells += [
+            f"{f.goodput_per_s:.2f}",
+            f"{f.slo_violations:.0%}",
+            f"{f.cached_share:.0%}",
+            f"{f.fetched_share:.0%}",
+            *_ms(f.late_s, "p50"),
+        ]
         yield table_row(cells)
-    yield "\nTimes in milliseconds; cached: share of the prompt tokens, as the server tells."
+    yield "\nTimes in milliseconds; cached, fetched: shares of the prompt tokens, as the server says; fetched: of the"
+    yield "cached ones, those that another instance had and gave."
     for found in members:
         if found.figures.errors:
             told = ", ".join(f"{count} {what}" for what, count in found.figures.errors.items())

@@ -24,9 +24,9 @@ WORKLOADS = "sharegpt,loogle,react"
 FULL_SEEDS, FULL_MINUTES = 3, 28.0
 
 QUICK = Size(sessions=3, turns_max=3, prompt_tokens_max=1024, output_tokens_max=8, rate=3.0)
-FULL = Size(sessions=8, turns_max=4, prompt_tokens_max=1536, output_tokens_max=24, rate=2.0)
+FULL = Size(sessions=5, turns_max=4, prompt_tokens_max=1536, output_tokens_max=48, rate=1.5)
 """What two cores and the bundled model can bear; a larger machine wants larger figures."""
-TURNS = Size(sessions=5, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rate=0.8)
+TURNS = Size(sessions=4, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rate=0.8)
 POLICIES = Size(sessions=6, turns_max=2, prompt_tokens_max=1536, output_tokens_max=8, rate=2.5)
 
 
@@ -55,7 +55,7 @@ def serve(
         int | None, typer.Option(min=1, help="So many repetitions, each with its own sample.  [default: 3]")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="Begin no seed that would not end within so long.  [default: 28]")
+        float | None, typer.Option(min=0.01, help="Begin no seed that would not end within so long.  [default: 28]")
     ] = None,
     sessions: Annotated[int | None, typer.Option(min=1, help="Sessions of each workload.")] = None,
     rate: Annotated[float | None, typer.Option(min=0.001, help="Requests a second (Poisson).")] = None,

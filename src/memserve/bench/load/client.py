@@ -193,7 +193,9 @@ class _Answer:
             if usage.prompt_tokens_details is not None:
                 record.cached_tokens = usage.prompt_tokens_details.cached_tokens
         if chunk.memserve is not None:
-            record.instance = _route(chunk.memserve)
+            facts = _facts(chunk.memserve)
+            record.instance = str(facts.get("route", [""])[-1])
+            record.fetched_tokens = sum(count for count in facts.get("fetched_tokens", ()) if isinstance(count, int))
         if chunk.error is not None:
             self._error = chunk.error
 
@@ -214,10 +216,12 @@ class _Answer:
         self._record.outcome, self._record.error = outcome, error[:ERROR_CHARS_MAX]
 
 
-def _route(explanation: dict[str, Any]) -> str:
-    """The last thing that the story says about where it ran."""
-    facts = [fact.get("value") for fact in explanation.get("story") or () if fact.get("fact") == "route"]
-    return str(facts[-1]) if facts else ""
+def _facts(explanation: dict[str, Any]) -> dict[str, list[Any]]:
+    """Name -> what the story says about it, in order."""
+    facts: dict[str, list[Any]] = {}
+    for fact in explanation.get("story") or ():
+        facts.setdefault(str(fact.get("fact")), []).append(fact.get("value"))
+    return facts
 
 
 def _shortened(body: bytes) -> str:

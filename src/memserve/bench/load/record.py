@@ -50,6 +50,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """As the server counts them; the number of chunks where it does not."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    fetched_tokens: int = 0
+    """Of them those that another instance had and gave, where the server tells."""
     instance: str = ""
     """Who computed it, where the server tells: ``p1 to d1``."""
     http_status: int | None = None
