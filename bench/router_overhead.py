@@ -186,6 +186,7 @@ def main() -> int:
         http, port = free_port(), free_port()
         serve = ["serve", "--model", str(args.model), "--prefill", "0", "--decode", "0", "--colocated", "0"]
         serve += ["--cluster-port", str(port), "--cluster-secret-file", str(folder / "secret"), "--port", str(http)]
+        serve += ["--metadata", "none"]
         serve += ["--served-model-name", "m", "--policy", args.policy]
         router = subprocess.Popen(["taskset", "-c", "0", sys.executable, "-m", "memserve", *serve])
         null = [sys.executable, __file__, "--model", str(args.model), "--be-instances", str(args.instances)]

@@ -170,7 +170,7 @@ class Fleet:
         port = self.join.rpartition(":")[2]
         counts = ["--prefill", "0", "--decode", "0", "--colocated", "0"]
         cluster = ["--cluster-port", port, "--cluster-secret-file", str(self.secret), "--policy", "least-load"]
-        name = ["--served-model-name", "tiny", "--port", str(self.http)]
+        name = ["--served-model-name", "tiny", "--port", str(self.http), "--metadata", "none"]
         return ["serve", "--model", str(self.model), *counts, *cluster, *name, *ENGINE]
 
     def start(self, name: str, role: str, fault: tuple[str, str, int] | None = None) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from memserve.cli import options as opt
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
-from memserve.messages import ROUTER, Peer, PeerInfo
+from memserve.messages import ROUTER, PeerInfo
+from memserve.runtime.meta_open import Metadata, MetadataPlace, open_metadata
 from memserve.types import Admission, Caching, Role
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class ClusterOptions:
     """``None``: only this host's own instances are members."""
     secret: str | None = None
     """What all members know; ``None``: this host's own are given a fresh one."""
+    metadata: MetadataPlace = dataclasses.field(default_factory=MetadataPlace)
+    """Where the router remembers; default: nowhere."""
 
     def __post_init__(self) -> None:
         if self.link not in LINKS:
@@ -112,41 +115,56 @@ def running_cluster(
     from memserve.model.loading.sources import resolve_source
     from memserve.runtime.supervisor import Supervisor
 
-    _check_memory(engine_options, options)
     folder = resolve_source(engine_options.model, "float32")  # converts it, once, before several processes want it
-    secret = options.secret or secrets.token_urlsafe(32)
-    engine = _open_router(options, secret)
-    supervisor = Supervisor(_orders(engine_options, options, engine.address, log_level), secret, engine.bury)
-    try:
-        supervisor.start()
-        import_tokenizers()
-        infos = _wait_until_ready(engine, supervisor, options, say)
-        model = _model_of(infos, folder)
-        supervisor.settle()
-        yield RunningCluster(engine, model, _describe(infos, options))
-    finally:
-        supervisor.close()
-        engine.close()
+    with open_metadata(options.metadata, say) as kept:
+        secret = options.secret or kept.secret or secrets.token_urlsafe(32)
+        engine = _open_router(options, secret, kept)
+        orders = _orders(engine_options, options, engine.address, log_level)
+        supervisor = Supervisor(orders, secret, engine.bury, kept.folder)
+        try:
+            _check_memory(engine_options, len(orders) - len(supervisor.living))
+            supervisor.start()
+            import_tokenizers()
+            infos = _wait_until_ready(engine, supervisor, options, say)
+            model = _model_of(infos, folder)
+            supervisor.settle()
+            yield RunningCluster(engine, model, _describe(infos, options))
+        finally:
+            supervisor.close()
+            engine.close()
 
 
-def _check_memory(engine_options: EngineOptions, options: ClusterOptions) -> None:
+def _check_memory(engine_options: EngineOptions, instances: int) -> None:
     """Each instance looks for itself, but all at once they would all see the same free memory."""
     from memserve.runtime.memory import check_host_memory
 
     hbm_bytes = 0 if uses_gpu(engine_options.device) else engine_options.kv_memory_bytes
-    check_host_memory(options.instances * (hbm_bytes + engine_options.dram_memory_bytes))
+    check_host_memory(instances * (hbm_bytes + engine_options.dram_memory_bytes))
 
 
-def _open_router(options: ClusterOptions, secret: str) -> RouterEngine:
+def _open_router(options: ClusterOptions, secret: str, kept: Metadata) -> RouterEngine:
+    """Where the last one was, if that can be: its instances ask there first."""
+    last_host, _, last_port = kept.remembered.address.removeprefix("tcp://").rpartition(":")
+    if options.port is None and last_host == options.host:
+        try:
+            return _router_at(options, secret, kept, int(last_port))
+        except UserError:  # somebody else has taken the port meanwhile: members are told the new one
+            return _router_at(options, secret, kept, 0)
+    return _router_at(options, secret, kept, options.port or 0)
+
+
+def _router_at(options: ClusterOptions, secret: str, kept: Metadata, port: int) -> RouterEngine:
     from memserve.cluster.machine import Cluster
     from memserve.runtime.links.mailbox import ZmqMailbox
     from memserve.runtime.member import new_generation
     from memserve.runtime.router import RouterEngine
 
-    me = Peer(ROUTER, new_generation())
+    me = kept.router(ROUTER, new_generation())
     return RouterEngine(
-        Cluster(options.config),
-        lambda on_message: ZmqMailbox(me, secret, options.host, options.port or 0, on_message),
+        Cluster(options.config, remembers=kept.keeper is not None),
+        lambda on_message: ZmqMailbox(me, secret, options.host, port, on_message),
+        keeper=kept.keeper,
+        me=me,
     )
 
 

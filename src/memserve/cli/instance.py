@@ -85,10 +85,13 @@ def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: 
     try:
         from memserve.runtime.instance_host import MemberOptions, die_with, run_instance
 
-        die_with(greeting["parent_pid"])
+        outlive = Path(greeting["folder"]) if "folder" in greeting else None
+        if outlive is None:
+            die_with(greeting["parent_pid"])
         set_up_logging(log_level, name)
         here, _ = opt.split_address(join, "--join")  # the router's host is this one
-        run_instance(engine_options, MemberOptions(role, name, join, greeting["secret"], here, link=link), lambda: None)
+        place = MemberOptions(role, name, join, greeting["secret"], here, link=link)
+        run_instance(engine_options, place, lambda: None, outlive=outlive)
         _end_at_once()
     except UserError as error:
         print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)

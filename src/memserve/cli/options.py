@@ -75,6 +75,10 @@ ClusterHost = Annotated[str, typer.Option(help="Address by which other hosts rea
 ClusterPort = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Let instances of other hosts join at this port.")
 ]
+Metadata = Annotated[
+    str,
+    typer.Option(help="What outlives a killed router: a folder, etcd://HOST:PORT, none; auto: a folder of the --port."),
+]
 Link = Annotated[str, typer.Option(help="How KV moves: auto, shm (same host) or nixl.")]
 
 _FLAGS = {
@@ -108,6 +112,11 @@ def admission_config(
     if mode is Admission.BOUNDED and evictions is not None:
         raise UserError("bounded admission does not look at memory", hint="use --admission memory or cache")
     return AdmissionConfig(mode, max_active, queue, ns_from_s(wait_s), evictions_max=evictions)
+
+
+def secret_of(port: int | None, path: Path | None) -> str | None:
+    """The cluster's secret, for a router that others may join."""
+    return read_secret(path) if port and path is not None else None
 
 
 def read_secret(path: Path) -> str:

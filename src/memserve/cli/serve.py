@@ -19,6 +19,7 @@ from memserve.cli.cluster import ClusterOptions, choose_counts, running_cluster
 from memserve.cli.logs import set_up_logging
 from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
+from memserve.runtime.meta_open import metadata_place
 from memserve.types import Admission, Caching
 from memserve.units import MIB, NS_PER_S, parse_bytes
 
@@ -84,6 +85,7 @@ def serve(
     cluster_host: opt.ClusterHost = "127.0.0.1",
     cluster_port: opt.ClusterPort = None,
     cluster_secret_file: opt.ClusterSecretFile = None,
+    metadata: opt.Metadata = "auto",
     in_process: Annotated[bool, typer.Option(help="One engine in this very process, and no cluster.")] = False,
 ) -> None:
     """Serve a model over the OpenAI HTTP API: a router, one prefill and one decode instance, unless told otherwise."""
@@ -94,17 +96,16 @@ def serve(
         prefill_chunk_tokens=prefill_chunk_tokens, max_model_tokens=max_model_tokens, threads=threads,
         block_tokens=block_tokens, steps_in_flight=steps_in_flight,
     )  # fmt: skip
-    http = HttpOptions(
-        host, port, tuple(api_key or ()), served_model_name, generation_config, drain_s, max_body_mib * MIB, log_level
-    )
+    edge = (tuple(api_key or ()), served_model_name, generation_config, drain_s, max_body_mib * MIB, log_level)
+    http = HttpOptions(host, port, *edge)
     gate = opt.admission_config(admission, max_active, admission_queue, admission_wait, admission_evictions)
     if in_process:
         run_server(_alone(engine_options, gate, prefill, decode, colocated, cluster_port), http, None)
         return
     config = ClusterConfig(Caching.OFF if no_cache else caching, policy, transfer, admission=gate)
-    secret = opt.read_secret(cluster_secret_file) if cluster_port and cluster_secret_file else None
-    counts = choose_counts(prefill, decode, colocated, device)
-    run_server(engine_options, http, ClusterOptions(*counts, config, link, cluster_host, cluster_port, secret))
+    counts, kept_in = choose_counts(prefill, decode, colocated, device), metadata_place(metadata, port)
+    secret = opt.secret_of(cluster_port, cluster_secret_file)
+    run_server(engine_options, http, ClusterOptions(*counts, config, link, cluster_host, cluster_port, secret, kept_in))
 
 
 def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from memserve.config import EngineOptions
 from memserve.messages import Peer, PeerInfo
@@ -16,6 +17,7 @@ from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.memory import objects_that_stay
+from memserve.runtime.meta_children import end_when_orphaned
 from memserve.types import Role
 
 JOIN_TIMEOUT_S = 30.0
@@ -45,15 +47,22 @@ class MemberOptions:
     """How long it may finish what it has when it is told to end; what is left then goes on elsewhere."""
 
 
-def run_instance(options: EngineOptions, place: MemberOptions, on_ready: Callable[[], None]) -> None:
+def run_instance(
+    options: EngineOptions, place: MemberOptions, on_ready: Callable[[], None], *, outlive: Path | None = None
+) -> None:
     """Run one instance until it is drained, expelled for good or signalled; ``on_ready`` is called when it has joined.
+    ``outlive``: the state folder of a router that it waits for when that is killed.
 
     Raises :class:`UserError` when the model cannot be served, no router answers, or the router refuses it.
     """
     me = Peer(place.name, new_generation())
+    members: list[Member] = []
+    if outlive is not None:
+        end_when_orphaned(outlive, lambda: members[0].router if members else None)
     with objects_that_stay():
         parts = build_parts(options, me=me, role=place.role)
     member = _open_member(parts, place, me)
+    members.append(member)
     patience_s = itertools.chain([place.drain_s], itertools.repeat(0.0))  # a second signal is meant
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, lambda *_: member.drain(next(patience_s)))

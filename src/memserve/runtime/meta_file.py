@@ -1,51 +1,31 @@
 """A journal in a file (level 3): the embedded default of ``memserve serve --metadata``.
 
 ``FOLDER/journal`` is the journal; ``FOLDER/journal.new`` is one that is being written to take its place, and is of no
-use after a crash; ``FOLDER/lock`` is locked as long as a router writes here, and its kernel-held lock ends with the
-process, however that ends. Everything is readable by its owner alone: documents of tenants are in it.
+use after a crash. Both are readable by their owner alone: documents of tenants are in them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
-from struct import Struct
 from typing import TypeVar
 
-from memserve.errors import UserError
 from memserve.meta.medium import MediumFailed
 
-JOURNAL, LOCK = "journal", "lock"
-_FLOCK = Struct("hhqqi4x")
-"""``struct flock`` on 64-bit Linux: type, whence, start, length, pid."""
+JOURNAL = "journal"
 Result = TypeVar("Result")
 
 
 class FileMedium:
-    """A :class:`memserve.meta.medium.Medium` in a folder of the local file system."""
+    """A :class:`memserve.meta.medium.Medium` in a folder of the local file system, used by this process alone."""
 
     def __init__(self, folder: Path, *, fsync: Callable[[int], None] = os.fdatasync) -> None:
-        """Raises :class:`UserError` when the folder cannot be used, or another process uses it. ``fsync``: how bytes
-        get safe; a test may give one that does nothing."""
+        """``folder`` must exist. ``fsync``: how bytes get safe; a test may give one that does nothing."""
         self._fsync = fsync
         self._path = folder / JOURNAL
         self._fd: int | None = None
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            self._lock_fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise UserError(
-                f"cannot keep metadata in {folder}: {error.strerror}", hint="--metadata PATH or none", param="metadata"
-            ) from None
-        try:
-            fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._close_folder()
-            hint = "another `memserve serve` runs with it: end that one, or give this one another --metadata"
-            raise UserError(f"the metadata in {folder} is in use", hint=hint, param="metadata") from None
+        self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def load(self) -> bytes:
         """As :class:`Medium`."""
@@ -87,14 +67,10 @@ class FileMedium:
             os.close(old)
 
     def close(self) -> None:
-        """As :class:`Medium`; another router may come."""
+        """As :class:`Medium`."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-        self._close_folder()
-
-    def _close_folder(self) -> None:
-        os.close(self._lock_fd)
         os.close(self._folder_fd)
 
     def _write(self, fd: int, data: bytes) -> None:
@@ -102,19 +78,6 @@ class FileMedium:
         while rest:
             written = _guarded(lambda: os.write(fd, rest))  # noqa: B023  # called at once
             rest = rest[written:]
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether some router has its metadata in ``folder`` right now. Asks the kernel and takes nothing."""
-    try:
-        fd = os.open(folder / LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        asked = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-        return bool(_FLOCK.unpack(asked)[0] != fcntl.F_UNLCK)
-    finally:
-        os.close(fd)
 
 
 def _guarded(call: Callable[[], Result]) -> Result:

@@ -1,7 +1,8 @@
 """Keeps the instance processes of one host alive (level 3).
 
 Each child has a thread here that starts it, waits for its end, and starts it again, later and later the more often it
-ends. Children die with that thread, so none outlives this process, whatever happens to it.
+ends. Children die with that thread, so none outlives this process, whatever happens to it; unless there is a state
+folder: then they wait for the next supervisor, which takes them over (:mod:`memserve.runtime.meta_children`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from memserve.errors import UserError
+from memserve.runtime.meta_children import AdoptedProcess, ChildrenFile
 from memserve.types import Role
 
 log = logging.getLogger(__name__)
@@ -53,7 +56,7 @@ class _Child:
 
     def __init__(self, order: ChildOrder) -> None:
         self.order = order
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | AdoptedProcess | None = None
         self.thread: threading.Thread | None = None
         self.restarts = 0
 
@@ -61,12 +64,17 @@ class _Child:
 class Supervisor:
     """Starts children, restarts those that die, ends them all."""
 
-    def __init__(self, orders: Sequence[ChildOrder], secret: str, on_death: Callable[[str], None]) -> None:
+    def __init__(
+        self, orders: Sequence[ChildOrder], secret: str, on_death: Callable[[str], None], folder: Path | None = None
+    ) -> None:
         """``secret`` goes to each child through a pipe: neither command lines nor environments show it. ``on_death``
-        is called with the name of a child that has ended by accident, from its thread."""
+        is called with the name of a child that has ended by accident, from its thread. ``folder``: where it is written
+        down who was started; they outlive this process then, unless it ends in good order."""
         self._on_death = on_death
         self._children = [_Child(order) for order in orders]
-        self._greeting = json.dumps({"secret": secret, "parent_pid": os.getpid()}) + "\n"
+        self._file = ChildrenFile(folder) if folder is not None else None
+        outlive = {"folder": str(folder)} if folder is not None else {}
+        self._greeting = json.dumps({"secret": secret, "parent_pid": os.getpid(), **outlive}) + "\n"
         self._environment = dict(os.environ)
         if len(orders) > 1:  # they share cores: a worker of one that spins between steps takes them from another
             self._environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -80,8 +88,15 @@ class Supervisor:
         """Of all children, in the order of their start."""
         return [child.order.name for child in self._children]
 
+    @property
+    def living(self) -> list[str]:
+        """Names of children that the last supervisor of this folder has left, and that run."""
+        return self._file.living(self.names) if self._file is not None else []
+
     def start(self) -> None:
-        """Start all children; they load in parallel."""
+        """Start all children, or take over those that live; they load in parallel."""
+        if self._file is not None:
+            self._file.end_others(self.names)
         for child in self._children:
             child.thread = threading.Thread(
                 target=self._tend, args=(child,), name=f"memserve-tend-{child.order.name}", daemon=True
@@ -137,7 +152,7 @@ class Supervisor:
             said, _ = process.communicate(self._greeting)
             if self._closing.is_set():
                 return
-            story = _story(child.order.name, process.returncode, said)
+            story = _story(child.order.name, process.returncode or 0, said)
             if not self._settled:
                 self._failure = self._failure or story
                 return
@@ -149,10 +164,14 @@ class Supervisor:
                 return
             child.restarts += 1
 
-    def _spawn(self, child: _Child) -> subprocess.Popen[str] | None:
+    def _spawn(self, child: _Child) -> subprocess.Popen[str] | AdoptedProcess | None:
         with self._lock:
             if self._closing.is_set():
                 return None
+            if self._file is not None and child.process is None:
+                child.process = self._file.adopt(child.order.name, child.order.command)
+                if child.process is not None:
+                    return child.process
             child.process = subprocess.Popen(
                 child.order.command,
                 stdin=subprocess.PIPE,
@@ -161,6 +180,8 @@ class Supervisor:
                 env=self._environment,
                 process_group=0,  # Ctrl-C is for us: streams drain before their instances end
             )
+            if self._file is not None:
+                self._file.started(child.order.name, child.process.pid, child.order.command)
             return child.process
 
 

@@ -1,0 +1,180 @@
+"""Instances that outlive the ``memserve serve`` that started them, and are found by the next one (level 3).
+
+A supervisor with a state folder writes down whom it has started. When it is killed, they live on and keep their KV;
+each asks the kernel now and then whether somebody holds the folder's lock, and ends when nobody has come back for
+``ORPHAN_S``. The next supervisor with this folder takes over whoever still runs the very command that it would run
+itself, and ends the others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from memserve.messages import Peer
+from memserve.runtime.meta_state import is_locked
+
+log = logging.getLogger(__name__)
+
+CHILDREN = "children.json"
+ORPHAN_S = 60.0
+"""How long an instance waits for a new ``memserve serve``."""
+LOOK_S = 0.5
+END_S = 5.0
+"""How long one of no use may take to say good-bye."""
+
+
+class AdoptedProcess:
+    """A process that another one has started, as far as a supervisor needs ``subprocess.Popen``."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """``None`` while it runs; its real status is not ours to know."""
+        if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
+            self.returncode = 0
+        return self.returncode
+
+    def communicate(self, _greeting: str) -> tuple[str, None]:
+        """Wait for its end. Its words went to a pipe that nobody reads any more."""
+        self._wait(None)
+        return "", None
+
+    def send_signal(self, sig: signal.Signals) -> None:
+        """Send ``sig``, to this process and no other that may have its number by now."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._pidfd, sig)
+
+    def end(self) -> None:
+        """Gently, then by force."""
+        self.send_signal(signal.SIGTERM)
+        self._wait(END_S)
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        if self.returncode is None and select.select([self._pidfd], [], [], timeout_s)[0]:
+            self.returncode = 0
+
+
+class ChildrenFile:
+    """Who was started by name: process, its start (so that no later process is taken for it), command."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / CHILDREN
+        self._lock = threading.Lock()
+        self._known: dict[str, dict[str, Any]] = _read(self._path)
+
+    def adopt(self, name: str, command: Sequence[str]) -> AdoptedProcess | None:
+        """The living child of that name if it runs ``command``, whatever router that joins; one that does not is
+        ended."""
+        process = self._living(name)
+        if process is not None and _but_address(self._known[name]["command"]) != _but_address(command):
+            log.warning("instance %s runs with other options: it is ended, and started anew", name)
+            process.end()
+            return None
+        return process
+
+    def end_others(self, names: Sequence[str]) -> None:
+        """End those that are written down and not among ``names``."""
+        for name in [name for name in self._known if name not in names]:
+            process = self._living(name)
+            if process is not None:
+                process.end()
+            self._forget(name)
+
+    def living(self, names: Sequence[str]) -> list[str]:
+        """Those of ``names`` whose processes run."""
+        alive = []
+        for name in names:
+            process = self._living(name)
+            if process is not None:
+                alive.append(name)
+        return alive
+
+    def started(self, name: str, pid: int, command: Sequence[str]) -> None:
+        """Write down a new child."""
+        with self._lock:
+            self._known[name] = {"pid": pid, "started": _start_of(pid), "command": list(command)}
+            self._write()
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            del self._known[name]
+            self._write()
+
+    def _write(self) -> None:
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(self._known), encoding="utf-8")
+        fresh.rename(self._path)
+
+    def _living(self, name: str) -> AdoptedProcess | None:
+        known = self._known.get(name)
+        if known is None:
+            return None
+        try:
+            pidfd = os.pidfd_open(known["pid"])
+        except OSError:
+            return None
+        if _start_of(known["pid"]) == known["started"]:  # asked behind the pidfd: it is the one that we hold
+            return AdoptedProcess(known["pid"], pidfd)
+        os.close(pidfd)
+        return None
+
+
+def end_when_orphaned(folder: Path, router: Callable[[], Peer | None], patience_s: float = ORPHAN_S) -> None:
+    """From now on a thread ends this process (SIGTERM) when nobody has held the lock of ``folder`` for ``patience_s``.
+
+    ``router``: who has welcomed us. Another one than the last holder of the lock: one elsewhere has taken over, and
+    nobody needs to come back.
+    """
+    threading.Thread(target=_watch, args=(folder, router, patience_s), name="memserve-orphan", daemon=True).start()
+
+
+def _watch(folder: Path, router: Callable[[], Peer | None], patience_s: float) -> None:
+    keeper: Peer | None = None
+    alone_since: float | None = None
+    while alone_since is None or time.monotonic() - alone_since <= patience_s:
+        time.sleep(LOOK_S)
+        if is_locked(folder):
+            keeper, alone_since = router(), None
+        elif router() not in (None, keeper):
+            alone_since = None
+        elif alone_since is None:
+            alone_since = time.monotonic()
+    log.warning("nobody has come back for %.0f s: this instance ends", patience_s)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): {key: it[key] for key in ("pid", "started", "command")} for name, it in known.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # written by nobody, or by half: those that it named join, or end by themselves
+
+
+def _start_of(pid: int) -> int | None:
+    """When it began, in the kernel's ticks; ``None``: there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _but_address(command: Sequence[str]) -> list[str]:
+    words = list(command)
+    if "--join" in words:
+        words[words.index("--join") + 1] = ""
+    return words

@@ -1,0 +1,85 @@
+"""Opens what ``--metadata`` names (level 3): nothing, a folder, or etcd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from memserve.errors import UserError
+from memserve.messages import Peer
+from memserve.remembered import Remembered
+from memserve.runtime.meta_file import FileMedium
+from memserve.runtime.meta_keeper import MetaKeeper
+from memserve.runtime.meta_state import StateFolder, default_folder
+
+NONE, AUTO, ETCD = "none", "auto", "etcd://"
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataPlace:
+    """What ``--metadata`` says."""
+
+    folder: Path | None = None
+    """State of this host; ``None``: nothing outlives the router's process here."""
+    etcd: tuple[str, ...] = ()
+    """``host:port`` of etcd's members; empty: the journal lies in ``folder``."""
+
+
+def metadata_place(text: str, port: int) -> MetadataPlace:
+    """What ``--metadata TEXT`` means for a server at HTTP port ``port``; 0: it will have another one each time. Raises
+    :class:`UserError`."""
+    own = default_folder(port) if port else None
+    if text == NONE:
+        return MetadataPlace()
+    if text == AUTO:
+        return MetadataPlace(own)
+    if text.startswith(ETCD):
+        hosts = tuple(host for host in text.removeprefix(ETCD).strip("/").split(",") if host)
+        if not hosts:
+            raise UserError(f"{text} names no host", hint="--metadata etcd://10.0.0.1:2379", param="metadata")
+        return MetadataPlace(own, hosts)
+    if "://" in text:
+        hint = "give a folder, etcd://HOST:PORT, or none"
+        raise UserError(f"unknown metadata store {text}", hint=hint, param="metadata")
+    return MetadataPlace(Path(text).expanduser().absolute())
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Open metadata."""
+
+    folder: Path | None
+    keeper: MetaKeeper | None
+    """``None``: nothing is remembered."""
+    secret: str | None
+    """The cluster's, from the folder."""
+
+    @property
+    def remembered(self) -> Remembered:
+        """What the last router knew."""
+        return self.keeper.remembered if self.keeper is not None else Remembered()
+
+    def router(self, name: str, generation: int) -> Peer:
+        """The name of the next router: of ``generation``, or one more than the last, whatever the clock says."""
+        last = self.remembered.router
+        return Peer(name, max(generation, last.generation + 1) if last is not None else generation)
+
+
+@contextmanager
+def open_metadata(place: MetadataPlace, say: Callable[[str], None]) -> Iterator[Metadata]:
+    """Open it; with etcd, wait until no other router is active. The keeper is the router's to close.
+
+    Raises :class:`UserError` when it cannot be used.
+    """
+    with ExitStack() as stack:
+        secret = None
+        if place.folder is not None:
+            folder = StateFolder(place.folder)
+            stack.callback(folder.close)
+            secret = folder.secret()
+        if place.folder is None:
+            yield Metadata(None, None, None)
+            return
+        yield Metadata(place.folder, MetaKeeper(FileMedium(place.folder)), secret)
