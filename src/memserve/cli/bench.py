@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli import bench_capacity, bench_cost, bench_pool, bench_serve, load
+from memserve.cli import bench_capacity, bench_concurrency, bench_cost, bench_pool, bench_serve, load
 from memserve.cli import options as opt
 from memserve.cli.workload import workload
 
@@ -19,6 +19,7 @@ app.command("serve")(bench_serve.serve)
 app.command("capacity")(bench_capacity.capacity)
 app.command("pool")(bench_pool.pool)
 app.command("cost")(bench_cost.cost)
+app.command("concurrency")(bench_concurrency.concurrency)
 
 
 @app.callback()

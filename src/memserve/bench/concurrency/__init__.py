@@ -1,0 +1,1 @@
+"""``memserve bench concurrency``: bursts of requests, cold and warm, with and without admission limit (row C8)."""
