@@ -150,10 +150,44 @@ def test_memory_is_given_out_block_by_block_and_comes_back():
 
 
 def test_what_never_fits_is_said_at_once():
+    world = gated(("c", C), mode=Admission.MEMORY)
+    client = world.ask(a_request("r", [1] * 260))
+    assert client.rejected.retry_after_s is None
+    assert client.rejected.reason == "it needs 65 blocks of KV memory, no instance has more than 64"
+
+
+def test_whose_prompt_fits_is_never_too_large_for_its_answers():
+    """75 blocks would be needed; the instance will cut what is generated, and has room for nothing else meanwhile."""
     world = gated(("c", C), mode=Admission.MEMORY, output_tokens_max=100)
     client = world.ask(a_request("r", [1] * 200, max_tokens=100))
-    assert client.rejected.retry_after_s is None
-    assert client.rejected.reason == "it needs 75 blocks of KV memory, no instance has more than 64"
+    world.ask(a_request("small", [1] * 4))
+    assert running(world, "c") == ["r"] and gate_of(world).waiting == {"": 1}
+    world.run()
+    assert client.got[0] == lone_answer(client.request, 0)[0]
+
+
+def test_an_instance_that_is_too_small_for_a_prompt_takes_no_part():
+    """The pair's prefill instance has not enough memory: the decode instance does both, and is what counts."""
+    world = gated(mode=Admission.MEMORY)
+    world.add("p", P, hbm_blocks=10, context_tokens=41)
+    world.add("d", D)
+    client = world.ask(a_request("r", [1] * 80))
+    assert client.rejected is None and running(world, "d") == ["r"]
+    world.run()
+
+
+def test_pressure_rejects_when_nobody_is_left_to_wait_for():
+    """One eviction is not enough, and nothing runs: waiting would help nobody."""
+    world = gated(("c", C), mode=Admission.MEMORY, evictions_max=1, output_tokens_max=0, caching=Caching.PD_CACHING_3)
+    for name in ("one", "two", "three"):
+        world.ask(a_request(name, [len(name)] * 80))
+        world.run()
+    client = world.ask(a_request("large", [9] * 120))
+    assert client.rejected.overloaded and client.rejected.retry_after_s >= 1
+    assert "nor by 1 evictions" in client.rejected.reason and gate_of(world).rejected == {"pressure": 1}
+    world.ask(a_request("small", [9] * 40))
+    assert running(world, "c") == ["small"]
+    world.run()
 
 
 def test_a_large_request_is_not_overtaken_for_ever():
@@ -279,7 +313,7 @@ class Crowded(World):
         )
         if what == "ask":
             base = random.randrange(3)
-            tokens = [base] * random.choice([4, 30, 120, 200, 250]) + [random.randrange(50)]
+            tokens = [base] * random.choice([4, 30, 120, 200, 260]) + [random.randrange(50)]
             name = f"r{len(self.clients)}"
             deadline = random.choice([None, None, self.now + 4 * NS_PER_S])
             self.ask(a_request(name, tokens, max_tokens=random.randint(1, 12), n=random.choice([1, 1, 2]),
@@ -357,6 +391,6 @@ def happened() -> Counter:
     return sums
 
 
-@pytest.mark.parametrize("what", ["queue", "wait", "memory", "queued", "evictions", "resumed"])
+@pytest.mark.parametrize("what", ["queue", "wait", "memory", "pressure", "queued", "evictions", "resumed"])
 def test_the_histories_do_what_they_are_for(happened, what):
     assert happened[what] > 3, happened

@@ -33,7 +33,8 @@ class Refusal(NamedTuple):
 
     job: Job
     cause: str
-    """``queue`` (too many wait), ``wait`` (it has waited too long) or ``memory`` (it fits nowhere, ever)."""
+    """``queue`` (too many wait), ``wait`` (it has waited too long), ``memory`` (it fits nowhere, ever) or ``pressure``
+    (not even with the memory of those that have ended, as much as it may take)."""
     reason: str
     retry_after_s: float | None
     """``None``: it never could."""
@@ -86,6 +87,13 @@ class Gate:
         self.stats.admitted += 1
         self.stats.waited_ns += waited_ns
         return job
+
+    def hopeless(self) -> Refusal | None:
+        """The head of the line has no room although nobody is active: nobody will make room for it."""
+        job = self._queue.head() if not self._active else None
+        if job is None or self.memory is None:
+            return None
+        return self._refuse(job, "pressure", f"{self._no_room()}, and nobody runs", self._retry_after_s())
 
     def overflow(self, newcomer: Job) -> Refusal | None:
         """Who is turned away because, with ``newcomer``, more wait than may: the last one of the tenant with most."""
@@ -178,7 +186,12 @@ class Gate:
         return self.memory is None or self.memory.fits(job)
 
     def _no_room(self) -> str:
-        return "no instance has enough free KV memory for the next one" if self.memory is not None else ""
+        """Why the head of the line waits, when it is not for others to leave."""
+        if self.memory is None:
+            return ""
+        limit = self._config.evictions_max
+        evicted = "" if limit is None else f", nor by {limit} evictions"
+        return f"no instance has enough free KV memory for the next one{evicted}"
 
     def _refuse(self, job: Job, cause: str, reason: str, retry_after_s: float | None) -> Refusal:
         self.stats.rejected[cause] = self.stats.rejected.get(cause, 0) + 1

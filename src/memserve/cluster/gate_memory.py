@@ -42,22 +42,28 @@ class GateMemory:
     # -- what a request needs
 
     def _need(self, job: Job, role: Role, *, decodes: bool) -> Need:
-        """On an instance of ``role``, which ``decodes`` what it has computed."""
-        config, geometry = self._config, self._registry.geometry
-        unit = config.unit_tokens or (geometry.block_tokens if geometry is not None else 1)
-        generated = max(len(tokens) for tokens in job.emitted)
+        """On an instance of ``role``, which ``decodes`` what it has computed.
+
+        Whose prompt fits is never too large for its answers: an instance cuts what is generated to what it has room
+        for, and lets sequences of one request take turns. So they need no more than the largest instance has.
+        """
+        config = self._config
+        unit, generated = self._unit_tokens(), max(len(tokens) for tokens in job.emitted)
+        need = prompt_need(job.request, unit, generated)
         if decodes:
-            need = full_need(job.request, config.output_tokens_max, unit, generated)
-        else:
-            need = prompt_need(job.request, unit, generated)
+            most = max((self.ledger.blocks_total(n) for n in self._loads.open_numbers(role).tolist()), default=0)
+            whole = full_need(job.request, config.output_tokens_max, unit, generated)
+            need = Need(max(need.blocks, min(whole.blocks, most)))
         if config.mode is Admission.CACHE and job.identities:
             need = with_reuse(need, job.identities)
         return need
 
+    def _unit_tokens(self) -> int:
+        geometry = self._registry.geometry
+        return self._config.unit_tokens or (geometry.block_tokens if geometry is not None else 1)
+
     def _blocks_total(self, member: Member) -> int:
-        geometry = member.info.geometry
-        unit = self._config.unit_tokens or geometry.block_tokens
-        return member.info.hbm_blocks * geometry.block_tokens // unit
+        return member.info.hbm_blocks * member.info.geometry.block_tokens // self._unit_tokens()
 
     # -- whether there is room
 
@@ -66,12 +72,12 @@ class GateMemory:
 
         Also when nobody is there: then it is for others to wait.
         """
-        teams_here = self._teams()
+        teams_here = self._teams(len(job.request.prompt))
         return all(self._room_in(job, team, len(teams_here) > 1) for team in teams_here)
 
     def never_fits(self, job: Job) -> str | None:
         """Why ``job`` could not run even if all others were gone; ``None`` = it could."""
-        teams_here = self._teams()
+        teams_here = self._teams(len(job.request.prompt)) or self._teams(0)
         for team in teams_here:
             needs = [self._need(job, role, decodes=self._decodes(role, len(teams_here) > 1)).total for role, _ in team]
             totals = [max(self.ledger.blocks_total(number) for number in numbers) for _, numbers in team]
@@ -91,17 +97,24 @@ class GateMemory:
         """Whether an instance of this role keeps what it has computed the prompt of."""
         return role is not Role.PREFILL or not paired
 
-    def _teams(self) -> list[list[tuple[Role, list[int]]]]:
-        """Who computes prompts, and who decodes when that is somebody else; each with its open instances."""
-        able = {role: numbers.tolist() for role in _ROLES if len(numbers := self._loads.open_numbers(role))}
+    def _teams(self, prompt_tokens: int) -> list[list[tuple[Role, list[int]]]]:
+        """Who computes such prompts, and who decodes when that is somebody else; each with its open instances."""
+        able = {role: numbers for role in _ROLES if (numbers := self._able(role, prompt_tokens))}
         return [[(role, able[role]) for role in team if role in able] for team in teams(able) if team]
+
+    def _able(self, role: Role, prompt_tokens: int) -> list[int]:
+        """Those of a role whose context such a prompt fits into, as placement sees it."""
+        numbers = self._loads.open_numbers(role)
+        able: list[int] = numbers[self._loads.context_limit[numbers] > prompt_tokens].tolist()
+        return able
 
     def narrow(self, job: Job, role: Role, numbers: Ints) -> Ints:
         """Those of ``numbers`` that have room; by policy ``best-fit`` the one with the least left over.
 
         All of them when none has: whoever was let in goes somewhere.
         """
-        need = self._need(job, role, decodes=self._decodes(role, len(self._teams()) > 1))
+        paired = len(self._teams(len(job.request.prompt))) > 1
+        need = self._need(job, role, decodes=self._decodes(role, paired))
         left = np.array([self.ledger.blocks_left(number, need) for number in numbers.tolist()], np.int64)
         if not (left >= 0).any():
             return numbers

@@ -74,8 +74,13 @@ class Lifecycle:
 
     def admit_waiting(self, now: int) -> None:
         """Let in whoever is next, as long as there is room."""
-        while (job := self.gate.next(now)) is not None:
-            self.place(job, now)
+        while True:
+            while (job := self.gate.next(now)) is not None:
+                self.place(job, now)
+            refusal = self.gate.hopeless()
+            if refusal is None:
+                return
+            self._turn_away(refusal, now)
 
     def waited_at_gate(self, request_id: str, now: int) -> None:
         """The timer of a job that had to wait."""
@@ -85,7 +90,8 @@ class Lifecycle:
             self._turn_away(refusal, now)
 
     def _turn_away(self, refusal: Refusal, now: int) -> None:
-        self._reject(refusal.job, refusal.reason, refusal.retry_after_s, now, overloaded=refusal.cause == "wait")
+        overloaded = refusal.cause in ("wait", "pressure")
+        self._reject(refusal.job, refusal.reason, refusal.retry_after_s, now, overloaded=overloaded)
 
     # -- placing
 

@@ -68,7 +68,8 @@ class GateStats:
     waited_ns: int = 0
     """Time that those waited that were let in, in total."""
     rejected: dict[str, int] = field(default_factory=dict)
-    """By cause: ``queue`` (too many waited), ``wait`` (for too long) or ``memory`` (it would never fit)."""
+    """By cause: ``queue`` (too many waited), ``wait`` (for too long), ``memory`` (it would never fit) or ``pressure``
+    (evictions were not enough, and nobody was left to wait for)."""
     evictions: int = 0
     """Ended requests whose memory newcomers took (with ``evictions_max``)."""
     active: int = 0
