@@ -21,7 +21,8 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
+from typing import TypeVar
 
 from memserve.bench.catalogue import Arrivals, Recipe, build
 from memserve.bench.load.client import Target
@@ -37,11 +38,12 @@ from memserve.bench.settings import Setting, parse_setting
 from memserve.cli.sim_options import profiled
 from memserve.cli.sim_results import simulate
 from memserve.config import ClusterConfig, EngineOptions, SchedulerConfig
+from memserve.policy.curves import DecodeCurve, PrefillCurve
 from memserve.sim.hardware import Machine
 from memserve.sim.replay.scripts import Frame, Script
 from memserve.sim.replay.setup import Setup, Surroundings
 from memserve.types import Caching, Role, TransferMode
-from memserve.units import MIB, NS_PER_S
+from memserve.units import NS_PER_S
 from memserve.workloads.arrivals import closed_loop
 from memserve.workloads.shape import Caps
 from memserve.workloads.tokens import TokenizerMeter
@@ -53,11 +55,14 @@ SETTINGS = ("1PD-CC", "1P1D-CC")
 CALIBRATION = "calibration.json"
 PROFILE = "profile.json"
 RECORDS = "real.jsonl.gz"
-CONTENTION_S = 4.0
-STREAMS = (1, 8)
+CONTENTION_S = 3.0
+KINDS = ("prefill", "decode")
+STREAMS = (1, 6)
+STREAM_PROMPT, STREAM_OUTPUT = 64, 40
 SERVE_FLAGS = ("--dtype", DTYPE)
 OPTIONS = EngineOptions(dtype=DTYPE)
 MESSAGE_NS = 300_000
+Curve = TypeVar("Curve", PrefillCurve, DecodeCurve)
 
 
 # -- calibrate
@@ -68,37 +73,41 @@ def calibrate(out: Path, seconds: float, model: str) -> None:
     command = [sys.executable, "-m", "memserve", "profile", "--dtype", DTYPE, "--model", model, "--json"]
     profile = subprocess.run([*command, "--seconds", str(seconds)], stdout=subprocess.PIPE, check=True).stdout
     (out / PROFILE).write_bytes(profile)
-    found = {"host_speeds": contention(model), "streams": [stream(model, users) for users in STREAMS]}
+    found = {
+        "processes": contention(model),
+        "streams": {name: [stream(model, name, users) for users in STREAMS] for name in SETTINGS},
+    }
     (out / CALIBRATION).write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
 
 
-def contention(model: str) -> list[float]:
-    """How fast each of two processes computes that do so at once, 1 = as alone: mean over kinds of steps."""
-    context = multiprocessing.get_context("spawn")
-    lines, processes = [], []
-    for _ in range(2):
-        mine, theirs = context.Pipe()
-        process = context.Process(target=_compute, args=(theirs, model), daemon=True)
-        process.start()
-        lines.append(mine)
-        processes.append(process)
-    for line in lines:
-        line.recv()
-    ratios = []
-    for kinds in (("prefill", "prefill"), ("prefill", "decode"), ("decode", "decode")):
-        alone = [_rates([line], [kind])[0] for line, kind in zip(lines, kinds, strict=True)]
-        both = _rates(lines, kinds)
-        ratios += [together / by_itself for together, by_itself in zip(both, alone, strict=True)]
-    for line in lines:
+def contention(model: str) -> dict[str, dict[str, float]]:
+    """How fast steps of each kind are on workers that do not spin, as those of instances that share cores, and how
+    fast beside another process that computes: 1 = as the profile says, and as alone without spinning."""
+    spinning, first, second = _process(model, spins=True), _process(model), _process(model)
+    passive, beside = {}, {}
+    for kind in KINDS:
+        passive[kind] = _rates([first], [kind])[0] / _rates([spinning], [kind])[0]
+    for kind, other in (("prefill", "decode"), ("decode", "prefill")):
+        beside[kind] = _rates([first, second], [kind, other])[0] / _rates([first], [kind])[0]
+    twice = {kind: _rates([first, second], [kind, kind])[0] / _rates([first], [kind])[0] for kind in KINDS}
+    for line in (spinning, first, second):
         line.send(None)
-    for process in processes:
-        process.join()
-    print("speeds beside another:", [round(ratio, 3) for ratio in ratios], file=sys.stderr)
-    return [1.0, round(mean(ratios), 3)]
+    return {"passive": passive, "beside": beside, "beside_the_same": twice}
 
 
-def _rates(lines: list[Connection], kinds: tuple[str, ...] | list[str]) -> list[float]:
+def _process(model: str, *, spins: bool = False) -> Connection:
+    if not spins:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as runtime/supervisor does
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    context.Process(target=_compute, args=(theirs, model), daemon=True).start()
+    mine.recv()
+    os.environ.pop("OMP_WAIT_POLICY", None)
+    return mine
+
+
+def _rates(lines: list[Connection], kinds: list[str]) -> list[float]:
     for line, kind in zip(lines, kinds, strict=True):
         line.send(kind)
     return [line.recv() for line in lines]
@@ -122,13 +131,11 @@ def _compute(line: Connection, model: str) -> None:
     profiler.close()
 
 
-def stream(model: str, users: int) -> dict[str, float]:
-    """What requests of one length feel, ``users`` at a time, on one colocated instance."""
-    workload = closed_loop(
-        uniform_workload(10 * users, prompt_tokens=64, shared_tokens=0, output_tokens=48), users=users
-    )
+def stream(model: str, name: str, users: int) -> dict[str, float]:
+    """What requests of one length feel, ``users`` at a time, on an idle cluster."""
+    uniform = uniform_workload(8 * users, prompt_tokens=STREAM_PROMPT, shared_tokens=0, output_tokens=STREAM_OUTPUT)
     with Servers((*SERVE_FLAGS, "--model", model), lambda _: None) as servers:
-        run = _drive(servers, parse_setting("1PD", 1), workload, "calibration", None)
+        run = _drive(servers, parse_setting(name, 1), closed_loop(uniform, users=users), "calibration", None)
     found = figures(run.records)
     assert found.ttft_s is not None and found.tpot_s is not None, "an idle server answers"
     return {"users": users, "ttft_ms": 1e3 * found.ttft_s.p50, "tpot_ms": 1e3 * found.tpot_s.p50}
@@ -167,30 +174,36 @@ def _drive(servers: Servers, setting: Setting, workload: Workload, label: str, w
 # -- the same in virtual time
 
 
-def machine_of(out: Path) -> tuple[Machine, Surroundings]:
-    """This machine as it was measured: the profile, and what the server added to it."""
+def machine_of(out: Path, setting: str) -> tuple[Machine, Surroundings]:
+    """This machine as it was measured: the profile, and what instances and server add to it."""
     machine = profiled(out / PROFILE, "smollm2-135m", 0)
-    machine = dataclasses.replace(machine, hbm_blocks=384 * MIB // machine.geometry.block_bytes)
     known = json.loads((out / CALIBRATION).read_text())
-    one, many = known["streams"]
-    users, costs = many["users"], machine.costs
-    context = 64 + 24
-    beside = [
-        entry["tpot_ms"] * 1e6 - costs.decode_step_ns(entry["users"], entry["users"] * context) for entry in (one, many)
-    ]
-    row_ns = (beside[1] - beside[0]) / (users - 1)
-    decode = dataclasses.replace(
-        costs.decode, step_ns=max(0.0, costs.decode.step_ns + beside[0] - row_ns), row_ns=costs.decode.row_ns + row_ns
-    )
-    front_ns = max(0, round(one["ttft_ms"] * 1e6 - costs.prefill_ns(64, 0)))
+    shares = setting != "1PD-CC"
+    costs = machine.costs
+    if shares:
+        passive = known["processes"]["passive"]
+        costs = dataclasses.replace(
+            costs, prefill=_slower(costs.prefill, passive["prefill"]), decode=_slower(costs.decode, passive["decode"])
+        )
+    one, many = known["streams"][setting]
+    context = STREAM_PROMPT + STREAM_OUTPUT // 2
+    beside = [e["tpot_ms"] * 1e6 - costs.decode_step_ns(e["users"], e["users"] * context) for e in (one, many)]
+    row_ns = max(0.0, (beside[1] - beside[0]) / (many["users"] - 1))
+    step_ns = max(0.0, costs.decode.step_ns + beside[0] - row_ns)
+    decode = dataclasses.replace(costs.decode, step_ns=step_ns, row_ns=costs.decode.row_ns + row_ns)
+    front_ns = max(0, round(one["ttft_ms"] * 1e6 - costs.prefill_ns(STREAM_PROMPT, 0)))
+    together = known["processes"]["beside"]
     around = Surroundings(
         front_ns=front_ns, back_ns=0, message_ns=MESSAGE_NS, instances_per_host=8,
-        host_speeds=tuple(known["host_speeds"]),
+        beside=(together["prefill"], together["decode"]) if shares else None,
     )  # fmt: skip
-    print(
-        f"a request costs {front_ns / 1e6:.1f} ms, a step {beside[0] / 1e6:.2f} ms beside the device", file=sys.stderr
-    )
+    print(f"{setting}: beside the device a request costs {front_ns / 1e6:.1f} ms, a step {beside[0] / 1e6:.2f} ms,"
+          f" a row of it {row_ns / 1e6:.2f} ms", file=sys.stderr)  # fmt: skip
     return dataclasses.replace(machine, costs=dataclasses.replace(costs, decode=decode)), around
+
+
+def _slower(curve: Curve, speed: float) -> Curve:
+    return dataclasses.replace(curve, **{name: value / speed for name, value in dataclasses.asdict(curve).items()})
 
 
 def chat_frame(meter: TokenizerMeter) -> Frame:
@@ -205,11 +218,25 @@ def chat_frame(meter: TokenizerMeter) -> Frame:
     )
 
 
-def foretell(out: Path, data: Path | None, rate: float, model: str) -> list[RequestRecord]:
+def with_lengths(workload: Workload, records: list[RequestRecord]) -> Workload:
+    """Answers as long as they were: a stop string ends some, and what a model says cannot be foretold."""
+    lengths = {(record.session, record.turn): record.output_tokens for record in records}
+    sessions = []
+    for session in workload.sessions:
+        turns = [
+            dataclasses.replace(
+                turn, output_tokens_max=lengths.get((session.session_id, number), turn.output_tokens_max)
+            )
+            for number, turn in enumerate(session.turns)
+        ]
+        sessions.append(dataclasses.replace(session, turns=tuple(turns)))
+    return dataclasses.replace(workload, sessions=tuple(sessions))
+
+
+def foretell(out: Path, data: Path | None, rate: float, model: str, real: list[RequestRecord]) -> list[RequestRecord]:
     """The records of the same workloads in the simulator."""
     meter, _ = weighing(model)
     assert meter is not None, "a model was named"
-    machine, around = machine_of(out)
     frame, records = chat_frame(meter), []
     scheduler = SchedulerConfig(
         OPTIONS.max_running, OPTIONS.max_step_tokens, OPTIONS.prefill_chunk_tokens, OPTIONS.max_waiting,
@@ -220,19 +247,23 @@ def foretell(out: Path, data: Path | None, rate: float, model: str) -> list[Requ
         return Script(session, meter, frame)
 
     for name in SETTINGS:
+        machine, around = machine_of(out, name)
         roles = {Role.COLOCATED: 1} if name == "1PD-CC" else {Role.PREFILL: 1, Role.DECODE: 1}
         cluster = ClusterConfig(Caching.PD_CACHING_3, "cost", TransferMode.BY_REQUEST_AGG)
         for kind in WORKLOADS:
             setup = Setup(roles, machine, cluster, scheduler, around)
-            workload = build(recipe(kind, data, rate), meter)
+            observed = [r for r in real if (r.setting, r.workload) == (name, kind)]
+            workload = with_lengths(build(recipe(kind, data, rate), meter), observed)
             records += simulate(setup, workload, name, kind, make_script=script).records
     return records
 
 
 def table(out: Path, data: Path | None, rate: float, model: str) -> None:
     """Both, side by side."""
-    real, foretold = read_records(out / RECORDS), foretell(out, data, rate, model)
+    real = read_records(out / RECORDS)
+    foretold = foretell(out, data, rate, model, real)
     errors: list[float] = []
+    shares: list[float] = []
     rows = []
     print(
         f"{'':<20}{'':<10}" + "".join(f"{title:>25}" for title in ("TTFT ms", "TPOT ms", "JCT ms")) + f"{'cached':>16}"
@@ -240,12 +271,14 @@ def table(out: Path, data: Path | None, rate: float, model: str) -> None:
     for name in SETTINGS:
         for kind in WORKLOADS:
             pair = [_chosen(some, name, kind) for some in (real, foretold)]
-            line, wrong = _row(*pair)
+            line, wrong, share = _row(*pair)
             errors += wrong
+            shares.append(share)
             rows.append({"setting": name, "workload": kind, "errors": wrong})
             prompts = [found.prompt_tokens / max(1, found.requests) for found in pair]
             print(f"{name + ' ' + kind:<30}{line}   prompts {prompts[0]:.1f} | {prompts[1]:.1f}")
-    print(f"real | simulated (mean, P90); median error {median(errors):.1%}, of {len(errors)}; worst {max(errors):.1%}")
+    print(f"real | simulated, mean and P90. Off by {median(errors):.1%} (median of {len(errors)} times), at worst"
+          f" {max(errors):.1%}; cached shares by {max(shares):.1%} at most")  # fmt: skip
     (out / "fidelity.json").write_text(json.dumps({"median_error": median(errors), "rows": rows}, indent=1))
 
 
@@ -253,8 +286,8 @@ def _chosen(records: list[RequestRecord], setting: str, workload: str) -> Figure
     return figures([r for r in records if (r.setting, r.workload) == (setting, workload)])
 
 
-def _row(real: Figures, foretold: Figures) -> tuple[str, list[float]]:
-    """Cells, and relative errors of means and P90s; of the hit rate the difference."""
+def _row(real: Figures, foretold: Figures) -> tuple[str, list[float], float]:
+    """Cells, relative errors of means and P90s, and the difference of the hit rates."""
     cells, errors = [], []
     for field in ("ttft_s", "tpot_s", "jct_s"):
         one, other = getattr(real, field), getattr(foretold, field)
@@ -262,9 +295,8 @@ def _row(real: Figures, foretold: Figures) -> tuple[str, list[float]]:
             measured, simulated = 1e3 * getattr(one, statistic), 1e3 * getattr(other, statistic)
             errors.append(abs(simulated / measured - 1))
             cells.append(f"{measured:>6.0f}|{simulated:<5.0f}")
-    errors.append(abs(foretold.cached_share - real.cached_share))
     cells.append(f"  {real.cached_share:.0%}|{foretold.cached_share:.0%}")
-    return " ".join(cells), errors
+    return " ".join(cells), errors, abs(foretold.cached_share - real.cached_share)
 
 
 def main() -> None:

@@ -112,8 +112,9 @@ def write_folder(path: Path, runs: Sequence[Simulated], slo: Slo, command: str, 
     write_report(results, path)
     extras = [_extras(run) for run in runs]
     (path / SIMULATION).write_bytes(msgspec.json.format(msgspec.json.encode(extras), indent=1))
-    with (path / REPORT).open("a", encoding="utf-8") as file:
-        file.write("\n".join(_simulation_part(path, runs)) + "\n")
+    measured = (path / REPORT).read_text(encoding="utf-8")
+    told = measured.replace("# memserve bench", "# memserve sim", 1).replace("* nothing was served\n", "", 1)
+    (path / REPORT).write_text(told + "\n".join(_simulation_part(path, runs)) + "\n", encoding="utf-8")
     return results
 
 

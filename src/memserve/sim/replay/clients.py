@@ -59,12 +59,12 @@ class Clients:
                 self._hold(session, 0)
         else:
             for _ in range(self._workload.users):
-                self._take_next()
+                self._take_next(0)
 
-    def _take_next(self) -> None:
+    def _take_next(self, free_ns: int) -> None:
         session = next(self._waiting, None)
         if session is not None:
-            self._hold(session, self._world.clock.now - self._start_ns)
+            self._hold(session, free_ns)
 
     def _hold(self, session: Session, free_ns: int) -> None:
         talk = _Talk(session, self._make_script(session))
@@ -131,7 +131,7 @@ class Clients:
         ok = served.finish == FinishReason.LENGTH
         if talk.number == len(session.turns) or (not ok and session.history is History.CLOSED):
             self._left -= 1
-            self._take_next()
+            self._take_next(end_ns)
             return
         talk.script.answered(talk.answer)
         turn = session.turns[talk.number]

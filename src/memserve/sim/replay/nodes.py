@@ -46,10 +46,17 @@ class ReplayNode(InstanceNode):
         spent_ns = self.device.step_ns(self.plans[0])
         now = self.host.clock.now
         if self._cores is not None:
-            life = self.life
-            self._cores.start(spent_ns, lambda: self.later(0, self._finish_step) if self.life == life else None)
+            self._share_cores(self._cores, spent_ns)
         else:
             self._await_end(now, now + spent_ns)
+
+    def _share_cores(self, cores: Cores, spent_ns: int) -> None:
+        plan, beside = self.plans[0], self.host.setup.around.beside or (1.0, 1.0)
+        only_decodes = sum(plan.counts) == len(plan.counts)
+        life = self.life
+        cores.start(
+            spent_ns, beside[only_decodes], lambda: self.later(0, self._finish_step) if self.life == life else None
+        )  # fmt: skip
 
     def _await_end(self, begun_ns: int, end_ns: int) -> None:
         self._begun_ns, self._end_ns = begun_ns, end_ns

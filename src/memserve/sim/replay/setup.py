@@ -29,9 +29,9 @@ class Surroundings:
     """As ``runtime/member`` beats."""
     instances_per_host: int = 1
     """They share the host's processors, and see each other's memory."""
-    host_speeds: tuple[float, ...] = ()
-    """How fast each of 1, 2, ... instances computes that do so at once on one host, 1 = as alone; empty: each has
-    devices of its own."""
+    beside: tuple[float, float] | None = None
+    """How fast steps that compute prompts, and those that only decode, are while another instance of the host computes
+    too, 1 = as alone; ``None``: each instance has devices of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,10 +65,9 @@ class ReplayWorld:
         return f"host-{place // self.setup.around.instances_per_host}"
 
     def _cores_of(self, place: int) -> Cores | None:
-        speeds = self.setup.around.host_speeds
-        if not speeds:
+        if self.setup.around.beside is None:
             return None
-        return self._cores.setdefault(self._host_of(place), Cores(self.clock, speeds))
+        return self._cores.setdefault(self._host_of(place), Cores(self.clock))
 
     def new_cluster(self) -> Cluster:
         """The router's machine; it knows the instances' costs, as if they had been measured."""
