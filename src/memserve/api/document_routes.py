@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from memserve.api.body import read_json_body
+from memserve.api.document_memory import DocumentMemory
 from memserve.api.documents import Document, Documents, prepare
 from memserve.api.endpoints import TENANT_KEY, Shared
 from memserve.api.errors import bad_request, rejected
@@ -38,6 +39,8 @@ class DocumentRoutes:
 
     def __init__(self, shared: Shared, documents: Documents) -> None:
         self._shared, self._documents = shared, documents
+        self._memory = DocumentMemory(shared.hub.engine)
+        self._memory.restore(documents)
 
     async def put(self, request: HttpRequest) -> Response:
         """``PUT /v1/documents/{id}``: 201 when it is new, 200 when it was there; its TTL starts again."""
@@ -51,6 +54,7 @@ class DocumentRoutes:
         known = any(old.document_id == document_id for old in self._documents.all(tenant))
         cached_tokens = await self._compute(document, tenant, request.receive)
         kept = self._documents.put(tenant, document)
+        await self._memory.put(tenant, kept)
         self._pin(kept, tenant)
         pinned = await self._pinned_soon(kept, tenant)
         return _json(self._card(kept, pinned) | {"cached_tokens": cached_tokens}, 200 if known else 201)
@@ -74,6 +78,7 @@ class DocumentRoutes:
         engine = self._shared.hub.engine
         if isinstance(engine, PinningEngine):
             engine.unpin(kept.handle, tenant)
+        await self._memory.drop(tenant, kept.document_id)
         return _json({"id": kept.document_id, "object": "document.deleted", "deleted": True})
 
     async def _compute(self, document: Document, tenant: str, receive: Receive) -> int:

@@ -81,6 +81,11 @@ class Documents:
         owned[document.document_id] = kept
         return kept
 
+    def restore(self, tenant: str, document: Document, left_ns: int) -> None:
+        """Remember it as an earlier server did, for the ``left_ns`` that it had left."""
+        kept = replace(document, expires_ns=self._clock_ns() + left_ns)
+        self._documents.setdefault(tenant, {})[document.document_id] = kept
+
     def get(self, tenant: str, document_id: str) -> Document:
         """The tenant's document. Raises :class:`ApiError` 404; other tenants' documents do not exist for it."""
         document = self._live(tenant).get(document_id)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 from tokenizers import Tokenizer
 
+from memserve.remembered import DocumentDropped, DocumentPut
 from memserve.runtime.engine import Rejected
 from memserve.types import Request, TokenArray, TokenOutput
 
@@ -73,6 +75,17 @@ class PinningEngine(ServingEngine, Protocol):
 
     def pinned_tokens(self, handle: str, tenant: str) -> int | None:
         """How much of it is pinned; ``None`` while nobody has said. May wait for the engine thread, as ``stats``."""
+
+
+@runtime_checkable
+class RememberingEngine(ServingEngine, Protocol):
+    """An engine that keeps records for those who come after it."""
+
+    def documents(self) -> tuple[DocumentPut, ...]:
+        """What the last one was told."""
+
+    def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
+        """Make ``record`` durable; the answer is whether it is."""
 
 
 class ModelNames:

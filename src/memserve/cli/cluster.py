@@ -57,6 +57,9 @@ class ClusterOptions:
         if self.host in ("0.0.0.0", "::", "*"):
             hint = "give the address by which others reach this host, e.g. --cluster-host 10.0.0.1"
             raise UserError(f"no instance can be reached at {self.host}", hint=hint, param="cluster_host")
+        if self.metadata.etcd and self.secret is None:
+            hint = "add --cluster-port PORT --cluster-secret-file FILE, the same file wherever a router may run"
+            raise UserError("routers that stand in for each other share a secret", hint=hint, param="metadata")
         if self.port is not None and self.secret is None:
             hint = "make one: head -c 32 /dev/urandom | base64 > secret; then --cluster-secret-file secret"
             raise UserError("--cluster-port needs the cluster's secret", hint=hint, param="cluster_secret_file")

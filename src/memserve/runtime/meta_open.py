@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -9,11 +14,15 @@ from pathlib import Path
 
 from memserve.errors import UserError
 from memserve.messages import Peer
+from memserve.meta.medium import Medium, MediumFailed
 from memserve.remembered import Remembered
 from memserve.runtime.meta_file import FileMedium
 from memserve.runtime.meta_keeper import MetaKeeper
 from memserve.runtime.meta_state import StateFolder, default_folder
 
+log = logging.getLogger(__name__)
+
+_FAREWELL_S = 0.5
 NONE, AUTO, ETCD = "none", "auto", "etcd://"
 
 
@@ -25,6 +34,8 @@ class MetadataPlace:
     """State of this host; ``None``: nothing outlives the router's process here."""
     etcd: tuple[str, ...] = ()
     """``host:port`` of etcd's members; empty: the journal lies in ``folder``."""
+    cluster: str = "default"
+    """Its name in etcd."""
 
 
 def metadata_place(text: str, port: int) -> MetadataPlace:
@@ -36,10 +47,11 @@ def metadata_place(text: str, port: int) -> MetadataPlace:
     if text == AUTO:
         return MetadataPlace(own)
     if text.startswith(ETCD):
-        hosts = tuple(host for host in text.removeprefix(ETCD).strip("/").split(",") if host)
+        members, _, name = text.removeprefix(ETCD).partition("/")
+        hosts = tuple(host for host in members.split(",") if host)
         if not hosts:
             raise UserError(f"{text} names no host", hint="--metadata etcd://10.0.0.1:2379", param="metadata")
-        return MetadataPlace(own, hosts)
+        return MetadataPlace(own, hosts, name.strip("/") or "default")
     if "://" in text:
         hint = "give a folder, etcd://HOST:PORT, or none"
         raise UserError(f"unknown metadata store {text}", hint=hint, param="metadata")
@@ -79,7 +91,29 @@ def open_metadata(place: MetadataPlace, say: Callable[[str], None]) -> Iterator[
             folder = StateFolder(place.folder)
             stack.callback(folder.close)
             secret = folder.secret()
-        if place.folder is None:
-            yield Metadata(None, None, None)
-            return
-        yield Metadata(place.folder, MetaKeeper(FileMedium(place.folder)), secret)
+        keeper = None
+        if place.etcd:
+            keeper = MetaKeeper(_elected(place, say))
+        elif place.folder is not None:
+            keeper = MetaKeeper(FileMedium(place.folder))
+        yield Metadata(place.folder, keeper, secret)
+
+
+def _elected(place: MetadataPlace, say: Callable[[str], None]) -> Medium:
+    from memserve.runtime.meta_etcd import EtcdMedium
+
+    medium = EtcdMedium(place.etcd, place.cluster)
+    me = f"{socket.gethostname()}:{os.getpid()}"
+    try:
+        medium.elect(me, lambda active: say(f"standing by: {active} is the active router ..."), _end_now)
+    except MediumFailed as error:
+        raise UserError(f"the election failed: {error}", hint="is etcd well?", param="metadata") from None
+    return medium
+
+
+def _end_now() -> None:
+    """Another router may be active by now: what is said here counts no more, and clients are to ask there."""
+    log.error("this router could not keep its place: it ends")
+    for _ in range(2):  # the second one ends streams at once
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_FAREWELL_S)
