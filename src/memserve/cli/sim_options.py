@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from memserve.config import AdmissionConfig
 from memserve.errors import UserError
 from memserve.types import Caching, TransferMode
 from memserve.units import NS_PER_MS, parse_bytes
@@ -62,6 +63,7 @@ class Wanted:
     transfer: TransferMode = TransferMode.BY_REQUEST_AGG
     faults: str = ""
     heartbeat_ms: int = 500
+    admission: AdmissionConfig = dataclasses.field(default_factory=AdmissionConfig)
 
     def recipe(self) -> Recipe:
         """Of the workload."""
@@ -83,7 +85,7 @@ class Wanted:
         return Setup(
             instances,
             self.machine(),
-            ClusterConfig(self.caching, self.policy, self.transfer),
+            ClusterConfig(self.caching, self.policy, self.transfer, admission=self.admission),
             around=Surroundings(heartbeat_ns=self.heartbeat_ms * NS_PER_MS),
             faults=parse_faults(self.faults, instances),
         )

@@ -13,6 +13,7 @@ from memserve.cli import options as opt
 from memserve.cli import sim_options as sim
 from memserve.cli.load import SloJct, SloTpot, SloTtft, read_slo
 from memserve.config import ClusterConfig
+from memserve.units import NS_PER_S
 
 if TYPE_CHECKING:
     from memserve.cli.sim_results import Simulated
@@ -37,6 +38,11 @@ def run(
     policy: opt.Policy = CLUSTER.policy,
     caching: opt.CachingLevel = CLUSTER.caching,
     transfer: opt.Transfer = CLUSTER.transfer,
+    admission: opt.AdmissionMode = CLUSTER.admission.mode,
+    max_active: opt.MaxActive = None,
+    admission_queue: opt.AdmissionQueue = CLUSTER.admission.waiting_max,
+    admission_wait: opt.AdmissionWait = CLUSTER.admission.wait_ns / NS_PER_S,
+    admission_evictions: opt.AdmissionEvictions = None,
     faults: sim.Faults = "",
     heartbeat_ms: sim.HeartbeatMs = 500,
     limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after so much virtual time.")] = None,
@@ -54,6 +60,7 @@ def run(
     wanted = sim.Wanted(
         workload, trace, data, sessions, rate, speed, seed, instances, model, device, profile, kv_blocks, dram_memory,
         policy, caching, transfer, faults, heartbeat_ms,
+        opt.admission_config(admission, max_active, admission_queue, admission_wait, admission_evictions),
     )  # fmt: skip
     setup, made = wanted.setup(), build(wanted.recipe())
     done = simulate(setup, made, wanted.name(), made.kind, seed, limit_s=limit_s)
