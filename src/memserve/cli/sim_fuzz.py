@@ -3,49 +3,87 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memserve.errors import UserError
 
-_STOP_AFTER = 10
+if TYPE_CHECKING:
+    from memserve.sim.fuzz.scenario import Setting
+
+FAILURES_MAX = 10
+"""After so many a campaign stops: it has made its point."""
 
 
 def fuzz(
     seeds: Annotated[int, typer.Option(min=1, help="Scenarios to run, over all settings.")] = 200,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
+    weather: Annotated[str, typer.Option(help="Only healthy, faulty or swarm ones; default: all.")] = "",
+    plant: Annotated[str, typer.Option(help="Take a safeguard out of the product, to see what notices.")] = "",
     seed: Annotated[int | None, typer.Option(min=0, help="Only this one.")] = None,
-    setting: Annotated[str, typer.Option(help="With --seed: caching/transfer/mix/faulty|healthy.")] = "",
+    setting: Annotated[str, typer.Option(help="With --seed: caching/transfer/mix/healthy|faulty|swarm.")] = "",
     story: Annotated[bool, typer.Option("--story", help="With --seed: tell all that happened.")] = False,
+    log: Annotated[Path | None, typer.Option(help="With --seed: every event and action, byte for byte.")] = None,
 ) -> None:
     """Run random clusters under virtual time, with faults: nothing wrong may happen, and everything must end."""
-    from memserve.sim.fuzz.campaign import Verdict, judge, parse_setting, run_campaign, setting_of
+    from memserve.sim.fuzz.campaign import parse_setting, setting_of
+    from memserve.sim.fuzz.scenario import WEATHERS
 
-    def complain(verdict: Verdict) -> None:
-        typer.echo(f"FAIL {verdict.where}: {verdict.failure}")
-        typer.echo(f"     memserve sim fuzz --seed {verdict.seed} --setting {verdict.setting} --story")
-
+    if weather and weather not in WEATHERS:
+        raise UserError(f"unknown weather {weather!r}", hint=f"use one of {', '.join(WEATHERS)}")
     if seed is not None:
-        verdict = judge(seed, parse_setting(setting) if setting else setting_of(seed), keep_story=story)
-        for line in verdict.story:
-            typer.echo(line)
-        if verdict.failure:
-            complain(verdict)
-            raise typer.Exit(1)
-        typer.echo(f"seed {seed} is fine: {verdict.requests} requests, {verdict.steps} steps")
-        return
-    if setting or story:
-        raise UserError("--setting and --story belong to --seed", hint="memserve sim fuzz --seed 17 --story")
-    started, failed, done, requests = time.perf_counter(), 0, 0, 0
-    for verdict in run_campaign(range(first, first + seeds)):
-        done, requests, failed = done + 1, requests + verdict.requests, failed + bool(verdict.failure)
-        if verdict.failure:
-            complain(verdict)
-        if failed >= _STOP_AFTER:
-            break
-    spent_s = time.perf_counter() - started
-    rate = f"{done / spent_s * 3600:,.0f} seeds an hour"
-    typer.echo(f"{done} seeds, {requests} requests in {spent_s:.1f} s ({rate}); {failed} failed")
+        chosen = parse_setting(setting) if setting else setting_of(seed, weather or None)
+        failed = _replay(seed, chosen, plant or None, story, log)
+    elif setting or story or log is not None:
+        raise UserError("--setting, --story and --log belong to --seed", hint="memserve sim fuzz --seed 17 --story")
+    else:
+        failed = _campaign(range(first, first + seeds), weather, plant, jobs)
     if failed:
         raise typer.Exit(1)
+
+
+def _replay(seed: int, setting: Setting, plant: str | None, story: bool, log: Path | None) -> bool:
+    """One scenario again; whether it fails."""
+    from memserve.sim.fuzz.campaign import judge
+
+    if log is None:
+        verdict = judge(seed, setting, plant=plant, keep_story=story)
+    else:
+        with log.open("w", encoding="utf-8", newline="\n") as out:
+            verdict = judge(seed, setting, plant=plant, keep_story=story, log=out.write)
+    for line in verdict.story:
+        typer.echo(line)
+    if verdict.failure:
+        typer.echo(f"FAIL {verdict.where}: {verdict.failure}")
+        return True
+    typer.echo(f"seed {seed} is fine: {verdict.requests} requests, {verdict.steps} steps, {verdict.setting}")
+    return False
+
+
+def _campaign(seeds: range, weather: str, plant: str, jobs: int) -> bool:
+    """Many scenarios; whether any fails."""
+    from memserve.sim.fuzz.campaign import run_campaign
+
+    started, done, requests, steps, failures = time.perf_counter(), 0, 0, 0, 0
+    happened: Counter[str] = Counter()
+    for verdict in run_campaign(seeds, weather=weather or None, plant=plant or None, jobs=jobs):
+        done, requests, steps = done + 1, requests + verdict.requests, steps + verdict.steps
+        happened += verdict.happened
+        if verdict.failure:
+            failures += 1
+            planted = f" --plant {plant}" if plant else ""
+            typer.echo(f"FAIL {verdict.where}: {verdict.failure}")
+            typer.echo(f"     memserve sim fuzz --seed {verdict.seed} --setting {verdict.setting}{planted} --story")
+        if failures >= FAILURES_MAX:
+            break
+    spent_s = time.perf_counter() - started
+    typer.echo(
+        f"{done:,} seeds, {requests:,} requests, {steps:,} steps in {spent_s:.1f} s"
+        f" ({done / spent_s * 3600:,.0f} seeds an hour): {failures} failed"
+    )
+    typer.echo("  " + ", ".join(f"{name} {count:,}" for name, count in sorted(happened.items())))
+    return failures > 0

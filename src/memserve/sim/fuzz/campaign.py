@@ -5,15 +5,21 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import product
+from multiprocessing import get_context
 
-from memserve.errors import UserError
+from memserve.errors import UserError, check
+from memserve.sim.fuzz.plants import planted
 from memserve.sim.fuzz.scenario import ALL_MIXES, WEATHERS, Setting, draw
+from memserve.sim.fuzz.truth import require
 from memserve.sim.fuzz.world import World
 from memserve.types import Caching, TransferMode
+
+_STRIDE = 7919
+"""A prime, so that the seeds go through the whole grid whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +54,9 @@ def _setting(caching: Caching, transfer: TransferMode, mix: str, weather: str) -
 
 
 def setting_of(seed: int, weather: str | None = None) -> Setting:
-    """The setting that a seed runs in unless told otherwise: the seeds go through the whole grid."""
+    """The setting that a seed runs in unless told otherwise: neighbours have little in common, and all come by."""
     grid = settings_grid(weather)
-    return grid[seed % len(grid)]
+    return grid[seed * _STRIDE % len(grid)]
 
 
 def parse_setting(text: str) -> Setting:
@@ -75,17 +81,26 @@ def play(seed: int, setting: Setting, story_lines: int = 400) -> World:
     return world
 
 
-def judge(seed: int, setting: Setting, story_lines: int = 4000, *, keep_story: bool = False) -> Verdict:
-    """Run one scenario and say what came of it; never raises."""
+def judge(
+    seed: int,
+    setting: Setting,
+    story_lines: int = 4000,
+    *,
+    plant: str | None = None,
+    keep_story: bool = False,
+    log: Callable[[str], object] | None = None,
+) -> Verdict:
+    """Run one scenario and say what came of it. ``plant`` is a safeguard that is missing, ``log`` as in
+    :class:`World`."""
     started = time.perf_counter()
-    world = World(draw(seed, setting), story_lines)
     failure = where = ""
-    try:
-        world.run()
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        failure = f"{type(error).__name__}: {error}"
-        where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}"
+    with planted(plant):
+        world = World(draw(seed, setting), story_lines, log)
+        try:
+            world.run()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            where = _place_of(error)
     story = (*world.story, str(world.scenario)) if failure or keep_story else ()
     happened = world.happened + world.achievements()
     spent_s = time.perf_counter() - started
@@ -93,7 +108,27 @@ def judge(seed: int, setting: Setting, story_lines: int = 4000, *, keep_story: b
     return Verdict(seed, str(setting), requests, steps, spent_s, happened, failure, where, story)
 
 
-def run_campaign(seeds: Iterable[int], weather: str | None = None) -> Iterator[Verdict]:
-    """A verdict a seed, in order."""
-    for seed in seeds:
-        yield judge(seed, setting_of(seed, weather))
+def _place_of(error: Exception) -> str:
+    """Who noticed, not who raised."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.name not in (require.__name__, check.__name__)
+    ]
+    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} {frames[-1].name}"
+
+
+def run_campaign(
+    seeds: Sequence[int], *, weather: str | None = None, plant: str | None = None, jobs: int = 1
+) -> Iterator[Verdict]:
+    """A verdict a seed, in order, from ``jobs`` processes."""
+    judge_one = partial(_judge_one, weather, plant)
+    if jobs == 1:
+        yield from map(judge_one, seeds)
+        return
+    with get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap(judge_one, seeds, chunksize=4)
+
+
+def _judge_one(weather: str | None, plant: str | None, seed: int) -> Verdict:
+    return judge(seed, setting_of(seed, weather), plant=plant)

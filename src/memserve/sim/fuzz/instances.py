@@ -18,6 +18,8 @@ from memserve.types import Role, Tier
 if TYPE_CHECKING:
     from memserve.sim.fuzz.world import World
 
+STEP_MAX_NS = 10_000_000_000
+
 _Page = tuple[Tier, int, int, int, int]
 """Tier, block, first and end layer, checksum."""
 
@@ -105,7 +107,8 @@ class FuzzedDevice:
         node = self._node
         hangs_ns, node.next_step_hangs_ns = node.next_step_hangs_ns, 0
         copies_ns = sum(len(copy.src) for copy in plan.copies) * node.copy_ns if node.copy_ns else 0
-        return node.span_ns(node.host.scenario.step_ns, node.step_slowness) + hangs_ns + copies_ns
+        spent_ns = node.span_ns(node.host.scenario.step_ns, node.step_slowness) + hangs_ns + copies_ns
+        return min(spent_ns, STEP_MAX_NS)
 
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
         """Compute it, unless the plan was made upon one that failed."""

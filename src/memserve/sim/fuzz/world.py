@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 import numpy as np
@@ -12,7 +12,7 @@ from memserve.cluster.events import PrefixPinned, PrefixUnpinned
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.machine import Instance
-from memserve.messages import PeerInfo
+from memserve.messages import Heartbeat, PeerInfo
 from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
 from memserve.sim.clock import Clock
 from memserve.sim.fuzz import checks, faults
@@ -30,6 +30,8 @@ from memserve.types import Caching, KVGeometry, Role, TokenOutput
 BLOCK_TOKENS = 4
 NAMESPACE = "world"
 SECOND = 1000 * MS
+STEPS_MAX = 200_000
+"""Scenarios have some thousands of steps. Who has so many goes round in circles."""
 
 
 class World:
@@ -39,13 +41,15 @@ class World:
     join_again_ns = 300 * MS
     tells = True
 
-    def __init__(self, scenario: Scenario, story_lines: int = 400) -> None:
-        """``story_lines``: how many of the last things that happened are kept for people."""
+    def __init__(self, scenario: Scenario, story_lines: int = 400, log: Callable[[str], object] | None = None) -> None:
+        """``story_lines``: how many of the last things that happened are kept for people. ``log`` gets a line for
+        everything that any machine hears, with all that it answers: equal seeds, equal bytes."""
         self.scenario = scenario
         self.random = Random(f"world {scenario.seed} {scenario.setting}")
         self.clock = Clock()
         self.network = FaultyNetwork(self.clock, self.random, scenario.delay_ns)
         self.network.log = self.say
+        self._log = log
         self._story: deque[tuple[int, str, object]] = deque(maxlen=story_lines)
         self.geometry = KVGeometry(LAYERS, 1, 1, 1, "float32", BLOCK_TOKENS)
         rooms = [min(scenario.context_tokens, blocks * BLOCK_TOKENS + 1) for blocks in scenario.hbm_blocks]
@@ -199,12 +203,15 @@ class World:
 
     def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
         """A machine has handled an event: it must not contradict itself."""
+        if self._log is not None:
+            self._log(f"{self.clock.now} {node.peer.name}.{node.peer.generation} {event!r} -> {actions!r}\n")
         if isinstance(node, InstanceNode | RouterNode):
             node.machine.check_invariants()
 
     def say(self, line: str, what: object = "") -> None:
         """One line of the story; ``what`` is written out only when somebody reads it."""
-        self._story.append((self.clock.now, line, what))
+        if not isinstance(what, Heartbeat):  # they would drown all else
+            self._story.append((self.clock.now, line, what))
 
     @property
     def story(self) -> list[str]:
@@ -221,28 +228,34 @@ class World:
 
     def run(self) -> None:
         """Faults, healing, the end, and what must hold then."""
-        horizon = 100 * MS + max((fault.at_ns + fault.for_ns for fault in self.scenario.faults), default=0)
-        self.clock.run_until(horizon + 1)
+        self._run_until(100 * MS + max((fault.at_ns + fault.for_ns for fault in self.scenario.faults), default=0) + 1)
         faults.heal_all(self)
-        limit = self.clock.now + 240 * SECOND
-        while not self.everyone_is_served():
-            if self.clock.now > limit:
-                self.referee.check_all_ended(0)
-                raise Violation("clients wait for their turn for ever")
-            require(self.clock.run_one(), "nothing will ever happen again")
+        limit_ns = self.clock.now + 240 * SECOND
+        self._run_while(lambda: not self.everyone_is_served(), limit_ns)
         self.referee.check_all_ended(5 * MS + self.router_slept_ns)
+        require(self.everyone_is_served(), "clients wait for their turn for ever")
         self._come_to_rest()
         self.check_at_rest()
         checks.check_memory_is_whole(self.instances)
 
     def _come_to_rest(self) -> None:
         """Leases end, news arrives; a step that hangs ends, and what came of it is told."""
-        self.clock.run_until(self.clock.now + 6 * SECOND)
-        limit = self.clock.now + 60 * SECOND
+        self._run_until(self.clock.now + 6 * SECOND)
         if any(node.plans for node in self.instances):
-            while any(node.plans for node in self.instances) and self.clock.now < limit:
-                self.clock.run_one()
-            self.clock.run_until(self.clock.now + 3 * SECOND)
+            self._run_while(lambda: any(node.plans for node in self.instances), self.clock.now + 60 * SECOND)
+            self._run_until(self.clock.now + 3 * SECOND)
+
+    def _run_until(self, end_ns: int) -> None:
+        self._run_while(lambda: True, end_ns)
+        self.clock.run_until(end_ns)
+
+    def _run_while(self, condition: Callable[[], bool], end_ns: int) -> None:
+        """Let things happen, at most until ``end_ns``."""
+        clock = self.clock
+        while condition() and (next_ns := clock.next_ns) is not None and next_ns <= end_ns:
+            clock.run_one()
+            if clock.steps > STEPS_MAX:
+                raise Violation(f"{STEPS_MAX} things have happened, and there is no end")
 
     def check_at_rest(self) -> None:
         """Nothing is held, nothing is open, and the router knows who has what."""

@@ -1,0 +1,98 @@
+"""Planted faults: the product with one of its safeguards taken out, to show which checker notices, and how soon.
+
+Only a simulation does this, and only while :func:`planted` lasts. No line of the product knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from memserve.cluster.registry import Member, Registry
+from memserve.cluster.trees import Feed, Trees
+from memserve.errors import UserError
+from memserve.mempool import pool as pool_module
+from memserve.mempool.desk import Deadlines, Mortal
+from memserve.mempool.identity import DEFAULT_KEY, namespace_id
+from memserve.mempool.jobs import PullPages
+from memserve.messages import AskEvents, Peer
+from memserve.sim.fuzz.truth_device import TruthDevice
+
+Swap = tuple[Any, str, Any]
+"""An object, the name of its attribute, and what it is to be instead."""
+
+
+def _any_generation(self: Registry, peer: Peer) -> Member | None:
+    return self.named(peer.name)
+
+
+def _generation_check() -> list[Swap]:
+    """Whoever has the name of a member is taken for it, whichever process it is."""
+    return [(Registry, "get", _any_generation)]
+
+
+def _never_due(self: Deadlines, now: int) -> Mortal | None:
+    return None
+
+
+def _lease_sweep() -> list[Swap]:
+    """Offers, imports and fetches that nobody ends live for ever."""
+    return [(Deadlines, "pop_due", _never_due)]
+
+
+def _one_namespace(tenant: str, fingerprint: str, key: bytes = DEFAULT_KEY) -> bytes:
+    return namespace_id("", fingerprint, key)
+
+
+def _namespace_check() -> list[Swap]:
+    """All tenants find each other's KV."""
+    return [(pool_module, "namespace_id", _one_namespace)]
+
+
+def _never_asks(self: Trees, feed: Feed, now: int) -> AskEvents | None:
+    return None
+
+
+def _event_replay() -> list[Swap]:
+    """The router does not ask for the KV events that it has missed."""
+    return [(Trees, "_ask", _never_asks)]
+
+
+def _believes(self: TruthDevice, job: PullPages, place: int, source: TruthDevice, *, corrupt: bool) -> bool:
+    _pull(self, job, place, source, corrupt=corrupt)
+    return True
+
+
+_pull = TruthDevice.pull
+
+
+def _checksum() -> list[Swap]:
+    """Pages are taken as they come."""
+    return [(TruthDevice, "pull", _believes)]
+
+
+PLANTS: dict[str, Callable[[], list[Swap]]] = {
+    "generation-check": _generation_check,
+    "lease-sweep": _lease_sweep,
+    "namespace-check": _namespace_check,
+    "event-replay": _event_replay,
+    "checksum": _checksum,
+}
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Everything that is built and run inside lacks the safeguard ``name``; ``None``: nothing is missing. Raises
+    :class:`UserError` for an unknown name."""
+    if name is not None and name not in PLANTS:
+        raise UserError(f"unknown planted fault {name!r}", hint=f"use one of {', '.join(PLANTS)}")
+    swaps = PLANTS[name]() if name is not None else []
+    kept = [(thing, attribute, thing.__dict__[attribute]) for thing, attribute, _ in swaps]
+    try:
+        for thing, attribute, other in swaps:
+            setattr(thing, attribute, other)
+        yield
+    finally:
+        for thing, attribute, before in kept:
+            setattr(thing, attribute, before)
