@@ -47,7 +47,7 @@ def compare(
         device=device, profile=profile, kv_blocks=kv_blocks, heartbeat_ms=heartbeat_ms,
     )  # fmt: skip
     one, other = _figures_of(first, wanted), _figures_of(second, wanted)
-    for name in one.keys() & other.keys() or {""}:
+    for name in [name for name in one if name in other] or [""]:
         before = one.get(name) or next(iter(one.values()))
         after = other.get(name) or next(iter(other.values()))
         typer.echo("\n".join(table(name, first, second, before, after)))
