@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memserve.errors import InvariantError
-from memserve.policy.bestfit import BlockLedger, Need, Offer, best_fit, required_blocks
+from memserve.policy.bestfit import BlockLedger, Need, best_fit, required_blocks
 from memserve.policy.candidates import Ask, Candidate
 from memserve.policy.costs import CostModel
 from memserve.policy.routing import route
 from memserve.types import Role
+
+BOTH, IDLE = np.array([0, 1]), np.zeros(2, np.int64)
 
 
 def test_the_examples_of_the_source():
@@ -24,13 +27,13 @@ def test_the_examples_of_the_source():
     ledger.allocate("before-a", 0, Need(42))
     ledger.allocate("before-b", 1, Need(31))
     need = Need(required_blocks(180, 16))
-    offers = [Offer(node, ledger.blocks_left(node, need), 0) for node in (0, 1)]
-    assert (need.blocks, [offer.blocks_left for offer in offers]) == (12, [8, 19])
-    assert best_fit(offers) == 0
+    left = ledger.blocks_left(BOTH, need)
+    assert (need.blocks, left.tolist()) == (12, [8, 19])
+    assert best_fit(BOTH, left, IDLE).tolist() == [0]
     ledger.allocate("req-4", 0, need)
     assert ledger.blocks_free(0) == 8
     large = Need(required_blocks(600, 16))
-    assert large.blocks == 38 and best_fit([Offer(n, ledger.blocks_left(n, large), 0) for n in (0, 1)]) is None
+    assert large.blocks == 38 and not len(best_fit(BOTH, ledger.blocks_left(BOTH, large), IDLE))
     assert ledger.free("req-4", 0) == 12 and ledger.blocks_free(0) == 20
 
 
@@ -41,15 +44,19 @@ def test_blocks_are_rounded_up(size, block):
 
 @given(st.lists(st.tuples(st.integers(-5, 20), st.integers(0, 3)), max_size=8))
 def test_least_left_over_ties_by_load_then_by_number(nodes):
-    offers = [Offer(node, left, load) for node, (left, load) in enumerate(nodes)]
-    chosen = best_fit(offers)
+    columns = np.array([(node, left, load) for node, (left, load) in enumerate(nodes)], np.int64).reshape(-1, 3).T
+    chosen = best_fit(*columns).tolist()
     order = sorted((left, load, node) for node, (left, load) in enumerate(nodes) if left >= 0)
-    assert chosen == (order[0][2] if order else None)
-    assert chosen == best_fit(list(reversed(offers)))
+    assert chosen == [node for _, _, node in order[:1]]
+    assert chosen == best_fit(*columns[:, ::-1]).tolist()
 
 
-NAMES = [bytes([k]) for k in range(6)]
-NEEDS = st.builds(Need, st.integers(0, 5), st.lists(st.sampled_from(NAMES), unique=True, max_size=4).map(tuple))
+def chain(turns: list[int]) -> tuple[bytes, ...]:
+    """Names of the blocks of a prompt: each stands for all before it as well."""
+    return tuple(bytes(turns[: k + 1]) for k in range(len(turns)))
+
+
+NEEDS = st.builds(Need, st.integers(0, 5), st.lists(st.integers(0, 1), max_size=4).map(chain))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 7), st.integers(0, 1), NEEDS), max_size=40))
@@ -71,7 +78,9 @@ def test_the_ledger_is_what_its_twin_is(operations):
         for at in (0, 1):
             taken = set().union(*(blocks for (_, n), blocks in held.items() if n == at))
             assert ledger.blocks_free(at) == 20 - len(taken)
-            assert ledger.blocks_left(at, need) == 20 - len(taken) - need.blocks - len(set(need.names) - taken)
+            left = 20 - len(taken) - need.blocks - len(set(need.names) - taken)
+            assert ledger.blocks_left(np.array([at]), need).tolist() == [left]
+            assert ledger.blocks_left(BOTH, need)[at] == left
             assert list(ledger.holders(at)) == [r for (r, n) in held if n == at]
 
 

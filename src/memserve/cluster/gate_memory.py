@@ -18,12 +18,14 @@ from memserve.cluster.registry import Member, Registry
 from memserve.config import AdmissionConfig
 from memserve.errors import check
 from memserve.policy.admission import full_need, prompt_need, with_reuse
-from memserve.policy.bestfit import BlockLedger, Need, Offer, best_fit
+from memserve.policy.bestfit import BlockLedger, Need, best_fit
 from memserve.policy.pressure import Pressure
 from memserve.policy.routing import teams
 from memserve.types import Admission, Role
 
 _ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
+Team = list[tuple[Role, Ints]]
+"""Instances that do the same for a request, by role and number."""
 
 
 class GateMemory:
@@ -51,7 +53,7 @@ class GateMemory:
         unit, generated = self._unit_tokens(), max(len(tokens) for tokens in job.emitted)
         need = prompt_need(job.request, unit, generated)
         if decodes:
-            most = max((self.ledger.blocks_total(n) for n in self._loads.open_numbers(role).tolist()), default=0)
+            most = int(self.ledger.blocks_total(self._loads.open_numbers(role)).max(initial=0))
             whole = full_need(job.request, config.output_tokens_max, unit, generated)
             need = Need(max(need.blocks, min(whole.blocks, most)))
         if config.mode is Admission.CACHE and job.identities:
@@ -80,33 +82,32 @@ class GateMemory:
         teams_here = self._teams(len(job.request.prompt)) or self._teams(0)
         for team in teams_here:
             needs = [self._need(job, role, decodes=self._decodes(role, len(teams_here) > 1)).total for role, _ in team]
-            totals = [max(self.ledger.blocks_total(number) for number in numbers) for _, numbers in team]
+            totals = [int(self.ledger.blocks_total(numbers).max()) for _, numbers in team]
             if all(need > total for need, total in zip(needs, totals, strict=True)):
                 return f"it needs {min(needs)} blocks of KV memory, no instance has more than {max(totals)}"
         return None
 
-    def _room_in(self, job: Job, team: list[tuple[Role, list[int]]], paired: bool) -> bool:
+    def _room_in(self, job: Job, team: Team, paired: bool) -> bool:
         needs = [(self._need(job, role, decodes=self._decodes(role, paired)), numbers) for role, numbers in team]
-        if any(self.ledger.blocks_left(n, need) >= 0 for need, numbers in needs for n in numbers):
+        if any((self.ledger.blocks_left(numbers, need) >= 0).any() for need, numbers in needs):
             return True
         limit = self._config.evictions_max
-        return any(limit and self.pressure.relieve(need, numbers, limit) is not None for need, numbers in needs)
+        return any(limit and self.pressure.relieve(need, numbers.tolist(), limit) for need, numbers in needs)
 
     @staticmethod
     def _decodes(role: Role, paired: bool) -> bool:
         """Whether an instance of this role keeps what it has computed the prompt of."""
         return role is not Role.PREFILL or not paired
 
-    def _teams(self, prompt_tokens: int) -> list[list[tuple[Role, list[int]]]]:
+    def _teams(self, prompt_tokens: int) -> list[Team]:
         """Who computes such prompts, and who decodes when that is somebody else; each with its open instances."""
-        able = {role: numbers for role in _ROLES if (numbers := self._able(role, prompt_tokens))}
+        able = {role: numbers for role in _ROLES if len(numbers := self._able(role, prompt_tokens))}
         return [[(role, able[role]) for role in team if role in able] for team in teams(able) if team]
 
-    def _able(self, role: Role, prompt_tokens: int) -> list[int]:
+    def _able(self, role: Role, prompt_tokens: int) -> Ints:
         """Those of a role whose context such a prompt fits into, as placement sees it."""
         numbers = self._loads.open_numbers(role)
-        able: list[int] = numbers[self._loads.context_limit[numbers] > prompt_tokens].tolist()
-        return able
+        return numbers[self._loads.context_limit[numbers] > prompt_tokens]
 
     def narrow(self, job: Job, role: Role, numbers: Ints) -> Ints:
         """Those of ``numbers`` that have room; by policy ``best-fit`` the one with the least left over.
@@ -115,17 +116,18 @@ class GateMemory:
         """
         paired = len(self._teams(len(job.request.prompt))) > 1
         need = self._need(job, role, decodes=self._decodes(role, paired))
-        left = np.array([self.ledger.blocks_left(number, need) for number in numbers.tolist()], np.int64)
-        if not (left >= 0).any():
+        left = self.ledger.blocks_left(numbers, need)
+        fitting = left >= 0
+        if not fitting.any():
             return numbers
-        if not self._snug:
-            return numbers[left >= 0]
-        offers = zip(numbers.tolist(), left.tolist(), strict=True)
-        return np.array([best_fit(Offer(node, blocks, self._load(node)) for node, blocks in offers)])
+        return best_fit(numbers, left, self._work_tokens(numbers)) if self._snug else numbers[fitting]
 
-    def _load(self, node: int) -> int:
-        work = self._loads.work_of(node)
-        return work.prefill_tokens + work.context_tokens
+    def _work_tokens(self, numbers: Ints) -> Ints:
+        """Outstanding work of each: tokens to be computed, and tokens to be read in each step."""
+        own, reported, since = self._loads.tables[:, :, numbers]
+        prefill, _, context = np.maximum(own, reported + since)
+        work: Ints = prefill + context
+        return work
 
     # -- what happens to attempts
 

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from memserve.errors import check
 from memserve.policy.bestfit import BlockLedger, Need
 
@@ -75,7 +77,7 @@ class Pressure:
 
     def _victims(self, need: Need, node: int, evictions_max: int) -> list[tuple[int, str]]:
         """The oldest that must go for ``need`` to fit; empty when so many are not enough."""
-        wanted = -self._ledger.blocks_left(node, need)
+        wanted = -int(self._ledger.blocks_left(np.array([node]), need)[0])
         chosen: list[tuple[int, str]] = []
         dropped: Counter[bytes] = Counter()
         kept = set(need.names)
