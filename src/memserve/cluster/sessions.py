@@ -27,8 +27,7 @@ class Sessions:
         if not session:
             return
         peers = tuple(member.peer for member in members)
-        if self._places.get((tenant, session)) != peers:
-            self._outbox.note(SessionRouted(tenant, session, peers))
+        self._outbox.note(SessionRouted(tenant, session, peers))
         self.recall(tenant, session, peers)
 
     def recall(self, tenant: str, session: str, peers: tuple[Peer, ...]) -> None:

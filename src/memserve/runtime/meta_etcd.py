@@ -220,6 +220,6 @@ def _target(hosts: Sequence[str]) -> tuple[str, int]:
         except OSError as error:
             message = f"there is no way to {host}: {error.strerror or error}"
             raise UserError(message, hint="check --metadata", param="metadata") from None
-        found += [f"{info[4][0]}:{info[4][1]}" for info in infos]
+        found += [f"{info[4][0]!s}:{int(info[4][1])}" for info in infos]
     first, _, last_port = ",".join(found).rpartition(":")
     return f"ipv4:{first}", int(last_port)
