@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from memserve.cluster.events import ClusterAction
 from memserve.cluster.machine import Cluster
@@ -238,11 +239,16 @@ class RouterNode(Process):
     def post(self, event: object) -> None:
         actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]
         self.host.handled(self, event, actions)
-        for action in actions:
-            self._perform(action)
+        self.perform(actions)
         self.ticking.look(self.machine.next_deadline_ns)
 
-    def _perform(self, action: ClusterAction) -> None:
+    def perform(self, actions: Sequence[ClusterAction]) -> None:
+        """Do all of ``actions``, in order."""
+        for action in actions:
+            self.perform_one(action)
+
+    def perform_one(self, action: ClusterAction) -> None:
+        """Do it now. This router has no disk: its machine must not ask for one."""
         match action:
             case Send():
                 self.host.network.send(self.peer, action.to, action.message)

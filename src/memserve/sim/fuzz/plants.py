@@ -17,6 +17,7 @@ from memserve.mempool.desk import Deadlines, Mortal
 from memserve.mempool.identity import DEFAULT_KEY, namespace_id
 from memserve.mempool.jobs import PullPages
 from memserve.messages import AskEvents, Peer
+from memserve.meta.faulty import FaultyMedium
 from memserve.sim.fuzz.truth_device import TruthDevice
 
 Swap = tuple[Any, str, Any]
@@ -59,6 +60,15 @@ def _event_replay() -> list[Swap]:
     return [(Trees, "_ask", _never_asks)]
 
 
+def _lies(self: FaultyMedium) -> None:
+    self.syncs += 1
+
+
+def _fsync() -> list[Swap]:
+    """The router's disk says that all is safe, and nothing is."""
+    return [(FaultyMedium, "sync", _lies)]
+
+
 def _believes(self: TruthDevice, job: PullPages, place: int, source: TruthDevice, *, corrupt: bool) -> bool:
     _pull(self, job, place, source, corrupt=corrupt)
     return True
@@ -77,6 +87,7 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "lease-sweep": _lease_sweep,
     "namespace-check": _namespace_check,
     "event-replay": _event_replay,
+    "fsync": _fsync,
     "checksum": _checksum,
 }
 

@@ -46,7 +46,19 @@ FAULTS = (
 )
 """Those of ``faulty`` settings: a few, of a few kinds."""
 
-SWARM = (*FAULTS, "reorder", "garble", "hang", "slow-device", "slow-tier", "clock-jump", "router-clock-jump")
+SWARM = (
+    *FAULTS,
+    "reorder",
+    "garble",
+    "hang",
+    "slow-device",
+    "slow-tier",
+    "clock-jump",
+    "router-clock-jump",
+    "router-power",
+    "disk-full",
+    "slow-disk",
+)
 """Those of ``swarm`` settings: up to a dozen, of a random subset of all kinds with random weights."""
 
 WEATHERS = ("healthy", "faulty", "swarm")
@@ -101,6 +113,8 @@ class Scenario:
     preemption: str = "auto"
     pulls_in_flight: int = 4
     event_capacity: int = 65536
+    remembers: bool = False
+    """The router has a disk, and goes on from it."""
     step_ns: tuple[int, int] = (1 * MS, 6 * MS)
     delay_ns: tuple[int, int] = (50_000, 2 * MS)
     pull_ns: tuple[int, int] = (100_000, 3 * MS)
@@ -150,6 +164,7 @@ def draw(seed: int, setting: Setting) -> Scenario:
         _make_uneven(random, scenario, least)
     if setting.swarm:
         scenario.faults = _draw_swarm(random, len(roles))
+        scenario.remembers = random.random() < 0.7
     elif setting.faulty:
         scenario.faults = _draw_faults(random, len(roles))
     return scenario

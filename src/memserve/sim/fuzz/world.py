@@ -20,6 +20,7 @@ from memserve.sim.fuzz.clients import VOCAB, Ask, Conversation, Referee
 from memserve.sim.fuzz.data_port import FaultyPort
 from memserve.sim.fuzz.instances import FuzzedDevice, FuzzedInstance
 from memserve.sim.fuzz.network import FaultyNetwork
+from memserve.sim.fuzz.router import FuzzedRouter
 from memserve.sim.fuzz.scenario import ALL_MIXES, MS, Scenario, Setting
 from memserve.sim.fuzz.truth import Violation, require
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
@@ -58,7 +59,7 @@ class World:
         self.router_slept_ns = 0
         """How much later than by its clock the router may notice that a deadline has passed."""
         self.happened: Counter[str] = Counter()
-        self.router = RouterNode(self)
+        self.router = FuzzedRouter(self)
         self.network.nodes[self.router.peer.name] = self.router
         self.instances: list[FuzzedInstance] = []
         for place, role in enumerate(ALL_MIXES[scenario.setting.mix]):
@@ -86,7 +87,8 @@ class World:
                 unplaced_ns=6 * SECOND,
                 tree_ttl_ns=20 * SECOND,
                 speculative_ttl_ns=1 * SECOND,
-            )
+            ),
+            remembers=self.scenario.remembers,
         )
 
     def instance_config(self, node: InstanceNode) -> InstanceConfig:
@@ -266,6 +268,8 @@ class World:
         router, done = self.router.machine.stats().counters, Counter[str]()
         done.update(resumed=router.resumptions, gaps=router.kv_gaps, snapshots=router.kv_snapshots)
         done.update(expelled=router.expelled, died=router.members_died, left=router.members_left)
+        if self.scenario.remembers:
+            done.update(readopted=router.members_readopted)
         for link in (node.machine._link for node in self.instances):
             if link is None:
                 continue

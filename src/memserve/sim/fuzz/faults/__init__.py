@@ -5,14 +5,14 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from memserve.sim.fuzz.faults import device, process, wire
+from memserve.sim.fuzz.faults import device, disk, process, wire
 from memserve.sim.fuzz.scenario import Fault
 from memserve.sim.fuzz.truth import require
 
 if TYPE_CHECKING:
     from memserve.sim.fuzz.world import World
 
-KINDS = {**process.KINDS, **wire.KINDS, **device.KINDS}
+KINDS = {**process.KINDS, **wire.KINDS, **device.KINDS, **disk.KINDS}
 
 
 def strike(world: World, fault: Fault) -> None:
@@ -33,4 +33,5 @@ def heal_all(world: World) -> None:
         if not node.draining:  # else it starts again when it has left
             require(node.alive and not node.paused, f"{node.peer.name} was not put right")
         require(node.is_well, f"{node.peer.name} was not put right")
+    require(world.router.medium.room_bytes is None and not world.router.disk_ns, "the disk was not put right")
     require(world.network.is_well, "the network was not put right")

@@ -1,0 +1,44 @@
+"""The disk of the router: slow, full, or without what it had not yet made safe when the power went."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from memserve.sim.fuzz.faults.process import Kind, Undo
+from memserve.sim.fuzz.scenario import MS, Fault
+
+if TYPE_CHECKING:
+    from memserve.sim.fuzz.instances import FuzzedInstance
+    from memserve.sim.fuzz.world import World
+
+
+def _router_power(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    """The router's machine loses power: of the last writes some arrived, in any order."""
+    arrived = random.choice([0.0, random.random(), 1.0])
+    world.router.lose_power(arrived, (random.random(), random.choice([0.0, random.random()])))
+    world.router_dies()
+
+
+def _disk_full(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    """There is room for a little more, then for nothing."""
+    medium = world.router.medium
+    medium.room_bytes = len(medium.load()) + random.choice([0, 40, 500])
+
+    def stop() -> None:
+        medium.room_bytes = None
+
+    return stop
+
+
+def _slow_disk(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    extra_ns = random.choice([3, 30, 300]) * MS
+    world.router.disk_ns += extra_ns
+
+    def stop() -> None:
+        world.router.disk_ns -= extra_ns
+
+    return stop
+
+
+KINDS: dict[str, Kind] = {"router-power": _router_power, "disk-full": _disk_full, "slow-disk": _slow_disk}
