@@ -23,7 +23,9 @@ def namespace_id(tenant: str, fingerprint: str, key: bytes = DEFAULT_KEY) -> byt
     return _core.siphash128(key, message)
 
 
-def block_identities(namespace: bytes, tokens: TokenArray, block_tokens: int, key: bytes = DEFAULT_KEY) -> list[bytes]:
-    """The identity of each whole block of ``tokens``, 16 bytes each."""
+def block_identities(
+    namespace: bytes, tokens: TokenArray, block_tokens: int, key: bytes = DEFAULT_KEY, first: int = 0
+) -> list[bytes]:
+    """The identity of each whole block of ``tokens`` from block ``first`` on, 16 bytes each."""
     packed = _core.block_identities(key, namespace, tokens, block_tokens)
-    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+    return [packed[at : at + 16] for at in range(16 * first, len(packed), 16)]

@@ -374,7 +374,11 @@ class BlockPool:
 
     def _tell_published(self, name: bytes, tokens: TokenArray, done: _core.Insertion) -> None:
         """The index has all of ``tokens`` now: tell what is new and what came up from DRAM."""
-        found = self._index.match_blocks(name, tokens)
-        identities = block_identities(name, tokens, self.block_tokens)
         adopted = done.adopted_dram.tolist()
-        self._events.published(found.hbm.tolist(), found.dram.tolist(), identities, adopted)
+        if not done.added and not adopted:
+            return
+        found = self._index.match_blocks(name, tokens)
+        hbm, dram = found.hbm, found.dram.tolist()
+        first = 0 if adopted or dram else len(hbm) - done.added  # an index grows at its ends: what is new comes last
+        identities = block_identities(name, tokens, self.block_tokens, first=first)
+        self._events.published(hbm[first:].tolist(), dram, identities, adopted)
