@@ -78,6 +78,8 @@ def test_options_become_a_gate():
     assert admission_config(Admission.NONE, None, 64, 10.0, None) == AdmissionConfig()
     config = admission_config(Admission.CACHE, 32, 8, 2.5, 1)
     assert (config.active_max, config.waiting_max, config.wait_ns, config.evictions_max) == (32, 8, 2_500_000_000, 1)
+    weighted = admission_config(Admission.BOUNDED, 4, 8, 1.0, None, ["a=3", "b=c=2"])
+    assert weighted.weights == (("a", 3), ("b=c", 2))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,9 @@ def test_options_become_a_gate():
     [
         (["--admission", "bounded"], "needs to know how many"),
         (["--max-active", "3"], "--max-active does nothing without admission"),
+        (["--tenant-weight", "a=3"], "--tenant-weight does nothing without admission"),
+        (["--admission", "memory", "--tenant-weight", "a"], "cannot read 'a' as a tenant's weight"),
+        (["--admission", "memory", "--tenant-weight", "a=0"], "weight of 'a' must be at least 1"),
         (["--admission", "bounded", "--max-active", "3", "--admission-evictions", "1"], "does not look at memory"),
         (["--in-process", "--admission", "memory"], "one engine alone"),
         (["--in-process", "--admission", "bounded", "--max-active", "3", "--admission-queue", "0"], "one engine alone"),

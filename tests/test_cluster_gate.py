@@ -109,6 +109,19 @@ def test_equal_crowds_lose_no_place_to_each_other():
     world.run()
 
 
+def test_a_tenant_of_weight_two_gets_twice_as_much():
+    world = gated(("c", C), active_max=1, waiting_max=50, weights=(("gold", 2),))
+    order = []
+    for k in range(12):
+        for tenant in ("gold", "other"):
+            world.ask(a_request(f"{tenant}{k}", PROMPT, max_tokens=1, tenant=tenant))
+    while len(order) < 18:
+        order += [name.rstrip("0123456789") for name in running(world, "c")]
+        world.step()
+    assert Counter(order) == {"gold": 12, "other": 6}
+    world.run()
+
+
 def test_retries_keep_their_place_inside():
     """The instance dies: its requests go on elsewhere at once, they are not made to wait again."""
     world = gated(("c0", C), ("c1", C), active_max=2, waiting_max=5)

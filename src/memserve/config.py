@@ -124,6 +124,8 @@ class AdmissionConfig:
     evictions_max: int | None = None
     """Default: KV of ended requests is nobody's, instances evict it for newcomers. A number: it counts as taken, and
     one newcomer may take that of so many ended requests, the oldest first (row C5)."""
+    weights: tuple[tuple[str, int], ...] = ()
+    """Tenants that get so many times the service of others, while both wait; 1 for who is not named."""
 
     def __post_init__(self) -> None:
         if self.mode is Admission.BOUNDED and self.active_max is None:
@@ -135,6 +137,8 @@ class AdmissionConfig:
             raise UserError("limits of admission must not be negative", hint="0 = none at all")
         if self.mode is Admission.CACHE and self.unit_tokens is not None:
             raise UserError("cache-aware admission counts the instances' own blocks", param="unit_tokens")
+        for tenant, weight in self.weights:
+            _positive(f"weight of {tenant!r}", weight, "1 is everybody's; 2 gets twice as much")
 
 
 @dataclass(frozen=True, slots=True)

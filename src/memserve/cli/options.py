@@ -33,6 +33,10 @@ MaxModelTokens = Annotated[int | None, typer.Option(min=1, help="Context limit; 
 BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens a block of KV holds.")]
 StepsInFlight = Annotated[int, typer.Option(min=1, help="Steps given to the device at once; 2 hides the scheduler.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of the device; default: every core.")]
+TenantWeights = Annotated[
+    list[str] | None,
+    typer.Option("--tenant-weight", help="NAME=2: this tenant gets twice the service of others, when many wait."),
+]
 GenerationConfig = Annotated[
     bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
 ]
@@ -103,15 +107,30 @@ def engine_flags(options: EngineOptions) -> tuple[str, ...]:
 
 
 def admission_config(
-    mode: Admission, max_active: int | None, queue: int, wait_s: float, evictions: int | None
+    mode: Admission,
+    max_active: int | None,
+    queue: int,
+    wait_s: float,
+    evictions: int | None,
+    tenant_weights: list[str] | None = None,
 ) -> AdmissionConfig:
     """The gate that these options say. Raises :class:`UserError` for options that would do nothing."""
-    if mode is Admission.NONE and (max_active is not None or evictions is not None):
-        flag = "--max-active" if max_active is not None else "--admission-evictions"
-        raise UserError(f"{flag} does nothing without admission", hint="add --admission bounded, memory or cache")
+    given = {"--max-active": max_active, "--admission-evictions": evictions, "--tenant-weight": tenant_weights or None}
+    idle = [flag for flag, value in given.items() if value is not None and mode is Admission.NONE]
+    if idle:
+        raise UserError(f"{idle[0]} does nothing without admission", hint="add --admission bounded, memory or cache")
     if mode is Admission.BOUNDED and evictions is not None:
         raise UserError("bounded admission does not look at memory", hint="use --admission memory or cache")
-    return AdmissionConfig(mode, max_active, queue, ns_from_s(wait_s), evictions_max=evictions)
+    weights = tuple(_weight(text) for text in tenant_weights or ())
+    return AdmissionConfig(mode, max_active, queue, ns_from_s(wait_s), evictions_max=evictions, weights=weights)
+
+
+def _weight(text: str) -> tuple[str, int]:
+    """``NAME=2``. Raises :class:`UserError` for anything else."""
+    name, _, weight = text.rpartition("=")
+    if not name or not weight.isdecimal():
+        raise UserError(f"cannot read {text!r} as a tenant's weight", hint="for example --tenant-weight team-a=3")
+    return name, int(weight)
 
 
 def secret_of(port: int | None, path: Path | None) -> str | None:

@@ -82,6 +82,7 @@ def serve(
     admission_queue: opt.AdmissionQueue = CLUSTER.admission.waiting_max,
     admission_wait: opt.AdmissionWait = CLUSTER.admission.wait_ns / NS_PER_S,
     admission_evictions: opt.AdmissionEvictions = None,
+    weights: opt.TenantWeights = None,
     cluster_host: opt.ClusterHost = "127.0.0.1",
     cluster_port: opt.ClusterPort = None,
     cluster_secret_file: opt.ClusterSecretFile = None,
@@ -90,15 +91,14 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI HTTP API: a router, one prefill and one decode instance, unless told otherwise."""
     engine_options = EngineOptions(
-        model=model, dtype=dtype, device=device,
+        model=model, dtype=dtype, device=device, block_tokens=block_tokens, steps_in_flight=steps_in_flight,
         kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=parse_bytes(dram_memory), caching=not no_cache,
         max_running=max_running, max_waiting=max_waiting, max_step_tokens=max_step_tokens, preemption=preemption,
         prefill_chunk_tokens=prefill_chunk_tokens, max_model_tokens=max_model_tokens, threads=threads,
-        block_tokens=block_tokens, steps_in_flight=steps_in_flight,
     )  # fmt: skip
     edge = (tuple(api_key or ()), served_model_name, generation_config, drain_s, max_body_mib * MIB, log_level)
     http = HttpOptions(host, port, *edge)
-    gate = opt.admission_config(admission, max_active, admission_queue, admission_wait, admission_evictions)
+    gate = opt.admission_config(admission, max_active, admission_queue, admission_wait, admission_evictions, weights)
     if in_process:
         run_server(_alone(engine_options, gate, prefill, decode, colocated, cluster_port), http, None)
         return

@@ -47,7 +47,7 @@ class Gate:
 
     def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
         self._config = config
-        self._queue: FairQueue[Job] = FairQueue()
+        self._queue: FairQueue[Job] = FairQueue(dict(config.weights))
         #: since when, of all and only those that wait
         self._waits_since: dict[str, int] = {}
         #: since when, of all and only those that were let in and have not ended
