@@ -189,6 +189,14 @@ def test_an_instance_that_is_too_small_for_a_prompt_takes_no_part():
     world.run()
 
 
+def test_what_may_not_be_cached_holds_nothing_afterwards():
+    world = gated(("c", C), mode=Admission.MEMORY, evictions_max=0, caching=Caching.PD_CACHING_3, waiting_max=0)
+    for k in range(3):
+        client = world.ask(a_request(f"r{k}", [k] * 200, use_cache=False))
+        assert client.rejected is None
+        world.run()
+
+
 def test_pressure_rejects_when_nobody_is_left_to_wait_for():
     """One eviction is not enough, and nothing runs: waiting would help nobody."""
     world = gated(("c", C), mode=Admission.MEMORY, evictions_max=1, output_tokens_max=0, caching=Caching.PD_CACHING_3)

@@ -156,7 +156,7 @@ class Gate:
             self.memory.handed_over(attempt)
 
     def over(self, attempt: Attempt, *, completed: bool) -> None:
-        """``attempt`` holds nothing any more. ``completed``: what it has computed stays in the cache."""
+        """``attempt`` is over. ``completed``: what it has computed stays in the cache; else it holds nothing."""
         if self.memory is not None:
             self._changed = True
             self.memory.over(attempt, completed=completed)

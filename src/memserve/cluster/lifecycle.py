@@ -23,7 +23,7 @@ from memserve.cluster.trees import IDENTITY_BYTES, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Cancel, RequestRefused
 from memserve.remembered import EntryUsed
-from memserve.types import Caching, FinishReason, TokenOutput
+from memserve.types import Admission, Caching, FinishReason, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 
 _STALL_DOUBLINGS_MAX = 6
@@ -61,7 +61,8 @@ class Lifecycle:
 
     def arrive(self, job: Job, now: int) -> None:
         """A new job, in ``jobs`` already: it is placed now, waits before the gate, or is turned away."""
-        self._placer.identities(job)
+        if self._config.admission.mode is Admission.CACHE:
+            self._placer.identities(job)  # the gate wants to know what is shared
         refusal = self.gate.arrive(job, now)
         if refusal is None:
             self.admit_waiting(now)
@@ -332,7 +333,7 @@ class Lifecycle:
         """All of its sequences have ended."""
         if job.attempt is not None:
             attempt = self.jobs.end_attempt(job, "done")
-            self._settle(attempt, completed=True)
+            self._settle(attempt, completed=job.request.use_cache)
             if job.is_stopped:  # not by the instances, which may go on
                 self._cancel(attempt)
         self.jobs.leave(job)
