@@ -43,7 +43,8 @@ class OutputDesk:
                 if output.finish_reason is None:
                     strangers[output.request_id] = None
                 continue
-            self._take(job, job.attempt, sender, output, now)
+            if not self._pass_on(job, job.attempt, output, now):
+                self._take(job, job.attempt, sender, output, now)
         for attempt_id in strangers:  # it has not heard that nobody waits for these
             self._outbox.send(sender.peer, Cancel(attempt_id))
 
@@ -57,6 +58,29 @@ class OutputDesk:
             self._timers.arm(due_ns, ("gap", attempt_id))
         else:
             self._lifecycle.attempt_failed(job, "gap", now)
+
+    def _pass_on(self, job: Job, attempt: Attempt, output: TokenOutput, now: int) -> bool:
+        """The hot path: further tokens of a sequence, in order, and nothing else. Whether ``output`` was that."""
+        index, tokens, offset = output.index, output.tokens, output.offset
+        request = job.request
+        if output.finish_reason is not None or attempt.aside or attempt.is_computing or not 0 <= index < request.n:
+            return False
+        emitted = job.emitted[index]
+        if not tokens or not offset or offset != len(emitted) or job.finished[index] is not None:
+            return False
+        if offset + len(tokens) > request.stop.max_tokens or not job.introduced[index]:
+            return False
+        attempt.news_ns, job.unplaced_ns = now, None
+        logprobs, story = output.logprobs, output.story
+        self._outbox.emit(
+            TokenOutput(
+                request.request_id, index, tokens, logprobs=logprobs, story=story, offset=offset,
+                cumulative_logprob=output.cumulative_logprob,
+            )
+        )  # fmt: skip
+        emitted.extend(tokens)
+        self._counters.tokens += len(tokens)
+        return True
 
     def _take(self, job: Job, attempt: Attempt, sender: Member, output: TokenOutput, now: int) -> None:
         if self._contradicts(job, output, now):

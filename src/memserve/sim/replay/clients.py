@@ -42,6 +42,7 @@ class Clients:
         self.served: list[Served] = []
         self.tokens = 0
         self._start_ns = 0
+        self._way_ns = 0
         self._waiting = iter(workload.sessions)
         self._talks: dict[str, _Talk] = {}
         self._left = len(workload.sessions)
@@ -54,6 +55,8 @@ class Clients:
     def begin(self) -> None:
         """The workload's second 0 is now."""
         self._start_ns = self._world.clock.now
+        around = self._world.setup.around
+        self._way_ns = around.message_ns + around.back_ns - self._start_ns
         if self._workload.users is None:
             for session in self._waiting:
                 self._hold(session, 0)
@@ -88,15 +91,21 @@ class Clients:
     # -- answers
 
     def emitted(self, output: TokenOutput) -> None:
-        """The router gives tokens to a client."""
+        """The router gives tokens to a client: each was there as long after it was drawn as messages take."""
         talk = self._talks[output.request_id]
         served = talk.served
         assert served is not None, "it has asked"
-        world = self._world
-        if output.tokens:
-            self.tokens += len(output.tokens)
-            self._note(served, output.tokens)
-            talk.answer += output.tokens
+        world, tokens = self._world, output.tokens
+        if tokens:
+            self.tokens += len(tokens)
+            if len(tokens) == 1:
+                served.token_ns.append(world.moments.ends_ns[tokens[0]] + self._way_ns)
+            else:
+                ends_ns, way_ns = world.moments.ends_ns, self._way_ns
+                served.token_ns.extend([ends_ns[token] + way_ns for token in tokens])
+            talk.answer.extend(tokens)
+            if served.first_ns is None:
+                served.first_ns = served.token_ns[0]
         if output.cached_tokens:
             served.cached_tokens = output.cached_tokens
         for fact, value in output.story:
@@ -106,14 +115,6 @@ class Clients:
             served.finish = output.finish_reason.value
             end_ns = world.clock.now + world.setup.around.back_ns - self._start_ns
             self._end(output.request_id, talk, max(end_ns, *served.token_ns[-1:], 0))
-
-    def _note(self, served: Served, tokens: tuple[int, ...]) -> None:
-        """Each token was with the client as long after it was drawn as messages take."""
-        around, ends_ns = self._world.setup.around, self._world.moments.ends_ns
-        way_ns = around.message_ns + around.back_ns - self._start_ns
-        served.token_ns.extend([ends_ns[token] + way_ns for token in tokens])
-        if served.first_ns is None:
-            served.first_ns = served.token_ns[0]
 
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         """The router rejects a request."""
