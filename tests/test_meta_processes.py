@@ -6,9 +6,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -16,6 +20,7 @@ import pytest
 
 from memserve import LLM
 from memserve.types import SamplingParams
+from meta_etcd_server import ETCD, free_port, running_etcd
 from served_cluster import Server, eventually, is_alive
 from tiny_models import prompt, save_folder, tiny_module
 
@@ -41,15 +46,15 @@ class Running:
     """A ``memserve serve`` with metadata, which is killed and started again."""
 
     def __init__(self, model: Path, state: Path) -> None:
-        self._model, self._state = model, state
+        self._model, self.state = model, state
         self.server = self.start()
 
     def start(self) -> Server:
-        return Server(self._model, "--metadata", str(self._state))
+        return Server(self._model, "--metadata", str(self.state))
 
     def children(self) -> dict[str, int]:
         """Name -> process id, as it is written down."""
-        known = json.loads((self._state / "children.json").read_text())
+        known = json.loads((self.state / "children.json").read_text())
         return {name: child["pid"] for name, child in known.items()}
 
     def kill(self) -> None:
@@ -132,7 +137,9 @@ def cached(server: Server, questions: list[tuple[list[int], int]]) -> int:
 def test_after_kill_9_under_load_service_goes_on_and_the_cache_is_still_there(running: Running, truth) -> None:
     questions = [(tokens(70 + 5 * number, number), 60) for number in range(5)]
     answers = [truth(*question) for question in questions]
-    before, pids = None, running.children()
+    pids, manual = running.children(), f"{running.server.url}/documents/manual"
+    put = httpx.put(manual, json={"text": "a text", "endpoint": "completions"}, timeout=60)
+    assert put.status_code == 201
     with Crowd(running, questions, answers) as crowd:
         eventually(lambda: crowd.right >= 10)
         running.kill()
@@ -143,3 +150,58 @@ def test_after_kill_9_under_load_service_goes_on_and_the_cache_is_still_there(ru
     assert running.children() == pids and running.server.members() == {"p1", "d1"}
     before = sum(len(question) // 32 * 32 for question, _ in questions)
     assert cached(running.server, questions) >= 0.99 * before
+    found = httpx.get(f"{running.server.url}/documents/manual", timeout=60).json()
+    assert (found["tokens"], found["created"]) == (put.json()["tokens"], put.json()["created"])
+    assert 0 < found["expires_in_s"] < put.json()["expires_in_s"]
+
+
+def test_a_second_server_is_refused_the_folder_and_the_first_ends_in_good_order(running: Running, model: Path) -> None:
+    flags = ["--model", str(model), "--port", "0", "--metadata", str(running.state)]
+    second = subprocess.run([sys.executable, "-m", "memserve", "serve", *flags], capture_output=True, text=True)
+    assert second.returncode == 1 and "is in use" in second.stderr
+    running.end()
+
+
+@pytest.mark.skipif(ETCD is None, reason="etcd is not installed (Debian: etcd-server)")
+def test_a_standby_router_takes_over_with_the_cache(model: Path, truth, tmp_path: Path) -> None:
+    """Two routers, one etcd, an instance that has joined the first: which is killed with -9."""
+    (tmp_path / "secret").write_text("s" * 32)
+    questions = [(tokens(70 + 5 * number, number), 20) for number in range(3)]
+    with running_etcd(tmp_path) as host, ExitStack() as stack:
+
+        def router() -> tuple[str, Callable[[], Server]]:
+            """Where its members join, and the server, as soon as it is active."""
+            port = free_port()
+            shared = ["--cluster-port", str(port), "--cluster-secret-file", str(tmp_path / "secret")]
+            flags = ["--prefill", "0", "--decode", "0", *shared, "--metadata", f"etcd://{host}/test"]
+            made = stack.enter_context(ThreadPoolExecutor(1)).submit(Server, model, *flags)
+            stack.callback(lambda: made.result().process.kill())
+            return f"127.0.0.1:{port}", made.result
+
+        join, first = router()
+        flags = ["--join", join, "--cluster-secret-file", str(tmp_path / "secret"), "--name", "c1"]
+        engine = ["--model", str(model), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1"]
+        instance = subprocess.Popen([sys.executable, "-m", "memserve", "instance", *flags, *engine])
+        stack.callback(instance.kill)
+        active = first()
+        for question, count in questions:
+            assert active.complete(question, count) == truth(question, count)
+        warm = cached(active, questions)
+        _, second = router()
+        eventually(lambda: journal_readers(host) > 1)
+        active.process.kill()
+        killed = time.monotonic()
+        standby = second()
+        eventually(lambda: standby.members() == {"c1"})
+        assert time.monotonic() - killed < 20  # about three on an idle machine: bench/router_restart.py
+        assert cached(standby, questions) >= 0.99 * warm > 0
+        assert [standby.complete(*question) for question in questions] == [truth(*question) for question in questions]
+        assert instance.poll() is None
+
+
+def journal_readers(host: str) -> int:
+    """Connections to etcd."""
+    port = int(host.rpartition(":")[2])
+    wanted = f":{port:04X} 01"
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(f"{line.split()[2]} {line.split()[3]}".endswith(wanted) for line in lines)

@@ -149,7 +149,9 @@ def _watch(folder: Path, router: Callable[[], Peer | None], patience_s: float) -
         time.sleep(LOOK_S)
         if is_locked(folder):
             keeper, alone_since = router(), None
-        elif router() not in (None, keeper):
+            continue
+        keeper = keeper or router()  # it may have welcomed us and been killed between two looks
+        if router() not in (None, keeper):
             alone_since = None
         elif alone_since is None:
             alone_since = time.monotonic()
