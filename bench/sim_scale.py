@@ -22,11 +22,11 @@ from memserve.bench.catalogue import Recipe, build
 from memserve.bench.load.synthetic import uniform_workload
 from memserve.bench.metrics import figures
 from memserve.cli.sim_results import Simulated, simulate
-from memserve.config import POLICIES, ClusterConfig, SchedulerConfig
+from memserve.config import ClusterConfig, SchedulerConfig
 from memserve.sim.hardware import machine
-from memserve.sim.replay.setup import Setup, Surroundings, parse_instances
+from memserve.sim.replay.setup import GPU_SCHEDULER, Setup, Surroundings, parse_instances
 from memserve.types import Caching
-from memserve.units import NS_PER_MS
+from memserve.units import NS_PER_MS, parse_bytes
 from memserve.workloads.arrivals import Poisson, by_request
 from memserve.workloads.words import Blocks, History, Session, Span, Turn, Workload
 
@@ -76,15 +76,22 @@ def agentic(data: Path) -> Workload:
     return dataclasses.replace(made, sessions=tuple(sessions))
 
 
-def cluster(instances: str, model: str = "llama-3-8b", policy: str = "cost", device: str = "h100", beat_ms: int = 500,
-            scheduler: SchedulerConfig | None = None, caching: Caching = Caching.PD_CACHING_3) -> Setup:  # fmt: skip
+def cluster(
+    instances: str,
+    model: str = "llama-3-8b",
+    policy: str = "cost",
+    device: str = "h100",
+    beat_ms: int = 500,
+    scheduler: SchedulerConfig = GPU_SCHEDULER,
+    caching: Caching = Caching.PD_CACHING_3,
+    dram: str = "0",
+) -> Setup:
     """A setup in few words."""
     kind, _, count = device.partition("x")
-    setup = Setup(
-        parse_instances(instances), machine(model, kind, int(count or 1)), ClusterConfig(caching, policy),
-        around=Surroundings(heartbeat_ns=beat_ms * NS_PER_MS),
+    return Setup(
+        parse_instances(instances), machine(model, kind, int(count or 1), parse_bytes(dram)),
+        ClusterConfig(caching, policy), scheduler, Surroundings(heartbeat_ns=beat_ms * NS_PER_MS),
     )  # fmt: skip
-    return setup if scheduler is None else dataclasses.replace(setup, scheduler=scheduler)
 
 
 VIDUR = cluster("1", "llama-2-7b", device="a100", scheduler=CHUNKED, caching=Caching.OFF)
@@ -154,17 +161,21 @@ def speed(data: Path, out: Path, only: str, glides: bool) -> None:
 # -- policies
 
 
-def policies(data: Path, out: Path, instances: str, requests: int | None) -> None:
+def policies(data: Path, out: Path, instances: str, requests: int | None, names: str, dram: str) -> None:
     """The same trace under each policy; a plot of TTFT, hit rate and balance."""
     workload = build(Recipe(kind="trace", data=data, sessions=requests))
     found = {}
-    for policy in POLICIES:
-        done = simulate(cluster(instances, policy=policy), workload, policy, workload.kind)
+    for policy in names.split(","):
+        done = simulate(cluster(instances, policy=policy, dram=dram), workload, policy, workload.kind)
         found[policy] = summary(done)
         print(policy, json.dumps(found[policy]), flush=True)
     (out / "policies.json").write_text(json.dumps(found, indent=1))
     sent = f"{workload.request_count} requests of Mooncake's conversations"
-    draw(found, out / "policies.png", f"{sent}, {instances} instances of Llama-3-8B on H100 (simulated)")
+    draw(
+        found,
+        out / "policies.png",
+        f"{sent}, {instances} instances of Llama-3-8B on H100, {dram} of DRAM each (simulated)",
+    )
 
 
 def summary(done: Simulated) -> dict[str, float]:
@@ -221,7 +232,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--walk", action="store_true", help="every step by itself: the same results, later")
-    parser.add_argument("--instances", default="8", help="for policies")
+    parser.add_argument("--instances", default="16", help="for policies")
+    parser.add_argument("--policies", default="least-load,session,prompt-tree,cost", help="for policies")
+    parser.add_argument("--dram", default="0", help="for policies: second tier of each instance")
     parser.add_argument("--requests", type=int, help="for policies: the beginning of the trace")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -231,7 +244,7 @@ def main() -> None:
         case "speed":
             speed(given.data, given.out, given.only, not given.walk)
         case _:
-            policies(given.data, given.out, given.instances, given.requests)
+            policies(given.data, given.out, given.instances, given.requests, given.policies, given.dram)
 
 
 if __name__ == "__main__":

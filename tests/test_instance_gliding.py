@@ -71,6 +71,11 @@ def looks_like(one: Engine, other: Engine) -> None:
     assert rows[0] == rows[1]
     assert one.machine.stats() == other.machine.stats()
     assert one.machine.report() == other.machine.report()
+    inside = [
+        [(s.request_id, s.computed, s.left, s.scheduled_step, s.blocks) for s in engine.machine._roster.decoding]
+        for engine in (one, other)
+    ]
+    assert inside[0] == inside[1]
 
 
 @given(
