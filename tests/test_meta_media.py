@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import itertools
 import logging
@@ -109,6 +110,49 @@ def test_a_store_on_any_medium_finds_its_book_again(reopened) -> None:
             store.write([drawn.record()])
         store.sync()
         records = list(store.book.records())
+
+
+@NEEDS_ETCD
+def test_one_router_is_elected_and_another_that_was_paused_can_write_nothing(etcd: str) -> None:
+    from memserve.runtime.meta_etcd import EtcdMedium
+
+    first, second = EtcdMedium([etcd], "election"), EtcdMedium([etcd], "election")
+    waiting, lost = queue.Queue(), threading.Event()
+    first.elect("first", waiting.put, lost.set)
+    first.replace(b"first")
+    elected = threading.Thread(target=second.elect, args=("second", waiting.put, lambda: None))
+    elected.start()
+    assert waiting.get(timeout=WAIT_S) == "first" and elected.is_alive()
+    first._refresher.cancel()  # it stands still: nobody keeps its lease
+    elected.join(WAIT_S)
+    assert not elected.is_alive() and second.load() == b"first"
+    first.append(b" again")
+    with pytest.raises(MediumFailed, match="another router is active"):
+        first.sync()
+    with pytest.raises(MediumFailed, match="another router is active"):
+        first.replace(b"mine")
+    assert second.load() == b"first"
+    asyncio.run_coroutine_threadsafe(first._keep_lease("first", lost.set), first._loop)  # and wakes up
+    assert lost.wait(WAIT_S)
+    first.close()
+    second.close()
+
+
+@NEEDS_ETCD
+def test_a_lease_that_ran_out_while_nobody_waited_is_taken_again(etcd: str) -> None:
+    from memserve.runtime.meta_etcd import EtcdMedium
+
+    medium, lost = EtcdMedium([etcd], "outage"), threading.Event()
+    medium.elect("me", lambda who: None, lost.set)
+    medium.replace(b"a")
+    before = medium._created
+    medium._do(medium._client.revoke_lease(medium._lease.id))
+    with pytest.raises(MediumFailed):
+        medium.replace(b"b")
+    eventually(lambda: medium._created > before)
+    medium.replace(b"c")
+    assert not lost.is_set() and medium.load() == b"c"
+    medium.close()
 
 
 # -- files

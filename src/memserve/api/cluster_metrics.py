@@ -30,6 +30,11 @@ ROUTER_COUNTERS: list[tuple[str, str, Read]] = [
     ("router_resumptions", "Of them: not the request's first", lambda c: c.resumptions),
     ("router_late_outputs", "Outputs that nobody waited for any more", lambda c: c.outputs_late),
     ("router_members_joined", "Instances that joined", lambda c: c.members_joined),
+    (
+        "router_members_readopted",
+        "Instances of the last router that came back",
+        lambda c: c.members_readopted,
+    ),
     ("router_members_died", "Instances taken to be dead", lambda c: c.members_died),
     ("router_kv_changes", "KV events applied to the trees", lambda c: c.kv_changes),
     ("router_kv_gaps", "Times that KV events were missing", lambda c: c.kv_gaps),

@@ -119,6 +119,8 @@ def running_cluster(
     from memserve.runtime.supervisor import Supervisor
 
     folder = resolve_source(engine_options.model, "float32")  # converts it, once, before several processes want it
+    if options.metadata.etcd:
+        import_tokenizers()  # who stands by has the time now
     with open_metadata(options.metadata, say) as kept:
         secret = options.secret or kept.secret or secrets.token_urlsafe(32)
         engine = _open_router(options, secret, kept)

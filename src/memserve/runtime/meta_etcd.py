@@ -29,8 +29,8 @@ from memserve.meta.medium import MediumFailed
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 3
-"""An active router that is silent for so long is replaced. etcd allows no less than two seconds."""
+LEASE_S = 2
+"""An active router that is silent for so long is replaced. etcd allows no less."""
 PIECE_BYTES = 256 * 1024
 _PIECES_A_TXN = 4  # etcd refuses transactions of more than 1.5 MiB
 _CALL_S = 5.0
@@ -73,8 +73,8 @@ class EtcdMedium:
         """Wait until this is the active router.
 
         ``on_waiting`` is called with the name of the one that is, whenever that changes; ``on_lost``, from another
-        thread, when another one may take over: the lease could not be kept. Raises :class:`MediumFailed` when etcd has
-        not answered for some seconds.
+        thread, when another one is active: the lease could not be kept in time. Raises :class:`MediumFailed` when
+        etcd has not answered for some seconds.
         """
         told = ""
         while not self._do(self._campaign(me)):
@@ -83,7 +83,7 @@ class EtcdMedium:
                 on_waiting(active)
                 told = active
             self._do(self._wait_for_change())
-        self._refresher = asyncio.run_coroutine_threadsafe(self._keep_lease(on_lost), self._loop)
+        self._refresher = asyncio.run_coroutine_threadsafe(self._keep_lease(me, on_lost), self._loop)
 
     async def _campaign(self, me: str) -> bool:
         """Create the key, if there is none."""
@@ -112,18 +112,23 @@ class EtcdMedium:
         finally:
             await watch.cancel()
 
-    async def _keep_lease(self, on_lost: Callable[[], None]) -> None:
-        kept_s = self._loop.time()
-        while self._loop.time() - kept_s < LEASE_S:
+    async def _keep_lease(self, me: str, on_lost: Callable[[], None]) -> None:
+        """Until another router is active. While etcd is away nobody can be elected, so this one goes on."""
+        is_away = False
+        while True:
             await asyncio.sleep(LEASE_S / 6)
             try:
                 async with asyncio.timeout(LEASE_S / 3):
-                    if not (await self._lease.refresh()).TTL:
-                        break
-                kept_s = self._loop.time()
+                    is_kept = (await self._lease.refresh()).TTL or await self._campaign(me)
             except Exception as error:
-                log.warning("etcd does not answer: %s", error)
-        on_lost()
+                if not is_away:
+                    log.warning("etcd does not answer (%s): this router goes on, and can be replaced", error)
+                is_away = True
+                continue
+            is_away = False
+            if not is_kept:
+                on_lost()
+                return
 
     # -- the medium
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ from memserve.runtime.meta_state import StateFolder, default_folder
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S = 0.5
 NONE, AUTO, ETCD = "none", "auto", "etcd://"
 
 
@@ -112,8 +109,8 @@ def _elected(place: MetadataPlace, say: Callable[[str], None]) -> Medium:
 
 
 def _end_now() -> None:
-    """Another router may be active by now: what is said here counts no more, and clients are to ask there."""
-    log.error("this router could not keep its place: it ends")
-    for _ in range(2):  # the second one ends streams at once
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_FAREWELL_S)
+    """Another router is active: what is said here counts no more. As if killed, so that instances, which follow that
+    one now, live on."""
+    log.error("another router has taken this one's place: it ends")
+    logging.shutdown()
+    os._exit(1)
