@@ -27,7 +27,7 @@ from memserve.sim.hardware import machine
 from memserve.sim.replay.setup import GPU_SCHEDULER, Setup, Surroundings, parse_instances
 from memserve.types import Caching
 from memserve.units import NS_PER_MS, parse_bytes
-from memserve.workloads.arrivals import Poisson, by_request
+from memserve.workloads.arrivals import Poisson, by_request, trace_time
 from memserve.workloads.words import Blocks, History, Session, Span, Turn, Workload
 
 CHUNKED = SchedulerConfig(max_running=128, max_step_tokens=512, prefill_chunk_tokens=512)
@@ -66,8 +66,8 @@ def trace(data: Path) -> Workload:
 
 
 def agentic(data: Path) -> Workload:
-    """Coding agents, all of whom begin within ten minutes."""
-    made = build(Recipe(kind="agentic", data=data))
+    """Coding agents, all of whom begin within ten minutes, with a tenth of their think times (some last for hours)."""
+    made = trace_time(build(Recipe(kind="agentic", data=data)), speed=10.0)
     gap_s = 600 / len(made.sessions)
     sessions = [
         dataclasses.replace(s, turns=(dataclasses.replace(s.turns[0], due_s=number * gap_s), *s.turns[1:]))
@@ -112,7 +112,7 @@ CASES: dict[str, Case] = {
     "mooncake, 100 instances": Case(trace, cluster("100")),
     "mooncake, 100 instances, 1P3D": Case(trace, cluster("prefill=25,decode=75")),
     "mooncake, 1000 instances": Case(trace, cluster("1000", beat_ms=2000)),
-    "agentic, 64 instances": Case(agentic, cluster("64", "qwen3-30b-a3b", device="h200")),
+    "agentic, 64 instances": Case(agentic, cluster("64", "qwen3-30b-a3b", device="h200", beat_ms=2000)),
 }  # fmt: skip
 
 
