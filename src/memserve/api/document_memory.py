@@ -38,12 +38,16 @@ class DocumentMemory:
 
     def restore(self, documents: Documents) -> None:
         """What the last router knew and has not expired. Their pins are the cluster's affair."""
+        if self._engine is None:
+            return
         now_ns = self._clock_ns()
-        for record in self._engine.documents() if self._engine is not None else ():
+        for record in self._engine.documents():
             left_ns = record.expires_unix_ns - now_ns
             if left_ns > 0:
                 kept = msgspec.msgpack.decode(record.body, type=_Kept)
                 documents.restore(record.tenant, _document(record.document_id, kept), left_ns)
+            else:  # nobody waits for that
+                self._engine.remember(DocumentDropped(record.tenant, record.document_id))
 
     async def put(self, tenant: str, document: Document) -> None:
         """Returns when ``document`` is durable. Raises :class:`ApiError` 503 when it cannot be."""
