@@ -127,12 +127,16 @@ class MetaKeeper:
         return not self._store.is_broken and self._attempt(self._store.sync)
 
     def _attempt(self, call: Callable[[], None]) -> bool:
+        """Whether ``call`` came through. Whatever is wrong with it, those who wait must be told."""
         was_broken = self._store.is_broken
         try:
             call()
+            return True
         except MediumFailed as error:
             if not was_broken:
                 log.error("the metadata is not kept until further notice: %s", error)
-            self._repair_s = time.monotonic() + REPAIR_S
-            return False
-        return True
+        except Exception:
+            log.exception("the metadata is not kept until further notice")
+            self._store.is_broken = True
+        self._repair_s = time.monotonic() + REPAIR_S
+        return False
