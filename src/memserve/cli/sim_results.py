@@ -25,6 +25,7 @@ from memserve.sim.replay.served import Served
 from memserve.sim.replay.setup import Setup
 from memserve.sim.replay.timeline import Look
 from memserve.sim.replay.world import ReplayWorld
+from memserve.types import Role
 from memserve.workloads.words import Workload
 
 SIMULATION = "simulation.json"
@@ -163,24 +164,31 @@ ROWS: tuple[tuple[str, Callable[[Look], Sequence[float]]], ...] = (
     ("device busy (share)", lambda look: look.busy),
 )
 LINES_MAX = 8
+ROLE_OF_LETTER = {role.value[0]: role.value for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED)}
+"""By the first letter of an instance's name."""
 
 
 def draw_timeline(run: Simulated, file: Path) -> None:
-    """A line an instance; of many instances the mean and the range."""
+    """A line an instance; of many instances the mean and the range of each role."""
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")  # no window
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, column = pyplot.subplots(len(ROWS), 1, figsize=(10, 9), sharex=True, layout="constrained")
     at_s = [look.at_s for look in run.looks]
+    roles: dict[str, list[int]] = {}
+    for place, name in enumerate(run.instances):
+        roles.setdefault(ROLE_OF_LETTER[name[0]], []).append(place)
     for axes, (label, read) in zip(column, ROWS, strict=True):
         rows = [read(look) for look in run.looks]
         if len(run.instances) <= LINES_MAX:
             for place, name in enumerate(run.instances):
                 axes.plot(at_s, [row[place] for row in rows], label=name, linewidth=1)
         else:
-            axes.plot(at_s, [sum(row) / len(row) for row in rows], label="mean")
-            low, high = [min(row) for row in rows], [max(row) for row in rows]
-            axes.fill_between(at_s, low, high, alpha=0.2, label="least to most busy instance")
+            for role, places in roles.items():
+                own = [[row[place] for place in places] for row in rows]
+                line = axes.plot(at_s, [sum(values) / len(values) for values in own], label=f"{role}: mean, range")
+                low, high = [min(values) for values in own], [max(values) for values in own]
+                axes.fill_between(at_s, low, high, alpha=0.15, color=line[0].get_color())
         axes.set(ylabel=label, ylim=(0, None))
         axes.grid(alpha=0.3)
     column[0].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), title="instance")
