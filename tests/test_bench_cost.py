@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import types
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from memserve.bench.cost import run as cost_run
-from memserve.bench.cost.held_out import FULL, HeldOut
+from memserve.bench.cost.held_out import FULL, Measurement
 from memserve.bench.cost.plots import DRAWINGS
 from memserve.bench.cost.report import takeaways, write_cost
 from memserve.bench.cost.results import Accuracy, CostResults, Foretold, accuracy
@@ -22,7 +23,7 @@ from memserve.instance.events import StepFinished
 from memserve.policy.costs import CostModel
 from memserve.policy.curves import attended_pairs
 from memserve.policy.fit import Sample
-from memserve.runtime.profile import StepProfiler, all_rounds, prefill_grid
+from memserve.runtime.profile import StepProfiler, all_rounds, fit_profile, prefill_grid
 from memserve.runtime.profile_store import load_profile
 from memserve.types import KVGeometry
 from test_profile import CONFIG, GEOMETRY, PLANTED, VOCAB, PlantedDevice
@@ -50,8 +51,17 @@ def profiler_of() -> StepProfiler:
     return StepProfiler(PromptDevice(CONFIG), CONFIG, GEOMETRY.block_tokens, VOCAB)  # type: ignore[arg-type]
 
 
-def held_out(costs: CostModel = PLANTED) -> HeldOut:
-    return HeldOut(costs, GEOMETRY, CONFIG, profiler_of(), 60.0)
+def measurement() -> Measurement:
+    """Everything but the transfers."""
+    found = Measurement(GEOMETRY, CONFIG, profiler_of(), 60.0)
+    found.measure_prompts()
+    found.measure_decodes()
+    found.measure_swaps()
+    return found
+
+
+def points_of(costs: CostModel = PLANTED) -> list[Foretold]:
+    return list(measurement().held_out(costs))
 
 
 def transfer(
@@ -59,7 +69,7 @@ def transfer(
     link: str,
     seconds: float,
     environment: dict[str, str],
-    counts: tuple[int, ...] = (1, 2, 3, 4, 5, 6),
+    counts: tuple[int, ...],
 ) -> list[Sample]:
     if link == "nixl":
         raise UserError("NIXL is not installed")
@@ -70,8 +80,7 @@ def transfer(
 
 
 def test_a_right_model_foretells_what_it_has_not_seen() -> None:
-    own = held_out()
-    points = [*own.prompts(), *own.decodes(), *own.swaps()]
+    points = points_of()
     found = accuracy(points)
     assert list(found)[-3:] == ["decode", "swap_in", "swap_out"]
     assert set(found) >= {"prefill", "prefill from DRAM", "prefill in batches"}
@@ -83,13 +92,33 @@ def test_a_right_model_foretells_what_it_has_not_seen() -> None:
 
 def test_nothing_that_is_held_out_was_fitted_to() -> None:
     fitted = set(prefill_grid(profiler_of(), CONFIG.scheduler.max_step_tokens))
-    alone = [point for point in held_out().prompts() if point.batch == 1]
+    own = measurement()
+    alone = [point for point in own.held_out(PLANTED) if point.batch == 1 and point.curve.startswith("prefill")]
     assert alone and not fitted & {(point.tokens - point.cached, point.cached) for point in alone}
+    samples = own.measured().samples
+    assert {(sample.first, sample.second) for sample in samples["prefill"]} == fitted
+    assert {sample.first for sample in samples["decode"]}.isdisjoint((3, 6, 12))
+    assert {sample.second for sample in samples["swap_in"]} == {1, 2, 4, 8, 16, 32}
+
+
+def test_a_machine_that_changes_its_speed_does_so_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a round or two everything takes three times as long, fitted and held-out points alike."""
+    original, steps = PromptDevice.execute, itertools.count()
+
+    def slowed(self: PromptDevice, plan: StepPlan) -> StepFinished:
+        done = original(self, plan)
+        return replace(done, device_ns=done.device_ns * (3 if next(steps) > 300 else 1))
+
+    monkeypatch.setattr(PromptDevice, "execute", slowed)
+    own = measurement()
+    costs = fit_profile(own.measured(), "m", "x").costs
+    assert costs.prefill_ns(500) > 1.5 * PLANTED.prefill_ns(500), "it was slow most of the time"
+    found = accuracy(list(own.held_out(costs)))
+    assert found["prefill"].median_error < 0.06 and found["prefill in batches"].median_error < 0.06
 
 
 def test_a_wrong_model_is_found_out() -> None:
-    own = held_out(PLANTED.scaled(2.0))
-    found = accuracy([*own.prompts(), *own.decodes()])
+    found = accuracy(points_of(PLANTED.scaled(2.0)))
     assert found["prefill"].bias == pytest.approx(1.0, abs=0.03)
     assert found["prefill in batches"].median_error == pytest.approx(1.0, abs=0.03)
     assert found["decode"].median_error < 0.03, "its own curve"
@@ -107,7 +136,7 @@ def test_rounds_keep_every_time() -> None:
 
 
 def test_conclusions_are_drawn_from_what_was_measured() -> None:
-    points = list(held_out().prompts())
+    points = [point for point in points_of() if point.curve.startswith("prefill")]
     assert [row[1] for row in takeaways(points)] == ["yes", "yes", "yes", "yes"]
     flat = Spent(5e6, 5e6, 5e6, 1)
     told = list(takeaways([replace(point, spent=flat) for point in points]))
@@ -121,8 +150,7 @@ def test_conclusions_are_drawn_from_what_was_measured() -> None:
 
 def results_of() -> CostResults:
     results = CostResults("memserve bench cost", model="planted", block_bytes=GEOMETRY.block_bytes)
-    own = held_out()
-    results.points = [*own.prompts(), *own.decodes(), *own.swaps()]
+    results.points = points_of()
     results.accuracy = accuracy(results.points)
     return results
 
@@ -152,8 +180,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command finds a planted model; the second process is a formula."""
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cost_run, "open_profiler", lambda options: (MODEL, CONFIG, profiler_of()))
-    for module in ("memserve.runtime.profile_transfer", "memserve.bench.cost.held_out"):
-        monkeypatch.setattr(f"{module}.measure_transfer", transfer)
+    monkeypatch.setattr("memserve.bench.cost.held_out.measure_transfer", transfer)
 
 
 @pytest.mark.parametrize("save", [True, False])
@@ -177,11 +204,11 @@ def test_the_command_writes_the_profile_that_decides(
     assert "in HBM: reuse 1024" in page and "matplotlib is not installed" in page
 
 
-def test_an_interrupted_run_keeps_profile_and_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: HeldOut) -> None:
+def test_an_interrupted_run_keeps_its_points_and_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Measurement) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(HeldOut, "decodes", interrupted)
+    monkeypatch.setattr(Measurement, "measure_decodes", interrupted)
     monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)
     assert run(["bench", "cost", "--quick", "--out", str(tmp_path / "run")]) == 1
     results = json.loads((tmp_path / "run" / "results.json").read_text())
@@ -189,4 +216,4 @@ def test_an_interrupted_run_keeps_profile_and_points(tmp_path: Path, monkeypatch
         "prefill", "prefill from DRAM", "prefill in batches"
     }  # fmt: skip
     assert "**Partial:** interrupted" in (tmp_path / "run" / "report.md").read_text()
-    assert load_profile("f", GEOMETRY, "cpu", None).is_measured
+    assert not load_profile("f", GEOMETRY, "cpu", None).is_measured and results["saved"] is None

@@ -15,7 +15,7 @@ from memserve.cli.profile import DRAM_BYTES
 from memserve.config import EngineOptions
 from memserve.units import parse_bytes
 
-SECONDS, QUICK_SECONDS = 60.0, 12.0
+SECONDS, QUICK_SECONDS = 120.0, 24.0
 
 
 def cost(
@@ -25,9 +25,7 @@ def cost(
     kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
     threads: opt.Threads = None,
     block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
-    seconds: Annotated[
-        float | None, typer.Option(min=1, help="For the profile, and about as long again for held-out points.")
-    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="About how long to measure.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less exact: under a minute.")] = False,
     save: Annotated[bool, typer.Option(help="Keep the profile for serve and instance, in the cache folder.")] = True,
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")] = None,

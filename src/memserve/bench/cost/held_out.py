@@ -1,13 +1,16 @@
-"""Points between those that the curves are fitted to, measured on the same device (level 4).
+"""The profile's own points, and points between them that are held out of the fit (level 4).
 
-None of them is in the profile's grid: other prompt lengths, cached ratios, batches, and numbers of blocks.
+Both are measured in the same rounds, quick ones first: when the machine becomes slower or quicker on the way, it does
+so for both, and what is left is the model's own error. None of the held-out points is in the profile's grid: other
+prompt lengths, cached ratios, batches, and numbers of blocks.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import median
 
 from memserve.bench.cost.results import Foretold
 from memserve.bench.sheet import Spent
@@ -15,7 +18,9 @@ from memserve.config import InstanceConfig
 from memserve.errors import UserError
 from memserve.policy.costs import CostModel
 from memserve.policy.curves import attended_pairs
-from memserve.runtime.profile import StepProfiler, all_rounds
+from memserve.policy.fit import Sample
+from memserve.runtime import profile
+from memserve.runtime.profile import SAMPLES_MIN, SHARES, Measured, StepProfiler, all_rounds, prefill_grid
 from memserve.runtime.profile_transfer import LINKS, measure_transfer
 from memserve.types import KVGeometry, Tier
 
@@ -24,8 +29,8 @@ BATCH_PROMPT_TOKENS = 192
 DECODE_BATCHES = (3, 6, 12, 24, 48)
 DECODE_CONTEXTS = (96, 192, 512, 2048)
 COPY_BLOCKS = (3, 6, 12, 24, 48)
-SHARES = {"prompts": 0.75, "decode": 0.15, "swap": 0.05, "transfer": 0.05}
-"""Of the time that they may take."""
+SWAPS = {"swap_in": (Tier.DRAM, Tier.HBM), "swap_out": (Tier.HBM, Tier.DRAM)}
+ROUNDS_MAX = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +40,10 @@ class Grid:
     prompt_tokens: tuple[int, ...]
     cached_ratios: tuple[float, ...]
     batches: tuple[int, ...]
-    rounds: int
-    """At most so many times each."""
 
 
-FULL = Grid((192, 384, 768, 1536), (0.0, 0.2, 0.4, 0.6, 0.8, 0.95), (2, 4, 8), rounds=9)
-QUICK = Grid((192, 768), (0.0, 0.4, 0.8, 0.95), (4,), rounds=3)
+FULL = Grid((192, 384, 768, 1536), (0.0, 0.2, 0.4, 0.6, 0.8, 0.95), (2, 4, 8))
+QUICK = Grid((192, 768), (0.0, 0.4, 0.8, 0.95), (4,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,104 +53,157 @@ class Prompts:
     batch: int
     tokens: int
     cached: int
-    from_dram: bool
+    from_dram: bool = False
+
+    @property
+    def new_tokens(self) -> int:
+        """Computed of each."""
+        return self.tokens - self.cached
+
+    @property
+    def curve(self) -> str:
+        """As :attr:`Foretold.curve`."""
+        return "prefill from DRAM" if self.from_dram else "prefill" if self.batch == 1 else "prefill in batches"
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """Measures what the curves of ``costs`` have not seen."""
+@dataclass(slots=True)
+class Measurement:
+    """Times of one device, which nobody else uses meanwhile: first all ``measure_...``, then what follows."""
 
-    costs: CostModel
     geometry: KVGeometry
     config: InstanceConfig
     profiler: StepProfiler
     seconds: float
+    """For all together, about."""
     grid: Grid = FULL
+    _prompts: dict[Prompts, list[int]] = field(default_factory=dict)
+    _decodes: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    _swaps: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    _transfers: dict[str, list[Sample]] = field(default_factory=dict)
+    _missing: dict[str, str] = field(default_factory=dict)
 
-    def prompts(self) -> Iterator[Foretold]:
+    # -- measuring
+
+    def measure_prompts(self) -> None:
         """Figure 13: lengths and cached ratios, from HBM and from DRAM, alone and in batches."""
-        points = [point for point in self._prompt_points() if self._fits(point)]
-        times = all_rounds(points, self._prompt_ns, SHARES["prompts"] * self.seconds, self.grid.rounds)
-        for point, spent_ns in times.items():
-            curve = "prefill from DRAM" if point.from_dram else "prefill" if point.batch == 1 else "prefill in batches"
-            yield Foretold(
-                curve, self._expected_ns(point), Spent.of(spent_ns), point.batch, point.tokens, point.cached,
-                point.cached // self.geometry.block_tokens if point.from_dram else 0,
-            )  # fmt: skip
+        for new_tokens in (8, 64, 256):  # threads, kernels, first-touch memory
+            if self.profiler.fits(1, new_tokens):
+                self.profiler.prefill_ns(new_tokens, 0)
+        points = [*self._fitted_prompts(), *(point for point in self._held_out_prompts() if self._fits(point))]
+        points.sort(key=lambda point: point.batch * point.new_tokens)
+        self._prompts = all_rounds(points, self._prompt_ns, SHARES["prefill"] * self.seconds, ROUNDS_MAX)
 
-    def decodes(self) -> Iterator[Foretold]:
-        """Steps of decoding sequences."""
-        grid = [(b, c) for b, c in itertools.product(DECODE_BATCHES, DECODE_CONTEXTS) if self.profiler.fits(b, c)]
-        grid.sort(key=lambda point: point[0] * point[1])
-        times = all_rounds(
-            grid, lambda point: self.profiler.decode_ns(*point), SHARES["decode"] * self.seconds, self.grid.rounds
+    def measure_decodes(self) -> None:
+        """Steps of decoding sequences: ``(batch, tokens attended to by each)``."""
+        pairs = [*itertools.product(profile.DECODE_BATCHES, profile.DECODE_CONTEXTS), *_held_out_decodes()]
+        points = sorted((pair for pair in pairs if self.profiler.fits(*pair)), key=lambda pair: pair[0] * pair[1])
+        self._decodes = all_rounds(
+            points, lambda point: self.profiler.decode_ns(*point), SHARES["decode"] * self.seconds, ROUNDS_MAX
         )
-        for (batch, context), spent_ns in times.items():
-            expected_ns = self.costs.decode_step_ns(batch, batch * context)
-            yield Foretold("decode", expected_ns, Spent.of(spent_ns), batch, context)
 
-    def swaps(self) -> Iterator[Foretold]:
+    def measure_swaps(self) -> None:
         """Copies between the tiers."""
         limit = min(self.config.pool.hbm_blocks, self.config.pool.dram_blocks)
-        counts = [count for count in COPY_BLOCKS if count <= limit]
-        for curve, src, dst in (("swap_in", Tier.DRAM, Tier.HBM), ("swap_out", Tier.HBM, Tier.DRAM)):
-            times = all_rounds(
-                counts, lambda count, src=src, dst=dst: self.profiler.copy_ns(src, dst, count),  # type: ignore[misc]
-                SHARES["swap"] * self.seconds / 2, self.grid.rounds,
-            )  # fmt: skip
-            for count, spent_ns in times.items():
-                expected_ns = getattr(self.costs, f"{curve}_ns")(count * self.geometry.block_bytes, count)
-                yield Foretold(curve, expected_ns, Spent.of(spent_ns), blocks=count, pieces=count)
+        counts = [count for count in sorted({*profile.COPY_BLOCKS, *COPY_BLOCKS}) if count <= limit]
+        points = [(curve, count) for count in counts for curve in SWAPS]
+        self._swaps = all_rounds(
+            points, lambda point: self.profiler.copy_ns(*SWAPS[point[0]], point[1]), SHARES["swap"] * self.seconds,
+            ROUNDS_MAX,
+        )  # fmt: skip
 
-    def transfers(self) -> Iterator[Foretold]:
-        """Pages between two processes, in whole blocks and page by page; every run of the two gives one median.
-
-        A link that does not work here has no points.
-        """
-        runs = max(1, min(3, self.grid.rounds // 3))
+    def measure_transfers(self) -> None:
+        """Pages between two processes, in whole blocks and page by page."""
+        counts = tuple(sorted({*profile.COPY_BLOCKS, *COPY_BLOCKS}))
         for curve, (link, environment) in LINKS.items():
-            medians: dict[tuple[int, int], list[int]] = {}
-            for _ in range(runs):
-                try:
-                    seconds = SHARES["transfer"] * self.seconds / runs
-                    samples = measure_transfer(self.geometry, link, seconds, environment, COPY_BLOCKS)
-                except UserError:
-                    break
-                for sample in samples:
-                    medians.setdefault((sample.first, sample.second), []).append(sample.ns)
-            for (size_bytes, pieces), spent_ns in medians.items():
-                expected_ns = self.costs.transfer_ns(size_bytes, curve == "same_host", pieces)
-                blocks = size_bytes // self.geometry.block_bytes
-                yield Foretold(curve, expected_ns, Spent.of(spent_ns), blocks=blocks, pieces=pieces)
+            seconds = SHARES["transfer"] * self.seconds / len(LINKS)
+            try:
+                self._transfers[curve] = measure_transfer(self.geometry, link, seconds, environment, counts)
+            except UserError as error:
+                self._missing[curve] = str(error)
 
-    def _prompt_points(self) -> Iterator[Prompts]:
-        """Whole blocks are cached, as always; the quick ones first."""
+    # -- what follows
+
+    def measured(self) -> Measured:
+        """The samples that curves are fitted to: those of ``memserve profile``."""
+        samples = {"prefill": [], "decode": [], **{curve: [] for curve in SWAPS}}  # type: dict[str, list[Sample]]
+        for point in self._fitted_prompts():
+            if point in self._prompts:
+                samples["prefill"].append(Sample(point.new_tokens, point.cached, round(median(self._prompts[point]))))
+        held_out = set(_held_out_decodes())
+        for (batch, context), spent_ns in self._decodes.items():
+            if (batch, context) not in held_out:
+                samples["decode"].append(Sample(batch, batch * context, round(median(spent_ns))))
+        for (curve, count), spent_ns in self._swaps.items():
+            if count not in COPY_BLOCKS:
+                samples[curve].append(Sample(count * self.geometry.block_bytes, count, round(median(spent_ns))))
+        for curve, found in self._transfers.items():
+            samples[curve] = [one for one in found if self._blocks(one) not in COPY_BLOCKS]
+        missing = dict(self._missing)
+        for curve in SWAPS:
+            if len(samples[curve]) < SAMPLES_MIN:
+                missing[curve] = "the pool has hardly any second tier"
+                del samples[curve]
+        return Measured(samples, missing)
+
+    def held_out(self, costs: CostModel) -> Iterator[Foretold]:
+        """The other points, beside what ``costs`` says of them."""
+        fitted = set(self._fitted_prompts())
+        for point in [point for point in self._prompts if point not in fitted]:
+            blocks = self._swapped_blocks(point)
+            spent = Spent.of(self._prompts[point])
+            expected_ns = self._expected_ns(costs, point)
+            yield Foretold(point.curve, expected_ns, spent, point.batch, point.tokens, point.cached, blocks)
+        for batch, context in [pair for pair in self._decodes if pair in set(_held_out_decodes())]:
+            spent = Spent.of(self._decodes[batch, context])
+            yield Foretold("decode", costs.decode_step_ns(batch, batch * context), spent, batch, context)
+        for curve, count in sorted(pair for pair in self._swaps if pair[1] in COPY_BLOCKS):
+            expected_ns = getattr(costs, f"{curve}_ns")(count * self.geometry.block_bytes, count)
+            yield Foretold(curve, expected_ns, Spent.of(self._swaps[curve, count]), blocks=count, pieces=count)
+        for curve, found in self._transfers.items():
+            for one in found:
+                if (blocks := self._blocks(one)) in COPY_BLOCKS:
+                    expected_ns = costs.transfer_ns(one.first, curve == "same_host", one.second)
+                    yield Foretold(curve, expected_ns, Spent.of([one.ns]), blocks=blocks, pieces=one.second)
+
+    # -- inside
+
+    def _fitted_prompts(self) -> list[Prompts]:
+        grid = prefill_grid(self.profiler, self.config.scheduler.max_step_tokens)
+        return [Prompts(1, new_tokens + cached, cached) for new_tokens, cached in grid]
+
+    def _held_out_prompts(self) -> Iterator[Prompts]:
+        """Whole blocks are cached, as always."""
         block = self.geometry.block_tokens
         alone = [(1, tokens) for tokens in self.grid.prompt_tokens]
         points = [
-            Prompts(batch, tokens, round(tokens * ratio / block) * block, False)
+            Prompts(batch, tokens, round(tokens * ratio / block) * block)
             for batch, tokens in [*alone, *((batch, BATCH_PROMPT_TOKENS) for batch in self.grid.batches)]
             for ratio in self.grid.cached_ratios
         ]
         points += [replace(point, from_dram=True) for point in points if point.batch == 1 and point.cached]
-        known = dict.fromkeys(point for point in points if point.cached < point.tokens)
-        yield from sorted(known, key=lambda point: point.batch * (point.tokens - point.cached))
+        yield from dict.fromkeys(point for point in points if point.new_tokens)
 
     def _fits(self, point: Prompts) -> bool:
-        step_tokens = point.batch * (point.tokens - point.cached)
-        dram_blocks = point.cached // self.geometry.block_tokens if point.from_dram else 0
-        within = step_tokens <= self.config.scheduler.max_step_tokens and dram_blocks <= self.config.pool.dram_blocks
-        return within and self.profiler.fits(point.batch, point.tokens)
+        step_tokens = point.batch * point.new_tokens
+        within = step_tokens <= self.config.scheduler.max_step_tokens
+        swaps = self._swapped_blocks(point) <= self.config.pool.dram_blocks
+        return within and swaps and self.profiler.fits(point.batch, point.tokens)
 
     def _prompt_ns(self, point: Prompts) -> int:
-        new_tokens = point.tokens - point.cached
-        return self.profiler.prompts_ns(point.batch, new_tokens, point.cached, point.from_dram)
+        return self.profiler.prompts_ns(point.batch, point.new_tokens, point.cached, point.from_dram)
 
-    def _expected_ns(self, point: Prompts) -> int:
-        new_tokens = point.tokens - point.cached
-        pairs = attended_pairs(new_tokens, point.cached)
-        prefill_ns = self.costs.prefill.step(point.batch * new_tokens, point.batch * pairs)
-        if not point.from_dram:
-            return prefill_ns
-        blocks = point.cached // self.geometry.block_tokens
-        return prefill_ns + self.costs.swap_in_ns(blocks * self.geometry.block_bytes, blocks)
+    def _swapped_blocks(self, point: Prompts) -> int:
+        return point.cached // self.geometry.block_tokens if point.from_dram else 0
+
+    def _blocks(self, sample: Sample) -> int:
+        return sample.first // self.geometry.block_bytes
+
+    def _expected_ns(self, costs: CostModel, point: Prompts) -> int:
+        pairs = attended_pairs(point.new_tokens, point.cached)
+        blocks = self._swapped_blocks(point)
+        swap_ns = costs.swap_in_ns(blocks * self.geometry.block_bytes, blocks)
+        return costs.prefill.step(point.batch * point.new_tokens, point.batch * pairs) + swap_ns
+
+
+def _held_out_decodes() -> Iterator[tuple[int, int]]:
+    return itertools.product(DECODE_BATCHES, DECODE_CONTEXTS)

@@ -25,7 +25,8 @@ def _page(results: CostResults, drawn: list[str] | None) -> Iterator[str]:
         yield f"* {results.profile['model']}"
     kept = f"kept in `{results.saved}`: `serve` and `instance` read it from there" if results.saved else "not kept"
     yield f"* the profile is {kept}"
-    yield "* medians; the points below are none of those that the curves were fitted to"
+    yield "* medians; the points below are none of those that the curves were fitted to, and were measured in the same"
+    yield "  rounds as those"
     if drawn is None:
         yield without_pictures()
     for name in drawn or ():
