@@ -288,6 +288,25 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str], 
     assert (summary["requests"], summary["due_last_s"], summary["prompt_tokens"]["mean"]) == (2, 13.741, 1100)
 
 
+def test_the_command_draws_what_is_read_and_what_is_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two workloads, of which one is also made from the seed: three lines in each of the five pictures."""
+    pytest.importorskip("matplotlib", reason="matplotlib (extra: bench) is not installed")
+    (tmp_path / "traces").mkdir()
+    written(tmp_path / "traces", MOONCAKE, MOONCAKE, name="mooncake_conversation_0-30min.jsonl.gz")
+    written(tmp_path / "traces", MOONCAKE, name="mooncake_synthetic_first_half.jsonl.gz")
+    command = ["bench", "workload", "--kind", "trace,synthetic", "--data", str(tmp_path)]
+    assert run([*command, "--plot", str(tmp_path / "shapes.svg")]) == 0
+    assert capsys.readouterr().out.count("shared prefix, all blocks") == 2
+    drawn = (tmp_path / "shapes.svg").read_text()
+    for name in (
+        "trace, mooncake_conversation_0-30min (2 requests; 0.500", "trace, built-in (1,000 requests",
+        "synthetic, mooncake_synthetic_first_half (1 requests; 0.000",
+    ):  # fmt: skip
+        assert f"<!-- {name}" in drawn
+    assert run([*command, "--plot", str(tmp_path / "shapes.novel")]) == 1
+    assert "cannot draw" in capsys.readouterr().err
+
+
 def test_a_models_own_tokenizer_weighs_the_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model, path = tmp_path / "model", written(tmp_path, {"prompt": "one two three"})
     model.mkdir()

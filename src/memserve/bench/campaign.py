@@ -7,6 +7,7 @@ numbers of passes from all settings but the last round's.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from memserve.bench.load.client import Target
 from memserve.bench.load.driver import INTERRUPTED, Driver, Labels, LoadRun, drive
 from memserve.bench.load.progress import Progress
 from memserve.bench.load.prompts import VOCAB_SIZE_DEFAULT, Manner
-from memserve.bench.load.record import RequestRecord
+from memserve.bench.load.record import Outcome, RequestRecord
 from memserve.bench.results import Pass, RunFolder
 from memserve.bench.servers import Address, Servers
 from memserve.bench.settings import Setting
@@ -28,6 +29,7 @@ from memserve.workloads.tokens import Meter
 from memserve.workloads.words import Workload
 
 SALT_BYTES = 6
+FAILURES = (Outcome.REFUSED, Outcome.BROKEN, Outcome.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,8 @@ class _Campaign:
             self._measured.models.append(address.model)
         run = self._sent(order, workload, address)
         self._measured.records += run.records
+        if failed := next((record for record in run.records if record.outcome in FAILURES), None):
+            self._measured.notes.append(f"{order.setting.name}, {order.label}: {failed.error}")
         self._measured.passes.append(Pass.of(run, order.label, order.setting.name, order.seed))
         self._say(
             f"{number + 1}/{len(self._orders)} {order.setting.name}, {order.label}, seed {order.seed}: {_told(run)}"
@@ -179,7 +183,8 @@ class _Campaign:
 
     def _sent(self, order: Order, workload: Workload, address: Address) -> LoadRun:
         plan, name = self._plan, order.setting.name
-        salt = f"{self._salt}-{order.label}-{order.seed}/".replace(" ", "-") if plan.salted else ""
+        label = re.sub(r"[^a-z0-9]", "-", order.label)
+        salt = f"{self._salt}-{label}-{order.seed}-" if plan.salted else ""
         manner = Manner(address.model, plan.vocab_size, plan.ignore_eos, salt=salt)
         progress = Progress(workload.request_count, f"{name} {order.label}")
         target, labels = Target(address.url, timeout_s=plan.timeout_s), Labels(name, order.label, order.seed)

@@ -291,4 +291,6 @@ KINDS: dict[str, Kind] = {
     "calls-service": Kind("calls of a customer service agent, as recorded", _calls("taubench")),
     "file": Kind("your own JSONL", _file),
 }
-"""Every workload by name. Without ``data``, chat, documents, react, groups and trace are made from the seed."""
+"""Every workload by name."""
+BUILT_IN = ("chat", "documents", "react", "groups", "trace")
+"""Those that are made from the seed where there is no ``data``."""

@@ -70,25 +70,37 @@ def draw_shapes(pyplot: Any, shapes: Sequence[Shape]) -> Any | None:
         return None
     columns: list[tuple[str, str, Callable[[Shape], Sequence[float]], bool]] = [
         ("prompt (tokens)", "requests", lambda s: s.prompt_tokens, True),
-        ("answer, at most (tokens)", "requests", lambda s: s.output_tokens, False),
+        ("answer, at most (tokens)", "requests", lambda s: s.output_tokens, True),
         ("prompt tokens per answer token", "requests", lambda s: s.prompt_per_output, True),
         ("seen before (share of a prompt's blocks)", "requests", lambda s: s.shared_share, False),
         ("turns of a session", "sessions", lambda s: s.turns, False),
     ]
-    figure, row = pyplot.subplots(1, len(columns), figsize=(18, 4.6), layout="constrained")
+    figure, row = pyplot.subplots(1, len(columns), figsize=(18, 5.0), layout="constrained")
+    styles = _styles([shape.workload for shape in shapes])
     for axes, (label, counted, column, logarithmic) in zip(row, columns, strict=True):
-        for number, shape in enumerate(shapes):
+        for shape, (color, line) in zip(shapes, styles, strict=True):
             if column(shape):
-                style = LINE_STYLES[number % len(LINE_STYLES)]
-                axes.ecdf(column(shape), label=_shape_label(shape), linestyle=style, linewidth=1.8)
+                axes.ecdf(column(shape), label=_shape_label(shape), color=color, linestyle=line, linewidth=1.8)
         axes.set(xlabel=label, ylabel=f"share of {counted} up to here", xscale="log" if logarithmic else "linear")
         if not logarithmic:
             axes.set_xlim(0, None)
         axes.grid(alpha=0.3)
     handles, labels = row[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
     figure.suptitle("Workloads: lengths, shared prefixes and turns (cumulative distributions)")
     return figure
+
+
+def _styles(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Color and line of each: ``chat, from here`` and ``chat, from there`` share a color, others share neither."""
+    kinds = [name.partition(",")[0] for name in names]
+    order = list(dict.fromkeys(kinds))
+    places = [kinds[:number].count(kind) if kinds.count(kind) > 1 else order.index(kind)
+              for number, kind in enumerate(kinds)]  # fmt: skip
+    return [
+        (f"C{order.index(kind)}", LINE_STYLES[place % len(LINE_STYLES)])
+        for kind, place in zip(kinds, places, strict=True)
+    ]
 
 
 def _shape_label(shape: Shape) -> str:

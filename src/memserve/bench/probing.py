@@ -57,7 +57,7 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, say: C
             workload = workload_at(plan, rate, seed)
             progress = Progress(workload.request_count, f"{setting.name} at {rate:.2f}/s")
             labels = Labels(setting.name, f"{plan.recipe.kind} at {rate:.3f}/s", seed)
-            manner = replace(plan.manner, model=address.model, salt=f"{salt}-{seed}/")
+            manner = replace(plan.manner, model=address.model, salt=f"{salt}-{seed}-")
             limit_s = OVERTIME * plan.probe_s
             run = drive(
                 lambda: Driver(

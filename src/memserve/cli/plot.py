@@ -1,4 +1,5 @@
-"""Figure 13's form: time to the first token against the cached ratio, a line a prompt length (level 4).
+"""Plots of single commands (level 4): figure 13, time to the first token against the cached ratio, a line a
+prompt length; and figure 7, what workloads are like.
 
 matplotlib is optional; whoever wants a plot without it is told so before anything is measured.
 """
@@ -7,13 +8,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memserve.errors import UserError
 from memserve.units import NS_PER_S
 
 if TYPE_CHECKING:
+    from memserve.bench.results import Shape
     from memserve.runtime.profile import Profile
 
 RATIO_STEPS = 40
@@ -47,9 +50,23 @@ def plot_profile(profile: Profile, title: str, file: Path) -> None:
     axes.set(xlabel="cached ratio", ylabel="time to first token (s)", title=title, yscale="log")
     axes.grid(alpha=0.3)
     axes.legend(title="prompt", loc="lower left", ncols=2)
+    _save(figure, file)
+
+
+def plot_shapes(shapes: Sequence[Shape], file: Path) -> None:
+    """Figure 7's form: what workloads are like, a line each. Raises :class:`UserError` as :func:`plot_profile` does."""
+    from memserve.bench.plots import draw_shapes
+
+    require_matplotlib()
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")  # no window
+    _save(draw_shapes(importlib.import_module("matplotlib.pyplot"), shapes), file)
+
+
+def _save(figure: Any, file: Path) -> None:
     try:
         figure.savefig(file, bbox_inches="tight", dpi=150)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot draw {file}: {error}", hint="give a .png, .svg or .pdf file", param="plot") from None
     finally:
-        pyplot.close(figure)
+        importlib.import_module("matplotlib.pyplot").close(figure)

@@ -9,16 +9,22 @@ from typing import Annotated
 
 import typer
 
-from memserve.bench.catalogue import KINDS, Arrivals, Recipe, build
+from memserve.bench.catalogue import BUILT_IN, KINDS, Arrivals, Recipe, build
 from memserve.bench.meters import model_meter
+from memserve.bench.results import Shape
+from memserve.bench.shapes import BLOCK_TOKENS, shape_of
+from memserve.bench.studies import kind_of
+from memserve.cli.plot import plot_shapes, require_matplotlib
 from memserve.workloads.shape import Caps
-from memserve.workloads.statistics import Spread, Summary, measure, summarize
+from memserve.workloads.statistics import Measured, Spread, Summary, measure, summarize
+from memserve.workloads.tokens import Meter
+from memserve.workloads.words import Workload
 
 Count = int | None
 
 
 def workload(
-    kind: Annotated[str, typer.Option(help=f"One of {', '.join(KINDS)}.")] = "chat",
+    kind: Annotated[str, typer.Option(help=f"Comma-separated; any of {', '.join(KINDS)}.")] = "chat",
     data: Annotated[Path | None, typer.Option(help="Folder of data sets. Without: made from the seed.")] = None,
     file: Annotated[Path | None, typer.Option(help="Your own JSONL, for the kind 'file'.")] = None,
     sessions: Annotated[Count, typer.Option(min=1, help="So many sessions of it.")] = None,
@@ -33,27 +39,40 @@ def workload(
     users: Annotated[int, typer.Option(min=1, help="Users of a closed loop.")] = 1,
     speed: Annotated[float, typer.Option(help="Recorded times, so many times as fast.")] = 1.0,
     model: Annotated[str | None, typer.Option(help="Weigh text with this model's tokenizer, not by bytes.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the distributions (.png, .svg, .pdf); with --data, what a seed makes of it beside them."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a workload.")] = False,
 ) -> None:
     """A workload's lengths, turns and shared prefixes. Without --model, four bytes of text are a token."""
-    recipe = Recipe(
-        kind=kind,
-        data=data,
-        file=file,
-        sessions=sessions,
-        seed=seed,
-        share_ratio=share_ratio,
-        caps=Caps(prompt_tokens_max, output_tokens_max, turns_max),
-        block_tokens=block_tokens,
-        arrivals=arrivals,
-        requests_per_s=rate,
-        users=users,
-        speed=speed,
-    )
+    if plot is not None:
+        require_matplotlib()
     meter = model_meter(model) if model is not None else None
+    shapes: list[Shape] = []
+    for name in map(kind_of, kind.split(",")):
+        recipe = Recipe(
+            kind=name, data=data, file=file, sessions=sessions, seed=seed, share_ratio=share_ratio,
+            caps=Caps(prompt_tokens_max, output_tokens_max, turns_max), block_tokens=block_tokens,
+            arrivals=arrivals, requests_per_s=rate, users=users, speed=speed,
+        )  # fmt: skip
+        made, measured = _measured(recipe, meter)
+        summary = summarize(made, measured)
+        typer.echo(json.dumps(dataclasses.asdict(summary)) if as_json else "\n".join(_lines(summary)))
+        if plot is not None:
+            shapes.append(shape_of(f"{name}, {made.source}" if data else name, made.source, [measured]))
+            if data is not None and name in BUILT_IN:
+                stand_in, measured = _measured(dataclasses.replace(recipe, data=None), meter)
+                shapes.append(shape_of(f"{name}, {stand_in.source}", stand_in.source, [measured]))
+    if plot is not None:
+        plot_shapes(shapes, plot)
+
+
+def _measured(recipe: Recipe, meter: Meter | None) -> tuple[Workload, Measured]:
     made = build(recipe, meter)
-    summary = summarize(made, measure(made, block_tokens=block_tokens or 16, meter=meter))
-    typer.echo(json.dumps(dataclasses.asdict(summary)) if as_json else "\n".join(_lines(summary)))
+    return made, measure(made, block_tokens=recipe.block_tokens or BLOCK_TOKENS, meter=meter)
 
 
 def _lines(summary: Summary) -> list[str]:

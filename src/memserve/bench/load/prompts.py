@@ -26,7 +26,7 @@ class Manner:
     """Send ``prompt_cache_key``: OpenAI's word for "these belong together"."""
     salt: str = ""
     """Sent as ``cache_salt``, where there is one: requests of another salt share no cache with these (memserve, vLLM
-    and SGLang know it), and no session by name."""
+    and SGLang know it), and no session by name. Letters, digits and dashes: vLLM takes no more."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of every body."""
 
@@ -50,7 +50,7 @@ class Dialogue:
         if manner.ignore_eos or isinstance(turn.says, Blocks):
             body["ignore_eos"] = True
         if manner.name_sessions:
-            body["prompt_cache_key"] = manner.salt + self._session.session_id
+            body["prompt_cache_key"] = f"{manner.salt}{self._session.session_id}"
         if manner.salt:
             body["cache_salt"] = manner.salt
         return path, body | manner.extra

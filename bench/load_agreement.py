@@ -1,0 +1,103 @@
+"""Does the load client measure what the server measures? Its records beside ``/metrics``, after one open-loop run.
+
+    python bench/load_agreement.py [--requests 60] [--rate 1] [--prompt-tokens 512] [--output-tokens 32]
+
+``memserve serve`` with one colocated instance, as a user would start it. Counts must be equal. Times count from the
+sending here, and from the request's arrival there: what differs is the way through the kernel and HTTP. Ends with 1
+when anything differs by more than ``--percent``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from served import serving
+
+from memserve.bench.load.client import Target
+from memserve.bench.load.driver import Driver, drive
+from memserve.bench.load.prompts import Manner
+from memserve.bench.load.record import RequestRecord
+from memserve.bench.load.synthetic import uniform_workload
+from memserve.bench.metrics import timing
+from memserve.units import NS_PER_S
+from memserve.workloads.arrivals import Poisson, by_session
+
+COUNTS = {
+    "requests": "time_to_first_token_seconds_count",
+    "prompt tokens": "prompt_tokens_total",
+    "cached tokens": "cached_prompt_tokens_total",
+    "generated tokens": "generated_tokens_total",
+}
+TIMES = {
+    "TTFT, mean (ms)": "time_to_first_token_seconds",
+    "TPOT, mean (ms)": "time_per_output_token_seconds",
+    "whole request, mean (ms)": "request_seconds",
+}
+MS = 1e3
+
+
+def ours(records: list[RequestRecord]) -> dict[str, float]:
+    """What the client saw, times from the sending on."""
+    felt = [one for record in records if (one := timing(record)) is not None]
+    late_s = sum((record.sent_ns or 0) - record.scheduled_ns for record in records) / NS_PER_S / len(records)
+    paced = [one.tpot_s for one in felt if one.tpot_s is not None]
+    return {
+        "requests": len(felt),
+        "prompt tokens": sum(record.prompt_tokens or 0 for record in records),
+        "cached tokens": sum(record.cached_tokens or 0 for record in records),
+        "generated tokens": sum(record.output_tokens for record in records),
+        "TTFT, mean (ms)": MS * (sum(one.ttft_s for one in felt) / len(felt) - late_s),
+        "TPOT, mean (ms)": MS * sum(paced) / len(paced),
+        "whole request, mean (ms)": MS * (sum(one.jct_s for one in felt) / len(felt) - late_s),
+    }
+
+
+def theirs(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """The same of the server, for the time between two looks at its metrics."""
+
+    def grown(name: str) -> float:
+        return after[f"memserve_{name}"] - before[f"memserve_{name}"]
+
+    counts = {title: grown(name) for title, name in COUNTS.items()}
+    return counts | {title: MS * grown(f"{name}_sum") / grown(f"{name}_count") for title, name in TIMES.items()}
+
+
+def main() -> int:
+    """Measure, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--rate", type=float, default=1.0)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--percent", type=float, default=1.0)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    uniform = uniform_workload(
+        options.requests, prompt_tokens=options.prompt_tokens, shared_tokens=options.prompt_tokens // 2,
+        output_tokens=options.output_tokens,
+    )  # fmt: skip
+    workload = by_session(uniform, Poisson(options.rate), seed=1)
+    with serving("--prefill", "0", "--decode", "0", "--colocated", "1") as server:
+        before = server.metrics()
+        run = drive(lambda: Driver(workload, Target(server.url), Manner(server.model)))
+        after = server.metrics()
+        server.stop()
+    client, metrics = ours(run.records), theirs(before, after)
+    worst = 0.0
+    print(f"{'':<28}{'client':>12}{'server':>12}{'apart':>10}")
+    for title, value in client.items():
+        apart = 100 * abs(value / metrics[title] - 1) if metrics[title] else 0.0
+        worst = max(worst, apart)
+        print(f"{title:<28}{value:>12.2f}{metrics[title]:>12.2f}{apart:>8.2f} %")
+    if options.json:
+        figures = {"client": client, "server": metrics, "apart_percent_max": worst, "load_average": os.getloadavg()}
+        options.json.write_text(json.dumps(figures, indent=1))
+    return int(worst > options.percent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
