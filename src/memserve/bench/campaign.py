@@ -170,6 +170,8 @@ class _Campaign:
         workload = self._workloads[order.label, order.seed]
         if order.seed == self._plan.seeds[0]:
             self._measured.notes += [f"{order.label}: {note}" for note in workload.notes]
+        if order.setting.base_url is not None:
+            self._measured.notes.append(f"{order.setting.name} is a server that ran already, at {address.url}")
         if address.model not in self._measured.models:
             self._measured.models.append(address.model)
         run = self._sent(order, workload, address)

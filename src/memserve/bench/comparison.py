@@ -22,6 +22,9 @@ The paper: level 3 below 2 below 1. Level 2 spares the hand-over of what the dec
 copy of memory; level 3 spares the prefill of answers that the decode instance computed."""
 
 
+ONE_SEED = (
+    "There is one seed, so one pass each: what the machine did meanwhile is part of the change, and of no interval."
+)
 POLICIES = """
 The paper: prompt tree below session below least load in P99 TTFT, the more the more sessions share (-59 % for the
 prompt tree over session). Here an instance that lacks a prefix may also fetch its KV from one that has it, and does
@@ -39,7 +42,10 @@ def beside_the_paper(results: Results) -> Iterator[str]:
     yield "\n## Beside the paper\n"
     yield "Changes from one setting to another; in brackets what MemServe's section 8 reports (Llama2-13B, eight H800:"
     yield "every instance has GPUs of its own; here all instances share the cores named above). In words: the change"
-    yield "that the step is for, with its 95 % confidence interval (bootstrap over pairs of equal sessions).\n"
+    yield "that the step is for, with its 95 % confidence interval (bootstrap over pairs of equal sessions)."
+    if len({one.seed for one in results.passes}) < 2:
+        yield ONE_SEED
+    yield ""
     if found:
         yield from _changes(found, compared)
     levels = [order for order in orders if order.judged != "ttft p99"]

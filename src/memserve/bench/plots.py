@@ -214,8 +214,9 @@ def _share_ratio(pyplot: Any, results: Results) -> Any | None:
                 ylabel=f"{name} {QUANTITIES['ttft']}",
                 ylim=(0, None),
             )
+            axes.set_xticks(sorted(ratios[kind]))
             axes.grid(alpha=0.3)
-        row[1].legend(fontsize=8, title="setting")
+        row[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), title="setting")
     figure.suptitle(
         f"Policies over the share ratio: {_subject(results)}\nbars: 95 % confidence (bootstrap over sessions)"
     )
