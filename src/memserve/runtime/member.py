@@ -103,6 +103,7 @@ class Member:
         self._machine = machine
         self._router_address = router_address
         self._router: Peer | None = None  # the one that welcomed us; None: we are no member
+        self._recalled_by: Peer | None = None  # the newest that took over; it is asked until it answers
         self._peers: dict[str, PeerInfo] = {}  # the other members; the mailbox's thread's
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for the member's thread
         self._ended = threading.Event()
@@ -313,10 +314,11 @@ class Member:
 
     def _answer_recall(self, recall: _Recalled) -> None:
         """Nobody waits for what runs here, but that ends with the ``Welcome``: until then it does no harm."""
-        if self._router is not None and recall.router.generation <= self._router.generation:
-            return  # late, or said by one whose place another has taken
+        known = self._router or self._recalled_by
+        if known is not None and recall.router.generation <= known.generation:
+            return  # again, or said by one whose place another has taken
         log.warning("the router at %s takes over: joining it", recall.address)
-        self._router = None
+        self._router, self._recalled_by = None, recall.router
         self._router_address = recall.address
         self._mailbox.connect(_ANY_ROUTER, recall.address)
 
