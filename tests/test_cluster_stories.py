@@ -326,6 +326,17 @@ def test_everybody_is_told_that_a_member_is_dead_and_it_is_told_too_when_it_wake
     assert [view.peer for view in world.cluster.instances()] == [Peer("p", 1), Peer("store", 1), Peer("d", 2)]
 
 
+def test_who_comes_from_the_past_is_told_which_generation_to_be(make):
+    """The wall clock, from which generations come, was set back before it was started again. Its peers would take an
+    older incarnation than the dead one for a ghost, and each handoff to it would wait for the lease to end."""
+    world = make(("p", P))
+    world.hear(Peer("d", 9), Join(info("d", D, 9)))
+    world.hear(Peer("d", 9), Leave())
+    actions = world.hear(Peer("d", 4), Join(info("d", D, 4)))
+    assert world.sent(actions, Expelled) == [("d", Expelled("this incarnation was taken to be dead", 9))]
+    assert world.sent(world.hear(Peer("d", 10), Join(info("d", D, 10))), Welcome)
+
+
 def test_a_restart_with_the_same_name_is_somebody_else(make):
     """The supervisor was quicker than the heartbeats: what the old one had is started again at once."""
     world = make(("c", C))

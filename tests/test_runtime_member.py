@@ -190,8 +190,9 @@ def test_an_instance_whose_welcome_was_lost_joins_as_another(node) -> None:
     mailbox = ZmqMailbox(me, SECRET, "127.0.0.1", 0, lambda sender, message: joins.put(sender))
     node("c1", mailbox.address)
     first = joins.get(timeout=WAIT_S)
-    mailbox.send(first, Expelled("this incarnation was taken to be dead"))
-    eventually(lambda: joins.get(timeout=WAIT_S).generation > first.generation)
+    ahead = first.generation + 1_000_000  # a dead one of this name lived before the wall clock was set back
+    mailbox.send(first, Expelled("this incarnation was taken to be dead", ahead))
+    eventually(lambda: joins.get(timeout=WAIT_S).generation > ahead)
     mailbox.close()
 
 

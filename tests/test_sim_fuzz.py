@@ -86,7 +86,7 @@ CAUGHT = {
     "lease-sweep": (44, "transfers are open"),
     "namespace-check": (13, "cached tokens, its tenant has said"),
     "event-replay": (10, "blocks believed"),
-    "fsync": (37, "durable is not durable"),
+    "fsync": (25, "durable is not durable"),
     "checksum": (26, "layers do not belong together|instead of"),
 }
 """Where to begin, so that a test of a few seeds sees it, and what the checker says. docs/SIMULATOR.md counts from 0."""

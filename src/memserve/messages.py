@@ -83,6 +83,9 @@ class Expelled(Message, frozen=True, tag=True):
     """You were taken to be dead, and others act accordingly: drop all work and join again as a new generation."""
 
     reason: str
+    newest: Natural = 0
+    """The newest generation of this name that is known to be dead: the new one must be higher, whatever your wall clock
+    says."""
 
 
 class Drain(Message, frozen=True, tag=True):

@@ -66,7 +66,7 @@ class Member:
 class Registry:
     """Members by name, by number and in order of joining. The first one's namespace and geometry are everybody's."""
 
-    __slots__ = ("_by_number", "_dead", "_dead_order", "_free", "_members", "geometry", "namespace")
+    __slots__ = ("_by_number", "_dead", "_dead_order", "_free", "_members", "_newest_dead", "geometry", "namespace")
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
@@ -74,6 +74,7 @@ class Registry:
         self._free: list[int] = []
         self._dead: dict[Peer, None] = {}
         self._dead_order: deque[Peer] = deque()
+        self._newest_dead: dict[str, int] = {}
         #: of the members, while there are any
         self.namespace = ""
         self.geometry: KVGeometry | None = None
@@ -107,6 +108,10 @@ class Registry:
     def is_dead(self, peer: Peer) -> bool:
         """Whether this incarnation was a member once, and is no more."""
         return peer in self._dead
+
+    def newest_dead(self, name: str) -> int | None:
+        """The highest generation of ``name`` that was a member once, and is no more."""
+        return self._newest_dead.get(name)
 
     def why_not(self, info: PeerInfo) -> str | None:
         """Why ``info`` cannot be a member; ``None`` = it can."""
@@ -149,8 +154,12 @@ class Registry:
     def _bury(self, peer: Peer) -> None:
         self._dead[peer] = None
         self._dead_order.append(peer)
+        self._newest_dead[peer.name] = max(peer.generation, self._newest_dead.get(peer.name, 0))
         if len(self._dead_order) > _REMEMBERED:
-            del self._dead[self._dead_order.popleft()]
+            oldest = self._dead_order.popleft()
+            del self._dead[oldest]
+            if self._newest_dead[oldest.name] == oldest.generation:
+                del self._newest_dead[oldest.name]
 
     def remember_dead(self, peers: Iterable[Peer]) -> None:
         """These were members of an earlier router once, and are no more."""

@@ -77,6 +77,7 @@ class _Expulsion:
     router: Peer
     me: Peer
     reason: str
+    newest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +194,8 @@ class Member:
                 self._joined.set()
             case PeerJoined(info):
                 self._meet(info)
-            case Expelled(reason):
-                self._orders.put(_Expulsion(router, self.me, reason))
+            case Expelled(reason, newest):
+                self._orders.put(_Expulsion(router, self.me, reason, newest))
                 return False
             case Recall(address):
                 self._orders.put(_Recalled(router, address))
@@ -331,7 +332,7 @@ class Member:
             return  # said to an earlier one
         self._router = None
         log.warning("expelled (%s): joining again", expulsion.reason)
-        me = Peer(self.me.name, max(self.me.generation + 1, new_generation()))
+        me = Peer(self.me.name, max(self.me.generation + 1, expulsion.newest + 1, new_generation()))
         self._instance.post(MessageArrived(expulsion.router, Expelled(expulsion.reason)))
         self._instance.ask(lambda: self._machine.reborn(me))
         self._mailbox.become(me)

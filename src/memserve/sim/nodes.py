@@ -52,9 +52,9 @@ class InstanceNode(Process):
     device: Device
     port: DataPort
 
-    def __init__(self, host: Host, name: str, role: Role, place: int) -> None:
-        """``place``: its number in the world. It boots at once."""
-        super().__init__(host, Peer(name, 0))
+    def __init__(self, host: Host, name: str, role: Role, place: int, generation: int = 0) -> None:
+        """``place``: its number in the world; ``generation``: of the process before it. It boots at once."""
+        super().__init__(host, Peer(name, generation))
         self.role, self.place = role, place
         self.boot()
 
@@ -77,6 +77,10 @@ class InstanceNode(Process):
 
     def left(self) -> None:
         """It has been drained, has said good-bye, and its process has ended."""
+
+    def refused(self, reason: str) -> None:
+        """The router does not take it."""
+        check(False, f"{self.peer.name} was refused: {reason}")
 
     def _join(self) -> None:
         """Ask to be a member, until there is an answer."""
@@ -116,6 +120,8 @@ class InstanceNode(Process):
             self.draining = True
         elif isinstance(message, Recall):
             self._answer_recall(sender)
+        elif isinstance(message, Refused):
+            self.refused(message.reason)
         else:
             self._follow_members(sender, message)
             self.post(MessageArrived(sender, message))
@@ -134,15 +140,13 @@ class InstanceNode(Process):
             self.knows[message.info.peer.name] = message.info.peer
         elif isinstance(message, PeerGone) and self.knows.get(message.peer.name) == message.peer:
             del self.knows[message.peer.name]
-        elif isinstance(message, Refused):
-            check(False, f"{self.peer.name} was refused: {message}")
 
     def _join_anew(self, sender: Peer, message: Expelled) -> None:
         """All work is dropped, the cache stays, the name gets a new generation."""
         self.router = None
         self.knows.clear()
         self.post(MessageArrived(sender, message))
-        self.peer = Peer(self.peer.name, self.peer.generation + 1)
+        self.peer = Peer(self.peer.name, max(self.peer.generation, message.newest) + 1)
         self.machine.reborn(self.peer)
         self._join()
 

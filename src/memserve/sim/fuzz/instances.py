@@ -18,6 +18,7 @@ from memserve.types import Role, Tier
 if TYPE_CHECKING:
     from memserve.sim.fuzz.world import World
 
+FIRST_GENERATION = 100_000_000
 STEP_MAX_NS = 10_000_000_000
 
 _Page = tuple[Tier, int, int, int, int]
@@ -37,9 +38,11 @@ class FuzzedInstance(InstanceNode):
         self.corrupting = 0
         self.pull_slowness = 1
         self.step_slowness = 1
+        self.set_back = False
+        """Its wall clock was: its generations may be older than those that others know."""
         self.copy_ns = 0
         """What each block that moves between tiers adds to a step."""
-        super().__init__(world, name, role, place)
+        super().__init__(world, name, role, place, FIRST_GENERATION if world.scenario.setting.swarm else 0)
 
     @property
     def is_well(self) -> bool:
@@ -51,6 +54,19 @@ class FuzzedInstance(InstanceNode):
         self.promises: dict[_Page, set[str]] = {}
         self.has_failed = False
         super().boot()
+
+    def boot_in_the_past(self, by: int) -> None:
+        """A new process after the wall clock, from which generations come, was set back."""
+        self.peer = Peer(self.peer.name, max(0, self.peer.generation - by))
+        self.set_back = True
+        self.boot()
+
+    def refused(self, reason: str) -> None:
+        """Its keeper starts it again, soon."""
+        if not self.set_back:
+            super().refused(reason)
+        self.kill()
+        self.host.clock.after(2 * self.host.heartbeat_ns, self._boot_unless_alive)
 
     def left(self) -> None:
         """A new process of the same name follows soon."""

@@ -58,6 +58,7 @@ SWARM = (
     "router-power",
     "disk-full",
     "slow-disk",
+    "clock-back",
 )
 """Those of ``swarm`` settings: up to a dozen, of a random subset of all kinds with random weights."""
 

@@ -16,7 +16,7 @@ from memserve.messages import Heartbeat, PeerInfo
 from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
 from memserve.sim.clock import Clock
 from memserve.sim.fuzz import checks, faults
-from memserve.sim.fuzz.clients import VOCAB, Ask, Conversation, Referee
+from memserve.sim.fuzz.clients import VOCAB, Ask, Conversation, Referee, Turn
 from memserve.sim.fuzz.data_port import FaultyPort
 from memserve.sim.fuzz.instances import FuzzedDevice, FuzzedInstance
 from memserve.sim.fuzz.network import FaultyNetwork
@@ -238,7 +238,22 @@ class World:
         require(self.everyone_is_served(), "clients wait for their turn for ever")
         self._come_to_rest()
         self.check_at_rest()
+        self._ask_once_more()
         checks.check_memory_is_whole(self.instances)
+
+    def _ask_once_more(self) -> None:
+        """All is healed: whoever asks now is served at once, and without excuses."""
+        self.referee.excused = False
+        for number in range(2 * len(self.instances)):
+            prefix = [self.random.randrange(VOCAB) for _ in range(9)]
+            later = Conversation(f"later{number}", "", "", prefix, [Turn([1], 0, max_tokens=4)], 0)
+            self.talking[later.name] = later
+            self._ask(later)
+        limit_ns = self.clock.now + 20 * SECOND
+        self._run_while(lambda: not self.everyone_is_served(), limit_ns)
+        require(self.everyone_is_served(), "the cluster was healed, and does not serve")
+        self._run_until(self.clock.now + 4 * SECOND)
+        self.check_at_rest()
 
     def _come_to_rest(self) -> None:
         """Leases end, news arrives; a step that hangs ends, and what came of it is told."""

@@ -30,7 +30,7 @@ def heal_all(world: World) -> None:
     for node in world.instances:
         node.fails_next_step = False
         node.next_step_hangs_ns = 0
-        if not node.draining:  # else it starts again when it has left
+        if not (node.draining or node.set_back):  # else it starts again when it has left, or may
             require(node.alive and not node.paused, f"{node.peer.name} was not put right")
         require(node.is_well, f"{node.peer.name} was not put right")
     require(world.router.medium.room_bytes is None and not world.router.disk_ns, "the disk was not put right")

@@ -86,6 +86,13 @@ def _router_clock_jump(world: World, fault: Fault, node: FuzzedInstance, random:
     world.router_slept_ns += jump_ns
 
 
+def _clock_back(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    """It is started again after somebody has set its host's wall clock back: its generation is an old one."""
+    if node.alive:
+        node.kill()
+        node.boot_in_the_past(random.randrange(1_000, 1_000_000))
+
+
 KINDS: dict[str, Kind] = {
     "kill": _kill,
     "flap": _flap,
@@ -95,4 +102,5 @@ KINDS: dict[str, Kind] = {
     "router-restart": _router_restart,
     "clock-jump": _clock_jump,
     "router-clock-jump": _router_clock_jump,
+    "clock-back": _clock_back,
 }
