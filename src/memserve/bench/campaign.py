@@ -122,7 +122,7 @@ class _Campaign:
         self._orders = orders_of(plan)
         self._measured = Measured()
         self._started = self._round_started = time.monotonic()
-        self._round_s_max = 0.0
+        self._round_s_max = self._starting_s = 0.0
         self._salt = secrets.token_hex(SALT_BYTES)
 
     def run(self) -> Measured:
@@ -145,7 +145,7 @@ class _Campaign:
         seed = None
         for number, order in enumerate(self._orders):
             if order.seed != seed:
-                if seed is not None and self._is_time_up(order.seed):
+                if seed is not None and self._is_time_up(order.seed, servers.starting_s):
                     return
                 seed = order.seed
             self._one_pass(servers, number, order)
@@ -153,12 +153,12 @@ class _Campaign:
                 return
             servers.release([later.setting.name for later in self._orders[number + 1 :]])
 
-    def _is_time_up(self, seed: int) -> bool:
-        """Whether the round of ``seed`` is to be left out: it would take about as long as the longest so far."""
-        now = time.monotonic()
-        self._round_s_max = max(self._round_s_max, now - self._round_started)
-        self._round_started = now
-        minutes_max = self._plan.minutes_max
+    def _is_time_up(self, seed: int, starting_s: float) -> bool:
+        """Whether the round of ``seed`` is to be left out: it would take about as long as the longest so far, less the
+        starts of servers."""
+        now, minutes_max = time.monotonic(), self._plan.minutes_max
+        self._round_s_max = max(self._round_s_max, now - self._round_started - starting_s + self._starting_s)
+        self._round_started, self._starting_s = now, starting_s
         if minutes_max is None or now - self._started + self._round_s_max <= 60 * minutes_max:
             return False
         self._measured.notes.append(f"seeds from {seed} on were left out: with them it took over {minutes_max:g} min")

@@ -46,6 +46,8 @@ class Servers:
         self._children: dict[str, ServedChild] = {}
         self._largest_bytes = 0
         self.notes: list[str] = []
+        self.starting_s = 0.0
+        """Spent on starts so far: a kept server costs a later seed nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -89,6 +91,7 @@ class Servers:
         after = available_memory_bytes()
         if before is not None and after is not None:
             self._largest_bytes = max(self._largest_bytes, before - after)
+        self.starting_s += child.ready_s
         self._say(f"{setting.name} is ready after {child.ready_s:.0f} s")
         return Address(child.url, child.model)
 
