@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from memserve.cli import bench_options as by
 from memserve.cli import options as opt
 from memserve.cli.load import SloJct, SloTpot, VocabSize, read_slo
 from memserve.errors import UserError
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 def capacity(
     workload: Annotated[str, typer.Option(help="What is sent; `memserve bench workload` knows more.")] = "sharegpt",
     settings: Annotated[str, typer.Option(help="Comma-separated, as in `memserve bench serve`.")] = "PD,PD-CC,1P1D-CC",
-    instances: Annotated[int, typer.Option(min=1, help="How many a PD without a number has.")] = 2,
-    base_url: Annotated[
-        list[str] | None, typer.Option(help="A further setting: NAME=URL of any server that runs; repeatable.")
-    ] = None,
+    instances: by.Instances = 2,
+    base_url: by.Servers = None,
     model: opt.Model = opt.DEFAULT_MODEL,
-    data: Annotated[Path | None, typer.Option(help="Folder of data sets. Without: made from the seed.")] = None,
+    data: by.Data = None,
     slo_ttft_ms: Annotated[float, typer.Option(min=0, help="Longest time to the first token.")] = 2000.0,
     slo_tpot_ms: SloTpot = None,
     slo_jct_ms: SloJct = None,
@@ -44,8 +42,8 @@ def capacity(
     turns_max: Annotated[int, typer.Option(min=1, help="Cut sessions.")] = 4,
     vocab_size: VocabSize = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first rate's sample; later rates count on.")] = 0,
-    serve_flags: Annotated[str, typer.Option(help="Further flags for every `memserve serve`, in quotes.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")] = None,
+    serve_flags: by.ServeFlags = "",
+    out: by.Folder = None,
 ) -> None:
     """Search the largest rate with a bounded queue and a kept SLO, setting by setting, by bisection."""
     from memserve.bench.campaign import default_folder
