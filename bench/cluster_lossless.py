@@ -33,6 +33,8 @@ class Setting:
     name: str
     options: tuple[str, ...]
     must: tuple[str, ...] = ()
+    in_rounds: bool = False
+    """Every session has its first turn, then every one its second: prefixes are evicted in between."""
 
 
 def roles(prefill: int, decode: int, colocated: int) -> tuple[str, ...]:
@@ -44,7 +46,7 @@ def settings(small: str) -> list[Setting]:
     """Every setting of the evaluation; ``small`` is a KV memory that holds about two of the longest prompts."""
     pulled, cached = ("memserve_instance_received_bytes_total",), ("memserve_instance_cached_tokens_total",)
     from_dram = (*pulled, "memserve_instance_received_dram_bytes_total")
-    pd, cramped = roles(1, 1, 0), ("--kv-memory", small, "--dram-memory", "2GiB")
+    pd, cramped = roles(1, 1, 0), ("--kv-memory", small, "--dram-memory", "2GiB", "--policy", "least-load")
     return [
         Setting("colocated, caching off", (*roles(0, 0, 1), "--caching", "off", *ROOMY)),
         Setting("colocated, caching on", (*roles(0, 0, 1), *ROOMY), cached),
@@ -58,17 +60,18 @@ def settings(small: str) -> list[Setting]:
             Setting(f"1P1D, {mode}, nixl", (*pd, "--transfer", mode, "--link", "nixl", *ROOMY), pulled)
             for mode in ("by-layer", "by-request", "by-request-agg")
         ),
-        Setting("1P1D, DRAM sources", (*pd, *cramped), from_dram),
-        Setting("1P1D, DRAM sources, nixl", (*pd, *cramped, "--link", "nixl"), from_dram),
+        Setting("2P1D, DRAM sources", (*roles(2, 1, 0), *cramped), from_dram, in_rounds=True),
+        Setting("2P1D, DRAM sources, nixl", (*roles(2, 1, 0), *cramped, "--link", "nixl"), from_dram, in_rounds=True),
     ]
 
 
-def play(session: chats.Session, url: str, model: str, new_tokens: int) -> chats.Session:
-    """All turns of one session, one after the other."""
+def play(session: chats.Session, url: str, model: str, new_tokens: int, turns: int = 1 << 30) -> chats.Session:
+    """Up to so many turns of one session, one after the other."""
     from openai import OpenAI
 
     with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600) as client:
-        while not session.done:
+        end = len(session.answers) + turns
+        while not session.done and len(session.answers) < end:
             got = client.chat.completions.create(
                 model=model, messages=session.messages(), temperature=0, max_tokens=new_tokens
             )
@@ -87,7 +90,9 @@ def run(setting: Setting, sessions: list[chats.Session], want: dict[str, list[st
     model = ("--model", args.model) if args.model else ()
     with serving("--dtype", "float32", *model, *setting.options) as server:
         with ThreadPoolExecutor(CLIENTS) as pool:
-            played = list(pool.map(lambda s: play(s.fresh(), server.url, server.model, args.new_tokens), sessions))
+            played, turns = [session.fresh() for session in sessions], 1 if setting.in_rounds else args.turns
+            while any(not session.done for session in played):
+                list(pool.map(lambda s: play(s, server.url, server.model, args.new_tokens, turns), played))
         metrics = server.metrics()
         status, _ = server.stop()
     pairs = [
@@ -126,7 +131,7 @@ def main() -> int:
     sessions += chats.document_sessions(args.data, tokenizer, args.documents, 2000)
     want = chats.reference_answers(args.reference_model, sessions, args.new_tokens, args.reference)
     parts, failed = [part for part in args.settings.split(";") if part], False
-    for setting in settings(small="256MiB"):
+    for setting in settings(small="192MiB"):
         if parts and not any(part in setting.name for part in parts):
             continue
         result = run(setting, sessions, want, args)
