@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -168,15 +168,17 @@ def test_a_standby_router_takes_over_with_the_cache(model: Path, truth, tmp_path
     (tmp_path / "secret").write_text("s" * 32)
     questions = [(tokens(70 + 5 * number, number), 20) for number in range(3)]
     with running_etcd(tmp_path) as host, ExitStack() as stack:
+        started = stack.enter_context(ThreadPoolExecutor(2))
+        routers: list[Future[Server]] = []
+        stack.callback(lambda: [made.result().process.kill() for made in routers])  # in order: the other is active then
 
         def router() -> tuple[str, Callable[[], Server]]:
             """Where its members join, and the server, as soon as it is active."""
             port = free_port()
             shared = ["--cluster-port", str(port), "--cluster-secret-file", str(tmp_path / "secret")]
             flags = ["--prefill", "0", "--decode", "0", *shared, "--metadata", f"etcd://{host}/test"]
-            made = stack.enter_context(ThreadPoolExecutor(1)).submit(Server, model, *flags)
-            stack.callback(lambda: made.result().process.kill())
-            return f"127.0.0.1:{port}", made.result
+            routers.append(started.submit(Server, model, *flags))
+            return f"127.0.0.1:{port}", routers[-1].result
 
         join, first = router()
         flags = ["--join", join, "--cluster-secret-file", str(tmp_path / "secret"), "--name", "c1"]
@@ -187,8 +189,9 @@ def test_a_standby_router_takes_over_with_the_cache(model: Path, truth, tmp_path
         for question, count in questions:
             assert active.complete(question, count) == truth(question, count)
         warm = cached(active, questions)
+        clients = clients_of(host)
         _, second = router()
-        eventually(lambda: journal_readers(host) > 1)
+        eventually(lambda: clients_of(host) > clients)  # it has tokenizers and all, and stands by
         active.process.kill()
         killed = time.monotonic()
         standby = second()
@@ -199,9 +202,8 @@ def test_a_standby_router_takes_over_with_the_cache(model: Path, truth, tmp_path
         assert instance.poll() is None
 
 
-def journal_readers(host: str) -> int:
-    """Connections to etcd."""
-    port = int(host.rpartition(":")[2])
-    wanted = f":{port:04X} 01"
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    return sum(f"{line.split()[2]} {line.split()[3]}".endswith(wanted) for line in lines)
+def clients_of(host: str) -> int:
+    """Connections that etcd has accepted, its own gateway's among them."""
+    accepted = f":{int(host.rpartition(':')[2]):04X}"
+    lines = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return sum(local.endswith(accepted) and state == "01" for _, local, _, state, *_ in lines)
