@@ -36,6 +36,7 @@ from memserve.messages import (
     Tokens,
     Unpin,
     Welcome,
+    roll_of,
 )
 from memserve.types import Caching, FinishReason, KVGeometry, Role, Tier, TokenLogprobs, TokenOutput
 from memserve.units import NS_PER_S
@@ -324,6 +325,17 @@ def test_everybody_is_told_that_a_member_is_dead_and_it_is_told_too_when_it_wake
     world.beat()
     assert world.instances["d"].generation == 2 and world.instances["d"].member
     assert [view.peer for view in world.cluster.instances()] == [Peer("p", 1), Peer("store", 1), Peer("d", 2)]
+
+
+def test_who_missed_a_member_is_told_again(make):
+    """A lost ``PeerJoined``: every handoff to the newcomer would wait for the end of its lease. One heartbeat with the
+    wrong roll may have crossed the news; two did not."""
+    world = make(("p", P), ("d", D))
+    p, d = Peer("p", 1), Peer("d", 1)
+    for roll, welcomed in ((0, 0), (roll_of([p]), 0), (roll_of([d, p]), 0), (roll_of([p]), 0), (roll_of([p]), 1),
+                           (roll_of([p]), 0), (roll_of([p, d, Peer("ghost", 3)]), 1)):  # fmt: skip
+        answers = world.sent(world.hear(p, Heartbeat(Load(), roll=roll)), Welcome)
+        assert [[i.peer.name for i in welcome.peers] for _, welcome in answers] == [["d"]] * welcomed
 
 
 def test_who_comes_from_the_past_is_told_which_generation_to_be(make):

@@ -33,6 +33,7 @@ from memserve.peers import Name as Name
 from memserve.peers import Natural as Natural
 from memserve.peers import Peer as Peer
 from memserve.peers import PeerInfo as PeerInfo
+from memserve.peers import roll_of as roll_of
 from memserve.types import Request, Tier, TokenArray, TokenOutput, TransferMode
 
 Checksum = Annotated[int, msgspec.Meta(ge=0)]
@@ -117,6 +118,9 @@ class Heartbeat(Message, frozen=True, tag=True):
     next_event: Natural = 0
     stats: bytes = b""
     """The engine's statistics for ``/metrics``, msgpack of ``EngineStats``; not every heartbeat carries them."""
+    roll: Natural = 0
+    """``roll_of`` all members that it knows, itself included, so that a lost ``PeerJoined`` or ``PeerGone`` is noticed;
+    0: it does not say."""
 
 
 # -- requests: router <-> instance. ``request.request_id`` names one attempt: an answer to an old one is known by it.

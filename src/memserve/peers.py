@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 
+from memserve import _core
 from memserve.types import KVGeometry, Role, Tier
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -22,6 +24,18 @@ class Peer(Message, frozen=True):
 
     name: Name
     generation: Natural
+
+
+_ROLL_KEY = b"memserve members"
+
+
+def roll_of(peers: Iterable[Peer]) -> int:
+    """One number by which two processes see whether they know the same members, whatever the order: 56 bits."""
+    roll = 0
+    for peer in peers:
+        name = _core.siphash128(_ROLL_KEY, f"{peer.generation} {peer.name}".encode("utf-8", "surrogatepass"))
+        roll ^= int.from_bytes(name[:7], "little")
+    return roll
 
 
 class ArenaPlace(Message, frozen=True):

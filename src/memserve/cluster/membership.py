@@ -160,6 +160,14 @@ class Membership:
         self.ask(member, self._trees.heartbeat(member.number, message.next_event, now))
         if member.state is MemberState.DRAINING:
             self._outbox.send(member.peer, Drain())  # the first one may have been lost
+        self._call_the_roll(member, message.roll)
+
+    def _call_the_roll(self, member: Member, roll: int) -> None:
+        """Who lacks a member, or takes one that is gone for there, waits for a lease's end at each handoff to it."""
+        differs = roll not in (0, self._registry.roll)
+        if differs and member.knows_others:
+            self._welcome(member)
+        member.knows_others = differs and not member.knows_others
 
     def drain(self, member: Member) -> None:
         """It gets nothing new. Asked for by a person, or by the instance itself."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from memserve.errors import InvariantError, check
-from memserve.messages import Load, Peer, PeerInfo
+from memserve.messages import Load, Peer, PeerInfo, roll_of
 from memserve.types import KVGeometry
 
 _REMEMBERED = 1024
@@ -44,6 +44,8 @@ class Member:
     state: MemberState = MemberState.LIVE
     load: Load = field(default_factory=Load)
     stats: bytes = b""
+    knows_others: bool = False
+    """Its last heartbeat told of other members than there are: news under way, or, the second time, lost."""
     drains: bool = False
     """While it is recalled: it was draining, and shall go on."""
     attempts: dict[str, None] = field(default_factory=dict)
@@ -66,7 +68,17 @@ class Member:
 class Registry:
     """Members by name, by number and in order of joining. The first one's namespace and geometry are everybody's."""
 
-    __slots__ = ("_by_number", "_dead", "_dead_order", "_free", "_members", "_newest_dead", "geometry", "namespace")
+    __slots__ = (
+        "_by_number",
+        "_dead",
+        "_dead_order",
+        "_free",
+        "_members",
+        "_newest_dead",
+        "geometry",
+        "namespace",
+        "roll",
+    )
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
@@ -75,6 +87,8 @@ class Registry:
         self._dead: dict[Peer, None] = {}
         self._dead_order: deque[Peer] = deque()
         self._newest_dead: dict[str, int] = {}
+        #: ``roll_of`` the members
+        self.roll = 0
         #: of the members, while there are any
         self.namespace = ""
         self.geometry: KVGeometry | None = None
@@ -141,6 +155,7 @@ class Registry:
         if not self._members:
             self.namespace, self.geometry = info.namespace, info.geometry
         self._members[member.name] = member
+        self.roll ^= roll_of([member.peer])
         return member
 
     def leave(self, member: Member) -> None:
@@ -149,6 +164,7 @@ class Registry:
         check(not member.attempts, f"{member} left while attempts depend on it")
         self._by_number[member.number] = None
         heapq.heappush(self._free, member.number)
+        self.roll ^= roll_of([member.peer])
         self._bury(member.peer)
 
     def _bury(self, peer: Peer) -> None:
@@ -178,6 +194,7 @@ class Registry:
             check(self._by_number[member.number] is member, f"{member} has not its own number")
             check(not self.is_dead(member.peer), f"{member} is dead")
             check(member.info.namespace == self.namespace, f"{member} has another namespace")
+        check(self.roll == roll_of(member.peer for member in self), "the roll is not that of the members")
         used = sum(member is not None for member in self._by_number)
         check(used == len(self._members), f"{used} numbers are in use for {len(self)} members")
         free = sorted(n for n, member in enumerate(self._by_number) if member is None)

@@ -41,6 +41,7 @@ from memserve.messages import (
     RequestRefused,
     Tokens,
     Welcome,
+    roll_of,
 )
 from memserve.runtime.clients import EngineStopped
 from memserve.runtime.hosted import HostedInstance
@@ -260,7 +261,10 @@ class Member:
         load, next_event = self._reading()
         self._beats += 1
         stats = self._stats() if self._beats % STATS_EVERY == 1 else b""
-        self._mailbox.send(_ANY_ROUTER, Heartbeat(load, next_event, stats))  # a restarted router shall hear it too
+        roll = roll_of([self.me, *(info.peer for info in self._peers.values())])
+        self._mailbox.send(
+            _ANY_ROUTER, Heartbeat(load, next_event, stats, roll)
+        )  # a restarted router shall hear it too
         idle = not (load.requests_waiting or load.sequences_running or load.transfers_open)
         if self._leave_at is not None and (idle or time.monotonic() >= self._leave_at):
             self._say_goodbye()

@@ -37,6 +37,7 @@ from memserve.messages import (
     RequestRefused,
     Tokens,
     Welcome,
+    roll_of,
 )
 from memserve.sim.host import DataPort, Device, Host
 from memserve.sim.process import Process
@@ -71,6 +72,7 @@ class InstanceNode(Process):
         self._working = False
         self.router: Peer | None = None
         self.knows: dict[str, Peer] = {}
+        self._roll: int | None = None
         self.draining = False
         self._join()
         self.later(self.host.heartbeat_ns, self._beat)
@@ -95,13 +97,20 @@ class InstanceNode(Process):
     def _beat(self) -> None:
         if self.router is not None:
             machine = self.machine
-            self.host.network.send(self.peer, _ANY_ROUTER, Heartbeat(machine.load(), machine.next_event))
+            heartbeat = Heartbeat(machine.load(), machine.next_event, roll=self._count_roll())
+            self.host.network.send(self.peer, _ANY_ROUTER, heartbeat)
             if self.draining and self._is_idle():
                 self.host.network.send(self.peer, self.router, Leave())
                 self.kill()
                 self.left()
                 return
         self.later(self.host.heartbeat_ns, self._beat)
+
+    def _count_roll(self) -> int:
+        """Of all members that it knows; counted again only when they change."""
+        if self._roll is None:
+            self._roll = roll_of([self.peer, *self.knows.values()])
+        return self._roll
 
     def _is_idle(self) -> bool:
         load = self.machine.load()
@@ -133,6 +142,8 @@ class InstanceNode(Process):
             self._join()
 
     def _follow_members(self, sender: Peer, message: AnyMessage) -> None:
+        if isinstance(message, Welcome | PeerJoined | PeerGone):
+            self._roll = None
         if isinstance(message, Welcome):
             self.router = sender
             self.knows = {info.peer.name: info.peer for info in message.peers if info.peer != self.peer}
@@ -145,6 +156,7 @@ class InstanceNode(Process):
         """All work is dropped, the cache stays, the name gets a new generation."""
         self.router = None
         self.knows.clear()
+        self._roll = None
         self.post(MessageArrived(sender, message))
         self.peer = Peer(self.peer.name, max(self.peer.generation, message.newest) + 1)
         self.machine.reborn(self.peer)
