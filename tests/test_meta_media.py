@@ -29,7 +29,7 @@ from memserve.runtime.meta_children import ChildrenFile
 from memserve.runtime.meta_file import FileMedium
 from memserve.runtime.meta_gate import MetaGate
 from memserve.runtime.meta_keeper import MetaKeeper
-from memserve.runtime.meta_open import MetadataPlace, metadata_place
+from memserve.runtime.meta_open import MetadataPlace, metadata_place, open_metadata
 from memserve.runtime.meta_state import StateFolder, default_folder, is_locked
 from meta_etcd_server import ETCD, running_etcd
 from meta_records import Drawn
@@ -211,13 +211,32 @@ def test_what_metadata_may_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     own = tmp_path / "memserve" / "port-8000"
     assert default_folder(8000) == own
-    assert metadata_place("auto", 8000) == MetadataPlace(own) and metadata_place("auto", 0) == MetadataPlace()
+    assert metadata_place("auto", 8000) == MetadataPlace(own, is_wish=True)
+    assert metadata_place("auto", 0).folder is None
     assert metadata_place("none", 8000) == MetadataPlace()
     assert metadata_place("x", 0) == MetadataPlace(Path("x").absolute())
-    assert metadata_place("etcd://a:1,b:2/blue", 8000) == MetadataPlace(own, ("a:1", "b:2"), "blue")
+    assert metadata_place("etcd://a:1,b:2/blue", 8000) == MetadataPlace(own, ("a:1", "b:2"), "blue", True)
     for bad in ("redis://x", "etcd://"):
         with pytest.raises(UserError):
             metadata_place(bad, 0)
+
+
+def test_a_folder_that_nobody_asked_for_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said: list[str] = []
+    with open_metadata(MetadataPlace(tmp_path / "file" / "below", is_wish=True), said.append) as kept:
+        assert (kept.folder, kept.keeper, kept.secret) == (None, None, None)
+    assert "instances will end with this process: cannot keep metadata" in said[0]
+    with pytest.raises(UserError), open_metadata(MetadataPlace(tmp_path / "file" / "below"), said.append):
+        pass
+    for generation in (5, 6):
+        with open_metadata(MetadataPlace(tmp_path), said.append) as kept:
+            me = kept.router("router", 5)  # the clock stands still
+            assert me == Peer("router", generation)
+            done: queue.Queue[bool] = queue.Queue()
+            kept.keeper.keep([RouterStarted(me, "tcp://h:1")], done.put)
+            assert done.get(timeout=WAIT_S)
+            kept.keeper.close()
 
 
 # -- the keeper and the gate

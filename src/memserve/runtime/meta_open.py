@@ -33,6 +33,8 @@ class MetadataPlace:
     """``host:port`` of etcd's members; empty: the journal lies in ``folder``."""
     cluster: str = "default"
     """Its name in etcd."""
+    is_wish: bool = False
+    """Nobody has asked for the folder: without it, things go on as they can."""
 
 
 def metadata_place(text: str, port: int) -> MetadataPlace:
@@ -42,13 +44,13 @@ def metadata_place(text: str, port: int) -> MetadataPlace:
     if text == NONE:
         return MetadataPlace()
     if text == AUTO:
-        return MetadataPlace(own)
+        return MetadataPlace(own, is_wish=True)
     if text.startswith(ETCD):
         members, _, name = text.removeprefix(ETCD).partition("/")
         hosts = tuple(host for host in members.split(",") if host)
         if not hosts:
             raise UserError(f"{text} names no host", hint="--metadata etcd://10.0.0.1:2379", param="metadata")
-        return MetadataPlace(own, hosts, name.strip("/") or "default")
+        return MetadataPlace(own, hosts, name.strip("/") or "default", is_wish=True)
     if "://" in text:
         hint = "give a folder, etcd://HOST:PORT, or none"
         raise UserError(f"unknown metadata store {text}", hint=hint, param="metadata")
@@ -83,17 +85,27 @@ def open_metadata(place: MetadataPlace, say: Callable[[str], None]) -> Iterator[
     Raises :class:`UserError` when it cannot be used.
     """
     with ExitStack() as stack:
-        secret = None
-        if place.folder is not None:
-            folder = StateFolder(place.folder)
+        folder = _state_folder(place, say)
+        if folder is not None:
             stack.callback(folder.close)
-            secret = folder.secret()
         keeper = None
         if place.etcd:
             keeper = MetaKeeper(_elected(place, say))
-        elif place.folder is not None:
-            keeper = MetaKeeper(FileMedium(place.folder))
-        yield Metadata(place.folder, keeper, secret)
+        elif folder is not None:
+            keeper = MetaKeeper(FileMedium(folder.path))
+        yield Metadata(folder.path, keeper, folder.secret()) if folder is not None else Metadata(None, keeper, None)
+
+
+def _state_folder(place: MetadataPlace, say: Callable[[str], None]) -> StateFolder | None:
+    if place.folder is None:
+        return None
+    try:
+        return StateFolder(place.folder)
+    except UserError as error:
+        if not place.is_wish:
+            raise
+        say(f"instances will end with this process: {error.message}")
+        return None
 
 
 def _elected(place: MetadataPlace, say: Callable[[str], None]) -> Medium:
