@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from memserve.bench.cost import run as cost_run
-from memserve.bench.cost.held_out import FULL, Measurement
+from memserve.bench.cost.held_out import FULL, Measurement, dealt
 from memserve.bench.cost.plots import DRAWINGS
 from memserve.bench.cost.report import takeaways, write_cost
 from memserve.bench.cost.results import Accuracy, CostResults, Foretold, accuracy
@@ -122,6 +122,12 @@ def test_a_wrong_model_is_found_out() -> None:
     assert found["prefill"].bias == pytest.approx(1.0, abs=0.03)
     assert found["prefill in batches"].median_error == pytest.approx(1.0, abs=0.03)
     assert found["decode"].median_error < 0.03, "its own curve"
+
+
+def test_any_stretch_of_a_round_has_all_sizes() -> None:
+    order = dealt(range(70))
+    assert sorted(order) == list(range(70))
+    assert all(min(order[at : at + 10]) < 10 and max(order[at : at + 10]) >= 60 for at in range(60))
 
 
 def test_accuracy_by_hand() -> None:

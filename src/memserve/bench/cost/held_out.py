@@ -1,16 +1,17 @@
 """The profile's own points, and points between them that are held out of the fit (level 4).
 
-Both are measured in the same rounds, quick ones first: when the machine becomes slower or quicker on the way, it does
-so for both, and what is left is the model's own error. None of the held-out points is in the profile's grid: other
-prompt lengths, cached ratios, batches, and numbers of blocks.
+Both are measured in the same rounds, small and large ones by turns: when the machine becomes slower or quicker on the
+way, it does so for all sizes of both, and what is left is the model's own error. None of the held-out points is in the
+profile's grid: other prompt lengths, batches, and numbers of blocks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import TypeVar
 
 from memserve.bench.cost.results import Foretold
 from memserve.bench.sheet import Spent
@@ -31,6 +32,8 @@ DECODE_CONTEXTS = (96, 192, 512, 2048)
 COPY_BLOCKS = (3, 6, 12, 24, 48)
 SWAPS = {"swap_in": (Tier.DRAM, Tier.HBM), "swap_out": (Tier.HBM, Tier.DRAM)}
 ROUNDS_MAX = 9
+HANDS = 7
+Point = TypeVar("Point")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Grid:
     batches: tuple[int, ...]
 
 
-FULL = Grid((192, 384, 768, 1536), (0.0, 0.2, 0.4, 0.6, 0.8, 0.95), (2, 4, 8))
+FULL = Grid((192, 384, 768, 1536), (0.0, 0.25, 0.5, 0.75, 0.95), (2, 4, 8))
 QUICK = Grid((192, 768), (0.0, 0.4, 0.8, 0.95), (4,))
 
 
@@ -91,14 +94,14 @@ class Measurement:
                 self.profiler.prefill_ns(new_tokens, 0)
         points = [*self._fitted_prompts(), *(point for point in self._held_out_prompts() if self._fits(point))]
         points.sort(key=lambda point: point.batch * point.new_tokens)
-        self._prompts = all_rounds(points, self._prompt_ns, SHARES["prefill"] * self.seconds, ROUNDS_MAX)
+        self._prompts = all_rounds(dealt(points), self._prompt_ns, SHARES["prefill"] * self.seconds, ROUNDS_MAX)
 
     def measure_decodes(self) -> None:
         """Steps of decoding sequences: ``(batch, tokens attended to by each)``."""
         pairs = [*itertools.product(profile.DECODE_BATCHES, profile.DECODE_CONTEXTS), *_held_out_decodes()]
         points = sorted((pair for pair in pairs if self.profiler.fits(*pair)), key=lambda pair: pair[0] * pair[1])
         self._decodes = all_rounds(
-            points, lambda point: self.profiler.decode_ns(*point), SHARES["decode"] * self.seconds, ROUNDS_MAX
+            dealt(points), lambda point: self.profiler.decode_ns(*point), SHARES["decode"] * self.seconds, ROUNDS_MAX
         )
 
     def measure_swaps(self) -> None:
@@ -203,6 +206,12 @@ class Measurement:
         blocks = self._swapped_blocks(point)
         swap_ns = costs.swap_in_ns(blocks * self.geometry.block_bytes, blocks)
         return costs.prefill.step(point.batch * point.new_tokens, point.batch * pairs) + swap_ns
+
+
+def dealt(points: Sequence[Point]) -> list[Point]:
+    """Every point once, each :data:`HANDS`-th first, then those behind them, and so on: any stretch of the result has
+    all sizes."""
+    return [point for hand in range(HANDS) for point in points[hand::HANDS]]
 
 
 def _held_out_decodes() -> Iterator[tuple[int, int]]:
