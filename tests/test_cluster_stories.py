@@ -347,6 +347,24 @@ def test_who_comes_from_the_past_is_told_which_generation_to_be(make):
     actions = world.hear(Peer("d", 4), Join(info("d", D, 4)))
     assert world.sent(actions, Expelled) == [("d", Expelled("this incarnation was taken to be dead", 9))]
     assert world.sent(world.hear(Peer("d", 10), Join(info("d", D, 10))), Welcome)
+    actions = world.hear(Peer("d", 5), Join(info("d", D, 5)))  # again, and nobody knows yet that the tenth is dead
+    assert world.sent(actions, Expelled) == [("d", Expelled("this incarnation was taken to be dead", 10))]
+
+
+def test_who_goes_on_with_an_answer_has_room_for_it(make):
+    """The prompt would fit into the small one, but not what the client has: it would end there, before its time."""
+    world = make(("a", C))
+    client = world.ask(a_request("r", PROMPT, max_tokens=9))
+    world.add("small", C, context_tokens=len(PROMPT) + 2)
+    world.add("b", C)
+    for _ in range(4):
+        world.step("a")
+    assert len(client.got[0]) > 2
+    world.kill("a")
+    world.wait(6 * NS_PER_S)
+    assert world.instances["b"].running and not world.instances["small"].running
+    world.run()
+    assert (client.got[0], client.reasons[0]) == lone_answer(client.request, 0)
 
 
 def test_a_restart_with_the_same_name_is_somebody_else(make):

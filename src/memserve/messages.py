@@ -85,8 +85,7 @@ class Expelled(Message, frozen=True, tag=True):
 
     reason: str
     newest: Natural = 0
-    """The newest generation of this name that is known to be dead: the new one must be higher, whatever your wall clock
-    says."""
+    """The newest generation of this name that is known: yours must be higher, whatever your wall clock says."""
 
 
 class Drain(Message, frozen=True, tag=True):

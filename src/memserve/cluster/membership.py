@@ -77,7 +77,7 @@ class Membership:
         newest_dead = self._registry.newest_dead(sender.name)
         if newest_dead is not None and sender.generation <= newest_dead:
             # also one that is older only because its host's clock was set back: peers would take it for a ghost
-            self.expel(sender, "this incarnation was taken to be dead", newest_dead)
+            self.expel(sender, "this incarnation was taken to be dead", self._registry.newest(sender.name))
             return
         reason = self._registry.why_not(info)
         if reason is not None and all(member.state is MemberState.RECALLED for member in self._registry):
@@ -205,7 +205,7 @@ class Membership:
         else:
             self.gone(member, f"nothing was heard of it for {(now - member.heard_ns) / 1e9:.1f} s", now, died=True)
 
-    def expel(self, sender: Peer, reason: str, newest_dead: int = 0) -> None:
+    def expel(self, sender: Peer, reason: str, newest: int = 0) -> None:
         """Tell somebody who takes itself for a member that it is none."""
         self._counters.expelled += 1
-        self._outbox.send(sender, Expelled(reason, newest_dead))
+        self._outbox.send(sender, Expelled(reason, newest))

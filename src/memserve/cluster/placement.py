@@ -83,13 +83,19 @@ class Placer:
         self._sessions, self._handles = sessions, handles
 
     def place(self, job: Job) -> Placement | None:
-        """Who runs ``job``; ``None`` = nobody takes requests that it has not tried, with room for its prompt."""
+        """Who runs ``job``; ``None`` = nobody takes requests that it has not tried, with room for its prompt.
+
+        One that goes on needs room for what was generated, too; without it all that can be done is to end it there.
+        """
         prompt_tokens = max(1, len(job.request.prompt))
-        crowds = self._crowds(job, prompt_tokens)
+        emitted_tokens = max(len(tokens) for tokens in job.emitted)
+        crowds = self._crowds(job, prompt_tokens + emitted_tokens)
+        if not crowds and emitted_tokens:
+            crowds = self._crowds(job, prompt_tokens)
         if not crowds:
             return None
         matches = self._trees.match(self.identities(job), len(self._loads))
-        prompt_tokens += max(len(tokens) for tokens in job.emitted)
+        prompt_tokens += emitted_tokens
         ask = self._ask(job, prompt_tokens, matches)
         first_of, *decoders = self._candidates(ask, crowds, matches)
         decided = POLICY[self._config.policy](ask, first_of, decoders[0] if decoders else (), self.costs)

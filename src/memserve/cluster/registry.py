@@ -123,6 +123,11 @@ class Registry:
         """Whether this incarnation was a member once, and is no more."""
         return peer in self._dead
 
+    def newest(self, name: str) -> int:
+        """The highest generation of ``name`` that is or was a member; 0 = there was none."""
+        member = self._members.get(name)
+        return max(self._newest_dead.get(name, 0), member.peer.generation if member is not None else 0)
+
     def newest_dead(self, name: str) -> int | None:
         """The highest generation of ``name`` that was a member once, and is no more."""
         return self._newest_dead.get(name)
