@@ -15,7 +15,7 @@ from memserve.cli.profile import DRAM_BYTES
 from memserve.config import EngineOptions
 from memserve.units import parse_bytes
 
-SECONDS, QUICK_SECONDS = 120.0, 24.0
+SECONDS, QUICK_SECONDS = 180.0, 24.0
 
 
 def cost(
