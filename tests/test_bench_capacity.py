@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 from instant_server import Asked, Script, instant_server
 from memserve.bench.capacity import Capacity, Probe, backlog, judge, search
+from memserve.bench.catalogue import Recipe
 from memserve.bench.load.record import RequestRecord, read_records
 from memserve.bench.metrics import Slo, figures
+from memserve.bench.probing import Search, last_due_s, workload_at
 from memserve.cli.main import run
+from memserve.workloads.shape import Caps
 from test_bench_metrics import record
 
 
@@ -84,6 +87,18 @@ def test_a_search_that_is_ended_keeps_what_it_knows() -> None:
 def test_nothing_is_borne() -> None:
     found = search("s", lambda rate: Probe(rate, figures([]), 0, 0, False, "no"), start=1)
     assert found.rate is None and found.partial is None
+    found = search("s", lambda rate: Probe(rate, figures([]), 0, 0, False, "no"), start=1, lowest=0.2)
+    assert [probe.rate for probe in found.probes] == [1, 0.5, 0.25]
+
+
+def test_a_low_rate_has_the_time_that_its_requests_need() -> None:
+    """Two sessions at one request in four seconds take longer than a probe of two seconds."""
+    plan = Search(Recipe(caps=Caps(turns_max=3)), Slo(), probe_s=2.0)
+    workload = workload_at(plan, 0.25, seed=1)
+    assert len(workload.sessions) == 2 and last_due_s(workload) > 2.0
+    assert last_due_s(workload) == max(turn.due_s or 0 for one in workload.sessions for turn in one.turns)
+    fast = workload_at(plan, 50.0, seed=1)
+    assert 0.5 < last_due_s(fast) < 6.0, "about as long as a probe"
 
 
 def test_the_command_draws_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,10 +71,16 @@ def _thirds(counts: Sequence[int]) -> tuple[float, float]:
 
 
 def search(
-    setting: str, try_rate: Callable[[float], Probe | None], *, start: float, precision: float = 0.1
+    setting: str,
+    try_rate: Callable[[float], Probe | None],
+    *,
+    start: float,
+    precision: float = 0.1,
+    lowest: float = 0.0,
 ) -> Capacity:
     """Double (or halve) from ``start`` until one rate is borne and one is not, then halve the gap between them, down to
-    ``precision`` of the rate. ``try_rate`` answers ``None`` when the search must end."""
+    ``precision`` of the rate. No rate below ``lowest`` is tried. ``try_rate`` answers ``None`` when the search must end.
+    """
     probes: list[Probe] = []
     low: float | None = None
     high: float | None = None
@@ -91,6 +97,8 @@ def search(
         if low is not None and high is not None and high - low <= precision * high:
             break
         rate = _next_rate(low, high)
+        if rate < lowest:
+            break
     return Capacity(setting, low, tuple(probes))
 
 

@@ -24,8 +24,8 @@ from memserve.workloads.words import Workload
 SAMPLE_SESSIONS = 20
 SALT_BYTES = 6
 NO_MODEL = Manner("")
-OVERTIME = 4.0
-"""A probe is given up after so many times its arrivals' span: its queue did not drain."""
+OVERTIME = 3.0
+"""A probe is given up so many times ``probe_s`` after its last arrival: its queue did not drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, say: C
             progress = Progress(workload.request_count, f"{setting.name} at {rate:.2f}/s")
             labels = Labels(setting.name, f"{plan.recipe.kind} at {rate:.3f}/s", seed)
             manner = replace(plan.manner, model=address.model, salt=f"{salt}-{seed}-")
-            limit_s = OVERTIME * plan.probe_s
+            limit_s = last_due_s(workload) + OVERTIME * plan.probe_s
             run = drive(
                 lambda: Driver(
                     workload, Target(address.url), manner,
@@ -74,8 +74,14 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, say: C
             say(f"{setting.name} at {rate:.2f}/s: {'borne' if probe.borne else probe.why}")
             return probe
 
-        found = search(setting.name, try_rate, start=plan.start, precision=plan.precision)
+        lowest = 1 / plan.probe_s  # where less than a request comes, nothing queues
+        found = search(setting.name, try_rate, start=plan.start, precision=plan.precision, lowest=lowest)
         return replace(found, partial=ended[0]) if ended else found
+
+
+def last_due_s(workload: Workload) -> float:
+    """When the last request is due; at low rates later than ``probe_s``, for some requests there must be."""
+    return max(turn.due_s or 0.0 for session in workload.sessions for turn in session.turns)
 
 
 def workload_at(plan: Search, rate: float, seed: int) -> Workload:
