@@ -79,8 +79,7 @@ def search(
     lowest: float = 0.0,
 ) -> Capacity:
     """Double (or halve) from ``start`` until one rate is borne and one is not, then halve the gap between them, down to
-    ``precision`` of the rate. No rate below ``lowest`` is tried. ``try_rate`` answers ``None`` when the search must end.
-    """
+    ``precision`` of the rate; nothing below ``lowest`` is tried. ``try_rate`` answers ``None`` to end the search."""
     probes: list[Probe] = []
     low: float | None = None
     high: float | None = None
