@@ -179,7 +179,7 @@ class Registry:
         if len(self._dead_order) > _REMEMBERED:
             oldest = self._dead_order.popleft()
             del self._dead[oldest]
-            if self._newest_dead[oldest.name] == oldest.generation:
+            if self._newest_dead.get(oldest.name) == oldest.generation:
                 del self._newest_dead[oldest.name]
 
     def remember_dead(self, peers: Iterable[Peer]) -> None:

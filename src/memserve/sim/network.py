@@ -53,7 +53,3 @@ class Network:
         node = self.nodes.get(to.name)
         if node is not None and (to.generation == 0 or node.peer.generation == to.generation):
             node.receive(sender, message)
-
-    def forget(self, peer: Peer) -> None:
-        """Nobody will speak to or for ``peer`` again."""
-        self._last_arrival = {way: when for way, when in self._last_arrival.items() if peer not in way}
