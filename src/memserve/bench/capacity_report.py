@@ -69,10 +69,14 @@ def _draw(found: Sequence[Capacity], title: str, plan: Search, folder: Path) -> 
         left.axhline(MS * plan.slo.ttft_s, color="grey", linestyle=":", label="limit")
     left.set(xlabel="rate (requests/s)", ylabel="P99 time to first token (ms)", yscale="log")
     right.set(xlabel="rate (requests/s)", ylabel="requests that miss the SLO (%)")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("{x:g}")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.suptitle(f"Capacity: {title}; filled: borne, hollow: not, dashed: the largest borne")
+    host = machine()
+    where = f"{host['processor']}, {host['cores']} cores"
+    figure.suptitle(f"Capacity: {title} on {where}\nfilled: borne, hollow: not, dashed: the largest borne")
     for ending in plots.FORMATS:
         figure.savefig(folder / f"capacity.{ending}", bbox_inches="tight", dpi=120)
     pyplot.close(figure)
