@@ -103,8 +103,8 @@ def table(workload: str, first: str, second: str, before: Figures, after: Figure
     lines.append(_line("failed", before.failed, after.failed, "d"))
     for label, field in SPREADS:
         for statistic in STATISTICS:
-            pair = [_ms(getattr(figures, field), statistic) for figures in (before, after)]
-            lines.append(_line(f"{label} {statistic} (ms)", *pair))
+            was, is_now = (_ms(getattr(figures, field), statistic) for figures in (before, after))
+            lines.append(_line(f"{label} {statistic} (ms)", was, is_now))
     lines.append(_line("output tokens/s", before.output_tokens_per_s, after.output_tokens_per_s))
     lines.append(_line("cached share (%)", 100 * before.cached_share, 100 * after.cached_share))
     return lines
