@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,9 +32,10 @@ class ServedChild:
         self._folder = tempfile.TemporaryDirectory(prefix="memserve-bench-")
         self._log = Path(self._folder.name) / "stderr"
         command = [sys.executable, "-m", "memserve", "serve", "--port", "0", "--drain-s", "0", *flags]
-        with self._log.open("wb") as errors:
+        with self._log.open("wb") as errors, _signals_held() as raise_now:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
         try:
+            raise_now()
             self.model, self.url = self._wait_until_ready()
         except BaseException:  # Ctrl-C too: nothing may go on behind
             self.end()
@@ -69,6 +71,29 @@ class ServedChild:
             self._process.kill()
             self._process.wait()
         self._folder.cleanup()
+
+
+@contextmanager
+def _signals_held() -> Iterator[Callable[[], None]]:
+    """Until the end of the block SIGINT and SIGTERM wait; the function that it gives lets them have their way then.
+
+    One that came while a process is being started would leave a process that nobody knows of.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None  # signals are the main thread's
+        return
+    came: list[int] = []
+
+    def raise_now() -> None:
+        for sign in came:
+            signal.raise_signal(sign)
+
+    held = {sign: signal.signal(sign, lambda sign, _: came.append(sign)) for sign in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield raise_now
+    finally:
+        for sign, handler in held.items():
+            signal.signal(sign, handler)
 
 
 @contextmanager
