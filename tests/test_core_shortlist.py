@@ -1,4 +1,4 @@
-"""``shortlist`` beside the same thing in a few lines of Python."""
+"""``shortlist`` and ``most_of`` beside the same thing in a few lines of Python."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SMALL = st.integers(0, 5)  # many equals
 def fleets(draw):
     """A crowd of one or two roles, loads and matches."""
     columns = draw(st.integers(1, 12))
-    values = draw(st.lists(SMALL, min_size=10 * columns, max_size=10 * columns))
-    loads, matched = np.array(values[: 9 * columns]).reshape(3, 3, columns), np.array(values[9 * columns :])
+    values = np.array(draw(st.lists(SMALL, min_size=12 * columns, max_size=12 * columns))).reshape(12, columns)
+    loads, room, matches = values[:9].reshape(3, 3, columns), values[9], values[10:]
     everybody = st.sets(st.integers(0, columns - 1), min_size=1)
     first = sorted(draw(everybody))
     second = sorted(draw(everybody) - set(first))
     prices = st.tuples(*[st.integers(-3, 3)] * 4)
     crowd = [(np.array(numbers), draw(prices)) for numbers in (first, second) if numbers]
-    return crowd, loads, matched
+    return crowd, loads, room, matches
 
 
 def work_of(loads, number):
@@ -59,27 +59,39 @@ def twin(crowd, loads, matched, favourites, respects, overload, all_of):
     st.integers(0, 4),
 )
 def test_the_best_in_each_respect(fleet, favourites, respects, overload, all_of):
-    crowd, loads, matched = fleet
-    rows = _core.shortlist(crowd, loads, matched, favourites, respects, overload, all_of)
-    numbers = twin(crowd, loads, matched, favourites, respects, overload, all_of)
-    assert rows == [(k, *work_of(loads, k)) for k in numbers]
+    crowd, loads, room, matches = fleet
+    rows = _core.shortlist(crowd, loads, room, matches, favourites, respects, overload, all_of)
+    numbers = twin(crowd, loads, matches[0], favourites, respects, overload, all_of)
+    assert rows == [(k, *work_of(loads, k), room[k], loads[2, 2, k], *matches[:, k]) for k in numbers]
 
 
-def ask(numbers, loads, matched, respects=(0, 1, 2, 3)):
+@given(st.lists(st.tuples(SMALL, SMALL, st.integers(-1, 2)), min_size=1, max_size=12), st.integers(-2, 2), SMALL)
+def test_who_has_most(columns, without, count):
+    blocks, dram, codes = (np.array(column) for column in zip(*columns, strict=True))
+    having = [k for k in range(len(columns)) if blocks[k] and codes[k] != without]
+    having.sort(key=lambda k: (-blocks[k], dram[k] > 0, k))
+    most = _core.most_of(np.stack([blocks, dram]), codes.astype(np.int8), without, count)
+    assert most == [(k, blocks[k], dram[k] > 0) for k in having[:count]]
+
+
+def ask(numbers, loads, matches, respects=(0, 1, 2, 3)):
     """With prices and limits of no interest."""
-    return _core.shortlist([(np.array(numbers, np.int64), (0, 0, 0, 0))], loads, matched, (), respects, (2, 0), 0)
+    crowd, room = [(np.array(numbers, np.int64), (0, 0, 0, 0))], np.zeros(3, np.int64)
+    return _core.shortlist(crowd, loads, room, matches, (), respects, (2, 0), 0)
 
 
 @pytest.mark.parametrize("numbers", [[], [3], [-1]])
 def test_numbers_without_a_column_are_refused(numbers):
     with pytest.raises(ValueError):
-        ask(numbers, np.zeros((3, 3, 3), np.int64), np.zeros(3, np.int64))
+        ask(numbers, np.zeros((3, 3, 3), np.int64), np.zeros((2, 3), np.int64))
 
 
 def test_shapes_are_checked():
     with pytest.raises(ValueError):
-        ask([0], np.zeros((3, 3, 3), np.int64), np.zeros(2, np.int64))
+        ask([0], np.zeros((3, 3, 3), np.int64), np.zeros((2, 2), np.int64))
     with pytest.raises(ValueError):
-        ask([0], np.zeros((3, 3, 3), np.int64), np.zeros(3, np.int64), respects=(4,))
+        ask([0], np.zeros((3, 3, 3), np.int64), np.zeros((2, 3), np.int64), respects=(4,))
     with pytest.raises(TypeError):
-        ask([0], np.zeros((2, 3, 3), np.int64), np.zeros(3, np.int64))
+        ask([0], np.zeros((2, 3, 3), np.int64), np.zeros((2, 3), np.int64))
+    with pytest.raises(ValueError):
+        _core.most_of(np.zeros((2, 3), np.int64), np.zeros(2, np.int8), 0, 1)

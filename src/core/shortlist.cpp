@@ -19,6 +19,8 @@ namespace memserve {
 namespace {
 
 using Row = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Columns = nb::ndarray<const int64_t, nb::shape<2, -1>, nb::c_contig, nb::device::cpu>;
+using Codes = nb::ndarray<const int8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Loads = nb::ndarray<const int64_t, nb::shape<3, 3, -1>, nb::c_contig, nb::device::cpu>;
 using Prices = std::tuple<double, double, double, double>;
 using Crowd = std::vector<std::pair<Row, Prices>>;
@@ -37,6 +39,8 @@ class Table {
   explicit Table(const Loads& loads) : columns(loads.shape(2)), data_(loads.data()) {}
 
   Work operator[](int64_t at) const { return {of(0, at), of(1, at), of(2, at)}; }
+  // Context tokens sent since the last report.
+  int64_t context_sent(int64_t at) const { return data_[8 * columns + static_cast<size_t>(at)]; }
 
   const size_t columns;
 
@@ -92,10 +96,14 @@ int64_t least_busy(const Crowd& crowd, const Table& table) {
   return least;
 }
 
-nb::list shortlist(const Crowd& crowd, const Loads& loads, const Row& matched, const std::vector<int64_t>& favourites,
-                   const std::vector<size_t>& respects, const Overload& overload, size_t all_of) {
+nb::list shortlist(const Crowd& crowd, const Loads& loads, const Row& room, const Columns& matches,
+                   const std::vector<int64_t>& favourites, const std::vector<size_t>& respects, const Overload& overload,
+                   size_t all_of) {
   const Table table(loads);
-  if (matched.shape(0) != table.columns) throw nb::value_error("one matched length a column is needed");
+  if (matches.shape(1) != table.columns || room.shape(0) != table.columns) {
+    throw nb::value_error("room and matches of each column are needed");
+  }
+  const std::span<const int64_t> matched{matches.data(), table.columns};
   if (std::ranges::any_of(respects, [](size_t respect) { return respect > kFair; })) {
     throw nb::value_error("respects are 0 to 3");
   }
@@ -115,7 +123,7 @@ nb::list shortlist(const Crowd& crowd, const Loads& loads, const Row& matched, c
       chosen.insert(chosen.end(), numbers.data(), numbers.data() + numbers.shape(0));
       continue;
     }
-    const auto best = best_of(span_of(numbers), table, span_of(matched), prices, limit);
+    const auto best = best_of(span_of(numbers), table, matched, prices, limit);
     for (const size_t respect : respects) choose(best[respect]);
     for (const int64_t known : favourites) {
       if (std::ranges::binary_search(span_of(numbers), known)) choose(known);
@@ -124,7 +132,33 @@ nb::list shortlist(const Crowd& crowd, const Loads& loads, const Row& matched, c
   nb::list rows;
   for (const int64_t at : chosen) {
     const auto [prefill, sequences, context] = table[at];
-    rows.append(nb::make_tuple(at, prefill, sequences, context));
+    rows.append(nb::make_tuple(at, prefill, sequences, context, room.data()[at], table.context_sent(at),
+                               matches.data()[at], matches.data()[table.columns + static_cast<size_t>(at)]));
+  }
+  return rows;
+}
+
+// Who has most of a prompt, of all but those with the code `without`: most blocks, then HBM, then the lowest number.
+nb::list most_of(const Columns& matches, const Codes& codes, int64_t without, size_t count) {
+  const size_t columns = matches.shape(1);
+  if (codes.shape(0) != columns) throw nb::value_error("a code of each column is needed");
+  struct Most {
+    int64_t rank;
+    size_t at;
+  };
+  std::vector<Most> most;
+  for (size_t at = 0; at < columns; ++at) {
+    const int64_t blocks = matches.data()[at];
+    if (blocks == 0 || codes.data()[at] == without) continue;
+    const int64_t rank = 2 * blocks - (matches.data()[columns + at] > 0);
+    if (most.size() == count && (count == 0 || rank <= most.back().rank)) continue;
+    const auto place = std::ranges::find_if(most, [rank](const Most& other) { return other.rank < rank; });
+    most.insert(place, {rank, at});
+    if (most.size() > count) most.pop_back();
+  }
+  nb::list rows;
+  for (const auto& [rank, at] : most) {
+    rows.append(nb::make_tuple(at, matches.data()[at], matches.data()[columns + at] > 0));
   }
   return rows;
 }
@@ -132,8 +166,9 @@ nb::list shortlist(const Crowd& crowd, const Loads& loads, const Row& matched, c
 }  // namespace
 
 void bind_shortlist(nb::module_& m) {
-  m.def("shortlist", &shortlist, nb::arg("crowd"), nb::arg("loads"), nb::arg("matched"), nb::arg("favourites"),
-        nb::arg("respects"), nb::arg("overload"), nb::arg("all_of"));
+  m.def("shortlist", &shortlist, nb::arg("crowd"), nb::arg("loads"), nb::arg("room"), nb::arg("matches"),
+        nb::arg("favourites"), nb::arg("respects"), nb::arg("overload"), nb::arg("all_of"));
+  m.def("most_of", &most_of, nb::arg("matches"), nb::arg("codes"), nb::arg("without"), nb::arg("count"));
 }
 
 }  // namespace memserve

@@ -346,21 +346,33 @@ class PrefixDirectory:
 def shortlist(
     crowd: Sequence[tuple[NDArray[np.int64], tuple[float, float, float, float]]],
     loads: NDArray[np.int64],
-    matched: NDArray[np.int64],
+    room: NDArray[np.int64],
+    matches: NDArray[np.int64],
     favourites: Sequence[int],
     respects: Sequence[int],
     overload: tuple[int, int],
     all_of: int,
-) -> list[tuple[int, int, int, int]]:
-    """Of very many instances the few worth a look: ``(number, queue, sequences, context)`` of each, once.
+) -> list[tuple[int, int, int, int, int, int, int, int]]:
+    """Of very many instances the few worth a look, each once: ``(number, queue, sequences, context, room, context sent
+    since the last report, matched, matched in DRAM)``.
 
     ``crowd``: for each role the numbers of its instances, in order, and prices. ``loads``: ``[3, 3, n]``, of each
     instance what was sent there, what it reported, and what was sent since, each of them tokens queued, sequences,
-    tokens of their contexts; what it has is the first, or the sum of the others if that is more. ``matched``: ``[n]``.
+    tokens of their contexts; what it has is the first, or the sum of the others if that is more. ``room``: ``[n]``.
+    ``matches``: ``[2, n]``, from :meth:`PrefixDirectory.match_columns`.
 
     Of each role these are ``respects``, the first of equals: 0, the least work, which is queue and contexts; 1, the
     lowest price, which is the prices times queue, sequences, context and matched; 2, the longest match, of equal ones
     the least work; 3, that among those with no more work than ``overload``, a factor and a summand on the crowd's
     least (there is none: 0). Then the ``favourites`` that are of that role. When no role has more than ``all_of``, all
     of them are given. ``ValueError``: a role without numbers, or such as have no column.
+    """
+
+def most_of(
+    matches: NDArray[np.int64], codes: NDArray[np.int8], without: int, count: int
+) -> list[tuple[int, int, bool]]:
+    """Who has most of a prompt: up to ``count`` times ``(number, blocks, some of it in DRAM)``.
+
+    Most blocks first, then those in HBM alone, then the lowest number. ``matches``: ``[2, n]``, from
+    :meth:`PrefixDirectory.match_columns`; whose ``codes`` (``[n]``) say ``without`` are left out.
     """

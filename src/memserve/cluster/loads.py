@@ -141,10 +141,6 @@ class LoadTable:
         else:
             np.maximum(self._reported[:, number] - charge.work, 0, out=self._reported[:, number])
 
-    def context_sent(self, number: int) -> int:
-        """Context tokens that were sent there since its last heartbeat: they are not in ``room_blocks``."""
-        return int(self._since[2, number])
-
     def work_of(self, number: int) -> Work:
         """What an instance has to do, as far as is known."""
         known = np.maximum(self._own[:, number], self._reported[:, number] + self._since[:, number])

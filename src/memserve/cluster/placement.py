@@ -44,6 +44,12 @@ HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
 
 
+_NOBODY = -2
+"""No role's code."""
+
+Most = tuple[int, int, bool]
+"""Number, blocks, whether some of them lie in DRAM."""
+
 Crowd = list[tuple[Role, Ints]]
 """Instances that do the same for a request, by role and number."""
 
@@ -96,12 +102,13 @@ class Placer:
             return None
         matches = self._trees.match(self.identities(job), len(self._loads))
         prompt_tokens += emitted_tokens
-        ask = self._ask(job, prompt_tokens, matches)
+        most = self._most(matches)
+        ask = self._ask(job, prompt_tokens, most)
         first_of, *decoders = self._candidates(ask, crowds, matches)
         decided = POLICY[self._config.policy](ask, first_of, decoders[0] if decoders else (), self.costs)
         first = self._registry.numbered(decided.first.number)
         decode_at = decided.decode_at and self._registry.numbered(decided.decode_at.number)
-        holders = self._holders(ask, decided.first, matches) if first.info.caching else ()
+        holders = self._holders(ask, decided.first, most) if first.info.caching else ()
         return Placement(decided, first, decode_at or None, holders, prompt_tokens)
 
     def _crowds(self, job: Job, prompt_tokens: int) -> list[Crowd]:
@@ -138,7 +145,7 @@ class Placer:
         geometry = self._registry.geometry
         return geometry.block_tokens if geometry is not None else 1
 
-    def _ask(self, job: Job, prompt_tokens: int, matches: Matches) -> Ask:
+    def _ask(self, job: Job, prompt_tokens: int, most: list[Most]) -> Ask:
         request, geometry = job.request, self._registry.geometry
         favourites = self._sessions.numbers(request.tenant, request.session)
         pinned = self._handles.place_of(request.tenant, request.session)
@@ -150,63 +157,60 @@ class Placer:
             max(request.n, request.beam_width),
             geometry.token_bytes if geometry is not None else 0,
             favourites,
-            self._longest(matches),
+            self._longest(most),
             self._block_tokens(),
         )
 
-    def _longest(self, matches: Matches) -> tuple[Holding, ...]:
-        """The holder of most of the prompt. No other matters: whoever has as much itself needs nobody's."""
+    def _most(self, matches: Matches) -> list[Most]:
+        """Who has most of the prompt and may be asked for it: decode instances lend theirs in PD-Caching-3 only
+        (MemServe 5.1)."""
         if not matches.holders:
-            return ()
-        lent = self._lent(matches.blocks)
-        number = int(lent.argmax())
-        if not lent[number]:
-            return ()
-        tokens = int(lent[number]) * self._block_tokens()
-        return (Holding(number, tokens, self._registry.numbered(number).info.host_id),)
+            return []
+        without = _NOBODY if self._config.caching is Caching.PD_CACHING_3 else ROLE_CODE[Role.DECODE]
+        return _core.most_of(matches.columns, self._loads.role, without, HOLDERS_MAX)
 
-    def _lent(self, blocks: Ints) -> Ints:
-        """What may be fetched: KV of decode instances goes to others in PD-Caching-3 only (MemServe 5.1)."""
-        if self._config.caching is Caching.PD_CACHING_3:
-            return blocks
-        return np.where(self._loads.role[: len(blocks)] == ROLE_CODE[Role.DECODE], 0, blocks)
+    def _longest(self, most: list[Most]) -> tuple[Holding, ...]:
+        """The holder of most of the prompt. No other matters: whoever has as much itself needs nobody's."""
+        return tuple(
+            Holding(number, blocks * self._block_tokens(), self._registry.numbered(number).info.host_id)
+            for number, blocks, _ in most[:1]
+        )
 
     def _candidates(self, ask: Ask, crowds: list[Crowd], matches: Matches) -> list[list[Candidate]]:
         """Those worth a look, of each crowd."""
-        respects = _RESPECTS[self._config.policy]
-        prices = slopes(ask, self.costs).per_block(self._block_tokens()) if _CHEAPEST in respects else None
+        respects, loads = _RESPECTS[self._config.policy], self._loads
+        prices = slopes(ask, self.costs).per_block(ask.block_tokens) if _CHEAPEST in respects else None
         overload = OVERLOAD_FACTOR, OVERLOAD_TOKENS
         found = []
         for crowd in crowds:
             priced = [(numbers, prices.of(role) if prices else _FREE) for role, numbers in crowd]
             rows = _core.shortlist(
-                priced, self._loads.tables, matches.blocks, ask.favourites, respects, overload, ALL_OF
+                priced, loads.tables, loads.room_blocks, matches.columns, ask.favourites, respects, overload, ALL_OF
             )
-            found.append([self._candidate(matches, *row) for row in rows])
+            found.append([self._candidate(ask.block_tokens, *row) for row in rows])
         return found
 
-    def _candidate(self, matches: Matches, number: int, prefill: int, sequences: int, context: int) -> Candidate:
-        info, loads, block_tokens = self._registry.numbered(number).info, self._loads, self._block_tokens()
-        room = int(loads.room_blocks[number]) * block_tokens - loads.context_sent(number)
-        matched, dram = int(matches.blocks[number]) * block_tokens, int(matches.dram_blocks[number]) * block_tokens
+    def _candidate(self, block_tokens: int, number: int, *row: int) -> Candidate:
+        """From a row of ``_core.shortlist``, where room and matches are in blocks."""
+        prefill, sequences, context, room, sent, matched, dram = row
+        info = self._registry.numbered(number).info
         return Candidate(
-            number, info.peer.name, info.role, info.host_id, True, prefill, sequences, context, room, matched, dram
+            number,
+            info.peer.name,
+            info.role,
+            info.host_id,
+            prefill_tokens=prefill,
+            sequences=sequences,
+            context_tokens=context,
+            room_tokens=room * block_tokens - sent,  # the last heartbeat did not know of what was sent since
+            matched_tokens=matched * block_tokens,
+            dram_tokens=dram * block_tokens,
         )
 
-    def _holders(self, ask: Ask, first: Candidate, matches: Matches) -> tuple[Holder, ...]:
+    def _holders(self, ask: Ask, first: Candidate, most: list[Most]) -> tuple[Holder, ...]:
         """Those who have more of the prompt than ``first``, most of it first; in HBM rather than in DRAM."""
-        if not ask.holdings or ask.holdings[0].tokens <= first.matched_tokens:
-            return ()
-        block_tokens = self._block_tokens()
-        blocks, dram = self._lent(matches.blocks), matches.dram_blocks
-        rank = 2 * blocks - (dram > 0)
-        holders: list[Holder] = []
-        while len(holders) < HOLDERS_MAX:
-            number = int(rank.argmax())
-            tokens = int(blocks[number]) * block_tokens
-            if rank[number] < 0 or tokens <= first.matched_tokens:
-                break
-            rank[number] = -1
-            tier = Tier.DRAM if dram[number] else Tier.HBM
-            holders.append(Holder(self._registry.numbered(number).peer, tokens, tier))
-        return tuple(holders)
+        return tuple(
+            Holder(self._registry.numbered(number).peer, blocks * ask.block_tokens, Tier.DRAM if in_dram else Tier.HBM)
+            for number, blocks, in_dram in most
+            if blocks * ask.block_tokens > first.matched_tokens
+        )

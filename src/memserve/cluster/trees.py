@@ -40,13 +40,18 @@ ASIDE_CHANGES_MAX = 16_384
 
 
 class Matches(NamedTuple):
-    """Longest cached prefix of a prompt at each instance, in blocks, by instance number."""
+    """Longest cached prefix of a prompt at each instance."""
 
-    blocks: Ints
-    dram_blocks: Ints
-    """Of them, in DRAM alone."""
+    columns: Ints
+    """``[2, n]``, by instance number: blocks, and those of them that lie in DRAM alone."""
     holders: int
     """How many have any of it."""
+
+    @property
+    def blocks(self) -> Ints:
+        """``[n]``."""
+        blocks: Ints = self.columns[0]
+        return blocks
 
 
 @dataclass(slots=True)
@@ -197,8 +202,7 @@ class Trees:
 
     def match(self, identities: bytes, numbers: int) -> Matches:
         """Who has how much of a prompt; ``numbers``: length of the arrays."""
-        columns, holders = self.directory.match_columns(identities, numbers)
-        return Matches(columns[0], columns[1], holders)
+        return Matches(*self.directory.match_columns(identities, numbers))
 
     def expect(self, number: int, identities: bytes, now: int) -> None:
         """These blocks were sent there to be computed or decoded."""

@@ -8,7 +8,6 @@ decoder   the steps to come, with what decodes there already
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 from memserve.policy.candidates import Ask, Candidate, Route, RoutingCosts
@@ -37,24 +36,22 @@ def first_cost(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> FirstCost
     queue_ns = _queue_ns(ask, candidate, costs)
     own = min(candidate.matched_tokens, last)
     hbm = min(candidate.matched_tokens - candidate.dram_tokens, last)
-    ways = [(0, 0, hbm)]
+    prefill_ns = costs.prefill_ns(prompt - hbm, hbm)
+    best = FirstCost(queue_ns + prefill_ns, queue_ns, 0, 0, prefill_ns, hbm)
     swap_ns = 0
     if own > hbm:
         swap_ns = costs.swap_in_ns((own - hbm) * ask.token_bytes)
-        ways.append((0, swap_ns, own))
+        prefill_ns = costs.prefill_ns(prompt - own, own)
+        best = min(best, FirstCost(queue_ns + swap_ns + prefill_ns, queue_ns, 0, swap_ns, prefill_ns, own))
     for holding in ask.holdings:
         there = min(holding.tokens, last)
         if there > own and holding.number != candidate.number:
             same_host = _same_host(holding.host_id, candidate.host_id)
-            ways.append((costs.transfer_ns((there - own) * ask.token_bytes, same_host), swap_ns, there))
-    found = []
-    for fetch, swap, reused in ways:
-        prefill_ns = costs.prefill_ns(prompt - reused, reused)
-        found.append((max(queue_ns, fetch) + swap + prefill_ns, queue_ns, fetch, swap, prefill_ns, reused))
-    return FirstCost(*min(found, key=_total))  # of equals the first, which moves least
-
-
-_total = itemgetter(0)
+            fetch_ns = costs.transfer_ns((there - own) * ask.token_bytes, same_host)
+            prefill_ns = costs.prefill_ns(prompt - there, there)
+            total_ns = max(queue_ns, fetch_ns) + swap_ns + prefill_ns
+            best = min(best, FirstCost(total_ns, queue_ns, fetch_ns, swap_ns, prefill_ns, there))
+    return best
 
 
 class _Remembered:
