@@ -6,10 +6,10 @@ Each writes one folder: ``results.json`` (every figure), ``report.md`` (for peop
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +18,8 @@ from memserve.bench import plots
 from memserve.bench.report import REPORT
 from memserve.bench.results import RESULTS, machine
 from memserve.errors import UserError
+
+_Results = TypeVar("_Results")
 
 Cell = str | int | float
 LOW_PERCENT, HIGH_PERCENT = 10, 90
@@ -97,6 +99,22 @@ def open_pyplot() -> Any | None:
         return None
     importlib.import_module("matplotlib").use("Agg")
     return importlib.import_module("matplotlib.pyplot")
+
+
+def draw_all(
+    drawings: Mapping[str, Callable[[Any, _Results], Any | None]], results: _Results, folder: Path
+) -> list[str] | None:
+    """Draw what there is, each ``(pyplot, results) -> figure``; names of the plots, ``None`` without matplotlib."""
+    pyplot = open_pyplot()
+    if pyplot is None:
+        return None
+    drawn = []
+    for name, draw in drawings.items():
+        figure = draw(pyplot, results)
+        if figure is not None:
+            save_figure(pyplot, figure, folder, name)
+            drawn.append(name)
+    return drawn
 
 
 def save_figure(pyplot: Any, figure: Any, folder: Path, name: str) -> None:

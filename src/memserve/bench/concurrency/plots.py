@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from memserve.bench.concurrency.results import Cell, ConcurrencyResults, Estimate
 from memserve.bench.concurrency.story import SCENARIOS
-from memserve.bench.sheet import open_pyplot, save_figure
 
 BARS = "bars: 95 % confidence (bootstrap over repetitions)"
 CAPTIONS = {
@@ -23,20 +21,6 @@ TITLES = {
 }
 MS = 1e3
 Drawing = Callable[[Any, ConcurrencyResults], Any | None]
-
-
-def draw_all(results: ConcurrencyResults, folder: Path) -> list[str] | None:
-    """Draw what there is; names of the plots, ``None`` without matplotlib."""
-    pyplot = open_pyplot()
-    if pyplot is None:
-        return None
-    drawn = []
-    for name, draw in DRAWINGS.items():
-        figure = draw(pyplot, results)
-        if figure is not None:
-            save_figure(pyplot, figure, folder, name)
-            drawn.append(name)
-    return drawn
 
 
 def _concurrency(pyplot: Any, results: ConcurrencyResults) -> Any | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from memserve.bench.concurrency.plots import CAPTIONS, TITLES, contenders_of, draw_all
+from memserve.bench.concurrency.plots import CAPTIONS, DRAWINGS, TITLES, contenders_of
 from memserve.bench.concurrency.results import Cell, ConcurrencyResults, Estimate
 from memserve.bench.concurrency.story import SCENARIOS
 from memserve.bench.results import RECORDS
 from memserve.bench.sheet import Cell as TableCell
-from memserve.bench.sheet import circumstances, picture, table, without_pictures, write_sheet
+from memserve.bench.sheet import circumstances, draw_all, picture, table, without_pictures, write_sheet
 
 MS = 1e3
 SOURCE = "llm-serving-cache (Llama 3.1 8B, Ollama)"
@@ -24,7 +24,7 @@ SOURCE_OVERLOAD = (("10", "0", "53525", "0.18"), ("3", "7", "20700", "0.15"))
 
 def write_concurrency(results: ConcurrencyResults, folder: Path) -> None:
     """Write ``results.json``, ``report.md`` and the plots."""
-    drawn = draw_all(results, folder)
+    drawn = draw_all(DRAWINGS, results, folder)
     write_sheet(folder, results, _page(results, drawn))
 
 

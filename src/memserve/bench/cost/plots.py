@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from memserve.bench.cost.results import CostResults, Foretold
-from memserve.bench.sheet import draw_line, legend_beside, open_pyplot, plain_log_axis, save_figure
+from memserve.bench.sheet import draw_line, legend_beside, plain_log_axis
 from memserve.units import NS_PER_MS
 
 BARS = "dots: measured, not fitted to (bars: 10th to 90th percentile); lines: what the cost model says"
@@ -19,20 +18,6 @@ CAPTIONS = {
 LIMIT_PERCENT = 60
 """Errors beyond it are drawn at the edge."""
 Drawing = Callable[[Any, CostResults], Any | None]
-
-
-def draw_all(results: CostResults, folder: Path) -> list[str] | None:
-    """Draw what there is; names of the plots, ``None`` without matplotlib."""
-    pyplot = open_pyplot()
-    if pyplot is None:
-        return None
-    drawn = []
-    for name, draw in DRAWINGS.items():
-        figure = draw(pyplot, results)
-        if figure is not None:
-            save_figure(pyplot, figure, folder, name)
-            drawn.append(name)
-    return drawn
 
 
 def _figure_13(pyplot: Any, results: CostResults) -> Any | None:

@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from memserve.bench.cost.plots import CAPTIONS, draw_all
+from memserve.bench.cost.plots import CAPTIONS, DRAWINGS
 from memserve.bench.cost.results import CostResults, Foretold
-from memserve.bench.sheet import Cell, circumstances, picture, table, without_pictures, write_sheet
+from memserve.bench.sheet import Cell, circumstances, draw_all, picture, table, without_pictures, write_sheet
 from memserve.units import NS_PER_MS
 
 
 def write_cost(results: CostResults, folder: Path) -> None:
     """Write ``results.json``, ``report.md`` and the plots."""
-    drawn = draw_all(results, folder)
+    drawn = draw_all(DRAWINGS, results, folder)
     write_sheet(folder, results, _page(results, drawn))
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from memserve.bench.pool.calls import RATIOS
 from memserve.bench.pool.peers import BY_PAGE, TRANSFER, WITH_INSERT
 from memserve.bench.pool.results import CALL_EACH, ONE_CALL, CallPoint, PoolResults
-from memserve.bench.sheet import Spent, draw_line, legend_beside, open_pyplot, plain_log_axis, save_figure
+from memserve.bench.sheet import Spent, draw_line, legend_beside, plain_log_axis
 from memserve.units import KIB, NS_PER_MS, NS_PER_US
 
 BARS = "bars: 10th to 90th percentile"
@@ -23,20 +22,6 @@ FRESH_OR_WHOLE = {"insert": 0.0, "delete": 0.0, "match": 1.0, WITH_INSERT: 0.0}
 ACCOUNTS = ("alloc_mem", "free_mem", "insert", "match", "delete")
 SWAPS = ("swap_in", "swap_out")
 Drawing = Callable[[Any, PoolResults], Any | None]
-
-
-def draw_all(results: PoolResults, folder: Path) -> list[str] | None:
-    """Draw what there is; names of the plots, ``None`` without matplotlib."""
-    pyplot = open_pyplot()
-    if pyplot is None:
-        return None
-    drawn = []
-    for name, draw in DRAWINGS.items():
-        figure = draw(pyplot, results)
-        if figure is not None:
-            save_figure(pyplot, figure, folder, name)
-            drawn.append(name)
-    return drawn
 
 
 def by_blocks(calls: Iterable[CallPoint], call: str, link: str = "") -> dict[int, Spent]:

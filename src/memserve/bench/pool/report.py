@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from memserve.bench.pool.plots import CAPTIONS, by_blocks, by_ratio, draw_all, ratio_blocks
+from memserve.bench.pool.plots import CAPTIONS, DRAWINGS, by_blocks, by_ratio, ratio_blocks
 from memserve.bench.pool.results import CALL_EACH, ONE_CALL, PoolResults
-from memserve.bench.sheet import Cell, circumstances, picture, table, without_pictures, write_sheet
+from memserve.bench.sheet import Cell, circumstances, draw_all, picture, table, without_pictures, write_sheet
 from memserve.units import NS_PER_MS, NS_PER_US, human_bytes
 
 PAPER_BLOCK_NS = 800
@@ -18,7 +18,7 @@ PAPER_INSERT_MS = 0.7
 
 def write_pool(results: PoolResults, folder: Path) -> None:
     """Write ``results.json``, ``report.md`` and the plots."""
-    drawn = draw_all(results, folder)
+    drawn = draw_all(DRAWINGS, results, folder)
     write_sheet(folder, results, _page(results, drawn))
 
 
