@@ -28,4 +28,5 @@ NB_MODULE(_core, m) {
   memserve::bind_sealed_copy(m);
   memserve::bind_directory(m);
   memserve::bind_shortlist(m);
+  memserve::bind_cheapest(m);
 }

@@ -62,5 +62,6 @@ void bind_shared_arena(nb::module_& m);
 void bind_sealed_copy(nb::module_& m);
 void bind_directory(nb::module_& m);
 void bind_shortlist(nb::module_& m);
+void bind_cheapest(nb::module_& m);
 
 }  // namespace memserve

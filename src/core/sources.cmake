@@ -29,7 +29,10 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/directory_check.cpp
   src/core/bind_directory.cpp
   src/core/shortlist.cpp
+  src/core/cheapest.cpp
 )
+# The same sums as in Python, to the last bit.
+set_source_files_properties(src/core/cheapest.cpp PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;-fno-math-errno")
 # gcc 12's own AVX-512 header is what it warns of.
 set_source_files_properties(src/core/seal_sums.cpp PROPERTIES COMPILE_OPTIONS -Wno-maybe-uninitialized)
 target_compile_options(_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)

@@ -343,8 +343,10 @@ class PrefixDirectory:
         """When the next speculative block is due."""
     def check_invariants(self) -> None: ...
 
+_LoadRow = tuple[int, int, int, int, int, int, int, int]
+
 def shortlist(
-    crowd: Sequence[tuple[NDArray[np.int64], tuple[float, float, float, float]]],
+    crowd: Sequence[NDArray[np.int64]],
     loads: NDArray[np.int64],
     room: NDArray[np.int64],
     matches: NDArray[np.int64],
@@ -352,20 +354,53 @@ def shortlist(
     respects: Sequence[int],
     overload: tuple[int, int],
     all_of: int,
-) -> list[tuple[int, int, int, int, int, int, int, int]]:
+) -> list[_LoadRow]:
     """Of very many instances the few worth a look, each once: ``(number, queue, sequences, context, room, context sent
     since the last report, matched, matched in DRAM)``.
 
-    ``crowd``: for each role the numbers of its instances, in order, and prices. ``loads``: ``[3, 3, n]``, of each
+    ``crowd``: for each role the numbers of its instances, in order. ``loads``: ``[3, 3, n]``, of each
     instance what was sent there, what it reported, and what was sent since, each of them tokens queued, sequences,
     tokens of their contexts; what it has is the first, or the sum of the others if that is more. ``room``: ``[n]``.
     ``matches``: ``[2, n]``, from :meth:`PrefixDirectory.match_columns`.
 
     Of each role these are ``respects``, the first of equals: 0, the least work, which is queue and contexts; 1, the
-    lowest price, which is the prices times queue, sequences, context and matched; 2, the longest match, of equal ones
-    the least work; 3, that among those with no more work than ``overload``, a factor and a summand on the crowd's
-    least (there is none: 0). Then the ``favourites`` that are of that role. When no role has more than ``all_of``, all
-    of them are given. ``ValueError``: a role without numbers, or such as have no column.
+    longest match, of equal ones the least work; 2, that among those with no more work than ``overload``, a factor and a
+    summand on the crowd's least (there is none: 0). Then the ``favourites`` that are of that role. When no role has
+    more than ``all_of``, all of them are given. ``ValueError``: a role without numbers, or such as have no column.
+    """
+
+class RoutingPrices:
+    """The curves of ``policy.costs.CostModel``, each in three coefficients, in ns."""
+
+    def __init__(
+        self,
+        prefill: tuple[float, float, float],
+        decode: tuple[float, float, float],
+        swap_in: tuple[float, float, float],
+        same_host: tuple[float, float, float],
+        network: tuple[float, float, float],
+    ) -> None: ...
+
+def cheapest(
+    first: Sequence[tuple[NDArray[np.int64], bool]],
+    decoders: Sequence[NDArray[np.int64]],
+    loads: NDArray[np.int64],
+    room: NDArray[np.int64],
+    matches: NDArray[np.int64],
+    hosts: NDArray[np.int64],
+    favourites: Sequence[int],
+    prices: RoutingPrices,
+    ask: tuple[int, int, int, int, int],
+    holding: tuple[int, int],
+    window_steps: int,
+) -> tuple[_LoadRow, _LoadRow | None]:
+    """Of all pairs of one of ``first`` and one of ``decoders`` the one that ``policy.weighing.cost`` would choose, in
+    rows as :func:`shortlist` gives them. Those of ``first`` whose flag is set decode themselves: ``(row, None)``.
+
+    ``loads``, ``room`` and ``matches`` as there; ``hosts``: ``[n]``, a code up to ``n`` for each, 0 = unknown. ``ask``:
+    tokens of the prompt, tokens at most to be generated, sequences, bytes of KV a token, tokens a block. ``holding``:
+    who may be asked for a prefix, and for how many tokens of it (0: nobody). ``window_steps``: decode steps that count.
+    ``ValueError``: nobody to choose from, or numbers without a column.
     """
 
 def most_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memserve.messages import Peer
-from memserve.policy.candidates import RoutingCosts
+from memserve.policy.costs import CostModel
 from memserve.remembered import AnyRecord, Remembered
 from memserve.serving import (
     ClockTicked,
@@ -35,7 +35,7 @@ class InstanceDrained:
 class CostsMeasured:
     """A member has told what computing and moving cost on its machine: decisions go by that from now on."""
 
-    costs: RoutingCosts
+    costs: CostModel
 
 
 @dataclass(frozen=True, slots=True)

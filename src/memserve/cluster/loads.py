@@ -46,12 +46,14 @@ class LoadTable:
 
     __slots__ = (
         "_beats",
+        "_host_codes",
         "_numbers",
         "_own",
         "_reported",
         "_since",
         "context_limit",
         "context_limit_min",
+        "hosts",
         "is_open",
         "role",
         "room_blocks",
@@ -73,6 +75,9 @@ class LoadTable:
         self.context_limit_min = 0
         #: free or evictable blocks of HBM at the last heartbeat
         self.room_blocks = np.zeros(8, np.int64)
+        #: code of the host, the same for those on the same one; 0 = unknown
+        self.hosts = np.zeros(8, np.int64)
+        self._host_codes: dict[str, int] = {}
         self._numbers: dict[Role, Ints] = {}
         self._members_changed()
 
@@ -80,14 +85,15 @@ class LoadTable:
         """Numbers that there are rows for."""
         return len(self.role)
 
-    def enter(self, number: int, role: Role, context_tokens: int, hbm_blocks: int) -> None:
-        """A member without work."""
+    def enter(self, number: int, role: Role, context_tokens: int, hbm_blocks: int, host_id: str = "") -> None:
+        """A member without work. ``host_id`` empty: it may be anywhere."""
         while number >= len(self):
             self._grow()
         self.role[number] = ROLE_CODE[role]
         self.is_open[number] = True
         self.context_limit[number] = context_tokens
         self.room_blocks[number] = hbm_blocks
+        self.hosts[number] = self._code_of(host_id) if host_id else 0
         self._members_changed()
 
     def close(self, number: int) -> None:
@@ -100,9 +106,19 @@ class LoadTable:
         check(not self._own[:, number].any(), f"instance {number} left with work {self._own[:, number].tolist()}")
         self.role[number] = _NOBODY
         self.is_open[number] = False
+        self.hosts[number] = 0
         for table in (self._reported, self._since):
             table[:, number] = 0
         self._members_changed()
+
+    def _code_of(self, host_id: str) -> int:
+        """Codes stay below the number of columns: those of hosts without a member are given again."""
+        code = self._host_codes.get(host_id)
+        if code is None:
+            used = set(self.hosts.tolist())
+            self._host_codes = {name: code for name, code in self._host_codes.items() if code in used}
+            code = self._host_codes[host_id] = min(set(range(1, len(self) + 1)) - used)
+        return code
 
     def _members_changed(self) -> None:
         self._numbers = {role: np.flatnonzero(self.is_open & (self.role == ROLE_CODE[role])) for role in ROLES}
@@ -159,3 +175,4 @@ class LoadTable:
         self.is_open = np.concatenate((self.is_open, np.zeros(old, np.bool_)))
         self.context_limit = np.concatenate((self.context_limit, np.zeros(old, np.int64)))
         self.room_blocks = np.concatenate((self.room_blocks, np.zeros(old, np.int64)))
+        self.hosts = np.concatenate((self.hosts, np.zeros(old, np.int64)))

@@ -110,7 +110,7 @@ class Membership:
     def _register(self, info: PeerInfo, now: int) -> Member:
         """Into all the books; a timer watches it from now on."""
         member = self._registry.enter(info, now)
-        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks)
+        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id)
         self._trees.enter(member.number, publishes=info.publishes_events)
         self._lifecycle.gate.enter(member)
         self._timers.arm(now + self._config.dead_after_ns, ("member", member.peer))
@@ -141,7 +141,7 @@ class Membership:
     def _readopt(self, member: Member, info: PeerInfo, now: int) -> None:
         """It lives, with everything that it had cached: the trees know of that already."""
         member.info, member.state = info, MemberState.LIVE
-        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks)
+        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id)
         self._counters.members_readopted += 1
         self._introduce(member, now)
         if member.drains:

@@ -1,9 +1,8 @@
 """From thousands of instances to the few that a policy looks at, and to a decision (level 2).
 
 Everything per instance is done on arrays, in one native pass for each role. What remains are, as far as the policy
-cares: the instance with the least work, the cheapest as far as costs are linear, the one with the longest prefix, the
-same among those that are not overloaded, and those that know the session. Any policy but ``cost`` would choose the
-same among all; that one may miss one that is a little cheaper.
+cares: the instance with the least work, the one with the longest prefix, the same among those that are not overloaded,
+and those that know the session; for ``cost`` the pair that costs least. Every policy would choose the same among all.
 """
 
 from __future__ import annotations
@@ -22,24 +21,23 @@ from memserve.cluster.sessions import Sessions
 from memserve.cluster.trees import Matches, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Holder
-from memserve.policy.candidates import Ask, Candidate, Holding, Route, RoutingCosts
+from memserve.policy.candidates import Ask, Candidate, Holding, Route
+from memserve.policy.costs import CostModel
 from memserve.policy.routing import OVERLOAD_FACTOR, OVERLOAD_TOKENS, POLICY, teams
-from memserve.policy.weighing import slopes
+from memserve.policy.weighing import DECODE_WINDOW, native_prices
 from memserve.types import Caching, Role, Tier
 
 ALL_OF = 6
 """So many instances of a role are all looked at; of more the best in each respect."""
-_IDLEST, _CHEAPEST, _LONGEST, _LONGEST_FAIR = range(4)
+_IDLEST, _LONGEST, _LONGEST_FAIR = range(3)
 _RESPECTS = {
     "least-load": (_IDLEST,),
     "session": (_IDLEST,),
     "prompt-tree": (_IDLEST, _LONGEST, _LONGEST_FAIR),
-    "cost": (_CHEAPEST, _LONGEST),
     "affinity": (_IDLEST, _LONGEST_FAIR),
     "best-fit": (_IDLEST,),
 }
-"""What of ``_core.shortlist`` a policy may choose, or compares with."""
-_FREE = (0.0, 0.0, 0.0, 0.0)
+"""What of ``_core.shortlist`` a policy may choose, or compares with. ``cost`` goes by ``_core.cheapest``."""
 HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
 
@@ -68,12 +66,12 @@ class Placement(NamedTuple):
 class Placer:
     """Decides; changes nothing."""
 
-    __slots__ = ("_config", "_handles", "_loads", "_memory", "_registry", "_sessions", "_trees", "costs")
+    __slots__ = ("_config", "_costs", "_handles", "_loads", "_memory", "_prices", "_registry", "_sessions", "_trees")
 
     def __init__(
         self,
         config: ClusterConfig,
-        costs: RoutingCosts,
+        costs: CostModel,
         registry: Registry,
         trees: Trees,
         loads: LoadTable,
@@ -83,10 +81,18 @@ class Placer:
     ) -> None:
         """``memory``: what the gate knows of it; those without room for a request are then left out."""
         self._config, self._memory = config, memory
-        #: what is known of the members' machines
         self.costs = costs
         self._registry, self._trees, self._loads = registry, trees, loads
         self._sessions, self._handles = sessions, handles
+
+    @property
+    def costs(self) -> CostModel:
+        """What is known of the members' machines."""
+        return self._costs
+
+    @costs.setter
+    def costs(self, costs: CostModel) -> None:
+        self._costs, self._prices = costs, native_prices(costs)
 
     def place(self, job: Job) -> Placement | None:
         """Who runs ``job``; ``None`` = nobody takes requests that it has not tried, with room for its prompt.
@@ -178,20 +184,34 @@ class Placer:
 
     def _candidates(self, ask: Ask, crowds: list[Crowd], matches: Matches) -> list[list[Candidate]]:
         """Those worth a look, of each crowd."""
+        if self._config.policy == "cost":
+            return self._cheapest(ask, crowds, matches)
         respects, loads = _RESPECTS[self._config.policy], self._loads
-        prices = slopes(ask, self.costs).per_block(ask.block_tokens) if _CHEAPEST in respects else None
         overload = OVERLOAD_FACTOR, OVERLOAD_TOKENS
         found = []
         for crowd in crowds:
-            priced = [(numbers, prices.of(role) if prices else _FREE) for role, numbers in crowd]
+            numbers = [numbers for _, numbers in crowd]
             rows = _core.shortlist(
-                priced, loads.tables, loads.room_blocks, matches.columns, ask.favourites, respects, overload, ALL_OF
+                numbers, loads.tables, loads.room_blocks, matches.columns, ask.favourites, respects, overload, ALL_OF
             )
             found.append([self._candidate(ask.block_tokens, *row) for row in rows])
         return found
 
+    def _cheapest(self, ask: Ask, crowds: list[Crowd], matches: Matches) -> list[list[Candidate]]:
+        """The best pair, or the best one that does all of it."""
+        loads, (first, *others) = self._loads, crowds
+        holding = (ask.holdings[0].number, ask.holdings[0].tokens) if ask.holdings else (-1, 0)
+        rows = _core.cheapest(
+            [(numbers, role is not Role.PREFILL or not others) for role, numbers in first],
+            [numbers for crowd in others for _, numbers in crowd],
+            loads.tables, loads.room_blocks, matches.columns, loads.hosts, ask.favourites, self._prices,
+            (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens),
+            holding, DECODE_WINDOW,
+        )  # fmt: skip
+        return [[self._candidate(ask.block_tokens, *row)] for row in rows if row is not None]
+
     def _candidate(self, block_tokens: int, number: int, *row: int) -> Candidate:
-        """From a row of ``_core.shortlist``, where room and matches are in blocks."""
+        """From a row of the core, where room and matches are in blocks."""
         prefill, sequences, context, room, sent, matched, dram = row
         info = self._registry.numbered(number).info
         return Candidate(

@@ -3,6 +3,8 @@
 first     max(queue, fetch) + swap in + prefill     by the best way to get the prompt's KV there
 between   transfer of what the decoder lacks
 decoder   the steps to come, with what decodes there already
+
+``_core.cheapest`` does these sums for all instances of a cluster at once: what it finds is what :func:`cost` would.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from memserve import _core
 from memserve.policy.candidates import Ask, Candidate, Route, RoutingCosts
+from memserve.policy.costs import CostModel
 from memserve.types import Role
 from memserve.units import NS_PER_MS
 
@@ -52,33 +56,6 @@ def first_cost(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> FirstCost
             total_ns = max(queue_ns, fetch_ns) + swap_ns + prefill_ns
             best = min(best, FirstCost(total_ns, queue_ns, fetch_ns, swap_ns, prefill_ns, there))
     return best
-
-
-class _Remembered:
-    """Costs for one decision: candidates are alike in much, so the same is asked for again and again."""
-
-    __slots__ = ("_costs", "_prefill", "_transfer", "decode_step_ns", "swap_in_ns")
-
-    def __init__(self, costs: RoutingCosts) -> None:
-        self._costs = costs
-        self._prefill: dict[tuple[int, int], int] = {}
-        self._transfer: dict[tuple[int, bool], int] = {}
-        self.decode_step_ns = costs.decode_step_ns
-        self.swap_in_ns = costs.swap_in_ns
-
-    def prefill_ns(self, new_tokens: int, context_tokens: int) -> int:
-        key = new_tokens, context_tokens
-        known = self._prefill.get(key)
-        if known is None:
-            known = self._prefill[key] = self._costs.prefill_ns(new_tokens, context_tokens)
-        return known
-
-    def transfer_ns(self, copy_bytes: int, same_host: bool) -> int:
-        key = copy_bytes, same_host
-        known = self._transfer.get(key)
-        if known is None:
-            known = self._transfer[key] = self._costs.transfer_ns(copy_bytes, same_host)
-        return known
 
 
 def _same_host(one: str, other: str) -> bool:
@@ -125,7 +102,6 @@ class Weighed(NamedTuple):
 
 def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> list[Weighed]:
     """Every pair, and everyone who would do all of it alone."""
-    costs = _Remembered(costs)
     ready = [(candidate, _decoder_ns(ask, candidate, costs)) for candidate in decoders]
     weighed = []
     for candidate in first:
@@ -141,42 +117,14 @@ def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], c
     return weighed
 
 
-class Slopes(NamedTuple):
-    """What costs grow by, in ns: :func:`weigh` as far as it is linear, to tell the promising ones among very many."""
-
-    prefill: float
-    """Each prompt token, in a queue or not reused."""
-    sequence: float
-    """Each sequence in the steps to come."""
-    context: float
-    """Each token in their contexts."""
-    transfer: float
-    """Each token that is lacking where it will be decoded."""
-    cached: float = 1.0
-    """Tokens in a unit of what is cached."""
-
-    def per_block(self, block_tokens: int) -> Slopes:
-        """The same where cached prefixes are counted in blocks."""
-        return self._replace(cached=float(block_tokens))
-
-    def of(self, role: Role) -> tuple[float, float, float, float]:
-        """For a token in the queue, a sequence, a token of context, and a unit of the prompt that is cached there."""
-        if role is Role.PREFILL:
-            return self.prefill, 0.0, 0.0, -self.prefill * self.cached
-        saved = self.transfer if role is Role.DECODE else self.prefill
-        return self.prefill, self.sequence, self.context, -saved * self.cached
-
-
-def slopes(ask: Ask, costs: RoutingCosts) -> Slopes:
-    """For this request."""
-    prompt, far = ask.prompt_tokens, 1 << 16
-    steps = min(DECODE_WINDOW, max(1, ask.max_tokens))
-    base = costs.decode_step_ns(1, 0)
-    return Slopes(
-        costs.prefill_ns(prompt, 0) / prompt,
-        steps * (costs.decode_step_ns(2, 0) - base),
-        steps * (costs.decode_step_ns(1, far) - base) / far,
-        costs.transfer_ns(prompt * ask.token_bytes, True) / prompt,
+def native_prices(costs: CostModel) -> _core.RoutingPrices:
+    """``costs`` as ``_core.cheapest`` wants them."""
+    prefill, decode = costs.prefill, costs.decode
+    copies = [(copy.start_ns, copy.piece_ns, copy.byte_ns) for copy in (costs.swap_in, costs.same_host, costs.network)]
+    return _core.RoutingPrices(
+        (prefill.step_ns, prefill.token_ns, prefill.pair_ns),
+        (decode.step_ns, decode.row_ns, decode.context_ns),
+        *copies,
     )
 
 
