@@ -24,6 +24,8 @@ from memserve.cluster.events import (
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig
 from memserve.messages import (
+    AskAttempts,
+    AttemptsUnknown,
     Cancel,
     Dispatch,
     Drain,
@@ -100,6 +102,9 @@ class FakeInstance:
     generation: int = 1
     alive: bool = True
     paused: bool = False
+    #: what the router sends it is lost, what it says about requests is lost; all else goes through
+    deaf: bool = False
+    mute: bool = False
     member: bool = False
     draining: bool = False
     refuses: tuple[str, float | None] | None = None
@@ -111,6 +116,9 @@ class FakeInstance:
     outbox: list = field(default_factory=list)
     handoffs: list = field(default_factory=list)  # (peer, dispatch, out, ended)
     heard: list = field(default_factory=list)
+    #: totals for heartbeats
+    dispatches_heard: int = 0
+    answers_told: int = 0
 
     @property
     def peer(self) -> Peer:
@@ -125,8 +133,13 @@ class FakeInstance:
             self.pins.clear()
             self.generation += 1
             self.member = self.draining = False
+            self.dispatches_heard = self.answers_told = 0
         elif isinstance(message, Dispatch):
+            self.dispatches_heard += 1
             self._dispatched(message)
+        elif isinstance(message, AskAttempts):
+            unknown = tuple(name for name in message.attempts if name not in self.running)
+            self.outbox.append(AttemptsUnknown(unknown, message.dispatches, self.dispatches_heard, self.answers_told))
         elif isinstance(message, Cancel):
             self.running.pop(message.request_id, None)
         elif isinstance(message, StopSequence):
@@ -280,7 +293,7 @@ class World:
         if instance is not None and instance.peer == action.to and instance.alive:
             if instance.paused:
                 instance.inbox.append(action.message)
-            else:
+            elif not (instance.deaf and isinstance(action.message, Dispatch)):
                 instance.hear(action.message)
 
     def hear(self, sender: Peer, message) -> list:
@@ -304,7 +317,9 @@ class World:
         """What ``instance`` has to say arrives at the router and at other instances."""
         messages, instance.outbox = instance.outbox, []
         for message in messages:
-            self.hear(instance.peer, message)
+            instance.answers_told += isinstance(message, Tokens | RequestRefused)
+            if not (instance.mute and isinstance(message, Tokens | RequestRefused)):
+                self.hear(instance.peer, message)
         handoffs, instance.handoffs = instance.handoffs, []
         for to, order, out, ended in handoffs:
             taker = self.instances.get(to.name)
@@ -325,7 +340,15 @@ class World:
                     self.hear(instance.peer, Join(info(instance.name, instance.role, instance.generation)))
                 else:
                     waiting = sum(len(r.dispatch.request.prompt) for r in instance.running.values() if not r.prefilled)
-                    self.hear(instance.peer, Heartbeat(Load(prefill_tokens_queued=waiting, hbm_blocks_available=64)))
+                    load = Load(
+                        prefill_tokens_queued=waiting,
+                        hbm_blocks_available=64,
+                        dispatches_heard=instance.dispatches_heard,
+                        answers_told=instance.answers_told,
+                    )
+                    self.hear(instance.peer, Heartbeat(load))
+                    if any(isinstance(message, AttemptsUnknown) for message in instance.outbox):
+                        self.say_all(instance)
                     if instance.draining and not instance.running:
                         self.leave(instance)
 

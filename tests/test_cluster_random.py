@@ -18,7 +18,7 @@ from cluster_world import BLOCK, FakeInstance, World, a_request, info, lone_answ
 from memserve.cluster.events import ClockTicked, InstanceDrained, MessageArrived, PrefixPinned, PrefixUnpinned, Send
 from memserve.config import POLICIES
 from memserve.mempool.identity import block_identities, namespace_id
-from memserve.messages import Heartbeat, Join, KvChange, KvEvents, Load, Tokens
+from memserve.messages import Heartbeat, Join, KvChange, KvEvents, Load, RequestRefused, Tokens
 from memserve.types import Caching, FinishReason, Role, Tier, TokenOutput
 from memserve.units import NS_PER_MS, NS_PER_S
 
@@ -67,6 +67,7 @@ class Storm(World):
     def say_all(self, instance: FakeInstance) -> None:
         messages, instance.outbox = instance.outbox, []
         for message in messages:
+            instance.answers_told += isinstance(message, Tokens | RequestRefused)
             self.say(instance, message)
         handoffs, instance.handoffs = instance.handoffs, []
         for to, *rest in handoffs:
@@ -105,7 +106,8 @@ class Storm(World):
             elif instance.draining and not instance.running:
                 self.leave_later(instance)
             else:
-                self.say(instance, Heartbeat(Load(len(instance.running), hbm_blocks_available=64)))
+                totals = {"dispatches_heard": instance.dispatches_heard, "answers_told": instance.answers_told}
+                self.say(instance, Heartbeat(Load(len(instance.running), hbm_blocks_available=64, **totals)))
 
     def leave_later(self, instance: FakeInstance) -> None:
         instance.alive = False

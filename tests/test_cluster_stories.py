@@ -14,6 +14,7 @@ from memserve.cluster.events import (
 )
 from memserve.mempool.identity import block_identities, namespace_id
 from memserve.messages import (
+    AskAttempts,
     Cancel,
     Dispatch,
     Drain,
@@ -876,3 +877,109 @@ def test_the_oracle_notices_a_wrong_token(make):
         world = World()
         with pytest.raises(AssertionError):
             world.ask(request).take(wrong, 0)
+
+
+# -- attempts that were lost
+
+
+def test_a_lost_dispatch_is_noticed_within_two_heartbeats(make):
+    """The link stays up, one letter was lost. Heartbeats come twice a second."""
+    world = make(("a", C), ("b", C))
+    world.instances["a"].deaf = True
+    client = world.ask(a_request("r", PROMPT))
+    world.instances["a"].deaf = False
+    assert not world.instances["a"].running and not world.instances["b"].running
+    world.wait(NS_PER_S)
+    assert world.instances["a"].running, "nobody is to blame for one letter: the cached prefix is there"
+    world.run()
+    assert client.got[0] == lone_answer(client.request, 0)[0]
+    counters = world.cluster.stats().counters
+    assert counters.attempts_failed == {"lost": 1} and counters.dispatches == 2
+
+
+def test_who_loses_what_has_failed_before_is_passed_over(make):
+    world = make(("a", C), ("b", C))
+    world.instances["a"].deaf = True
+    client = world.ask(a_request("r", PROMPT))
+    world.wait(2 * NS_PER_S)
+    assert world.instances["b"].running and world.cluster.stats().counters.attempts_failed == {"lost": 2}
+    world.run()
+    assert client.done
+
+
+def test_a_dispatch_under_way_is_not_taken_for_lost(make):
+    """Its instance is busy for three seconds: heartbeats repeat an old reading, questions wait behind the dispatch."""
+    world = make(("a", C), ("b", C))
+    a = world.instances["a"]
+    world.ask(a_request("r", PROMPT))
+    order = next(message for message in a.heard if isinstance(message, Dispatch))
+    a.running.clear()
+    asked = []
+    for _ in range(6):
+        world.now += NS_PER_S // 2
+        asked += world.sent(world.hear(a.peer, Heartbeat(Load(dispatches_heard=0))), AskAttempts)
+    assert len(asked) == 5 and not world.instances["b"].running
+    a.outbox.clear()
+    a._dispatched(order)
+    for _, question in asked:
+        a.hear(question)
+    world.say_all(a)
+    world.run()
+    counters = world.cluster.stats().counters
+    assert counters.dispatches == 1 and counters.attempts_failed == {}
+
+
+def test_a_lost_ending_is_noticed_at_the_next_heartbeat(make):
+    """Tokens that are followed by others leave a gap; the last ones don't."""
+    world = make(("a", C))
+    client = world.ask(a_request("r", PROMPT, max_tokens=2))
+    world.step()
+    world.instances["a"].mute = True
+    world.step()
+    world.instances["a"].mute = False
+    assert len(client.got[0]) == 1 and not world.instances["a"].running
+    world.wait(NS_PER_S // 2)
+    assert world.instances["a"].running
+    world.run()
+    assert client.got[0] == lone_answer(client.request, 0)[0]
+    assert world.cluster.stats().counters.attempts_failed == {"lost": 1}
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_of_a_pair_both_must_have_lost_it(make, knows):
+    """A dispatch is lost somewhere; who prefilled another request has handed it over, whose ``HandedOver`` was lost."""
+    world = make(("p", P), ("d", D))
+    client = world.ask(a_request("r", PROMPT))
+    p, d = world.instances["p"], world.instances["d"]
+    p.step()
+    world.say_all(p)
+    assert d.running and not p.running
+    d.outbox.clear()  # HandedOver
+    if not knows:
+        d.running.clear()
+    p.deaf = True
+    other = world.ask(a_request("s", PROMPT[::-1]))
+    p.deaf = False
+    world.wait(NS_PER_S)
+    world.say_all(d)
+    assert world.cluster.stats().counters.attempts_failed == {"lost": 1 if knows else 2}
+    world.run()
+    for asked in (client, other):
+        assert asked.got[0] == lone_answer(asked.request, 0)[0]
+
+
+def test_equal_totals_ask_nothing(make):
+    """Also after a loss that was explained."""
+    world = make(("a", C))
+    a = world.instances["a"]
+    a.deaf = True
+    world.ask(a_request("r", PROMPT))
+    a.deaf = False
+    world.wait(NS_PER_S)
+    world.run()
+    asked = sum(isinstance(message, AskAttempts) for message in a.heard)
+    for number in range(20):
+        world.ask(a_request(f"q{number}", PROMPT))
+        world.wait(NS_PER_S // 2)
+        world.run()
+    assert asked == 1 and sum(isinstance(message, AskAttempts) for message in a.heard) == 1

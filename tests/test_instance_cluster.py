@@ -19,7 +19,9 @@ from memserve.instance.pins import Pins
 from memserve.mempool.identity import block_identities, namespace_id
 from memserve.mempool.pool import BlockPool
 from memserve.messages import (
+    AskAttempts,
     AskEvents,
+    AttemptsUnknown,
     Cancel,
     Dispatch,
     Drain,
@@ -652,6 +654,28 @@ def test_pins_yield_before_everything_stands_still():
 
 
 # -- what the cache holds
+
+
+def test_an_instance_says_which_attempts_it_has():
+    """The router compares totals, and asks when they differ (``cluster/reckoning.py``). Who left is known until it is
+    taken over; in the next incarnation nothing was ever heard or told."""
+    fleet = pair()
+    p = fleet.members["p"]
+    assert (p.machine.load().dispatches_heard, p.machine.load().answers_told) == (0, 0)
+    fleet.submit(request("here", PROMPT[:9], max_tokens=5), "p")
+    fleet.submit(request("leaves", PROMPT[9:30], max_tokens=5), "p", "d")
+    fleet.run(until=lambda: "leaves#0" in p.machine._link.handoffs.left.values())
+    p.hear(AskAttempts(("lost#0", "here#0", "leaves#0"), 3))
+    told = sum(isinstance(message, Tokens) for message in p.said)
+    assert p.said[-1] == AttemptsUnknown(("lost#0",), dispatches=3, dispatches_heard=2, answers_told=told) and told
+    fleet.run()
+    p.hear(AskAttempts(("here#0", "leaves#0"), 2))
+    told = sum(isinstance(message, Tokens) for message in p.said)
+    assert p.said[-1] == AttemptsUnknown(("here#0", "leaves#0"), 2, 2, told)
+    assert (p.machine.load().dispatches_heard, p.machine.load().answers_told) == (2, told)
+    fleet.finish()
+    p.machine.reborn(Peer("p", 2))
+    assert (p.machine.load().dispatches_heard, p.machine.load().answers_told) == (0, 0)
 
 
 class Follower:

@@ -88,7 +88,7 @@ def filled(kind: typing.Any) -> typing.Any:
     if typing.get_origin(kind) is np.ndarray:
         return np.array([5, 2**31 - 1], np.int32)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Annotated or isinstance(kind, UnionType):
+    if origin in (typing.Annotated, typing.Union) or isinstance(kind, UnionType):
         return filled(arguments[0])
     if origin is tuple:
         return tuple(filled(a) for a in arguments if a is not Ellipsis)

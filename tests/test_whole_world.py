@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
+from memserve.messages import AnyMessage, Dispatch, Peer, Tokens
 from memserve.sim.fuzz.campaign import play
 from memserve.sim.fuzz.clients import Conversation, Turn
 from memserve.sim.fuzz.network import FaultyNetwork
@@ -111,6 +113,42 @@ def test_messages_of_one_sender_keep_their_order() -> None:
     while world.clock.now < 50 * MS:
         world.clock.run_one()
     assert [number for number in arrived if isinstance(number, int)] == list(range(20))
+
+
+class OneLost(FaultyNetwork):
+    """Loses the first message of a kind, once it is told to."""
+
+    lost_ns = 0  # when; -1: not yet
+
+    def lose_first(self, kind: type, when: Callable[[AnyMessage], bool] = lambda message: True) -> None:
+        self.sought, self.when, self.lost_ns = kind, when, -1
+
+    def send(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+        if self.lost_ns < 0 and isinstance(message, self.sought) and self.when(message):
+            self.lost_ns = self.clock.now
+        else:
+            super().send(sender, to, message)
+
+
+def ends_something(message: AnyMessage) -> bool:
+    return any(output.finish_reason is not None for output in message.outputs)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mix", ["1C", "1P1D", "2P2D"])
+@pytest.mark.parametrize("kind", [Dispatch, Tokens])
+def test_what_a_lost_message_costs(kind: type, mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dispatch, or the last word about a request, on a link that stays up: noticed within two heartbeats, at two
+    production machines. The patience for an instance that says nothing would be 4 s here."""
+    monkeypatch.setattr("memserve.sim.fuzz.world.FaultyNetwork", OneLost)
+    world = World(by_hand(Turn([1, 2, 3], 0, max_tokens=6), mix=mix, prefix=12))
+    network = world.network
+    assert isinstance(network, OneLost)
+    network.lose_first(kind, ends_something if kind is Tokens else lambda message: True)
+    world.run()
+    ended_ns = world.referee.asks["c0.0"].ended_ns
+    assert network.lost_ns > 0 and ended_ns is not None
+    assert (ended_ns - network.lost_ns) < 2 * world.heartbeat_ns + 60 * MS
+    assert world.router.machine.stats().counters.attempts_failed == {"lost": 1}
 
 
 # -- what random scenarios have found

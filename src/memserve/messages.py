@@ -108,6 +108,10 @@ class Load(Message, frozen=True):
     hbm_blocks_available: Natural = 0
     """Free, or held by the cache alone."""
     transfers_open: Natural = 0
+    dispatches_heard: Natural | None = None
+    """Total since it became a member; what else the router sent is lost, or under way. ``None``: it does not say."""
+    answers_told: Natural = 0
+    """Total since then of ``Tokens`` and ``RequestRefused``, all sent before the heartbeat that says so."""
 
 
 class Heartbeat(Message, frozen=True, tag=True):
@@ -168,6 +172,24 @@ class Tokens(Message, frozen=True, tag=True):
     """News of requests, in order, one message a step."""
 
     outputs: tuple[TokenOutput, ...]
+
+
+class AskAttempts(Message, frozen=True, tag=True):
+    """Which of these attempts do you not have? It comes behind every ``Dispatch`` before it, and the answer behind
+    every word about an attempt: who has it not then never heard of it, or its end was not heard."""
+
+    attempts: tuple[str, ...]
+    dispatches: Natural
+    """Sent so far."""
+
+
+class AttemptsUnknown(Message, frozen=True, tag=True):
+    """The answer, with the question's ``dispatches``, and totals as in ``Load``."""
+
+    attempts: tuple[str, ...]
+    dispatches: Natural
+    dispatches_heard: Natural
+    answers_told: Natural
 
 
 class HandedOver(Message, frozen=True, tag=True):
@@ -368,8 +390,8 @@ class Free(Message, frozen=True, tag=True):
 
 AnyMessage: TypeAlias = (
     Join | Welcome | Recall | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
-    | Dispatch | Cancel | StopSequence | Tokens | HandedOver | RequestRefused | Pin | Pinned
-    | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready | Handoff
+    | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver | RequestRefused
+    | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready | Handoff
     | Withdraw | Release | Fetch | Alloc | Allocated | Free
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""

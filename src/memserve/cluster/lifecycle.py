@@ -191,6 +191,7 @@ class Lifecycle:
         self._note_use(job, chosen, now)
         self._timers.arm(now + self._stalled_after_ns(job), ("stall", attempt_id))
         message = job.message(attempt, self._config.transfer, self._returns_kv(job, attempt), now)
+        first.reckoning.dispatches += 1
         self._outbox.send(first.peer, message)
 
     def _charge(self, job: Job, chosen: Placement) -> list[Charge]:
@@ -290,6 +291,12 @@ class Lifecycle:
             return
         job.stalls += 1
         self.attempt_failed(job, "stalled", now, blamed=list(job.attempt.involved))
+
+    def lost(self, attempt_id: str, by: Member, now: int) -> None:
+        """``by`` has no attempt of this name, though it should: a message was lost. Once is chance; whoever loses an
+        attempt of a request that has failed before is passed over."""
+        job = self.jobs.by_attempt[attempt_id]
+        self.attempt_failed(job, "lost", now, blamed=[by] if job.past else [])
 
     def _abandon(self, job: Job, cause: str, but: Member | None = None) -> None:
         """Nobody waits for the attempt any more, and those involved are told, ``but`` one who knows or is gone."""

@@ -52,6 +52,7 @@ from memserve.errors import check
 from memserve.mempool.identity import DEFAULT_KEY
 from memserve.messages import (
     AnyMessage,
+    AttemptsUnknown,
     Drain,
     HandedOver,
     Heartbeat,
@@ -65,6 +66,7 @@ from memserve.messages import (
     StopSequence,
     Tokens,
 )
+from memserve.policy.candidates import RoutingCosts
 from memserve.policy.costs import CostModel
 from memserve.remembered import RouterStarted
 from memserve.types import FinishReason, Request, TokenOutput
@@ -80,12 +82,12 @@ class Cluster:
     def __init__(
         self,
         config: ClusterConfig,
-        costs: CostModel | None = None,
+        costs: RoutingCosts | None = None,
         *,
         identity_key: bytes = DEFAULT_KEY,
         remembers: bool = False,
     ) -> None:
-        """``costs``: default: the conservative ones. ``identity_key``: 16 bytes, that of
+        """``costs``: a ``policy.costs.CostModel``; default: the conservative one. ``identity_key``: 16 bytes, that of
         the instances' pools. ``remembers``: it asks its host to ``Remember`` and to ``Note``, and its first event is a
         ``StateRecovered``."""
         self.config = config
@@ -252,6 +254,7 @@ class Cluster:
             return
         member.heard_ns = now
         if isinstance(message, Tokens):
+            member.reckoning.answers += 1
             self._desk.take(member, message, now)
         elif isinstance(message, Heartbeat):
             self._membership.heartbeat(member, message, now)
@@ -260,7 +263,10 @@ class Cluster:
         elif isinstance(message, HandedOver):
             self._lifecycle.handed_over(message.request_id, member, now)
         elif isinstance(message, RequestRefused):
+            member.reckoning.answers += 1
             self._lifecycle.refused(member, message, now)
+        elif isinstance(message, AttemptsUnknown):
+            self._membership.answer(member, message, now)
         elif isinstance(message, Pinned):
             self._handles.pinned(member, message, now)
         elif isinstance(message, Drain):

@@ -6,6 +6,7 @@ from memserve.cluster.handles import Handles
 from memserve.cluster.lifecycle import Lifecycle
 from memserve.cluster.loads import LoadTable
 from memserve.cluster.outbox import Outbox
+from memserve.cluster.reckoning import Reckoner
 from memserve.cluster.registry import Member, MemberState, Registry
 from memserve.cluster.report import Counters
 from memserve.cluster.timers import Timers
@@ -13,6 +14,7 @@ from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.messages import (
     AskEvents,
+    AttemptsUnknown,
     Drain,
     Expelled,
     Heartbeat,
@@ -38,6 +40,7 @@ class Membership:
         "_lifecycle",
         "_loads",
         "_outbox",
+        "_reckoner",
         "_registry",
         "_timers",
         "_trees",
@@ -59,6 +62,7 @@ class Membership:
         self._registry, self._trees, self._loads = registry, trees, loads
         self._lifecycle, self._handles = lifecycle, handles
         self._timers, self._outbox = timers, outbox
+        self._reckoner = Reckoner(lifecycle, outbox)
 
     def join(self, sender: Peer, message: Join, now: int) -> None:
         """A new member, or one that has not heard that it is one."""
@@ -161,6 +165,11 @@ class Membership:
         if member.state is MemberState.DRAINING:
             self._outbox.send(member.peer, Drain())  # the first one may have been lost
         self._call_the_roll(member, message.roll)
+        self._reckoner.heartbeat(member, message.load)
+
+    def answer(self, member: Member, message: AttemptsUnknown, now: int) -> None:
+        """It was asked for attempts, and does not have these."""
+        self._reckoner.answer(member, message, now)
 
     def _call_the_roll(self, member: Member, roll: int) -> None:
         """Who lacks a member, or takes one that is gone for there, waits for a lease's end at each handoff to it."""

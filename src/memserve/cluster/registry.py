@@ -32,6 +32,20 @@ class MemberState(enum.Enum):
     RECALLED = "recalled"  # was a member of the last router, and has not answered yet: is given nothing
 
 
+@dataclass(slots=True)
+class Reckoning:
+    """Messages counted at both ends of a link: a difference that stays is what was lost (``cluster/reckoning.py``)."""
+
+    dispatches: int = 0
+    """Sent to the member."""
+    dispatches_before: int = 0
+    """Of them before its last heartbeat."""
+    dispatches_lost: int = 0
+    answers: int = 0
+    """``Tokens`` and ``RequestRefused`` heard of it."""
+    answers_lost: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """One incarnation of an instance, as long as it is a member."""
@@ -50,6 +64,7 @@ class Member:
     """While it is recalled: it was draining, and shall go on."""
     attempts: dict[str, None] = field(default_factory=dict)
     """All and only the attempts that fail when it dies, in order of dispatch."""
+    reckoning: Reckoning = field(default_factory=Reckoning)
 
     @property
     def peer(self) -> Peer:

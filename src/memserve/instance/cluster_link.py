@@ -38,7 +38,9 @@ from memserve.mempool.outcomes import (
 )
 from memserve.messages import (
     AnyMessage,
+    AskAttempts,
     AskEvents,
+    AttemptsUnknown,
     Cancel,
     Dispatch,
     Drain,
@@ -79,6 +81,8 @@ class ClusterLink:
         self.ignored_orders = 0
         self.blocks_sent_home = 0
         self.blocks_come_home = 0
+        #: totals of this incarnation, which the router compares with its own (``cluster/reckoning.py``)
+        self.dispatches_heard = self.answers_told = 0
         self._dispatching = Dispatching(roster, desk, self.handoffs, self.fetches)
         self._roster = roster
         self._desk = desk
@@ -92,6 +96,7 @@ class ClusterLink:
             Welcome: self._welcome, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
             Expelled: self._expelled, Drain: self._drain, Dispatch: self._dispatch, Cancel: self._cancel,
             StopSequence: self._stop, Pin: self._pin, Unpin: self._unpin, AskEvents: self._ask_events,
+            AskAttempts: self._ask_attempts,
         }  # fmt: skip
 
     # -- what has happened
@@ -214,9 +219,10 @@ class ClusterLink:
 
     def _reject(self, action: RejectRequest | None) -> None:
         if action is not None:
+            self.answers_told += 1
             self._outbox.append(action)
 
-    def _tell_router(self, message: HandedOver | Pinned | KvEvents | KvSnapshot) -> None:
+    def _tell_router(self, message: HandedOver | AttemptsUnknown | Pinned | KvEvents | KvSnapshot) -> None:
         if self.members.router is not None:
             self._outbox.append(Send(self.members.router, message))
 
@@ -241,7 +247,14 @@ class ClusterLink:
         self.reborn(self.members.me)
 
     def _dispatch(self, order: Dispatch, now: int) -> None:
+        self.dispatches_heard += 1
         self._reject(self._dispatching.dispatch(order, self.members.me, now))
+
+    def _ask_attempts(self, message: AskAttempts, now: int) -> None:
+        """Also those are known that have left, until somebody has taken them over."""
+        left = set(self.handoffs.left.values())
+        unknown = tuple(name for name in message.attempts if name not in self._roster.groups and name not in left)
+        self._tell_router(AttemptsUnknown(unknown, message.dispatches, self.dispatches_heard, self.answers_told))
 
     def _cancel(self, message: Cancel, now: int) -> None:
         self._desk.cancel(message.request_id)
@@ -279,6 +292,7 @@ class ClusterLink:
         is ``me``, and not a member yet."""
         self._drop_everything()
         self._dispatching.draining = False
+        self.dispatches_heard = self.answers_told = 0
         self.members.begin_anew(me)
 
     def _drop_everything(self) -> None:
@@ -303,7 +317,12 @@ class ClusterLink:
         roster = self._roster
         if not roster.groups:  # most members of a large cluster, most of the time
             available = roster.memory.pool.available()
-            return Load(hbm_blocks_available=available, transfers_open=self.exchange.transfers_open)
+            return Load(
+                hbm_blocks_available=available,
+                transfers_open=self.exchange.transfers_open,
+                dispatches_heard=self.dispatches_heard,
+                answers_told=self.answers_told,
+            )
         running = [s for line in (roster.working, roster.decoding, roster.idle) for s in line]
         sequences = sum(len(group.sequences) for group in roster.groups.values())
         return Load(
@@ -313,6 +332,8 @@ class ClusterLink:
             context_tokens_running=sum(sequence.length for sequence in running),
             hbm_blocks_available=roster.memory.pool.available(),
             transfers_open=self.exchange.transfers_open,
+            dispatches_heard=self.dispatches_heard,
+            answers_told=self.answers_told,
         )
 
     @property

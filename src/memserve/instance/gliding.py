@@ -80,6 +80,7 @@ def glide(planner: Planner, under_way: Items[Outstanding], link: ClusterLink | N
     planner.next_step_id += steps
     if link is not None:
         link.exchange.glided(steps)
+        link.answers_told += 1  # its host tells them in one message
     counters = roster.counters
     counters.steps += steps
     counters.device_ns += device_ns

@@ -144,9 +144,7 @@ class Handoffs:
                 self._hand_over(group)
 
     def _name_layers(self, part: _Layers, end_layer: int) -> None:
-        self._exchange.computed(
-            part.offer_id, part.first_block, part.end_block, part.next_layer, end_layer, fence=0
-        )
+        self._exchange.computed(part.offer_id, part.first_block, part.end_block, part.next_layer, end_layer, fence=0)
         part.next_layer = end_layer
 
     # -- leaving

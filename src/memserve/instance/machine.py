@@ -126,6 +126,8 @@ class Instance:
         if self._roster.outputs:
             actions.append(EmitTokens(self._roster.outputs))
             self._roster.outputs = []
+            if link is not None:
+                link.answers_told += 1
         if link is not None:
             link.conclude(actions, now)
         else:
