@@ -66,7 +66,6 @@ from memserve.messages import (
     StopSequence,
     Tokens,
 )
-from memserve.policy.candidates import RoutingCosts
 from memserve.policy.costs import CostModel
 from memserve.remembered import RouterStarted
 from memserve.types import FinishReason, Request, TokenOutput
@@ -82,12 +81,12 @@ class Cluster:
     def __init__(
         self,
         config: ClusterConfig,
-        costs: RoutingCosts | None = None,
+        costs: CostModel | None = None,
         *,
         identity_key: bytes = DEFAULT_KEY,
         remembers: bool = False,
     ) -> None:
-        """``costs``: a ``policy.costs.CostModel``; default: the conservative one. ``identity_key``: 16 bytes, that of
+        """``costs``: default: the conservative ones. ``identity_key``: 16 bytes, that of
         the instances' pools. ``remembers``: it asks its host to ``Remember`` and to ``Note``, and its first event is a
         ``StateRecovered``."""
         self.config = config
