@@ -108,13 +108,14 @@ def test_the_pair_is_the_one_that_the_policy_chooses(seed, scale, most):
 PRICES = native_prices(CostModel())
 
 
-def plainly(first, decoders=(), hosts=(0, 0, 0), ask=(8, 1, 1, 1, 4), holding=(-1, 0)):
-    """Three idle instances."""
+def plainly(first, decoders=(), hosts=(0, 0, 0), ask=(8, 1, 1, 1, 4), holding=(-1, 0), queues=(0, 0, 0), prices=PRICES):
+    """Three instances, idle but for queues."""
     loads, matches = np.zeros((3, 3, 3), np.int64), np.zeros((2, 3), np.int64)
+    loads[0, 0] = queues
     as_array = [np.array(numbers, np.int64) for numbers in (first, decoders)]
     return _core.cheapest(
         [(as_array[0], not len(decoders))], [as_array[1]], loads, np.ones(3, np.int64), matches,
-        np.array(hosts, np.int64), (), PRICES, ask, holding, 16,
+        np.array(hosts, np.int64), (), prices, ask, holding, 16,
     )  # fmt: skip
 
 
@@ -122,6 +123,12 @@ def test_the_lowest_number_of_equals():
     assert plainly([1, 2])[0][0] == 1 and plainly([1, 2])[1] is None
     first, decoder = plainly([1, 2], [0])
     assert (first[0], decoder[0]) == (1, 0)
+
+
+def test_absurd_costs_do_not_overflow():
+    absurd = native_prices(CostModel(PrefillCurve(1e300, 1e300, 1e300), DecodeCurve(1e9, 1e9, 1e9)))
+    for decoders in ([], [0, 1]):
+        assert plainly([1, 2], decoders, queues=(0, 1 << 62, 0), prices=absurd)[0][0] == 2
 
 
 @pytest.mark.parametrize("bad", [

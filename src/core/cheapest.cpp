@@ -29,8 +29,11 @@ constexpr int64_t kNobody = -1;
 constexpr int64_t kUnknownHost = 0;
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
+// Beyond any wait: what costs more is not told apart, and no sum of a few such overflows.
+constexpr double kForeverNs = 1e17;
+
 // As Python's round: half to even. Contraction is off in this file, so that sums are those of policy/curves.py.
-int64_t rounded(double ns) { return std::lrint(ns); }
+int64_t rounded(double ns) { return std::lrint(std::min(ns, kForeverNs)); }
 
 // The curves of policy/costs.py.
 struct RoutingPrices {
@@ -130,8 +133,8 @@ class Weighing {
   // Prompts in a queue, as if they were like this one.
   int64_t queued_ns(int64_t prefill_tokens) const {
     int64_t product = 0;
-    if (__builtin_mul_overflow(prefill_tokens, alone_ns_, &product)) return kNever / 4;
-    return product / wanted_.prompt_tokens;
+    if (__builtin_mul_overflow(prefill_tokens, alone_ns_, &product)) return static_cast<int64_t>(kForeverNs);
+    return std::min(product / wanted_.prompt_tokens, static_cast<int64_t>(kForeverNs));
   }
 
   int64_t decode_ns(int64_t at, const Work& work) const {
