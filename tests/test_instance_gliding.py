@@ -18,11 +18,11 @@ BLOCK_TOKENS = 4
 class Engine:
     """A machine, its device's plans, and what it has said."""
 
-    def __init__(self, blocks: int, depth: int, caching: bool) -> None:
+    def __init__(self, blocks: int, depth: int, caching: bool, holds: bool = True) -> None:
         config = InstanceConfig(
             200, "glide", PoolConfig(blocks, 0, caching), SchedulerConfig(4, 16, 8, 50, depth, "recompute")
         )
-        self.machine = Instance(config, BLOCK_TOKENS)
+        self.machine = Instance(config, BLOCK_TOKENS, holds_tokens=holds)
         self.plans: list[StepPlan] = []
         self.said: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[str, FinishReason | None] = {}
@@ -50,11 +50,17 @@ class Engine:
         self.steps += 1
         self.post(StepFinished(plan.step_id, [self.steps] * sum(map(len, plan.sample_slots)), 10))
 
+    def tell(self) -> None:
+        """What it has held, and then nothing more."""
+        self.take(self.machine.tell())
+        assert self.machine.tell() == []
+        self.machine.check_invariants()
+
     def glide(self, steps: int) -> None:
         tokens = list(range(self.steps + 1, self.steps + 1 + steps))
         self.steps += steps
         self.glided += steps
-        self.take(self.machine.glide(tokens, 10 * steps))
+        self.machine.glide(tokens, 10 * steps)
         for plan in self.plans:
             plan.step_id += steps
             plan.starts = [start + steps for start in plan.starts]
@@ -62,8 +68,11 @@ class Engine:
 
 
 def looks_like(one: Engine, other: Engine) -> None:
-    """Everything that can be seen of them is equal."""
-    assert (one.said, one.ends, one.steps) == (other.said, other.ends, other.steps)
+    """Everything that can be seen of them is equal; what ``one`` has said, ``other`` has said by then."""
+    assert (one.ends, one.steps) == (other.ends, other.steps)
+    assert all(other.said[key][: len(said)] == said for key, said in one.said.items())
+    assert one.said.keys() == other.said.keys(), "first tokens are told at once"
+    assert all(one.said[name, 0] == other.said[name, 0] for name in one.ends), "all of what has ended is told"
     rows = [
         [(plan.step_id, plan.slots, plan.starts, plan.counts, plan.sample_slots) for plan in e.plans]
         for e in (one, other)
@@ -85,11 +94,14 @@ def looks_like(one: Engine, other: Engine) -> None:
     caching=st.booleans(),
     gaps=st.lists(st.integers(0, 25), max_size=8),
     most=st.integers(1, 60),
+    tells=st.integers(1, 40),
 )
 @settings(max_examples=60, deadline=None)
-def test_gliding_is_the_same_as_step_by_step(requests, blocks, depth, caching, gaps, most) -> None:
-    """Requests come at random between steps; one engine glides wherever it may, the other never."""
-    glider, walker = Engine(blocks, depth, caching), Engine(blocks, depth, caching)
+def test_gliding_is_the_same_as_step_by_step(requests, blocks, depth, caching, gaps, most, tells) -> None:
+    """Requests come at random between steps; one engine glides wherever it may and tells of tokens late, the other
+    never."""
+    glider, walker = Engine(blocks, depth, caching), Engine(blocks, depth, caching, holds=False)
+    turns = 0
     coming = list(enumerate(requests))
     pauses = [*gaps, *[3] * len(requests)]
     while coming or glider.plans:
@@ -111,7 +123,11 @@ def test_gliding_is_the_same_as_step_by_step(requests, blocks, depth, caching, g
                 walker.step()
             wanted -= steps
             looks_like(glider, walker)
-    assert len(glider.ends) == len(requests)
+            turns += 1
+            if turns % tells == 0:
+                glider.tell()
+                assert glider.said == walker.said
+    assert len(glider.ends) == len(requests) and glider.said == walker.said
 
 
 def test_a_lone_request_glides_nearly_all_the_way() -> None:

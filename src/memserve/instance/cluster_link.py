@@ -323,13 +323,13 @@ class ClusterLink:
                 dispatches_heard=self.dispatches_heard,
                 answers_told=self.answers_told,
             )
-        running = [s for line in (roster.working, roster.decoding, roster.idle) for s in line]
+        running = [*roster.working.items, *roster.decoding.items, *roster.idle.items]
         sequences = sum(len(group.sequences) for group in roster.groups.values())
         return Load(
             requests_waiting=sequences - len(running),
             sequences_running=len(running),
             prefill_tokens_queued=roster.prefill_tokens_queued(),
-            context_tokens_running=sum(sequence.length for sequence in running),
+            context_tokens_running=sum([s.prompt_tokens + len(s.out) + s.inflight for s in running]),
             hbm_blocks_available=roster.memory.pool.available(),
             transfers_open=self.exchange.transfers_open,
             dispatches_heard=self.dispatches_heard,

@@ -15,7 +15,6 @@ from memserve.errors import check
 from memserve.instance.outstanding import Outstanding
 from memserve.instance.planner import Planner
 from memserve.instance.sequence import Sequence
-from memserve.types import TokenOutput
 
 if TYPE_CHECKING:
     from memserve.instance.cluster_link import ClusterLink
@@ -42,7 +41,7 @@ def steps_ahead(planner: Planner, under_way: Items[Outstanding], depth: int, lin
 def _is_special(sequence: Sequence, block_tokens: int) -> bool:
     """Whether its tokens are more than tokens, or fall into a block that it shares."""
     group = sequence.group
-    if sequence.stops or not sequence.out or group.muted or group.beam is not None:
+    if sequence.stops or not sequence.told or group.muted or group.beam is not None:
         return True
     shares = sequence.writable_until != len(sequence.blocks) * block_tokens
     return shares or group.request.sampling.logprobs is not None
@@ -59,18 +58,15 @@ def _steps_with_room(planner: Planner, limit: int) -> int:
 
 
 def glide(planner: Planner, under_way: Items[Outstanding], link: ClusterLink | None, tokens: list[int], device_ns: int
-          ) -> list[TokenOutput]:  # fmt: skip
+          ) -> None:  # fmt: skip
     """``len(tokens)`` steps have finished; step ``i`` drew ``tokens[i]`` for every sequence. ``device_ns``: of all.
 
-    At most as many as :func:`steps_ahead` said. Returns an output a sequence, with all its tokens.
+    At most as many as :func:`steps_ahead` said.
     """
     roster, steps = planner.roster, len(tokens)
     decoding = roster.decoding.items
     _grow(planner, steps)
-    outputs = []
-    drawn = tuple(tokens)
     for sequence in decoding:
-        outputs.append(TokenOutput(sequence.request_id, sequence.index, drawn, offset=len(sequence.out)))
         sequence.out.extend(tokens)
         sequence.computed += steps
         sequence.left -= steps
@@ -80,13 +76,11 @@ def glide(planner: Planner, under_way: Items[Outstanding], link: ClusterLink | N
     planner.next_step_id += steps
     if link is not None:
         link.exchange.glided(steps)
-        link.answers_told += 1  # its host tells them in one message
     counters = roster.counters
     counters.steps += steps
     counters.device_ns += device_ns
     counters.decode_tokens += steps * len(decoding)
     counters.generated_tokens += steps * len(decoding)
-    return outputs
 
 
 def _grow(planner: Planner, steps: int) -> None:

@@ -105,5 +105,6 @@ def _check_sequence(roster: Roster, sequence: Sequence) -> None:
     if sequence.phase is Phase.DECODING:
         check(sequence.computed == sequence.length - 1, f"{sequence} decodes, but is not at its end")
         check(sequence.left > 0 and sequence.opened, f"{sequence} decodes, but has nothing to decode")
+    check(0 <= sequence.told <= len(sequence.out), f"{sequence} has told {sequence.told} tokens")
     if sequence.group.beam is None:
         check(not runs or sequence.left == sequence.draws_left, f"{sequence} has {sequence.left} left")

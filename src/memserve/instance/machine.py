@@ -68,9 +68,14 @@ class Instance:
         *,
         me: Peer | None = None,
         geometry: KVGeometry | None = None,
+        holds_tokens: bool = False,
     ) -> None:
         """``me``: its name and generation in a cluster; needs ``geometry``, which peers compare. ``pool`` must then
-        have been built with ``event_capacity=config.exchange.event_capacity``, as the default one is."""
+        have been built with ``event_capacity=config.exchange.event_capacity``, as the default one is.
+
+        ``holds_tokens``: further tokens of a sequence are not told one by one, but with whatever else there is to say
+        of it, or when the host asks (:meth:`tell`). For hosts that know otherwise when each was drawn.
+        """
         if pool is None:
             capacity = config.exchange.event_capacity if me is not None else 0
             pool = BlockPool(config.pool, block_tokens, config.namespace, event_capacity=capacity)
@@ -82,7 +87,8 @@ class Instance:
         self._desk = FrontDesk(self._roster, config, self._context)
         self._pins = Pins(pool)
         self._planner = Planner(self._roster, scheduler, self._pins)
-        self._results = Results(self._roster)
+        self._results = Results(self._roster, holds_tokens)
+        self._holds_tokens = holds_tokens
         self._outstanding: deque[Outstanding] = deque()
         self._link: ClusterLink | None = None
         if me is not None:
@@ -195,12 +201,22 @@ class Instance:
         """How many of the next steps can be told by :meth:`glide`, if no other event comes before their end."""
         return steps_ahead(self._planner, self._outstanding, self.config.scheduler.steps_in_flight, self._link)
 
-    def glide(self, tokens: list[int], device_ns: int) -> list[TokenOutput]:
+    def glide(self, tokens: list[int], device_ns: int) -> None:
         """As ``len(tokens)`` times ``StepFinished``, all alike: step ``i`` drew ``tokens[i]`` for every sequence.
 
-        The plans under way are then those of so many steps later. ``device_ns``: of all steps together.
+        The plans under way are then those of so many steps later. ``device_ns``: of all steps together. Needs
+        ``holds_tokens``: the tokens are held.
         """
-        return glide(self._planner, self._outstanding, self._link, tokens, device_ns)
+        check(self._holds_tokens, "who glides tells of tokens late")
+        glide(self._planner, self._outstanding, self._link, tokens, device_ns)
+
+    def tell(self) -> list[TokenOutput]:
+        """All tokens that have been held, one output a sequence, for one message; nothing is held any more."""
+        sequences = [s for group in self._roster.groups.values() for s in group.sequences.values()]
+        outputs = [sequence.news() for sequence in sequences if sequence.holds_tokens]
+        if outputs and self._link is not None:
+            self._link.answers_told += 1
+        return outputs
 
     # -- views
 
@@ -222,9 +238,11 @@ class Instance:
     @property
     def next_deadline_ns(self) -> int | None:
         """When a ``ClockTicked`` is worth sending; ``None`` = no deadlines."""
-        linked = self._link.next_deadline_ns if self._link is not None else None
-        deadlines = (self._desk.next_deadline_ns, self._pins.next_deadline_ns, linked)
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        soonest = self._desk.next_deadline_ns
+        for deadline in (self._pins.next_deadline_ns, self._link.next_deadline_ns if self._link is not None else None):
+            if deadline is not None and (soonest is None or deadline < soonest):
+                soonest = deadline
+        return soonest
 
     @property
     def next_event(self) -> int:

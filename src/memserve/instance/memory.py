@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from memserve.instance.sequence import Sequence
     from memserve.mempool.pool import BlockPool, Lease
     from memserve.policy.preemption import PreemptionModel
-    from memserve.types import TokenArray
+    from memserve.types import Request, TokenArray
 
 
 class SequenceMemory:
     """Gives blocks to sequences and takes them back, each reference exactly once."""
 
-    __slots__ = ("block_tokens", "copied_on_write", "costs", "dram_tokens_reused", "pool")
+    __slots__ = ("_caches", "block_tokens", "copied_on_write", "costs", "dram_tokens_reused", "pool")
 
     def __init__(self, pool: BlockPool, block_tokens: int, costs: PreemptionModel) -> None:
         self.pool = pool
+        self._caches = pool.config.caching
         self.costs = costs
         self.block_tokens = block_tokens
         self.copied_on_write = 0
@@ -66,7 +67,11 @@ class SequenceMemory:
     def reads_cache(self, sequence: Sequence) -> bool:
         """Whether cached KV may stand in for computing. Logprobs of the prompt need every prompt position computed."""
         group = sequence.group
-        return group.request.use_cache and (group.prompt_logprobs is None or bool(sequence.out))
+        return self._shares(group.request) and (group.prompt_logprobs is None or bool(sequence.out))
+
+    def _shares(self, request: Request) -> bool:
+        """Whether it takes part in the cache at all: then, and only then, its sequences have leases."""
+        return self._caches and request.use_cache
 
     def _missing_blocks(self, sequence: Sequence, tokens: TokenArray) -> int:
         blocks = ceil_div(len(tokens), self.block_tokens)
@@ -76,7 +81,7 @@ class SequenceMemory:
 
     def _acquire(self, sequence: Sequence, tokens: TokenArray) -> Lease | None:
         request = sequence.group.request
-        if not request.use_cache:
+        if not self._shares(request):
             return None
         return self.pool.acquire(request.tenant, tokens if self.reads_cache(sequence) else tokens[:0])
 
@@ -228,7 +233,7 @@ class SequenceMemory:
             return False
         sequence.dram_blocks, sequence.blocks = [], blocks
         request = sequence.group.request
-        if request.use_cache:
+        if self._shares(request):
             sequence.lease = self.pool.acquire(request.tenant, request.prompt[:0])
         # The blocks of tokens not computed yet: if they should be lacking after all, the step asks for them again.
         sequence.writable_until = len(blocks) * self.block_tokens

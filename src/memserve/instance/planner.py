@@ -84,7 +84,7 @@ class Planner:
         stalled = False
         if self.roster.decoding.items:
             stalled = self._make_room_for_decodes(rows)
-            budget -= rows.add_decodes()
+            budget -= rows.add_decodes(not stalled)
         budget, starved = self._work(rows, budget)
         if not (stalled or starved):
             self._admit(rows, budget, now)

@@ -16,10 +16,11 @@ _RETRIES = 1  # a sequence survives one failed step
 class Results:
     """Applies what the device reports to the roster."""
 
-    __slots__ = ("roster",)
+    __slots__ = ("_holds", "roster")
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, holds_tokens: bool) -> None:
         self.roster = roster
+        self._holds = holds_tokens
 
     def apply(self, plan: Outstanding, event: StepFinished) -> None:
         """Deliver the sampled tokens of ``plan``."""
@@ -44,13 +45,14 @@ class Results:
         outputs, decoding = self.roster.outputs, Phase.DECODING
         for sequence, token in zip(targets, tokens, strict=True):
             out = sequence.out
-            more = 0 < len(out) < sequence.max_tokens - 1
-            if more and sequence.phase is decoding and token not in sequence.stops:
-                sequence.inflight -= 1
-                out.append(token)
-                outputs.append(TokenOutput(sequence.request_id, sequence.index, (token,), offset=len(out) - 1))
+            if sequence.phase is not decoding or not out or token in sequence.stops:  # else it will draw more
+                self._apply_one(sequence, token, None)
                 continue
-            self._apply_one(sequence, token, None)
+            sequence.inflight -= 1
+            out.append(token)
+            if not sequence.told:
+                outputs.append(TokenOutput(sequence.request_id, sequence.index, (token,), offset=len(out) - 1))
+                sequence.told = len(out) if self._holds else 0
 
     def _apply_rich(self, targets: list[Sequence], event: StepFinished) -> None:
         for position, (sequence, token) in enumerate(zip(targets, event.tokens, strict=True)):
@@ -87,8 +89,13 @@ class Results:
     ) -> None:
         first = len(sequence.out) == 1
         group = sequence.group
-        if group.muted:
-            return
+        if group.muted or (sequence.told and reason is None and logprobs is None and sequence.phase is Phase.IDLE):
+            return  # nobody is to hear of it, or what comes next tells it
+        offset = len(sequence.out) - 1
+        if self._holds:
+            offset = sequence.told or offset
+            tokens = tuple(sequence.out[offset:]) if tokens else ()
+            sequence.told = len(sequence.out)
         prompt_logprobs = group.prompt_logprobs if first else None
         self.roster.outputs.append(
             TokenOutput(
@@ -100,7 +107,7 @@ class Results:
                 cached_tokens=group.cached_tokens if first else 0,
                 prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
                 queue_ns=group.queue_ns if first else None,
-                offset=len(sequence.out) - 1,
+                offset=offset,
                 story=group.take_facts(),
             )
         )

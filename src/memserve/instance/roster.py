@@ -150,6 +150,8 @@ class Roster:
     def preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks away; it will continue with the same tokens later."""
         memory, counters = self.memory, self.counters
+        if sequence.holds_tokens:
+            self.outputs.append(sequence.news())  # the next ones may be long in coming
         tokens, blocks = sequence.computed, len(sequence.blocks)
         finished_by_count = sequence.phase is Phase.IDLE and sequence.left == 0
         swap = not finished_by_count and self.costs.prefers_swap(self.preemption, tokens, blocks)
@@ -188,8 +190,8 @@ class Roster:
 
     def prefill_tokens_queued(self) -> int:
         """Known tokens of sequences here, those of running ones included, that are not computed yet."""
-        lines = (self.working.items, self.waiting.items)
-        return sum(sequence.known - sequence.computed for line in lines for sequence in line)
+        queued = (*self.working.items, *self.waiting.items)
+        return sum([sequence.known - sequence.computed for sequence in queued])
 
     @property
     def holds_blocks(self) -> bool:

@@ -61,29 +61,31 @@ class RowWriter:
 
     # -- rows
 
-    def add_decodes(self) -> int:
+    def add_decodes(self, all_writable: bool) -> int:
         """One row for every decoding sequence that may write its next token. Returns the rows added.
 
-        The hot loop of the machine: nothing here but what each row needs.
+        ``all_writable``: each of them may. The hot loop of the machine: nothing here but what each row needs.
         """
-        plan, decoding, step_id = self.plan, self.roster.decoding.items, self.plan.step_id
-        targets = [sequence for sequence in decoding if sequence.computed < sequence.writable_until]
-        plan.slots = [sequence.slot for sequence in targets]  # type: ignore[misc]
+        plan, step_id = self.plan, self.plan.step_id
+        targets = self.roster.decoding.items
+        if all_writable:
+            targets = targets.copy()
+        else:
+            targets = [sequence for sequence in targets if sequence.computed < sequence.writable_until]
         plan.starts = [sequence.computed for sequence in targets]
         plan.counts = [1] * len(targets)
         plan.sample_slots = [sequence.draw for sequence in targets]
-        ended = False
+        plan.slots = [slot for (slot,) in plan.sample_slots]
+        ended = []
         for sequence in targets:
             sequence.computed += 1
             sequence.inflight += 1
             sequence.scheduled_step = step_id
-            sequence.left -= 1
-            if not sequence.left:
-                ended = True
-        if ended:
-            for sequence in targets:
-                if not sequence.left:
-                    self.roster.move(sequence, Phase.IDLE)
+            sequence.left = left = sequence.left - 1
+            if not left:
+                ended.append(sequence)
+        for sequence in ended:
+            self.roster.move(sequence, Phase.IDLE)
         self.outstanding.targets = targets
         self.outstanding.decode_rows = len(targets)
         return len(targets)

@@ -156,6 +156,7 @@ class Sequence:
         "scheduled_step",
         "slot",
         "stops",
+        "told",
         "writable_until",
     )
 
@@ -171,6 +172,8 @@ class Sequence:
         self.stops = group.stops
         self.phase = Phase.WAITING
         self.out: list[int] = []
+        #: of those, the first so many have been told, the others are held (``Instance.tell``); 0 = each is told at once
+        self.told = 0
         self.inflight = 0
         #: samples that may still be scheduled
         self.left = max(1, group.max_tokens) if group.tokens_here is None else group.tokens_here
@@ -223,11 +226,22 @@ class Sequence:
             return self.group.request.prompt
         return np.concatenate((self.group.request.prompt, np.asarray(self.out, dtype=np.int32)))
 
+    @property
+    def holds_tokens(self) -> bool:
+        """Whether there are tokens that it has not told."""
+        return 0 < self.told < len(self.out)
+
+    def news(self) -> TokenOutput:
+        """The tokens that were held, and nothing else; now they are told."""
+        told, self.told = self.told, len(self.out)
+        return TokenOutput(self.request_id, self.index, tuple(self.out[told:]), offset=told)
+
     def ending(self, reason: FinishReason) -> TokenOutput:
         """The final output of a sequence that ends without another token (beams have emitted none)."""
         emitted = 0 if self.group.beam is not None else len(self.out)
-        story = self.group.take_facts()
-        return TokenOutput(self.request_id, self.index, (), finish_reason=reason, offset=emitted, story=story)
+        held = tuple(self.out[self.told :]) if self.told else ()
+        offset, story = emitted - len(held), self.group.take_facts()
+        return TokenOutput(self.request_id, self.index, held, finish_reason=reason, offset=offset, story=story)
 
     def __repr__(self) -> str:
         return (

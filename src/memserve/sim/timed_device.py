@@ -34,18 +34,22 @@ class Steps(Protocol):
 
 
 class Moments:
-    """When steps ended, by number. Shared by all devices of a world."""
+    """When clients see the tokens of steps, by number. Shared by all devices of a world."""
 
-    __slots__ = ("ends_ns",)
+    __slots__ = ("seen_ns", "way_ns")
 
     def __init__(self) -> None:
-        self.ends_ns = array("q")
+        self.seen_ns = array("q")
+        """By the clients' clock."""
+        self.way_ns = 0
+        """From the end of a step, by the world's clock, until then."""
 
     def add(self, ends_ns: list[int]) -> list[int]:
         """Steps have ended; their numbers."""
-        first = len(self.ends_ns)
-        self.ends_ns.extend(ends_ns)
-        return list(range(first, first + len(ends_ns)))
+        seen_ns, way_ns = self.seen_ns, self.way_ns
+        first = len(seen_ns)
+        seen_ns.extend([end_ns + way_ns for end_ns in ends_ns])
+        return list(range(first, len(seen_ns)))
 
 
 class FittedSteps:
@@ -115,14 +119,11 @@ class TimedDevice:
         return times
 
     def _mixed_ns(self, plan: StepPlan) -> int:
-        new = pairs = rows = context = 0
-        for start, count in zip(plan.starts, plan.counts, strict=True):
-            if count == 1:
-                rows += 1
-                context += start + 1
-            else:
-                new += count
-                pairs += attended_pairs(count, start)
+        pieces = [(count, start) for start, count in zip(plan.starts, plan.counts, strict=True) if count > 1]
+        new = sum(count for count, _ in pieces)
+        rows = len(plan.counts) - len(pieces)
+        context = sum(plan.starts) - sum(start for _, start in pieces) + rows
+        pairs = sum(attended_pairs(count, start) for count, start in pieces)
         return self._steps.step_ns(new, pairs, rows, context)
 
     def _copy_ns(self, src: Tier, dst: Tier, blocks: int) -> int:

@@ -41,8 +41,9 @@ class Clients:
         self._world, self._workload, self._make_script = world, workload, make_script
         self.served: list[Served] = []
         self.tokens = 0
+        self.answered = 0
+        """Requests that have ended."""
         self._start_ns = 0
-        self._way_ns = 0
         self._waiting = iter(workload.sessions)
         self._talks: dict[str, _Talk] = {}
         self._left = len(workload.sessions)
@@ -56,7 +57,7 @@ class Clients:
         """The workload's second 0 is now."""
         self._start_ns = self._world.clock.now
         around = self._world.setup.around
-        self._way_ns = around.message_ns + around.back_ns - self._start_ns
+        self._world.moments.way_ns = around.message_ns + around.back_ns - self._start_ns
         if self._workload.users is None:
             for session in self._waiting:
                 self._hold(session, 0)
@@ -98,11 +99,7 @@ class Clients:
         world, tokens = self._world, output.tokens
         if tokens:
             self.tokens += len(tokens)
-            if len(tokens) == 1:
-                served.token_ns.append(world.moments.ends_ns[tokens[0]] + self._way_ns)
-            else:
-                ends_ns, way_ns = world.moments.ends_ns, self._way_ns
-                served.token_ns.extend([ends_ns[token] + way_ns for token in tokens])
+            served.token_ns.extend(map(world.moments.seen_ns.__getitem__, tokens))
             talk.answer.extend(tokens)
             if served.first_ns is None:
                 served.first_ns = served.token_ns[0]
@@ -128,6 +125,7 @@ class Clients:
         assert served is not None, "it has asked"
         del self._talks[request_id]
         served.end_ns = end_ns
+        self.answered += 1
         talk.number += 1
         ok = served.finish == FinishReason.LENGTH
         if talk.number == len(session.turns) or (not ok and session.history is History.CLOSED):

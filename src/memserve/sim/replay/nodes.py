@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
-from memserve.messages import Tokens
+from memserve.messages import ROUTER, AnyMessage, Dispatch, Peer, Tokens
 from memserve.sim.nodes import InstanceNode
 from memserve.sim.timed_device import TimedDevice
 
@@ -14,13 +14,20 @@ if TYPE_CHECKING:
     from memserve.sim.replay.world import ReplayWorld
     from memserve.types import Role
 
+TELLS_UNTIL_STALLED = 4
+"""So often the router hears of an attempt before it takes it for stalled."""
+
 
 class ReplayNode(InstanceNode):
     """An instance that glides: while nothing can happen to it but further tokens, it is not looked at.
 
     The moments at which its steps end are known in advance (``_ends_ns``). Whatever comes before the last of them is
-    preceded by :meth:`catch_up`, which tells the machine of all the steps that have ended by then. Their tokens reach
-    the router late, and the client reads off them when they were drawn (``timed_device.Moments``).
+    preceded by :meth:`catch_up`, which tells the machine of all the steps that have ended by then.
+
+    Its machine holds tokens: they reach the router late, and the client reads off them when they were drawn
+    (``timed_device.Moments``). The router looks at tokens where an attempt fails, and counts how long it has had none.
+    So it gets them all before the instance is killed, paused or called off, and often enough that nobody seems to stall
+    (:meth:`tell`).
     """
 
     host: ReplayWorld
@@ -34,6 +41,7 @@ class ReplayNode(InstanceNode):
         self._turn = 0
         self._begun_ns = self._end_ns = 0  # of the step under way
         self._beat_ns = 0
+        self._told_ns = 0
         self._ends_ns: list[int] = []  # of it and the steps behind it, while gliding
         super().boot()
 
@@ -71,6 +79,11 @@ class ReplayNode(InstanceNode):
         super()._finish_step()
         self._glide()
 
+    def hear(self, sender: Peer, message: AnyMessage) -> None:
+        if sender.name == ROUTER and not isinstance(message, Dispatch):
+            self.tell()  # it may be told to forget what it has
+        super().hear(sender, message)
+
     def post(self, event: object) -> None:
         self.catch_up()
         super().post(event)
@@ -79,17 +92,28 @@ class ReplayNode(InstanceNode):
 
     def _beat(self) -> None:
         self.catch_up()
-        self._beat_ns = self.host.clock.now + self.host.heartbeat_ns  # a heartbeat interrupts: no use in looking beyond
+        now = self.host.clock.now
+        if now - self._told_ns >= self.host.setup.cluster.stalled_after_ns // TELLS_UNTIL_STALLED:
+            self.tell()
+        self._beat_ns = now + self.host.heartbeat_ns  # a heartbeat interrupts: no use in looking beyond
         super()._beat()
         self._glide()
 
     def kill(self) -> None:
-        self.catch_up()
+        self.tell()
         super().kill()
 
     def pause(self) -> None:
-        self.catch_up()
+        self.tell()
         super().pause()
+
+    def tell(self) -> None:
+        """The router gets all tokens drawn by now."""
+        self.catch_up()
+        self._told_ns = self.host.clock.now
+        outputs = self.machine.tell()
+        if outputs:
+            self._tell_router(Tokens(tuple(outputs)))
 
     # -- many steps at once
 
@@ -128,12 +152,11 @@ class ReplayNode(InstanceNode):
         begun_ns = self._begun_ns if not steps else ends_ns[steps - 1]
         if steps:
             spent_ns = begun_ns - self._begun_ns
-            outputs = self.machine.glide(self.host.moments.add(ends_ns[:steps]), spent_ns)
+            self.machine.glide(self.host.moments.add(ends_ns[:steps]), spent_ns)
             for plan in self.plans:
                 plan.step_id += steps
                 plan.starts = [start + steps for start in plan.starts]
             self.device.busy_ns += spent_ns
-            self._tell_router(Tokens(tuple(outputs)))
         plan = self.plans[0]
         if steps < len(ends_ns):
             end_ns = ends_ns[steps]

@@ -66,7 +66,6 @@ class Timeline:
             before = self._busy_ns.get(node.peer.name, 0)
             self._busy_ns[node.peer.name] = node.device.busy_ns
             busy.append(round(min(1.0, max(0, node.device.busy_ns - before) / (now - self._last_ns)), 4))
-        answered = sum(served.end_ns is not None for served in world.clients.served)
         at_s = round(world.elapsed_s, 3)
-        self.looks.append(Look(at_s, tuple(waiting), tuple(running), tuple(used), tuple(busy), answered))
+        self.looks.append(Look(at_s, tuple(waiting), tuple(running), tuple(used), tuple(busy), world.clients.answered))
         self._last_ns = now

@@ -78,7 +78,10 @@ class ReplayWorld:
         machine = self.setup.machine
         known = PreemptionCosts(block_bytes=machine.geometry.block_bytes, profile=machine.costs)
         block_tokens = machine.geometry.block_tokens
-        return Instance(self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry)
+        return Instance(
+            self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry,
+            holds_tokens=self.setup.glides,
+        )  # fmt: skip
 
     def _config(self, node: InstanceNode) -> InstanceConfig:
         machine = self.setup.machine
@@ -148,7 +151,6 @@ class ReplayWorld:
 
     def _strike(self, fault: Fault) -> None:
         node = next(node for node in self.instances if node.peer.name == fault.name)
-        node.catch_up()
         heal: Callable[[], None]
         match fault.kind:
             case "kill":
