@@ -175,6 +175,7 @@ def _wrong_prompts(model: str, context_tokens: int, long_text: str) -> Iterator[
         "booleans": [True, False],
         "negative ids": [-1],
         "ids beyond the vocabulary": [1, 10**8],
+        "ids beyond 64 bits": [1, 2**70],
         "too many": ["a"] * 2049,
     }
     for name, value in prompts.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -95,6 +96,24 @@ def test_hostile_bytes(world: World, http: httpx.Client, raw: bytes) -> None:
         except ConnectionResetError:
             pass
     still_answers(world, http)
+
+
+@pytest.mark.parametrize("more", [b"a: b\r\n" * 1000, b"x" * 5000], ids=["headers", "one header"])
+def test_a_head_without_end_is_ended(world: World, http: httpx.Client, more: bytes) -> None:
+    address = httpx.URL(world.url)
+    with socket.create_connection((address.host, address.port or 80), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\na: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(10_000):  # 50 MB: far more than any buffer on the way
+                connection.sendall(more)
+            pytest.fail("nobody minded")
+    still_answers(world, http)
+
+
+def test_long_heads_are_answered(world: World, http: httpx.Client) -> None:
+    """Each of them within the limit, on one connection."""
+    for _ in range(3):
+        assert http.get("/health", headers={"x-long": "y" * 50_000}).status_code == 200
 
 
 JSON_VALUES = st.recursive(

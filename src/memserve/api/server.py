@@ -11,6 +11,7 @@ from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from memserve.api.hub import Hub
 from memserve.errors import UserError
@@ -20,6 +21,9 @@ DRAIN_S = 20.0
 
 FAREWELL_S = 2.0
 """How long a request that was told of the end may take to pass it on to its client."""
+
+HEAD_BYTES_MAX = 64 * 1024
+"""Request line and headers."""
 
 _BACKLOG = 2048
 _POLL_S = 0.05
@@ -46,6 +50,32 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+class BoundedProtocol(HttpToolsProtocol):
+    """A head that does not end is answered with 400: the parser alone would keep whatever comes."""
+
+    _in_head = True
+    _head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes, of a head or of a body."""
+        super().data_received(data)
+        if not self._in_head or self.transport.is_closing():
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self.send_400_response(f"The headers are longer than {HEAD_BYTES_MAX} bytes.")
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """An empty line."""
+        self._in_head = False
+        super().on_headers_complete()
+
+
 class Server(uvicorn.Server):
     """uvicorn with a graceful end: the first signal drains, the second ends every stream, a third the process."""
 
@@ -59,6 +89,7 @@ class Server(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
+            http=BoundedProtocol,
             log_level=log_level,
             access_log=False,
             timeout_keep_alive=75,
