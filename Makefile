@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0+cpu# the build without CUDA; on a CUDA machine: make install TORCH=torch==2.13.0
 TORCH_INDEX ?=# where the configured index lacks TORCH: the index of CPU builds that torch's install page names
 BUILD ?= build/dev
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))# of make test; 0: one after the other, in one process
 ARGS ?=
 
 VENV := .venv
@@ -31,7 +32,7 @@ doctor: install ## check machine, model and install
 	@$(BIN)/memserve doctor $(ARGS)
 
 test: install $(VENV)/.tested ## run the whole test suite (ARGS="-k pool" for a part of it)
-	@$(BIN)/python -m pytest -q --durations=5 $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --durations=5 $(ARGS)
 
 lint: install $(VENV)/.tested ## ruff, mypy --strict, and the house rules
 	@$(BIN)/ruff check .

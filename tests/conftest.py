@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: a thread that spins takes a core from another test
 
 settings.register_profile("memserve", deadline=None)  # speed is measured in bench/, never in tests: machines are busy
 settings.load_profile("memserve")
@@ -21,6 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-seed", type=int, default=2, help="which ones")
 
 
+def pytest_configure() -> None:
+    """Ctrl-C is heard: in the background of a shell a process ignores it, and its children would, too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def data_sets(pytestconfig: pytest.Config) -> Path:
     """The folder of data sets, or a skip."""
@@ -28,3 +39,45 @@ def data_sets(pytestconfig: pytest.Config) -> Path:
     if folder is None:
         pytest.skip("no --data-sets folder was named")
     return folder
+
+
+# -- several workers (pytest-xdist, `make test`): a file is one's, and those that start servers have one for them all
+
+ONE_BY_ONE = (
+    "test_failure_matrix",
+    "test_cluster_families",
+    "test_bench_endings",
+    "test_bench_concurrency",
+    "test_bench_serve",
+    "test_cluster_processes",
+    "test_meta_processes",
+    "test_bench_load",
+    "test_cli_commands",
+    "test_pool_peer",
+    "test_links_data",
+)
+"""Files whose tests start several processes each: two of them side by side would only wait for each other. They come
+first, the longest before all; whoever has none of them does the rest in the meantime."""
+
+
+def _file(nodeid: str) -> str:
+    return Path(nodeid.split("::", 1)[0]).stem
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: at for at, name in enumerate(ONE_BY_ONE)}
+    items.sort(key=lambda item: place.get(_file(item.nodeid), len(place)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests keep their order and share what its fixtures start."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = _file(nodeid)
+            return ONE_BY_ONE[0] if file in ONE_BY_ONE else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)

@@ -18,7 +18,6 @@ import os
 import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from ports import free_port
 
 HERE = Path(__file__).resolve().parent
 ROLES = ("prefill", "decode", "colocated", "holder")
@@ -156,8 +157,8 @@ class Fleet:
         self.model, self.folder = model, folder
         self.secret = folder / "secret"
         self.secret.write_text(secrets.token_urlsafe(32))
-        self.join = f"127.0.0.1:{_free_port()}"
-        self.http = _free_port()
+        self.join = f"127.0.0.1:{free_port()}"
+        self.http = free_port()
         self.url = f"http://127.0.0.1:{self.http}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._launch("router", [sys.executable, "-m", "memserve", *self._serve()])
@@ -242,12 +243,6 @@ class Fleet:
         """End all."""
         for name in list(self.processes):
             self.stop(name)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

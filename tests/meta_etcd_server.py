@@ -11,13 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ports import free_port
+
 ETCD = shutil.which("etcd") or shutil.which("etcd", path=str(Path(sys.executable).parent))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

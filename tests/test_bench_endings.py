@@ -32,14 +32,7 @@ WAIT_S = 60.0
 def started(*arguments: str) -> subprocess.Popen[str]:
     """``memserve bench ARGUMENTS`` as a process of its own."""
     command = [sys.executable, "-m", "memserve", "bench", *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_hears_ctrl_c
-    )
-
-
-def _hears_ctrl_c() -> None:
-    """A test run in the background of a shell ignores SIGINT, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,16 @@ def world(
 
 def load(folder: Path, blocks: int = 100, **options: Any) -> LLM:
     """An engine on ``folder`` with ``blocks`` blocks of KV and as many in DRAM."""
-    probe = {"dtype": "float32", "threads": 1, "max_running": 6, **options}
-    with LLM(str(folder), kv_memory="8MiB", **probe) as llm:
-        block_bytes = llm.model.geometry.block_bytes
-    return LLM(str(folder), kv_memory=blocks * block_bytes, dram_memory=100 * block_bytes, **probe)
+    settings = {"dtype": "float32", "threads": 1, "max_running": 6, **options}
+    size = block_bytes(folder)
+    return LLM(str(folder), kv_memory=blocks * size, dram_memory=100 * size, **settings)
+
+
+@cache
+def block_bytes(folder: Path) -> int:
+    """Of one block of the model's KV."""
+    with LLM(str(folder), dtype="float32", threads=1, kv_memory="8MiB") as llm:
+        return llm.model.geometry.block_bytes
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ import pytest
 
 from memserve import LLM
 from memserve.types import SamplingParams
-from meta_etcd_server import ETCD, free_port, running_etcd
+from meta_etcd_server import ETCD, running_etcd
+from ports import free_port
 from served_cluster import Server, eventually, is_alive
 from tiny_models import prompt, save_folder, tiny_module
 
