@@ -233,6 +233,24 @@ def test_faults_lose_no_request(kind: str) -> None:
     assert sum(s.end_ns - s.scheduled_ns for s in hurt) > sum(s.end_ns - s.scheduled_ns for s in calm)
 
 
+@given(
+    kind=st.sampled_from(["kill", "pause", "slow"]), at_s=st.floats(0.05, 3.5), for_s=st.floats(0.2, 8.0),
+    mix=st.sampled_from(["2", "3", "prefill=1,decode=2,colocated=1"]), limit_s=st.none() | st.floats(0.1, 6.0),
+)  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_gliding_changes_nothing_when_something_goes_wrong(kind, at_s, for_s, mix, limit_s) -> None:
+    """What the router has heard of an instance by its death, and what clients have when time is up, is the same though
+    tokens are held: answers go on elsewhere from the very token that they had come to."""
+    setup = Setup(parse_instances(mix), SMALL, faults=(Fault(kind, "c0", at_s, for_s, 5.0),))
+    rows = [(0.1 * at, 1 + 40 * (at % 7), 100 + 20 * at, 40 + 10 * at) for at in range(30)]
+    worlds = [
+        ReplayWorld(dataclasses.replace(setup, glides=glides), blocks_workload(rows)) for glides in (True, False)
+    ]
+    for world in worlds:
+        world.run(limit_s)
+    assert outcome(worlds[0]) == outcome(worlds[1])
+
+
 def test_too_long_a_prompt_is_refused() -> None:
     served = played(
         Setup({Role.COLOCATED: 1}, SMALL), blocks_workload([(0.0, 1, 5000, 3), (0.0, 900, 50, 3)])

@@ -26,8 +26,9 @@ class ReplayNode(InstanceNode):
 
     Its machine holds tokens: they reach the router late, and the client reads off them when they were drawn
     (``timed_device.Moments``). The router looks at tokens where an attempt fails, and counts how long it has had none.
-    So it gets them all before the instance is killed, paused or called off, and often enough that nobody seems to stall
-    (:meth:`tell`).
+    So it gets them all before the instance is called off, and often enough that nobody seems to stall (:meth:`tell`).
+
+    An instance that is to be killed or paused does none of this: when that is noticed depends on its very last message.
     """
 
     host: ReplayWorld
@@ -35,6 +36,7 @@ class ReplayNode(InstanceNode):
 
     def __init__(self, host: ReplayWorld, name: str, role: Role, place: int, cores: Cores | None) -> None:
         self._cores = cores
+        self.glides = host.setup.glides and not any(fault.stops(name) for fault in host.setup.faults)
         super().__init__(host, name, role, place)
 
     def boot(self) -> None:
@@ -99,14 +101,6 @@ class ReplayNode(InstanceNode):
         super()._beat()
         self._glide()
 
-    def kill(self) -> None:
-        self.tell()
-        super().kill()
-
-    def pause(self) -> None:
-        self.tell()
-        super().pause()
-
     def tell(self) -> None:
         """The router gets all tokens drawn by now."""
         self.catch_up()
@@ -118,10 +112,10 @@ class ReplayNode(InstanceNode):
     # -- many steps at once
 
     def _glide(self) -> None:
-        if self._ends_ns or not self._working or not self.host.setup.glides or self._cores is not None:
+        if self._ends_ns or not self._working or not self.glides or self._cores is not None:
             return
         ahead = self.machine.steps_ahead()
-        if ahead < 2 or self.paused:
+        if ahead < 2:
             return
         plan, end_ns = self.plans[0], self._end_ns
         rows = len(plan.slots)

@@ -45,6 +45,10 @@ class Fault:
     for_s: float
     factor: float = 1.0
 
+    def stops(self, name: str) -> bool:
+        """Whether the instance of that name stops working, and not only slows down."""
+        return self.name == name and self.kind != "slow"
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:

@@ -80,7 +80,7 @@ class ReplayWorld:
         block_tokens = machine.geometry.block_tokens
         return Instance(
             self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry,
-            holds_tokens=self.setup.glides,
+            holds_tokens=isinstance(node, ReplayNode) and node.glides,
         )  # fmt: skip
 
     def _config(self, node: InstanceNode) -> InstanceConfig:
@@ -140,9 +140,18 @@ class ReplayWorld:
         self.clients.begin()
         end_ns = None if limit_s is None else self.start_ns + ns_from_s(limit_s)
         clock, clients = self.clock, self.clients
-        while not clients.done and (end_ns is None or clock.now < end_ns):
+        while not clients.done and (end_ns is None or (clock.next_ns or 0) <= end_ns):
             clock.run_one()
+        if end_ns is not None and not clients.done:
+            self._break_off(end_ns)
         self.timeline.look()
+
+    def _break_off(self, end_ns: int) -> None:
+        """Time is up: tokens drawn by then are the clients', also those that nobody has told yet."""
+        self.clock.now = end_ns
+        for node in self.instances:
+            node.tell()
+        self.clock.run_until(end_ns + self.setup.around.message_ns)
 
     @property
     def elapsed_s(self) -> float:
