@@ -173,12 +173,12 @@ class Referee:
             best = max(best, min(len(prompt), len(said)) if same is None else same)
         return best
 
-    def rejected(self, request_id: str, reason: str, now: int) -> Ask:
-        """The request was turned away."""
+    def rejected(self, request_id: str, reason: str, now: int, *, by_gate: bool = False) -> Ask:
+        """The request was turned away; ``by_gate``: for a reason that the gate's own judge has found good."""
         ask = self.asks[request_id]
         require(ask.rejected is None, f"{request_id}: rejected twice")
         require(not ask.final and not any(ask.got.values()), f"{request_id}: rejected after outputs: {reason}")
-        require(self.excused, f"{request_id}: rejected in a healthy world: {reason}")
+        require(self.excused or by_gate, f"{request_id}: rejected in a healthy world: {reason}")
         ask.rejected, ask.ended_ns = reason, now
         return ask
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
+from memserve.config import AdmissionConfig
 from memserve.sim.fuzz.clients import VOCAB, Conversation, Turn
+from memserve.sim.fuzz.gate import draw_gate
 from memserve.types import Caching, Role, TransferMode
 
 MS = 1_000_000
@@ -116,6 +118,8 @@ class Scenario:
     event_capacity: int = 65536
     remembers: bool = False
     """The router has a disk, and goes on from it."""
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    """Who is let in. Clients who are turned away ask something else."""
     step_ns: tuple[int, int] = (1 * MS, 6 * MS)
     delay_ns: tuple[int, int] = (50_000, 2 * MS)
     pull_ns: tuple[int, int] = (100_000, 3 * MS)
@@ -127,7 +131,7 @@ class Scenario:
         requests = sum(len(c.turns) for c in self.conversations)
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
-            f" requests={requests} faults={','.join(kinds) or 'none'}"
+            f" requests={requests} gate={self.admission.mode.value} faults={','.join(kinds) or 'none'}"
         )
 
 
@@ -168,7 +172,18 @@ def draw(seed: int, setting: Setting) -> Scenario:
         scenario.remembers = random.random() < 0.7
     elif setting.faulty:
         scenario.faults = _draw_faults(random, len(roles))
+    if random.random() < (0.35 if setting.swarm else 0.0 if setting.faulty else 0.2):
+        _put_gate(random, scenario)
     return scenario
+
+
+def _put_gate(random: Random, scenario: Scenario) -> None:
+    """Before a gate tenants matter, and policies that look at what it knows."""
+    scenario.admission = draw_gate(random)
+    for conversation in scenario.conversations:
+        conversation.tenant = random.choice(["", "other"])
+    if scenario.setting.policy is None and random.random() < 0.5:
+        scenario.policy = random.choice(["best-fit", "affinity"])
 
 
 def _make_uneven(random: Random, scenario: Scenario, least: int) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import cast
 
 import numpy as np
 
-from memserve.cluster.events import PrefixPinned, PrefixUnpinned
+from memserve.cluster.events import ClusterAction, PrefixPinned, PrefixUnpinned
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.machine import Instance
@@ -18,6 +19,7 @@ from memserve.sim.clock import Clock
 from memserve.sim.fuzz import checks, faults
 from memserve.sim.fuzz.clients import VOCAB, Ask, Conversation, Referee, Turn
 from memserve.sim.fuzz.data_port import FaultyPort
+from memserve.sim.fuzz.gate import GateJudge
 from memserve.sim.fuzz.instances import FuzzedDevice, FuzzedInstance
 from memserve.sim.fuzz.network import FaultyNetwork
 from memserve.sim.fuzz.router import FuzzedRouter
@@ -26,7 +28,7 @@ from memserve.sim.fuzz.truth import Violation, require
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
 from memserve.sim.nodes import InstanceNode, RouterNode
 from memserve.sim.process import Process
-from memserve.types import Caching, KVGeometry, Role, TokenOutput
+from memserve.types import Admission, Caching, KVGeometry, Role, TokenOutput
 
 BLOCK_TOKENS = 4
 NAMESPACE = "world"
@@ -56,6 +58,7 @@ class World:
         self.geometry = KVGeometry(LAYERS, 1, 1, 1, "float32", BLOCK_TOKENS)
         rooms = [min(scenario.context_tokens, blocks * BLOCK_TOKENS + 1) for blocks in scenario.hbm_blocks]
         self.referee = Referee(rooms, scenario.setting.caching is not Caching.OFF)
+        self.gate_judge = GateJudge()
         self.links_cut = True
         self.router_slept_ns = 0
         """How much later than by its clock the router may notice that a deadline has passed."""
@@ -88,6 +91,7 @@ class World:
                 unplaced_ns=6 * SECOND,
                 tree_ttl_ns=20 * SECOND,
                 speculative_ttl_ns=1 * SECOND,
+                admission=self.scenario.admission,
             ),
             remembers=self.scenario.remembers,
         )
@@ -170,7 +174,8 @@ class World:
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         """The router rejects a request."""
         self.say(f"  -> {request_id} rejected: {reason}")
-        self._next_turn(self.referee.rejected(request_id, reason, self.router.now))
+        by_gate = request_id in self.gate_judge.refused
+        self._next_turn(self.referee.rejected(request_id, reason, self.router.now, by_gate=by_gate))
 
     def router_dies(self) -> None:
         """Whoever waited for it gets an error from the network, and asks something else later."""
@@ -210,6 +215,8 @@ class World:
             self._log(f"{self.clock.now} {node.peer.name}.{node.peer.generation} {event!r} -> {actions!r}\n")
         if isinstance(node, InstanceNode | RouterNode):
             node.machine.check_invariants()
+        if isinstance(node, RouterNode) and node.machine.config.admission.mode is not Admission.NONE:
+            self.gate_judge.judge(node.machine, event, cast("Sequence[ClusterAction]", actions), node.now)
 
     def say(self, line: str, what: object = "") -> None:
         """One line of the story; ``what`` is written out only when somebody reads it."""
@@ -243,17 +250,27 @@ class World:
         checks.check_memory_is_whole(self.instances)
 
     def _ask_once_more(self) -> None:
-        """All is healed: whoever asks now is served without excuses, and before any lease could end."""
+        """All is healed: whoever asks now is served without excuses, and before any lease could end. A gate may still
+        say that there are too many; then it is enough that all have an answer, and some are served."""
         self.referee.excused = False
         for number in range(2 * len(self.instances)):
             prefix = [self.random.randrange(VOCAB) for _ in range(9)]
             later = Conversation(f"later{number}", "", "", prefix, [Turn([1], 0, max_tokens=4)], 0)
             self.talking[later.name] = later
             self._ask(later)
-        self._run_while(lambda: not self.everyone_is_served(), self.clock.now + LEASE_NS * 9 // 10)
+        is_open = self.scenario.admission.mode is Admission.NONE
+        patience_ns = LEASE_NS * 9 // 10 if is_open else 30 * SECOND  # they may be let in one by one
+        self._run_while(lambda: not self.everyone_is_served(), self.clock.now + patience_ns)
         require(self.everyone_is_served(), "the cluster was healed, and does not serve")
+        served = [ask for name, ask in self.referee.asks.items() if name.startswith("later") and ask.final]
+        require(served or self._keeps_all(), "the cluster was healed, and its gate lets nobody in")
         self._run_until(self.clock.now + 4 * SECOND)
         self.check_at_rest()
+
+    def _keeps_all(self) -> bool:
+        """Whether the gate gives up so little of what has ended that it may close for ever: as it was told to."""
+        evictions = self.scenario.admission.evictions_max
+        return evictions is not None and evictions <= 1
 
     def _come_to_rest(self) -> None:
         """Leases end, news arrives; a step that hangs ends, and what came of it is told."""
@@ -283,6 +300,7 @@ class World:
         router, done = self.router.machine.stats().counters, Counter[str]()
         done.update(resumed=router.resumptions, gaps=router.kv_gaps, snapshots=router.kv_snapshots)
         done.update(expelled=router.expelled, died=router.members_died, left=router.members_left)
+        done.update(f"refused: {cause}" for cause in self.gate_judge.refused.values())
         if self.scenario.remembers:
             done.update(readopted=router.members_readopted)
         for link in (node.machine._link for node in self.instances):

@@ -1,0 +1,205 @@
+"""What the gate may do: gates that seeds draw, and a judge who counts for himself.
+
+He hears what the router hears and sees what it answers, knows from that who is there and since when, and asks the gate
+only who of those waits. So he can say whether a client was turned away, or still waits, for a reason that was real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+from memserve.cluster.events import ClusterAction, EmitTokens, RejectRequest, RequestArrived
+from memserve.cluster.machine import Cluster
+from memserve.config import AdmissionConfig
+from memserve.policy.admission import cost_tokens
+from memserve.sim.fuzz.gate_room import fits_surely, is_too_large
+from memserve.sim.fuzz.truth import require
+from memserve.types import Admission, Request
+from memserve.units import NS_PER_S
+
+CAUSES = {
+    "most allowed": "queue",
+    "others are before it": "queue",
+    "enough free KV memory": "queue",
+    "not let in within": "wait",
+    "and nobody runs": "pressure",
+    "no instance has more than": "memory",
+}
+"""What a refusal says -> why. Later ones say more: the last that fits counts."""
+
+
+def draw_gate(random: Random) -> AdmissionConfig:
+    """Any gate: narrow ones, so that it matters; patience from a moment to longer than any scenario."""
+    mode = random.choice([Admission.BOUNDED, Admission.BOUNDED, Admission.MEMORY, Admission.CACHE])
+    active_max = random.choice([1, 1, 2, 4])
+    evictions = mode is not Admission.BOUNDED and random.random() < 0.4
+    return AdmissionConfig(
+        mode,
+        active_max if mode is Admission.BOUNDED else random.choice([None, None, active_max]),
+        waiting_max=random.choice([0, 1, 2, 4, 1000]),
+        wait_ns=random.choice([NS_PER_S // 50, NS_PER_S // 2, 5 * NS_PER_S, 3600 * NS_PER_S]),
+        output_tokens_max=random.choice([0, 8, 256]),
+        unit_tokens=random.choice([None, 2, 8]) if mode is Admission.MEMORY else None,
+        evictions_max=random.choice([0, 1, 1000]) if evictions else None,
+        weights=random.choice([(), (("other", 2),), (("other", 3),)]),
+    )
+
+
+def cause_of(action: RejectRequest) -> str:
+    """Why the gate has turned somebody away; "" = somebody else did, for a reason of his own."""
+    causes = [cause for words, cause in CAUSES.items() if words in action.reason]
+    return causes[-1] if causes else ""
+
+
+@dataclass
+class Waiter:
+    """A request of which the router has heard, and which has not ended."""
+
+    request: Request
+    arrived_ns: int
+    waits: bool = True
+    ended: set[int] = field(default_factory=set)
+
+
+class Before(NamedTuple):
+    """Who was there when an event came, whoever came with it included."""
+
+    waited: dict[str, Waiter]
+    ran: list[str]
+    let_in: bool
+    """The event let somebody in: those who waited are fewer than they were."""
+
+
+class GateJudge:
+    """Watches one router after the other. Knows nothing of tokens and instances but who is a member."""
+
+    def __init__(self) -> None:
+        #: whom a gate has turned away, and why
+        self.refused: dict[str, str] = {}
+        self._cluster: Cluster | None = None
+        self._config = AdmissionConfig()
+        self._here: dict[str, Waiter] = {}
+        self._served: dict[tuple[str, str], int] = {}
+        """Tokens that the first tenant was let in for, while the second one waited, since both wait."""
+        self._cost_most = 0
+
+    def judge(self, cluster: Cluster, event: object, actions: Sequence[ClusterAction], now: int) -> None:
+        """``cluster`` has handled ``event`` at ``now``, by its own clock."""
+        if cluster is not self._cluster:
+            self._cluster, self._config, self._here, self._served = cluster, cluster.config.admission, {}, {}
+        here = self._here
+        if isinstance(event, RequestArrived):
+            here[event.request.request_id] = Waiter(event.request, now)
+            self._cost_most = max(self._cost_most, self._cost(event.request))
+        waited = {name: waiter for name, waiter in here.items() if waiter.waits}
+        ran = [name for name, waiter in here.items() if not waiter.waits]
+        for action in actions:
+            self._ended(action)
+        gate = cluster._lifecycle.gate
+        for name, waiter in here.items():
+            waiter.waits = waiter.waits and gate.holds_back(cluster._lifecycle.jobs.by_id[name])
+        let_in = [name for name in waited if name in here and not here[name].waits]
+        for action in actions:
+            if isinstance(action, RejectRequest) and (cause := cause_of(action)):
+                self.refused[action.request_id] = cause
+                self._judge_refusal(cluster, action, cause, Before(waited, ran, bool(let_in)), now)
+        self._judge_waiting(cluster, now)
+        self._judge_turns([waited[name].request for name in let_in])
+
+    def _ended(self, action: ClusterAction) -> None:
+        if isinstance(action, RejectRequest):
+            self._here.pop(action.request_id, None)
+        elif isinstance(action, EmitTokens):
+            for output in action.outputs:
+                waiter = self._here.get(output.request_id)
+                if waiter is not None and output.finish_reason is not None:
+                    waiter.ended.add(output.index)
+                    if len(waiter.ended) == waiter.request.n:
+                        del self._here[output.request_id]
+
+    # -- whoever was turned away
+
+    def _judge_refusal(self, cluster: Cluster, action: RejectRequest, cause: str, before: Before, now: int) -> None:
+        name, config = action.request_id, self._config
+        require(name in before.waited, f"{name}: turned away by the gate, which had let it in: {action.reason}")
+        require(action.overloaded == (cause in ("wait", "pressure")), f"{name}: {action} is not the right answer")
+        waiter = before.waited[name]
+        if cause == "memory":
+            require(action.retry_after_s is None, f"{name}: it could never run, and is to come again: {action}")
+            require(is_too_large(cluster, waiter.request), f"{name} is not too large: {action.reason}")
+            return
+        require(1.0 <= (action.retry_after_s or 0.0) <= 60.0, f"{name}: {action}")
+        if cause == "wait":
+            spent_ns = now - waiter.arrived_ns
+            require(spent_ns >= config.wait_ns, f"{name} waited {spent_ns} ns only: {action.reason}")
+        elif cause == "pressure":
+            still = [other for other in before.ran if other in self._here]
+            require(not still, f"{name}: {still} run, and would have made room: {action.reason}")
+            fits = config.evictions_max is None and fits_surely(cluster, waiter.request, empty=True)
+            require(not fits, f"{name} fits: {action.reason}")
+        else:
+            self._judge_crowd(action, before)
+
+    def _judge_crowd(self, action: RejectRequest, before: Before) -> None:
+        name, config, waiting = action.request_id, self._config, len(before.waited)
+        require(waiting > config.waiting_max, f"{name}: {waiting} wait: {action.reason}")
+        if config.mode is Admission.BOUNDED:
+            crowd, room = waiting + len(before.ran), config.waiting_max + (config.active_max or 0)
+            require(crowd > room, f"{name}: {crowd} are there, and there is room for {room}: {action.reason}")
+        if not before.let_in:
+            self._judge_victim(before.waited[name].request.tenant, before.waited)
+
+    def _judge_victim(self, victim: str, waited: dict[str, Waiter]) -> None:
+        """It is the tenant with the longest line that loses somebody."""
+        weights, lines = dict(self._config.weights), dict[str, int]()
+        for waiter in waited.values():
+            lines[waiter.request.tenant] = lines.get(waiter.request.tenant, 0) + 1
+        for tenant, line in lines.items():
+            fair = lines[victim] * weights.get(tenant, 1) >= line * weights.get(victim, 1)
+            require(fair, f"{victim!r} loses somebody, and {tenant!r} has more: {lines}, weights {weights}")
+
+    # -- whoever waits
+
+    def _judge_waiting(self, cluster: Cluster, now: int) -> None:
+        """Nobody waits without need, for too long, or in too long a line."""
+        config, here = self._config, self._here
+        waiting = [name for name, waiter in here.items() if waiter.waits]
+        active = len(here) - len(waiting)
+        require(config.active_max is None or active <= config.active_max, f"{active} are active: {config}")
+        require(len(waiting) <= config.waiting_max, f"{waiting} wait: {config}")
+        if not waiting:
+            return
+        spent_ns = now - min(here[name].arrived_ns for name in waiting)
+        require(spent_ns < config.wait_ns, f"{waiting}: the first waits for {spent_ns} ns: {config}")
+        require(active > 0, f"{waiting} wait for nobody: {config}")
+        if active == config.active_max:
+            return
+        require(config.mode is not Admission.BOUNDED, f"{waiting} wait, and only {active} are active: {config}")
+        head = cluster._lifecycle.gate._queue.head()
+        if head is not None and config.evictions_max is None:
+            require(not fits_surely(cluster, head.request), f"{head.request_id} waits, and there is room for it")
+
+    def _judge_turns(self, let_in: list[Request]) -> None:
+        """While two tenants wait, neither gets more than the other but for one request of each, by weight.
+
+        Of two who are let in by one event nobody knows who was first: then the count begins anew.
+        """
+        weights = dict(self._config.weights)
+        waiting = {waiter.request.tenant for waiter in self._here.values() if waiter.waits}
+        self._served = {pair: served for pair, served in self._served.items() if waiting.issuperset(pair)}
+        if len(let_in) != 1 or let_in[0].tenant not in waiting:
+            self._served = self._served if not let_in else {}
+            return
+        mine, tokens = let_in[0].tenant, self._cost(let_in[0])
+        for other in sorted(waiting - {mine}):
+            self._served[mine, other] = self._served.get((mine, other), 0) + tokens
+            mine_weight, other_weight = weights.get(mine, 1), weights.get(other, 1)
+            ahead = self._served[mine, other] / mine_weight - self._served.get((other, mine), 0) / other_weight
+            most = self._cost_most / mine_weight + self._cost_most / other_weight
+            require(ahead <= most, f"{mine!r} is {ahead} tokens ahead of {other!r}, {most} are fair")
+
+    def _cost(self, request: Request) -> int:
+        return cost_tokens(request, self._config.output_tokens_max)

@@ -1,0 +1,70 @@
+"""Whether there is room for a request, reckoned as carelessly as can be: without a ledger, names, or shared blocks.
+
+Everybody is taken to need all that he could ever need: what fits then fits surely. A prompt that is larger than any
+instance by itself fits surely not. Between the two only the gate knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memserve.cluster.jobs import Job
+from memserve.cluster.machine import Cluster
+from memserve.cluster.registry import Member, MemberState
+from memserve.policy.admission import tokens_needed
+from memserve.policy.routing import teams
+from memserve.types import Request
+from memserve.units import ceil_div
+
+
+def fits_surely(cluster: Cluster, request: Request, *, empty: bool = False) -> bool:
+    """Whether of each team that ``request`` needs some member has room for it; ``empty``: were nobody else here."""
+    sides = _sides(cluster, len(request.prompt))
+    jobs = [] if empty else list(cluster._lifecycle.jobs.by_id.values())
+    paired = len(sides) > 1
+    for place, side in enumerate(sides):
+        need = _most(cluster, request, 0, decodes=place > 0 or not paired)
+        if not any(_total(cluster, member) - _used(cluster, jobs, member) >= need for member in side):
+            return False
+    return bool(sides)
+
+
+def is_too_large(cluster: Cluster, request: Request) -> bool:
+    """Whether of some team no member could hold the prompt alone."""
+    sides = _sides(cluster, len(request.prompt)) or _sides(cluster, 0)
+    need = ceil_div(len(request.prompt), _unit(cluster))
+    return any(all(need > _total(cluster, member) for member in side) for side in sides)
+
+
+def _sides(cluster: Cluster, prompt_tokens: int) -> list[Sequence[Member]]:
+    """Who computes such prompts, and, if others do that, who decodes."""
+    here = [m for m in cluster._registry if m.state is MemberState.LIVE and m.info.context_tokens > prompt_tokens]
+    roles = teams({member.info.role for member in here})
+    return [[member for member in here if member.info.role in team] for team in roles if team]
+
+
+def _unit(cluster: Cluster) -> int:
+    geometry = cluster._registry.geometry
+    return cluster.config.admission.unit_tokens or (geometry.block_tokens if geometry is not None else 1)
+
+
+def _total(cluster: Cluster, member: Member) -> int:
+    return member.info.hbm_blocks * member.info.geometry.block_tokens // _unit(cluster)
+
+
+def _most(cluster: Cluster, request: Request, generated: int, *, decodes: bool) -> int:
+    """Blocks that it may need: each sequence for itself."""
+    prompt, own = tokens_needed(request, cluster.config.admission.output_tokens_max, generated)
+    if not decodes:
+        return ceil_div(prompt + generated, _unit(cluster))
+    return max(request.n, request.beam_width) * ceil_div(prompt + own, _unit(cluster))
+
+
+def _used(cluster: Cluster, jobs: Sequence[Job], member: Member) -> int:
+    """The same for all that run there."""
+    return sum(
+        _most(cluster, job.request, max(len(tokens) for tokens in job.emitted), decodes=member is not only_prefills)
+        for job in jobs
+        if job.attempt is not None and member in job.attempt.involved
+        for only_prefills in [job.attempt.first if job.attempt.decode_at is not None else None]
+    )

@@ -1,0 +1,123 @@
+"""The gate in the fuzzed world, and who judges what it may do: each of his sentences is wanted by a gate that errs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from memserve.cluster.gate import Gate
+from memserve.cluster.gate_memory import GateMemory
+from memserve.policy.admission import Crowd
+from memserve.policy.fairness import FairQueue
+from memserve.serving import RejectRequest
+from memserve.sim.fuzz.campaign import judge, play, setting_of
+from memserve.sim.fuzz.gate import cause_of
+from memserve.sim.fuzz.scenario import draw
+from memserve.types import Admission
+
+FIRST = 500_000
+"""Seeds from here on are those of this file."""
+
+
+def test_gates_are_passed_and_turn_away_for_reasons_that_are_real() -> None:
+    """Clients are refused for each cause but ``memory``, which takes clients with prompts that are too long."""
+    seen: Counter[str] = Counter()
+    for seed in range(FIRST, FIRST + 40):
+        scenario = draw(seed, setting_of(seed, "swarm"))
+        if scenario.admission.mode is not Admission.NONE:
+            seen.update(play(seed, scenario.setting).achievements())
+            seen[scenario.admission.mode.value] += 1
+    assert min(seen[mode] for mode in ("bounded", "memory", "cache")) >= 2, seen
+    assert min(seen[f"refused: {cause}"] for cause in ("queue", "wait", "pressure")) >= 1, seen
+
+
+def test_without_faults_only_a_gate_may_refuse() -> None:
+    gated = [seed for seed in range(30) if draw(seed, setting_of(seed, "healthy")).admission.mode is not Admission.NONE]
+    refused = sum(len(play(seed, setting_of(seed, "healthy")).gate_judge.refused) for seed in gated)
+    assert len(gated) >= 4 and refused > 0
+
+
+def _half_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    until = Gate.wait_until_ns
+    monkeypatch.setattr(
+        Gate, "wait_until_ns", lambda self, job: (ns := until(self, job)) and ns - self._config.wait_ns // 2
+    )
+
+
+def _endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gate, "waited", lambda self, job, now: None)
+
+
+def _one_place_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Crowd, "is_full", property(lambda self: self.active >= max(1, (self.active_max or 99) - 1)))
+
+
+def _who_leaves_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Gate.left
+
+    def unnoticed(self: Gate, job: object, now: int) -> None:
+        before = self._changed
+        left(self, job, now)  # type: ignore[arg-type]  # the job is a Job
+        self._changed = before
+
+    monkeypatch.setattr(Gate, "left", unnoticed)
+
+
+def _anybody_loses_his_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FairQueue, "most_crowded", lambda self, _: next((i[3] for i in self._items.values()), None))
+
+
+def _always_the_same_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FairQueue, "_next_line", lambda self: self._lines[min(self._lines)] if self._lines else None)
+    monkeypatch.setattr(FairQueue, "check_invariants", lambda self: None)
+
+
+def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GateMemory, "fits", lambda self, job: not self._ages)
+
+
+def _memory_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_back = GateMemory._give_back
+    monkeypatch.setattr(GateMemory, "_give_back", lambda self, *who, keeps: keeps or give_back(self, *who, keeps=keeps))
+    monkeypatch.setattr(GateMemory, "check_invariants", lambda self, attempts: None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seed", "says"),
+    [
+        (_half_the_patience, 11, "waited 10000000 ns only"),
+        (_endless_patience, 11, "the first waits for"),
+        (_one_place_less, 6, "and only 3 are active"),
+        (_who_leaves_wakes_nobody, 1, "wait for nobody"),
+        (_anybody_loses_his_place, 7, "loses somebody, and '' has more"),
+        (_always_the_same_tenant, 31, "tokens ahead of 'other'"),
+        (_one_at_a_time, 11, "waits, and there is room for it"),
+        (_memory_is_never_given_back, 8, "fits: no instance has enough free KV memory"),
+    ],
+)
+def test_a_gate_that_errs_is_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None], seed: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the sentence that is there for it, and not without the fault."""
+    setting = setting_of(FIRST + seed, "swarm")
+    assert not judge(FIRST + seed, setting).failure
+    fault(monkeypatch)
+    assert says in judge(FIRST + seed, setting).failure
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("8 requests are active, the most allowed; 9 wait, at most 8 may", "queue"),
+        ("no instance has enough free KV memory for the next one; 1 wait, at most 0 may", "queue"),
+        ("not let in within 10 s: 8 requests are active, the most allowed", "wait"),
+        ("no instance has enough free KV memory for the next one, nor by 1 evictions, and nobody runs", "pressure"),
+        ("it needs 9 blocks of KV memory, no instance has more than 8", "memory"),
+        ("no instance is ready to take requests", ""),
+    ],
+)
+def test_a_refusal_says_its_cause(reason: str, cause: str) -> None:
+    """As clients read it."""
+    assert cause_of(RejectRequest("r", reason, 1.0)) == cause
