@@ -28,13 +28,16 @@ class Server:
         self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=WAIT_S)
 
     def children(self) -> dict[str, int]:
-        """Name -> process id, as ``ps`` would tell."""
+        """Name -> process id; whoever is only just being started, or has ended, has no name."""
         found = {}
-        for pid in subprocess.run(
-            ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False
-        ).stdout.split():
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            found[words[words.index("--name") + 1]] = int(pid)
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            for pid in children.read_text().split():
+                try:
+                    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                except OSError:
+                    continue
+                if "--name" in words:
+                    found[words[words.index("--name") + 1]] = int(pid)
         return found
 
     def members(self) -> set[str]:
