@@ -35,7 +35,7 @@ def arbitrary(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
         return st.lists(arbitrary(arguments[0]), max_size=3).map(tuple)
     if origin is tuple:
         return st.tuples(*(arbitrary(a) for a in arguments))
-    if isinstance(kind, UnionType):
+    if origin is typing.Union or isinstance(kind, UnionType):
         return st.one_of(*(arbitrary(a) for a in arguments))
     simple = {
         type(None): st.none(), bool: st.booleans(), str: st.text(max_size=4), bytes: st.binary(max_size=32),

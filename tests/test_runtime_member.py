@@ -17,8 +17,10 @@ from memserve.config import ClusterConfig, InstanceConfig, PoolConfig, Scheduler
 from memserve.errors import UserError
 from memserve.instance.machine import Instance
 from memserve.mempool.jobs import CancelPulls, PagesPulled, PagesSealed, SealPages
-from memserve.messages import ROUTER, Expelled, Peer, PeerInfo
+from memserve.messages import ROUTER, AnyMessage, Expelled, Heard, Peer, PeerInfo
+from memserve.runtime import doors as doors_module
 from memserve.runtime import member as member_module
+from memserve.runtime.doors import Doors
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.router import RouterEngine
@@ -26,6 +28,7 @@ from memserve.sim.fuzz.literal_device import LiteralDevice
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason, Request, Role, SamplingParams, StopParams
 from memserve.units import NS_PER_MS
+from ports import free_port
 
 BLOCK, BLOCKS, VOCAB, WAIT_S = 32, 40, 50, 20.0
 CONFIG = ClusterConfig(dead_after_ns=2000 * NS_PER_MS, unplaced_ns=10_000 * NS_PER_MS)
@@ -76,7 +79,7 @@ class NoPages:
 class Node:
     """A member and what it is made of."""
 
-    def __init__(self, name: str, router_address: str, namespace: str = "model") -> None:
+    def __init__(self, name: str, routers: str, namespace: str = "model") -> None:
         me = Peer(name, new_generation())
         pool = PoolConfig(BLOCKS)
         config = InstanceConfig(256, namespace, pool, SchedulerConfig(8, 128, 64))
@@ -88,7 +91,7 @@ class Node:
             self.machine,
             self.device,
             info,
-            router_address,
+            routers.split(","),
             lambda me, on_message: ZmqMailbox(me, SECRET, "127.0.0.1", 0, on_message),
             self._open_port,
         )
@@ -225,6 +228,95 @@ def test_members_come_back_to_a_router_that_was_started_anew(router, node) -> No
         assert it.member.me.generation > first.generation
     finally:
         successor.close(WAIT_S)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses are tried in tenths of seconds."""
+    for name, seconds in (("ASK_S", 0.05), ("SILENT_S", 0.6), ("TURN_S", 0.2)):
+        monkeypatch.setattr(doors_module, name, seconds)
+
+
+def test_a_router_is_found_at_the_address_where_one_is(router, node, impatient) -> None:
+    """The first of the cluster's routers is away when the instance starts."""
+    it = node("c1", f"tcp://127.0.0.1:9,{router.address}")
+    assert router.wait_for(["c1"], WAIT_S)
+    request, truth = ask("found", 5)
+    assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
+    it.member.wait_joined(WAIT_S)
+
+
+def test_who_lost_its_router_joins_the_next_which_does_not_remember_it(router, node, impatient) -> None:
+    """Nobody calls it back: it knocks itself, and keeps its cache."""
+    standby_port = free_port()
+    it = node("c1", f"{router.address},tcp://127.0.0.1:{standby_port}")
+    assert router.wait_for(["c1"], WAIT_S)
+    request, truth = ask("first", 5)
+    assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
+    router.close(WAIT_S)
+    standby = new_router(standby_port)
+    try:
+        assert standby.wait_for(["c1"], WAIT_S)
+        again = submit(standby, request)
+        assert answer(again) == (truth, FinishReason.LENGTH)
+        assert it.machine.stats().cached_tokens > 0
+    finally:
+        standby.close(WAIT_S)
+
+
+def test_a_router_that_is_only_quiet_is_not_left(router, node, impatient, monkeypatch) -> None:
+    """There is nothing to say for many patiences: it is asked for a word, and gives it."""
+    words: list[AnyMessage] = []
+    arrived = Member._message_arrived
+    monkeypatch.setattr(
+        Member,
+        "_message_arrived",
+        lambda self, sender, message: (words.append(message), arrived(self, sender, message)),
+    )
+    it = node("c1", f"{router.address},tcp://127.0.0.1:9")
+    assert router.wait_for(["c1"], WAIT_S)
+    first, since = it.member.me, time.monotonic()
+    eventually(lambda: time.monotonic() - since > 3 * doors_module.SILENT_S and words.count(Heard()) >= 10)
+    assert it.member.me == first and it.member._doors.address == router.address
+
+
+def test_who_was_only_cut_off_goes_back_to_its_router(router, node, impatient, monkeypatch) -> None:
+    """For a while nothing of the router arrives: the instance looks elsewhere, and hears it when it turns back."""
+    arrived, deaf = Member._message_arrived, threading.Event()
+    monkeypatch.setattr(
+        Member, "_message_arrived", lambda self, *letter: None if deaf.is_set() else arrived(self, *letter)
+    )
+    it = node("c1", f"{router.address},tcp://127.0.0.1:9")
+    assert router.wait_for(["c1"], WAIT_S)
+    deaf.set()
+    eventually(lambda: it.member._doors.address != router.address)
+    deaf.clear()
+    eventually(lambda: it.member._doors.address == router.address == it.member._doors.home)
+    request, truth = ask("back", 5)
+    assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
+
+
+def test_addresses_are_tried_in_turn() -> None:
+    now = [0.0]
+    doors = Doors(["a", "b", "c"], lambda: now[0])
+    tried = []
+    for _ in range(9):
+        now[0] += 1.0
+        tried += [doors.address] if doors.turn() else []
+    assert tried == ["b", "c", "a", "b"], "two seconds each while there is no router"
+    doors.heard()
+    doors.settle()
+    now[0] += 5.5
+    assert not doors.turn() and doors.asks, "its own router has longer"
+    now[0] += 0.6
+    assert doors.turn() and doors.address == "c" and doors.home == "b"
+    doors.lead_to("d")
+    assert (doors.address, doors.home, str(doors)) == ("d", None, "a, b, d")
+    doors.lead_to("a")
+    assert (doors.address, str(doors)) == ("a", "a, b, d")
+    alone = Doors(["a"], lambda: now[0])
+    now[0] += 1e6
+    assert not alone.turn() and not alone.asks
 
 
 def test_a_drained_member_finishes_what_it_has_and_leaves(router, node) -> None:

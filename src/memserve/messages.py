@@ -28,6 +28,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from memserve.peers import ArenaPlace as ArenaPlace
+from memserve.peers import Load as Load
 from memserve.peers import Message as Message
 from memserve.peers import Name as Name
 from memserve.peers import Natural as Natural
@@ -96,24 +97,6 @@ class Leave(Message, frozen=True, tag=True):
     """The instance goes away in good order."""
 
 
-class Load(Message, frozen=True):
-    """How busy an instance is. Gauges, except the totals that say so."""
-
-    requests_waiting: Natural = 0
-    sequences_running: Natural = 0
-    prefill_tokens_queued: Natural = 0
-    """Prompt tokens admitted or waiting that are not computed yet."""
-    context_tokens_running: Natural = 0
-    """Tokens in the contexts of running sequences: what a decode step reads."""
-    hbm_blocks_available: Natural = 0
-    """Free, or held by the cache alone."""
-    transfers_open: Natural = 0
-    dispatches_heard: Natural | None = None
-    """Total since it became a member; what else the router sent is lost, or under way. ``None``: it does not say."""
-    answers_told: Natural = 0
-    """Total since then of ``Tokens`` and ``RequestRefused``, all sent before the heartbeat that says so."""
-
-
 class Heartbeat(Message, frozen=True, tag=True):
     """The instance lives. ``next_event`` is the number that its next KV event will have: a lost tail is noticed."""
 
@@ -124,6 +107,12 @@ class Heartbeat(Message, frozen=True, tag=True):
     roll: Natural = 0
     """``roll_of`` all members that it knows, itself included, so that a lost ``PeerJoined`` or ``PeerGone`` is noticed;
     0: it does not say."""
+    asks: bool = False
+    """Whether it wants a word, ``Heard``: it has heard none for a while, and knows where else a router may be."""
+
+
+class Heard(Message, frozen=True, tag=True):
+    """The router lives, and so does the instance, as far as it knows."""
 
 
 # -- requests: router <-> instance. ``request.request_id`` names one attempt: an answer to an old one is known by it.
@@ -389,7 +378,7 @@ class Free(Message, frozen=True, tag=True):
 
 
 AnyMessage: TypeAlias = (
-    Join | Welcome | Recall | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
+    Join | Welcome | Recall | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat | Heard
     | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver | RequestRefused
     | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready | Handoff
     | Withdraw | Release | Fetch | Alloc | Allocated | Free

@@ -72,3 +72,21 @@ class PeerInfo(Message, frozen=True):
     """Whether it reports KV events; if not, the trees live by what was dispatched, with a TTL."""
     model_card: bytes = b""
     """What the edge must know of the model, as JSON (``model/loading/card.py``): the router itself loads no model."""
+
+
+class Load(Message, frozen=True):
+    """How busy an instance is. Gauges, except the totals that say so."""
+
+    requests_waiting: Natural = 0
+    sequences_running: Natural = 0
+    prefill_tokens_queued: Natural = 0
+    """Prompt tokens admitted or waiting that are not computed yet."""
+    context_tokens_running: Natural = 0
+    """Tokens in the contexts of running sequences: what a decode step reads."""
+    hbm_blocks_available: Natural = 0
+    """Free, or held by the cache alone."""
+    transfers_open: Natural = 0
+    dispatches_heard: Natural | None = None
+    """Total since it became a member; what else the router sent is lost, or under way. ``None``: it does not say."""
+    answers_told: Natural = 0
+    """Total since then of ``Tokens`` and ``RequestRefused``, all sent before the heartbeat that says so."""

@@ -28,7 +28,13 @@ SECRET_HINT = "give the file that `memserve serve --cluster-secret-file` was giv
 
 
 def instance(
-    join: Annotated[str, typer.Option(help="HOST:PORT of the router: what `memserve serve --cluster-port` opened.")],
+    join: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of the router: what `memserve serve --cluster-port` opened. Several, with commas between:"
+            " a router and its standbys, which are tried in turn."
+        ),
+    ],
     role: Annotated[Role, typer.Option(help="What it does.")] = Role.COLOCATED,
     name: Annotated[str | None, typer.Option(help="Unique in the cluster; default: role, host and process.")] = None,
     advertise: Annotated[
@@ -90,7 +96,7 @@ def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: 
             die_with(greeting["parent_pid"])
         set_up_logging(log_level, name)
         here, _ = opt.split_address(join, "--join")  # the router's host is this one
-        place = MemberOptions(role, name, join, greeting["secret"], here, link=link)
+        place = MemberOptions(role, name, (join,), greeting["secret"], here, link=link)
         run_instance(engine_options, place, lambda: None, outlive=outlive)
         _end_at_once()
     except UserError as error:
@@ -112,12 +118,12 @@ def _place(
 
     if secret_file is None:
         raise UserError("an instance needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
-    router_host, router_port = opt.split_address(join, "--join")
-    here, port = opt.split_address(advertise, "--advertise") if advertise else (_own_address(router_host), 0)
+    routers = [opt.split_address(address, "--join") for address in join.split(",")]
+    here, port = opt.split_address(advertise, "--advertise") if advertise else (_own_address(routers[0][0]), 0)
     return MemberOptions(
         role=role,
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
-        join=f"tcp://{router_host}:{router_port}",
+        join=tuple(f"tcp://{router}:{its_port}" for router, its_port in routers),
         secret=opt.read_secret(secret_file),
         host="127.0.0.1" if here == "127.0.0.1" else "0.0.0.0",
         port=port,
@@ -139,5 +145,5 @@ def _own_address(router_host: str) -> str:
 
 def _say_ready(place: MemberOptions, started: float) -> None:
     seconds = time.perf_counter() - started
-    typer.echo(f"ready in {seconds:.1f} s: {place.name} ({place.role.value}) is a member of {place.join}")
+    typer.echo(f"ready in {seconds:.1f} s: {place.name} ({place.role.value}) is a member of {', '.join(place.join)}")
     sys.stdout.flush()

@@ -17,6 +17,7 @@ from memserve.messages import (
     AttemptsUnknown,
     Drain,
     Expelled,
+    Heard,
     Heartbeat,
     Join,
     Peer,
@@ -164,6 +165,8 @@ class Membership:
         self.ask(member, self._trees.heartbeat(member.number, message.next_event, now))
         if member.state is MemberState.DRAINING:
             self._outbox.send(member.peer, Drain())  # the first one may have been lost
+        if message.asks:
+            self._outbox.send(member.peer, Heard())
         self._call_the_roll(member, message.roll)
         self._reckoner.heartbeat(member, message.load)
 

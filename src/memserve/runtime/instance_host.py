@@ -32,8 +32,8 @@ class MemberOptions:
 
     role: Role
     name: str
-    join: str
-    """Address of the router's mailbox, ``tcp://host:port``."""
+    join: tuple[str, ...]
+    """Where the router's mailbox may be, ``tcp://host:port`` each."""
     secret: str
     """The cluster's."""
     host: str = "127.0.0.1"

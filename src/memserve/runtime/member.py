@@ -13,7 +13,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from memserve.messages import (
     AnyMessage,
     Drain,
     Expelled,
+    Heard,
     Heartbeat,
     Join,
     Leave,
@@ -44,6 +45,7 @@ from memserve.messages import (
     roll_of,
 )
 from memserve.runtime.clients import EngineStopped
+from memserve.runtime.doors import Doors
 from memserve.runtime.hosted import HostedInstance
 from memserve.runtime.ports import DataPort, Device, Mailbox, OnMessage, OnPages
 
@@ -97,13 +99,14 @@ class Member:
         machine: Instance,
         device: Device,
         info: PeerInfo,
-        router_address: str,
+        routers: Sequence[str],
         open_mailbox: Callable[[Peer, OnMessage], Mailbox],
         open_port: Callable[[OnPages], DataPort],
     ) -> None:
-        """``info`` describes the instance but for its address and what the data port adds."""
+        """``info`` describes the instance but for its address and what the data port adds. ``routers``: addresses
+        where one may be, tried in turn."""
         self._machine = machine
-        self._router_address = router_address
+        self._doors = Doors(routers)
         self._router: Peer | None = None  # the one that welcomed us; None: we are no member
         self._recalled_by: Peer | None = None  # the newest that took over; it is asked until it answers
         self._peers: dict[str, PeerInfo] = {}  # the other members; the mailbox's thread's
@@ -134,7 +137,7 @@ class Member:
     def start(self) -> None:
         """Begin to work, and to ask for membership until the router answers."""
         self._instance.start()
-        self._mailbox.connect(_ANY_ROUTER, self._router_address)
+        self._mailbox.connect(_ANY_ROUTER, self._doors.address)
         self._thread.start()
 
     def wait_joined(self, timeout_s: float) -> None:
@@ -144,7 +147,7 @@ class Member:
             raise self._failure
         if not self._joined.is_set():
             hint = "is `memserve serve` running there, and was it given the same cluster secret?"
-            raise UserError(f"no router answers at {self._router_address}", hint=hint, param="join")
+            raise UserError(f"no router answers at {self._doors}", hint=hint, param="join")
 
     def wait(self) -> None:
         """Wait for the end: drained, told to leave, or broken. Raises :class:`UserError` when it was not in order."""
@@ -174,8 +177,13 @@ class Member:
     # -- the mailbox's thread
 
     def _message_arrived(self, sender: Peer, message: AnyMessage) -> None:
-        if sender.name == ROUTER and not self._about_members(sender, message):
-            return
+        if sender.name == ROUTER:
+            self._doors.heard()
+            if sender == self._router and self._doors.home not in (None, self._doors.address):
+                self._doors.address = self._doors.home or ""
+                self._mailbox.connect(sender, self._doors.address)  # it was only cut off
+            if not self._about_members(sender, message):
+                return
         self._instance.post(MessageArrived(sender, message))
         if isinstance(message, PeerGone):
             self._part(message.peer)
@@ -184,7 +192,8 @@ class Member:
         """Follow what the router says of membership; ``False`` when that is all there is to do."""
         match message:
             case Welcome(peers):
-                self._mailbox.connect(router, self._router_address)
+                self._mailbox.connect(router, self._doors.address)
+                self._doors.settle()
                 gone = {name: info.peer for name, info in self._peers.items()}
                 for info in peers:
                     gone.pop(info.peer.name, None)
@@ -195,6 +204,8 @@ class Member:
                 self._joined.set()
             case PeerJoined(info):
                 self._meet(info)
+            case Heard():
+                return False
             case Expelled(reason, newest):
                 self._orders.put(_Expulsion(router, self.me, reason, newest))
                 return False
@@ -255,6 +266,9 @@ class Member:
             self._joined.set()
 
     def _beat(self) -> None:
+        if self._doors.turn():
+            log.warning("no router is heard: trying %s", self._doors.address)
+            self._mailbox.connect(_ANY_ROUTER, self._doors.address)
         if self._router is None:
             self._mailbox.send(_ANY_ROUTER, Join(self._info))
             return
@@ -262,9 +276,8 @@ class Member:
         self._beats += 1
         stats = self._stats() if self._beats % STATS_EVERY == 1 else b""
         roll = roll_of([self.me, *(info.peer for info in self._peers.values())])
-        self._mailbox.send(
-            _ANY_ROUTER, Heartbeat(load, next_event, stats, roll)
-        )  # a restarted router shall hear it too
+        heartbeat = Heartbeat(load, next_event, stats, roll, self._doors.asks)
+        self._mailbox.send(_ANY_ROUTER, heartbeat)  # a restarted router shall hear it too
         idle = not (load.requests_waiting or load.sequences_running or load.transfers_open)
         if self._leave_at is not None and (idle or time.monotonic() >= self._leave_at):
             self._say_goodbye()
@@ -324,7 +337,7 @@ class Member:
             return  # again, or said by one whose place another has taken
         log.warning("the router at %s takes over: joining it", recall.address)
         self._router, self._recalled_by = None, recall.router
-        self._router_address = recall.address
+        self._doors.lead_to(recall.address)
         self._mailbox.connect(_ANY_ROUTER, recall.address)
 
     def _join_again(self, expulsion: _Expulsion) -> None:
@@ -334,13 +347,15 @@ class Member:
         """
         if expulsion.me != self.me:
             return  # said to an earlier one
-        self._router = None
+        if self._router is not None and expulsion.router.generation < self._router.generation:
+            return  # of a router whose place another has taken
+        self._router, self._doors.home = None, None
         log.warning("expelled (%s): joining again", expulsion.reason)
         me = Peer(self.me.name, max(self.me.generation + 1, expulsion.newest + 1, new_generation()))
         self._instance.post(MessageArrived(expulsion.router, Expelled(expulsion.reason)))
         self._instance.ask(lambda: self._machine.reborn(me))
         self._mailbox.become(me)
-        self._mailbox.connect(_ANY_ROUTER, self._router_address)
+        self._mailbox.connect(_ANY_ROUTER, self._doors.address)
         self._info = self._port.describe(msgspec.structs.replace(self._info, peer=me))
 
 
