@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any, Self
 
 import msgspec
@@ -22,7 +23,7 @@ from memserve.cluster.events import (
     StateRecovered,
 )
 from memserve.cluster.machine import Cluster
-from memserve.config import ClusterConfig
+from memserve.config import AdmissionConfig, ClusterConfig
 from memserve.messages import (
     AnyMessage,
     AskEvents,
@@ -46,7 +47,7 @@ from memserve.messages import (
 )
 from memserve.meta.book import Book
 from memserve.remembered import MemberGone, RouterStarted
-from memserve.types import FinishReason, Request, SamplingParams, StopParams, Tier, TokenOutput
+from memserve.types import Admission, FinishReason, Request, SamplingParams, StopParams, Tier, TokenOutput
 from memserve.units import NS_PER_MS, NS_PER_S
 from meta_records import identities, info
 
@@ -57,9 +58,11 @@ PROMPT = np.arange(1, 18, dtype=np.int32)  # four whole blocks, and a token
 class World:
     """A router, and the book of what it asked its host to keep."""
 
+    config = CONFIG
+
     def __init__(self, book: Book | None = None, generation: int = 1, now: int = 0) -> None:
         self.me, self.now, self.book = Peer("router", generation), now, book or Book()
-        self.machine = Cluster(CONFIG, remembers=True)
+        self.machine = Cluster(self.config, remembers=True)
         self.sent: list[Send] = []
         self.order: list[str] = []
         self.handle(StateRecovered(self.book.remembered(0), self.me, f"tcp://r:{generation}"))
@@ -179,6 +182,24 @@ def test_the_first_decision_of_the_next_router_goes_by_the_recovered_entries(wor
     stats = after.machine.stats()
     assert stats.counters.members_readopted == 2 and stats.counters.members_joined == 0
     assert stats.counters.matched_tokens == 12 + 16  # three recovered blocks, and then the one that is expected
+
+
+class RoomForOne(World):
+    """Its gate lets in as many as there are instances."""
+
+    config = replace(CONFIG, admission=AdmissionConfig(Admission.MEMORY, unit_tokens=256))
+
+
+def test_who_comes_back_brings_room_for_who_waits_at_the_gate() -> None:
+    """The gate looks when something has happened: also when an instance opens that it has known as closed."""
+    before = RoomForOne()
+    for peer in (P1, P2):
+        before.hear(peer, Join(info(peer)))
+    after = before.successor()
+    after.hear(P1, Join(info(P1)))
+    assert after.ask("first") == P1 and after.ask("second") is None
+    after.hear(P2, Join(info(P2)))
+    assert [send.to for send in after.told(Dispatch)] == [P2]
 
 
 def test_entries_of_an_incarnation_that_is_no_more_are_not_counted(world: World) -> None:

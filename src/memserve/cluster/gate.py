@@ -138,6 +138,10 @@ class Gate:
         if self.memory is not None:
             self.memory.enter(member)
 
+    def opened(self) -> None:
+        """An instance that was closed takes requests: there may be room for who waits."""
+        self._changed = True
+
     def leave(self, member: Member) -> None:
         """An instance is gone; attempts there must be over."""
         self._changed = True

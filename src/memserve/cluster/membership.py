@@ -147,6 +147,7 @@ class Membership:
         """It lives, with everything that it had cached: the trees know of that already."""
         member.info, member.state = info, MemberState.LIVE
         self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id)
+        self._lifecycle.gate.opened()
         self._counters.members_readopted += 1
         self._introduce(member, now)
         if member.drains:
