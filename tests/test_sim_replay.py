@@ -243,9 +243,7 @@ def test_gliding_changes_nothing_when_something_goes_wrong(kind, at_s, for_s, mi
     tokens are held: answers go on elsewhere from the very token that they had come to."""
     setup = Setup(parse_instances(mix), SMALL, faults=(Fault(kind, "c0", at_s, for_s, 5.0),))
     rows = [(0.1 * at, 1 + 40 * (at % 7), 100 + 20 * at, 40 + 10 * at) for at in range(30)]
-    worlds = [
-        ReplayWorld(dataclasses.replace(setup, glides=glides), blocks_workload(rows)) for glides in (True, False)
-    ]
+    worlds = [ReplayWorld(dataclasses.replace(setup, glides=glides), blocks_workload(rows)) for glides in (True, False)]
     for world in worlds:
         world.run(limit_s)
     assert outcome(worlds[0]) == outcome(worlds[1])

@@ -50,6 +50,7 @@ class LoadTable:
         "_numbers",
         "_own",
         "_reported",
+        "_sent",
         "_since",
         "context_limit",
         "context_limit_min",
@@ -63,7 +64,7 @@ class LoadTable:
     def __init__(self) -> None:
         #: own, reported, since; by kind of work; by number
         self.tables: Ints = np.zeros((3, 3, 8), np.int64)
-        self._own, self._reported, self._since = self.tables
+        self._name_tables()
         self._beats = np.zeros(8, np.int64)
         #: code of the role in ``ROLES``
         self.role = np.full(8, _NOBODY, np.int8)
@@ -144,17 +145,16 @@ class LoadTable:
 
     def charge(self, number: int, work: Work) -> Charge:
         """Work was sent there."""
-        self._own[:, number] += work
-        self._since[:, number] += work
+        self._sent[:, :, number] += work
         return Charge(number, int(self._beats[number]), work)
 
     def discharge(self, charge: Charge) -> None:
         """That work has ended, or will not be done there."""
         number = charge.number
-        self._own[:, number] -= charge.work
         if charge.beat == self._beats[number]:
-            self._since[:, number] -= charge.work
+            self._sent[:, :, number] -= charge.work
         else:
+            self._own[:, number] -= charge.work
             np.maximum(self._reported[:, number] - charge.work, 0, out=self._reported[:, number])
 
     def work_of(self, number: int) -> Work:
@@ -166,10 +166,14 @@ class LoadTable:
         """What was charged and not discharged."""
         return Work(*self._own[:, number].tolist())
 
+    def _name_tables(self) -> None:
+        self._own, self._reported, self._since = self.tables
+        self._sent = self.tables[::2]  # own and since: both count what is sent
+
     def _grow(self) -> None:
         old = len(self)
         self.tables = np.concatenate((self.tables, np.zeros((3, 3, old), np.int64)), axis=2)
-        self._own, self._reported, self._since = self.tables
+        self._name_tables()
         self._beats = np.concatenate((self._beats, np.zeros(old, np.int64)))
         self.role = np.concatenate((self.role, np.full(old, _NOBODY, np.int8)))
         self.is_open = np.concatenate((self.is_open, np.zeros(old, np.bool_)))

@@ -324,10 +324,10 @@ class ClusterLink:
                 answers_told=self.answers_told,
             )
         running = [*roster.working.items, *roster.decoding.items, *roster.idle.items]
-        sequences = sum(len(group.sequences) for group in roster.groups.values())
+        requests_waiting, sequences_running = roster.crowd()
         return Load(
-            requests_waiting=sequences - len(running),
-            sequences_running=len(running),
+            requests_waiting=requests_waiting,
+            sequences_running=sequences_running,
             prefill_tokens_queued=roster.prefill_tokens_queued(),
             context_tokens_running=sum([s.prompt_tokens + len(s.out) + s.inflight for s in running]),
             hbm_blocks_available=roster.memory.pool.available(),

@@ -259,6 +259,10 @@ class Instance:
         transfers = self._link.exchange.transfers_open if self._link is not None else 0
         return not (self._roster.groups or self._outstanding or transfers)
 
+    def crowd(self) -> tuple[int, int]:
+        """Sequences that wait, and sequences that run: of :meth:`load`, what costs little."""
+        return self._roster.crowd()
+
     def load(self) -> Load:
         """How busy it is, for heartbeats; all zero outside a cluster."""
         return self._link.load() if self._link is not None else Load()

@@ -224,7 +224,7 @@ class SequenceMemory:
         return True
 
     def _swap_in(self, sequence: Sequence, headroom: int) -> bool:
-        check(not sequence.blocks, f"{sequence} is swapped out but has HBM blocks")
+        check(not sequence.blocks, f"{sequence.request_id} is swapped out but has HBM blocks")
         missing = ceil_div(sequence.known, self.block_tokens)
         if missing + headroom > self.pool.available():
             return False

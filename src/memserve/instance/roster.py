@@ -102,7 +102,7 @@ class Roster:
     def close_slot(self, sequence: Sequence) -> None:
         """Have the device forget what it knows of the slot; the sequence keeps it."""
         if sequence.opened:
-            check(sequence.slot is not None, f"{sequence} is open without a slot")
+            check(sequence.slot is not None, f"{sequence.request_id} is open without a slot")
             self.closing.append(sequence.slot)  # type: ignore[arg-type]
             sequence.opened = False
 
@@ -191,7 +191,12 @@ class Roster:
     def prefill_tokens_queued(self) -> int:
         """Known tokens of sequences here, those of running ones included, that are not computed yet."""
         queued = (*self.working.items, *self.waiting.items)
-        return sum([sequence.known - sequence.computed for sequence in queued])
+        return sum([s.prompt_tokens + len(s.out) - s.computed for s in queued])
+
+    def crowd(self) -> tuple[int, int]:
+        """How many sequences wait, for whatever, and how many run."""
+        running = len(self.working.items) + len(self.decoding.items) + len(self.idle.items)
+        return sum([len(group.sequences) for group in self.groups.values()]) - running, running
 
     @property
     def holds_blocks(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from memserve.errors import check
+from memserve.errors import InvariantError
 from memserve.instance.sequence import Rank, Sequence
 
 
@@ -32,7 +32,8 @@ class RankedList:
     def remove(self, sequence: Sequence) -> None:
         """Take out ``sequence``, which must be here."""
         place = bisect_left(self.items, sequence.rank, key=_rank)
-        check(place < len(self.items) and self.items[place] is sequence, f"{sequence} is not in this list")
+        if place >= len(self.items) or self.items[place] is not sequence:
+            raise InvariantError(f"{sequence} is not in this list")
         del self.items[place]
 
     def __contains__(self, sequence: Sequence) -> bool:

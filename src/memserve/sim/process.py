@@ -91,7 +91,10 @@ class Process(Node):
         self.host.clock.after(delay_ns, self._fire, self.life, do, arguments)
 
     def receive(self, sender: Peer, message: AnyMessage) -> None:
-        self._soon(self._hear_as, self.peer, sender, message)
+        if self.alive and not self.paused:
+            self.hear(sender, message)
+        else:
+            self._soon(self._hear_as, self.peer, sender, message)
 
     def submit(self, event: object) -> None:
         """Somebody on this host posts an event."""

@@ -7,6 +7,7 @@ say when each was there (:class:`Moments`).
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -34,22 +35,28 @@ class Steps(Protocol):
 
 
 class Moments:
-    """When clients see the tokens of steps, by number. Shared by all devices of a world."""
+    """When clients see the tokens of steps, by number and their own clock. Shared by all devices of a world."""
 
-    __slots__ = ("seen_ns", "way_ns")
+    __slots__ = ("_seen_ns", "way_ns")
 
     def __init__(self) -> None:
-        self.seen_ns = array("q")
-        """By the clients' clock."""
+        self._seen_ns = array("q")
         self.way_ns = 0
         """From the end of a step, by the world's clock, until then."""
 
     def add(self, ends_ns: list[int]) -> list[int]:
         """Steps have ended; their numbers."""
-        seen_ns, way_ns = self.seen_ns, self.way_ns
+        seen_ns, way_ns = self._seen_ns, self.way_ns
         first = len(seen_ns)
         seen_ns.extend([end_ns + way_ns for end_ns in ends_ns])
         return list(range(first, len(seen_ns)))
+
+    def seen_ns(self, steps: Sequence[int]) -> Iterable[int]:
+        """When the tokens of ``steps`` are seen, in rising order."""
+        first, end = steps[0], steps[-1] + 1
+        if end - first == len(steps):  # they follow upon each other: nobody else was computing
+            return self._seen_ns[first:end]
+        return map(self._seen_ns.__getitem__, steps)
 
 
 class FittedSteps:
@@ -119,12 +126,15 @@ class TimedDevice:
         return times
 
     def _mixed_ns(self, plan: StepPlan) -> int:
-        pieces = [(count, start) for start, count in zip(plan.starts, plan.counts, strict=True) if count > 1]
-        new = sum(count for count, _ in pieces)
-        rows = len(plan.counts) - len(pieces)
-        context = sum(plan.starts) - sum(start for _, start in pieces) + rows
-        pairs = sum(attended_pairs(count, start) for count, start in pieces)
-        return self._steps.step_ns(new, pairs, rows, context)
+        rows, context = len(plan.starts), sum(plan.starts)
+        new = pairs = 0
+        for row in [row for row, count in enumerate(plan.counts) if count > 1]:
+            count, start = plan.counts[row], plan.starts[row]
+            new += count
+            pairs += attended_pairs(count, start)
+            rows -= 1
+            context -= start
+        return self._steps.step_ns(new, pairs, rows, context + rows)
 
     def _copy_ns(self, src: Tier, dst: Tier, blocks: int) -> int:
         if src == dst:

@@ -99,7 +99,7 @@ class Clients:
         world, tokens = self._world, output.tokens
         if tokens:
             self.tokens += len(tokens)
-            served.token_ns.extend(map(world.moments.seen_ns.__getitem__, tokens))
+            served.token_ns.extend(world.moments.seen_ns(tokens))
             talk.answer.extend(tokens)
             if served.first_ns is None:
                 served.first_ns = served.token_ns[0]

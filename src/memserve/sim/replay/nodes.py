@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memserve.sim.replay.world import ReplayWorld
     from memserve.types import Role
 
-TELLS_UNTIL_STALLED = 4
+TELLS_UNTIL_STALLED = 2
 """So often the router hears of an attempt before it takes it for stalled."""
 
 
@@ -76,10 +76,6 @@ class ReplayNode(InstanceNode):
     def _ended(self, turn: int) -> None:
         if turn == self._turn:
             self._finish_step()
-
-    def _finish_step(self) -> None:
-        super()._finish_step()
-        self._glide()
 
     def hear(self, sender: Peer, message: AnyMessage) -> None:
         if sender.name == ROUTER and not isinstance(message, Dispatch):

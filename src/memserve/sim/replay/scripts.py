@@ -87,6 +87,8 @@ def fast_tokens(blocks: Blocks) -> TokenArray:
 
 
 def _joined(*parts: TokenArray) -> TokenArray:
+    if len(parts) == 1:
+        return parts[0]
     joined: TokenArray = np.concatenate((_NOTHING, *parts), dtype=np.int32)
     return joined
 

@@ -58,10 +58,10 @@ class Timeline:
             return
         waiting, running, used, busy = [], [], [], []
         for node in world.instances:
-            load = node.machine.load()
+            in_line, at_work = node.machine.crowd()
             total = world.setup.machine.hbm_blocks
-            waiting.append(load.requests_waiting)
-            running.append(load.sequences_running)
+            waiting.append(in_line)
+            running.append(at_work)
             used.append(round(1 - node.machine.pool.blocks_free / total, 4))
             before = self._busy_ns.get(node.peer.name, 0)
             self._busy_ns[node.peer.name] = node.device.busy_ns
