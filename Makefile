@@ -32,7 +32,7 @@ doctor: install ## check machine, model and install
 	@$(BIN)/memserve doctor $(ARGS)
 
 test: install $(VENV)/.tested ## run the whole test suite (ARGS="-k pool" for a part of it)
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --durations=5 $(ARGS)
+	@$(BIN)/python -m pytest -q -rs -n $(WORKERS) --durations=5 $(ARGS)
 
 lint: install $(VENV)/.tested ## ruff, mypy --strict, and the house rules
 	@$(BIN)/ruff check .
