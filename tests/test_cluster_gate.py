@@ -290,6 +290,19 @@ def test_the_oldest_that_has_ended_goes_first_and_one_newcomer_takes_so_many():
     world.run()
 
 
+def test_when_the_only_one_that_decodes_drains_the_others_have_room():
+    """It was full. Now who prefills does all of it, and is free."""
+    world = gated(("p", P), ("d", D), mode=Admission.MEMORY, unit_tokens=256)
+    world.ask(a_request("first", [1] * 20, max_tokens=9))
+    world.step("p")
+    world.say_all(world.instances["d"])
+    world.ask(a_request("second", [2] * 20, max_tokens=9))
+    assert running(world, "d") == ["first"] and running(world, "p") == []
+    world.post(InstanceDrained("d"))
+    assert running(world, "p") == ["second"]
+    world.run()
+
+
 def test_without_evictions_memory_stays_with_whom_it_was_given_to():
     world = gated(("c", C), mode=Admission.MEMORY, evictions_max=0, caching=Caching.PD_CACHING_3, waiting_max=0)
     for k, accepted in ((1, True), (2, True), (3, False)):

@@ -571,6 +571,29 @@ def test_nobody_is_asked_where_it_cannot_pay():
         assert not any(isinstance(message, Fetch) for message in fleet.members["d"].said)
 
 
+def test_a_fetch_that_fails_with_a_step_does_not_count_on_what_the_step_was_to_compute():
+    """A device fails while another request waits for a prefix. That fetch has failed as well, and the next holder is
+    asked: for all of it, as nothing of the cache is left."""
+    fleet = Fleet(p=fleet_config(hbm=40), q=fleet_config(hbm=40), d=fleet_config(hbm=40))
+    for name in ("p", "q"):
+        fleet.submit(request(f"at {name}", PROMPT[:30], max_tokens=2), name)
+        fleet.run()
+    d, holders = fleet.members["d"], tuple(Holder(fleet.members[name].peer, 28) for name in ("p", "q"))
+    fleet.lose = lambda sender, to, message: isinstance(message, Fetch)
+    waits = fleet.submit(request("waits", PROMPT[:30], max_tokens=3), "d", None, holders=holders)
+    fleet.run()
+    computes = fleet.submit(request("computes", PROMPT[:20], max_tokens=3), "d")
+    fleet.run(until=lambda: d.plans)
+    d.do_plan(fail=3)
+    asked = [message for message in d.said if isinstance(message, Fetch)]
+    assert [message.first_block for message in asked] == [0, 0]
+    fleet.now += 10 * NS_PER_S
+    d.post(ClockTicked())
+    fleet.run()
+    assert waits.done and computes.done
+    fleet.finish()
+
+
 def test_tenants_do_not_fetch_from_each_other():
     """The same prompt of another customer is not there, whoever asks."""
     fleet = pair()

@@ -138,8 +138,8 @@ class Gate:
         if self.memory is not None:
             self.memory.enter(member)
 
-    def opened(self) -> None:
-        """An instance that was closed takes requests: there may be room for who waits."""
+    def reconsider(self) -> None:
+        """An instance takes requests now, or none any more and others do its work: there may be room for who waits."""
         self._changed = True
 
     def leave(self, member: Member) -> None:

@@ -147,7 +147,7 @@ class Membership:
         """It lives, with everything that it had cached: the trees know of that already."""
         member.info, member.state = info, MemberState.LIVE
         self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id)
-        self._lifecycle.gate.opened()
+        self._lifecycle.gate.reconsider()
         self._counters.members_readopted += 1
         self._introduce(member, now)
         if member.drains:
@@ -188,6 +188,7 @@ class Membership:
             member.state = MemberState.DRAINING
             self._outbox.remember(MemberDrained(member.peer))
             self._loads.close(member.number)
+            self._lifecycle.gate.reconsider()
             self._outbox.send(member.peer, Drain())
 
     def gone(self, member: Member, reason: str, now: int, *, died: bool) -> None:

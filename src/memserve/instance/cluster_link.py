@@ -92,6 +92,7 @@ class ClusterLink:
         self._pulls: dict[int, str] = {}  # pull job -> name of the peer
         self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
         self._outbox: list[Action] = []
+        self._lost: list[Outcome] = []  # what becomes of transfers after a failed step
         self._orders: dict[type, Callable[[Any, int], None]] = {
             Welcome: self._welcome, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
             Expelled: self._expelled, Drain: self._drain, Dispatch: self._dispatch, Cancel: self._cancel,
@@ -128,14 +129,17 @@ class ClusterLink:
 
     def step_ended(self, step_id: int, now: int) -> None:
         """A plan was executed, and its tokens were taken into account; or it failed."""
+        lost, self._lost = self._lost, []
+        self._act(lost, now)
         self._end_transfers(now)
         self.handoffs.step_finished(step_id)
         self._act(self.exchange.plan_finished(step_id, now), now)
 
     def kv_lost(self, now: int) -> None:
-        """A step failed: to be called before the cache is cleared."""
+        """A step failed: to be called before the cache is cleared. What follows from that waits for ``step_ended``: who
+        looked for a prefix now would still find it."""
         self.handoffs.kv_lost()
-        self._act(self.exchange.everything_failed(now), now)
+        self._lost = self.exchange.everything_failed(now)
 
     # -- between event and plans, and after
 
