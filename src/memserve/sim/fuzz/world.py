@@ -273,8 +273,12 @@ class World:
         return evictions is not None and evictions <= 1
 
     def _come_to_rest(self) -> None:
-        """Leases end, news arrives; a step that hangs ends, and what came of it is told."""
+        """Leases end, news arrives; a step that hangs ends, and what came of it is told. Names that were given when the
+        router's clock was ahead live longer."""
         self._run_until(self.clock.now + 6 * SECOND)
+        if self.router.machine.handles():
+            self._run_while(lambda: bool(self.router.machine.handles()), self.clock.now + 60 * SECOND)
+            self._run_until(self.clock.now + 1 * SECOND)
         if any(node.plans for node in self.instances):
             self._run_while(lambda: any(node.plans for node in self.instances), self.clock.now + 60 * SECOND)
             self._run_until(self.clock.now + 3 * SECOND)
@@ -317,7 +321,7 @@ class World:
 
 def _fuzzed(node: InstanceNode) -> FuzzedInstance:
     require(isinstance(node, FuzzedInstance), "this world has fuzzed instances only")
-    return node  # type: ignore[return-value]
+    return node  # type: ignore[return-value]  # as was just required
 
 
 def _brief(what: object) -> str:
