@@ -83,7 +83,7 @@ def machine(dtype: torch.dtype) -> tuple[float, float]:
     bandwidth = max(memory.nbytes / 1e6 / timed_ms(memory.sum) for _ in range(5))
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(3072, 1024).to(dtype), 8)
     x = torch.randn(1024, 1024).to(dtype)
-    product = lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # noqa: E731
+    product = lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # noqa: E731  # it reads like a formula
     return bandwidth, max(2 * 1024 * 1024 * 3072 / 1e6 / timed_ms(product) for _ in range(5))
 
 
@@ -109,7 +109,7 @@ def main() -> None:
             if "prefill" in case and round_number > args.rounds // 3:
                 continue
             for name, forward in forwards.items():
-                elapsed = timed_ms(lambda inputs=inputs, forward=forward: inputs.run(forward))  # type: ignore[misc]
+                elapsed = timed_ms(lambda inputs=inputs, forward=forward: inputs.run(forward))
                 if round_number > 0:
                     times[case, name].append(elapsed)
         measures.append(machine(first.dtype))

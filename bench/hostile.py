@@ -108,7 +108,7 @@ def table(report: Report, served: Served, context_tokens: int) -> None:
     """Every malformed request of the tests' table."""
     with httpx.Client(base_url=served.url, timeout=120) as client:
         for case in hostile_cases(served.model, context_tokens, "hello " * (context_tokens + 100)):
-            report.run("table", case.name, lambda case=case: _judge(client, case))  # type: ignore[misc]
+            report.run("table", case.name, lambda case=case: _judge(client, case))
 
 
 def _judge(client: httpx.Client, case: HostileCase) -> str | None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from memserve.model.attention.triton_attention import TritonBatch, attend  # noqa: E402  (needs the path above)
-from memserve.types import KVGeometry  # noqa: E402
+from memserve.types import KVGeometry  # noqa: E402  # needs the path above
 
 DECODE = [(1, 2048), (1, 32768), (8, 2048), (32, 2048), (128, 2048), (256, 512)]  # rows, context
 PREFILL = [(1, 2048, 2048), (4, 512, 512), (1, 512, 16384), (8, 512, 4096)]  # rows, new tokens, context
@@ -73,7 +73,7 @@ class Step:
         self.scale = geometry.head_dim_k**-0.5
 
     def run(self, layer: int = 0, **options: object) -> torch.Tensor:
-        attend(self.batch, layer, self.q, self.k, self.v, self.out, self.scale, **options)  # type: ignore[arg-type]
+        attend(self.batch, layer, self.q, self.k, self.v, self.out, self.scale, **options)
         return self.out
 
     def gathered(self, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -94,7 +94,7 @@ def watch_machine(faults: Faults) -> None:
         faults.saw(phases_of(event, actions))
         return actions
 
-    Instance.handle = handle  # type: ignore[method-assign]
+    Instance.handle = handle
 
 
 def cut_mailbox(faults: Faults) -> None:
@@ -118,8 +118,8 @@ def cut_mailbox(faults: Faults) -> None:
 
         build(self, **{**given, "on_message": lossy_deliver})
 
-    ZmqMailbox.send = lossy_send  # type: ignore[method-assign]
-    ZmqMailbox.__init__ = lossy_build  # type: ignore[method-assign]
+    ZmqMailbox.send = lossy_send
+    ZmqMailbox.__init__ = lossy_build
 
 
 def corrupt_pulls(faults: Faults) -> None:

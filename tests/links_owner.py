@@ -111,7 +111,7 @@ def main() -> None:
         match json.loads(line):
             case ["seal", tier, blocks, first_layer, end_layer]:
                 port.start(SealPages(1, Tier(tier), tuple(blocks), first_layer, end_layer))
-                answer: Any = sealed.get().checksums  # type: ignore[union-attr]
+                answer: Any = sealed.get().checksums
             case ["overwrite", tier, offset]:
                 view(arenas[Tier(tier)])[offset] ^= 1
                 answer = None

@@ -158,6 +158,6 @@ def test_detokenizer_starts_anew_when_the_library_gives_up() -> None:
     detokenizer = Detokenizer(TOKENIZER)
     tokens = encode(SCRIPT_TEXT)
     shown = "".join(map(detokenizer.push, tokens[:3]))
-    detokenizer._stream = Fails()  # type: ignore[assignment]
+    detokenizer._stream = Fails()
     shown += "".join(map(detokenizer.push, tokens[3:])) + detokenizer.finish()
     assert shown == SCRIPT_TEXT

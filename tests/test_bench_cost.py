@@ -48,7 +48,7 @@ class PromptDevice(PlantedDevice):
 
 
 def profiler_of() -> StepProfiler:
-    return StepProfiler(PromptDevice(CONFIG), CONFIG, GEOMETRY.block_tokens, VOCAB)  # type: ignore[arg-type]
+    return StepProfiler(PromptDevice(CONFIG), CONFIG, GEOMETRY.block_tokens, VOCAB)
 
 
 def measurement() -> Measurement:

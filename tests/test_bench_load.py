@@ -32,8 +32,8 @@ from memserve.workloads.words import Chat, History, Message, Session, Text, Turn
 
 
 def load(server: InstantServer, workload: Workload, manner: Manner | None = None, **options: object) -> LoadRun:
-    target = Target(server.url, timeout_s=options.pop("timeout_s", 20.0))  # type: ignore[arg-type]
-    return drive(lambda: Driver(workload, target, manner or Manner(MODEL), **options))  # type: ignore[arg-type]
+    target = Target(server.url, timeout_s=options.pop("timeout_s", 20.0))
+    return drive(lambda: Driver(workload, target, manner or Manner(MODEL), **options))
 
 
 def chats(*turns: Turn, history: History = History.CLOSED, sessions: int = 1) -> Workload:
@@ -42,7 +42,7 @@ def chats(*turns: Turn, history: History = History.CLOSED, sessions: int = 1) ->
 
 
 def says(text: str, **fields: object) -> Turn:
-    return Turn(Chat((Message("user", text),)), 8, **fields)  # type: ignore[arg-type]
+    return Turn(Chat((Message("user", text),)), 8, **fields)
 
 
 # -- one request

@@ -26,7 +26,7 @@ def record(
         "end_ns": round((end_ms if end_ms is not None else tokens_ms[-1] + 1) * NS_PER_MS),
         "output_tokens": len(times), "outcome": Outcome.OK, "http_status": 200,
     }  # fmt: skip
-    return RequestRecord(**(values | fields))  # type: ignore[arg-type]
+    return RequestRecord(**(values | fields))
 
 
 def test_one_request_by_hand() -> None:

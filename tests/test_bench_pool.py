@@ -151,7 +151,7 @@ def test_links_that_do_not_work_here_are_left_out_with_the_reason(monkeypatch: p
     results = PoolResults("", "", GEOMETRY, 0)
     with ExitStack() as stack:
         for _ in range(2):
-            assert list(pool_run._open_all(Opened, results, stack)) == ["good"]  # type: ignore[arg-type]
+            assert list(pool_run._open_all(Opened, results, stack)) == ["good"]
     assert closed == ["good", "good"] and results.notes == ["pigeons was left out: they flew away"]
 
 

@@ -165,7 +165,7 @@ def plan(**fields: object) -> Plan:
     two = parse_settings("a=http://one,b=http://two", 2)
     first = settings_study(two, "sharegpt,loogle", (1.0,), size, None)
     second = settings_study(two[:1], "react", (1.0, 2.0), size, None)
-    return Plan((first, second), **fields)  # type: ignore[arg-type]
+    return Plan((first, second), **fields)
 
 
 def test_passes_are_interleaved_and_every_seed_begins_elsewhere() -> None:

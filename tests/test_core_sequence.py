@@ -16,7 +16,7 @@ def test_block_ids_are_a_sequence() -> None:
     ids = BlockIds([4, 5, 6, 7])
     assert len(ids) == 4 and ids[0] == 4 and ids[-1] == 7 and list(ids) == [4, 5, 6, 7] == ids.tolist()
     assert ids[1:3] == [5, 6] and ids[::-2] == (7, 5) and ids[9:] == []
-    assert ids == BlockIds((4, 5, 6, 7)) and ids != [4, 5, 6] and ids != "4567" and ids != None  # noqa: E711
+    assert ids == BlockIds((4, 5, 6, 7)) and ids != [4, 5, 6] and ids != "4567" and ids != None  # noqa: E711  # equality itself is tested
     assert repr(ids) == "BlockIds([4, 5, 6, 7])" and 5 in ids
     with pytest.raises(IndexError):
         ids[4]

@@ -239,6 +239,18 @@ def test_skips_give_a_reason() -> None:
     report(problems, "A skipped test says why: reason='...'.")
 
 
+def test_what_the_checkers_shall_not_see_has_a_reason() -> None:
+    """mypy looks at src alone: elsewhere nothing has to be kept from it."""
+    silenced = re.compile(r"#\s*(type: ignore|noqa)\b(?!.*\s#\s*\w|.*\()")
+    problems = [
+        f"{where(path, number)} {line.strip()[:80]}"
+        for path in tracked("*.py")
+        for number, line in enumerate(text(path).splitlines(), 1)
+        if silenced.search(line) or ("# type: " + "ignore" in line and not path.is_relative_to(SRC))
+    ]
+    report(problems, "State the reason behind it: `# noqa: E731  # it reads like a formula`.")
+
+
 def test_native_code_needs_no_torch_and_no_machine_flags() -> None:
     problems = [
         f"{where(path, number)} {line.strip()[:80]}"

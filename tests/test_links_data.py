@@ -284,7 +284,7 @@ def test_a_read_of_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_array_equal(view(taker.arenas[Tier.HBM]), content(Tier.HBM, BLOCKS * BLOCK))
             taker.clear()
         link = taker.port._links[0]
-        assert len(link._reader._free) == link._reader._made == 2  # type: ignore[attr-defined]
+        assert len(link._reader._free) == link._reader._made == 2
         longer = Ranges(np.zeros(1, np.int64), np.zeros(1, np.int64), 4 * BLOCK)
         with pytest.raises(LinkError, match="longer than a slot"):
             link.read(owner.peer, Tier.HBM, Tier.HBM, longer)
@@ -339,7 +339,7 @@ def test_a_stopped_and_a_killed_owner_cost_no_more_than_the_deadline(ucx: str | 
         owner.signal(signal.SIGCONT)
         assert owner.seal(Tier.HBM, (0,), 0, 4)  # it runs again
         if answer.error:
-            reader = taker.port._links[0]._reader  # type: ignore[attr-defined]
+            reader = taker.port._links[0]._reader
             wait_until(lambda: len(reader._free) == reader._made)
             assert not view(taker.arenas[Tier.HBM]).any()
         assert taker.do(again).error == ""

@@ -64,7 +64,7 @@ def open_box() -> Iterator[Callable[..., Reader]]:
     with ExitStack() as stack:
 
         def build(*args: object, **named: object) -> Reader:
-            reader = Reader(*args, **named)  # type: ignore[arg-type]
+            reader = Reader(*args, **named)
             stack.callback(reader.box.close)
             return reader
 
@@ -97,7 +97,7 @@ def test_messages_arrive_once_and_in_order_from_many_threads(open_box: Callable[
     ]
     for thread in threads:
         thread.start()
-    numbers = [message.first for message in b.wait(800)]  # type: ignore[union-attr]
+    numbers = [message.first for message in b.wait(800)]
     for k in range(4):
         assert [n for n in numbers if n // 1000 == k] == list(range(1000 * k, 1000 * k + 200))
     assert {sender for sender, _ in b.heard} == {A}
@@ -119,8 +119,8 @@ def test_only_the_generation_that_is_meant_hears(open_box: Callable[..., Reader]
     for generation in (6, 0, 8, 7):  # 0: whoever bears the name
         a.box.connect(Peer("b", generation), b.box.address)
         a.box.send(Peer("b", generation), AskEvents(generation))
-        until(lambda g=generation: sum(vars_of(b)) == {6: 1, 0: 2, 8: 3, 7: 4}[g])  # type: ignore[misc]
-    assert [message.first for message in b.wait(2)] == [0, 7]  # type: ignore[union-attr]
+        until(lambda g=generation: sum(vars_of(b)) == {6: 1, 0: 2, 8: 3, 7: 4}[g])
+    assert [message.first for message in b.wait(2)] == [0, 7]
     b.box.become(Peer("b", 8))
     a.box.send(Peer("b", 7), AskEvents(70))
     until(lambda: b.box.counters.misdirected == 3)
@@ -156,7 +156,7 @@ def test_disconnect_drops_and_forgets(open_box: Callable[..., Reader]) -> None:
     assert a.box.counters.lost_unknown == 1
     a.box.connect(B, b.box.address)
     a.box.send(B, AskEvents(3))
-    assert [message.first for message in b.wait(2)] == [1, 3]  # type: ignore[union-attr]
+    assert [message.first for message in b.wait(2)] == [1, 3]
 
 
 def test_one_who_spoke_can_be_answered_without_a_line(open_box: Callable[..., Reader]) -> None:
@@ -216,7 +216,7 @@ def test_repeated_and_malformed_letters_are_dropped_and_counted(
     for letter in (letters[0], letters[0], letters[2], letters[1], letters[2]):
         push.send(letter)
     until(lambda: b.box.counters.repeated == 3)
-    assert [message.first for message in b.wait(2)] == [1, 3]  # type: ignore[union-attr]
+    assert [message.first for message in b.wait(2)] == [1, 3]
     other = Peer("a", 2)  # a new generation counts from the start
     push.send(wire.seal(other, "", B, 1, wire.encode(AskEvents(4))))
     b.wait(3)
@@ -301,8 +301,8 @@ def test_another_process_stopped_killed_and_started_again(open_box: Callable[...
             if process is not None:
                 process.kill()
                 process.wait()
-                process.stdin.close()  # type: ignore[union-attr]
-                process.stdout.close()  # type: ignore[union-attr]
+                process.stdin.close()
+                process.stdout.close()
 
 
 def test_queued_letters_survive_until_the_receiver_opens(open_box: Callable[..., Reader]) -> None:
@@ -326,7 +326,7 @@ def test_closing_lets_queued_letters_leave(open_box: Callable[..., Reader]) -> N
     a.close()
     a.close()  # harmless
     a.send(B, AskEvents(100))  # lost
-    assert [message.first for message in b.wait(100)] == list(range(100))  # type: ignore[union-attr]
+    assert [message.first for message in b.wait(100)] == list(range(100))
 
 
 def test_bad_arguments_are_the_users_errors(open_box: Callable[..., Reader]) -> None:

@@ -239,7 +239,7 @@ def test_lanes_keep_their_order_whatever_fails() -> None:
 
     for number in range(50):
         for lane in range(5):
-            assert lanes.submit(lane, lambda lane=lane, number=number: task(lane, number))  # type: ignore[misc]
+            assert lanes.submit(lane, lambda lane=lane, number=number: task(lane, number))
     lanes.close()
     for lane in range(5):
         assert [number for which, number in done if which == lane] == list(range(50))

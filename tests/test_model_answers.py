@@ -32,7 +32,7 @@ def prompt(llm: LLM, question: str) -> list[int]:
 
 
 def answers(llm: LLM, prompts: list[list[int]], max_tokens: int = 16, **more: object) -> list[str]:
-    done = llm.generate(prompts, GREEDY, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+    done = llm.generate(prompts, GREEDY, max_tokens=max_tokens, **more)
     for completion in done:
         for report in completion.outputs[0].logprobs:
             assert report.token == report.top[0][0], "the greedy token is the best one that is reported"

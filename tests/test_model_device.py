@@ -172,5 +172,5 @@ def test_attention_outside_a_step_is_a_bug() -> None:
     model = loaded(tiny_module("llama"))
     with pytest.raises(InvariantError, match="outside a step"):
         EagerForward(model.module)(*(torch.arange(3) for _ in range(3)))
-    with attending(None), pytest.raises(InvariantError):  # type: ignore[arg-type]
+    with attending(None), pytest.raises(InvariantError):
         EagerForward(model.module)(*(torch.arange(3) for _ in range(3)))

@@ -167,7 +167,7 @@ def test_nothing_that_it_knows_is_quicker_than_what_it_decides(
 
 
 def decide(model: CostModel, *where: int, **rest: object) -> Decision:
-    return model.decide(*where, GEOMETRY, **rest)  # type: ignore[arg-type]
+    return model.decide(*where, GEOMETRY, **rest)
 
 
 QUICK = CopyCurve(0.0, 0.0, 0.001)

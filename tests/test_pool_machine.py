@@ -154,7 +154,7 @@ class PoolWorld:
         other = random.choice([each.peer.name for each in self.nodes if each is not node])
         kind = random.choice(KINDS)
         if kind == "meet":
-            node.call(lambda now: machine.meet(self.network.nodes[other].machine.info, now))  # type: ignore[attr-defined]
+            node.call(lambda now: machine.meet(self.network.nodes[other].machine.info, now))
         elif kind == "store":
             node.call(lambda now: self.store(memory, tokens))
         elif kind == "match":

@@ -60,7 +60,7 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 def used(peer: PoolPeer) -> tuple[int, int]:
     """Blocks that are neither free nor merely cached, on each tier."""
     tiers = peer.report().by_tier
-    return tuple(tiers[t].blocks_used - tiers[t].blocks_evictable for t in (Tier.HBM, Tier.DRAM))  # type: ignore
+    return tuple(tiers[t].blocks_used - tiers[t].blocks_evictable for t in (Tier.HBM, Tier.DRAM))
 
 
 # -- the other process
@@ -154,7 +154,7 @@ def test_remote_memory(both: tuple[PoolPeer, Other]) -> None:
     """M1: allocate and free at another instance; addresses carry their owner's generation."""
     peer, other = both
     there = peer.alloc_mem(3, id="b")
-    assert there is not None and len(there) == 3 and there.generation != peer.alloc_mem(0).generation  # type: ignore
+    assert there is not None and len(there) == 3 and there.generation != peer.alloc_mem(0).generation
     assert other.call("used") == (3, 0)
     below = peer.alloc_mem(4, Tier.DRAM, id="b")
     assert below is not None and other.call("used") == (3, 4)
@@ -167,9 +167,7 @@ def test_remote_memory(both: tuple[PoolPeer, Other]) -> None:
 
 @pytest.mark.parametrize("source", [Tier.HBM, Tier.DRAM])
 @pytest.mark.parametrize("flags", [TransferFlag.NONE, TransferFlag.TO_DRAM, TransferFlag.BY_PAGE])
-def test_transfer_where_the_receiver_allocates(
-    both: tuple[PoolPeer, Other], source: Tier, flags: TransferFlag
-) -> None:
+def test_transfer_where_the_receiver_allocates(both: tuple[PoolPeer, Other], source: Tier, flags: TransferFlag) -> None:
     peer, other = both
     held = fill(peer, 3, source, seed=10)
     done = peer.transfer("b", held, flags=flags, private=b"for you")

@@ -179,10 +179,10 @@ def _network() -> tuple[FaultyNetwork, _Listener]:
 
 def _send_100(network: FaultyNetwork, there: _Listener) -> list[int]:
     for number in range(100):
-        network.send(Peer("a", 1), there.peer, number)  # type: ignore[arg-type]
+        network.send(Peer("a", 1), there.peer, number)
     while network.clock.run_one():
         pass
-    return there.heard  # type: ignore[return-value]
+    return there.heard
 
 
 def test_the_network_is_as_bad_as_it_is_told_to_be() -> None:

@@ -59,7 +59,7 @@ def _who_leaves_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def unnoticed(self: Gate, job: object, now: int) -> None:
         before = self._changed
-        left(self, job, now)  # type: ignore[arg-type]  # the job is a Job
+        left(self, job, now)
         self._changed = before
 
     monkeypatch.setattr(Gate, "left", unnoticed)

@@ -103,11 +103,11 @@ def test_messages_of_one_sender_keep_their_order() -> None:
     """The world's network promises what the mailbox does."""
     world = World(by_hand(Turn([1], 0)))
     arrived: list[int] = []
-    world.router.receive = lambda sender, message: arrived.append(message)  # type: ignore[method-assign,assignment]
+    world.router.receive = lambda sender, message: arrived.append(message)
     network: FaultyNetwork = world.network
     ways = network.part("p0", "router", "hold", both_ways=True)
     for number in range(20):
-        network.send(world.instances[0].peer, world.router.peer, number)  # type: ignore[arg-type]
+        network.send(world.instances[0].peer, world.router.peer, number)
         if number == 10:
             network.heal(ways, "hold")
     while world.clock.now < 50 * MS:
@@ -131,7 +131,7 @@ class OneLost(FaultyNetwork):
 
 
 def ends_something(message: AnyMessage) -> bool:
-    return any(output.finish_reason is not None for output in message.outputs)  # type: ignore[union-attr]
+    return any(output.finish_reason is not None for output in message.outputs)
 
 
 @pytest.mark.parametrize("mix", ["1C", "1P1D", "2P2D"])

@@ -172,7 +172,7 @@ BAD_LINES = [
 def test_a_malformed_file_is_one_clear_error(tmp_path: Path, read: object, lines: list[object], says: str) -> None:
     path = written(tmp_path, *lines)
     with pytest.raises(UserError) as caught:
-        read(path)  # type: ignore[operator]
+        read(path)
     assert str(path) in str(caught.value)
     assert says in str(caught.value)
 
@@ -202,8 +202,8 @@ def with_odd(value: object, path: tuple[object, ...], odd: object) -> object:
     """A copy of ``value`` with ``odd`` at ``path``."""
     if not path:
         return odd
-    made = dict(value) if isinstance(value, dict) else list(value)  # type: ignore[call-overload]
-    made[path[0]] = with_odd(made[path[0]], path[1:], odd)  # type: ignore[index]
+    made = dict(value) if isinstance(value, dict) else list(value)
+    made[path[0]] = with_odd(made[path[0]], path[1:], odd)
     return made
 
 
@@ -215,7 +215,7 @@ def test_whatever_stands_in_any_field_is_read_or_refused(tmp_path: Path, read: o
         for odd in ODD:
             path = written(tmp_path, with_odd(record, place, odd))
             try:
-                read(path)  # type: ignore[operator]
+                read(path)
             except UserError as error:
                 refused += 1
                 assert f"{path} line 1" in str(error) or f"{path} holds no" in str(error)

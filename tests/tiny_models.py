@@ -116,7 +116,7 @@ class Driver:
         self.device = ModelDevice(model, config, **options)
         self.steps = 0
 
-    def step(self, rows: list[tuple[int, int, int, tuple[int, ...]]] = (), **parts: Any) -> Any:  # type: ignore[assignment]
+    def step(self, rows: list[tuple[int, int, int, tuple[int, ...]]] = (), **parts: Any) -> Any:
         """Execute one plan; ``rows``: (slot, start, count, slots that sample)."""
         slots, starts, counts, samples = ([row[i] for row in rows] for i in range(4))
         plan = StepPlan(self.steps, slots=slots, starts=starts, counts=counts, sample_slots=samples, **parts)

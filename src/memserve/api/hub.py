@@ -101,7 +101,7 @@ class Hub:
         self._calls[id(call)] = call
         try:
             for at, request in enumerate(requests):
-                self.engine.submit(request, lambda news, at=at: self._post(call, at, news))  # type: ignore[misc]
+                self.engine.submit(request, lambda news, at=at: self._post(call, at, news))  # type: ignore[misc]  # a default binds the loop variable
         except BaseException:
             self.close(call)
             raise

@@ -87,7 +87,7 @@ def _recipe(kind: str, size: Size, data: Path | None, **more: float) -> Recipe:
         kind=kind, data=data, sessions=size.sessions, caps=size.caps,
         arrivals=Arrivals.POISSON, requests_per_s=size.rate,
     )  # fmt: skip
-    return replace(recipe, **more)  # type: ignore[arg-type]
+    return replace(recipe, **more)  # type: ignore[arg-type]  # the keys are its fields
 
 
 def parse_studies(text: str) -> tuple[str, ...]:

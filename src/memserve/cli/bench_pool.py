@@ -46,7 +46,7 @@ def pool(
         "blocks": _counts(blocks, "--blocks"), "prompt_tokens": _counts(prompt_tokens, "--prompt-tokens"),
         "tree_prompts": tree_prompts, "rounds": rounds, "copy_rounds": copy_rounds,
     }  # fmt: skip
-    plan = dataclasses.replace(QUICK if quick else FULL, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    plan = dataclasses.replace(QUICK if quick else FULL, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]  # the keys are its fields
     options = EngineOptions(
         model=model, dtype=dtype, device="cpu", kv_memory_bytes=parse_bytes(kv_memory), block_tokens=block_tokens
     )

@@ -67,7 +67,7 @@ def serve(
         "sessions": sessions, "turns_max": turns_max, "prompt_tokens_max": prompt_tokens_max,
         "output_tokens_max": output_tokens_max, "rate": rate,
     }  # fmt: skip
-    size = dataclasses.replace(QUICK if quick else FULL, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
+    size = dataclasses.replace(QUICK if quick else FULL, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]  # the keys are its fields
     chosen = quick or any(value is not None for value in (workload, settings, share_ratio))
     settings = settings if settings is not None else QUICK_SETTINGS if quick else by.DEFAULT_SETTINGS
     contenders = ",".join([settings, *map(named_server, base_url or ())])

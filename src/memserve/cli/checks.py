@@ -89,7 +89,7 @@ def check_torch() -> Iterator[Finding]:
         return
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
     detail = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {device}"
-    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch does not type it
         yield Finding("torch build", Status.OK, detail)
     else:
         yield Finding("torch build", Status.WARN, f"{detail}, no oneDNN", "matrix products are slower without oneDNN")

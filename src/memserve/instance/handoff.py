@@ -86,7 +86,7 @@ class Handoffs:
             if group.tokens_here is None or orders is None or sequence.scheduled_step != plan.step_id:
                 continue
             if sequence is next(iter(group.sequences.values())):  # it computes the prompt for all
-                start = plan.starts[plan.slots.index(sequence.slot)]  # type: ignore[arg-type]
+                start = plan.starts[plan.slots.index(sequence.slot)]  # type: ignore[arg-type]  # who is in a plan has a slot
                 if orders.offer_id is None:
                     self._offer(group, orders, sequence, start, now)
                 self._name(orders, sequence, plan)
@@ -94,7 +94,7 @@ class Handoffs:
     def _offer(self, group: Group, orders: Orders, sequence: Sequence, start: int, now: int) -> None:
         request = orders.original or group.request
         orders.offer_id = self._exchange.offer(
-            orders.decode_at,  # type: ignore[arg-type]
+            orders.decode_at,  # type: ignore[arg-type]  # who leaves knows where to
             request.tenant,
             sequence.known_tokens(),
             sequence.blocks,

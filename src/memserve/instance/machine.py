@@ -93,7 +93,7 @@ class Instance:
         self._link: ClusterLink | None = None
         if me is not None:
             check(geometry is not None, "a member of a cluster must know the geometry of its KV")
-            self._link = ClusterLink(self._roster, self._desk, self._pins, config, geometry, me)  # type: ignore[arg-type]
+            self._link = ClusterLink(self._roster, self._desk, self._pins, config, geometry, me)  # type: ignore[arg-type]  # as was just checked
 
     # -- the one mutator
 

@@ -103,7 +103,7 @@ class Roster:
         """Have the device forget what it knows of the slot; the sequence keeps it."""
         if sequence.opened:
             check(sequence.slot is not None, f"{sequence.request_id} is open without a slot")
-            self.closing.append(sequence.slot)  # type: ignore[arg-type]
+            self.closing.append(sequence.slot)  # type: ignore[arg-type]  # who is closed has a slot
             sequence.opened = False
 
     def _leave_slot(self, sequence: Sequence) -> None:

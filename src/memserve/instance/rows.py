@@ -31,7 +31,7 @@ class RowWriter:
         """New blocks behind the last one."""
         self.roster.memory.append(sequence, blocks)
         if sequence.opened:
-            self.plan.grow.append((sequence.slot, blocks))  # type: ignore[arg-type]
+            self.plan.grow.append((sequence.slot, blocks))  # type: ignore[arg-type]  # who has a row has a slot
 
     def make_writable(self, sequence: Sequence, end: int) -> bool:
         """Blocks, its own, for the tokens ``[computed, end)``; ``False`` when the pool has no room."""
@@ -44,7 +44,7 @@ class RowWriter:
             if not memory.make_private(sequence):
                 return False
             if sequence.opened and sequence.blocks[place] != before:
-                self.plan.replace.append((sequence.slot, place, sequence.blocks[place]))  # type: ignore[arg-type]
+                self.plan.replace.append((sequence.slot, place, sequence.blocks[place]))  # type: ignore[arg-type]  # who has a row has a slot
         missing = ceil_div(end, memory.block_tokens) - len(sequence.blocks)
         if missing <= 0:
             return True
@@ -103,7 +103,7 @@ class RowWriter:
         if not sequence.opened:
             self._open(sequence)
         row = len(plan.slots)
-        plan.slots.append(sequence.slot)  # type: ignore[arg-type]
+        plan.slots.append(sequence.slot)  # type: ignore[arg-type]  # who has a row has a slot
         plan.starts.append(start)
         plan.counts.append(end - start)
         outstanding.prefill_tokens += end - start
@@ -128,7 +128,7 @@ class RowWriter:
         group = sequence.group
         self.plan.open.append(
             OpenSequence(
-                slot=sequence.slot,  # type: ignore[arg-type]
+                slot=sequence.slot,  # type: ignore[arg-type]  # who has a row has a slot
                 tokens=sequence.known_tokens(),
                 prompt_tokens=sequence.prompt_tokens,
                 index=sequence.index,
@@ -178,7 +178,7 @@ class RowWriter:
                 child.left = first.left
                 child.scheduled_step = self.plan.step_id
                 self.roster.enter(child, Phase.DECODING if child.left else Phase.IDLE)
-                draws.append(child.slot)  # type: ignore[arg-type]
+                draws.append(child.slot)  # type: ignore[arg-type]  # who draws has a slot
                 self.outstanding.targets.insert(place, child)
                 place += 1
             self.plan.sample_slots[row] = tuple(draws)

@@ -163,7 +163,7 @@ class InstanceNode(Process):
         self._join()
 
     def post(self, event: object) -> None:
-        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]
+        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # whoever posts knows what the machine hears
         self.host.handled(self, event, actions)
         for action in actions:
             self._perform(action)
@@ -253,7 +253,7 @@ class RouterNode(Process):
         self.post(MessageArrived(sender, message))
 
     def post(self, event: object) -> None:
-        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]
+        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # whoever posts knows what the machine hears
         self.host.handled(self, event, actions)
         self.perform(actions)
         self.ticking.look(self.machine.next_deadline_ns)

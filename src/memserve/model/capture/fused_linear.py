@@ -88,7 +88,7 @@ class PackedLinear:
         rows = x.numel() // self.k
         if rows <= self._rows_max:
             return self._few_rows(x, rows)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]  # an operator: torch types none
 
     def blocks(self) -> Tensor | None:
         """The packed weight as ``[n / 64, k, 64]`` or ``[n / 64, k / 2, 64, 2]``, not copied; None if padded."""
@@ -149,10 +149,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _pack(weight: Tensor) -> Tensor | None:
     """oneDNN's packed copy, or None where this processor or build has none for the dtype."""
-    if weight.dtype not in _CODES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if weight.dtype not in _CODES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch does not type it
         return None
     try:
-        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8)  # type: ignore[no-any-return]
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8)  # type: ignore[no-any-return]  # an operator: torch types none
     except (RuntimeError, AttributeError):
         return None
 

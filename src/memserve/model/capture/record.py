@@ -45,11 +45,11 @@ class Trace:
     inputs: tuple[fx.Node, ...]
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type its base
     """Appends each dispatched operation to a graph. Tensors are known by identity and kept alive until the end."""
 
     def __init__(self, inputs: dict[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # nor its constructor
         self.graph = fx.Graph()
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[Any] = []

@@ -90,7 +90,7 @@ def remote_model(card: ModelCard, folder: ModelFolder) -> RemoteModel:
 
 def import_tokenizers() -> None:
     """Import what a tokenizer needs, while others load their models."""
-    import transformers.tokenization_utils_tokenizers  # noqa: F401
+    import transformers.tokenization_utils_tokenizers  # noqa: F401  # importing is what takes the time
 
 
 def _load_tokenizer(folder: ModelFolder, tokenizer_class: str) -> Any:

@@ -134,7 +134,7 @@ def _load_module(folder: ModelFolder, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers does not type it
     try:
         module = AutoModelForCausalLM.from_pretrained(
             folder.path, dtype=dtype, attn_implementation="eager", local_files_only=True
