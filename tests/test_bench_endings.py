@@ -110,9 +110,14 @@ def test_sigterm_in_capacity_keeps_what_was_found(tmp_path: Path) -> None:
     assert read_records(tmp_path / "run" / "records.jsonl.gz")
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_folder(tiny_module("llama"), tmp_path_factory.mktemp("model") / "llama")
+
+
 @pytest.mark.parametrize("command", ["serve", "capacity"])
-def test_a_server_that_still_starts_is_ended_too(tmp_path: Path, command: str) -> None:
-    bench = started(command, "--settings", "PD", "--out", str(tmp_path / "run"))
+def test_a_server_that_still_starts_is_ended_too(model: Path, tmp_path: Path, command: str) -> None:
+    bench = started(command, "--settings", "PD", "--model", str(model), "--out", str(tmp_path / "run"))
     until(lambda: bool(servers(bench.pid)))
     (server,) = servers(bench.pid)
     os.kill(bench.pid, signal.SIGINT)
@@ -127,10 +132,9 @@ def test_a_server_that_still_starts_is_ended_too(tmp_path: Path, command: str) -
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedChild]:
+def served(model: Path) -> Iterator[ServedChild]:
     """A cluster of one tiny instance."""
-    folder = save_folder(tiny_module("llama"), tmp_path_factory.mktemp("model") / "llama")
-    flags = f"--model {folder} --prefill 0 --decode 0 --colocated 1 --dtype float32 --kv-memory 8MiB --threads 1"
+    flags = f"--model {model} --prefill 0 --decode 0 --colocated 1 --dtype float32 --kv-memory 8MiB --threads 1"
     child = ServedChild(flags.split())
     try:
         yield child
