@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memserve.cli import options as opt
+from memserve.cli.grouped import grouped
 from memserve.cli.logs import set_up_logging
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.types import Role
-from memserve.units import parse_bytes
 
 if TYPE_CHECKING:
     from memserve.runtime.instance_host import MemberOptions
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 SECRET_HINT = "give the file that `memserve serve --cluster-secret-file` was given"
 
 
+@grouped
 def instance(
+    *,
     join: Annotated[
         str,
         typer.Option(
@@ -43,33 +45,13 @@ def instance(
     ] = None,
     cluster_secret_file: opt.ClusterSecretFile = None,
     link: opt.Link = "auto",
-    model: opt.Model = opt.DEFAULT_MODEL,
-    dtype: opt.Dtype = opt.DEFAULTS.dtype,
-    device: opt.DeviceName = opt.DEFAULTS.device,
-    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
-    dram_memory: opt.DramMemory = "0",
-    no_cache: opt.NoCache = False,
-    max_running: opt.MaxRunning = opt.DEFAULTS.max_running,
-    max_waiting: opt.MaxWaiting = opt.DEFAULTS.max_waiting,
-    max_step_tokens: opt.MaxStepTokens = opt.DEFAULTS.max_step_tokens,
-    prefill_chunk_tokens: opt.PrefillChunk = opt.DEFAULTS.prefill_chunk_tokens,
-    preemption: opt.Preemption = opt.DEFAULTS.preemption,
-    max_model_tokens: opt.MaxModelTokens = None,
-    threads: opt.Threads = None,
-    block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
-    steps_in_flight: opt.StepsInFlight = opt.DEFAULTS.steps_in_flight,
+    engine: opt.EngineFlags,
     drain_s: Annotated[float, typer.Option(min=0, help="How long it may finish what it has after SIGTERM.")] = 20.0,
     log_level: opt.LogLevel = "warning",
     supervised: Annotated[bool, typer.Option(hidden=True, help="It is a child of `memserve serve`.")] = False,
 ) -> None:
     """Run one instance of a cluster: it joins a router, serves it, and leaves on SIGTERM."""
-    engine_options = EngineOptions(
-        model=model, dtype=dtype, device=device,
-        kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=parse_bytes(dram_memory), caching=not no_cache,
-        max_running=max_running, max_waiting=max_waiting, max_step_tokens=max_step_tokens,
-        prefill_chunk_tokens=prefill_chunk_tokens, preemption=preemption,
-        max_model_tokens=max_model_tokens, threads=threads, block_tokens=block_tokens, steps_in_flight=steps_in_flight,
-    )  # fmt: skip
+    engine_options = engine.options()
     if supervised:
         _run_supervised(engine_options, join, role, name or role.value, link, log_level)
         return

@@ -13,7 +13,7 @@ from memserve.config import DEFAULT_MODEL as DEFAULT_MODEL
 from memserve.config import POLICIES, AdmissionConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.types import Admission, Caching, TransferMode
-from memserve.units import human_bytes, ns_from_s
+from memserve.units import NS_PER_S, human_bytes, ns_from_s, parse_bytes
 
 DEFAULTS = EngineOptions()
 DEFAULT_KV_MEMORY = human_bytes(DEFAULTS.kv_memory_bytes).replace(".0 ", "")
@@ -74,6 +74,55 @@ AdmissionEvictions = Annotated[
     int | None,
     typer.Option(min=0, help="KV of ended requests counts as taken; one request may take that of so many."),
 ]
+_GATE = AdmissionConfig()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """What each engine of ``serve`` and ``instance`` is like."""
+
+    model: Model = DEFAULT_MODEL
+    dtype: Dtype = DEFAULTS.dtype
+    device: DeviceName = DEFAULTS.device
+    kv_memory: KvMemory = DEFAULT_KV_MEMORY
+    dram_memory: DramMemory = "0"
+    no_cache: NoCache = False
+    max_running: MaxRunning = DEFAULTS.max_running
+    max_waiting: MaxWaiting = DEFAULTS.max_waiting
+    max_step_tokens: MaxStepTokens = DEFAULTS.max_step_tokens
+    prefill_chunk_tokens: PrefillChunk = DEFAULTS.prefill_chunk_tokens
+    preemption: Preemption = DEFAULTS.preemption
+    max_model_tokens: MaxModelTokens = None
+    threads: Threads = None
+    block_tokens: BlockTokens = DEFAULTS.block_tokens
+    steps_in_flight: StepsInFlight = DEFAULTS.steps_in_flight
+
+    def options(self) -> EngineOptions:
+        """In the units of the engine. Raises :class:`UserError` for sizes that are none."""
+        given = dataclasses.asdict(self)
+        kv_memory, dram_memory, no_cache = (given.pop(name) for name in ("kv_memory", "dram_memory", "no_cache"))
+        kv_bytes, dram_bytes = parse_bytes(kv_memory), parse_bytes(dram_memory)
+        return EngineOptions(**given, kv_memory_bytes=kv_bytes, dram_memory_bytes=dram_bytes, caching=not no_cache)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GateFlags:
+    """Who is let in, of ``serve`` and ``sim run``."""
+
+    admission: AdmissionMode = _GATE.mode
+    max_active: MaxActive = None
+    admission_queue: AdmissionQueue = _GATE.waiting_max
+    admission_wait: AdmissionWait = _GATE.wait_ns / NS_PER_S
+    admission_evictions: AdmissionEvictions = None
+
+    def config(self, tenant_weights: list[str] | None = None) -> AdmissionConfig:
+        """The gate that these options say. Raises :class:`UserError` for options that would do nothing."""
+        return admission_config(
+            self.admission, self.max_active, self.admission_queue, self.admission_wait, self.admission_evictions,
+            tenant_weights,
+        )  # fmt: skip
+
+
 LogLevel = Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))]
 ClusterHost = Annotated[str, typer.Option(help="Address by which other hosts reach this one: router and instances.")]
 ClusterPort = Annotated[

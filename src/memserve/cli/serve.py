@@ -16,12 +16,13 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.cli.cluster import ClusterOptions, choose_counts, running_cluster
+from memserve.cli.grouped import grouped
 from memserve.cli.logs import set_up_logging
 from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.meta_open import metadata_place
 from memserve.types import Admission, Caching
-from memserve.units import MIB, NS_PER_S, parse_bytes
+from memserve.units import MIB
 
 if TYPE_CHECKING:
     from memserve.api.served import ServingEngine
@@ -46,24 +47,12 @@ class HttpOptions:
     log_level: str
 
 
+@grouped
 def serve(
-    model: opt.Model = opt.DEFAULT_MODEL,
+    *,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free one.")] = 8000,
-    dtype: opt.Dtype = opt.DEFAULTS.dtype,
-    device: opt.DeviceName = opt.DEFAULTS.device,
-    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
-    dram_memory: opt.DramMemory = "0",
-    no_cache: opt.NoCache = False,
-    max_running: opt.MaxRunning = opt.DEFAULTS.max_running,
-    max_waiting: opt.MaxWaiting = opt.DEFAULTS.max_waiting,
-    max_step_tokens: opt.MaxStepTokens = opt.DEFAULTS.max_step_tokens,
-    prefill_chunk_tokens: opt.PrefillChunk = opt.DEFAULTS.prefill_chunk_tokens,
-    preemption: opt.Preemption = opt.DEFAULTS.preemption,
-    max_model_tokens: opt.MaxModelTokens = None,
-    threads: opt.Threads = None,
-    block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
-    steps_in_flight: opt.StepsInFlight = opt.DEFAULTS.steps_in_flight,
+    engine: opt.EngineFlags,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients see; default: the model's.")] = None,
     generation_config: opt.GenerationConfig = True,
     api_key: opt.ApiKeys = None,
@@ -77,11 +66,7 @@ def serve(
     policy: opt.Policy = CLUSTER.policy,
     transfer: opt.Transfer = CLUSTER.transfer,
     link: opt.Link = "auto",
-    admission: opt.AdmissionMode = CLUSTER.admission.mode,
-    max_active: opt.MaxActive = None,
-    admission_queue: opt.AdmissionQueue = CLUSTER.admission.waiting_max,
-    admission_wait: opt.AdmissionWait = CLUSTER.admission.wait_ns / NS_PER_S,
-    admission_evictions: opt.AdmissionEvictions = None,
+    gate: opt.GateFlags,
     weights: opt.TenantWeights = None,
     cluster_host: opt.ClusterHost = "127.0.0.1",
     cluster_port: opt.ClusterPort = None,
@@ -90,20 +75,15 @@ def serve(
     in_process: Annotated[bool, typer.Option(help="One engine in this very process, and no cluster.")] = False,
 ) -> None:
     """Serve a model over the OpenAI HTTP API: a router, one prefill and one decode instance, unless told otherwise."""
-    engine_options = EngineOptions(
-        model=model, dtype=dtype, device=device, block_tokens=block_tokens, steps_in_flight=steps_in_flight,
-        kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=parse_bytes(dram_memory), caching=not no_cache,
-        max_running=max_running, max_waiting=max_waiting, max_step_tokens=max_step_tokens, preemption=preemption,
-        prefill_chunk_tokens=prefill_chunk_tokens, max_model_tokens=max_model_tokens, threads=threads,
-    )  # fmt: skip
+    engine_options = engine.options()
     edge = (tuple(api_key or ()), served_model_name, generation_config, drain_s, max_body_mib * MIB, log_level)
     http = HttpOptions(host, port, *edge)
-    gate = opt.admission_config(admission, max_active, admission_queue, admission_wait, admission_evictions, weights)
+    admission = gate.config(weights)
     if in_process:
-        run_server(_alone(engine_options, gate, prefill, decode, colocated, cluster_port), http, None)
+        run_server(_alone(engine_options, admission, prefill, decode, colocated, cluster_port), http, None)
         return
-    config = ClusterConfig(Caching.OFF if no_cache else caching, policy, transfer, admission=gate)
-    counts, kept_in = choose_counts(prefill, decode, colocated, device), metadata_place(metadata, port)
+    config = ClusterConfig(Caching.OFF if engine.no_cache else caching, policy, transfer, admission=admission)
+    counts, kept_in = choose_counts(prefill, decode, colocated, engine.device), metadata_place(metadata, port)
     secret = opt.secret_of(cluster_port, cluster_secret_file)
     run_server(engine_options, http, ClusterOptions(*counts, config, link, cluster_host, cluster_port, secret, kept_in))
 

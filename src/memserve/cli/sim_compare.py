@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memserve.cli import sim_options as sim
+from memserve.cli.grouped import grouped
 from memserve.config import POLICIES
 from memserve.errors import UserError
 from memserve.types import Caching, TransferMode
@@ -22,16 +23,11 @@ STATISTICS = ("mean", "p50", "p90", "p99")
 MS = 1e3
 
 
+@grouped
 def compare(
     first: A,
     second: A,
-    workload: sim.WorkloadName = "chat",
-    trace: sim.Trace = None,
-    data: sim.Data = None,
-    sessions: sim.Sessions = None,
-    rate: sim.Rate = None,
-    speed: sim.Speed = 1.0,
-    seed: sim.Seed = 0,
+    workload: sim.WorkloadFlags,
     model: sim.ModelName = "llama-3-8b",
     device: sim.DeviceKind = "h100",
     profile: sim.ProfileFile = None,
@@ -42,18 +38,15 @@ def compare(
 
     A setting is INSTANCES, then any of a policy, caching level, transfer mode and device: prefill=1,decode=3/session.
     """
-    wanted = sim.Wanted(
-        workload=workload, trace=trace, data=data, sessions=sessions, rate=rate, speed=speed, seed=seed, model=model,
-        device=device, profile=profile, kv_blocks=kv_blocks, heartbeat_ms=heartbeat_ms,
-    )  # fmt: skip
-    one, other = _figures_of(first, wanted), _figures_of(second, wanted)
+    wanted = sim.Wanted(model=model, device=device, profile=profile, kv_blocks=kv_blocks, heartbeat_ms=heartbeat_ms)
+    one, other = (_figures_of(text, workload, wanted) for text in (first, second))
     for name in [name for name in one if name in other] or [""]:
         before = one.get(name) or next(iter(one.values()))
         after = other.get(name) or next(iter(other.values()))
         typer.echo("\n".join(table(name, first, second, before, after)))
 
 
-def _figures_of(text: str, wanted: sim.Wanted) -> dict[str, Figures]:
+def _figures_of(text: str, workload: sim.WorkloadFlags, wanted: sim.Wanted) -> dict[str, Figures]:
     """Workload -> its figures."""
     if Path(text).is_dir():
         return read_figures(Path(text))
@@ -62,8 +55,8 @@ def _figures_of(text: str, wanted: sim.Wanted) -> dict[str, Figures]:
     from memserve.cli.sim_results import simulate
 
     chosen = parse_setting(text, wanted)
-    made = build(chosen.recipe())
-    return {made.kind: figures(simulate(chosen.setup(), made, text, made.kind, chosen.seed).records)}
+    made = build(workload.recipe())
+    return {made.kind: figures(simulate(chosen.setup(), made, text, made.kind, workload.seed).records)}
 
 
 def read_figures(folder: Path) -> dict[str, Figures]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memserve.config import AdmissionConfig
+from memserve.cli import options as opt
+from memserve.config import AdmissionConfig, ClusterConfig
 from memserve.errors import UserError
-from memserve.types import Caching, TransferMode
 from memserve.units import NS_PER_MS, parse_bytes
 
 if TYPE_CHECKING:
@@ -41,29 +41,20 @@ Out = Annotated[Path | None, typer.Option(help="Folder for records, results, rep
 PAPER_NAMES = {"sharegpt": "chat", "loogle": "documents"}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the options say, not looked at yet."""
+_CLUSTER = ClusterConfig()
 
-    workload: str = "chat"
-    trace: Path | None = None
-    data: Path | None = None
-    sessions: int | None = None
-    rate: float | None = None
-    speed: float = 1.0
-    seed: int = 0
-    instances: str = "prefill=1,decode=1"
-    model: str = "llama-3-8b"
-    device: str = "h100"
-    profile: Path | None = None
-    kv_blocks: int | None = None
-    dram_memory: str = "0"
-    policy: str = "cost"
-    caching: Caching = Caching.PD_CACHING_3
-    transfer: TransferMode = TransferMode.BY_REQUEST_AGG
-    faults: str = ""
-    heartbeat_ms: int = 500
-    admission: AdmissionConfig = dataclasses.field(default_factory=AdmissionConfig)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkloadFlags:
+    """What is sent, when."""
+
+    workload: WorkloadName = "chat"
+    trace: Trace = None
+    data: Data = None
+    sessions: Sessions = None
+    rate: Rate = None
+    speed: Speed = 1.0
+    seed: Seed = 0
 
     def recipe(self) -> Recipe:
         """Of the workload."""
@@ -76,16 +67,32 @@ class Wanted:
             requests_per_s=self.rate or 1.0, speed=self.speed,
         )  # fmt: skip
 
-    def setup(self) -> Setup:
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """The cluster that the options say, not looked at yet."""
+
+    instances: Instances = "prefill=1,decode=1"
+    model: ModelName = "llama-3-8b"
+    device: DeviceKind = "h100"
+    profile: ProfileFile = None
+    kv_blocks: KvBlocks = None
+    dram_memory: DramMemory = "0"
+    policy: opt.Policy = _CLUSTER.policy
+    caching: opt.CachingLevel = _CLUSTER.caching
+    transfer: opt.Transfer = _CLUSTER.transfer
+    faults: Faults = ""
+    heartbeat_ms: HeartbeatMs = 500
+
+    def setup(self, admission: AdmissionConfig = _CLUSTER.admission) -> Setup:
         """Of the cluster. Raises :class:`UserError` for what cannot be."""
-        from memserve.config import ClusterConfig
         from memserve.sim.replay.setup import Setup, Surroundings, parse_faults, parse_instances
 
         instances = parse_instances(self.instances)
         return Setup(
             instances,
             self.machine(),
-            ClusterConfig(self.caching, self.policy, self.transfer, admission=self.admission),
+            ClusterConfig(self.caching, self.policy, self.transfer, admission=admission),
             around=Surroundings(heartbeat_ns=self.heartbeat_ms * NS_PER_MS),
             faults=parse_faults(self.faults, instances),
         )

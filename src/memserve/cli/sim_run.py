@@ -11,40 +11,18 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.cli import sim_options as sim
+from memserve.cli.grouped import grouped
 from memserve.cli.load import SloJct, SloTpot, SloTtft, read_slo
-from memserve.config import ClusterConfig
-from memserve.units import NS_PER_S
 
 if TYPE_CHECKING:
     from memserve.cli.sim_results import Simulated
 
-CLUSTER = ClusterConfig()
 
-
+@grouped
 def run(
-    workload: sim.WorkloadName = "chat",
-    trace: sim.Trace = None,
-    data: sim.Data = None,
-    sessions: sim.Sessions = None,
-    rate: sim.Rate = None,
-    speed: sim.Speed = 1.0,
-    seed: sim.Seed = 0,
-    instances: sim.Instances = "prefill=1,decode=1",
-    model: sim.ModelName = "llama-3-8b",
-    device: sim.DeviceKind = "h100",
-    profile: sim.ProfileFile = None,
-    kv_blocks: sim.KvBlocks = None,
-    dram_memory: sim.DramMemory = "0",
-    policy: opt.Policy = CLUSTER.policy,
-    caching: opt.CachingLevel = CLUSTER.caching,
-    transfer: opt.Transfer = CLUSTER.transfer,
-    admission: opt.AdmissionMode = CLUSTER.admission.mode,
-    max_active: opt.MaxActive = None,
-    admission_queue: opt.AdmissionQueue = CLUSTER.admission.waiting_max,
-    admission_wait: opt.AdmissionWait = CLUSTER.admission.wait_ns / NS_PER_S,
-    admission_evictions: opt.AdmissionEvictions = None,
-    faults: sim.Faults = "",
-    heartbeat_ms: sim.HeartbeatMs = 500,
+    workload: sim.WorkloadFlags,
+    wanted: sim.Wanted,
+    gate: opt.GateFlags,
     limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after so much virtual time.")] = None,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
@@ -57,13 +35,8 @@ def run(
     from memserve.bench.text import describe
     from memserve.cli.sim_results import simulate, summed_up, write_folder
 
-    wanted = sim.Wanted(
-        workload, trace, data, sessions, rate, speed, seed, instances, model, device, profile, kv_blocks, dram_memory,
-        policy, caching, transfer, faults, heartbeat_ms,
-        opt.admission_config(admission, max_active, admission_queue, admission_wait, admission_evictions),
-    )  # fmt: skip
-    setup, made = wanted.setup(), build(wanted.recipe())
-    done = simulate(setup, made, wanted.name(), made.kind, seed, limit_s=limit_s)
+    setup, made = wanted.setup(gate.config()), build(workload.recipe())
+    done = simulate(setup, made, wanted.name(), made.kind, workload.seed, limit_s=limit_s)
     slo, command = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms), shlex.join(["memserve", *sys.argv[1:]])
     if out is not None:
         results = write_folder(out, [done], slo, command, made.notes)

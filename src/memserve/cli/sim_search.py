@@ -10,6 +10,7 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.cli import sim_options as sim
+from memserve.cli.grouped import grouped
 from memserve.cli.load import SloJct, SloTpot, SloTtft, read_slo
 from memserve.config import ClusterConfig
 from memserve.errors import UserError
@@ -22,14 +23,9 @@ if TYPE_CHECKING:
 CLUSTER = ClusterConfig()
 
 
+@grouped
 def search(
-    workload: sim.WorkloadName = "chat",
-    trace: sim.Trace = None,
-    data: sim.Data = None,
-    sessions: sim.Sessions = None,
-    rate: sim.Rate = None,
-    speed: sim.Speed = 1.0,
-    seed: sim.Seed = 0,
+    workload: sim.WorkloadFlags,
     model: sim.ModelName = "llama-3-8b",
     devices: Annotated[str, typer.Option(help="Kinds of device to try, comma-separated: h100,a100,h100x2.")] = "h100",
     prices: Annotated[str, typer.Option(help="Of a device hour, e.g. h100=3,a100=1.5; default: 1 each.")] = "",
@@ -51,11 +47,8 @@ def search(
     slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
     if slo == read_slo(None, None, None):
         raise UserError("no SLO to hold", hint="for example --slo-ttft-ms 500 --slo-tpot-ms 50")
-    wanted = sim.Wanted(
-        workload=workload, trace=trace, data=data, sessions=sessions, rate=rate, speed=speed, seed=seed, model=model,
-        policy=policy, caching=caching, heartbeat_ms=heartbeat_ms,
-    )  # fmt: skip
-    made, known = build(wanted.recipe()), read_prices(prices)
+    wanted = sim.Wanted(model=model, policy=policy, caching=caching, heartbeat_ms=heartbeat_ms)
+    made, known = build(workload.recipe()), read_prices(prices)
     found: list[tuple[str, Trial | None]] = []
     for kind in (kind.strip() for kind in devices.split(",")):
         for mix in parse_mixes(mixes):
