@@ -11,7 +11,6 @@ Prints one line a setting; the exit status is 1 when any setting differs.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 import time
@@ -19,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from chats import read
 
 TIE_LOGITS = 1e-4
 MIB = 1 << 20
@@ -68,12 +69,6 @@ def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
 
 
 # -- prompts
-
-
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of one ``.jsonl.gz`` file."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
 
 
 def conversations(data: Path, count: int) -> Iterator[list[dict[str, str]]]:

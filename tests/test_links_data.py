@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from memserve.runtime.links.link import LinkError
 from memserve.runtime.links.nixl import NixlLink
 from memserve.runtime.links.ranges import Ranges, pull_plan, shards
 from memserve.types import Tier
+from waiting import eventually
 
 BLOCK, PAGE = GEOMETRY.block_bytes, GEOMETRY.page_bytes
 NIXL = pytest.mark.skipif(not nixl_agent.nixl_is_installed(), reason="NIXL (extra: nixl) is not installed")
@@ -340,7 +341,7 @@ def test_a_stopped_and_a_killed_owner_cost_no_more_than_the_deadline(ucx: str | 
         assert owner.seal(Tier.HBM, (0,), 0, 4)  # it runs again
         if answer.error:
             reader = taker.port._links[0]._reader
-            wait_until(lambda: len(reader._free) == reader._made)
+            eventually(lambda: len(reader._free) == reader._made)
             assert not view(taker.arenas[Tier.HBM]).any()
         assert taker.do(again).error == ""
         last = taker.pull(owner, everything, everything)
@@ -404,10 +405,3 @@ def cut(descriptor: int) -> bool:
             connection.shutdown(socket.SHUT_RDWR)
             return True
     return False
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "did not happen"
-        time.sleep(0.005)

@@ -21,6 +21,7 @@ from memserve.runtime.links import wire
 from memserve.runtime.links.curve import CurveKeys
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.links.outbox import LETTERS_QUEUED_MAX, configure
+from waiting import eventually
 
 SECRET = "the secret of this test's cluster"
 A, B = Peer("a", 1), Peer("b", 1)
@@ -48,14 +49,6 @@ class Reader:
     @property
     def port(self) -> int:
         return int(self.box.address.rsplit(":", 1)[1])
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    """Wait for something that another thread does."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "did not happen"
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -119,14 +112,14 @@ def test_only_the_generation_that_is_meant_hears(open_box: Callable[..., Reader]
     for generation in (6, 0, 8, 7):  # 0: whoever bears the name
         a.box.connect(Peer("b", generation), b.box.address)
         a.box.send(Peer("b", generation), AskEvents(generation))
-        until(lambda g=generation: sum(vars_of(b)) == {6: 1, 0: 2, 8: 3, 7: 4}[g])
+        eventually(lambda g=generation: sum(vars_of(b)) == {6: 1, 0: 2, 8: 3, 7: 4}[g])
     assert [message.first for message in b.wait(2)] == [0, 7]
     b.box.become(Peer("b", 8))
     a.box.send(Peer("b", 7), AskEvents(70))
-    until(lambda: b.box.counters.misdirected == 3)
+    eventually(lambda: b.box.counters.misdirected == 3)
     a.box.connect(Peer("c", 1), b.box.address)
     a.box.send(Peer("c", 1), Leave())
-    until(lambda: b.box.counters.misdirected == 4)
+    eventually(lambda: b.box.counters.misdirected == 4)
     assert len(b.heard) == 2
 
 
@@ -190,7 +183,7 @@ def test_strangers_are_not_heard(open_box: Callable[..., Reader], raw_push: Call
         push.send(letter)
     with socket.create_connection(("127.0.0.1", b.port)) as plain:  # not even ZeroMQ
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-        until(lambda: b.box.counters.handshakes_failed >= 4)
+        eventually(lambda: b.box.counters.handshakes_failed >= 4)
     assert vars_of(b) == (0, 0) and b.box.counters.malformed == 0
     a = open_box(A)  # and the cluster still works
     a.box.connect(B, b.box.address)
@@ -202,7 +195,7 @@ def test_a_mailbox_with_another_secret_is_not_heard(open_box: Callable[..., Read
     b, thief = open_box(B), open_box(A, "some other cluster's secret")
     thief.box.connect(B, b.box.address)
     thief.box.send(B, Leave())
-    until(lambda: b.box.counters.handshakes_failed >= 1)
+    eventually(lambda: b.box.counters.handshakes_failed >= 1)
     assert b.heard == []
 
 
@@ -215,7 +208,7 @@ def test_repeated_and_malformed_letters_are_dropped_and_counted(
     letters = [wire.seal(A, "tcp://127.0.0.1:1", B, n, wire.encode(AskEvents(n))) for n in (1, 2, 3)]
     for letter in (letters[0], letters[0], letters[2], letters[1], letters[2]):
         push.send(letter)
-    until(lambda: b.box.counters.repeated == 3)
+    eventually(lambda: b.box.counters.repeated == 3)
     assert [message.first for message in b.wait(2)] == [1, 3]
     other = Peer("a", 2)  # a new generation counts from the start
     push.send(wire.seal(other, "", B, 1, wire.encode(AskEvents(4))))
@@ -226,7 +219,7 @@ def test_repeated_and_malformed_letters_are_dropped_and_counted(
     push.send_multipart([letters[0], b"more"])
     push.send(wire.seal(A, "", B, 9, b"\xc1"))
     push.send(b"mss\x02" + letters[0][4:])
-    until(lambda: b.box.counters.other_version == 1)
+    eventually(lambda: b.box.counters.other_version == 1)
     assert (b.box.counters.malformed, b.box.counters.received) == (5, 3)
 
 
@@ -244,7 +237,7 @@ def test_a_callback_that_fails_does_not_stop_the_mail(open_box: Callable[..., Re
         a.box.connect(B, box.address)
         for n in range(3):
             a.box.send(B, AskEvents(n))
-        until(lambda: len(fine) == 2)
+        eventually(lambda: len(fine) == 2)
         assert box.counters.callback_errors == 1
     finally:
         box.close()
@@ -294,7 +287,7 @@ def test_another_process_stopped_killed_and_started_again(open_box: Callable[...
         second, _ = start_echo(a, 2, int(address.rsplit(":", 1)[1]))
         a.box.connect(Peer("b", 2), address)
         a.box.send(Peer("b", 2), Cancel("again"))
-        until(lambda: (Peer("b", 2), Cancel("again")) in a.heard)
+        eventually(lambda: (Peer("b", 2), Cancel("again")) in a.heard)
         assert all(message == Cancel("again") for peer, message in a.heard if peer.generation == 2)
     finally:
         for process in (child, second):
@@ -340,7 +333,7 @@ def test_bad_arguments_are_the_users_errors(open_box: Callable[..., Reader]) -> 
     everywhere = ZmqMailbox(B, SECRET, "0.0.0.0", 0, lambda *_: None, advertise="127.0.0.1")
     a.box.connect(B, everywhere.address)
     a.box.send(B, Leave())
-    until(lambda: everywhere.counters.received == 1)
+    eventually(lambda: everywhere.counters.received == 1)
     everywhere.close()
 
 

@@ -33,6 +33,7 @@ from memserve.runtime.meta_open import MetadataPlace, metadata_place, open_metad
 from memserve.runtime.meta_state import StateFolder, default_folder, is_locked
 from meta_etcd_server import ETCD, running_etcd
 from meta_records import Drawn
+from waiting import eventually
 
 WAIT_S = 30.0
 NEEDS_ETCD = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (Debian: etcd-server)")
@@ -68,13 +69,6 @@ def reopened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
     yield again
     for medium in opened:
         medium.close()
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.005)
 
 
 # -- the contract

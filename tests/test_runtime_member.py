@@ -29,6 +29,7 @@ from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason, Request, Role, SamplingParams, StopParams
 from memserve.units import NS_PER_MS
 from ports import free_port
+from waiting import eventually
 
 BLOCK, BLOCKS, VOCAB, WAIT_S = 32, 40, 50, 20.0
 CONFIG = ClusterConfig(dead_after_ns=2000 * NS_PER_MS, unplaced_ns=10_000 * NS_PER_MS)
@@ -129,13 +130,6 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
         each.member.close()
         assert each.device.closed
         each.machine.check_invariants()
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.005)
 
 
 def ask(name: str, count: int) -> tuple[Request, list[int]]:

@@ -20,6 +20,7 @@ from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.router import RouterEngine
 from memserve.types import FinishReason, Request, SamplingParams, StopParams
 from memserve.units import NS_PER_MS
+from waiting import eventually
 
 WAIT_S = 20.0
 CONFIG = ClusterConfig(dead_after_ns=600 * NS_PER_MS, unplaced_ns=300 * NS_PER_MS)
@@ -85,13 +86,6 @@ def collect(news: queue.Queue, n: int = 1) -> dict[int, tuple[list[int], FinishR
 
 def truth(request: Request) -> list[int]:
     return [true_token(request.prompt, place) for place in range(request.stop.max_tokens)]
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.005)
 
 
 def test_requests_are_spread_over_the_members_and_each_gets_its_own_answer(router, instance) -> None:

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,7 @@ from memserve.errors import UserError
 from memserve.runtime import supervisor as supervisor_module
 from memserve.runtime.supervisor import ChildOrder, Supervisor
 from memserve.types import Role
-
-WAIT_S = 30.0
+from waiting import eventually
 
 CHILD = """
 import json, os, pathlib, signal, sys, time
@@ -49,13 +46,6 @@ class World:
 
     def lives(self) -> list[list]:
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -41,6 +41,11 @@ class Spent:
         low, median, high = np.percentile(np.asarray(times_ns, dtype=np.float64), (LOW_PERCENT, 50, HIGH_PERCENT))
         return cls(float(median), float(low), float(high), len(times_ns))
 
+    def told(self, unit_ns: int, digits: int) -> str:
+        """The median, and in brackets from where to where it goes, in units of ``unit_ns``: ``1.2 (1.1 - 1.6)``."""
+        median, low, high = (f"{ns / unit_ns:.{digits}f}" for ns in (self.median_ns, self.low_ns, self.high_ns))
+        return f"{median} ({low} - {high})"
+
 
 def make_folder(path: Path) -> Path:
     """``path``, made where it is missing. Raises :class:`UserError` where it cannot be."""

@@ -134,9 +134,8 @@ def _points(results: CostResults) -> Iterator[str]:
     rows: list[list[Cell]] = []
     for point in results.points:
         ratio = f"{point.cached_ratio:.2f}" if point.cached else ""
-        spent = point.spent
-        times = f"{spent.median_ns / NS_PER_MS:.2f} ({spent.low_ns / NS_PER_MS:.2f} - {spent.high_ns / NS_PER_MS:.2f})"
+        times, expected = point.spent.told(NS_PER_MS, 2), f"{point.expected_ns / NS_PER_MS:.2f}"
         rows.append([point.curve, point.batch, point.tokens or "", ratio, point.blocks or "", point.pieces or "",
-                     times, f"{point.expected_ns / NS_PER_MS:.2f}", f"{point.error:+.1%}", spent.count])  # fmt: skip
+                     times, expected, f"{point.error:+.1%}", point.spent.count])  # fmt: skip
     columns = ["curve", "batch", "tokens", "cached ratio", "blocks", "pieces", "measured (ms)", "model (ms)", "error"]
     yield from table([*columns, "times"], rows)

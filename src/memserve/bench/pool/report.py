@@ -106,9 +106,8 @@ def _calls(results: PoolResults) -> Iterator[str]:
     rows: list[list[Cell]] = []
     for point in results.calls:
         ratio = "" if point.cached_ratio is None else f"{point.cached_ratio:g}"
-        spent = point.spent
-        times = f"{spent.median_ns / NS_PER_US:.1f} ({spent.low_ns / NS_PER_US:.1f} - {spent.high_ns / NS_PER_US:.1f})"
-        rows.append([f"`{point.call}`", point.link, point.blocks, ratio, times, spent.count])
+        times = point.spent.told(NS_PER_US, 1)
+        rows.append([f"`{point.call}`", point.link, point.blocks, ratio, times, point.spent.count])
     yield from table(["call", "to another process by", "blocks", "cached ratio", "µs", "times"], rows)
 
 
@@ -140,8 +139,6 @@ def _moves(results: PoolResults) -> Iterator[str]:
     yield "paper tunes NCCL's communicators beside it; there is no such thing in these links."
     rows: list[list[Cell]] = []
     for move in results.moves:
-        spent = move.spent
-        times = f"{spent.median_ns / NS_PER_MS:.2f} ({spent.low_ns / NS_PER_MS:.2f} - {spent.high_ns / NS_PER_MS:.2f})"
-        rows.append([move.mover, move.calls, move.layout, move.pieces, human_bytes(move.piece_bytes), times,
-                     f"{move.gb_per_s:.2f}"])  # fmt: skip
+        rows.append([move.mover, move.calls, move.layout, move.pieces, human_bytes(move.piece_bytes),
+                     move.spent.told(NS_PER_MS, 2), f"{move.gb_per_s:.2f}"])  # fmt: skip
     yield from table(["by", "calls", "layout", "pieces", "each", "ms", "GB/s"], rows)
