@@ -11,6 +11,8 @@ block each (24,576 bytes), *8 KiB pieces* = as small as in layouts that keep K a
 copy, so a wrong read cannot go unnoticed; the others do not. ``nixl alone`` reads straight into registered memory, with
 new descriptors each time: all pieces in one call, or a call each. ``--ucx tcp`` lets UCX use TCP only, as between two
 hosts; else the kernel may copy from process to process.
+
+``memserve bench pool`` measures our links by the paper's figure 11; this script puts what others offer beside them.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from memserve import _core
+from memserve.bench.pool.moves import shuffled
 from memserve.mempool.jobs import PagesPulled, PagesSealed, SealPages
 from memserve.messages import Join, Peer, PeerInfo
 from memserve.runtime.links import wire
@@ -47,13 +50,6 @@ PROMPT_BLOCKS = 2048 // GEOMETRY.block_tokens
 LAYOUTS = {"aggregated": GEOMETRY.block_bytes, "by page": GEOMETRY.page_bytes, "8 KiB pieces": 8 << 10}
 Contender = Callable[[Ranges], float | None]
 """Copies and returns nothing (it is timed), or the seconds that it took elsewhere."""
-
-
-def pieces(total_bytes: int, piece_bytes: int) -> Ranges:
-    """Every piece once, in random order at its destination."""
-    count = total_bytes // piece_bytes
-    src = np.arange(count, dtype=np.int64) * piece_bytes
-    return Ranges(src, np.random.default_rng(count).permutation(src), piece_bytes)
 
 
 # -- the other process
@@ -258,8 +254,8 @@ def main() -> None:
     if options.small_pages:
         os.environ["TRANSFER_PAGES"] = "small"
     nbytes = max(options.mib << 20, PROMPT_BLOCKS * GEOMETRY.block_bytes)
-    works = {f"{size >> 10} KiB": pieces(options.mib << 20, size) for size in PIECES}
-    works |= {name: pieces(PROMPT_BLOCKS * GEOMETRY.block_bytes, size) for name, size in LAYOUTS.items()}
+    works = {f"{size >> 10} KiB": shuffled((options.mib << 20) // size, size) for size in PIECES}
+    works |= {name: shuffled(PROMPT_BLOCKS * GEOMETRY.block_bytes // size, size) for name, size in LAYOUTS.items()}
     with ExitStack() as stack:
         owner = Child(sys.executable, __file__, "--own", str(nbytes))
         stack.callback(owner.close)

@@ -88,11 +88,10 @@ def command_sections(command: Any, name: str) -> list[str]:
     """A command and its subcommands."""
     text = inspect.cleandoc(command.help or "")
     sections = [f"### `{name}`", text] if name.count(" ") else []
-    if not hasattr(command, "commands"):
-        rows = option_rows(command)
-        return [*sections, "\n".join(["| option | default | |", "| --- | --- | --- |", *rows])] if rows else sections
-    for child in command.commands:
-        sections += command_sections(command.commands[child], f"{name} {child}")
+    if rows := option_rows(command):
+        sections.append("\n".join(["| option | default | |", "| --- | --- | --- |", *rows]))
+    for child, its_command in getattr(command, "commands", {}).items():
+        sections += command_sections(its_command, f"{name} {child}")
     return sections
 
 

@@ -4,6 +4,9 @@ The ``Cluster`` machine says what has happened in records; ``meta/`` keeps them 
 :class:`Remembered`, from which a router that was started anew goes on. Records are facts, each right by itself:
 repeated or late ones do no harm.
 
+Some look like messages (``peers`` are members there as well), and are none: a message lives for a moment between
+processes of one protocol version, a record is read by whatever version comes next. Neither's shape follows the other's.
+
 Two kinds, by what a lost one costs:
 
 * *ahead*: durable before anything that the machine asks for behind it in the same answer. The start of a router (its

@@ -50,9 +50,14 @@ class Work:
 
     @property
     def ranges(self) -> Ranges:
-        """Every piece once, in random order at its destination."""
-        src = np.arange(self.pieces, dtype=np.int64) * self.piece_bytes
-        return Ranges(src, np.random.default_rng(self.pieces).permutation(src), self.piece_bytes)
+        """Every piece once."""
+        return shuffled(self.pieces, self.piece_bytes)
+
+
+def shuffled(count: int, piece_bytes: int) -> Ranges:
+    """``count`` pieces that lie side by side, in random order at their destination."""
+    src = np.arange(count, dtype=np.int64) * piece_bytes
+    return Ranges(src, np.random.default_rng(count).permutation(src), piece_bytes)
 
 
 def works_of(geometry: KVGeometry, sweep_bytes: int) -> list[Work]:
