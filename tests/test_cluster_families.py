@@ -26,7 +26,7 @@ def test_sessions_through_two_processes_are_lossless(family: str, tmp_path: Path
             assert server.complete(said.tolist(), NEW_TOKENS) == " ".join(f"w{token}" for token in answer)
             said = np.concatenate([said, np.array(answer, np.int32)])
         eventually(lambda: server.counter("taken_over") == TURNS)  # the last one, with the next heartbeat
-        assert server.counter("cached_tokens") > 0
+        eventually(lambda: server.counter("cached_tokens") > 0)  # of another instance, with a heartbeat of its own
     finally:
         server.process.terminate()
         server.process.wait(60)

@@ -308,7 +308,7 @@ def test_whatever_is_learnt_costs_stay_ordered(model: CostModel, steps: list[tup
 def test_what_is_fetched_is_whole_blocks_that_are_expected_to_be_quicker(
     model: CostModel, prefix: Prefix, queue_ns: int, wait_max_ns: int, busy_ns: int
 ) -> None:
-    choice = worth_fetching(model, GEOMETRY, prefix, queue_ns=queue_ns, wait_max_ns=wait_max_ns, link_busy_ns=busy_ns)
+    choice = worth_fetching(model, GEOMETRY, prefix, queue_ns=queue_ns, wait_max_ns=wait_max_ns, before_ns=busy_ns)
     assert 0 <= choice.tokens <= prefix.remote_tokens and choice.tokens % GEOMETRY.block_tokens == 0
     if not choice.tokens:
         assert (choice.wait_ns, choice.link_ns) == (0, 0)
@@ -326,7 +326,7 @@ def test_those_who_come_together_share_the_link() -> None:
     prefix = Prefix(400, remote_tokens=304)
 
     def choose(busy_ns: int) -> FetchChoice:
-        return worth_fetching(model, GEOMETRY, prefix, queue_ns=0, wait_max_ns=10**9, link_busy_ns=busy_ns)
+        return worth_fetching(model, GEOMETRY, prefix, queue_ns=0, wait_max_ns=10**9, before_ns=busy_ns)
 
     first = choose(0)
     assert (first.tokens, first.link_ns) == (304, 200_000)

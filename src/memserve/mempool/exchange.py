@@ -338,6 +338,11 @@ class Exchange:
         return self._fences.now()
 
     @property
+    def plans_under_way(self) -> int:
+        """Made, and not finished: a pull into newly allocated blocks waits for them."""
+        return self._fences.made - self._fences.finished
+
+    @property
     def wants_plan(self) -> bool:
         """Something waits for copies that no plan carries yet: make one, be it with nothing but copies."""
         return self._fences.wants_plan

@@ -24,10 +24,10 @@ class FetchChoice:
 
 
 def worth_fetching(
-    costs: CostModel, geometry: KVGeometry, prefix: Prefix, *, queue_ns: int, wait_max_ns: int, link_busy_ns: int = 0
+    costs: CostModel, geometry: KVGeometry, prefix: Prefix, *, queue_ns: int, wait_max_ns: int, before_ns: int = 0
 ) -> FetchChoice:
-    """How much of ``prefix.remote_tokens`` to fetch, and how long to wait for it. ``link_busy_ns``: what other requests
-    fetch already.
+    """How much of ``prefix.remote_tokens`` to fetch, and how long to wait for it. ``before_ns``: until the transfer can
+    begin: steps under way, what other requests fetch already.
 
     The wait is bounded by the time that computing the same tokens would take, behind the work that is before them in
     any case: so a holder that never answers at most doubles the time to the first token.
@@ -40,7 +40,7 @@ def worth_fetching(
         geometry,
         same_host=prefix.same_host,
         queue_ns=queue_ns,
-        link_busy_ns=link_busy_ns,
+        link_busy_ns=before_ns,
     )
     tokens = decision.tokens(Way.FETCH)
     own = prefix.hbm_tokens + prefix.dram_tokens

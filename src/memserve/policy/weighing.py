@@ -1,6 +1,7 @@
 """Routing by cost (level 1): the expected time to the first token at each candidate, and what decoding there costs all.
 
-first     max(queue, fetch) + swap in + prefill     by the best way to get the prompt's KV there
+first     max(prompts before it, steps under way + fetch) + the next step + swap in + prefill
+                                                    by the best way to get the prompt's KV there
 between   transfer of what the decoder lacks
 decoder   the steps to come, with what decodes there already
 
@@ -18,12 +19,15 @@ from memserve.policy.costs import CostModel
 from memserve.types import Role
 from memserve.units import NS_PER_MS
 
+PLANS_UNDER_WAY = 2
+"""Steps that have to end before pages may be pulled: those that a device has been given (``mempool/fences``)."""
 DECODE_WINDOW = 16
 """Decode steps that count in a decision. More of them are to come, but work may leave by then."""
 
 
 class FirstCost(NamedTuple):
-    """Expected time until an instance has computed the prompt. Fetching goes on while others are computed."""
+    """Expected time until an instance has computed the prompt. Fetching goes on while other prompts are computed; it
+    begins when the steps under way have ended, and whose KV has come then waits for the next like any other."""
 
     total_ns: int
     queue_ns: int
@@ -37,7 +41,8 @@ class FirstCost(NamedTuple):
 def first_cost(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> FirstCost:
     """The best way for ``candidate`` to get the prompt's KV: recompute, swap in, fetch, each for what lies there."""
     prompt, last = ask.prompt_tokens, ask.prompt_tokens - 1  # the last token's logits are always computed
-    queue_ns = _queue_ns(ask, candidate, costs)
+    prompts_ns, step_ns = _before_it(ask, candidate, costs)
+    queue_ns = prompts_ns + step_ns
     own = min(candidate.matched_tokens, last)
     hbm = min(candidate.matched_tokens - candidate.dram_tokens, last)
     prefill_ns = costs.prefill_ns(prompt - hbm, hbm)
@@ -53,7 +58,7 @@ def first_cost(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> FirstCost
             same_host = _same_host(holding.host_id, candidate.host_id)
             fetch_ns = costs.transfer_ns((there - own) * ask.token_bytes, same_host)
             prefill_ns = costs.prefill_ns(prompt - there, there)
-            total_ns = max(queue_ns, fetch_ns) + swap_ns + prefill_ns
+            total_ns = max(prompts_ns, PLANS_UNDER_WAY * step_ns + fetch_ns) + step_ns + swap_ns + prefill_ns
             best = min(best, FirstCost(total_ns, queue_ns, fetch_ns, swap_ns, prefill_ns, there))
     return best
 
@@ -62,12 +67,11 @@ def _same_host(one: str, other: str) -> bool:
     return one == other and one != ""
 
 
-def _queue_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
+def _before_it(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> tuple[int, int]:
     """What is before this request: prompts as if they were like this one, and the step that decodes others."""
-    queue_ns = candidate.prefill_tokens * costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
-    if candidate.sequences:
-        queue_ns += costs.decode_step_ns(candidate.sequences, candidate.context_tokens)
-    return queue_ns
+    prompts_ns = candidate.prefill_tokens * costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
+    step_ns = costs.decode_step_ns(candidate.sequences, candidate.context_tokens) if candidate.sequences else 0
+    return prompts_ns, step_ns
 
 
 def decode_cost_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
