@@ -33,6 +33,12 @@ import httpx
 
 START_S_MAX = 120.0
 GROUPS, PER_GROUP = 64, 8
+WORDS = """
+    time year people way day man thing woman life child world school state family student group country problem hand
+    part place case week company system program question work number night point home water room mother area money
+    story fact month study book eye job word business issue side kind head house service friend father power hour game
+""".split()
+"""Each a token of its own, with the blank before it, in vocabularies that were made from English."""
 
 
 class NullInstance:
@@ -98,16 +104,16 @@ def write_load(folder: Path, tokens: int, as_ids: bool, vocabulary: int) -> Path
     def piece(count: int) -> str:
         if as_ids:
             return "".join(f"{rng.randrange(3, vocabulary)}," for _ in range(count))
-        return "".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=3)) + " " for _ in range(count))
+        return "".join(f" {word}" for word in rng.choices(WORDS, k=count))
 
     bodies = []
     for _ in range(GROUPS):
         shared = piece(tokens // 2)
         for _ in range(PER_GROUP):
             opened = '{"model":"m","max_tokens":1,"prompt":' + ("[" if as_ids else '"')
-            bodies.append(opened + shared + piece(tokens // 2 - 2))
+            bodies.append(opened + shared + piece(tokens // 2 - 12))  # the tail's digits are tokens, too
     (folder / "bodies.txt").write_text("\n".join(bodies))
-    tail = '(3 + i % 40000) .. "]}"' if as_ids else 'i .. "\\"}"'
+    tail = '(3 + i % 40000) .. "]}"' if as_ids else '" " .. i .. "\\"}"'
     script = folder / "load.lua"
     script.write_text(f"""
 local bodies, n, i = {{}}, 0, 0
