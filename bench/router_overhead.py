@@ -37,7 +37,7 @@ WORDS = """
     time year people way day man thing woman life child world school state family student group country problem hand
     part place case week company system program question work number night point home water room mother area money
     story fact month study book eye job word business issue side kind head house service friend father power hour game
-""".split()
+"""
 """Each a token of its own, with the blank before it, in vocabularies that were made from English."""
 
 
@@ -104,7 +104,7 @@ def write_load(folder: Path, tokens: int, as_ids: bool, vocabulary: int) -> Path
     def piece(count: int) -> str:
         if as_ids:
             return "".join(f"{rng.randrange(3, vocabulary)}," for _ in range(count))
-        return "".join(f" {word}" for word in rng.choices(WORDS, k=count))
+        return "".join(f" {word}" for word in rng.choices(WORDS.split(), k=count))
 
     bodies = []
     for _ in range(GROUPS):
