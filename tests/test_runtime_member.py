@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from memserve.config import ClusterConfig, InstanceConfig, PoolConfig, Scheduler
 from memserve.errors import UserError
 from memserve.instance.machine import Instance
 from memserve.mempool.jobs import CancelPulls, PagesPulled, PagesSealed, SealPages
-from memserve.messages import ROUTER, AnyMessage, Expelled, Heard, Peer, PeerInfo
+from memserve.messages import ROUTER, AnyMessage, Expelled, Heard, Join, Peer, PeerInfo, PeerJoined, Recall, Welcome
 from memserve.runtime import doors as doors_module
 from memserve.runtime import member as member_module
 from memserve.runtime.doors import Doors
@@ -222,6 +223,35 @@ def test_members_come_back_to_a_router_that_was_started_anew(router, node) -> No
         assert it.member.me.generation > first.generation
     finally:
         successor.close(WAIT_S)
+
+
+def test_a_late_welcome_of_a_router_that_was_replaced_is_not_taken(node) -> None:
+    """Whoever took it would speak to a router that is gone, for ever. Found by fuzzing (seed 1009825)."""
+    joins: queue.Queue[tuple[int, PeerInfo]] = queue.Queue()
+
+    def router_of(generation: int) -> ZmqMailbox:
+        def hear(sender: Peer, message: AnyMessage) -> None:
+            if isinstance(message, Join):
+                joins.put((generation, message.info))
+
+        return ZmqMailbox(Peer(ROUTER, generation), SECRET, "127.0.0.1", 0, hear)
+
+    old, new = router_of(7), router_of(8)
+    it = node("c1", old.address)
+    _, info = joins.get(timeout=WAIT_S)
+    for mailbox in (old, new):
+        mailbox.connect(info.peer, info.address)
+    new.send(info.peer, Recall(new.address))
+    eventually(lambda: joins.get(timeout=WAIT_S)[0] == 8)
+    behind = msgspec.structs.replace(info, peer=Peer("c2", 1))
+    old.send(info.peer, Welcome(()))
+    old.send(info.peer, PeerJoined(behind))
+    eventually(lambda: behind.peer in it.ports[0].peers)
+    assert it.member.router is None
+    new.send(info.peer, Welcome(()))
+    eventually(lambda: it.member.router == Peer(ROUTER, 8))
+    for mailbox in (old, new):
+        mailbox.close()
 
 
 @pytest.fixture

@@ -191,6 +191,8 @@ class Member:
     def _about_members(self, router: Peer, message: AnyMessage) -> bool:
         """Follow what the router says of membership; ``False`` when that is all there is to do."""
         match message:
+            case Welcome() if self._is_outdated(router):
+                return False  # late: another has taken its place, and would never hear of us again
             case Welcome(peers):
                 self._mailbox.connect(router, self._doors.address)
                 self._doors.settle()
@@ -330,10 +332,15 @@ class Member:
             self._failure = UserError(f"the router refuses this instance: {reason}", hint=hint, param="join")
             self._ended.set()
 
+    def _is_outdated(self, router: Peer) -> bool:
+        """Whether another has taken the place of ``router``, as far as is known here."""
+        known = (self._router, self._recalled_by)
+        return any(peer is not None and router.generation < peer.generation for peer in known)
+
     def _answer_recall(self, recall: _Recalled) -> None:
         """Nobody waits for what runs here, but that ends with the ``Welcome``: until then it does no harm."""
         known = self._router or self._recalled_by
-        if known is not None and recall.router.generation <= known.generation:
+        if recall.router == known or self._is_outdated(recall.router):
             return  # again, or said by one whose place another has taken
         log.warning("the router at %s takes over: joining it", recall.address)
         self._router, self._recalled_by = None, recall.router
@@ -347,7 +354,7 @@ class Member:
         """
         if expulsion.me != self.me:
             return  # said to an earlier one
-        if self._router is not None and expulsion.router.generation < self._router.generation:
+        if self._is_outdated(expulsion.router):
             return  # of a router whose place another has taken
         self._router, self._doors.home = None, None
         log.warning("expelled (%s): joining again", expulsion.reason)

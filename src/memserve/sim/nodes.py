@@ -71,6 +71,7 @@ class InstanceNode(Process):
         self.plans: deque[StepPlan] = deque()
         self._working = False
         self.router: Peer | None = None
+        self._recalled_by: Peer | None = None
         self.knows: dict[str, Peer] = {}
         self._roll: int | None = None
         self.draining = False
@@ -123,6 +124,8 @@ class InstanceNode(Process):
             self.host.say(f"{self.peer.name} <- {sender.name}: ", message)
         if sender.name != ROUTER:
             self.post(MessageArrived(sender, message))
+        elif isinstance(message, Expelled | Welcome) and self._is_outdated(sender):
+            pass
         elif isinstance(message, Expelled):
             self._join_anew(sender, message)
         elif isinstance(message, Drain):
@@ -135,10 +138,15 @@ class InstanceNode(Process):
             self._follow_members(sender, message)
             self.post(MessageArrived(sender, message))
 
+    def _is_outdated(self, router: Peer) -> bool:
+        """Whether another has taken the place of ``router``, as far as is known here."""
+        known = (self.router, self._recalled_by)
+        return any(peer is not None and router.generation < peer.generation for peer in known)
+
     def _answer_recall(self, sender: Peer) -> None:
         """A router that was started anew remembers this incarnation: it joins again, as it is."""
-        if self.router is None or self.router.generation < sender.generation:
-            self.router = None
+        if sender != self.router and not self._is_outdated(sender):
+            self.router, self._recalled_by = None, sender
             self._join()
 
     def _follow_members(self, sender: Peer, message: AnyMessage) -> None:
