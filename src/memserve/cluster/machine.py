@@ -86,9 +86,8 @@ class Cluster:
         identity_key: bytes = DEFAULT_KEY,
         remembers: bool = False,
     ) -> None:
-        """``costs``: default: the conservative ones. ``identity_key``: 16 bytes, that of
-        the instances' pools. ``remembers``: it asks its host to ``Remember`` and to ``Note``, and its first event is a
-        ``StateRecovered``."""
+        """``costs``: default: the conservative ones. ``identity_key``: 16 bytes, that of the instances' pools.
+        ``remembers``: it asks its host to ``Remember`` and to ``Note``, and its first event is a ``StateRecovered``."""
         self.config = config
         self._address = ""  # where members reach this router; known to machines that remember
         self._counters = counters = Counters()

@@ -41,7 +41,8 @@ class FirstCost(NamedTuple):
 def first_cost(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> FirstCost:
     """The best way for ``candidate`` to get the prompt's KV: recompute, swap in, fetch, each for what lies there."""
     prompt, last = ask.prompt_tokens, ask.prompt_tokens - 1  # the last token's logits are always computed
-    prompts_ns, step_ns = _before_it(ask, candidate, costs)
+    prompts_ns = _prompts_ns(ask, candidate, costs)
+    step_ns = costs.decode_step_ns(candidate.sequences, candidate.context_tokens)  # of those that decode there
     queue_ns = prompts_ns + step_ns
     own = min(candidate.matched_tokens, last)
     hbm = min(candidate.matched_tokens - candidate.dram_tokens, last)
@@ -67,11 +68,9 @@ def _same_host(one: str, other: str) -> bool:
     return one == other and one != ""
 
 
-def _before_it(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> tuple[int, int]:
-    """What is before this request: prompts as if they were like this one, and the step that decodes others."""
-    prompts_ns = candidate.prefill_tokens * costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
-    step_ns = costs.decode_step_ns(candidate.sequences, candidate.context_tokens) if candidate.sequences else 0
-    return prompts_ns, step_ns
+def _prompts_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
+    """The prompts before this one, as if they were like it."""
+    return candidate.prefill_tokens * costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
 
 
 def decode_cost_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
@@ -86,9 +85,7 @@ def decode_cost_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
 
 def _decoder_ns(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> int:
     """Decoding there, with what is before it: prompts that it computes, and swapping in."""
-    decode_ns = decode_cost_ns(ask, candidate, costs)
-    if candidate.prefill_tokens:
-        decode_ns += candidate.prefill_tokens * costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
+    decode_ns = decode_cost_ns(ask, candidate, costs) + _prompts_ns(ask, candidate, costs)
     if candidate.dram_tokens:
         decode_ns += costs.swap_in_ns(candidate.dram_tokens * ask.token_bytes)
     return decode_ns
