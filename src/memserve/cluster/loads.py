@@ -50,7 +50,6 @@ class LoadTable:
         "_numbers",
         "_own",
         "_reported",
-        "_sent",
         "_since",
         "context_limit",
         "context_limit_min",
@@ -65,7 +64,7 @@ class LoadTable:
         #: own, reported, since; by kind of work; by number
         self.tables: Ints = np.zeros((3, 3, 8), np.int64)
         self._name_tables()
-        self._beats = np.zeros(8, np.int64)
+        self._beats = [0] * 8
         #: code of the role in ``ROLES``
         self.role = np.full(8, _NOBODY, np.int8)
         #: whether it takes new requests
@@ -104,12 +103,11 @@ class LoadTable:
 
     def leave(self, number: int) -> None:
         """The row is free. Everything must have been discharged."""
-        check(not self._own[:, number].any(), f"instance {number} left with work {self._own[:, number].tolist()}")
+        check(not any(self.own_of(number)), f"instance {number} left with {self.own_of(number)}")
         self.role[number] = _NOBODY
         self.is_open[number] = False
         self.hosts[number] = 0
-        for table in (self._reported, self._since):
-            table[:, number] = 0
+        self.tables[:, :, number] = 0
         self._members_changed()
 
     def _code_of(self, host_id: str) -> int:
@@ -137,44 +135,45 @@ class LoadTable:
 
     def heartbeat(self, number: int, load: Load) -> None:
         """What it says of itself; it knows of nearly all that was sent before."""
-        context = load.context_tokens_running
-        self._reported[:, number] = (load.prefill_tokens_queued, load.sequences_running, context)
-        self._since[:, number] = 0
+        said = Work(load.prefill_tokens_queued, load.sequences_running, load.context_tokens_running)
+        for amount, reported, since in zip(said, self._reported, self._since, strict=True):
+            reported[number], since[number] = amount, 0
         self._beats[number] += 1
         self.room_blocks[number] = load.hbm_blocks_available
 
     def charge(self, number: int, work: Work) -> Charge:
         """Work was sent there."""
-        self._sent[:, :, number] += work
-        return Charge(number, int(self._beats[number]), work)
+        for amount, own, since in zip(work, self._own, self._since, strict=True):
+            own[number] += amount
+            since[number] += amount
+        return Charge(number, self._beats[number], work)
 
     def discharge(self, charge: Charge) -> None:
         """That work has ended, or will not be done there."""
-        number = charge.number
-        if charge.beat == self._beats[number]:
-            self._sent[:, :, number] -= charge.work
-        else:
-            self._own[:, number] -= charge.work
-            np.maximum(self._reported[:, number] - charge.work, 0, out=self._reported[:, number])
+        number, beat, work = charge
+        counted = self._since if beat == self._beats[number] else self._reported
+        for amount, own, known in zip(work, self._own, counted, strict=True):
+            own[number] -= amount
+            known[number] = max(0, known[number] - amount)  # the instance may have reported that it has ended
 
     def work_of(self, number: int) -> Work:
         """What an instance has to do, as far as is known."""
-        known = np.maximum(self._own[:, number], self._reported[:, number] + self._since[:, number])
-        return Work(*known.tolist())
+        own, reported, since = self.tables[:, :, number]
+        return Work(*np.maximum(own, reported + since).tolist())
 
     def own_of(self, number: int) -> Work:
         """What was charged and not discharged."""
-        return Work(*self._own[:, number].tolist())
+        return Work(*self.tables[0, :, number].tolist())
 
     def _name_tables(self) -> None:
-        self._own, self._reported, self._since = self.tables
-        self._sent = self.tables[::2]  # own and since: both count what is sent
+        """Views in which a single number is changed ten times as quickly as in an array."""
+        self._own, self._reported, self._since = [[memoryview(kind) for kind in table] for table in self.tables]
 
     def _grow(self) -> None:
         old = len(self)
         self.tables = np.concatenate((self.tables, np.zeros((3, 3, old), np.int64)), axis=2)
         self._name_tables()
-        self._beats = np.concatenate((self._beats, np.zeros(old, np.int64)))
+        self._beats += [0] * old
         self.role = np.concatenate((self.role, np.full(old, _NOBODY, np.int8)))
         self.is_open = np.concatenate((self.is_open, np.zeros(old, np.bool_)))
         self.context_limit = np.concatenate((self.context_limit, np.zeros(old, np.int64)))
