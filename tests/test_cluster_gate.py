@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -317,7 +318,8 @@ def test_without_evictions_memory_stays_with_whom_it_was_given_to():
 class Crowded(World):
     """Clients of three tenants, instances that come, go, hang and refuse; everything from one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **gate) -> None:
+        """``gate``: of the gate, what is not left to chance."""
         self.random = random = Random(seed)
         mode = random.choice(list(Admission))
         limit = random.choice([None, 1, 3])
@@ -330,6 +332,7 @@ class Crowded(World):
             unit_tokens=random.choice([None, 8]) if mode is not Admission.CACHE else None,
             evictions_max=random.choice([None, None, 0, 1, 5]),
         )
+        admission = replace(admission, **gate)
         roles = random.choice([[C], [C, C, C], [P, D], [P, P, D, C]])
         super().__init__(
             [(f"i{k}", role) for k, role in enumerate(roles)],

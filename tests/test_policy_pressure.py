@@ -63,6 +63,19 @@ def test_shared_blocks_are_free_only_when_their_last_holder_goes():
     assert pressure.relieve(Need(4), [0], 2).evicted == ("b",), "now with b its blocks go"
 
 
+def test_what_ended_long_ago_is_let_go_and_is_no_eviction():
+    """Each counts from its own end; an entry that went earlier, or whose node is gone, is not missed."""
+    ledger, pressure = under_pressure(30, ("running", 5, False), ("first", 10, True), ("second", 10, True))
+    assert pressure.let_go(100, kept_ns=50) == 0
+    assert pressure.relieve(Need(10), [0], 1).evicted == ("first",)
+    ledger.allocate("third", 0, Need(10))
+    pressure.retire("third", 0, pressure.age())
+    assert pressure.let_go(120, kept_ns=50) == 0 and pressure.let_go(149, kept_ns=50) == 0
+    assert pressure.let_go(150, kept_ns=50) == 1 and pressure.inactive(0) == ["third"]
+    assert pressure.let_go(170, kept_ns=50) == 1 and ledger.blocks_free(0) == 25
+    assert list(ledger.holders(0)) == ["running"] and pressure.evictions == 1 and pressure.stale == 0
+
+
 NEEDS = st.builds(
     Need,
     st.integers(0, 5),
@@ -113,3 +126,33 @@ def test_it_does_what_trying_one_after_the_other_does(held, need, limit, totals)
         assert ledger.blocks_left(np.array([relief.node]), need)[0] >= 0
         active = [name for name in blocks[relief.node] if name not in [n for _, n in inactive[relief.node]]]
         assert not set(active) & set(relief.evicted)
+
+
+@given(
+    st.lists(st.tuples(NEEDS, st.integers(0, 3), st.booleans()), max_size=8),
+    NEEDS,
+    st.integers(0, 20),
+)
+def test_room_is_foretold_for_the_moment_when_it_is_there(held, need, total):
+    """The twin lets time pass and looks."""
+    ledger = BlockLedger()
+    pressure = Pressure(ledger)
+    ledger.enter(0, total)
+    now = 0
+    for k, (each, pause, ended) in enumerate(held):
+        now += pause
+        ledger.allocate(f"r{k}", 0, each)
+        if ended:
+            pressure.retire(f"r{k}", 0, pressure.age())
+        pressure.let_go(now, kept_ns=100)
+
+    def fits() -> bool:
+        return bool(ledger.blocks_left(np.array([0]), need)[0] >= 0)
+
+    told, seen = pressure.room_at_ns(need, 0), 0 if fits() else None
+    for later in range(now, now + 101):
+        pressure.let_go(later, kept_ns=100)
+        pressure.check_invariants()
+        if seen is None and fits():
+            seen = later
+    assert told == seen

@@ -124,6 +124,8 @@ class AdmissionConfig:
     evictions_max: int | None = None
     """Default: KV of ended requests is nobody's, instances evict it for newcomers. A number: it counts as taken, and
     one newcomer may take that of so many ended requests, the oldest first (row C5)."""
+    kept_ns: int = 60 * NS_PER_S
+    """What ended so long ago no longer counts as taken, whatever ``evictions_max`` says."""
     weights: tuple[tuple[str, int], ...] = ()
     """Tenants that get so many times the service of others, while both wait; 1 for who is not named."""
 
@@ -133,6 +135,7 @@ class AdmissionConfig:
         if self.active_max is not None:
             _positive("active_max", self.active_max, "let at least one request in: --max-active 1")
         _positive("wait_ns", self.wait_ns, "give a positive time, e.g. --admission-wait 10")
+        _positive("kept_ns", self.kept_ns, "give a positive time: what has ended is let go after it")
         if min(self.waiting_max, self.output_tokens_max, self.evictions_max or 0) < 0:
             raise UserError("limits of admission must not be negative", hint="0 = none at all")
         if self.mode is Admission.CACHE and self.unit_tokens is not None:

@@ -23,9 +23,10 @@ from memserve.cluster.registry import Member, Registry
 from memserve.cluster.report import GateStats
 from memserve.config import AdmissionConfig
 from memserve.errors import check
-from memserve.policy.admission import Crowd, ServiceTimes, cost_tokens
+from memserve.policy.admission import Crowd, ServiceTimes, bounded_retry_s, cost_tokens
 from memserve.policy.fairness import FairQueue
 from memserve.types import Admission
+from memserve.units import NS_PER_S
 
 
 class Refusal(NamedTuple):
@@ -76,7 +77,12 @@ class Gate:
         return None
 
     def next(self, now: int) -> Job | None:
-        """Let the next one in: it is active from now on. ``None`` = nobody waits, or there is no room for the first."""
+        """Let the next one in: it is active from now on. ``None`` = nobody waits, or there is no room for the first.
+
+        To be called with every event; heartbeats are enough of them to notice in time what is let go.
+        """
+        if self.memory is not None and self.memory.let_go(now):
+            self._changed = True
         job = self._queue.head() if self._changed else None
         if job is None or self._crowd().is_full or not self._has_room(job):
             self._changed = False
@@ -88,12 +94,14 @@ class Gate:
         self.stats.waited_ns += waited_ns
         return job
 
-    def hopeless(self) -> Refusal | None:
-        """The head of the line has no room although nobody is active: nobody will make room for it."""
+    def hopeless(self, now: int) -> Refusal | None:
+        """The head of the line has no room although nobody is active: nobody will make room for it, but time, and it is
+        told when."""
         job = self._queue.head() if not self._active else None
         if job is None or self.memory is None:
             return None
-        return self._refuse(job, "pressure", f"{self._no_room()}, and nobody runs", self._retry_after_s())
+        retry_after_s = bounded_retry_s(self.memory.room_in_ns(job, now) / NS_PER_S)
+        return self._refuse(job, "pressure", f"{self._no_room()}, and nobody runs", retry_after_s)
 
     def overflow(self, newcomer: Job) -> Refusal | None:
         """Who is turned away because, with ``newcomer``, more wait than may: the last one of the tenant with most."""

@@ -5,7 +5,7 @@ prompt's blocks, who decodes those of prompt and output. Instances keep their ow
 request that is let in will find room, before it is sent anywhere.
 
 What is left of a request that has ended is cache. By default it is nobody's. With ``evictions_max`` it counts as taken
-until the pressure of a newcomer takes it (``policy.pressure``).
+until the pressure of a newcomer takes it (``policy.pressure``), or it is too long ago (``kept_ns``).
 """
 
 from __future__ import annotations
@@ -74,8 +74,20 @@ class GateMemory:
 
         Also when nobody is there: then it is for others to wait.
         """
-        teams_here = self._teams(len(job.request.prompt))
-        return all(self._room_in(job, team, len(teams_here) > 1) for team in teams_here)
+        return all(self._room_for(needs) for needs in self._needs(job))
+
+    def let_go(self, now: int) -> bool:
+        """Count no longer what was kept long enough; whether there was any."""
+        return self.pressure.let_go(now, self._config.kept_ns) > 0
+
+    def room_in_ns(self, job: Job, now: int) -> int:
+        """How long until ``job`` fits, as what has ended is let go, if nobody else comes; ``kept_ns`` at most."""
+        at_most_ns = now + self._config.kept_ns
+        until_ns = now
+        for needs in self._needs(job):
+            ends = [self.pressure.room_at_ns(need, node) for need, numbers in needs for node in numbers.tolist()]
+            until_ns = max(until_ns, min([end for end in ends if end is not None], default=at_most_ns))
+        return until_ns - now
 
     def never_fits(self, job: Job) -> str | None:
         """Why ``job`` could not run even if all others were gone; ``None`` = it could."""
@@ -87,8 +99,15 @@ class GateMemory:
                 return f"it needs {min(needs)} blocks of KV memory, no instance has more than {max(totals)}"
         return None
 
-    def _room_in(self, job: Job, team: Team, paired: bool) -> bool:
-        needs = [(self._need(job, role, decodes=self._decodes(role, paired)), numbers) for role, numbers in team]
+    def _needs(self, job: Job) -> list[list[tuple[Need, Ints]]]:
+        """Of each team of instances that ``job`` needs one of: what it needs there, by role."""
+        teams_here = self._teams(len(job.request.prompt))
+        paired = len(teams_here) > 1
+        return [[(self._need(job, role, decodes=self._decodes(role, paired)), numbers) for role, numbers in team]
+                for team in teams_here]  # fmt: skip
+
+    def _room_for(self, needs: list[tuple[Need, Ints]]) -> bool:
+        """Whether one of a team has room, or may make it."""
         if any((self.ledger.blocks_left(numbers, need) >= 0).any() for need, numbers in needs):
             return True
         limit = self._config.evictions_max

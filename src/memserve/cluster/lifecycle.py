@@ -78,7 +78,7 @@ class Lifecycle:
         while True:
             while (job := self.gate.next(now)) is not None:
                 self.place(job, now)
-            refusal = self.gate.hopeless()
+            refusal = self.gate.hopeless(now)
             if refusal is None:
                 return
             self._turn_away(refusal, now)

@@ -5,6 +5,7 @@ Overload rejects quickly: a line that is longer than can be served in time only 
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 from memserve.policy.bestfit import Need, required_blocks
@@ -94,4 +95,9 @@ class ServiceTimes:
     def retry_after_s(self, ahead: int, at_once: int) -> float:
         """When a place is expected to be free behind ``ahead`` others, ``at_once`` of which run together."""
         rounds = ahead // max(1, at_once) + 1
-        return min(RETRY_MAX_S, max(RETRY_MIN_S, rounds * self.mean_ns / NS_PER_S))
+        return bounded_retry_s(rounds * self.mean_ns / NS_PER_S)
+
+
+def bounded_retry_s(seconds: float) -> float:
+    """What a client is told: a time that it takes seriously, and whole milliseconds that are not too few."""
+    return min(RETRY_MAX_S, max(RETRY_MIN_S, ceil(seconds * 1000) / 1000))
