@@ -161,6 +161,11 @@ class Gate:
         if self.memory is not None:
             self.memory.dispatched(job, attempt)
 
+    def computed(self, attempt: Attempt) -> None:
+        """Its prompt is computed: nobody lends it anything any more."""
+        if self.memory is not None and self.memory.computed(attempt):
+            self._changed = True
+
     def handed_over(self, attempt: Attempt) -> None:
         """The prefill instance, still involved, is about to have nothing to do with it."""
         if self.memory is not None:
@@ -173,7 +178,24 @@ class Gate:
             self._changed = True
             self.memory.over(attempt, completed=completed)
 
+    def pinned(self, name: str, member: Member, identities: bytes, tokens: int) -> None:
+        """So much of a prefix is kept at ``member`` under ``name``, and nothing elsewhere."""
+        if self.memory is not None:
+            self._changed = True
+            self.memory.pinned(name, member, identities, tokens)
+
+    def unpinned(self, name: str) -> None:
+        """Nothing is kept under ``name``."""
+        if self.memory is not None:
+            self._changed = True
+            self.memory.claims.unpin(name)
+
     # -- looking
+
+    @property
+    def wants_identities(self) -> bool:
+        """Whether a job should know the identities of its prompt's blocks when it arrives."""
+        return self.memory is not None and self.memory.wants_identities
 
     def holds_back(self, job: Job) -> bool:
         """Whether ``job`` waits to be let in."""
@@ -195,7 +217,9 @@ class Gate:
         return Crowd(len(self._active), config.active_max, len(self._queue), config.waiting_max)
 
     def _has_room(self, job: Job) -> bool:
-        return self.memory is None or self.memory.fits(job)
+        """Pins keep out only as long as somebody runs whose end may help as well."""
+        memory = self.memory
+        return memory is None or memory.fits(job) or (not self._active and memory.fits_but_for_pins(job))
 
     def _no_room(self) -> str:
         """Why the head of the line waits, when it is not for others to leave."""

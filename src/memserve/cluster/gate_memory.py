@@ -1,8 +1,9 @@
 """Who has memory for one more request, as the gate counts it (level 2).
 
 An attempt holds what it needs on the instances that work for it, from dispatch until it is over: a prefill instance the
-prompt's blocks, who decodes those of prompt and output. Instances keep their own books; these here say whether a
-request that is let in will find room, before it is sent anywhere.
+prompt's blocks, who decodes those of prompt and output. What is pinned, or may be fetched by others, cannot be evicted
+for it (``cluster.gate_claims``). Instances keep their own books; these here say whether a request that is let in will
+find room, before it is sent anywhere.
 
 What is left of a request that has ended is cache. By default it is nobody's. With ``evictions_max`` it counts as taken
 until the pressure of a newcomer takes it (``policy.pressure``), or it is too long ago (``kept_ns``).
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from memserve.cluster.gate_claims import Claims
 from memserve.cluster.jobs import Attempt, Job
 from memserve.cluster.loads import Ints, LoadTable
 from memserve.cluster.registry import Member, Registry
 from memserve.config import AdmissionConfig
 from memserve.errors import check
 from memserve.policy.admission import full_need, prompt_need, with_reuse
-from memserve.policy.bestfit import BlockLedger, Need, best_fit
+from memserve.policy.bestfit import BlockLedger, Need, best_fit, required_blocks
 from memserve.policy.pressure import Pressure
 from memserve.policy.routing import teams
 from memserve.types import Admission, Role
@@ -31,13 +33,14 @@ Team = list[tuple[Role, Ints]]
 class GateMemory:
     """The ledger of all instances, fed by membership, dispatches and their ends."""
 
-    __slots__ = ("_ages", "_config", "_loads", "_registry", "_snug", "ledger", "pressure")
+    __slots__ = ("_ages", "_config", "_loads", "_registry", "_snug", "claims", "ledger", "pressure")
 
     def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
         self._config, self._snug = config, policy == "best-fit"
         self._registry, self._loads = registry, loads
         self.ledger = BlockLedger()
         self.pressure = Pressure(self.ledger)
+        self.claims = Claims(self.ledger)
         #: all and only the attempts that hold memory: when they got it
         self._ages: dict[str, int] = {}
 
@@ -56,9 +59,24 @@ class GateMemory:
             most = int(self.ledger.blocks_total(self._loads.open_numbers(role)).max(initial=0))
             whole = full_need(job.request, config.output_tokens_max, unit, generated)
             need = Need(max(need.blocks, min(whole.blocks, most)))
-        if config.mode is Admission.CACHE and job.identities:
-            need = with_reuse(need, job.identities)
-        return need
+        return with_reuse(need, self._shared(job.identities or b""))
+
+    def _shared(self, identities: bytes) -> bytes:
+        """The blocks that are counted once: all that are alike or, unless reuse is looked at, those that are pinned."""
+        if self._config.mode is Admission.CACHE:
+            return identities
+        return self.claims.pinned_part(identities) if self._config.unit_tokens is None else b""
+
+    @property
+    def wants_identities(self) -> bool:
+        """Whether it matters what a prompt's blocks are."""
+        return self._config.mode is Admission.CACHE or self.claims.has_pins
+
+    def _kept_need(self, identities: bytes, tokens: int) -> Need:
+        """Of the first ``tokens`` of a prefix, where they are kept."""
+        if self._config.unit_tokens is not None:
+            return Need(required_blocks(tokens, self._config.unit_tokens))
+        return with_reuse(Need(tokens // self._unit_tokens()), identities)
 
     def _unit_tokens(self) -> int:
         geometry = self._registry.geometry
@@ -76,17 +94,24 @@ class GateMemory:
         """
         return all(self._room_for(needs) for needs in self._needs(job))
 
+    def fits_but_for_pins(self, job: Job) -> bool:
+        """The same if all pins were given up."""
+        with self.claims.lifted():
+            return self.fits(job)
+
     def let_go(self, now: int) -> bool:
         """Count no longer what was kept long enough; whether there was any."""
         return self.pressure.let_go(now, self._config.kept_ns) > 0
 
     def room_in_ns(self, job: Job, now: int) -> int:
-        """How long until ``job`` fits, as what has ended is let go, if nobody else comes; ``kept_ns`` at most."""
+        """How long until ``job`` fits but for pins, as what has ended is let go, if nobody else comes; ``kept_ns`` at
+        most."""
         at_most_ns = now + self._config.kept_ns
         until_ns = now
-        for needs in self._needs(job):
-            ends = [self.pressure.room_at_ns(need, node) for need, numbers in needs for node in numbers.tolist()]
-            until_ns = max(until_ns, min([end for end in ends if end is not None], default=at_most_ns))
+        with self.claims.lifted():
+            for needs in self._needs(job):
+                ends = [self.pressure.room_at_ns(need, node) for need, numbers in needs for node in numbers.tolist()]
+                until_ns = max(until_ns, min([end for end in ends if end is not None], default=at_most_ns))
         return until_ns - now
 
     def never_fits(self, job: Job) -> str | None:
@@ -129,7 +154,8 @@ class GateMemory:
         return numbers[self._loads.context_limit[numbers] > prompt_tokens]
 
     def narrow(self, job: Job, role: Role, numbers: Ints) -> Ints:
-        """Those of ``numbers`` that have room; by policy ``best-fit`` the one with the least left over.
+        """Those of ``numbers`` that have room, be it but for pins; by policy ``best-fit`` the one with the least left
+        over.
 
         All of them when none has: whoever was let in goes somewhere.
         """
@@ -137,6 +163,10 @@ class GateMemory:
         need = self._need(job, role, decodes=self._decodes(role, paired))
         left = self.ledger.blocks_left(numbers, need)
         fitting = left >= 0
+        if not fitting.any():
+            with self.claims.lifted():
+                left = self.ledger.blocks_left(numbers, need)
+            fitting = left >= 0
         if not fitting.any():
             return numbers
         return best_fit(numbers, left, self._work_tokens(numbers)) if self._snug else numbers[fitting]
@@ -157,6 +187,15 @@ class GateMemory:
             role, alone = member.info.role, attempt.decode_at is None
             need = self._need(job, role, decodes=alone or member is attempt.decode_at)
             self.ledger.allocate(attempt.attempt_id, member.number, need)
+        for holder in attempt.holders:
+            lender = self._registry.get(holder.peer)
+            if lender is not None:
+                prefix = self._kept_need(job.identities or b"", holder.prefix_tokens)
+                self.claims.lend(attempt.attempt_id, lender.number, prefix)
+
+    def computed(self, attempt: Attempt) -> bool:
+        """Its prompt is computed: it fetches nothing any more. Whether that leaves more room."""
+        return self.claims.returned(attempt.attempt_id)
 
     def handed_over(self, attempt: Attempt) -> None:
         """The decode instance has it all: the other one's part is over."""
@@ -166,6 +205,7 @@ class GateMemory:
         """It has ended. ``completed``: what it has computed stays in the cache."""
         for member in attempt.involved:
             self._give_back(attempt, member, keeps=completed)
+        self.claims.returned(attempt.attempt_id)
         del self._ages[attempt.attempt_id]
 
     def _give_back(self, attempt: Attempt, member: Member, *, keeps: bool) -> None:
@@ -173,6 +213,12 @@ class GateMemory:
             self.pressure.retire(attempt.attempt_id, member.number, self._ages[attempt.attempt_id])
         else:
             self.ledger.free(attempt.attempt_id, member.number)
+
+    # -- what happens to pins
+
+    def pinned(self, name: str, member: Member, identities: bytes, tokens: int) -> None:
+        """The first ``tokens`` of a prefix cannot be evicted at ``member``. ``identities``: of its whole blocks."""
+        self.claims.pin(name, member.number, self._kept_need(identities, tokens))
 
     # -- members
 
@@ -182,6 +228,7 @@ class GateMemory:
 
     def leave(self, member: Member) -> None:
         """It is gone. Attempts there must be over."""
+        self.claims.leave(member.number)
         self.ledger.leave(member.number)
         self.pressure.leave(member.number)
 
@@ -189,6 +236,7 @@ class GateMemory:
         """Raise :class:`InvariantError` unless exactly the live attempts hold memory, and what has ended is listed."""
         self.ledger.check_invariants()
         self.pressure.check_invariants()
+        self.claims.check_invariants({name for name, attempt in attempts.items() if attempt.is_computing})
         check(
             list(self._ages) == [a for a in self._ages if a in attempts], f"{list(self._ages)} are not {list(attempts)}"
         )
@@ -198,4 +246,5 @@ class GateMemory:
             kept = set(self.pressure.inactive(member.number))
             held = set(self.ledger.holders(member.number))
             check(not active & kept, f"{active & kept} are active and may be evicted")
-            check(held == active | kept, f"{member}: {held} hold memory, {active} are active, {kept} are kept")
+            claims = self.claims.holders(member.number)
+            check(held == active | kept | claims, f"{member}: {held} hold memory, not {active}, {kept}, {claims}")

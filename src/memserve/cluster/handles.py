@@ -1,7 +1,8 @@
 """Named prefixes that are kept (level 2, row M14): sessions and documents, pinned where their prefix lies.
 
 A handle is a wish of a client with an end. Where nobody has the prefix it waits; when its instance dies it goes to
-another one that has it. A ``Pin`` may get lost, so it is repeated until ``Pinned`` comes.
+another one that has it. A ``Pin`` may get lost, so it is repeated until ``Pinned`` comes. The gate hears of all of it:
+what is pinned is no room for others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memserve.cluster.events import PrefixPinned, PrefixUnpinned
+from memserve.cluster.gate import Gate
 from memserve.cluster.loads import LoadTable
 from memserve.cluster.outbox import Outbox
 from memserve.cluster.registry import Member, MemberState, Registry
@@ -43,6 +45,8 @@ class Handle:
     place: Member | None = None
     """All and only the place that a ``Pin`` was sent to."""
     pinned_tokens: int | None = None
+    unanswered: int = 0
+    """Times that ``Pin`` was sent there and, as far as is known, not answered yet."""
     wake_ns: int | None = None
     """When it is looked at next: timers that were armed for later are void."""
 
@@ -55,10 +59,12 @@ class Handle:
 class Handles:
     """All live handles, in the order in which they were pinned first."""
 
-    __slots__ = ("_by_key", "_by_wire", "_loads", "_outbox", "_registry", "_timers", "_trees")
+    __slots__ = ("_by_key", "_by_wire", "_gate", "_loads", "_outbox", "_registry", "_timers", "_trees")
 
-    def __init__(self, registry: Registry, trees: Trees, loads: LoadTable, timers: Timers, outbox: Outbox) -> None:
-        self._registry, self._trees, self._loads = registry, trees, loads
+    def __init__(
+        self, registry: Registry, trees: Trees, loads: LoadTable, gate: Gate, timers: Timers, outbox: Outbox
+    ) -> None:
+        self._registry, self._trees, self._loads, self._gate = registry, trees, loads, gate
         self._timers, self._outbox = timers, outbox
         self._by_key: dict[tuple[str, str], Handle] = {}
         self._by_wire: dict[str, Handle] = {}
@@ -102,6 +108,9 @@ class Handles:
         handle = self._by_wire.get(answer.handle)
         if handle is not None and handle.place is sender:
             handle.pinned_tokens = answer.tokens
+            handle.unanswered = max(0, handle.unanswered - 1)
+            if not handle.unanswered:  # else this may be the answer to an earlier one
+                self._gate.pinned(handle.wire_name, sender, handle.identities, answer.tokens)
 
     def place_of(self, tenant: str, name: str) -> Member | None:
         """Where a handle lies."""
@@ -122,6 +131,7 @@ class Handles:
                 handle.identities = b""  # who joins next may serve another model
             if handle.place is member:
                 handle.place = handle.pinned_tokens = None
+                handle.unanswered = 0
                 self._settle(handle, now)
 
     def due(self, wire_name: str, now: int) -> None:
@@ -132,8 +142,10 @@ class Handles:
         handle.wake_ns = None
         if handle.expires_ns <= now:
             self._outbox.note(HandleDropped(handle.tenant, handle.name))
+            self._move(handle, None)  # there its time is over a little later
             self._forget(handle)
         elif handle.pinned_tokens is None:
+            handle.unanswered = 0  # they were lost, or their answers
             self._settle(handle, now)
         else:
             self._wake(handle, handle.expires_ns)
@@ -169,6 +181,8 @@ class Handles:
         if handle.place is not None:
             ttl_ns = max(1, handle.expires_ns - now)
             self._outbox.send(handle.place.peer, Pin(handle.wire_name, handle.tenant, handle.tokens, ttl_ns))
+            handle.unanswered += 1
+            self._gate.pinned(handle.wire_name, handle.place, handle.identities, self._whole_tokens(handle))
         self._wake(handle, min(now + REPEAT_NS, handle.expires_ns))
 
     def _wake(self, handle: Handle, when_ns: int) -> None:
@@ -179,7 +193,8 @@ class Handles:
     def _move(self, handle: Handle, place: Member | None) -> None:
         if handle.place is not None and handle.place is not place:
             self._outbox.send(handle.place.peer, Unpin(handle.wire_name))
-            handle.pinned_tokens = None
+            self._gate.unpinned(handle.wire_name)
+            handle.pinned_tokens, handle.unanswered = None, 0
         handle.place = place
 
     def _find(self, handle: Handle) -> Member | None:

@@ -23,7 +23,7 @@ from memserve.cluster.trees import IDENTITY_BYTES, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Cancel, RequestRefused
 from memserve.remembered import EntryUsed
-from memserve.types import Admission, Caching, FinishReason, TokenOutput
+from memserve.types import Caching, FinishReason, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 
 _STALL_DOUBLINGS_MAX = 6
@@ -61,8 +61,8 @@ class Lifecycle:
 
     def arrive(self, job: Job, now: int) -> None:
         """A new job, in ``jobs`` already: it is placed now, waits before the gate, or is turned away."""
-        if self._config.admission.mode is Admission.CACHE:
-            self._placer.identities(job)  # the gate wants to know what is shared
+        if self.gate.wants_identities:
+            self._placer.identities(job)
         refusal = self.gate.arrive(job, now)
         if refusal is None:
             self.admit_waiting(now)
@@ -245,6 +245,7 @@ class Lifecycle:
         """The prompt is computed: its work is done."""
         if attempt.is_computing:
             attempt.is_computing = False
+            self.gate.computed(attempt)
             self._loads.discharge(attempt.charges.pop(0))
 
     def handed_over(self, attempt_id: str, sender: Member, now: int) -> None:

@@ -94,9 +94,9 @@ class Cluster:
         self._timers, self._outbox = timers, outbox = Timers(), Outbox(remembers)
         self._registry, self._loads = registry, loads = Registry(), LoadTable()
         self._trees = trees = Trees(config, timers, counters, identity_key)
-        self._handles = handles = Handles(registry, trees, loads, timers, outbox)
-        self._sessions = sessions = Sessions(registry, outbox)
         gate = Gate(config.admission, config.policy, registry, loads)
+        self._handles = handles = Handles(registry, trees, loads, gate, timers, outbox)
+        self._sessions = sessions = Sessions(registry, outbox)
         self._placer = placer = Placer(
             config, costs or CostModel(), registry, trees, loads, sessions, handles, gate.memory
         )

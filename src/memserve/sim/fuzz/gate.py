@@ -61,6 +61,7 @@ class Waiter:
     request: Request
     arrived_ns: int
     waits: bool = True
+    attempts: int = 1
     ended: set[int] = field(default_factory=set)
 
 
@@ -85,11 +86,14 @@ class GateJudge:
         self._served: dict[tuple[str, str], int] = {}
         """Tokens that the first tenant was let in for, while the second one waited, since both wait."""
         self._cost_most = 0
+        #: (when, who) of those that have ended, once for each time that they may have left something behind
+        self._gone: list[tuple[int, Request]] = []
 
     def judge(self, cluster: Cluster, event: object, actions: Sequence[ClusterAction], now: int) -> None:
         """``cluster`` has handled ``event`` at ``now``, by its own clock."""
         if cluster is not self._cluster:
             self._cluster, self._config, self._here, self._served = cluster, cluster.config.admission, {}, {}
+            self._gone = []
         here = self._here
         if isinstance(event, RequestArrived):
             here[event.request.request_id] = Waiter(event.request, now)
@@ -97,10 +101,11 @@ class GateJudge:
         waited = {name: waiter for name, waiter in here.items() if waiter.waits}
         ran = [name for name, waiter in here.items() if not waiter.waits]
         for action in actions:
-            self._ended(action)
+            self._ended(action, now)
         gate = cluster._lifecycle.gate
         for name, waiter in here.items():
-            waiter.waits = waiter.waits and gate.holds_back(cluster._lifecycle.jobs.by_id[name])
+            job = cluster._lifecycle.jobs.by_id[name]
+            waiter.waits, waiter.attempts = waiter.waits and gate.holds_back(job), len(job.past) + 1
         let_in = [name for name in waited if name in here and not here[name].waits]
         for action in actions:
             if isinstance(action, RejectRequest) and (cause := cause_of(action)):
@@ -109,16 +114,26 @@ class GateJudge:
         self._judge_waiting(cluster, now)
         self._judge_turns([waited[name].request for name in let_in])
 
-    def _ended(self, action: ClusterAction) -> None:
+    def _ended(self, action: ClusterAction, now: int) -> None:
         if isinstance(action, RejectRequest):
-            self._here.pop(action.request_id, None)
+            self._leaves(action.request_id, now)
         elif isinstance(action, EmitTokens):
             for output in action.outputs:
                 waiter = self._here.get(output.request_id)
                 if waiter is not None and output.finish_reason is not None:
                     waiter.ended.add(output.index)
                     if len(waiter.ended) == waiter.request.n:
-                        del self._here[output.request_id]
+                        self._leaves(output.request_id, now)
+
+    def _leaves(self, name: str, now: int) -> None:
+        waiter = self._here.pop(name, None)
+        if waiter is not None and not waiter.waits and self._config.evictions_max is not None:
+            self._gone += [(now, waiter.request)] * (waiter.attempts + 1)
+
+    def _kept(self, now: int) -> list[Request]:
+        """Those who have ended, and may still count."""
+        self._gone = [(ended_ns, request) for ended_ns, request in self._gone if now - ended_ns < self._config.kept_ns]
+        return [request for _, request in self._gone]
 
     # -- whoever was turned away
 
@@ -138,7 +153,7 @@ class GateJudge:
         elif cause == "pressure":
             still = [other for other in before.ran if other in self._here]
             require(not still, f"{name}: {still} run, and would have made room: {action.reason}")
-            fits = config.evictions_max is None and fits_surely(cluster, waiter.request, empty=True)
+            fits = fits_surely(cluster, waiter.request, empty=True, ended=self._kept(now))
             require(not fits, f"{name} fits: {action.reason}")
         else:
             self._judge_crowd(action, before)
@@ -179,8 +194,9 @@ class GateJudge:
             return
         require(config.mode is not Admission.BOUNDED, f"{waiting} wait, and only {active} are active: {config}")
         head = cluster._lifecycle.gate._queue.head()
-        if head is not None and config.evictions_max is None:
-            require(not fits_surely(cluster, head.request), f"{head.request_id} waits, and there is room for it")
+        if head is not None:
+            fits = fits_surely(cluster, head.request, ended=self._kept(now))
+            require(not fits, f"{head.request_id} waits, and there is room for it")
 
     def _judge_turns(self, let_in: list[Request]) -> None:
         """While two tenants wait, neither gets more than the other but for one request of each, by weight.

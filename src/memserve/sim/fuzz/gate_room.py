@@ -1,12 +1,13 @@
 """Whether there is room for a request, reckoned as carelessly as can be: without a ledger, names, or shared blocks.
 
-Everybody is taken to need all that he could ever need: what fits then fits surely. A prompt that is larger than any
-instance by itself fits surely not. Between the two only the gate knows.
+Everybody is taken to need all that he could ever need, pins to be as long as was wished, and whatever has been read
+somewhere else to be lent by all who have it: what fits then fits surely. A prompt that is larger than any instance by
+itself fits surely not. Between the two only the gate knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from memserve.cluster.jobs import Job
 from memserve.cluster.machine import Cluster
@@ -17,14 +18,17 @@ from memserve.types import Request
 from memserve.units import ceil_div
 
 
-def fits_surely(cluster: Cluster, request: Request, *, empty: bool = False) -> bool:
-    """Whether of each team that ``request`` needs some member has room for it; ``empty``: were nobody else here."""
+def fits_surely(cluster: Cluster, request: Request, *, empty: bool = False, ended: Iterable[Request] = ()) -> bool:
+    """Whether of each team that ``request`` needs some member has room for it; ``empty``: were nobody else here, and
+    nothing pinned. ``ended``: those whose memory counts everywhere as if they still ran there."""
     sides = _sides(cluster, len(request.prompt))
     jobs = [] if empty else list(cluster._lifecycle.jobs.by_id.values())
+    kept = sum(_all_of(cluster, gone) for gone in ended)
     paired = len(sides) > 1
     for place, side in enumerate(sides):
-        need = _most(cluster, request, 0, decodes=place > 0 or not paired)
-        if not any(_total(cluster, member) - _used(cluster, jobs, member) >= need for member in side):
+        need = kept + _most(cluster, request, 0, decodes=place > 0 or not paired)
+        taken = {m: _used(cluster, jobs, m) + (0 if empty else _claimed(cluster, jobs, m)) for m in side}
+        if not any(_total(cluster, member) - taken[member] >= need for member in side):
             return False
     return bool(sides)
 
@@ -58,6 +62,20 @@ def _most(cluster: Cluster, request: Request, generated: int, *, decodes: bool) 
     if not decodes:
         return ceil_div(prompt + generated, _unit(cluster))
     return max(request.n, request.beam_width) * ceil_div(prompt + own, _unit(cluster))
+
+
+def _all_of(cluster: Cluster, request: Request) -> int:
+    """Blocks that it may have held at its end."""
+    tokens = len(request.prompt) + request.stop.max_tokens
+    return max(request.n, request.beam_width) * ceil_div(tokens, _unit(cluster))
+
+
+def _claimed(cluster: Cluster, jobs: Sequence[Job], member: Member) -> int:
+    """Blocks that are pinned there, and that may be lent from there."""
+    prefixes = [handle.tokens for handle in cluster.handles() if handle.peer == member.peer]
+    for attempt in [job.attempt for job in jobs if job.attempt is not None]:
+        prefixes += [holder.prefix_tokens for holder in attempt.holders if holder.peer == member.peer]
+    return sum(ceil_div(tokens, _unit(cluster)) for tokens in prefixes)
 
 
 def _used(cluster: Cluster, jobs: Sequence[Job], member: Member) -> int:
