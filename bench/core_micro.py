@@ -91,7 +91,7 @@ def fill(pool: BlockPool, tokens: Tokens) -> None:
     lease = pool.acquire("", tokens)
     fresh = pool.allocate(len(tokens) // pool.block_tokens - len(lease.blocks)) or []
     blocks = lease.blocks + fresh
-    pool.publish(lease, "", tokens, blocks)
+    pool.publish(lease, "", tokens, blocks, written_by=0)
     pool.unpin(lease)
     pool.release(blocks)
 

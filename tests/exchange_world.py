@@ -255,7 +255,7 @@ class Node:
             writes += [(seq.blocks[place], layer, data[layer]) for layer in range(LAYERS)]
         seq.fence = self.make_plan(writes)
         whole = len(tokens) // BLOCK
-        self.pool.publish(lease, tenant, tokens[: whole * BLOCK], seq.blocks[:whole])
+        self.pool.publish(lease, tenant, tokens[: whole * BLOCK], seq.blocks[:whole], written_by=seq.fence)
         self.seqs.append(seq)
         return seq
 

@@ -57,7 +57,7 @@ class Caching:
         more = pool.allocate(len(prompt) // BLOCK - len(lease.blocks))
         if more is not None:
             blocks = lease.blocks + more
-            pool.publish(lease, tenant, prompt, blocks)
+            pool.publish(lease, tenant, prompt, blocks, written_by=0)
             pool.release(blocks)
             self.prompts.add((tenant, tuple(prompt.tolist())))
         else:

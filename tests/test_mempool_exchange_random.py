@@ -461,7 +461,8 @@ class Handing:
             writes += [(seq.blocks[place], layer, data[layer]) for layer in range(LAYERS)]
         step_id = node.make_plan(writes)
         whole = min(len(seq.blocks), len(seq.tokens) // BLOCK)
-        node.pool.publish(seq.lease, seq.tenant, seq.tokens[: whole * BLOCK], seq.blocks[:whole])
+        tokens, blocks = seq.tokens[: whole * BLOCK], seq.blocks[:whole]
+        node.pool.publish(seq.lease, seq.tenant, tokens, blocks, written_by=step_id)
         self.under_way = (step_id, count, 0)
         if not self.by_layer and self.history.random.random() < 0.5:
             node.exchange.computed(self.offer_id, self.done, self.done + count, fence=step_id)

@@ -197,7 +197,7 @@ class Rig:
                 twin.entries[prefix] = Entry(Tier.HBM, block, 0, entry.pins if entry else 0)
                 twin.refs[block] += 1
                 added += 1
-        assert self.pool.publish(seq.lease, seq.tenant, array, seq.blocks) == added
+        assert self.pool.publish(seq.lease, seq.tenant, array, seq.blocks, written_by=0) == added
         if path:
             twin.pin(path)
             twin.unpin(seq.pinned)

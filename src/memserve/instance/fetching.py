@@ -72,18 +72,19 @@ class Fetches:
         learnt = self._roster.costs
         prefix = Prefix(known, own, 0, remote, same_host=not self.far.get(holder, False))
         queue_ns = learnt.queue_ns(self._roster.prefill_tokens_queued())
-        before_ns = max(self._under_way_ns(), sum(self._link_ns.values()))
+        before_ns = max(self._plans_ns(remote // self._geometry.block_tokens), sum(self._link_ns.values()))
         return worth_fetching(
             learnt.model, self._geometry, prefix, queue_ns=queue_ns, wait_max_ns=wait_max_ns, before_ns=before_ns
         )
 
-    def _under_way_ns(self) -> int:
-        """Steps that have to end before pages may be pulled, here and at the holder, of whom nothing better is known
-        than that it is as busy."""
+    def _plans_ns(self, blocks: int) -> int:
+        """Steps that have to end before so many blocks may be pulled into."""
+        plans = self._exchange.plans_before_pull(blocks)
+        if not plans:
+            return 0
         decoding = self._roster.decoding.items
         context = sum([sequence.computed for sequence in decoding])
-        step_ns = self._roster.costs.model.decode_step_ns(len(decoding), context)
-        return self._exchange.plans_under_way * step_ns
+        return plans * self._roster.costs.model.decode_step_ns(len(decoding), context)
 
     def ended(self, outcome: FetchEnded, now: int) -> None:
         """The KV is in the index, or will not come; then the next holder may be asked."""

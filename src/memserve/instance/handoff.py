@@ -108,7 +108,8 @@ class Handoffs:
         orders.offered_blocks = len(sequence.blocks)
         orders.named_blocks = start // self._roster.memory.block_tokens
         if orders.named_blocks:  # from the cache: computed, or copied, by plans made so far
-            self._exchange.computed(orders.offer_id, 0, orders.named_blocks)
+            fence = self._exchange.fence_of_cached(sequence.blocks[: orders.named_blocks])
+            self._exchange.computed(orders.offer_id, 0, orders.named_blocks, fence=fence)
 
     def _name(self, orders: Orders, sequence: Sequence, plan: StepPlan) -> None:
         """Whole blocks up to the row's end; the last one as well when the prompt ends."""

@@ -154,7 +154,8 @@ class SequenceMemory:
         tokens = full * self.block_tokens
         if tokens > sequence.published:
             tenant = sequence.group.request.tenant
-            self.pool.publish(sequence.lease, tenant, sequence.known_tokens()[:tokens], sequence.blocks[:full])
+            known, blocks = sequence.known_tokens()[:tokens], sequence.blocks[:full]
+            self.pool.publish(sequence.lease, tenant, known, blocks, written_by=sequence.scheduled_step)
             sequence.published = tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

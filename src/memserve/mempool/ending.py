@@ -79,7 +79,7 @@ def _share(desk: Desk, imported: Import, placed: Placement) -> tuple[Lease, list
     if not pool.config.caching or whole == 0:
         return placed.lease, placed.blocks
     tokens = offer.tokens[: whole * pool.block_tokens]
-    pool.publish(placed.lease, offer.tenant, tokens, placed.blocks[:whole])
+    pool.publish(placed.lease, offer.tenant, tokens, placed.blocks[:whole], written_by=0)
     lease = pool.acquire(offer.tenant, tokens)
     check(len(lease.blocks) == whole and not lease.dram_tokens, "what was just published is not all in HBM")
     pool.unpin(placed.lease)

@@ -337,10 +337,16 @@ class Exchange:
         next one while copies are recorded that no plan carries yet."""
         return self._fences.now()
 
-    @property
-    def plans_under_way(self) -> int:
-        """Made, and not finished: a pull into newly allocated blocks waits for them."""
-        return self._fences.made - self._fences.finished
+    def fence_of_cached(self, blocks: Sequence[int]) -> int:
+        """The plan that has to finish before cached HBM ``blocks`` hold their final bytes: mostly it has."""
+        return self._fences.final([(Tier.HBM, block) for block in blocks])
+
+    def plans_before_pull(self, blocks: int) -> int:
+        """How many plans a pull into so many new HBM blocks is expected to wait for. Blocks that are free, or that can
+        be dropped, have mostly been left alone for long; what goes down to DRAM goes with the next plan."""
+        pool = self._desk.pool
+        under_way = self._fences.made - self._fences.finished
+        return under_way + 1 if under_way and pool.config.dram_blocks and blocks > pool.blocks_free else 0
 
     @property
     def wants_plan(self) -> bool:

@@ -150,7 +150,8 @@ class Exports:
             dram_blocks=tuple(in_dram if in_hbm else ()),
         )
         self.begin(sender, offer, places, now)
-        self.computed(fetch.transfer_id, (fetch.first_block, end_block), (0, desk.geometry.num_layers))
+        layers = 0, desk.geometry.num_layers
+        self.computed(fetch.transfer_id, (fetch.first_block, end_block), layers, self._fences.final(places))
 
     def _lend(self, fetch: Fetch) -> list[Place]:
         """Cached blocks ``[first_block, end_block)`` of the wanted tokens, as far as there are, a reference each."""

@@ -10,52 +10,84 @@ for it may still be
 1. written by a row of a plan under way (of a sequence that has ended since: plans are made ahead of results),
 2. read by a row of a plan under way (the same, or a prefix that was cached and is evicted now),
 3. read by a copy: the allocation itself evicted it to DRAM, or brought it up from DRAM, and the copy is in a plan under
-   way, or only recorded.
+   way, or only recorded; or written by one (a copy on write for a sequence that was preempted at once).
 
-All of that was decided before the block was allocated, so it is in a plan that had been made by then or, for copies
-that are recorded only, in the next one: nothing decided later touches the block, since it belongs to the import. Hence
+All of that was decided before the block was allocated: nothing decided later touches it, since it belongs to the
+import. Rows (1, 2) use only blocks on which their sequence holds a reference, and it gives none back while the plan
+that is being made has a row of it. So when it lets go of a block, the plans made by then are the last whose rows touch
+the block for its sake; and all have let go, or the block could not have been allocated. Copies (3) are in the next plan
+after they were recorded. ``touches`` writes down both moments. Hence, right after the allocation,
 
-    ``now()`` right after the allocation = the last plan made, + 1 when copies are recorded that no plan carries
+    ``alone(blocks)`` = the last plan, under way or to be made next, that touches one of them
 
-and once plan ``now()`` has finished, and with it all plans before, the pull is alone with its destination.
+and once it has finished, and with it all plans before, the pull is alone with its destination. Mostly there is no such
+plan: what is free, or cached and used by nobody, was let go of long ago.
 
-The same number serves the owner of blocks that a peer shall pull: what they hold was, or will be, written by a plan
-made by now (a cached prefix may be computed by a plan under way: the index is filled when plans are *made*) or by a
-recorded copy (brought up, swapped in). Once plan ``now()`` has finished their bytes are final, and may be sealed and
-read. A reference keeps them from being given away meanwhile.
+The owner of blocks that a peer shall pull asks for less. A reference keeps them from being given away, readers do no
+harm, and what is cached never changes; it only has to be there. The index is filled when plans are *made*: then it was
+told which plan writes the blocks last. And what was brought up, or went down to DRAM, is written by its copy. Hence
 
-With nothing under way and nothing recorded ``now()`` has passed already, and nobody waits. With copies recorded and no
-work, no plan would ever come: ``wants_plan`` asks for one.
+    ``final(blocks)`` = the last plan, under way or to be made next, that writes one of these cached blocks
+
+after which they may be sealed and read. Of blocks that are neither cached nor newly allocated (rows of a sequence that
+runs, or has just ended) nothing is written down; for those there is
+
+    ``now()`` = the last plan made, + 1 when copies are recorded that no plan carries
+
+after which everything that was decided so far is true. With nothing under way and nothing recorded all three have
+passed already, and nobody waits. With copies recorded and no work, no plan would ever come: ``wants_plan`` asks for
+one.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from memserve.errors import check
+from memserve.mempool.desk import Place, runs
 from memserve.mempool.pool import BlockPool
+from memserve.mempool.touches import Touches
+from memserve.types import Tier
 
 Resume = Callable[[], None]
 """What is to be done once a fence has passed."""
 
 
 class Fences:
-    """Plans made and finished, and what waits for them."""
+    """What waits for plans to finish, and for which."""
 
-    __slots__ = ("_held", "_highest", "_order", "_pool", "finished", "made")
+    __slots__ = ("_held", "_highest", "_order", "_pool", "_touches")
 
     def __init__(self, pool: BlockPool) -> None:
+        """From now on the pool keeps accounts of what plans touch."""
         self._pool = pool
-        self.made = 0  # the last plan made; 0 = none
-        self.finished = 0  # the last plan that touches memory no more
+        self._touches = pool.touches = Touches()
         self._held: list[tuple[int, int, Resume]] = []  # heap of (fence, order of arrival, what to do)
         self._order = 0
         self._highest = 0  # of all fences that something waited for
 
+    @property
+    def made(self) -> int:
+        """The last plan made; 0 = none."""
+        return self._touches.made
+
+    @property
+    def finished(self) -> int:
+        """The last plan that touches memory no more."""
+        return self._touches.finished
+
     def now(self) -> int:
         """The plan after which everything decided so far is true in memory."""
         return self.made + 1 if self._pool.has_copies else self.made
+
+    def alone(self, tier: Tier, blocks: Sequence[int]) -> int:
+        """The plan after which nobody but their holder touches ``blocks``, which were free when he got them."""
+        return self._touches.last_touch(tier, blocks)
+
+    def final(self, places: Sequence[Place]) -> int:
+        """The plan after which cached blocks hold what the index says."""
+        return max([self._touches.last_write(tier, blocks) for tier, _, blocks in runs(places)], default=0)
 
     def passed(self, fence: int) -> bool:
         """Whether plan ``fence`` has finished."""
@@ -72,13 +104,11 @@ class Fences:
 
     def plan_made(self, step_id: int) -> None:
         """Plan ``step_id`` carries everything that was recorded."""
-        check(step_id > self.made, f"plan {step_id} was made after plan {self.made}")
-        self.made = step_id
+        self._touches.plan_made(step_id)
 
     def plan_finished(self, step_id: int) -> None:
         """Plan ``step_id`` and each before it have finished: what waited for that is done, in order of fences."""
-        check(self.finished < step_id <= self.made, f"plan {step_id} of {self.finished}..{self.made} has finished")
-        self.finished = step_id
+        self._touches.plan_finished(step_id)
         while self._held and self._held[0][0] <= step_id:
             heapq.heappop(self._held)[2]()
 

@@ -94,7 +94,7 @@ def _extend(
         lease=lease,
         blocks=lease.blocks + new,
         tier=tier,
-        fence=fences.now(),  # behind the allocation: it may have recorded copies
+        fence=fences.alone(tier, new),  # behind the allocation: it may have recorded copies
         announced=np.zeros(pages, dtype=np.bool_),
         arrived=np.zeros(pages, dtype=np.bool_),
     )

@@ -21,6 +21,7 @@ from memserve.mempool.copylog import CopyLog
 from memserve.mempool.events import EventLog, KvEvent, KvHoldings
 from memserve.mempool.identity import block_identities, namespace_id
 from memserve.mempool.report import PoolReport, TierReport
+from memserve.mempool.touches import Touches
 from memserve.types import CopyBlocks, Tier, TokenArray
 
 
@@ -60,6 +61,8 @@ class BlockPool:
         self._index = _core.RadixIndex(geometry_block_tokens, self._hbm, self._dram)
         self._copies = CopyLog()
         self._events = EventLog(event_capacity)
+        #: kept where others than plans touch blocks (see ``fences``)
+        self.touches: Touches | None = None
 
     @property
     def namespace(self) -> str:
@@ -100,8 +103,9 @@ class BlockPool:
             self._bring_up(lease, len(found.dram))
         return lease
 
-    def publish(self, lease: Lease, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> int:
-        """Make the KV of ``tokens`` (whole blocks of it) reusable; ``blocks`` hold it, all in HBM.
+    def publish(self, lease: Lease, tenant: str, tokens: TokenArray, blocks: Sequence[int], *, written_by: int) -> int:
+        """Make the KV of ``tokens`` (whole blocks of it) reusable; ``blocks`` hold it, all in HBM, at the latest when
+        plan ``written_by`` has finished (0 = they do now).
 
         The index takes a reference on each block that it did not have yet; where it already has the same tokens it
         keeps its own block (unless that lies in DRAM: then it takes the caller's and frees its own). The lease's pin
@@ -113,6 +117,8 @@ class BlockPool:
         done = self._index.insert(name, tokens, blocks, pin=True)
         self._index.unpin(lease.pin)
         lease.pin = done.pin
+        if self.touches is not None:  # an index grows at its ends: what is new comes last, but for what was in DRAM
+            self.touches.filled(blocks if len(done.adopted_dram) else blocks[len(blocks) - done.added :], written_by)
         if self._events.enabled:
             self._tell_published(name, tokens, done)
         return done.added
@@ -222,6 +228,8 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less on each block; a block without references is free."""
+        if self.touches is not None:
+            self.touches.let_go(blocks)
         self._hbm.release(blocks)
 
     def retain_dram(self, dram_blocks: Sequence[int]) -> None:
@@ -244,7 +252,7 @@ class BlockPool:
         fresh = self.allocate_ids(1)
         if fresh is None:
             return None
-        self._copies.record(Tier.HBM, (block,), Tier.HBM, fresh)
+        self._copy(Tier.HBM, (block,), Tier.HBM, fresh)
         return fresh[0]
 
     # -- preemption by swap
@@ -257,7 +265,7 @@ class BlockPool:
         below = self.allocate_dram_ids(len(blocks))
         if below is None:
             return None
-        self._copies.record(Tier.HBM, blocks, Tier.DRAM, below)
+        self._copy(Tier.HBM, blocks, Tier.DRAM, below)
         self._hbm.release(blocks)
         return below.tolist()
 
@@ -266,7 +274,7 @@ class BlockPool:
         above = self.allocate_ids(len(dram_blocks))
         if above is None:
             return None
-        self._copies.record(Tier.DRAM, dram_blocks, Tier.HBM, above)
+        self._copy(Tier.DRAM, dram_blocks, Tier.HBM, above)
         self._dram.release(dram_blocks)
         return above.tolist()
 
@@ -342,6 +350,11 @@ class BlockPool:
 
     # -- inside
 
+    def _copy(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
+        self._copies.record(src_tier, src, dst_tier, dst)
+        if self.touches is not None:
+            self.touches.copied(src_tier, src, dst_tier, dst)
+
     def _name(self, tenant: str) -> bytes:
         name = self._names.get(tenant)
         if name is None:
@@ -352,7 +365,7 @@ class BlockPool:
         """Free ``count`` HBM blocks of the cache, down to DRAM where it has room; returns how many went there."""
         gone = self._index.evict(Tier.HBM, count)
         moved = gone.moved_from
-        self._copies.record(Tier.HBM, moved, Tier.DRAM, gone.moved_to)
+        self._copy(Tier.HBM, moved, Tier.DRAM, gone.moved_to)
         self._events_of(gone)
         return len(moved)
 
@@ -361,7 +374,7 @@ class BlockPool:
         moved = self._index.promote(lease.pin, above)
         lease.pin = moved.pin
         self._hbm.retain(above)
-        self._copies.record(Tier.DRAM, moved.left_dram, Tier.HBM, above)
+        self._copy(Tier.DRAM, moved.left_dram, Tier.HBM, above)
         if self._events.enabled:
             self._events.promoted(moved.left_dram, above)
         lease.blocks += above.tolist()

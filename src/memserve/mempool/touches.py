@@ -1,0 +1,95 @@
+"""What plans that have not finished may still do to blocks (level 1): the accounts behind ``fences``.
+
+Nothing is written down for blocks that stay with a sequence, however many plans use them. Three moments tell the rest:
+
+let go      somebody gives back an HBM block: rows of plans made by now may read and write it for him, later ones do not
+copied      a copy is recorded: the next plan reads the one block and writes the other
+filled      the index takes a block whose last tokens a plan computes: no later plan writes to it, since what is cached
+            never changes
+
+Only plans under way are remembered, and the next one: two or three small sets, whatever the pool's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memserve.errors import check
+from memserve.types import Tier
+
+
+class LastPlans:
+    """Blocks of one tier by the plans that may be the last to do something to them. A block may be named by several."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, set[int]] = {}
+
+    def note(self, plan: int, blocks: Iterable[int]) -> None:
+        """``plan`` does it to ``blocks``, or may do so."""
+        self._blocks.setdefault(plan, set()).update(blocks)
+
+    def of(self, blocks: Iterable[int]) -> int:
+        """The last plan that does it to any of ``blocks``; 0 = none that has not finished."""
+        return max([plan for plan, noted in self._blocks.items() if not noted.isdisjoint(blocks)], default=0)
+
+    def forget(self, finished: int) -> None:
+        """Plan ``finished`` and those before do nothing any more."""
+        if self._blocks:
+            for plan in [plan for plan in self._blocks if plan <= finished]:
+                del self._blocks[plan]
+
+
+class Touches:
+    """Plans made and finished, and what they may still touch: kept by the pool, asked by the fences."""
+
+    __slots__ = ("_touched", "_written", "finished", "made")
+
+    def __init__(self) -> None:
+        self.made = 0  # the last plan made; 0 = none
+        self.finished = 0  # the last plan that touches memory no more
+        self._touched = {tier: LastPlans() for tier in (Tier.HBM, Tier.DRAM)}
+        self._written = {tier: LastPlans() for tier in (Tier.HBM, Tier.DRAM)}
+
+    # -- what happens
+
+    def let_go(self, blocks: Iterable[int]) -> None:
+        """Whoever gives back these HBM blocks has no row with them in any plan that is made from now on."""
+        if self.made > self.finished:
+            self._touched[Tier.HBM].note(self.made, blocks)
+
+    def copied(self, src_tier: Tier, src: Iterable[int], dst_tier: Tier, dst: Iterable[int]) -> None:
+        """Copies were recorded: the next plan carries them."""
+        plan = self.made + 1
+        self._touched[src_tier].note(plan, src)
+        self._touched[dst_tier].note(plan, dst)
+        self._written[dst_tier].note(plan, dst)
+
+    def filled(self, blocks: Iterable[int], plan: int) -> None:
+        """The index has taken these HBM blocks; rows of ``plan`` are the last that write to them."""
+        if plan > self.finished:
+            self._written[Tier.HBM].note(plan, blocks)
+
+    def plan_made(self, step_id: int) -> None:
+        """Plan ``step_id`` carries everything that was recorded."""
+        check(step_id > self.made, f"plan {step_id} was made after plan {self.made}")
+        self.made = step_id
+
+    def plan_finished(self, step_id: int) -> None:
+        """Plan ``step_id`` and each before it have finished."""
+        check(self.finished < step_id <= self.made, f"plan {step_id} of {self.finished}..{self.made} has finished")
+        self.finished = step_id
+        for accounts in (self._touched, self._written):
+            for plans in accounts.values():
+                plans.forget(step_id)
+
+    # -- what may still happen
+
+    def last_touch(self, tier: Tier, blocks: Iterable[int]) -> int:
+        """The last plan that reads or writes any of ``blocks``, which no sequence holds; 0 = none that is under way."""
+        return self._touched[tier].of(blocks)
+
+    def last_write(self, tier: Tier, blocks: Iterable[int]) -> int:
+        """The last plan that writes to any of ``blocks``, which are cached; 0 = none that is under way."""
+        return self._written[tier].of(blocks)
