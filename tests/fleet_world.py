@@ -7,7 +7,9 @@ The referee is ``lone_tokens``: what a request must get when it is alone in the 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from instance_world import VOCAB, config, lone_beams
 from memserve.instance.actions import CancelPulls, EmitTokens, PullPages, RejectRequest, RunStep, SealPages, Send
@@ -312,7 +314,7 @@ class Fleet:
         wanted = {key: value for key, value in job.orders.items() if key not in ("first", "decode_at")}
         generated = tuple(tuple(job.got.get(index, ())) for index in range(n)) if not req.beam_width else ()
         order = Dispatch(
-            replace(req, request_id=job.attempt_id),
+            structs.replace(req, request_id=job.attempt_id),
             generated=generated if any(generated) else (),
             ended=tuple(job.final) if any(generated) else (),
             decode_at=self.members[decode_at].peer if decode_at else None,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import queue
 import time
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from fake_instances import SECRET, FakeInstance
@@ -132,7 +132,7 @@ def test_a_router_turns_away_at_once_who_cannot_wait_and_later_who_has_waited(ga
     news = {name: queue.Queue() for name in ("runs", "waits", "too many")}
     request = Request("", np.arange(1, 70, dtype=np.int32), SamplingParams(temperature=0.0), StopParams(10_000))
     for name, sink in news.items():
-        gated_router.submit(replace(request, request_id=name), sink.put)
+        gated_router.submit(structs.replace(request, request_id=name), sink.put)
     first = news["too many"].get(timeout=WAIT_S)
     assert isinstance(first, Rejected) and first.refusal is Refusal.BUSY and first.retry_after_s >= 1
     second = news["waits"].get(timeout=WAIT_S)

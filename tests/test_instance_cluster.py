@@ -321,7 +321,7 @@ def test_kv_of_one_tenant_is_not_used_for_another():
     def tampers(sender, to, message):
         if isinstance(message, Offer) and not seen:
             seen.append(message)
-            changed = replace(message.request, tenant="blue")
+            changed = msgspec.structs.replace(message.request, tenant="blue")
             fleet.send(sender, to, msgspec.structs.replace(message, request=changed))
             return True
         return False
@@ -399,12 +399,12 @@ def test_a_resumed_request_continues_exactly(n, decode_at, given):
     """The instance died after some tokens; logprobs and endings go on as if nothing had happened."""
     fleet = pair({"running": 8}, {"running": 8})
     req = request("a", PROMPT[:9], max_tokens=8, n=n, seed=3, logprobs=0)
-    job = fleet.submit(replace(req, request_id="elsewhere"), "p")
+    job = fleet.submit(msgspec.structs.replace(req, request_id="elsewhere"), "p")
     fleet.run()
     whole = {index: list(tokens) for index, tokens in job.got.items()}
     members = fleet.members
     order = Dispatch(
-        replace(req, request_id="a#0"),
+        msgspec.structs.replace(req, request_id="a#0"),
         generated=tuple(tuple(whole[index][:given]) for index in range(n)),
         decode_at=members[decode_at].peer if decode_at else None,
     )
@@ -425,7 +425,7 @@ def test_a_resumed_sequence_is_opened_with_its_tokens_behind_its_prompt():
     """Penalties and seeds depend on what is prompt and what is generated: the device is told."""
     fleet = pair()
     sampling = replace(request("x", [1]).sampling, frequency_penalty=0.5, seed=9)
-    req = replace(request("a", PROMPT[:9], max_tokens=8), sampling=sampling)
+    req = msgspec.structs.replace(request("a", PROMPT[:9], max_tokens=8), sampling=sampling)
     (plan, *_) = plans_of(fleet.members["p"].hear(Dispatch(req, generated=((1, 2, 3),))))
     (opened,) = plan.open
     assert opened.tokens.tolist() == [*PROMPT[:9], 1, 2, 3] and opened.prompt_tokens == 9

@@ -9,6 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from exchange_world import BLOCK, GEOMETRY, LAYERS, LEASE_NS, Node, World, array, raw_label
 from memserve.errors import InvariantError
@@ -616,8 +617,8 @@ def test_blocks_under_another_name_are_refused(world, wrong) -> None:
     p.hand_over(d.peer, seq)
     offer = forged[0]
     changed = {
-        "tenant": {"tenant": "other", "request": replace(offer.request, tenant="other")},
-        "request": {"request": replace(offer.request, tenant="other")},
+        "tenant": {"tenant": "other", "request": structs.replace(offer.request, tenant="other")},
+        "request": {"request": structs.replace(offer.request, tenant="other")},
         "tokens": {"tokens": array([1, *PROMPT[1:]])},
         "namespace": {"identity": World().add("q", namespace="n").pool.identity("acme", array(PROMPT))},
     }[wrong]

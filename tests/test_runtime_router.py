@@ -5,11 +5,11 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from fake_instances import SECRET, FakeInstance, true_token
 from memserve.cluster.machine import Cluster
@@ -152,7 +152,7 @@ def test_statistics_are_those_of_all_members(router, instance) -> None:
 
 def test_a_prefix_is_pinned_where_it_lies_and_given_up(router, instance) -> None:
     member = instance("c1")
-    request = replace(ask("read", 1), tenant="tenant")
+    request = structs.replace(ask("read", 1), tenant="tenant")
     collect(submit(router, request))
     router.pin("doc", "tenant", request.prompt, 60_000 * NS_PER_MS)
     eventually(lambda: router.pinned_tokens("doc", "tenant") == 64)

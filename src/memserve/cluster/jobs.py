@@ -13,7 +13,9 @@ known by it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from memserve.cluster.loads import Charge
 from memserve.cluster.registry import Member
@@ -113,7 +115,7 @@ class Job:
             ended = tuple(index for index, reason in enumerate(self.finished) if reason is not None)
         deadline_ns = request.deadline_ns
         return Dispatch(
-            replace(request, request_id=attempt.attempt_id, deadline_ns=None),
+            structs.replace(request, request_id=attempt.attempt_id, deadline_ns=None),
             deadline_in_ns=None if deadline_ns is None else max(0, deadline_ns - now),
             generated=generated,
             ended=ended,

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from memserve.instance.actions import StepPlan
 from memserve.instance.frontdesk import FrontDesk
 from memserve.instance.orders import Orders
@@ -58,7 +60,7 @@ class Handoffs:
     def substitute(request: Request) -> Request:
         """What runs here for a beam search that leaves: the prompt, and a draw that nobody sees."""
         stop = replace(request.stop, max_tokens=2, min_tokens=0, stop_token_ids=())
-        return replace(request, beam_width=0, stop=stop, sampling=replace(request.sampling, logprobs=None))
+        return structs.replace(request, beam_width=0, stop=stop, sampling=replace(request.sampling, logprobs=None))
 
     def begin(self, group: Group, known_tokens: int, resumed: bool) -> None:
         """Let ``group`` leave after its next token, if there is one after that and its sequences still share a prompt.
