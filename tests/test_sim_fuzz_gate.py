@@ -24,7 +24,7 @@ FIRST = 500_000
 def test_gates_are_passed_and_turn_away_for_reasons_that_are_real() -> None:
     """Clients are refused for each cause but ``memory``, which takes clients with prompts that are too long."""
     seen: Counter[str] = Counter()
-    for seed in range(FIRST, FIRST + 40):
+    for seed in range(FIRST, FIRST + 60):
         scenario = draw(seed, setting_of(seed, "swarm"))
         if scenario.admission.mode is not Admission.NONE:
             seen.update(play(seed, scenario.setting).achievements())

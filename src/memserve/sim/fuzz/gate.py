@@ -48,6 +48,11 @@ def draw_gate(random: Random) -> AdmissionConfig:
     )
 
 
+def draw_kept_ns(random: Random) -> int:
+    """How long that of ended requests counts: shorter than any scenario, or until it is over."""
+    return random.choice([NS_PER_S // 5, 5 * NS_PER_S, 20 * NS_PER_S])
+
+
 def cause_of(action: RejectRequest) -> str:
     """Why the gate has turned somebody away; "" = somebody else did, for a reason of his own."""
     causes = [cause for words, cause in CAUSES.items() if words in action.reason]
@@ -80,6 +85,8 @@ class GateJudge:
     def __init__(self) -> None:
         #: whom a gate has turned away, and why
         self.refused: dict[str, str] = {}
+        #: and after how many seconds they may come again
+        self.told: dict[str, float] = {}
         self._cluster: Cluster | None = None
         self._config = AdmissionConfig()
         self._here: dict[str, Waiter] = {}
@@ -110,6 +117,8 @@ class GateJudge:
         for action in actions:
             if isinstance(action, RejectRequest) and (cause := cause_of(action)):
                 self.refused[action.request_id] = cause
+                if action.retry_after_s is not None:
+                    self.told[action.request_id] = action.retry_after_s
                 self._judge_refusal(cluster, action, cause, Before(waited, ran, bool(let_in)), now)
         self._judge_waiting(cluster, now)
         self._judge_turns([waited[name].request for name in let_in])

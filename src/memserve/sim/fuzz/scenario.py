@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from memserve.config import AdmissionConfig
 from memserve.sim.fuzz.clients import VOCAB, Conversation, Turn
-from memserve.sim.fuzz.gate import draw_gate
+from memserve.sim.fuzz.gate import draw_gate, draw_kept_ns
 from memserve.types import Caching, Role, TransferMode
 
 MS = 1_000_000
@@ -184,6 +184,7 @@ def _put_gate(random: Random, scenario: Scenario) -> None:
         conversation.tenant = random.choice(["", "other"])
     if scenario.setting.policy is None and random.random() < 0.5:
         scenario.policy = random.choice(["best-fit", "affinity"])
+    scenario.admission = replace(scenario.admission, kept_ns=draw_kept_ns(random))
 
 
 def _make_uneven(random: Random, scenario: Scenario, least: int) -> None:

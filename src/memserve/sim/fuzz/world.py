@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import cast
 
@@ -29,6 +29,7 @@ from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
 from memserve.sim.nodes import InstanceNode, RouterNode
 from memserve.sim.process import Process
 from memserve.types import Admission, Caching, KVGeometry, Role, TokenOutput
+from memserve.units import ns_from_s
 
 BLOCK_TOKENS = 4
 NAMESPACE = "world"
@@ -250,27 +251,31 @@ class World:
         checks.check_memory_is_whole(self.instances)
 
     def _ask_once_more(self) -> None:
-        """All is healed: whoever asks now is served without excuses, and before any lease could end. A gate may still
-        say that there are too many; then it is enough that all have an answer, and some are served."""
+        """All is healed: whoever asks now is served without excuses, and before any lease could end. Whom a gate turns
+        away comes again when he was told to, with all others whom it has turned away; it lets some of them in each
+        time, or is asked once more when what has ended is let go."""
         self.referee.excused = False
-        for number in range(2 * len(self.instances)):
-            prefix = [self.random.randrange(VOCAB) for _ in range(9)]
-            later = Conversation(f"later{number}", "", "", prefix, [Turn([1], 0, max_tokens=4)], 0)
-            self.talking[later.name] = later
-            self._ask(later)
         is_open = self.scenario.admission.mode is Admission.NONE
         patience_ns = LEASE_NS * 9 // 10 if is_open else 30 * SECOND  # they may be let in one by one
-        self._run_while(lambda: not self.everyone_is_served(), self.clock.now + patience_ns)
-        require(self.everyone_is_served(), "the cluster was healed, and does not serve")
-        served = [ask for name, ask in self.referee.asks.items() if name.startswith("later") and ask.final]
-        require(served or self._keeps_all(), "the cluster was healed, and its gate lets nobody in")
+        lengths = [9] * 2 * len(self.instances) + [self.scenario.context_tokens - 8] * (not is_open)
+        waiting: Iterable[list[int]] = ([self.random.randrange(VOCAB) for _ in range(length)] for length in lengths)
+        for turn in range(2 * len(lengths) + 2):
+            asked = {}
+            for number, prefix in enumerate(waiting):
+                name = f"later{turn}-{number}"
+                asked[name] = prefix
+                self.talking[name] = Conversation(name, "", "", prefix, [Turn([1], 0, max_tokens=4)], 0)
+                self._ask(self.talking[name])
+            self._run_while(lambda: not self.everyone_is_served(), self.clock.now + patience_ns)
+            require(self.everyone_is_served(), "the cluster was healed, and does not serve")
+            refused = {name: told for name in asked if (told := self.gate_judge.told.get(f"{name}.0")) is not None}
+            if not refused:
+                break
+            waiting = [asked[name] for name in refused]
+            self._run_until(self.clock.now + ns_from_s(max(refused.values())))
+        require(not refused, f"the cluster was healed, and its gate never lets in who fits: {refused}")
         self._run_until(self.clock.now + 4 * SECOND)
         self.check_at_rest()
-
-    def _keeps_all(self) -> bool:
-        """Whether the gate gives up so little of what has ended that it may close for ever: as it was told to."""
-        evictions = self.scenario.admission.evictions_max
-        return evictions is not None and evictions <= 1
 
     def _come_to_rest(self) -> None:
         """Leases end, news arrives; a step that hangs ends, and what came of it is told. Names that were given when the
