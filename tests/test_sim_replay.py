@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -277,6 +278,19 @@ def test_another_process_and_another_hash_seed_see_the_same() -> None:
 
 
 # -- words
+
+
+def test_a_run_leaves_nothing_that_only_a_search_for_cycles_would_find() -> None:
+    """So nobody searches during a run (``cli.sim_results.simulate``), and its memory is that of the living."""
+    setup = Setup(parse_instances("prefill=1,decode=1,colocated=1"), SMALL)
+    workload = blocks_workload([(0.02 * at, 1 + at % 7, 300 + at % 11 * 200, 1 + at % 60) for at in range(200)])
+    gc.collect()
+    gc.disable()
+    try:
+        world = played(setup, workload)
+        assert gc.collect() < 20 < len(world.clients.served), "requests leave something behind"
+    finally:
+        gc.enable()
 
 
 def test_equal_blocks_have_equal_tokens_and_others_do_not() -> None:

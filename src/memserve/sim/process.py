@@ -88,7 +88,8 @@ class Process(Node):
 
     def later(self, delay_ns: int, do: Callable[..., None], *arguments: Any) -> None:
         """``do(*arguments)`` in ``delay_ns``, if this life lasts so long; after a pause, if it is paused then."""
-        self.host.clock.after(delay_ns, self._fire, self.life, do, arguments)
+        clock = self.host.clock
+        clock.at(clock.now + delay_ns, self._fire, self.life, do, arguments)
 
     def receive(self, sender: Peer, message: AnyMessage) -> None:
         if self.alive and not self.paused:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from memserve.serving import RequestArrived
 from memserve.sim.replay.scripts import Script
 from memserve.sim.replay.served import Served
-from memserve.types import FinishReason, Request, StopParams, TokenOutput
+from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
 from memserve.units import ns_from_s
 from memserve.workloads.words import History, Session, Workload
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from memserve.sim.replay.world import ReplayWorld
 
 MakeScript = Callable[[Session], Script]
+
+_SAMPLING = SamplingParams()
+"""Nobody's concern: no token is drawn."""
 
 
 class _Talk:
@@ -86,7 +89,7 @@ class Clients:
         self.served.append(talk.served)
         self._talks[request_id] = talk
         stop = StopParams(max_tokens=session.turns[number].output_tokens_max)
-        request = Request(request_id, prompt, stop=stop, session=session.session_id)
+        request = Request(request_id, prompt, _SAMPLING, stop, session=session.session_id)
         self._world.clock.after(self._world.setup.around.front_ns, self._world.router.submit, RequestArrived(request))
 
     # -- answers

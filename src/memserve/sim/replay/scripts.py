@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from memserve.workloads.tokens import ByteMeter, Meter
 from memserve.workloads.words import Blocks, Chat, History, Session, Text
 
 _NOTHING = np.zeros(0, np.int32)
-_ODD = np.uint64(0x9E3779B97F4A7C15)
+_ODD, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(34)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,13 @@ def _joined(*parts: TokenArray) -> TokenArray:
 
 def _span_tokens(first: int, tokens: int, block_tokens: int) -> NDArray[np.int32]:
     count = -(-tokens // block_tokens)
-    names = (np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)) * _ODD
-    starts = (names >> np.uint64(34)).astype(np.int32)  # 30 bits: adding a place inside the block does not overflow
-    table = starts[:, None] + np.arange(block_tokens, dtype=np.int32)
-    return table.reshape(-1)[:tokens].astype(np.int32, copy=False)
+    names = np.arange(first + 1, first + 1 + count, dtype=np.uint64)
+    names *= _ODD
+    names >>= _SHIFT  # 30 bits are left: adding a place inside the block does not overflow
+    table: NDArray[np.int32] = np.add.outer(names.astype(np.int32), _places(block_tokens))
+    return table.ravel()[:tokens]
+
+
+@cache
+def _places(block_tokens: int) -> NDArray[np.int32]:
+    return np.arange(block_tokens, dtype=np.int32)
