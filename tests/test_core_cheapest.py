@@ -12,7 +12,7 @@ from memserve.policy.candidates import Ask, Candidate, Holding
 from memserve.policy.costs import CostModel
 from memserve.policy.curves import CopyCurve, DecodeCurve, PrefillCurve
 from memserve.policy.routing import split
-from memserve.policy.weighing import DECODE_WINDOW, PLANS_UNDER_WAY, cost, native_prices
+from memserve.policy.weighing import DECODE_WINDOW, cost, native_prices
 from memserve.types import Role
 
 HOSTS = ("", "a", "b", "c")
@@ -83,7 +83,7 @@ def ask_core(ask: Ask, candidates: list[Candidate], costs: CostModel):
         [(numbers_of(first, role), role is not Role.PREFILL or not decoders) for role in ROLES],
         [numbers_of(decoders, Role.DECODE)] if decoders else [], *columns(ask, candidates), ask.favourites,
         native_prices(costs), (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens),
-        holding, (DECODE_WINDOW, PLANS_UNDER_WAY),
+        holding, DECODE_WINDOW,
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def plainly(first, decoders=(), hosts=(0, 0, 0), ask=(8, 1, 1, 1, 4), holding=(-
     as_array = [np.array(numbers, np.int64) for numbers in (first, decoders)]
     return _core.cheapest(
         [(as_array[0], not len(decoders))], [as_array[1]], loads, np.ones(3, np.int64), matches,
-        np.array(hosts, np.int64), (), prices, ask, holding, (16, 2),
+        np.array(hosts, np.int64), (), prices, ask, holding, 16,
     )  # fmt: skip
 
 

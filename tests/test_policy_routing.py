@@ -18,7 +18,7 @@ from memserve.messages import Dispatch, Heartbeat, Join, KvChange, KvEvents, Lea
 from memserve.policy.candidates import Ask, Candidate, Holding
 from memserve.policy.costs import CostModel
 from memserve.policy.routing import OVERLOAD_FACTOR, OVERLOAD_TOKENS, POLICY, route, split
-from memserve.policy.weighing import PLANS_UNDER_WAY, first_cost, weigh
+from memserve.policy.weighing import first_cost, weigh
 from memserve.types import Role, Tier
 
 P, D, C, S = Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE
@@ -142,16 +142,16 @@ def test_what_is_fetched_comes_beside_the_queue():
         assert cost.total_ns == max(cost.queue_ns, cost.fetch_ns) + cost.prefill_ns
 
 
-def test_a_fetch_begins_when_the_steps_under_way_have_ended():
-    """Blocks to be pulled into may still be used by them; the step that computes the rest comes after that."""
+def test_a_fetch_waits_for_no_step_but_what_it_brings_does():
+    """The step that computes the rest comes behind the one under way, as if the KV had been there."""
     ask = Ask(8000, token_bytes=10_000, holdings=(Holding(9, 7000, "h"),))
     (busy,) = some(C, host_id=["h"], sequences=[8], context_tokens=[8000])
     step_ns = COSTS.decode_step_ns(8, 8000)
     cost = first_cost(ask, busy, COSTS)
     assert (cost.reused_tokens, cost.queue_ns) == (7000, step_ns)
-    assert cost.total_ns == PLANS_UNDER_WAY * step_ns + cost.fetch_ns + step_ns + cost.prefill_ns
-    few = Ask(1000, token_bytes=10_000, holdings=(Holding(9, 64, "h"),))
-    assert first_cost(few, busy, COSTS).fetch_ns == 0, "64 tokens are not worth two steps"
+    assert cost.total_ns == cost.fetch_ns + step_ns + cost.prefill_ns
+    few = Ask(1000, token_bytes=10_000, holdings=(Holding(9, 8, "h"),))
+    assert first_cost(few, busy, COSTS).fetch_ns == 0, "8 tokens are not worth a transfer"
 
 
 def test_one_token_is_always_computed():

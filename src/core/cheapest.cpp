@@ -63,11 +63,6 @@ struct Wanted {
   int64_t holder = kNobody, holder_tokens = 0;
 };
 
-// In steps: how many of those to come count, and how many have to end before a fetch begins.
-struct Windows {
-  int64_t decode, plans;
-};
-
 // A sum to be the least; equal ones are told apart by who is known, then by number.
 struct Price {
   int64_t total_ns = kNever, minus_known = 0, first = kNobody, decode_at = kNobody;
@@ -77,13 +72,13 @@ struct Price {
 class Weighing {
  public:
   Weighing(const RoutingPrices& prices, const Wanted& wanted, const LoadColumns& table, std::span<const int64_t> hosts,
-           const std::vector<int64_t>& favourites, const Windows& windows)
+           const std::vector<int64_t>& favourites, int64_t window_steps)
       : prices_(prices),
         wanted_(wanted),
         table_(table),
         hosts_(hosts),
         favourites_(favourites),
-        windows_(windows),
+        window_(window_steps),
         alone_ns_(prices.prefill_ns(wanted.prompt_tokens, 0)),
         near_(table.columns + 1) {}
 
@@ -106,7 +101,7 @@ class Weighing {
     const int64_t prompts_ns = queued_ns(work.prefill);
     const int64_t step_ns = prices_.decode_step_ns(work.sequences, work.context);
     if (prompts_ns + step_ns > best_.total_ns) return;
-    const int64_t first_ns = step_ns + first_token_ns(at, prompts_ns, windows_.plans * step_ns);
+    const int64_t first_ns = step_ns + first_token_ns(at, prompts_ns);
     if (alone) {
       best_ = std::min(best_, Price{first_ns + decode_ns(at, work), -is_known(at), at, kNobody});
     } else if (const Price decoder = decoder_for(hosts_[at]); decoder.total_ns != kNever) {
@@ -146,13 +141,13 @@ class Weighing {
   int64_t decode_ns(int64_t at, const Work& work) const {
     const int64_t context = work.context + wanted_.sequences * wanted_.prompt_tokens;
     const int64_t room_tokens = table_.room_blocks(at) * wanted_.block_tokens - table_.context_sent(at);
-    const int64_t steps = std::min(windows_.decode, std::max<int64_t>(1, wanted_.max_tokens));
-    const int64_t waiting = wanted_.prompt_tokens > room_tokens ? windows_.decode : 0;
+    const int64_t steps = std::min(window_, std::max<int64_t>(1, wanted_.max_tokens));
+    const int64_t waiting = wanted_.prompt_tokens > room_tokens ? window_ : 0;
     return (steps + waiting) * prices_.decode_step_ns(work.sequences + wanted_.sequences, context);
   }
 
   // The best way to get the prompt's KV there, behind other prompts: recompute, swap in, fetch.
-  int64_t first_token_ns(int64_t at, int64_t prompts_ns, int64_t under_way_ns) const {
+  int64_t first_token_ns(int64_t at, int64_t prompts_ns) const {
     const int64_t prompt = wanted_.prompt_tokens, last = prompt - 1;
     const int64_t matched = table_.matched(at) * wanted_.block_tokens;
     const int64_t own = std::min(matched, last);
@@ -167,7 +162,8 @@ class Weighing {
     if (there > own && wanted_.holder != at) {
       const bool near = hosts_[at] != kUnknownHost && hosts_[at] == hosts_[wanted_.holder];
       const int64_t fetch_ns = prices_.transfer_ns((there - own) * wanted_.token_bytes, near);
-      best_ns = std::min(best_ns, std::max(prompts_ns, under_way_ns + fetch_ns) + swap_ns + prices_.prefill_ns(prompt - there, there));
+      const int64_t rest_ns = swap_ns + prices_.prefill_ns(prompt - there, there);
+      best_ns = std::min(best_ns, std::max(prompts_ns, fetch_ns) + rest_ns);
     }
     return best_ns;
   }
@@ -177,8 +173,7 @@ class Weighing {
   const LoadColumns& table_;
   const std::span<const int64_t> hosts_;
   const std::vector<int64_t>& favourites_;
-  const Windows windows_;
-  const int64_t alone_ns_;
+  const int64_t window_, alone_ns_;
   std::vector<Price> near_;  // by host
   Price far_, other_far_, best_;
 };
@@ -186,7 +181,7 @@ class Weighing {
 nb::tuple cheapest(const Crowd& first, const std::vector<Row>& decoders, const Loads& loads, const Row& room,
                    const Columns& matches, const Row& hosts, const std::vector<int64_t>& favourites,
                    const RoutingPrices& prices, const std::array<int64_t, 5>& ask,
-                   const std::pair<int64_t, int64_t>& holding, const std::pair<int64_t, int64_t>& windows) {
+                   const std::pair<int64_t, int64_t>& holding, int64_t window_steps) {
   const LoadColumns table(loads, room, matches);
   const auto [prompt_tokens, max_tokens, sequences, token_bytes, block_tokens] = ask;
   if (prompt_tokens < 1 || block_tokens < 1) throw nb::value_error("a prompt and a block have tokens");
@@ -197,7 +192,7 @@ nb::tuple cheapest(const Crowd& first, const std::vector<Row>& decoders, const L
     throw nb::value_error("a host of each column is needed, 0 to the number of columns");
   }
   if (holding.second > 0) table.check_numbers(std::span(&holding.first, 1));
-  Weighing weighing(prices, wanted, table, span_of(hosts), favourites, {windows.first, windows.second});
+  Weighing weighing(prices, wanted, table, span_of(hosts), favourites, window_steps);
   for (const Row& numbers : decoders) {
     table.check_numbers(span_of(numbers));
     for (const int64_t at : span_of(numbers)) weighing.offer_decoder(at);
@@ -225,7 +220,7 @@ void bind_cheapest(nb::module_& m) {
           nb::arg("prefill"), nb::arg("decode"), nb::arg("swap_in"), nb::arg("same_host"), nb::arg("network"));
   m.def("cheapest", &cheapest, nb::arg("first"), nb::arg("decoders"), nb::arg("loads"), nb::arg("room"),
         nb::arg("matches"), nb::arg("hosts"), nb::arg("favourites"), nb::arg("prices"), nb::arg("ask"),
-        nb::arg("holding"), nb::arg("windows"));
+        nb::arg("holding"), nb::arg("window_steps"));
 }
 
 }  // namespace memserve

@@ -392,16 +392,15 @@ def cheapest(
     prices: RoutingPrices,
     ask: tuple[int, int, int, int, int],
     holding: tuple[int, int],
-    windows: tuple[int, int],
+    window_steps: int,
 ) -> tuple[_LoadRow, _LoadRow | None]:
     """Of all pairs of one of ``first`` and one of ``decoders`` the one that ``policy.weighing.cost`` would choose, in
     rows as :func:`shortlist` gives them. Those of ``first`` whose flag is set decode themselves: ``(row, None)``.
 
     ``loads``, ``room`` and ``matches`` as there; ``hosts``: ``[n]``, a code up to ``n`` for each, 0 = unknown. ``ask``:
     tokens of the prompt, tokens at most to be generated, sequences, bytes of KV a token, tokens a block. ``holding``:
-    who may be asked for a prefix, and for how many tokens of it (0: nobody). ``windows``: decode steps
-    that count, and those that have to end before a fetch begins. ``ValueError``: nobody to choose from, or numbers
-    without a column.
+    who may be asked for a prefix, and for how many tokens of it (0: nobody). ``window_steps``: decode steps that count.
+    ``ValueError``: nobody to choose from, or numbers without a column.
     """
 
 def most_of(

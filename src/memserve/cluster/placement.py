@@ -24,7 +24,7 @@ from memserve.messages import Holder
 from memserve.policy.candidates import Ask, Candidate, Holding, Route
 from memserve.policy.costs import CostModel
 from memserve.policy.routing import OVERLOAD_FACTOR, OVERLOAD_TOKENS, POLICY, teams
-from memserve.policy.weighing import DECODE_WINDOW, PLANS_UNDER_WAY, native_prices
+from memserve.policy.weighing import DECODE_WINDOW, native_prices
 from memserve.types import Caching, Role, Tier
 
 ALL_OF = 6
@@ -206,7 +206,7 @@ class Placer:
             [numbers for crowd in others for _, numbers in crowd],
             loads.tables, loads.room_blocks, matches.columns, loads.hosts, ask.favourites, self._prices,
             (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens),
-            holding, (DECODE_WINDOW, PLANS_UNDER_WAY),
+            holding, DECODE_WINDOW,
         )  # fmt: skip
         return [[self._candidate(ask.block_tokens, *row)] for row in rows if row is not None]
 

@@ -1,7 +1,6 @@
 """Routing by cost (level 1): the expected time to the first token at each candidate, and what decoding there costs all.
 
-first     max(prompts before it, steps under way + fetch) + the next step + swap in + prefill
-                                                    by the best way to get the prompt's KV there
+first     max(prompts before it, fetch) + the next step + swap in + prefill, by the best way to get the prompt's KV
 between   transfer of what the decoder lacks
 decoder   the steps to come, with what decodes there already
 
@@ -19,15 +18,14 @@ from memserve.policy.costs import CostModel
 from memserve.types import Role
 from memserve.units import NS_PER_MS
 
-PLANS_UNDER_WAY = 2
-"""Steps that have to end before pages may be pulled: those that a device has been given (``mempool/fences``)."""
 DECODE_WINDOW = 16
 """Decode steps that count in a decision. More of them are to come, but work may leave by then."""
 
 
 class FirstCost(NamedTuple):
-    """Expected time until an instance has computed the prompt. Fetching goes on while other prompts are computed; it
-    begins when the steps under way have ended, and whose KV has come then waits for the next like any other."""
+    """Expected time until an instance has computed the prompt. Fetching goes on while other prompts are computed (what
+    is fetched, and where it goes, is mostly older than the steps under way: ``mempool/fences``); whose KV has come then
+    waits for the next step like any other."""
 
     total_ns: int
     queue_ns: int
@@ -59,7 +57,7 @@ def first_cost(ask: Ask, candidate: Candidate, costs: RoutingCosts) -> FirstCost
             same_host = _same_host(holding.host_id, candidate.host_id)
             fetch_ns = costs.transfer_ns((there - own) * ask.token_bytes, same_host)
             prefill_ns = costs.prefill_ns(prompt - there, there)
-            total_ns = max(prompts_ns, PLANS_UNDER_WAY * step_ns + fetch_ns) + step_ns + swap_ns + prefill_ns
+            total_ns = max(prompts_ns, fetch_ns) + step_ns + swap_ns + prefill_ns
             best = min(best, FirstCost(total_ns, queue_ns, fetch_ns, swap_ns, prefill_ns, there))
     return best
 
