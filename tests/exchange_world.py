@@ -80,6 +80,7 @@ class Plan:
     step_id: int
     copies: list
     writes: list[tuple[int, int, np.ndarray]]  # (HBM block, layer, bytes)
+    reads: list[tuple[int, np.ndarray]]  # (HBM block, what must be there)
     executed: bool = False
 
 
@@ -183,9 +184,9 @@ class Node:
 
     # -- the device
 
-    def make_plan(self, writes=()) -> int:
+    def make_plan(self, writes=(), reads=()) -> int:
         self.steps += 1
-        self.plans.append(Plan(self.steps, self.pool.take_copies(), list(writes)))
+        self.plans.append(Plan(self.steps, self.pool.take_copies(), list(writes), list(reads)))
         self.exchange.plan_made(self.steps)
         return self.steps
 
@@ -195,6 +196,8 @@ class Node:
         plan.executed = True
         for copy in plan.copies:
             self.arena[copy.dst_tier][copy.dst] = self.arena[copy.src_tier][copy.src]
+        for block, expected in plan.reads:
+            assert np.array_equal(self.arena[Tier.HBM][block], expected), f"plan {plan.step_id} reads wrong KV"
         for block, layer, data in plan.writes:
             self.arena[Tier.HBM][block, layer] = data
 
@@ -253,7 +256,9 @@ class Node:
         for place in range(cached, len(seq.blocks)):
             data = pages(tenant, tokens, place)
             writes += [(seq.blocks[place], layer, data[layer]) for layer in range(LAYERS)]
-        seq.fence = self.make_plan(writes)
+        seq.fence = self.make_plan(
+            writes, [(seq.blocks[place], pages(tenant, tokens, place)) for place in range(cached)]
+        )
         whole = len(tokens) // BLOCK
         self.pool.publish(lease, tenant, tokens[: whole * BLOCK], seq.blocks[:whole], written_by=seq.fence)
         self.seqs.append(seq)

@@ -276,6 +276,51 @@ def test_a_pull_waits_for_the_copy_that_saves_what_was_evicted(world) -> None:
     assert d.check_cache("", [1] * 3 * BLOCK) == 3, "what was evicted is right where it is now"
 
 
+def test_neither_an_old_prefix_nor_old_free_blocks_wait_for_plans_under_way(world) -> None:
+    """Both sides are busy, and will be: with other blocks."""
+    p, d = pair(world)
+    d.end(d.compute("", [9] * 2 * BLOCK))
+    p.end(p.compute("", PROMPT))
+    world.run()
+    for node in (p, d):
+        node.compute("", [1] * 2 * BLOCK)
+        node.end(node.compute("", [2] * 2 * BLOCK))
+    d.fetch(p.peer, "", PROMPT, 500)
+    while not (p.seals or d.pulls):
+        world.deliver(next(iter(world.links)))
+    p.seal(p.seals[0])
+    while not d.pulls:
+        world.deliver(next(iter(world.links)))
+    assert len(p.plans) == len(d.plans) == 2 and not d.exchange.holds_back and not p.exchange.holds_back
+    d.answer(d.pulls[0])
+    assert last(d).ok and len(d.plans) == 2
+    world.run()
+    assert d.check_cache("", PROMPT) == 2
+
+
+def test_a_prefix_is_sealed_when_its_own_plan_has_finished(world) -> None:
+    """Those made later are about others."""
+    p, d = pair(world)
+    p.compute("", PROMPT)
+    p.compute("", [1] * 2 * BLOCK)
+    d.fetch(p.peer, "", PROMPT, 500)
+    world.deliver((d.peer, p.peer))
+    assert not p.seals and p.exchange.holds_back
+    p.finish_plan()
+    assert p.seals and p.plans
+
+
+def test_steps_are_expected_before_a_pull_only_where_something_goes_down_for_it(world) -> None:
+    roomy, dropping, moving = world.add("a"), world.add("b", hbm=3), world.add("c", hbm=3, dram=3)
+    for node in world.nodes.values():
+        node.end(node.compute("", [1] * 3 * BLOCK))
+        node.make_plan()
+        assert node.pool.available() >= 3
+    assert [node.exchange.plans_before_pull(2) for node in (roomy, dropping, moving)] == [0, 0, 3]
+    world.run()
+    assert moving.exchange.plans_before_pull(2) == 0, "nothing is under way"
+
+
 def test_pages_are_sealed_when_the_plan_that_computes_them_has_finished(world) -> None:
     p, d = pair(world)
     p.compute("", PROMPT)

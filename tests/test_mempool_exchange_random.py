@@ -283,6 +283,7 @@ class History:
         assert node.pool.report().by_tier[Tier.HBM].blocks_cached == 0
         for plan in node.plans:
             plan.writes = [(block, layer, data ^ 255) for block, layer, data in plan.writes]  # garbage, at any time
+            plan.reads.clear()
 
     def restart(self) -> None:
         """A process dies and comes back; the others hear of it some time later."""
