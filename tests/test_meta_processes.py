@@ -163,44 +163,103 @@ def test_a_second_server_is_refused_the_folder_and_the_first_ends_in_good_order(
     running.end()
 
 
-@pytest.mark.skipif(ETCD is None, reason="etcd is not installed (Debian: etcd-server)")
-def test_a_standby_router_takes_over_with_the_cache(model: Path, truth, tmp_path: Path) -> None:
-    """Two routers, one etcd, an instance that has joined the first: which is killed with -9."""
-    (tmp_path / "secret").write_text("s" * 32)
-    questions = [(tokens(70 + 5 * number, number), 20) for number in range(3)]
+class Pair:
+    """Two routers, one etcd: the first one is active, the other stands by; and instances that are nobody's children."""
+
+    def __init__(self, model: Path, folder: Path, host: str, stack: ExitStack) -> None:
+        self._model, self._secret, self._host, self._stack = model, folder / "secret", host, stack
+        self._secret.write_text("s" * 32)
+        self._started = stack.enter_context(ThreadPoolExecutor(2))
+        self._routers: list[Future[Server]] = []
+        self._ports = [free_port(), free_port()]
+        stack.callback(self._kill_routers)
+
+    def _kill_routers(self) -> None:
+        for made in self._routers:  # in order: the other one is active then
+            made.result().process.kill()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where members join the one and the other."""
+        return [f"127.0.0.1:{port}" for port in self._ports]
+
+    def router(self) -> Callable[[], Server]:
+        """Start the next one; the server, as soon as it is active."""
+        port = self._ports[len(self._routers)]
+        shared = ["--cluster-port", str(port), "--cluster-secret-file", str(self._secret)]
+        flags = ["--prefill", "0", "--decode", "0", *shared, "--metadata", f"etcd://{self._host}/test"]
+        self._routers.append(self._started.submit(Server, self._model, *flags))
+        return self._routers[-1].result
+
+    def standby(self) -> Callable[[], Server]:
+        """The second one, when the first one is elected, and it has tokenizers and all, and stands by."""
+        eventually(lambda: keys_of(self._host))
+        clients = clients_of(self._host)
+        second = self.router()
+        eventually(lambda: clients_of(self._host) > clients)
+        return second
+
+    def instance(self, name: str, *join: str) -> subprocess.Popen[bytes]:
+        flags = ["--join", ",".join(join), "--cluster-secret-file", str(self._secret), "--name", name]
+        engine = ["--model", str(self._model), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1"]
+        process = subprocess.Popen([sys.executable, "-m", "memserve", "instance", *flags, *engine])
+        self._stack.callback(process.kill)
+        return process
+
+
+@pytest.fixture
+def pair(model: Path, tmp_path: Path) -> Iterator[Pair]:
+    if ETCD is None:
+        pytest.skip("etcd is not installed (Debian: etcd-server)")
     with running_etcd(tmp_path) as host, ExitStack() as stack:
-        started = stack.enter_context(ThreadPoolExecutor(2))
-        routers: list[Future[Server]] = []
-        stack.callback(lambda: [made.result().process.kill() for made in routers])  # in order: the other is active then
+        yield Pair(model, tmp_path, host, stack)
 
-        def router() -> tuple[str, Callable[[], Server]]:
-            """Where its members join, and the server, as soon as it is active."""
-            port = free_port()
-            shared = ["--cluster-port", str(port), "--cluster-secret-file", str(tmp_path / "secret")]
-            flags = ["--prefill", "0", "--decode", "0", *shared, "--metadata", f"etcd://{host}/test"]
-            routers.append(started.submit(Server, model, *flags))
-            return f"127.0.0.1:{port}", routers[-1].result
 
-        join, first = router()
-        flags = ["--join", join, "--cluster-secret-file", str(tmp_path / "secret"), "--name", "c1"]
-        engine = ["--model", str(model), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1"]
-        instance = subprocess.Popen([sys.executable, "-m", "memserve", "instance", *flags, *engine])
-        stack.callback(instance.kill)
-        active = first()
-        for question, count in questions:
-            assert active.complete(question, count) == truth(question, count)
-        warm = cached(active, questions)
-        clients = clients_of(host)
-        _, second = router()
-        eventually(lambda: clients_of(host) > clients)  # it has tokenizers and all, and stands by
-        active.process.kill()
-        killed = time.monotonic()
-        standby = second()
-        eventually(lambda: standby.members() == {"c1"})
-        assert time.monotonic() - killed < 20  # about three on an idle machine: bench/router_restart.py
-        assert cached(standby, questions) >= 0.99 * warm > 0
-        assert [standby.complete(*question) for question in questions] == [truth(*question) for question in questions]
-        assert instance.poll() is None
+def test_a_standby_router_takes_over_with_the_cache(pair: Pair, truth) -> None:
+    """An instance that has joined the first, and knows of no other: the first is killed with -9."""
+    questions = [(tokens(70 + 5 * number, number), 20) for number in range(3)]
+    first = pair.router()
+    instance = pair.instance("c1", pair.addresses[0])
+    active = first()
+    for question, count in questions:
+        assert active.complete(question, count) == truth(question, count)
+    warm = cached(active, questions)
+    second = pair.standby()
+    active.process.kill()
+    killed = time.monotonic()
+    standby = second()
+    eventually(lambda: standby.members() == {"c1"})
+    assert time.monotonic() - killed < 20  # about three on an idle machine: bench/router_restart.py
+    assert cached(standby, questions) >= 0.99 * warm > 0
+    assert [standby.complete(*question) for question in questions] == [truth(*question) for question in questions]
+    assert instance.poll() is None
+
+
+def test_instances_with_both_addresses_find_whichever_router_is_active(pair: Pair, truth) -> None:
+    """Two that are members when it is killed with -9, and one that starts afterwards and knocks first where nobody is
+    any more."""
+    question = tokens(70, 1), 20
+    first = pair.router()
+    members = [pair.instance(name, *pair.addresses) for name in ("c1", "c2")]
+    second, active = pair.standby(), first()
+    eventually(lambda: active.members() == {"c1", "c2"})
+    assert active.complete(*question) == truth(*question)
+    active.process.kill()
+    killed = time.monotonic()
+    standby = second()
+    eventually(lambda: standby.members() == {"c1", "c2"})
+    assert time.monotonic() - killed < 5
+    assert standby.complete(*question) == truth(*question)
+    members.append(pair.instance("c3", *pair.addresses))
+    eventually(lambda: standby.members() == {"c1", "c2", "c3"})
+    assert [standby.complete(tokens(70, seed), 5) for seed in range(6)] == [truth(tokens(70, s), 5) for s in range(6)]
+    assert all(member.poll() is None for member in members)
+
+
+def keys_of(host: str) -> int:
+    """How many keys etcd has, by its own gateway: none before a router is elected."""
+    everything = {"key": "AA==", "range_end": "AA==", "count_only": True}
+    return int(httpx.post(f"http://{host}/v3/kv/range", json=everything).json().get("count", 0))
 
 
 def clients_of(host: str) -> int:
