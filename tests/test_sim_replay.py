@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from memserve.cli.main import run
 from memserve.config import ClusterConfig, SchedulerConfig
 from memserve.errors import UserError
+from memserve.sim.clock import Clock
 from memserve.sim.hardware import DEVICES, MODELS, Machine, machine
 from memserve.sim.replay.scripts import Frame, Script, fast_tokens
 from memserve.sim.replay.setup import Fault, Setup, Surroundings, parse_faults, parse_instances
@@ -115,7 +117,6 @@ def test_a_handoff_pays_for_its_bytes() -> None:
 
 def test_two_pulls_share_a_link() -> None:
     """Two handoffs from one instance at once take twice as long as one."""
-    from memserve.sim.clock import Clock
     from memserve.sim.links import Fabric
 
     clock, ends = Clock(), {}
@@ -275,6 +276,34 @@ def test_another_process_and_another_hash_seed_see_the_same() -> None:
         )
         found.append(done.stdout)
     assert found[0] == found[1] and len(found[0]) > 64
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 20)), st.integers(0, 9)), max_size=8))
+def test_moments_of_a_row_come_as_if_posted_one_by_one(steps) -> None:
+    """Rows and single calls, posted at several times: the same calls at the same times in the same order."""
+
+    def order(post: Callable[[Clock, list[int], Callable[..., None]], None]) -> list[tuple[int, ...]]:
+        clock, made = Clock(), []
+        for nth, (after_ns, row, single) in enumerate(steps):
+            clock.run_until(clock.now + after_ns)
+            post(
+                clock,
+                sorted(row),
+                lambda *told: made.append((clock.now, *told)) or clock.after(1, made.append, (told,)),
+            )
+            clock.at(single, lambda nth=nth: made.append((clock.now, nth)))
+        while clock.run_one():
+            pass
+        return [*made, (clock.steps, clock.now)]
+
+    def one_by_one(clock: Clock, row: list[int], do: Callable[..., None]) -> None:
+        for nth, when_ns in enumerate(row):
+            clock.at(when_ns, do, nth, when_ns)
+
+    def as_row(clock: Clock, row: list[int], do: Callable[..., None]) -> None:
+        clock.at_each(((when_ns, (nth, when_ns)) for nth, when_ns in enumerate(row)), do)
+
+    assert order(one_by_one) == order(as_row)
 
 
 # -- words

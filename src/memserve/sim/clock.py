@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop, heappush
 from typing import Any
 
 _Entry = tuple[int, int, Callable[..., None], tuple[Any, ...]]
+_Moment = tuple[int, tuple[Any, ...]]
 
 
 class Clock:
@@ -24,11 +25,29 @@ class Clock:
     def at(self, when_ns: int, do: Callable[..., None], *arguments: Any) -> None:
         """Call ``do(*arguments)`` at ``when_ns``, not before now."""
         self._posted += 1
-        heapq.heappush(self._queue, (when_ns if when_ns > self.now else self.now, self._posted, do, arguments))
+        heappush(self._queue, (when_ns if when_ns > self.now else self.now, self._posted, do, arguments))
 
     def after(self, delay_ns: int, do: Callable[..., None], *arguments: Any) -> None:
         """Call ``do(*arguments)`` in ``delay_ns``."""
         self.at(self.now + delay_ns, do, *arguments)
+
+    def at_each(self, moments: Iterable[_Moment], do: Callable[..., None]) -> None:
+        """Call ``do(*arguments)`` at each of ``moments``, (time, arguments) in order of time: as if all were posted
+        now, but only the next one is in the queue, which stays short."""
+        self._posted += 1
+        self._await_next(iter(moments), do, self._posted)
+
+    def _await_next(self, moments: Iterator[_Moment], do: Callable[..., None], number: int) -> None:
+        coming = next(moments, None)
+        if coming is not None:
+            when_ns, arguments = coming
+            heappush(self._queue, (max(when_ns, self.now), number, self._make_next, (moments, do, number, arguments)))
+
+    def _make_next(
+        self, moments: Iterator[_Moment], do: Callable[..., None], number: int, arguments: tuple[Any, ...]
+    ) -> None:
+        self._await_next(moments, do, number)
+        do(*arguments)
 
     @property
     def next_ns(self) -> int | None:
@@ -39,7 +58,7 @@ class Clock:
         """Make the next call, at its time; ``False`` = there is none."""
         if not self._queue:
             return False
-        self.now, _, do, arguments = heapq.heappop(self._queue)
+        self.now, _, do, arguments = heappop(self._queue)
         self.steps += 1
         do(*arguments)
         return True

@@ -6,7 +6,7 @@ so many users, each taking the next session when theirs has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from memserve.serving import RequestArrived
@@ -62,20 +62,23 @@ class Clients:
         around = self._world.setup.around
         self._world.moments.way_ns = around.message_ns + around.back_ns - self._start_ns
         if self._workload.users is None:
-            for session in self._waiting:
-                self._hold(session, 0)
+            self._world.clock.at_each(self._first_turns(), self._ask)
         else:
             for _ in range(self._workload.users):
                 self._take_next(0)
 
+    def _first_turns(self) -> Iterator[tuple[int, tuple[_Talk, int]]]:
+        for session in sorted(self._waiting, key=_due_ns):
+            due_ns = _due_ns(session)
+            yield self._start_ns + due_ns, (self._talk(session), due_ns)
+
     def _take_next(self, free_ns: int) -> None:
         session = next(self._waiting, None)
         if session is not None:
-            self._hold(session, free_ns)
+            self._ask_at(self._talk(session), max(_due_ns(session), free_ns))
 
-    def _hold(self, session: Session, free_ns: int) -> None:
-        talk = _Talk(session, self._make_script(session))
-        self._ask_at(talk, max(ns_from_s(session.turns[0].due_s or 0.0), free_ns))
+    def _talk(self, session: Session) -> _Talk:
+        return _Talk(session, self._make_script(session))
 
     def _ask_at(self, talk: _Talk, due_ns: int) -> None:
         self._world.clock.at(self._start_ns + due_ns, self._ask, talk, due_ns)
@@ -138,3 +141,7 @@ class Clients:
         talk.script.answered(talk.answer)
         turn = session.turns[talk.number]
         self._ask_at(talk, max(ns_from_s(turn.due_s or 0.0), end_ns + ns_from_s(turn.think_s)))
+
+
+def _due_ns(session: Session) -> int:
+    return ns_from_s(session.turns[0].due_s or 0.0)
