@@ -11,6 +11,7 @@ from memserve.cluster.gate import Gate
 from memserve.cluster.gate_memory import GateMemory
 from memserve.policy.admission import Crowd
 from memserve.policy.fairness import FairQueue
+from memserve.policy.pressure import Pressure
 from memserve.serving import RejectRequest
 from memserve.sim.fuzz.campaign import judge, play, setting_of
 from memserve.sim.fuzz.gate import cause_of
@@ -84,6 +85,14 @@ def _memory_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GateMemory, "check_invariants", lambda self, attempts: None)
 
 
+def _what_has_ended_counts_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pressure, "let_go", lambda self, now, kept_ns: 0)
+
+
+def _pins_never_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GateMemory, "fits_but_for_pins", lambda self, job: False)
+
+
 @pytest.mark.parametrize(
     ("fault", "seed", "says"),
     [
@@ -95,6 +104,8 @@ def _memory_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
         (_always_the_same_tenant, 31, "tokens ahead of 'other'"),
         (_one_at_a_time, 11, "waits, and there is room for it"),
         (_memory_is_never_given_back, 8, "fits: no instance has enough free KV memory"),
+        (_what_has_ended_counts_for_ever, 24, "later1-0.0 fits: no instance has enough free KV memory"),
+        (_pins_never_give_way, 223, "c4.1 fits: no instance has enough free KV memory"),
     ],
 )
 def test_a_gate_that_errs_is_noticed(
