@@ -64,6 +64,8 @@ class Job:
 
     request: Request
     arrived_ns: int
+    request_id: str = field(init=False)
+    """The client's name for it."""
     emitted: list[list[int]] = field(init=False)
     """For each sequence the tokens that the client has."""
     finished: list[FinishReason | None] = field(init=False)
@@ -85,15 +87,11 @@ class Job:
     is_stopped: bool = False
     """The client ended a sequence: instances may not have heard of it."""
     past: list[AttemptStory] = field(default_factory=list)
+    """Attempts that have failed."""
 
     def __post_init__(self) -> None:
-        n = self.request.n
+        self.request_id, n = self.request.request_id, self.request.n
         self.emitted, self.finished, self.introduced = [[] for _ in range(n)], [None] * n, [False] * n
-
-    @property
-    def request_id(self) -> str:
-        """The client's name for it."""
-        return self.request.request_id
 
     @property
     def has_begun(self) -> bool:
@@ -179,7 +177,7 @@ class Jobs:
         for member in attempt.involved:
             member.attempts[attempt.attempt_id] = None
 
-    def end_attempt(self, job: Job, why: str) -> Attempt:
+    def end_attempt(self, job: Job) -> Attempt:
         """The job is unplaced again; nobody waits for the attempt."""
         attempt = job.attempt
         if attempt is None:
@@ -187,7 +185,6 @@ class Jobs:
         for member in attempt.involved:
             del member.attempts[attempt.attempt_id]
         del self.by_attempt[attempt.attempt_id]
-        job.past.append(attempt_story(attempt, why))
         job.attempt = None
         self.unplaced[job.request_id] = job
         return attempt

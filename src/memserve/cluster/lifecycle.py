@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from memserve.cluster.gate import Gate, Refusal
 from memserve.cluster.handles import Handles
-from memserve.cluster.jobs import Attempt, Job, Jobs
+from memserve.cluster.jobs import Attempt, Job, Jobs, attempt_story
 from memserve.cluster.loads import Charge, LoadTable, Work
 from memserve.cluster.outbox import Outbox
 from memserve.cluster.placement import Placement, Placer
@@ -301,7 +301,8 @@ class Lifecycle:
 
     def _abandon(self, job: Job, cause: str, but: Member | None = None) -> None:
         """Nobody waits for the attempt any more, and those involved are told, ``but`` one who knows or is gone."""
-        attempt = self.jobs.end_attempt(job, cause)
+        attempt = self.jobs.end_attempt(job)
+        job.past.append(attempt_story(attempt, cause))
         causes = self._counters.attempts_failed
         causes[cause] = causes.get(cause, 0) + 1
         self._settle(attempt, completed=False)
@@ -340,7 +341,7 @@ class Lifecycle:
     def leave(self, job: Job, now: int) -> None:
         """All of its sequences have ended."""
         if job.attempt is not None:
-            attempt = self.jobs.end_attempt(job, "done")
+            attempt = self.jobs.end_attempt(job)
             self._settle(attempt, completed=job.request.use_cache)
             if job.is_stopped:  # not by the instances, which may go on
                 self._cancel(attempt)

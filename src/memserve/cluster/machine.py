@@ -135,8 +135,8 @@ class Cluster:
             self._placer.costs = event.costs
         elif isinstance(event, StateRecovered):
             self._recover(event, now)
-        else:
-            check(isinstance(event, ClockTicked), f"unknown event {event!r}")
+        elif not isinstance(event, ClockTicked):
+            check(False, f"unknown event {event!r}")
         for key in self._timers.due(now):
             self._wake(key, now)
         self._lifecycle.admit_waiting(now)
