@@ -85,7 +85,7 @@ class TwinPool:
             blocks.append(node.block)
         return TwinLease(blocks, len(blocks) * self.block_tokens, dram, path)
 
-    def publish(self, lease, tenant, tokens, blocks):
+    def publish(self, lease, tenant, tokens, blocks, *, written_by):
         assert len(tokens) == len(blocks) * self.block_tokens
         if not self.config.caching:
             return 0
