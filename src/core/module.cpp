@@ -29,4 +29,5 @@ NB_MODULE(_core, m) {
   memserve::bind_directory(m);
   memserve::bind_shortlist(m);
   memserve::bind_cheapest(m);
+  memserve::bind_rows(m);
 }

@@ -63,5 +63,6 @@ void bind_sealed_copy(nb::module_& m);
 void bind_directory(nb::module_& m);
 void bind_shortlist(nb::module_& m);
 void bind_cheapest(nb::module_& m);
+void bind_rows(nb::module_& m);
 
 }  // namespace memserve

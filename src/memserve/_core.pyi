@@ -5,7 +5,7 @@ buffer of int64 is narrowed, and any other sequence of int is read item by item.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -411,3 +411,40 @@ def most_of(
     Most blocks first, then those in HBM alone, then the lowest number. ``matches``: ``[2, n]``, from
     :meth:`PrefixDirectory.match_columns`; whose ``codes`` (``[n]``) say ``without`` are left out.
     """
+
+class SequenceRow:
+    """The fields of ``instance.sequence.Sequence`` that the loops below read and write; what they mean is said there.
+
+    Plain attributes: objects are missing until they are set, numbers (int64) are 0.
+    """
+
+    phase: Any
+    out: list[int]
+    draw: tuple[int, ...]
+    stops: frozenset[int]
+    prompt_tokens: int
+    computed: int
+    inflight: int
+    left: int
+    scheduled_step: int
+    writable_until: int
+    told: int
+
+_Row = TypeVar("_Row", bound=SequenceRow)
+
+def out_of_room(sequences: list[_Row]) -> list[_Row]:
+    """Those that may not write the next token (``computed >= writable_until``), in order."""
+
+def plan_decodes(sequences: list[_Row], step_id: int) -> tuple[list[int], list[int], list[tuple[int, ...]], list[_Row]]:
+    """A row of plan ``step_id`` for each: it computes a token and draws one. Returns their starts, slots and draws, and
+    those with none ``left``. ``ValueError``, and nothing changed: one does not draw for exactly one slot.
+    """
+
+def take_tokens(sequences: list[_Row], tokens: list[int], decoding: object, finished: object) -> list[int]:
+    """Each sequence that is not in the phase ``finished`` gets its token, which is under way no more. Returns the
+    places of those that somebody has to look at, in order: all but those that are ``decoding``, cannot stop at a token,
+    and have told some before, so that this one is held.
+    """
+
+def count_tokens(sequences: list[_Row]) -> tuple[int, int]:
+    """Their tokens, those under way included; and how many of the known ones are not computed."""

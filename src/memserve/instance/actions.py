@@ -46,6 +46,9 @@ class StepPlan:
     sample_slots: list[tuple[int, ...]] = field(default_factory=list)
     """One a row: the slots that draw a token from this row's last logits. ``()`` = no sampling (a prefill chunk),
     ``(slot,)`` = the usual case, several = parallel sampling: sequences forked from this row's prompt."""
+    decodes: int = 0
+    """The first so many rows are decodes: each computes one token, the last one known, and draws one. There may be
+    more behind them."""
     prompt_logprob_rows: list[int] = field(default_factory=list)
     reset_slots: bool = False  # an earlier plan failed: before all else, forget every slot
     report_layers: bool = False

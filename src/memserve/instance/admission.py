@@ -25,17 +25,19 @@ class Admission:
     def candidates(self, publishing: list[Sequence]) -> Iterator[Sequence]:
         """Landed, then waiting sequences, each in rank order, without those for which it pays to wait one step.
 
-        ``publishing`` are the sequences whose full blocks the plan being made publishes; the caller adds to it.
+        The caller admits each, or asks for no more. ``publishing`` are the sequences whose full blocks the plan being
+        made publishes; the caller adds to it.
         """
+        landed, waiting = self.roster.landed.items, self.roster.waiting.items
+        while landed:  # they hold blocks, and their prompts are paid for
+            yield landed[0]
         holds = 0
-        yield from list(self.roster.landed.items)  # they hold blocks, and their prompts are paid for
-        for sequence in list(self.roster.waiting.items):
+        while holds < min(_HOLDS_PER_PLAN, len(waiting)):  # a line may be long: it is not copied for the few in front
+            sequence = waiting[holds]
             if publishing and self._should_hold(sequence, publishing):
                 sequence.group.held_steps += 1
                 self.roster.counters.prefix_holds += 1
                 holds += 1
-                if holds >= _HOLDS_PER_PLAN:
-                    return
             else:
                 yield sequence
 

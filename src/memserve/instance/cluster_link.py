@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from memserve import _core
 from memserve.config import InstanceConfig
 from memserve.instance.actions import Action, StepPlan
 from memserve.instance.dispatching import Dispatching
@@ -333,7 +334,7 @@ class ClusterLink:
             requests_waiting=requests_waiting,
             sequences_running=sequences_running,
             prefill_tokens_queued=roster.prefill_tokens_queued(),
-            context_tokens_running=sum([s.prompt_tokens + len(s.out) + s.inflight for s in running]),
+            context_tokens_running=_core.count_tokens(running)[0],
             hbm_blocks_available=roster.memory.pool.available(),
             transfers_open=self.exchange.transfers_open,
             dispatches_heard=self.dispatches_heard,

@@ -32,9 +32,9 @@ def steps_ahead(planner: Planner, under_way: Items[Outstanding], depth: int, lin
         return 0
     if link is not None and (link.handoffs.leaving or link.exchange.holds_back):
         return 0
-    if any(_is_special(sequence, roster.memory.block_tokens) for sequence in decoding):
+    steps = min([sequence.left for sequence in decoding]) - 1
+    if not steps or any(_is_special(sequence, roster.memory.block_tokens) for sequence in decoding):
         return 0
-    steps = min(sequence.left for sequence in decoding) - 1
     return min(steps, _steps_with_room(planner, steps))
 
 

@@ -65,6 +65,7 @@ def _check_containers(roster: Roster, sequences: list[Sequence]) -> None:
         check([(s.rank, id(s)) for s in container] == expected, f"the container of {phase} is not what it should be")
     for group in roster.groups.values():
         check(group.sequences, f"{group} is unfinished but has no sequence")
+    check(roster.sequences == len(sequences), f"{roster.sequences} sequences were counted, there are {len(sequences)}")
     check(all(s.phase is not Phase.FINISHED for s in sequences), "a finished sequence is still listed")
 
 

@@ -15,6 +15,7 @@ pins are given up, everything is preempted and the line starts over from its hea
 
 from __future__ import annotations
 
+from memserve import _core
 from memserve.config import SchedulerConfig
 from memserve.errors import check
 from memserve.instance.actions import StepPlan
@@ -106,7 +107,7 @@ class Planner:
 
     def _make_room_for_decodes(self, rows: RowWriter) -> bool:
         """Give blocks to the decodes that reached the end of theirs. Returns whether one goes without."""
-        needy = [sequence for sequence in self.roster.decoding.items if sequence.computed >= sequence.writable_until]
+        needy = _core.out_of_room(self.roster.decoding.items)
         if not needy:
             return False
         memory = self.roster.memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memserve import _core
 from memserve.errors import check
 from memserve.instance.beam_group import advance_beams, take_candidates
 from memserve.instance.events import StepFailed, StepFinished
@@ -43,34 +44,33 @@ class Results:
     def _apply_plain(self, targets: list[Sequence], tokens: list[int]) -> None:
         """The hot loop: a token for each sequence; what is first, last, or unexpected goes the long way."""
         outputs, decoding = self.roster.outputs, Phase.DECODING
-        for sequence, token in zip(targets, tokens, strict=True):
-            out = sequence.out
-            if sequence.phase is not decoding or not out or token in sequence.stops:  # else it will draw more
-                self._apply_one(sequence, token, None)
-                continue
-            sequence.inflight -= 1
-            out.append(token)
-            if not sequence.told:
-                outputs.append(TokenOutput(sequence.request_id, sequence.index, (token,), offset=len(out) - 1))
-                sequence.told = len(out) if self._holds else 0
+        for place in _core.take_tokens(targets, tokens, decoding, Phase.FINISHED):
+            sequence, token = targets[place], tokens[place]
+            offset = len(sequence.out) - 1
+            if sequence.phase is not decoding or not offset or token in sequence.stops:  # else it will draw more
+                self._look_at(sequence, token, None)
+            elif not sequence.told:
+                outputs.append(TokenOutput(sequence.request_id, sequence.index, (token,), offset=offset))
+                sequence.told = offset + 1 if self._holds else 0
 
     def _apply_rich(self, targets: list[Sequence], event: StepFinished) -> None:
         for position, (sequence, token) in enumerate(zip(targets, event.tokens, strict=True)):
             if sequence.group.beam is not None:
                 take_candidates(self.roster, sequence, event.candidates.get(position))
             else:
-                self._apply_one(sequence, token, event.logprobs.get(position))
+                if sequence.phase is not Phase.FINISHED:
+                    sequence.inflight -= 1
+                    sequence.out.append(token)
+                self._look_at(sequence, token, event.logprobs.get(position))
         beams: dict[str, Group] = {s.request_id: s.group for s in targets if s.group.beam is not None}
         for group in beams.values():
             advance_beams(self.roster, group)
 
-    def _apply_one(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """One token of one sequence, with all that may come with it."""
+    def _look_at(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """The last token of one sequence, with all that may come with it."""
         if sequence.phase is Phase.FINISHED:
             self.roster.counters.dropped_tokens += 1
             return
-        sequence.inflight -= 1
-        sequence.out.append(token)
         generated = len(sequence.out)
         reason: FinishReason | None = None
         scoring_only = sequence.max_tokens == 0  # the prompt's logprobs were wanted, no token

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memserve import _core
 from memserve.errors import check
 from memserve.instance.memory import SequenceMemory
 from memserve.instance.orders import Homeward
@@ -46,6 +47,7 @@ class Roster:
         "memory",
         "outputs",
         "preemption",
+        "sequences",
         "slots",
         "slots_unknown",
         "waiting",
@@ -60,6 +62,8 @@ class Roster:
         self.counters = Counters()
         #: all and only unfinished requests, in order of arrival
         self.groups: dict[str, Group] = {}
+        #: how many unfinished sequences they have
+        self.sequences = 0
         self.landed = RankedList()
         self.waiting = RankedList()
         self.working = RankedList()
@@ -137,6 +141,7 @@ class Roster:
 
     def enter(self, sequence: Sequence, phase: Phase) -> None:
         """A new sequence appears."""
+        self.sequences += 1
         sequence.phase = phase
         container = self._container(phase)
         if container is not None:
@@ -190,13 +195,14 @@ class Roster:
 
     def prefill_tokens_queued(self) -> int:
         """Known tokens of sequences here, those of running ones included, that are not computed yet."""
-        queued = (*self.working.items, *self.waiting.items)
-        return sum([s.prompt_tokens + len(s.out) - s.computed for s in queued])
+        _, in_work = _core.count_tokens(self.working.items)
+        _, in_line = _core.count_tokens(self.waiting.items)
+        return in_work + in_line
 
     def crowd(self) -> tuple[int, int]:
         """How many sequences wait, for whatever, and how many run."""
         running = len(self.working.items) + len(self.decoding.items) + len(self.idle.items)
-        return sum([len(group.sequences) for group in self.groups.values()]) - running, running
+        return self.sequences - running, running
 
     @property
     def holds_blocks(self) -> bool:
@@ -274,6 +280,7 @@ class Roster:
         self._leave_slot(sequence)
         self.move(sequence, Phase.FINISHED)
         del sequence.group.sequences[sequence.index]
+        self.sequences -= 1
 
     def finish_group(self, group: Group, reason: FinishReason) -> None:
         """End every unfinished sequence of a request now, each with one final output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memserve import _core
 from memserve.instance.actions import OpenSequence, StepPlan
 from memserve.instance.outstanding import Outstanding
 from memserve.instance.roster import Roster
@@ -72,18 +73,9 @@ class RowWriter:
             targets = targets.copy()
         else:
             targets = [sequence for sequence in targets if sequence.computed < sequence.writable_until]
-        plan.starts = [sequence.computed for sequence in targets]
+        plan.decodes = len(targets)
         plan.counts = [1] * len(targets)
-        plan.sample_slots = [sequence.draw for sequence in targets]
-        plan.slots = [slot for (slot,) in plan.sample_slots]
-        ended = []
-        for sequence in targets:
-            sequence.computed += 1
-            sequence.inflight += 1
-            sequence.scheduled_step = step_id
-            sequence.left = left = sequence.left - 1
-            if not left:
-                ended.append(sequence)
+        plan.starts, plan.slots, plan.sample_slots, ended = _core.plan_decodes(targets, step_id)
         for sequence in ended:
             self.roster.move(sequence, Phase.IDLE)
         self.outstanding.targets = targets

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memserve import _core
 from memserve.instance.beam import BeamSearch
 from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput
 
@@ -127,37 +128,28 @@ class Group:
         return f"<Group {self.request.request_id} {list(self.sequences.values())}>"
 
 
-class Sequence:
-    """One line of tokens with its blocks."""
+class Sequence(_core.SequenceRow):
+    """One line of tokens with its blocks. What every step touches of it lies in the base, where C++ finds it."""
+
+    phase: Phase  # of the base, as are all that are not listed here
 
     __slots__ = (
         "blocks",
         "candidates",
-        "computed",
         "cumulative_logprob",
         "dram_blocks",
-        "draw",
         "failures",
         "group",
         "index",
-        "inflight",
         "lease",
-        "left",
         "logprobs",
         "max_tokens",
         "min_tokens",
         "opened",
-        "out",
-        "phase",
-        "prompt_tokens",
         "published",
         "rank",
         "request_id",
-        "scheduled_step",
         "slot",
-        "stops",
-        "told",
-        "writable_until",
     )
 
     def __init__(self, group: Group, index: int) -> None:

@@ -103,13 +103,9 @@ class TimedDevice:
 
     def step_ns(self, plan: StepPlan) -> int:
         """How long ``plan`` takes, its copies before its rows."""
-        rows, tokens = len(plan.slots), sum(plan.counts)
-        if tokens == rows:
-            fixed_ns, context_ns = self._steps.decode_line(rows) if rows else (0.0, 0.0)
-            computed_ns = fixed_ns + context_ns * (sum(plan.starts) + rows)
-        else:
-            computed_ns = self._mixed_ns(plan)
-        copied_ns = sum(self._copy_ns(copy.src_tier, copy.dst_tier, len(copy.src)) for copy in plan.copies)
+        computed_ns, copied_ns = self._computed_ns(plan), 0
+        for copy in plan.copies:
+            copied_ns += self._copy_ns(copy.src_tier, copy.dst_tier, len(copy.src))
         self.spent_ns = max(1, round(computed_ns * self.slowness) + copied_ns)
         return self.spent_ns
 
@@ -125,16 +121,19 @@ class TimedDevice:
         times: list[int] = spent.astype(np.int64).tolist()
         return times
 
-    def _mixed_ns(self, plan: StepPlan) -> int:
-        rows, context = len(plan.starts), sum(plan.starts)
+    def _computed_ns(self, plan: StepPlan) -> float:
+        rows, context, decodes = len(plan.starts), sum(plan.starts), plan.decodes
         new = pairs = 0
-        for row in [row for row, count in enumerate(plan.counts) if count > 1]:
-            count, start = plan.counts[row], plan.starts[row]
-            new += count
-            pairs += attended_pairs(count, start)
-            rows -= 1
-            context -= start
-        return self._steps.step_ns(new, pairs, rows, context + rows)
+        for count, start in zip(plan.counts[decodes:], plan.starts[decodes:], strict=True):
+            if count > 1:
+                new += count
+                pairs += attended_pairs(count, start)
+                rows -= 1
+                context -= start
+        if new:
+            return self._steps.step_ns(new, pairs, rows, context + rows)
+        fixed_ns, context_ns = self._steps.decode_line(rows) if rows else (0.0, 0.0)
+        return fixed_ns + context_ns * (context + rows)
 
     def _copy_ns(self, src: Tier, dst: Tier, blocks: int) -> int:
         if src == dst:
@@ -149,6 +148,6 @@ class TimedDevice:
     def run(self, plan: StepPlan) -> StepFinished:
         """It has ended now."""
         self.busy_ns += self.spent_ns
-        draws = sum(map(len, plan.sample_slots))
+        draws = plan.decodes + sum(map(len, plan.sample_slots[plan.decodes :]))
         tokens = self._moments.add([self._clock.now]) * draws if draws else []
         return StepFinished(plan.step_id, tokens, self.spent_ns)
