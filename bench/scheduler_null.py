@@ -1,10 +1,12 @@
 """The scheduler's own time per step, with a device that does nothing.
 
 ``handle(StepFinished)`` takes a finished step into account *and* makes the next plan, so its time is all that the
-machine costs per step. ``decode`` = every sequence decodes; ``mixed`` = beside that, requests end and new ones with
-1,024-token prompts (half of it shared) take their place, so that prefill chunks run in every step.
+machine costs per step. ``decode`` = every sequence decodes; ``held`` = the same for a host that is told of tokens late,
+as the simulator is; ``mixed`` = requests end and new ones with 1,024-token prompts (half of it shared) take their
+place, so that prefill chunks run in every step. ``us_per_row``: what a further row adds, from the fewest running to the
+most.
 
-    python bench/scheduler_null.py [--json] [--steps 300] [--running 1 32 256]
+    python bench/scheduler_null.py [--json] [--steps 300] [--running 1 32 128 256]
 """
 
 from __future__ import annotations
@@ -26,17 +28,18 @@ from memserve.types import Request, SamplingParams, StopParams
 
 BLOCK_TOKENS = 32
 LONG = 1_000_000
+LOADS = ("decode", "held", "mixed")
 
 
 class Bench:
     """An instance kept at ``running`` sequences by a device that answers at once."""
 
-    def __init__(self, running: int, mixed: bool) -> None:
-        self.running, self.mixed = running, mixed
-        blocks = running * (64 if not mixed else 48) + 256
+    def __init__(self, running: int, load: str) -> None:
+        self.running, self.load, self.mixed = running, load, load == "mixed"
+        blocks = running * (64 if not self.mixed else 48) + 256
         scheduler = SchedulerConfig(max_running=running, max_step_tokens=2048, prefill_chunk_tokens=512)
         config = InstanceConfig(LONG, pool=PoolConfig(blocks, 0), scheduler=scheduler)
-        self.instance = Instance(config, BLOCK_TOKENS)
+        self.instance = Instance(config, BLOCK_TOKENS, holds_tokens=load == "held")
         self.random = np.random.default_rng(7)
         self.shared = self.random.integers(0, 49_000, 512, dtype=np.int32)
         self.plans: deque[StepPlan] = deque()
@@ -60,7 +63,7 @@ class Bench:
         own = self.random.integers(0, 49_000, 512 if self.mixed else 40, dtype=np.int32)
         prompt = np.concatenate((self.shared, own)) if self.mixed else own
         tokens = 64 + self.arrivals % 256 if self.mixed else 1900  # spread, so that the endings are
-        stop = StopParams(max_tokens=tokens, stop_token_ids=(0, 2))
+        stop = StopParams(max_tokens=tokens, stop_token_ids=() if self.load == "held" else (0, 2))
         name = f"request-{self.arrivals}"
         self.perform(RequestArrived(Request(name, prompt, SamplingParams(seed=self.arrivals), stop)))
         self.arrivals += 1
@@ -85,7 +88,7 @@ class Bench:
         cpu = [sample[1] * 1e6 for sample in samples]
         return {
             "running": self.running,
-            "load": "mixed" if self.mixed else "decode",
+            "load": self.load,
             "rows_mean": round(statistics.fmean(rows for _, _, rows in samples), 1),
             "us_median": round(statistics.median(spent), 1),
             "us_mean": round(statistics.fmean(spent), 1),
@@ -95,14 +98,26 @@ class Bench:
         }
 
 
+def add_slope(found: list[dict[str, Any]]) -> None:
+    """What a row adds, said with the largest batch."""
+    first, last = found[0], found[-1]
+    rows = last["rows_mean"] - first["rows_mean"]
+    if rows > 0:
+        last["us_per_row"] = round((last["us_median"] - first["us_median"]) / rows, 3)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON list on stdout")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 32, 128, 256])
     options = parser.parse_args()
-    results = [Bench(running, mixed).measure(options.steps) for mixed in (False, True) for running in options.running]
+    results = []
+    for load in LOADS:
+        found = [Bench(running, load).measure(options.steps) for running in sorted(options.running)]
+        add_slope(found)
+        results += found
     if options.json:
         print(json.dumps(results))
         return
