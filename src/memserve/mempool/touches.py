@@ -44,13 +44,14 @@ class LastPlans:
 class Touches:
     """Plans made and finished, and what they may still touch: kept by the pool, asked by the fences."""
 
-    __slots__ = ("_touched", "_written", "finished", "made")
+    __slots__ = ("_accounts", "_touched", "_written", "finished", "made")
 
     def __init__(self) -> None:
         self.made = 0  # the last plan made; 0 = none
         self.finished = 0  # the last plan that touches memory no more
         self._touched = {tier: LastPlans() for tier in (Tier.HBM, Tier.DRAM)}
         self._written = {tier: LastPlans() for tier in (Tier.HBM, Tier.DRAM)}
+        self._accounts = (*self._touched.values(), *self._written.values())
 
     # -- what happens
 
@@ -80,9 +81,8 @@ class Touches:
         """Plan ``step_id`` and each before it have finished."""
         check(self.finished < step_id <= self.made, f"plan {step_id} of {self.finished}..{self.made} has finished")
         self.finished = step_id
-        for accounts in (self._touched, self._written):
-            for plans in accounts.values():
-                plans.forget(step_id)
+        for plans in self._accounts:
+            plans.forget(step_id)
 
     # -- what may still happen
 
