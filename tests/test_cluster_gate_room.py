@@ -64,3 +64,26 @@ def test_after_any_load_whatever_fits_is_let_in_when_it_was_told_to_come_again(s
             client = world.ask(a_request(f"second{k}", [tokens % 49] * tokens, max_tokens=4))
         assert client.rejected is None and gate_of(world).active == 1, client.rejected
         world.end()
+
+
+# -- KV on its way
+
+
+def test_who_comes_with_the_same_prefix_at_the_same_time_brings_it_twice():
+    """At the prefill instance it is computed once. The decode instance shares what is there when a handover begins."""
+    world = gated(("p", P), ("d", D), mode=Admission.CACHE, caching=Caching.PD_CACHING_2)
+    memory = world.cluster._lifecycle.gate.memory
+
+    def taken() -> list[int]:
+        return [64 - memory.ledger.blocks_free(world.cluster._registry.named(name).number) for name in "pd"]
+
+    for k in range(2):
+        world.ask(a_request(f"r{k}", [7] * 40 + [k], max_tokens=3))  # 10 blocks that are alike, and one each
+    assert taken() == [12, 22]
+    world.step("p")
+    world.say_all(world.instances["d"])
+    assert taken() == [0, 22], "both have brought it"
+    world.ask(a_request("r2", [7] * 40 + [2], max_tokens=3))
+    assert taken() == [12 - 1, 23], "it finds it there"
+    world.run()
+    assert taken() == [0, 0]

@@ -33,7 +33,7 @@ Team = list[tuple[Role, Ints]]
 class GateMemory:
     """The ledger of all instances, fed by membership, dispatches and their ends."""
 
-    __slots__ = ("_ages", "_config", "_loads", "_registry", "_snug", "claims", "ledger", "pressure")
+    __slots__ = ("_ages", "_coming", "_config", "_loads", "_registry", "_snug", "claims", "ledger", "pressure")
 
     def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
         self._config, self._snug = config, policy == "best-fit"
@@ -43,6 +43,8 @@ class GateMemory:
         self.claims = Claims(self.ledger)
         #: all and only the attempts that hold memory: when they got it
         self._ages: dict[str, int] = {}
+        #: for each of them whose KV is on its way to who decodes: the names that its blocks will have there
+        self._coming: dict[str, tuple[bytes, ...]] = {}
 
     # -- what a request needs
 
@@ -186,6 +188,8 @@ class GateMemory:
         for member in attempt.involved:
             role, alone = member.info.role, attempt.decode_at is None
             need = self._need(job, role, decodes=alone or member is attempt.decode_at)
+            if member is attempt.decode_at:
+                need = self._as_it_comes(attempt, member, need)
             self.ledger.allocate(attempt.attempt_id, member.number, need)
         for holder in attempt.holders:
             lender = self._registry.get(holder.peer)
@@ -193,12 +197,32 @@ class GateMemory:
                 prefix = self._kept_need(job.identities or b"", holder.prefix_tokens)
                 self.claims.lend(attempt.attempt_id, lender.number, prefix)
 
+    def _as_it_comes(self, attempt: Attempt, member: Member, need: Need) -> Need:
+        """The same need where blocks that are on their way have no names yet: two requests that come with the same
+        prefix bring it twice. Only what is there when they begin is shared."""
+        known = self.ledger.known(member.number, need.names)
+        if member.info.caching and known < len(need.names):
+            self._coming[attempt.attempt_id] = need.names
+        return Need(need.total - known, need.names[:known])
+
+    def _has_come(self, attempt: Attempt, member: Member) -> None:
+        """Its blocks are in the index of who decodes; what somebody else has brought meanwhile is there twice."""
+        names = self._coming.pop(attempt.attempt_id, ())
+        had = self.ledger.needs(member.number, attempt.attempt_id)
+        if names and had is not None:
+            twice = self.ledger.known(member.number, names) - len(had.names)
+            self.ledger.free(attempt.attempt_id, member.number)
+            need = Need(had.total - len(names) + twice, names)
+            self.ledger.allocate(attempt.attempt_id, member.number, need)
+
     def computed(self, attempt: Attempt) -> bool:
         """Its prompt is computed: it fetches nothing any more. Whether that leaves more room."""
         return self.claims.returned(attempt.attempt_id)
 
     def handed_over(self, attempt: Attempt) -> None:
         """The decode instance has it all: the other one's part is over."""
+        if attempt.decode_at is not None:
+            self._has_come(attempt, attempt.decode_at)
         self._give_back(attempt, attempt.first, keeps=True)
 
     def over(self, attempt: Attempt, *, completed: bool) -> None:
@@ -206,6 +230,7 @@ class GateMemory:
         for member in attempt.involved:
             self._give_back(attempt, member, keeps=completed)
         self.claims.returned(attempt.attempt_id)
+        self._coming.pop(attempt.attempt_id, None)
         del self._ages[attempt.attempt_id]
 
     def _give_back(self, attempt: Attempt, member: Member, *, keeps: bool) -> None:

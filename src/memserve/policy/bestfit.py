@@ -157,6 +157,10 @@ class BlockLedger:
         """How many requests hold the block of this name there."""
         return self._nodes[node].shared[name]
 
+    def known(self, node: int, names: tuple[bytes, ...]) -> int:
+        """How many of ``names``, a chain, somebody holds there: the first ones."""
+        return self._nodes[node].known(names)
+
     def blocks_total(self, nodes: Ints) -> Ints:
         """All blocks of each node."""
         return self._total[nodes]

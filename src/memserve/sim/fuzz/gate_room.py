@@ -14,7 +14,7 @@ from memserve.cluster.machine import Cluster
 from memserve.cluster.registry import Member, MemberState
 from memserve.policy.admission import tokens_needed
 from memserve.policy.routing import teams
-from memserve.types import Request
+from memserve.types import Admission, Request
 from memserve.units import ceil_div
 
 
@@ -79,10 +79,13 @@ def _claimed(cluster: Cluster, jobs: Sequence[Job], member: Member) -> int:
 
 
 def _used(cluster: Cluster, jobs: Sequence[Job], member: Member) -> int:
-    """The same for all that run there."""
-    return sum(
-        _most(cluster, job.request, max(len(tokens) for tokens in job.emitted), decodes=member is not only_prefills)
-        for job in jobs
-        if job.attempt is not None and member in job.attempt.involved
-        for only_prefills in [job.attempt.first if job.attempt.decode_at is not None else None]
-    )
+    """Blocks of all that run there. Who decodes may have a prompt twice, if somebody brought the same one meanwhile."""
+    used = 0
+    for job in jobs:
+        attempt, generated = job.attempt, max(len(tokens) for tokens in job.emitted)
+        if attempt is not None and member in attempt.involved:
+            paired = attempt.decode_at is not None
+            used += _most(cluster, job.request, generated, decodes=not paired or member is attempt.decode_at)
+            if member is attempt.decode_at and cluster.config.admission.mode is Admission.CACHE:
+                used += ceil_div(len(job.request.prompt), _unit(cluster))
+    return used
