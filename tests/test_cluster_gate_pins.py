@@ -13,7 +13,6 @@ from random import Random
 import pytest
 
 from memserve.cluster.gate_claims import Claims
-from memserve.cluster.machine import Cluster
 from memserve.config import AdmissionConfig
 from memserve.instance.cluster_link import ClusterLink
 from memserve.sim.fuzz.clients import VOCAB

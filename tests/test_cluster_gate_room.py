@@ -8,9 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster_world import a_request
+from memserve.cluster.events import ClockTicked, PrefixPinned, PrefixUnpinned, RequestArrived
+from memserve.messages import Dispatch, Pin, Pinned, Unpin
+from memserve.serving import Send
 from memserve.types import Admission, Caching, Role
 from memserve.units import NS_PER_S
 from test_cluster_gate import Crowded, gate_of, gated, running
+from test_cluster_stories import cached
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 
@@ -87,3 +91,86 @@ def test_who_comes_with_the_same_prefix_at_the_same_time_brings_it_twice():
     assert taken() == [12 - 1, 23], "it finds it there"
     world.run()
     assert taken() == [0, 0]
+
+
+# -- pins
+
+DOCUMENT = [5] * 160  # 40 of 64 blocks
+
+
+def pinned(mode=Admission.MEMORY, **gate):
+    """An instance with a document that is pinned there, and has said so."""
+    world = gated(("c", C), mode=mode, caching=Caching.PD_CACHING_3, **gate)
+    cached(world, "c", DOCUMENT)
+    pin(world)
+    world.say_all(world.instances["c"])
+    return world
+
+
+def pin(world, tokens=DOCUMENT) -> list:
+    return world.post(PrefixPinned("doc", "", a_request("", tokens).prompt, 60 * NS_PER_S))
+
+
+def free(world) -> int:
+    return world.cluster._lifecycle.gate.memory.ledger.blocks_free(0)
+
+
+def test_what_is_pinned_is_no_room_while_somebody_runs():
+    world = pinned()
+    assert free(world) == 24
+    world.ask(a_request("small", [1] * 60, max_tokens=4))  # 16 blocks
+    world.ask(a_request("large", [2] * 60, max_tokens=4))
+    assert running(world, "c") == ["small"] and gate_of(world).waiting == {"": 1}
+    world.run()
+    assert free(world) == 24
+    world.ask(a_request("small again", [1] * 60, max_tokens=4))
+    world.ask(a_request("large again", [2] * 60, max_tokens=4))
+    world.post(PrefixUnpinned("doc", ""))
+    assert running(world, "c") == ["small again", "large again"] and free(world) == 32
+    world.run()
+
+
+@pytest.mark.parametrize("mode", [Admission.MEMORY, Admission.CACHE])
+def test_a_pin_that_a_request_begins_with_is_counted_once(mode):
+    world = pinned(mode)
+    for k in range(3):
+        world.ask(a_request(f"r{k}", [*DOCUMENT, k, 1, 2, 3], max_tokens=12))  # 4 blocks of its own
+    assert len(running(world, "c")) == 3 and free(world) == 24 - 3 * 4
+    world.post(PrefixUnpinned("doc", ""))
+    assert free(world) == 24 - 3 * 4, "they hold it still"
+    world.run()
+    assert free(world) == 64
+
+
+def test_pins_give_way_to_who_fits_when_nobody_runs_and_come_back_when_there_is_room():
+    """They are given up before the request is sent there: it could not tell that it waits for them."""
+    world = pinned()
+    actions = world.post(RequestArrived(a_request("large", [2] * 116, max_tokens=4)))
+    sent = [type(action.message) for action in actions if isinstance(action, Send)]
+    assert sent == [Unpin, Dispatch] and free(world) == 64 - 30
+    assert world.cluster.handles()[0].pinned_tokens == 0
+    assert not world.sent(pin(world), Pin), "it would take the room of who was let in"
+    world.run()
+    world.now += NS_PER_S
+    assert world.sent(world.post(ClockTicked()), Pin)
+    world.say_all(world.instances["c"])
+    assert free(world) == 24 and world.cluster.handles()[0].pinned_tokens == 160
+
+
+def test_the_ledger_believes_what_the_instance_says_of_pins():
+    """As much as there could be, as much as there is; nothing when it was given up, or its time is over."""
+    world = gated(("c", C), mode=Admission.MEMORY, caching=Caching.PD_CACHING_3)
+    cached(world, "c", DOCUMENT)
+    pin(world, [*DOCUMENT, *DOCUMENT[:40]])
+    assert free(world) == 64 - 50
+    handle = next(iter(world.instances["c"].pins))
+    world.instances["c"].outbox.clear()
+    world.hear(world.instances["c"].peer, Pinned(handle, 160))
+    assert free(world) == 24
+    world.hear(world.instances["c"].peer, Pinned(handle, 0))
+    assert free(world) == 64
+    pin(world)
+    world.wait(59 * NS_PER_S)
+    assert free(world) == 24
+    world.wait(2 * NS_PER_S)
+    assert free(world) == 64 and not world.instances["c"].pins

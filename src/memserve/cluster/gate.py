@@ -156,10 +156,9 @@ class Gate:
         if self.memory is not None:
             self.memory.leave(member)
 
-    def dispatched(self, job: Job, attempt: Attempt) -> None:
-        """``attempt`` holds memory from now on."""
-        if self.memory is not None:
-            self.memory.dispatched(job, attempt)
+    def dispatched(self, job: Job, attempt: Attempt) -> list[str]:
+        """``attempt`` holds memory from now on. Returns the pins that have to go for it."""
+        return self.memory.dispatched(job, attempt) if self.memory is not None else []
 
     def computed(self, attempt: Attempt) -> None:
         """Its prompt is computed: nobody lends it anything any more."""
@@ -177,6 +176,11 @@ class Gate:
         if self.memory is not None:
             self._changed = True
             self.memory.over(attempt, completed=completed)
+
+    def may_pin(self, name: str, member: Member, identities: bytes, tokens: int) -> bool:
+        """Whether a prefix may be kept at ``member`` under ``name``: not in the room of those who were let in."""
+        self._changed = True
+        return self.memory is None or self.memory.may_pin(name, member, identities, tokens)
 
     def pinned(self, name: str, member: Member, identities: bytes, tokens: int) -> None:
         """So much of a prefix is kept at ``member`` under ``name``, and nothing elsewhere."""

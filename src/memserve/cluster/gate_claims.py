@@ -44,6 +44,15 @@ class Claims:
             self._names.update(need.names)
             self._ledger.allocate(_pinned(name), node, need)
 
+    def may_pin(self, name: str, node: int, need: Need) -> bool:
+        """The same, if those who were let in keep their room; else nothing changes."""
+        before, free_before = self._pins.get(name), self._ledger.blocks_free(node)
+        self.pin(name, node, need)
+        if self._ledger.blocks_free(node) >= min(0, free_before):
+            return True
+        self.pin(name, *before) if before is not None else self.unpin(name)
+        return False
+
     def unpin(self, name: str) -> None:
         """It holds nothing; unknown ones are ignored."""
         if name in self._pins:
@@ -68,6 +77,15 @@ class Claims:
     def has_pins(self) -> bool:
         """Whether anything is pinned."""
         return bool(self._pins)
+
+    def give_way(self, node: int) -> list[str]:
+        """Give up pins on ``node`` while more is held there than it has, least recently renewed first; their names."""
+        names = [name for name, (at, _) in self._pins.items() if at == node]
+        gone = []
+        while names and self._ledger.blocks_free(node) < 0:
+            gone.append(names.pop(0))
+            self.unpin(gone[-1])
+        return gone
 
     @contextmanager
     def lifted(self) -> Iterator[None]:

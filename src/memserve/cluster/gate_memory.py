@@ -182,20 +182,23 @@ class GateMemory:
 
     # -- what happens to attempts
 
-    def dispatched(self, job: Job, attempt: Attempt) -> None:
-        """It holds what it needs from now on."""
+    def dispatched(self, job: Job, attempt: Attempt) -> list[str]:
+        """It holds what it needs from now on. Returns the pins that have to go for it: there is no other room."""
         self._ages[attempt.attempt_id] = self.pressure.age()
+        given_up = []
         for member in attempt.involved:
             role, alone = member.info.role, attempt.decode_at is None
             need = self._need(job, role, decodes=alone or member is attempt.decode_at)
             if member is attempt.decode_at:
                 need = self._as_it_comes(attempt, member, need)
             self.ledger.allocate(attempt.attempt_id, member.number, need)
+            given_up += self.claims.give_way(member.number)
         for holder in attempt.holders:
             lender = self._registry.get(holder.peer)
             if lender is not None:
                 prefix = self._kept_need(job.identities or b"", holder.prefix_tokens)
                 self.claims.lend(attempt.attempt_id, lender.number, prefix)
+        return given_up
 
     def _as_it_comes(self, attempt: Attempt, member: Member, need: Need) -> Need:
         """The same need where blocks that are on their way have no names yet: two requests that come with the same
@@ -241,8 +244,13 @@ class GateMemory:
 
     # -- what happens to pins
 
+    def may_pin(self, name: str, member: Member, identities: bytes, tokens: int) -> bool:
+        """Whether the first ``tokens`` of a prefix may be kept at ``member``: then they count. ``identities``: of its
+        whole blocks."""
+        return self.claims.may_pin(name, member.number, self._kept_need(identities, tokens))
+
     def pinned(self, name: str, member: Member, identities: bytes, tokens: int) -> None:
-        """The first ``tokens`` of a prefix cannot be evicted at ``member``. ``identities``: of its whole blocks."""
+        """So much of it cannot be evicted there."""
         self.claims.pin(name, member.number, self._kept_need(identities, tokens))
 
     # -- members

@@ -43,10 +43,12 @@ class Handle:
     identities: bytes
     expires_ns: int
     place: Member | None = None
-    """All and only the place that a ``Pin`` was sent to."""
+    """Where a ``Pin`` was sent to, or will be when there is room; nothing is pinned anywhere else."""
     pinned_tokens: int | None = None
     unanswered: int = 0
     """Times that ``Pin`` was sent there and, as far as is known, not answered yet."""
+    is_asked: bool = False
+    """The last that was said there is ``Pin``, not ``Unpin``."""
     wake_ns: int | None = None
     """When it is looked at next: timers that were armed for later are void."""
 
@@ -108,9 +110,17 @@ class Handles:
         handle = self._by_wire.get(answer.handle)
         if handle is not None and handle.place is sender:
             handle.pinned_tokens = answer.tokens
-            handle.unanswered = max(0, handle.unanswered - 1)
-            if not handle.unanswered:  # else this may be the answer to an earlier one
+            if not answer.tokens or (handle.is_asked and handle.unanswered <= 1):  # else it answers an earlier one
                 self._gate.pinned(handle.wire_name, sender, handle.identities, answer.tokens)
+            handle.unanswered = max(0, handle.unanswered - 1)
+
+    def give_way(self, wire_name: str) -> None:
+        """The gate no longer counts it: a request needs the room, and nothing else makes any. Instances do the same by
+        themselves where they can see that they stand still; who waits for a handover cannot."""
+        handle = self._by_wire[wire_name]
+        if handle.place is not None:
+            self._outbox.send(handle.place.peer, Unpin(wire_name))
+            handle.pinned_tokens, handle.is_asked = 0, False
 
     def place_of(self, tenant: str, name: str) -> Member | None:
         """Where a handle lies."""
@@ -176,13 +186,14 @@ class Handles:
     # -- inside
 
     def _settle(self, handle: Handle, now: int) -> None:
-        """Pin it where most of it lies."""
+        """Pin it where most of it lies, if there is room; else it is tried again."""
         self._move(handle, self._find(handle))
-        if handle.place is not None:
+        place, tokens = handle.place, self._whole_tokens(handle)
+        if place is not None and self._gate.may_pin(handle.wire_name, place, handle.identities, tokens):
             ttl_ns = max(1, handle.expires_ns - now)
-            self._outbox.send(handle.place.peer, Pin(handle.wire_name, handle.tenant, handle.tokens, ttl_ns))
+            self._outbox.send(place.peer, Pin(handle.wire_name, handle.tenant, handle.tokens, ttl_ns))
+            handle.is_asked = True
             handle.unanswered += 1
-            self._gate.pinned(handle.wire_name, handle.place, handle.identities, self._whole_tokens(handle))
         self._wake(handle, min(now + REPEAT_NS, handle.expires_ns))
 
     def _wake(self, handle: Handle, when_ns: int) -> None:

@@ -182,7 +182,8 @@ class Lifecycle:
         charges = self._charge(job, chosen)
         attempt = Attempt(attempt_id, first, decode_at, chosen.holders, chosen.route, now, now, involved, charges)
         self.jobs.begin(job, attempt)
-        self.gate.dispatched(job, attempt)
+        for name in self.gate.dispatched(job, attempt):
+            self._handles.give_way(name)
         job.tries += 1
         self._count_dispatch(job, chosen)
         self._expect(job, involved, now)
