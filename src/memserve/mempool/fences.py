@@ -82,7 +82,7 @@ class Fences:
         return self.made + 1 if self._pool.has_copies else self.made
 
     def alone(self, tier: Tier, blocks: Sequence[int]) -> int:
-        """The plan after which nobody but their holder touches ``blocks``, which were free when he got them."""
+        """The plan after which nobody but their holder touches ``blocks``, which nobody else held when he got them."""
         return self._touches.last_touch(tier, blocks)
 
     def final(self, places: Sequence[Place]) -> int:
