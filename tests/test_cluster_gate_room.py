@@ -50,7 +50,7 @@ def test_what_is_let_go_makes_room_for_who_waits():
     world.run()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32), evictions_max=st.sampled_from([None, 0, 1, 2, 1000]), cached=st.booleans())
 def test_after_any_load_whatever_fits_is_let_in_when_it_was_told_to_come_again(seed, evictions_max, cached):
     """At the first try or, if it was turned away for memory of others that have ended, at the second."""
