@@ -25,6 +25,8 @@ MEMORY_USED = 0.9
 """Of the device's memory, for weights and KV: vLLM's ``gpu_memory_utilization``."""
 PARALLEL_SHARE = 0.9
 """What remains of the speed each time the number of devices that share one model is doubled (all-reduces)."""
+SEAL_BYTE_NS = 0.05
+"""Checksums at 20 GB/s, beside the device's work. A transfer's curve counts them, as a measured one does."""
 BLOCK_TOKENS = 32
 Named = TypeVar("Named")
 
@@ -209,7 +211,8 @@ def _curves(roof: Roof, kind: DeviceModel, devices: int, name: str) -> CostModel
     token_ns, pair_ns = roof.token_flops / roof.flops * NS_PER_S, roof.pair_flops / roof.flops * NS_PER_S
     context_ns = roof.token_bytes / roof.bytes_per_s * NS_PER_S
     swap = CopyCurve(20.0 * NS_PER_US, 2.0 * NS_PER_US, NS_PER_S / (kind.host_bytes_per_s * devices))
-    link = CopyCurve(200.0 * NS_PER_US, 2.0 * NS_PER_US, NS_PER_S / (kind.link_bytes_per_s * devices))
+    byte_ns = SEAL_BYTE_NS + NS_PER_S / (kind.link_bytes_per_s * devices)
+    link = CopyCurve(200.0 * NS_PER_US, 2.0 * NS_PER_US, byte_ns)
     return CostModel(
         PrefillCurve(roof.fixed_ns + weights_ns / 2, token_ns, pair_ns),
         DecodeCurve(roof.fixed_ns + weights_ns, 0.0, context_ns),

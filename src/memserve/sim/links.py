@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from memserve.mempool.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.policy.curves import CopyCurve
 from memserve.sim.clock import Clock
+from memserve.sim.hardware import SEAL_BYTE_NS
 from memserve.sim.nodes import InstanceNode
 from memserve.types import KVGeometry
-
-SEAL_BYTE_NS = 0.05
-"""Checksums at 20 GB/s beside the device's work."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +82,8 @@ class LinkTotals:
 
 @dataclass(slots=True)
 class TimedPort:
-    """Pulls take what the link's curve says, longer while others use it. Pages have no contents, so all are right."""
+    """Sealing and pulling take together what the transfer's curve says, longer while others use the link. Pages have no
+    contents, so all are right."""
 
     node: InstanceNode
     fabric: Fabric
@@ -96,7 +95,7 @@ class TimedPort:
     def seal(self, job: SealPages) -> None:
         """Answer when the checksums are computed; their values do not matter."""
         pages = len(job.blocks) * (job.end_layer - job.first_layer)
-        spent_ns = round(SEAL_BYTE_NS * pages * self.geometry.page_bytes)
+        spent_ns = _sealing_ns(pages * self.geometry.page_bytes)
         self.node.later(spent_ns, self.node.post, PagesSealed(job.job_id, (0,) * len(job.blocks)))
 
     def pull(self, job: PullPages) -> None:
@@ -107,7 +106,7 @@ class TimedPort:
         layers = job.end_layer - job.first_layer
         pieces = len(job.src_blocks) * (layers if job.by_page else 1)
         pulled_bytes = len(job.src_blocks) * layers * self.geometry.page_bytes
-        alone_ns = self.curve.ns(pulled_bytes, pieces)
+        alone_ns = max(0, self.curve.ns(pulled_bytes, pieces) - _sealing_ns(pulled_bytes))  # which the owner has done
         begun_ns, life = self.node.host.clock.now, self.node.life
         self.totals.pulls += 1
         self.totals.pulled_bytes += pulled_bytes
@@ -124,3 +123,7 @@ class TimedPort:
 
     def cancel(self, job: CancelPulls) -> None:
         """What has begun goes on, and is answered."""
+
+
+def _sealing_ns(sealed_bytes: int) -> int:
+    return round(SEAL_BYTE_NS * sealed_bytes)
