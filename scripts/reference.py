@@ -1,6 +1,6 @@
 """Writes ``docs/REFERENCE.md`` from the code: ``python scripts/reference.py [--check]``.
 
-The commands come from the typer app, the options from the config dataclasses and the docstring below each field: an
+The commands come from the typer app, the options from the config classes and the docstring below each field: an
 option is declared and described once.
 """
 
@@ -15,6 +15,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import typer.main
 
 from memserve import config, types
@@ -44,13 +45,14 @@ def field_docs(cls: type) -> dict[str, str]:
     return found
 
 
-def default_of(field: dataclasses.Field[Any]) -> str:
+def default_of(field: dataclasses.Field[Any] | msgspec.structs.FieldInfo) -> str:
     """A field's default as a reader wants to see it."""
-    if field.default is not dataclasses.MISSING:
+    nothing = (dataclasses.MISSING, msgspec.NODEFAULT)
+    if field.default not in nothing:
         if field.name.endswith("_bytes") and field.default:
             return human_bytes(field.default)
         return f"`{field.default!r}`"
-    if field.default_factory is not dataclasses.MISSING:
+    if field.default_factory not in nothing:
         return f"`{field.default_factory.__name__}()`" if isinstance(field.default_factory, type) else "computed"
     return "required"
 
@@ -60,10 +62,11 @@ def cells(*values: str) -> str:
     return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in values) + " |"
 
 
-def dataclass_section(cls: type) -> list[str]:
-    """A config dataclass: its docstring and its fields."""
-    docs = field_docs(cls)
-    rows = [cells(f"`{f.name}`", f"`{f.type}`", default_of(f), docs[f.name]) for f in dataclasses.fields(cls)]
+def class_section(cls: Any) -> list[str]:
+    """A dataclass or struct: its docstring and its fields."""
+    docs, types_of = field_docs(cls), cls.__annotations__
+    fields = msgspec.structs.fields(cls) if issubclass(cls, msgspec.Struct) else dataclasses.fields(cls)
+    rows = [cells(f"`{f.name}`", f"`{types_of[f.name]}`", default_of(f), docs[f.name]) for f in fields]
     text = inspect.cleandoc(cls.__doc__ or "")
     table = "\n".join(["| field | type | default | |", "| --- | --- | --- | --- |", *rows])
     return [f"### {cls.__name__}", text, table]
@@ -103,7 +106,7 @@ def page() -> str:
     ]  # fmt: skip
     options += [types.Request, types.SamplingParams, types.StopParams, types.KVGeometry]
     sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(app), "memserve")]
-    sections += ["## Options and words", *(part for cls in options for part in dataclass_section(cls))]
+    sections += ["## Options and words", *(part for cls in options for part in class_section(cls))]
     text = "\n\n".join(section for section in sections if section) + "\n"
     return text.replace("``", "`")  # docstrings are written in reStructuredText
 

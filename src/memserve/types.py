@@ -96,9 +96,8 @@ class StopParams:
     stop_token_ids: tuple[int, ...] = ()  # includes the model's end-of-sequence ids unless they are ignored
 
 
-class Request(msgspec.Struct, frozen=True):
-    """One generation request as a machine sees it: token ids in, token ids out. A struct and no dataclass: the router
-    renames each one that it sends on, 40 times as quickly."""
+class Request(msgspec.Struct, frozen=True):  # no dataclass: renaming one, as the router does, is 40 times as quick
+    """One generation request as a machine sees it: token ids in, token ids out."""
 
     request_id: str
     prompt: TokenArray
