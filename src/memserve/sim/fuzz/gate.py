@@ -66,7 +66,8 @@ class Waiter:
     request: Request
     arrived_ns: int
     waits: bool = True
-    attempts: int = 1
+    left: int = 0
+    """How often it may have left something where it runs no more: attempts that failed, a prompt handed over."""
     ended: set[int] = field(default_factory=set)
 
 
@@ -112,7 +113,9 @@ class GateJudge:
         gate = cluster._lifecycle.gate
         for name, waiter in here.items():
             job = cluster._lifecycle.jobs.by_id[name]
-            waiter.waits, waiter.attempts = waiter.waits and gate.holds_back(job), len(job.past) + 1
+            attempt = job.attempt
+            handed_over = attempt is not None and attempt.first not in attempt.involved
+            waiter.waits, waiter.left = waiter.waits and gate.holds_back(job), len(job.past) + handed_over
         let_in = [name for name in waited if name in here and not here[name].waits]
         for action in actions:
             if isinstance(action, RejectRequest) and (cause := cause_of(action)):
@@ -136,13 +139,16 @@ class GateJudge:
 
     def _leaves(self, name: str, now: int) -> None:
         waiter = self._here.pop(name, None)
-        if waiter is not None and not waiter.waits and self._config.evictions_max is not None:
-            self._gone += [(now, waiter.request)] * (waiter.attempts + 1)
+        if waiter is not None and not waiter.waits:
+            self._gone += [(now, waiter.request)] * (waiter.left + 1)
 
     def _kept(self, now: int) -> list[Request]:
-        """Those who have ended, and may still count."""
+        """Those who have ended, or run somewhere else by now, and may still count."""
+        if self._config.evictions_max is None:
+            return []
         self._gone = [(ended_ns, request) for ended_ns, request in self._gone if now - ended_ns < self._config.kept_ns]
-        return [request for _, request in self._gone]
+        moved = [waiter.request for waiter in self._here.values() for _ in range(waiter.left)]
+        return [request for _, request in self._gone] + moved
 
     # -- whoever was turned away
 
