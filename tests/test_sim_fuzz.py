@@ -85,7 +85,7 @@ CAUGHT = {
     "generation-check": (14, "members"),
     "lease-sweep": (44, "is busy|transfers are open"),
     "namespace-check": (13, "cached tokens, its tenant has said"),
-    "event-replay": (46, "blocks believed"),
+    "event-replay": (25, "blocks believed"),
     "fsync": (25, "durable is not durable"),
     "checksum": (26, "layers do not belong together|instead of"),
 }
