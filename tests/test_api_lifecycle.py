@@ -218,9 +218,17 @@ def test_key_ring() -> None:
         with pytest.raises(ApiError):
             ring.tenant(header)
     assert KeyRing().is_open and KeyRing().tenant(None) == ""
-    for bad in (["a=k", "b=k"], [""], ["with space"], ["é"]):
+    for bad in (["a=k", "b=k"], ["with space"], ["é"], ["a=\x7f"]):
         with pytest.raises(UserError):
             KeyRing(bad)
+
+
+@pytest.mark.parametrize("empty", ["", "=", "team-a=", "a.b_c="])
+def test_a_key_that_is_empty_lets_nothing_in(empty: str) -> None:
+    """``--api-key team-a=$KEY`` without the variable must not make a key of the tenant's name."""
+    with pytest.raises(UserError, match="an API key is empty") as caught:
+        KeyRing(["a=k", empty])
+    assert caught.value.hint
 
 
 # -- the server's own end

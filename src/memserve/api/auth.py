@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import re
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 from memserve.api.errors import unauthorized
 from memserve.errors import UserError
 
+_NO_KEY = re.compile(r"[^=]*=")
+"""``NAME=``: what is left of ``NAME=$KEY`` when the variable is empty. Nobody shall get in with a tenant's name."""
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})=(.*[^=].*)")
 
 
@@ -19,19 +22,13 @@ class KeyRing:
         """``keys`` as given on the command line: ``KEY``, or ``NAME=KEY`` for a tenant of its own."""
         self._tenants: list[tuple[bytes, str]] = []
         for text in keys:
-            named = _NAMED.fullmatch(text)
-            tenant, key = named.groups() if named else ("", text)
-            if not key or not key.isascii() or any(char.isspace() for char in key):
-                raise UserError(
-                    "an API key must be printable ASCII without spaces",
-                    hint="give --api-key KEY or --api-key NAME=KEY",
-                    param="api_key",
-                )
-            if any(hmac.compare_digest(known, key.encode()) for known, _ in self._tenants):
+            tenant, key = _split(text)
+            digest = _digest(key.encode())
+            if any(known == digest for known, _ in self._tenants):
                 raise UserError(
                     "the same API key is given twice", hint="one key belongs to one tenant", param="api_key"
                 )
-            self._tenants.append((key.encode(), tenant))
+            self._tenants.append((digest, tenant))
 
     @property
     def is_open(self) -> bool:
@@ -41,13 +38,31 @@ class KeyRing:
     def tenant(self, authorization: str | None) -> str:
         """The tenant of an ``Authorization`` header. Raises :class:`ApiError` 401.
 
-        Every key is compared, each in constant time: how long it takes tells nothing about a key.
+        Digests of all keys are compared, each in constant time: how long it takes tells nothing about a key, nor about
+        its length.
         """
         if self.is_open:
             return ""
         scheme, _, given = (authorization or "").partition(" ")
-        key = given.strip().encode("utf-8", "surrogateescape")
-        found = [tenant for known, tenant in self._tenants if hmac.compare_digest(known, key)]
+        digest = _digest(given.strip().encode("utf-8", "surrogateescape"))
+        found = [tenant for known, tenant in self._tenants if hmac.compare_digest(known, digest)]
         if scheme.lower() != "bearer" or not found:
             raise unauthorized()
         return found[0]
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Tenant and key of ``KEY`` or ``NAME=KEY``. Raises :class:`UserError` for an empty key, in either form."""
+    named = _NAMED.fullmatch(text)
+    tenant, key = named.groups() if named else ("", text)
+    if not key or _NO_KEY.fullmatch(text):
+        hint = "was a variable empty? A key that ends with one = needs a name in front of it: NAME=KEY"
+        raise UserError("an API key is empty", hint=hint, param="api_key")
+    if not key.isascii() or not key.isprintable() or any(char.isspace() for char in key):
+        hint = "give KEY or NAME=KEY"
+        raise UserError("an API key must be printable ASCII without spaces", hint=hint, param="api_key")
+    return tenant, key
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=32).digest()

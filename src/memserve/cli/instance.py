@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.grouped import grouped
 from memserve.cli.logs import set_up_logging
@@ -43,7 +44,7 @@ def instance(
         str | None,
         typer.Option(help="HOST:PORT by which the others reach it; default: found by the way to the router."),
     ] = None,
-    cluster_secret_file: opt.ClusterSecretFile = None,
+    cluster_secret_file: credentials.ClusterSecretFile = None,
     link: opt.Link = "auto",
     engine: opt.EngineFlags,
     drain_s: Annotated[float, typer.Option(min=0, help="How long it may finish what it has after SIGTERM.")] = 20.0,
@@ -106,7 +107,7 @@ def _place(
         role=role,
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
         join=tuple(f"tcp://{router}:{its_port}" for router, its_port in routers),
-        secret=opt.read_secret(secret_file),
+        secret=credentials.read_secret(secret_file),
         host="127.0.0.1" if here == "127.0.0.1" else "0.0.0.0",
         port=port,
         advertise=here,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,17 +38,6 @@ TenantWeights = Annotated[
 ]
 GenerationConfig = Annotated[
     bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
-]
-ApiKeys = Annotated[
-    list[str] | None,
-    typer.Option(help="KEY, or NAME=KEY for a tenant of its own; repeatable.", envvar="MEMSERVE_API_KEY"),
-]
-
-ClusterSecretFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with the secret that all members of the cluster share.", envvar="MEMSERVE_CLUSTER_SECRET_FILE"
-    ),
 ]
 Count = Annotated[
     int | None, typer.Option(min=0, max=64, help="Instances of this role on this host; default: 1 prefill, 1 decode.")
@@ -180,21 +168,6 @@ def _weight(text: str) -> tuple[str, int]:
     if not name or not weight.isdecimal():
         raise UserError(f"cannot read {text!r} as a tenant's weight", hint="for example --tenant-weight team-a=3")
     return name, int(weight)
-
-
-def secret_of(port: int | None, path: Path | None) -> str | None:
-    """The cluster's secret, for a router that others may join."""
-    return read_secret(path) if port and path is not None else None
-
-
-def read_secret(path: Path) -> str:
-    """The cluster's secret. Raises :class:`UserError` when the file cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        hint = f"make one: head -c 32 /dev/urandom | base64 > {path}"
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read the cluster secret in {path}: {reason}", hint=hint) from None
 
 
 def split_address(text: str, flag: str) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.cluster import ClusterOptions, choose_counts, running_cluster
 from memserve.cli.grouped import grouped
@@ -39,7 +40,7 @@ class HttpOptions:
 
     host: str
     port: int
-    api_keys: tuple[str, ...]
+    api_keys: tuple[str, ...] = dataclasses.field(repr=False)
     served_model_name: str | None
     generation_config: bool
     drain_s: float
@@ -55,7 +56,8 @@ def serve(
     engine: opt.EngineFlags,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients see; default: the model's.")] = None,
     generation_config: opt.GenerationConfig = True,
-    api_key: opt.ApiKeys = None,
+    api_key: credentials.ApiKeys = None,
+    api_key_file: credentials.ApiKeyFile = None,
     drain_s: Annotated[float, typer.Option(min=0, help="How long streams may go on after SIGTERM.")] = 20.0,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request body, in MiB.")] = 16,
     log_level: opt.LogLevel = "warning",
@@ -70,13 +72,15 @@ def serve(
     weights: opt.TenantWeights = None,
     cluster_host: opt.ClusterHost = "127.0.0.1",
     cluster_port: opt.ClusterPort = None,
-    cluster_secret_file: opt.ClusterSecretFile = None,
+    cluster_secret_file: credentials.ClusterSecretFile = None,
     metadata: opt.Metadata = "auto",
     in_process: Annotated[bool, typer.Option(help="One engine in this very process, and no cluster.")] = False,
 ) -> None:
     """Serve a model over the OpenAI HTTP API: a router, one prefill and one decode instance, unless told otherwise."""
     engine_options = engine.options()
-    edge = (tuple(api_key or ()), served_model_name, generation_config, drain_s, max_body_mib * MIB, log_level)
+    set_up_logging(log_level)
+    keys = credentials.api_keys(api_key, api_key_file)
+    edge = (keys, served_model_name, generation_config, drain_s, max_body_mib * MIB, log_level)
     http = HttpOptions(host, port, *edge)
     admission = gate.config(weights)
     if in_process:
@@ -84,7 +88,7 @@ def serve(
         return
     config = ClusterConfig(Caching.OFF if engine.no_cache else caching, policy, transfer, admission=admission)
     counts, kept_in = choose_counts(prefill, decode, colocated, engine.device), metadata_place(metadata, port)
-    secret = opt.secret_of(cluster_port, cluster_secret_file)
+    secret = credentials.secret_of(cluster_port, cluster_secret_file)
     run_server(engine_options, http, ClusterOptions(*counts, config, link, cluster_host, cluster_port, secret, kept_in))
 
 
@@ -108,7 +112,6 @@ def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: Cluste
     """Bind, load, serve, drain; ``None``: without a cluster. Raises :class:`UserError` before loading whatever can be
     known before."""
     started = time.perf_counter()
-    set_up_logging(http.log_level)
     from memserve.api.auth import KeyRing
     from memserve.api.server import bind
 

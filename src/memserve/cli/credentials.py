@@ -1,0 +1,112 @@
+"""Secrets that an operator gives: API keys and the cluster's secret (level 4).
+
+A secret belongs in a file or in an environment variable: every user of the machine can read command lines. What comes
+from the environment is taken out of it, so that no child process (instances, the conversion of a GGUF file) inherits
+it. No error here repeats a secret.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memserve.errors import UserError
+from memserve.units import MIB
+
+log = logging.getLogger(__name__)
+
+KEY_VARIABLE, KEY_FILE_VARIABLE = "MEMSERVE_API_KEY", "MEMSERVE_API_KEY_FILE"
+
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="KEY, or NAME=KEY for a tenant of its own; repeatable. Every user of this machine can read it in the"
+        f" process list: rather use --api-key-file, or {KEY_VARIABLE}."
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with one API key a line, KEY or NAME=KEY; empty lines and lines that begin with # are skipped."
+        f" Also {KEY_FILE_VARIABLE}."
+    ),
+]
+ClusterSecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the secret that all members of the cluster share.", envvar="MEMSERVE_CLUSTER_SECRET_FILE"
+    ),
+]
+
+
+def api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
+    """Keys of the command line (else of ``MEMSERVE_API_KEY``) and of the file, which add up; ``()``: none was given.
+
+    Raises :class:`UserError` for a file or a variable that holds no key: a server must not be open because a variable
+    was empty.
+    """
+    variable, file_variable = os.environ.pop(KEY_VARIABLE, None), os.environ.pop(KEY_FILE_VARIABLE, None)
+    for name, value in ((KEY_VARIABLE, variable), (KEY_FILE_VARIABLE, file_variable)):
+        if value is not None and not value.strip():
+            raise UserError(f"{name} is empty", hint=f"put a key there, or `unset {name}` to serve without keys")
+    if given:
+        log.warning("--api-key can be read in the process list by every user of this machine: use --api-key-file")
+    keys = list(given or (variable or "").split())
+    path = file or (Path(file_variable) if file_variable is not None else None)
+    return tuple(keys + (_keys_in(path) if path is not None else []))
+
+
+def secret_of(port: int | None, path: Path | None) -> str | None:
+    """The cluster's secret, for a router that others may join."""
+    return read_secret(path) if port and path is not None else None
+
+
+def read_secret(path: Path) -> str:
+    """The cluster's secret. Raises :class:`UserError` when the file cannot be read, or is no text."""
+    hint = f"make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
+    return _read_private(path, "the cluster secret", hint).strip()
+
+
+def _keys_in(path: Path) -> list[str]:
+    """Raises :class:`UserError` naming the line that is no key."""
+    hint = "one KEY or NAME=KEY a line; `chmod 600` it"
+    keys = []
+    for number, line in enumerate(_read_private(path, "API keys", hint).splitlines(), 1):
+        key = line.strip()
+        if not key or key.startswith("#"):
+            continue
+        if len(key.split()) > 1:
+            raise UserError(f"line {number} of {path} is no API key: it has a space in it", hint=hint)
+        keys.append(key)
+    if not keys:
+        raise UserError(f"{path} holds no API key", hint=hint)
+    return keys
+
+
+def _read_private(path: Path, what: str, hint: str) -> str:
+    """The text of a small file. Others may not write to it: they could add a key of their own.
+
+    That others may read it is only warned of. Containers mount secrets with mode 0444 on a read-only file system:
+    nobody else is there, and the mode cannot be changed.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read(MIB + 1)
+        if len(data) > MIB:
+            raise UserError(f"cannot read {what} in {path}: it is larger than 1 MiB", hint=hint)
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"cannot read {what} in {path}: it is no text", hint=hint) from None
+    except OSError as error:
+        raise UserError(f"cannot read {what} in {path}: {error.strerror or error}", hint=hint) from None
+    if stat.S_ISREG(status.st_mode) and status.st_mode & 0o022:
+        raise UserError(f"other users may write to {path}, which holds {what}", hint=f"chmod 600 {path}")
+    if stat.S_ISREG(status.st_mode) and status.st_mode & 0o044:
+        log.warning("other users may read %s, which holds %s: chmod 600 %s", path, what, path)
+    return text
