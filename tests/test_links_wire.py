@@ -43,6 +43,9 @@ def arbitrary(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
     }  # fmt: skip
     if kind in simple:
         return simple[kind]
+    if kind is types.KVGeometry:  # one that cannot be is refused: see below
+        sizes = st.integers(1, 1 << 20)
+        return st.builds(kind, sizes, sizes, sizes, sizes, st.sampled_from(["float32", "bfloat16", "float16"]), sizes)
     if is_dataclass(kind) or issubclass(kind, msgspec.Struct):
         return struct(kind)
     return st.sampled_from(list(kind))
@@ -95,6 +98,8 @@ def filled(kind: typing.Any) -> typing.Any:
     simple = {bool: True, str: "text", bytes: bytes(16), int: 300, float: 0.5}
     if kind in simple:
         return simple[kind]
+    if kind is types.KVGeometry:
+        return types.KVGeometry(300, 300, 300, 300, "float32")
     if is_dataclass(kind) or issubclass(kind, msgspec.Struct):
         hints = typing.get_type_hints(kind, include_extras=True)
         return kind(**{name: filled(hints[name]) for name in names(kind)})
@@ -236,3 +241,15 @@ def test_an_envelope_carries_its_message_unread() -> None:
 def test_a_snapshot_of_a_million_blocks_fits() -> None:
     letter = wire.seal(A, "", B, 1, wire.encode(KvSnapshot(0, bytes(16_000_000), b"")))
     assert len(letter) < wire.LETTER_BYTES_MAX and read(letter)
+
+
+def test_a_geometry_that_cannot_be_is_no_message() -> None:
+    good = messages.PeerInfo(
+        A, types.Role.STORE, "tcp://127.0.0.1:1", "n", types.KVGeometry(2, 1, 8, 8, "float32"), 1, 0, 0, True
+    )
+    packed = wire.encode(messages.PeerJoined(good))
+    assert wire.decode(packed) == messages.PeerJoined(good)
+    for bad in (packed.replace(b"float32", b"float31"), packed.replace(b"\xaanum_layers\x02", b"\xaanum_layers\x00")):
+        assert bad != packed
+        with pytest.raises(wire.WireError):
+            wire.decode(bad)

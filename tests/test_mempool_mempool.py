@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
 import memserve
-from memserve.errors import InvariantError, UserError
+from memserve.errors import UserError
 from memserve.mempool.addresses import Address, Addresses
 from memserve.mempool.mempool import MemPool
 from memserve.types import KVGeometry, Tier
@@ -164,22 +166,22 @@ def test_tenants_and_models_do_not_share() -> None:
 
 
 def test_addresses() -> None:
-    held = make(5).alloc_mem(3)
+    held = make(5, generation=0).alloc_mem(3)
     assert held[1] == Address(Tier.HBM, 1, 0) and list(held[1:]) == [Address(Tier.HBM, 1), Address(Tier.HBM, 2)]
     assert held == held[:] and held != held[1:] and repr(held) == "Addresses(HBM, [0, 1, 2])"
     assert isinstance(held[:2], Addresses) and hash(held) == hash(held[:])
 
 
 def test_bad_input() -> None:
-    pool = make(4, 2)
+    pool = make(4, 2, generation=3)
     held = pool.alloc_mem(2)
     tokens = np.arange(8, dtype=np.int32)
     with pytest.raises(UserError, match="no block"):
         MemPool(GEOMETRY, hbm_bytes=1)
     with pytest.raises(UserError, match="generation 7"):
         pool.free_mem([Address(Tier.HBM, 0, 7)])
-    with pytest.raises(UserError, match="no such block"):
-        pool.view(Address(Tier.HBM, 4))
+    with pytest.raises(UserError, match="HBM block 4 is not held by the caller: there are 4"):
+        pool.view(Address(Tier.HBM, 4, 3))
     with pytest.raises(UserError, match="1 addresses for 2"):
         pool.insert(tokens, held[:1])
     with pytest.raises(UserError, match="HBM blocks, then DRAM"):
@@ -191,6 +193,113 @@ def test_bad_input() -> None:
     with pytest.raises(UserError, match="negative"):
         pool.alloc_mem(-1)
     pool.free_mem(held)
-    with pytest.raises(InvariantError, match="block 0:"):
+    with pytest.raises(UserError, match="HBM block 0 is not held"):
         pool.free_mem(held)
     pool.check_invariants()
+
+
+def test_a_cached_block_is_freed_once() -> None:
+    pool, tokens = make(4, 4), np.arange(8, dtype=np.int32)
+    held = pool.alloc_mem(2)
+    pool.insert(tokens, held)
+    pool.free_mem(held)
+    with pytest.raises(UserError, match="HBM block 0 is not held"):  # though the index has a reference on it
+        pool.free_mem(held)
+    with pytest.raises(UserError, match="not held"):
+        pool.insert(tokens + 1, held)
+    with pytest.raises(UserError, match="not held"):
+        pool.swap_out_blocks(held)
+    with pytest.raises(UserError, match="not held"):
+        pool.view(held[1])
+    again = pool.match(tokens)
+    assert again == held
+    with pytest.raises(UserError, match="not held"):  # one is held once: nothing of the whole list is freed
+        pool.free_mem([*again, again[1]])
+    assert pool.report().by_tier[Tier.HBM].blocks_evictable == 0
+    pool.free_mem(again)
+    pool.check_invariants()
+
+
+def test_a_swapped_block_has_another_address() -> None:
+    pool = make(4, 4)
+    held = pool.alloc_mem(2)
+    with pytest.raises(UserError, match="not held"):
+        pool.swap_out_blocks([*held, held[0]])
+    below = pool.swap_out_blocks(held)
+    with pytest.raises(UserError, match="not held"):
+        pool.free_mem(held)
+    assert pool.swap_in(below) is not None
+    with pytest.raises(UserError, match="DRAM block 0 is not held"):
+        pool.swap_in(below)
+    pool.check_invariants()
+
+
+def test_addresses_of_another_pool_are_refused() -> None:
+    one, two = make(4), make(4)
+    mine, its = one.alloc_mem(2), two.alloc_mem(2)
+    for misuse in (one.free_mem, one.swap_out_blocks, lambda a: one.insert(np.arange(8, dtype=np.int32), a)):
+        with pytest.raises(UserError, match="generation"):
+            misuse(its)
+    with pytest.raises(UserError, match="generation"):
+        one.view(its[0])
+    one.free_mem(mine)
+    two.free_mem(its)
+
+
+def test_random_use_and_misuse_against_a_twin() -> None:
+    """The twin counts holds: a call works when they suffice, else it names the misuse and changes nothing."""
+    random, pool, holds = Random(11), make(6, 4), Counter[Address]()
+    worked = refused = 0
+    for _ in range(3000):
+        tier = random.choice([Tier.HBM, Tier.DRAM])
+        if random.random() < 0.4:
+            fresh = pool.alloc_mem(random.randint(0, 2), tier)
+            holds.update(fresh or ())
+            continue
+        made_up = [Address(random.choice(list(Tier)), random.randint(-1, 6), pool.generation) for _ in range(2)]
+        held = sorted(holds.elements())
+        named = random.choices(held, k=2) if held and random.random() < 0.8 else made_up
+        before, allowed = pool.report(), holds >= Counter(named)
+        call = random.choice([pool.free_mem, pool.swap_out_blocks, pool.swap_in])
+        if call != pool.free_mem:
+            allowed &= {a.tier for a in named} == {Tier.HBM if call == pool.swap_out_blocks else Tier.DRAM}
+        if not allowed:
+            with pytest.raises(UserError):
+                call(named)
+            assert pool.report() == before
+            refused += 1
+            continue
+        moved = call(named)
+        if call == pool.free_mem or moved is not None:
+            holds -= Counter(named)
+            holds.update(moved or ())
+        worked += 1
+        for address in named:
+            if not holds[address]:
+                with pytest.raises(UserError):
+                    pool.view(address)
+        pool.check_invariants()
+    assert worked > 300 and refused > 300
+
+
+@pytest.mark.parametrize("tokens", [[1.5, 2.0], [[1, 2], [3, 4]], [-1, 2], [1 << 31], "abc", [None]])
+def test_tokens_that_are_none(tokens) -> None:
+    pool = make(4)
+    held = pool.alloc_mem(1)
+    for call in (pool.match, pool.cached_tokens, pool.delete, lambda t: pool.insert(t, held)):
+        with pytest.raises(UserError, match="token"):
+            call(tokens)
+    assert pool.insert([1, 2, 3, 4], held) == 1 and len(pool.match(np.array([1, 2, 3, 4], np.int64))) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("dtype", "fp32"), ("num_layers", -2), ("head_dim_k", 0), ("block_tokens", 2.5)]
+)
+def test_a_geometry_that_cannot_be(field: str, value: object) -> None:
+    with pytest.raises(UserError, match=str(value)) as caught:
+        replace(GEOMETRY, **{field: value})
+    assert caught.value.param == field
+
+
+def test_public_names_are_listed() -> None:
+    assert {"LLM", "MemPool", "PoolPeer", "SamplingParams", "UserError", "__version__"} <= set(dir(memserve))

@@ -117,7 +117,7 @@ class PoolNode(Node):
             assert isinstance(action, CancelPulls)
 
     def bytes_of(self, tier: Tier, block: int, first: int, end: int) -> np.ndarray:
-        return self.memory.view(Address(tier, block, self.memory.generation))[first:end]
+        return self.memory.bytes_of(tier, block)[first:end]
 
     def seal(self, job: SealPages) -> None:
         layers = job.first_layer, job.end_layer

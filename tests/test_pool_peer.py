@@ -146,6 +146,36 @@ def both(pair: tuple[PoolPeer, Other, list[Delivery]]) -> Iterator[tuple[PoolPee
     other.call("check_invariants")
 
 
+def test_blocks_of_a_peer_are_freed_once(both: tuple[PoolPeer, Other]) -> None:
+    peer, other = both
+    there = peer.alloc_mem(2, id="b")
+    assert there is not None
+    with pytest.raises(UserError, match=r"block \d of b is not held"):
+        peer.free_mem([*there, there[0]])
+    peer.free_mem(there)
+    with pytest.raises(UserError, match="not held"):
+        peer.free_mem(there)
+    assert other.call("used") == (0, 0)
+
+
+def test_what_is_sent_is_held_and_what_is_delivered_is_freed_once(both: tuple[PoolPeer, Other]) -> None:
+    peer, other = both
+    held = fill(peer, 2)
+    assert peer.transfer("b", held)
+    _, addresses, _, _ = other.call("delivery")
+    other.call("free_mem", addresses)
+    with pytest.raises(UserError, match="not held"):
+        other.call("free_mem", addresses)
+    peer.free_mem(held)
+    for send in (
+        lambda: peer.transfer("b", held), lambda: peer.transfer_with_insert("b", TOKENS[:8], held)
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="not held"):
+            send()
+    with pytest.raises(UserError, match="token"):
+        peer.transfer_with_insert("b", [-1] * 8, held)
+
+
 def test_is_public() -> None:
     assert memserve.PoolPeer is PoolPeer
 

@@ -179,4 +179,26 @@ void BlockAllocator::check_invariants() const {
   check(idle_sole == idle_sole_, "idle_sole does not match the blocks");
 }
 
+void HoldCounts::take(std::span<const int32_t> blocks) {
+  for (const int32_t block : blocks) {
+    if (static_cast<size_t>(static_cast<uint32_t>(block)) >= counts_.size()) {
+      throw InvariantViolation("cannot hold block " + std::to_string(block) + ": there are " +
+                               std::to_string(counts_.size()));
+    }
+  }
+  for (const int32_t block : blocks) ++counts_[block];
+}
+
+size_t HoldCounts::give(std::span<const int32_t> blocks) {
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    const size_t block = static_cast<uint32_t>(blocks[i]);
+    if (block >= counts_.size() || counts_[block] == 0) {
+      for (size_t k = 0; k < i; ++k) ++counts_[blocks[k]];
+      return i;
+    }
+    --counts_[block];
+  }
+  return blocks.size();
+}
+
 }  // namespace memserve

@@ -87,4 +87,21 @@ class BlockAllocator {
   std::vector<uint64_t> page_used_;   // `words_per_block_` words a block; empty until the first loose page
 };
 
+// How many times the user of a pool holds each block. The allocator cannot tell: its counts include the references of
+// the index, so a block that is freed twice but still cached would pass.
+class HoldCounts {
+ public:
+  explicit HoldCounts(int32_t num_blocks) : counts_(num_blocks, 0) {}
+
+  int32_t num_blocks() const { return static_cast<int32_t>(counts_.size()); }
+  // One hold more for each time that a block is named. A block outside: InvariantViolation, nothing changed.
+  void take(std::span<const int32_t> blocks);
+  // One hold less for each time that a block is named. Returns how many were given: all, or nothing changed and
+  // blocks[result] is the first that does not exist or is not held so many times.
+  size_t give(std::span<const int32_t> blocks);
+
+ private:
+  std::vector<uint32_t> counts_;
+};
+
 }  // namespace memserve

@@ -60,6 +60,23 @@ void bind_allocator(nb::module_& m) {
       .def_prop_ro("pages_stranded", &BlockAllocator::pages_stranded)
       .def_prop_ro("pages_loose", &BlockAllocator::pages_loose)
       .def("check_invariants", &BlockAllocator::check_invariants);
+
+  nb::class_<HoldCounts>(m, "HoldCounts", "How many times the user of a pool holds each block.")
+      .def("__init__",
+           [](HoldCounts* self, int64_t num_blocks) {
+             if (num_blocks < 0 || num_blocks > INT32_MAX) throw nb::value_error("num_blocks must fit in 31 bits");
+             new (self) HoldCounts(static_cast<int32_t>(num_blocks));
+           },
+           nb::arg("num_blocks"))
+      .def_prop_ro("blocks_total", &HoldCounts::num_blocks)
+      .def("take", [](HoldCounts& self, nb::handle blocks) { self.take(IntSpan(blocks).span()); }, nb::arg("blocks"))
+      .def("give",
+           [](HoldCounts& self, nb::handle blocks) -> nb::object {
+             const IntSpan ids(blocks);
+             const size_t given = self.give(ids.span());
+             return given == ids.span().size() ? nb::none() : nb::cast(ids.span()[given]);
+           },
+           nb::arg("blocks"));
 }
 
 }  // namespace memserve

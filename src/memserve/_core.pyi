@@ -70,6 +70,21 @@ class BlockAllocator:
     def pages_loose(self) -> int: ...
     def check_invariants(self) -> None: ...
 
+class HoldCounts:
+    """How many times the user of a pool holds each block; the allocator's counts include the index's references."""
+
+    def __init__(self, num_blocks: int) -> None: ...
+    @property
+    def blocks_total(self) -> int: ...
+    def take(self, blocks: Ids) -> None:
+        """One hold more for each time that a block is named."""
+    def give(self, blocks: Ids) -> int | None:
+        """One hold less for each time that a block is named.
+
+        ``None``: done. Otherwise nothing has changed, and the result is the first block that does not exist or is not
+        held so many times.
+        """
+
 class Match:
     """A cached path."""
 

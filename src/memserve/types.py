@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from memserve.errors import UserError
+
 TokenArray = NDArray[np.int32]
 """Token ids, shape ``[n]``, dtype int32, C-contiguous."""
 
@@ -151,6 +153,10 @@ class CopyBlocks:
     dst: list[int]
 
 
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SIZE_MAX = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
     """The shape of the KV cache of one model. Both ends of any transfer compare it.
@@ -166,10 +172,20 @@ class KVGeometry:
     dtype: str  # "float32" | "bfloat16" | "float16"
     block_tokens: int = 32
 
+    def __post_init__(self) -> None:
+        if self.dtype not in _ITEMSIZE:
+            raise UserError(f"unknown dtype {self.dtype!r}", hint=f"use one of {', '.join(_ITEMSIZE)}", param="dtype")
+        for name in ("num_layers", "num_kv_heads", "head_dim_k", "head_dim_v", "block_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= _SIZE_MAX:
+                raise UserError(
+                    f"{name} of a KV geometry is {value!r}", hint=f"give an integer in [1, {_SIZE_MAX}]", param=name
+                )
+
     @property
     def itemsize(self) -> int:
         """Bytes a value."""
-        return 4 if self.dtype == "float32" else 2
+        return _ITEMSIZE[self.dtype]
 
     @property
     def page_bytes(self) -> int:

@@ -14,7 +14,7 @@ What an instance uses inside itself is :class:`BlockPool`; this class adds the b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import count, groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +29,35 @@ from memserve.types import KVGeometry, Tier, TokenArray
 from memserve.units import human_bytes
 
 AddressList = Addresses | Sequence[Address]
+Groups = Sequence[tuple[Tier, _core.BlockIds | Sequence[int]]]
+
+_generations = count(1)
+"""Pools of one process have different generations, so that addresses of one are refused by the others."""
+
+
+def as_tokens(tokens: TokenArray | Sequence[int]) -> TokenArray:
+    """``tokens`` as int32 ``[n]``, C-contiguous, without a copy where that is what they are.
+
+    Raises :class:`UserError` for anything but one row of integers in ``[0, 2^31)``.
+    """
+    array = np.asarray(tokens)
+    if array.ndim == 1 and not len(array):
+        return np.empty(0, dtype=np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UserError(
+            f"tokens of shape {array.shape} and type {array.dtype}", hint="give one row of token ids", param="tokens"
+        )
+    if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
+        raise UserError("a token id outside of [0, 2^31)", hint="ids are the tokenizer's", param="tokens")
+    return np.ascontiguousarray(array, dtype=np.int32)
 
 
 class MemPool:
     """Fixed-size blocks of KV cache on two tiers, and an index from token ids to blocks.
 
-    Calls are synchronous: when one returns, the copies that it decided on are done. Not thread-safe.
+    Calls are synchronous: when one returns, the copies that it decided on are done. Not thread-safe. Every misuse is a
+    :class:`UserError` at once, and changes nothing: an address of another pool, a block that is freed twice or used
+    after it was freed, a tier that the pool does not have.
     """
 
     def __init__(
@@ -45,19 +68,20 @@ class MemPool:
         dram_bytes: int = 0,
         tenant: str = "",
         namespace: str = "default",
-        generation: int = 0,
+        generation: int | None = None,
         copy_threads: int = 1,
         new_arena: Callable[[int], _core.Arena | _core.SharedArena] = _core.Arena,
     ) -> None:
         """Room for as many whole blocks as the bytes hold. Raises :class:`UserError` when that is none.
 
         ``namespace`` names model and weights; dtype and shapes come from ``geometry``. Pools share KV only where
-        ``tenant``, ``namespace`` and ``geometry`` are equal. ``new_arena`` makes the memory of a tier from its bytes
+        ``tenant``, ``namespace`` and ``geometry`` are equal. Addresses carry ``generation``, by default one that no
+        other pool of this process has; ``new_arena`` makes the memory of a tier from its bytes
         (:class:`memserve.PoolPeer` lets other processes read it).
         """
         self.geometry = geometry
         self.tenant = tenant
-        self.generation = generation
+        self.generation = next(_generations) if generation is None else generation
         self.copy_threads = copy_threads
         block_bytes = geometry.block_bytes
         if hbm_bytes < block_bytes:
@@ -71,6 +95,10 @@ class MemPool:
         self.arenas = {Tier.HBM: new_arena(config.hbm_blocks * block_bytes)}
         if config.dram_blocks:
             self.arenas[Tier.DRAM] = new_arena(config.dram_blocks * block_bytes)
+        self._holds = {
+            Tier.HBM: _core.HoldCounts(config.hbm_blocks),
+            Tier.DRAM: _core.HoldCounts(config.dram_blocks),
+        }
         self._bytes = {tier: np.frombuffer(memoryview(arena), np.uint8) for tier, arena in self.arenas.items()}
 
     # -- memory blocks
@@ -90,38 +118,40 @@ class MemPool:
         else:
             raise UserError(f"this pool has no {tier.name} tier", hint="use HBM or DRAM", param="tier")
         self.run_copies()
-        return None if blocks is None else Addresses(tier, blocks, self.generation)
+        return None if blocks is None else self.hold(tier, blocks)
 
     def free_mem(self, addresses: AddressList) -> None:
-        """Give up the caller's hold on blocks; those that nobody holds are free.
+        """Give up one hold of the caller on each block; blocks without a hold are free, or stay cached.
 
-        A block that is not held raises :class:`memserve.errors.InvariantError` and names it.
+        Raises :class:`UserError` that names a block which the caller does not hold; then nothing is freed.
         """
-        for tier, blocks in self._by_tier(addresses):
+        groups = self._by_tier(addresses)
+        self._give_up(groups)
+        for tier, blocks in groups:
             if tier == Tier.HBM:
                 self._pool.release(blocks)
             else:
                 self._pool.release_dram(blocks)
 
     def view(self, address: Address) -> NDArray[np.uint8]:
-        """The bytes of a block, ``[num_layers, page_bytes]`` uint8, writable, without a copy."""
+        """The bytes of a block that the caller holds, ``[num_layers, page_bytes]`` uint8, writable, without a copy.
+
+        They are the block's until it is freed or swapped: a view kept longer shows what lies there then.
+        """
         self._require_ours(address.generation)
-        block_bytes = self.geometry.block_bytes
-        if address.tier not in self._bytes or not 0 <= address.block < self._total(address.tier):
-            raise UserError(f"no such block: {address}", hint="use addresses of this pool", param="address")
-        start = address.block * block_bytes
-        flat: NDArray[np.uint8] = self._bytes[address.tier][start : start + block_bytes]
-        return flat.reshape(self.geometry.num_layers, self.geometry.page_bytes)
+        self.require_held([(address.tier, (address.block,))])
+        return self.bytes_of(address.tier, address.block)
 
     # -- index
 
-    def insert(self, tokens: TokenArray, addresses: AddressList) -> int:
+    def insert(self, tokens: TokenArray | Sequence[int], addresses: AddressList) -> int:
         """Map the whole blocks of ``tokens`` to ``addresses`` (HBM blocks first); returns the blocks taken.
 
         The index takes references of its own on blocks that it did not have; the caller's hold stays the caller's.
         Raises :class:`UserError` when there are fewer addresses than whole blocks, or HBM behind DRAM.
         """
-        groups = self._by_tier(addresses)
+        tokens, groups = as_tokens(tokens), self._by_tier(addresses)
+        self.require_held(groups)
         needed = len(tokens) // self.geometry.block_tokens
         if len(addresses) < needed:
             raise UserError(f"{len(addresses)} addresses for {needed} blocks of tokens", hint="one a whole block")
@@ -133,22 +163,22 @@ class MemPool:
         blocks = [block for _, group in groups for block in group]
         return self._pool.insert(self.tenant, tokens, blocks, in_hbm)
 
-    def match(self, tokens: TokenArray) -> Addresses:
+    def match(self, tokens: TokenArray | Sequence[int]) -> Addresses:
         """HBM addresses of the longest cached prefix of ``tokens``, held by the caller until :meth:`free_mem`.
 
         Blocks that lay in DRAM are brought up as far as HBM has room for them; the prefix ends where it has not.
         """
-        blocks = self._pool.borrow(self.tenant, tokens)
+        blocks = self._pool.borrow(self.tenant, as_tokens(tokens))
         self.run_copies()
-        return Addresses(Tier.HBM, blocks, self.generation)
+        return self.hold(Tier.HBM, blocks)
 
-    def cached_tokens(self, tokens: TokenArray) -> int:
+    def cached_tokens(self, tokens: TokenArray | Sequence[int]) -> int:
         """Length of the cached prefix on any tier, in tokens. Changes nothing and holds nothing."""
-        return self._pool.match(self.tenant, tokens)
+        return self._pool.match(self.tenant, as_tokens(tokens))
 
-    def delete(self, tokens: TokenArray) -> int:
+    def delete(self, tokens: TokenArray | Sequence[int]) -> int:
         """Forget what only ``tokens`` leads to; returns the blocks forgotten. See :meth:`BlockPool.delete`."""
-        return self._pool.delete(self.tenant, tokens)
+        return self._pool.delete(self.tenant, as_tokens(tokens))
 
     # -- tiers
 
@@ -160,15 +190,11 @@ class MemPool:
 
     def swap_out_blocks(self, addresses: AddressList) -> Addresses | None:
         """Move blocks that the caller holds to DRAM; returns their new addresses. ``None`` = no room there."""
-        blocks = self._pool.swap_out(self._only(Tier.HBM, addresses))
-        self.run_copies()
-        return None if blocks is None else Addresses(Tier.DRAM, _core.BlockIds(blocks), self.generation)
+        return self._move(Tier.HBM, addresses, Tier.DRAM, self._pool.swap_out)
 
     def swap_in(self, addresses: AddressList) -> Addresses | None:
         """Move DRAM blocks that the caller holds to HBM; returns their new addresses. ``None`` = no room there."""
-        blocks = self._pool.swap_in(self._only(Tier.DRAM, addresses))
-        self.run_copies()
-        return None if blocks is None else Addresses(Tier.HBM, _core.BlockIds(blocks), self.generation)
+        return self._move(Tier.DRAM, addresses, Tier.HBM, self._pool.swap_in)
 
     # -- state
 
@@ -185,17 +211,72 @@ class MemPool:
         """Raise :class:`memserve.errors.InvariantError` when the books do not balance."""
         self._pool.check_invariants()
 
+    # -- for the host of this memory
+
+    def bytes_of(self, tier: Tier, block: int) -> NDArray[np.uint8]:
+        """As :meth:`view`, of any block of the pool: the exchange seals and fills blocks that no caller holds."""
+        block_bytes = self.geometry.block_bytes
+        flat: NDArray[np.uint8] = self._bytes[tier][block * block_bytes : (block + 1) * block_bytes]
+        return flat.reshape(self.geometry.num_layers, self.geometry.page_bytes)
+
+    def hold(self, tier: Tier, blocks: _core.BlockIds) -> Addresses:
+        """Addresses of distinct ``blocks`` of which one reference each is the caller's from now on."""
+        self._holds[tier].take(blocks)
+        return Addresses(tier, blocks, self.generation)
+
+    def require_held(self, groups: Groups) -> None:
+        """Raise as :meth:`_give_up`, and change nothing."""
+        self._give_up(groups)
+        for tier, blocks in groups:
+            self._holds[tier].take(blocks)
+
+    def run_copies(self) -> None:
+        """Do what the pool has decided since the last call; every public call has done so when it returns."""
+        block_bytes = self.geometry.block_bytes
+        for copy in self._pool.take_copies():
+            source, target = self.arenas[copy.src_tier], self.arenas[copy.dst_tier]
+            _core.copy_blocks(target.address, source.address, block_bytes, copy.src, copy.dst, self.copy_threads)
+
     # -- inside
 
-    def _total(self, tier: Tier) -> int:
-        config = self._pool.config
-        return config.hbm_blocks if tier == Tier.HBM else config.dram_blocks
+    def _move(
+        self, src: Tier, addresses: AddressList, dst: Tier, swap: Callable[[list[int]], list[int] | None]
+    ) -> Addresses | None:
+        """The caller's holds go with the blocks."""
+        held = self._only(src, addresses)
+        self._give_up([(src, held)])
+        blocks = swap(held)
+        self.run_copies()
+        if blocks is None:
+            self._holds[src].take(held)
+            return None
+        return self.hold(dst, _core.BlockIds(blocks))
+
+    def _give_up(self, groups: Groups) -> None:
+        """One hold of the caller less for each time that a block is named.
+
+        Raises :class:`UserError` that names a block without such a hold; then nothing has changed.
+        """
+        for done, (tier, blocks) in enumerate(groups):
+            holds = self._holds.get(tier)
+            missing = (blocks[0] if len(blocks) else None) if holds is None else holds.give(blocks)
+            if missing is None:
+                continue
+            for given_tier, given in groups[:done]:
+                self._holds[given_tier].take(given)
+            total = 0 if holds is None else holds.blocks_total
+            why = "freed already, or swapped to another tier" if 0 <= missing < total else f"there are {total}"
+            raise UserError(
+                f"{Tier(tier).name} block {missing} is not held by the caller: {why}",
+                hint="use addresses from alloc_mem, match or a swap, and free each once",
+                param="addresses",
+            )
 
     def _require_ours(self, generation: int) -> None:
         if generation != self.generation:
             raise UserError(
                 f"an address of generation {generation}, this pool is generation {self.generation}",
-                hint="the pool was restarted: match again",
+                hint="it is another pool's, or this pool was restarted: match again",
                 param="addresses",
             )
 
@@ -208,15 +289,8 @@ class MemPool:
             self._require_ours(address.generation)
         return [(tier, [a.block for a in run]) for tier, run in groupby(addresses, key=lambda a: a.tier)]
 
-    def _only(self, tier: Tier, addresses: AddressList) -> Sequence[int]:
+    def _only(self, tier: Tier, addresses: AddressList) -> list[int]:
         groups = self._by_tier(addresses)
         if any(found != tier for found, _ in groups):
             raise UserError(f"expected addresses in {tier.name} only", hint=f"got {addresses!r}", param="addresses")
         return [block for _, group in groups for block in group]
-
-    def run_copies(self) -> None:
-        """Do what the pool has decided since the last call; every public call has done so when it returns."""
-        block_bytes = self.geometry.block_bytes
-        for copy in self._pool.take_copies():
-            source, target = self.arenas[copy.src_tier], self.arenas[copy.dst_tier]
-            _core.copy_blocks(target.address, source.address, block_bytes, copy.src, copy.dst, self.copy_threads)

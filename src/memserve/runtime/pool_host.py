@@ -89,7 +89,7 @@ class PoolHost:
         """See :meth:`PoolPeer.connect`."""
         try:
             info = msgspec.msgpack.decode(packed, type=PeerInfo)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UserError) as error:
             raise UserError(
                 f"not a peer's info: {error}", hint="give the bytes of PoolPeer.info()", param="info"
             ) from error

@@ -43,6 +43,9 @@ class _Neighbour:
     info: PeerInfo
     heard_ns: int
     answered: Future[None]
+    forgot: bool = False
+    """Whether blocks of it that the application held went back without being given up: it freed them, or this peer
+    started over."""
 
 
 def _settle(future: Future[Any], result: Any) -> None:
@@ -85,6 +88,15 @@ class RemoteBlocks:
             return None
         del self._left[call_id]
         return call_id
+
+    def lacking(self, places: Sequence[RemotePlace]) -> RemotePlace | None:
+        """The first of ``places`` that is not held, or named twice."""
+        seen: set[RemotePlace] = set()
+        for place in places:
+            if place in seen or place not in self._call:
+                return place
+            seen.add(place)
+        return None
 
     def forget(self, generation: int) -> None:
         """Their owner is gone."""
@@ -256,6 +268,7 @@ class PoolMachine:
             neighbour.answered.cancel()
             self._actions.append(Lost(neighbour.info.peer))
             self.meet(neighbour.info, now)
+            self._neighbours[neighbour.info.peer.name].forgot = True
 
     def _say(self, neighbour: _Neighbour) -> None:
         """Hello until there is an answer, then heartbeats."""
@@ -295,6 +308,7 @@ class PoolMachine:
         """Offer blocks that hold their final bytes; ``terms`` as in :meth:`Exchange.offer`."""
         if self.known(to.name) != to:
             raise UserError(f"{to.name} has been restarted", hint="connect to it again", param="id")
+        self.memory.require_held([(terms["tier"], blocks)])
         transfer_id = self.exchange.offer(to, self.memory.tenant, tokens, blocks, now, **terms)
         self._waiting[transfer_id] = lambda ended: _settle(waiter, _transferred(ended))
         self.exchange.computed(transfer_id, 0, len(blocks), fence=0)
@@ -319,10 +333,21 @@ class PoolMachine:
     def free_at(self, generation: int, addresses: AddressList) -> None:
         """Give up blocks of a peer; a call's blocks go back when the last of them is given up.
 
-        What is not held (any more) is ignored: the peer may have been gone, or this one silent, since it was.
+        Blocks that went back with their owner, or because this peer was silent, are ignored. Raises
+        :class:`UserError` for others that are not held; then nothing has changed.
         """
-        for address in addresses:
-            call_id = self._remote.give_up((generation, address.tier, address.block))
+        places = [(generation, address.tier, address.block) for address in addresses]
+        owner = next((n for n in self._neighbours.values() if n.info.peer.generation == generation), None)
+        lacking = self._remote.lacking(places)
+        if lacking is not None and owner is not None and not owner.forgot:
+            _, tier, block = lacking
+            raise UserError(
+                f"{Tier(tier).name} block {block} of {owner.info.peer.name} is not held: freed already",
+                hint="free what alloc_mem(..., id=...) gave, once",
+                param="addresses",
+            )
+        for place in places:
+            call_id = self._remote.give_up(place)
             if call_id is not None:
                 self.exchange.free_at(call_id)
 
@@ -337,6 +362,8 @@ class PoolMachine:
 
     def _tell(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
+            if isinstance(outcome, Delivered):
+                self.memory.hold(outcome.offer.dst_tier, _core.BlockIds(outcome.blocks))
             if isinstance(outcome, Delivered | Inserted):
                 self._actions.append(Arrived(outcome))
             elif isinstance(outcome, HandoffOffered):

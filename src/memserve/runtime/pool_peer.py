@@ -30,7 +30,7 @@ from memserve import _core
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
 from memserve.mempool.addresses import Address, Addresses
-from memserve.mempool.mempool import AddressList, MemPool
+from memserve.mempool.mempool import AddressList, MemPool, as_tokens
 from memserve.mempool.outcomes import Delivered, ExchangeCounters, Inserted
 from memserve.mempool.report import PoolReport
 from memserve.messages import Peer
@@ -255,7 +255,7 @@ class PoolPeer:
         private: bytes = b"",
     ) -> Future[Transferred]:
         """As :meth:`transfer_with_insert`, without waiting."""
-        block_tokens = self._memory.geometry.block_tokens
+        tokens, block_tokens = as_tokens(tokens), self._memory.geometry.block_tokens
         whole = len(tokens) // block_tokens
         if whole < 1 or len(src_addresses) < whole:
             raise UserError(f"{len(src_addresses)} addresses for {whole} blocks of tokens", hint="one a whole block")
@@ -266,7 +266,7 @@ class PoolPeer:
 
         What does not come in time, or with a wrong checksum, is not there.
         """
-        return self._host.fetch(id, tokens, ns_from_s(timeout_s)).result()
+        return self._host.fetch(id, as_tokens(tokens), ns_from_s(timeout_s)).result()
 
     # -- state
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from memserve.errors import MemserveError
+from memserve.errors import MemserveError, UserError
 from memserve.messages import AnyMessage, Natural, Peer
 from memserve.units import MIB
 
@@ -67,8 +67,9 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
 _messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage, dec_hook=_from_wire)
 _envelopes = msgspec.msgpack.Decoder(Envelope)
 _PROTOCOL = MAGIC + bytes([VERSION])
-_MALFORMED = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
-"""What the decoder raises on bad bytes: for text that is no UTF-8 ``ValueError``, when too deep ``RecursionError``."""
+_MALFORMED = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, UserError)
+"""What the decoder raises on bad bytes: for text that is no UTF-8 ``ValueError``, when too deep ``RecursionError``, for
+a KV geometry that cannot be ``UserError``."""
 
 
 def encode(message: AnyMessage) -> bytes:
