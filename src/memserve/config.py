@@ -5,11 +5,12 @@ Constructors take the sub-config they need, never the whole.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from memserve.errors import UserError
 from memserve.types import Admission, Caching, KVGeometry, Role, TransferMode
-from memserve.units import MIB, NS_PER_S, human_bytes
+from memserve.units import KIB, MIB, NS_PER_S, human_bytes
 
 
 def _positive(name: str, value: int, hint: str) -> None:
@@ -174,6 +175,77 @@ class ClusterConfig:
         if self.policy not in POLICIES:
             raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {', '.join(POLICIES)}", param="policy")
 
+
+@dataclass(frozen=True, slots=True)
+class EdgeConfig:
+    """What the clients of the HTTP server may make it hold, and for how long."""
+
+    connections_max: int = 1024
+    """Open connections. One more closes the connection that has waited longest for its client, of the address with the
+    most connections; it is refused with a 503 when every connection is being answered."""
+    connections_per_address_max: int = 0
+    """Open connections of one client address; 0: no limit, as behind a proxy all have the same address."""
+    head_bytes_max: int = 64 * KIB
+    """Request line and headers."""
+    url_bytes_max: int = 16 * KIB
+    """The URL in the request line."""
+    fields_max: int = 128
+    """Headers of one request."""
+    trailer_bytes_max: int = 16 * KIB
+    """What may follow a chunked body; it is read and dropped."""
+    body_bytes_max: int = 16 * MIB
+    """One request body."""
+    body_memory_bytes: int | None = None
+    """All request bodies that are being read or parsed. None: four times ``body_bytes_max``."""
+    body_memory_per_client_bytes: int | None = None
+    """The part of it that one tenant may take, or one address where requests name no tenant. None: half of it."""
+    header_timeout_s: float = 10.0
+    """From the first byte of a request, or the start of its connection, to the end of its headers."""
+    body_timeout_s: float = 60.0
+    """From the end of the headers to the end of the body."""
+    keep_alive_s: float = 75.0
+    """How long a connection may be idle between two requests."""
+    write_timeout_s: float = 20.0
+    """A client that takes nothing of its answer for this long is cut off, and its request cancelled."""
+    stream_buffer_bytes: int = 4 * MIB
+    """Output of one stream that its client has not taken yet; more ends the stream with an error."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the API, e.g. ``https://chat.example.com``; ``*``: all. None: no page may."""
+
+    def __post_init__(self) -> None:
+        for name in ("connections_max", "head_bytes_max", "url_bytes_max", "fields_max", "trailer_bytes_max",
+                     "body_bytes_max", "stream_buffer_bytes"):  # fmt: skip
+            _positive(name, getattr(self, name), f"give a positive number for {name}")
+        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s", "write_timeout_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"{name} must be a positive number of seconds", param=name)
+        if self.connections_per_address_max < 0:
+            raise UserError("connections_per_address_max must not be negative", hint="0: no limit")
+        if self.body_share_bytes < self.body_bytes_max:
+            raise UserError(
+                f"one body of {human_bytes(self.body_bytes_max)} does not fit into the memory that bodies may take",
+                hint="raise --body-memory and --body-memory-per-client, or lower --max-body-mib",
+                param="body_memory",
+            )
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                hint = "give scheme, host and port without a path: --cors-origin https://chat.example.com"
+                raise UserError(f"{origin[:200]!r} is no origin", hint=hint, param="cors_origin")
+
+    @property
+    def body_total_bytes(self) -> int:
+        """All bodies together."""
+        return 4 * self.body_bytes_max if self.body_memory_bytes is None else self.body_memory_bytes
+
+    @property
+    def body_share_bytes(self) -> int:
+        """The bodies of one client; never more than all bodies together."""
+        share = self.body_memory_per_client_bytes
+        return min(self.body_total_bytes, self.body_total_bytes // 2 if share is None else share)
+
+
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._~-]+(:[0-9]{1,5})?|[a-z-]+://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
+"""Scheme, host and port; host names or addresses."""
 
 POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity", "best-fit")
 

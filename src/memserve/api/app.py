@@ -17,8 +17,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from memserve.api.auth import KeyRing
+from memserve.api.cors import Cors
 from memserve.api.document_routes import DocumentRoutes
 from memserve.api.documents import Documents
+from memserve.api.edge import Edge
 from memserve.api.endpoints import ChatPlanner, CompletionPlanner, GenerationEndpoint, Shared
 from memserve.api.errors import model_not_found, shutting_down
 from memserve.api.guard import Guard, on_http_error
@@ -27,10 +29,8 @@ from memserve.api.metrics import ApiMetrics
 from memserve.api.prompts import PromptEncoder
 from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.shapes import ChatShape, CompletionShape
+from memserve.config import EdgeConfig
 from memserve.runtime.engine import EngineStopped
-from memserve.units import MIB
-
-BODY_BYTES_MAX = 16 * MIB
 
 
 class _Pages:
@@ -92,17 +92,19 @@ def create_app(
     *,
     aliases: Sequence[str] = (),
     api_keys: Sequence[str] = (),
-    body_bytes_max: int = BODY_BYTES_MAX,
+    limits: EdgeConfig | None = None,
 ) -> Starlette:
-    """The OpenAI API in front of ``engine``. ``app.state.hub`` lets a server drain it.
+    """The OpenAI API in front of ``engine``. A server drains ``app.state.hub``; ``app.state.edge`` has its limits.
 
     Clients may ask for ``model`` by its name or one of ``aliases``; answers carry its name.
     Raises :class:`UserError` for malformed keys.
     """
-    hub, metrics, encoder = Hub(engine), ApiMetrics(), PromptEncoder(model)
+    limits = limits or EdgeConfig()
+    metrics, encoder = ApiMetrics(), PromptEncoder(model)
+    hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases)
     pages = _Pages(hub, model, names, metrics)
-    shared = Shared(hub, model, encoder, metrics, body_bytes_max)
+    shared = Shared(hub, model, encoder, metrics, edge)
     documents = Documents()
     named = DocumentRoutes(shared, documents)
     planner = CompletionPlanner(model, names, encoder, documents)
@@ -127,10 +129,13 @@ def create_app(
             Route("/health", pages.health),
             Route("/metrics", pages.metrics),
         ],
-        middleware=[Middleware(Guard, keys=KeyRing(api_keys), metrics=metrics)],
+        middleware=[
+            Middleware(Cors, origins=limits.cors_origins),
+            Middleware(Guard, keys=KeyRing(api_keys), metrics=metrics),
+        ],
         exception_handlers={HTTPException: on_http_error},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.hub = hub
+    app.state.hub, app.state.edge = hub, edge
     return app

@@ -13,10 +13,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive
 
-from memserve.api.body import read_json_body
+from memserve.api.body import TENANT_KEY, json_body
 from memserve.api.document_memory import DocumentMemory
 from memserve.api.documents import Document, Documents, prepare
-from memserve.api.endpoints import TENANT_KEY, Shared
+from memserve.api.endpoints import Shared
 from memserve.api.errors import bad_request, rejected
 from memserve.api.parse import parse_body
 from memserve.api.reply import failure
@@ -47,10 +47,11 @@ class DocumentRoutes:
         document_id, tenant = request.path_params["document_id"], request.scope[TENANT_KEY]
         if not _ID.fullmatch(document_id):
             raise bad_request("a document's id has 1 to 128 letters, digits, or _ . : -", "id")
-        data = await read_json_body(request.scope, request.receive, self._shared.body_bytes_max)
         model = self._shared.model
-        body = parse_body(data, DocumentBody)
-        document = await prepare(body, document_id, self._shared.encoder, model.max_model_tokens)
+        async with json_body(request.scope, request.receive, self._shared.edge) as data:
+            body = parse_body(data, DocumentBody)
+            document = await prepare(body, document_id, self._shared.encoder, model.max_model_tokens)
+        del data, body
         known = any(old.document_id == document_id for old in self._documents.all(tenant))
         cached_tokens = await self._compute(document, tenant, request.receive)
         kept = self._documents.put(tenant, document)

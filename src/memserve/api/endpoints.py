@@ -10,8 +10,9 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from memserve.api.body import read_json_body
+from memserve.api.body import TENANT_KEY, json_body
 from memserve.api.documents import Document, Documents
+from memserve.api.edge import Edge
 from memserve.api.errors import bad_request, model_not_found
 from memserve.api.hub import Hub
 from memserve.api.metrics import ApiMetrics
@@ -23,9 +24,6 @@ from memserve.api.respond import answer, new_envelope
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
 from memserve.api.served import ModelNames, PinningEngine, ServedModel, ServingEngine
 from memserve.api.shapes import Shape
-
-TENANT_KEY = "memserve.tenant"
-"""Where the guard leaves the tenant in the ASGI scope."""
 
 EXPLAIN_HEADER = "x-memserve-explain"
 
@@ -110,7 +108,7 @@ class Shared:
     model: ServedModel
     encoder: PromptEncoder
     metrics: ApiMetrics
-    body_bytes_max: int
+    edge: Edge
 
 
 class GenerationEndpoint:
@@ -121,10 +119,11 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shared = self._shared
-        data = await read_json_body(scope, receive, shared.body_bytes_max)
         response_id = self._planner.id_prefix + uuid.uuid4().hex
         explain = Headers(scope=scope).get(EXPLAIN_HEADER, "").lower() in ("1", "true", "yes")
-        plan = await self._planner.plan(data, Caller(scope[TENANT_KEY], explain), response_id)
+        async with json_body(scope, receive, shared.edge) as data:
+            plan = await self._planner.plan(data, Caller(scope[TENANT_KEY], explain), response_id)
+        del data  # a long answer must not keep a long question's text
         reply = Reply(plan, shared.encoder.tokenizer, shared.metrics)
         envelope = new_envelope(response_id, shared.model.name)
         await answer(shared.hub, reply, self._shape, envelope, receive, send)

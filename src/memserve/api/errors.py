@@ -9,9 +9,24 @@ import msgspec
 from memserve.errors import UserError
 from memserve.runtime.engine import Refusal, Rejected
 
+ECHO_CHARS_MAX = 200
+"""What an answer repeats of what a client sent."""
+
+_MESSAGE_CHARS_MAX = 400
+_PARAM_CHARS_MAX = 100
+_CUT = " ... "
+
+
+def echo(text: str, most: int = ECHO_CHARS_MAX) -> str:
+    """``text`` of a client as an error may repeat it: the middle of a long one is left out."""
+    if len(text) <= most:
+        return text
+    tail = (most - len(_CUT)) // 3
+    return text[: most - len(_CUT) - tail] + _CUT + text[-tail:]
+
 
 class ApiError(Exception):
-    """What the client gets instead of an answer."""
+    """What the client gets instead of an answer: at most :data:`ECHO_CHARS_MAX` characters of what it sent."""
 
     def __init__(
         self,
@@ -23,6 +38,11 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        if param is not None and len(param) > _PARAM_CHARS_MAX:  # a field that the client invented
+            message = message.replace(param, echo(param, _PARAM_CHARS_MAX))
+            param = echo(param, _PARAM_CHARS_MAX)
+        if len(message) > _MESSAGE_CHARS_MAX:  # no message of ours is as long: the client's words are in it
+            message = echo(message)
         super().__init__(message)
         self.status = status
         self.message = message
@@ -66,13 +86,31 @@ def unauthorized() -> ApiError:
 
 def model_not_found(name: str, served: str) -> ApiError:
     """404: the client asks for a model that is not the one served."""
-    message = f"The model `{name[:200]}` does not exist; this server has `{served}`"
+    message = f"The model `{echo(name)}` does not exist; this server has `{served}`"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def too_large(limit_bytes: int) -> ApiError:
     """413: the body is longer than the server reads."""
     return ApiError(413, f"The request body is larger than {limit_bytes} bytes", code="request_too_large")
+
+
+def client_too_slow() -> ApiError:
+    """In the middle of a stream: its client takes less than is generated."""
+    message = "The stream ends here: its client took it too slowly, and too much of it was waiting"
+    return ApiError(408, message, kind="timeout", code="client_too_slow")
+
+
+def client_bodies_full() -> ApiError:
+    """429: this client's bodies take all the memory that one client's may."""
+    message = "Your request bodies take too much memory together: wait until some of them are answered"
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "1"})
+
+
+def bodies_full() -> ApiError:
+    """503: the bodies of all clients take all the memory that they may."""
+    message = "The server has no memory for another large request body now"
+    return ApiError(503, message, kind="server_error", code="overloaded", headers={"retry-after": "1"})
 
 
 def rejected(news: Rejected) -> ApiError:

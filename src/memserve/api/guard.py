@@ -12,9 +12,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memserve.api.auth import KeyRing
-from memserve.api.body import ClientGone
-from memserve.api.endpoints import TENANT_KEY
-from memserve.api.errors import ApiError, from_user_error, internal, shutting_down
+from memserve.api.body import TENANT_KEY, ClientGone
+from memserve.api.errors import ApiError, echo, from_user_error, internal, shutting_down
 from memserve.api.metrics import ApiMetrics
 from memserve.api.respond import send_json
 from memserve.errors import UserError
@@ -86,7 +85,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Starlette's own errors (unknown route, wrong method) in OpenAI's form."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    shown = f"{request.method} {request.url.path}"[:200]
+    shown = echo(f"{request.method} {request.url.path}")
     message = {404: f"Unknown request URL: {shown}", 405: f"Not allowed to {shown}"}.get(status, "Request failed")
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
     body = ApiError(status, message, code=code).body()

@@ -10,7 +10,8 @@ import asyncio
 from collections import deque
 
 from memserve.api.body import ClientGone
-from memserve.api.errors import shutting_down
+from memserve.api.errors import client_too_slow, shutting_down
+from memserve.api.metrics import ApiMetrics
 from memserve.api.served import ServingEngine
 from memserve.runtime.engine import Rejected
 from memserve.types import Request, TokenOutput
@@ -26,6 +27,9 @@ class Call:
         self._hub = hub
         self._news: list[News] = []
         self._bell = asyncio.Event()
+        #: while output is written: a client that does not take it lets news pile up here
+        self.writing = False
+        self.held_bytes = 0  # of the news that came while output was written
         self._error: Exception | None = None
         #: sequences of each request that have neither ended nor been told to, by the position of the request
         self._running = [set(range(request.n)) for request in requests]
@@ -42,6 +46,8 @@ class Call:
         if self._error is not None:
             raise self._error
         news, self._news = self._news, []
+        self._hub.held_bytes -= self.held_bytes
+        self.held_bytes = 0
         return news
 
     def deliver(self, at: int, news: TokenOutput | Rejected) -> None:
@@ -50,12 +56,21 @@ class Call:
             self._running[at].clear()
         elif news.finish_reason is not None:
             self._running[at].discard(news.index)
+        if self._error is not None:
+            return  # nothing will be read of it
         self._news.append((at, news))
         self._bell.set()
+        if self.writing:
+            self.held_bytes += (held := held_bytes(news))
+            self._hub.held_bytes += held
+            self._hub.check_held(self)
 
     def fail(self, error: Exception) -> None:
         """Whoever waits for news gets ``error`` instead."""
         self._error = self._error or error
+        self._news.clear()
+        self._hub.held_bytes -= self.held_bytes
+        self.held_bytes = 0
         self._bell.set()
 
     def abandon(self) -> None:
@@ -76,12 +91,33 @@ class Call:
                 self._hub.engine.cancel(request.request_id)
 
 
+_NEWS_BYTES, _LOGPROB_BYTES = 400, 150
+"""About what an output, and each alternative of a token in it, takes in memory."""
+
+STREAMS_TOGETHER = 16
+"""All streams together may hold back as much output as this many may by themselves."""
+
+
+def held_bytes(news: TokenOutput | Rejected) -> int:
+    """About what ``news`` takes in memory."""
+    if isinstance(news, Rejected):
+        return _NEWS_BYTES
+    tops = sum(1 + len(entry.top) for entry in news.logprobs)
+    if news.prompt_logprobs is not None:
+        tops += sum(1 + len(entry.top) for entry in news.prompt_logprobs if entry is not None)
+    return _NEWS_BYTES + _LOGPROB_BYTES * tops
+
+
 class Hub:
     """All calls of a server."""
 
-    def __init__(self, engine: ServingEngine) -> None:
+    def __init__(self, engine: ServingEngine, metrics: ApiMetrics, stream_buffer_bytes: int) -> None:
         self.engine = engine
+        self._metrics = metrics
         self.draining = False
+        #: output that streams hold back because their clients do not take it
+        self.held_bytes = 0
+        self._stream_buffer_bytes = stream_buffer_bytes
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailbox: deque[tuple[Call, int, TokenOutput | Rejected]] = deque()
         self._rung = False
@@ -110,12 +146,23 @@ class Hub:
     def close(self, call: Call) -> None:
         """The call was answered, or will not be: nothing of it may stay in the engine."""
         call.cancel_rest()
+        call.fail(ClientGone())
         self._calls.pop(id(call), None)
 
     def end_all(self) -> None:
         """The patience for a graceful end is over: every open call ends with a 503."""
         for call in list(self._calls.values()):
             call.fail(shutting_down())
+
+    def check_held(self, call: Call) -> None:
+        """End the stream that holds back too much, or, when all do together, the one that holds back most."""
+        if self.held_bytes > STREAMS_TOGETHER * self._stream_buffer_bytes:
+            call = max(self._calls.values(), key=lambda other: other.held_bytes)
+        elif call.held_bytes <= self._stream_buffer_bytes:
+            return
+        self._metrics.slow_readers.labels("stream ended").inc()
+        call.fail(client_too_slow())
+        call.cancel_rest()
 
     def _post(self, call: Call, at: int, news: TokenOutput | Rejected) -> None:
         """Called from the engine's thread."""

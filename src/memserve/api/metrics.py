@@ -31,6 +31,18 @@ class ApiMetrics:
         self.generated_tokens = counter("memserve_generated_tokens", "Tokens generated for clients")
         self.rejected = counter("memserve_rejected_requests", "Requests that the engine refused")
         self.disconnected = counter("memserve_disconnected_requests", "Clients that left before their answer's end")
+        self.refused = Counter(
+            "memserve_http_refused", "Requests and connections that the HTTP server ended by one of its limits",
+            ["limit"], registry=self.registry,
+        )  # fmt: skip
+        self.slow_readers = Counter(
+            "memserve_http_slow_readers", "Clients that did not take their answers: their requests were cancelled",
+            ["ending"], registry=self.registry,
+        )  # fmt: skip
+        self.connections = Gauge("memserve_http_connections", "Open HTTP connections", registry=self.registry)
+        self.body_bytes = Gauge(
+            "memserve_http_body_bytes", "Bytes of request bodies that are being read or parsed", registry=self.registry
+        )
         self.to_first_token = histogram("memserve_time_to_first_token_seconds", "TTFT at the edge", _FIRST_TOKEN_S)
         self.in_queue = histogram("memserve_queue_seconds", "Time until a request was first computed", _FIRST_TOKEN_S)
         self.between_tokens = histogram("memserve_inter_token_seconds", "Time between two tokens", _TOKEN_S)

@@ -57,7 +57,7 @@ async def answer(hub: Hub, reply: Reply, shape: Shape, envelope: Envelope, recei
     watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
     try:
         if reply.plan.stream:
-            await _Streamer(reply, shape, envelope, send).run(call)
+            await _Streamer(reply, shape, envelope, call, send).run()
         else:
             await _answer_whole(call, reply, shape, envelope, send)
         reply.finished()
@@ -81,7 +81,7 @@ async def _answer_whole(call: Call, reply: Reply, shape: Shape, envelope: Envelo
     body["usage"] = reply.usage()
     if reply.plan.explain:
         body["memserve"] = reply.explanation()
-    await send_json(send, 200, _encode(body), {"x-request-id": envelope.response_id})
+    await send_json(send, 200, _encode(body))
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -95,17 +95,17 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
 class _Streamer:
     """One stream. The headers wait for the first news: a request that is refused still gets its proper status."""
 
-    def __init__(self, reply: Reply, shape: Shape, envelope: Envelope, send: Send) -> None:
-        self._reply, self._shape, self._envelope, self._send = reply, shape, envelope, send
+    def __init__(self, reply: Reply, shape: Shape, envelope: Envelope, call: Call, send: Send) -> None:
+        self._reply, self._shape, self._call, self._send = reply, shape, call, send
         self._head = b"data: " + _encode(envelope.fields(shape.chunk_kind))[:-1] + b',"choices":'
         self._tail = b',"usage":null}\n\n' if reply.plan.include_usage else b"}\n\n"
         self._started = False
 
-    async def run(self, call: Call) -> None:
+    async def run(self) -> None:
         """Stream until every sequence ended."""
         try:
             while not self._reply.done:
-                await self._show(call)
+                await self._show()
         except ApiError as error:
             await self._end_with(error)
             return
@@ -116,12 +116,12 @@ class _Streamer:
             raise
         await self._write(self._last_chunks() + _DONE, more=False)
 
-    async def _show(self, call: Call) -> None:
+    async def _show(self) -> None:
         """One write for everything that happened since the last one."""
         parts: list[bytes] = []
         try:
-            for at, news in await call.news():
-                delta = self._reply.absorb(call, at, news)
+            for at, news in await self._call.news():
+                delta = self._reply.absorb(self._call, at, news)
                 if delta is not None:
                     parts += self._chunks(self._shape.choices(self._reply, delta))
         finally:
@@ -147,13 +147,19 @@ class _Streamer:
         await self._write(b"data: " + error.body() + b"\n\n" + _DONE, more=False)
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:
+        self._call.writing = True
+        try:
+            await self._send_data(data, more=more)
+        finally:
+            self._call.writing = False
+
+    async def _send_data(self, data: bytes, *, more: bool) -> None:
         if not self._started:
             self._started = True
             headers = [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
-                (b"x-request-id", self._envelope.response_id.encode()),
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import socket
 import time
@@ -11,10 +12,12 @@ from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from memserve.api.connection import Connection
+from memserve.api.edge import Edge
 from memserve.api.hub import Hub
 from memserve.errors import UserError
+from memserve.units import KIB
 
 DRAIN_S = 20.0
 """How long open streams may go on after the first signal."""
@@ -22,8 +25,8 @@ DRAIN_S = 20.0
 FAREWELL_S = 2.0
 """How long a request that was told of the end may take to pass it on to its client."""
 
-HEAD_BYTES_MAX = 64 * 1024
-"""Request line and headers."""
+UNSENT_BYTES_MAX = 128 * KIB
+"""Output that the kernel takes for a client beyond what is on its way: more would only hide that it does not read."""
 
 _BACKLOG = 2048
 _POLL_S = 0.05
@@ -39,6 +42,8 @@ def bind(host: str, port: int) -> socket.socket:
         # asyncio sets TCP_NODELAY only where the protocol is spelled out; without it answers wait 40 ms for an ACK
         bound = socket.socket(family, kind, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # inherited by what is accepted
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)
         bound.bind(address)
         bound.listen(_BACKLOG)  # SO_REUSEADDR lets two binds pass: only listening shows a port in use
     except OSError as error:
@@ -48,32 +53,6 @@ def bind(host: str, port: int) -> socket.socket:
             param="port",
         ) from None
     return bound
-
-
-class BoundedProtocol(HttpToolsProtocol):
-    """A head that does not end is answered with 400: the parser alone would keep whatever comes."""
-
-    _in_head = True
-    _head_bytes = 0
-
-    def data_received(self, data: bytes) -> None:
-        """Some bytes, of a head or of a body."""
-        super().data_received(data)
-        if not self._in_head or self.transport.is_closing():
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > HEAD_BYTES_MAX:
-            self.send_400_response(f"The headers are longer than {HEAD_BYTES_MAX} bytes.")
-
-    def on_message_begin(self) -> None:
-        """The first byte of a request."""
-        self._in_head, self._head_bytes = True, 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        """An empty line."""
-        self._in_head = False
-        super().on_headers_complete()
 
 
 class Server(uvicorn.Server):
@@ -89,16 +68,16 @@ class Server(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=BoundedProtocol,
+            http=functools.partial(Connection, edge=app.state.edge),  # type: ignore[arg-type]  # uvicorn only calls it
             log_level=log_level,
             access_log=False,
-            timeout_keep_alive=75,
             timeout_graceful_shutdown=math.ceil(drain_s + FAREWELL_S) + 1,  # ours comes first
             backlog=_BACKLOG,
             server_header=False,
         )
         super().__init__(config)
         self._hub: Hub = app.state.hub
+        self._edge: Edge = app.state.edge
         self._drain_s = drain_s
         self._on_ready = on_ready
         self._signals = 0

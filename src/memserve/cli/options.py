@@ -9,10 +9,10 @@ import typer
 
 from memserve.cli.logs import LOG_LEVELS
 from memserve.config import DEFAULT_MODEL as DEFAULT_MODEL
-from memserve.config import POLICIES, AdmissionConfig, EngineOptions
+from memserve.config import POLICIES, AdmissionConfig, EdgeConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.types import Admission, Caching, TransferMode
-from memserve.units import NS_PER_S, human_bytes, ns_from_s, parse_bytes
+from memserve.units import MIB, NS_PER_S, human_bytes, ns_from_s, parse_bytes
 
 DEFAULTS = EngineOptions()
 DEFAULT_KV_MEMORY = human_bytes(DEFAULTS.kv_memory_bytes).replace(".0 ", "")
@@ -109,6 +109,60 @@ class GateFlags:
             self.admission, self.max_active, self.admission_queue, self.admission_wait, self.admission_evictions,
             tenant_weights,
         )  # fmt: skip
+
+
+_EDGE = EdgeConfig()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EdgeFlags:
+    """What clients of the HTTP server may make it hold, and for how long: :class:`EdgeConfig`."""
+
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Open connections; one more takes the place of one that waits for its client.")
+    ] = _EDGE.connections_max
+    max_connections_per_address: Annotated[
+        int, typer.Option(min=0, help="Of one client address; 0: no limit (behind a proxy all have one address).")
+    ] = _EDGE.connections_per_address_max
+    max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request body, in MiB.")] = (
+        _EDGE.body_bytes_max // MIB
+    )
+    body_memory: Annotated[
+        str | None, typer.Option(help="Memory for all bodies being read, e.g. 64MiB; default: four of the largest.")
+    ] = None
+    body_memory_per_client: Annotated[
+        str | None, typer.Option(help="The part of it that one tenant or address may take; default: half.")
+    ] = None
+    header_timeout_s: Annotated[float, typer.Option(help="Time for the headers of a request.")] = _EDGE.header_timeout_s
+    body_timeout_s: Annotated[float, typer.Option(help="Time for the body of a request.")] = _EDGE.body_timeout_s
+    keep_alive_s: Annotated[float, typer.Option(help="Time between two requests of a connection.")] = _EDGE.keep_alive_s
+    write_timeout_s: Annotated[
+        float, typer.Option(help="A client that takes nothing of its answer for so long is cut off.")
+    ] = _EDGE.write_timeout_s
+    stream_buffer: Annotated[
+        str, typer.Option(help="Output of one stream that its client has not taken; more ends the stream.")
+    ] = human_bytes(_EDGE.stream_buffer_bytes).replace(".0 ", "")
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin whose web pages may use the API, e.g. https://chat.example.com; *: all; repeatable."),
+    ] = None
+
+    def config(self) -> EdgeConfig:
+        """The limits that these options say. Raises :class:`UserError` for those that exclude each other."""
+        memory, share = self.body_memory, self.body_memory_per_client
+        return EdgeConfig(
+            connections_max=self.max_connections,
+            connections_per_address_max=self.max_connections_per_address,
+            body_bytes_max=self.max_body_mib * MIB,
+            body_memory_bytes=None if memory is None else parse_bytes(memory),
+            body_memory_per_client_bytes=None if share is None else parse_bytes(share),
+            header_timeout_s=self.header_timeout_s,
+            body_timeout_s=self.body_timeout_s,
+            keep_alive_s=self.keep_alive_s,
+            write_timeout_s=self.write_timeout_s,
+            stream_buffer_bytes=parse_bytes(self.stream_buffer),
+            cors_origins=tuple(self.cors_origin or ()),
+        )
 
 
 LogLevel = Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))]

@@ -19,11 +19,10 @@ from memserve.cli import options as opt
 from memserve.cli.cluster import ClusterOptions, choose_counts, running_cluster
 from memserve.cli.grouped import grouped
 from memserve.cli.logs import set_up_logging
-from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions
+from memserve.config import AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.meta_open import metadata_place
 from memserve.types import Admission, Caching
-from memserve.units import MIB
 
 if TYPE_CHECKING:
     from memserve.api.served import ServingEngine
@@ -44,7 +43,7 @@ class HttpOptions:
     served_model_name: str | None
     generation_config: bool
     drain_s: float
-    body_bytes_max: int
+    limits: EdgeConfig
     log_level: str
 
 
@@ -59,7 +58,7 @@ def serve(
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
     drain_s: Annotated[float, typer.Option(min=0, help="How long streams may go on after SIGTERM.")] = 20.0,
-    max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request body, in MiB.")] = 16,
+    edge: opt.EdgeFlags,
     log_level: opt.LogLevel = "warning",
     prefill: opt.Count = None,
     decode: opt.Count = None,
@@ -80,8 +79,7 @@ def serve(
     engine_options = engine.options()
     set_up_logging(log_level)
     keys = credentials.api_keys(api_key, api_key_file)
-    edge = (keys, served_model_name, generation_config, drain_s, max_body_mib * MIB, log_level)
-    http = HttpOptions(host, port, *edge)
+    http = HttpOptions(host, port, keys, served_model_name, generation_config, drain_s, edge.config(), log_level)
     admission = gate.config(weights)
     if in_process:
         run_server(_alone(engine_options, admission, prefill, decode, colocated, cluster_port), http, None)
@@ -167,7 +165,7 @@ def _serve_until_signal(
         model = dataclasses.replace(model, name=http.served_model_name)
     if not http.generation_config:
         model = dataclasses.replace(model, generation_defaults={})
-    app = create_app(served.engine, model, aliases=aliases, api_keys=http.api_keys, body_bytes_max=http.body_bytes_max)
+    app = create_app(served.engine, model, aliases=aliases, api_keys=http.api_keys, limits=http.limits)
     port = listener.getsockname()[1]
 
     def on_ready() -> None:

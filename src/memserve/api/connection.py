@@ -1,0 +1,364 @@
+"""One connection of the HTTP server: reads a request, has it answered, reads the next (level 4).
+
+::
+
+    idle -> head -> body -> answering -> idle ...      each phase but the last has a deadline
+                `-------`-> lingering -> closed        after an early answer: what still comes is dropped
+
+Nothing piles up: bytes are read while something takes them, requests are answered one after the other, and output waits
+for the client to take what was sent before. A client that takes nothing for a while is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from memserve.api.edge import READ_BYTES_MAX, Alarm, Edge
+from memserve.api.errors import ApiError
+from memserve.api.exchange import REQUEST_ID_KEY, Exchange, plain_answer, request_id_of
+from memserve.api.wire import END, Head, RequestReader, WireError
+from memserve.units import KIB, MIB
+
+OUTPUT_BYTES_MAX = 64 * KIB
+"""Output that the process holds for one client; more waits."""
+
+PROGRESS_BYTES = 16 * KIB
+"""A client that takes less than this of its answer in the time it has counts as taking nothing."""
+
+LINGER_S, LINGER_BYTES_MAX = 10.0, 256 * MIB
+"""After an early answer: how long, and how much, the client may still send. It reads its answer afterwards; a closed
+connection would show it a reset instead."""
+
+WIRE_LINGER_BYTES_MAX = 256 * KIB
+"""The same for a client that broke a limit of the protocol itself."""
+
+_RETRY = {429: b"1", 503: b"1"}
+
+
+class _Phase(enum.Enum):
+    IDLE = enum.auto()
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    ANSWERING = enum.auto()
+    LINGERING = enum.auto()
+    CLOSED = enum.auto()
+
+
+_WAITS_FOR_CLIENT = (_Phase.IDLE, _Phase.HEAD, _Phase.BODY, _Phase.LINGERING)
+
+
+class Connection(asyncio.BufferedProtocol):
+    """What uvicorn makes for each connection; ``edge`` is the server's."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        edge: Edge,
+    ) -> None:
+        self._app, self._server, self._app_state, self._edge = config.loaded_app, server_state, app_state, edge
+        self._limits = edge.limits
+        self._loop = _loop or asyncio.get_event_loop()
+        self._reader = RequestReader(edge.limits)
+        self._exchange: Exchange | None = None
+        self._phase, self._since_s = _Phase.IDLE, self._loop.time()
+        self._paused = False
+        self._linger_bytes = 0  # that may still come
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._written_bytes = self._taken_bytes = 0
+        self._input_alarm = Alarm(self._loop, self._input_is_late)
+        self._output_alarm = Alarm(self._loop, self._output_is_late)
+        self._closing = False
+
+    # -- asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client connected; there may be no place for it."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses
+        self._transport.set_write_buffer_limits(OUTPUT_BYTES_MAX)
+        self._address = _host(transport.get_extra_info("peername"))
+        self._server.connections.add(self)  # type: ignore[arg-type]  # only `shutdown` is called
+        self._enter(_Phase.IDLE, self._limits.header_timeout_s)
+        error = self._edge.connections.admit(self, self._address)
+        if error is not None:
+            self._refuse(error, linger=False)  # those who are turned away must not fill the place, either
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The end, whoever wanted it."""
+        self._phase, self._closing = _Phase.CLOSED, True
+        self._input_alarm.close()
+        self._output_alarm.close()
+        self._edge.connections.leave(self, self._address)
+        self._server.connections.discard(self)
+        if self._exchange is not None:
+            self._exchange.abandon()
+        self._writable.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the loop may read to."""
+        return memoryview(self._edge.read_buffer)
+
+    def buffer_updated(self, count: int) -> None:
+        """So many bytes came."""
+        if self._phase is _Phase.LINGERING:
+            self._linger_bytes -= count
+            if self._linger_bytes < 0:
+                self.abort()
+            return
+        if self._phase is _Phase.CLOSED:
+            return
+        if self._phase is _Phase.IDLE:
+            self._enter(_Phase.HEAD, self._limits.header_timeout_s)
+        self._reader.feed(memoryview(self._edge.read_buffer)[:count])
+        self._read_on()
+
+    def eof_received(self) -> bool:
+        """The client will send nothing more, and counts as gone. The transport closes itself."""
+        self._enter(_Phase.LINGERING, LINGER_S)
+        if self._exchange is not None:
+            self._exchange.abandon()
+        return False
+
+    def pause_writing(self) -> None:
+        """The client does not take what it is sent."""
+        self._writable.clear()
+        self._note_progress()
+        self._output_alarm.set(self._limits.write_timeout_s)
+
+    def resume_writing(self) -> None:
+        """It took most of it."""
+        self._output_alarm.clear()
+        self._writable.set()
+
+    # -- what the server, and the account of all connections, ask
+
+    def shutdown(self) -> None:
+        """The server ends: answer what is being asked, and read nothing more."""
+        self._closing = True
+        if self._exchange is None or self._phase is _Phase.LINGERING:
+            self._close()
+
+    @property
+    def waits_since_s(self) -> float | None:
+        """Since when the connection waits for bytes of its client."""
+        return self._since_s if self._phase in _WAITS_FOR_CLIENT else None
+
+    def evict(self) -> None:
+        """Close it: another client needs the place."""
+        self._phase = _Phase.CLOSED  # the loop tells of the end later: it must not be chosen twice
+        self.abort()
+
+    # -- what its exchange asks
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of every answer: the date."""
+        return self._server.default_headers
+
+    @property
+    def closing(self) -> bool:
+        """No further request will be read."""
+        return self._closing
+
+    @property
+    def rest_bytes(self) -> int | None:
+        """Bytes of the body that are still to come."""
+        return self._reader.rest_bytes
+
+    async def write(self, data: bytes) -> None:
+        """Send ``data`` as soon as the client has taken most of what was sent before."""
+        await self._writable.wait()
+        self.write_now(data)
+
+    def write_now(self, data: bytes) -> None:
+        """Send a few bytes without waiting."""
+        if not self._transport.is_closing():
+            self._written_bytes += len(data)
+            self._transport.write(data)
+
+    def taken(self) -> None:
+        """The application took what was there of the body."""
+        if self._exchange is not None and not self._exchange.body_complete:
+            self._read_on()
+
+    def answered(self, exchange: Exchange) -> None:
+        """The answer is complete: read the next request, or say goodbye."""
+        self._server.total_requests += 1
+        if self._phase is _Phase.LINGERING or self._phase is _Phase.CLOSED:
+            return
+        if not exchange.keeps_connection:
+            self._linger(LINGER_BYTES_MAX if not exchange.body_complete else 0)
+        elif exchange.body_complete:
+            # not from here: thousands of pipelined requests would nest as deeply
+            self._loop.call_soon(self._next_request)
+        else:
+            self._loop.call_soon(self._read_on)  # and drop what still comes of the body
+
+    def abort(self) -> None:
+        """End the connection at once; what was not sent is lost."""
+        self._transport.abort()
+
+    # -- reading
+
+    def _read_on(self) -> None:
+        """Read as far as something takes what is read."""
+        try:
+            while not self._blocked():
+                event = self._reader.next_event()
+                if event is None:
+                    break
+                self._take(event)
+        except WireError as error:
+            self._refuse(error)
+            return
+        self._pause_if(self._blocked() and self._reader.held_bytes >= READ_BYTES_MAX)
+
+    def _blocked(self) -> bool:
+        if self._phase in (_Phase.ANSWERING, _Phase.LINGERING, _Phase.CLOSED):
+            return True
+        return self._exchange is not None and self._exchange.full
+
+    def _take(self, event: object) -> None:
+        exchange = self._exchange
+        if isinstance(event, Head):
+            self._start(event)
+        elif exchange is not None and isinstance(event, bytes):
+            exchange.push(event)
+        elif exchange is not None and event is END:
+            self._enter(_Phase.ANSWERING, None)
+            exchange.end_body()
+            if exchange.complete:
+                self._next_request()
+
+    def _start(self, head: Head) -> None:
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": head.version,
+            "method": head.method,
+            "scheme": "http",
+            "path": head.path,
+            "raw_path": head.raw_path,
+            "query_string": head.query,
+            "root_path": "",
+            "headers": head.headers,
+            "client": (self._address, 0),
+            "server": None,
+            "state": self._app_state.copy(),
+            REQUEST_ID_KEY: request_id_of(head),
+        }
+        self._exchange = Exchange(self, head, scope)
+        self._enter(_Phase.BODY, self._limits.body_timeout_s)
+        task = self._loop.create_task(self._exchange.run(self._app))
+        self._server.tasks.add(task)
+        task.add_done_callback(self._server.tasks.discard)
+
+    def _next_request(self) -> None:
+        if self._phase is not _Phase.ANSWERING:
+            return
+        if self._closing:
+            self._close()
+            return
+        self._exchange = None
+        self._reader.start_next()
+        if self._reader.held_bytes:
+            self._enter(_Phase.HEAD, self._limits.header_timeout_s)
+        else:
+            self._enter(_Phase.IDLE, self._limits.keep_alive_s)
+        self._pause_if(False)
+        self._read_on()
+
+    def _pause_if(self, pause: bool) -> None:
+        if pause != self._paused and not self._transport.is_closing():
+            self._paused = pause
+            if pause:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    # -- deadlines
+
+    def _enter(self, phase: _Phase, seconds: float | None) -> None:
+        """Go on to ``phase``, which may take ``seconds``."""
+        self._phase, self._since_s = phase, self._loop.time()
+        if seconds is None:
+            self._input_alarm.clear()
+        else:
+            self._input_alarm.set(seconds)
+
+    def _input_is_late(self) -> None:
+        limits = self._limits
+        match self._phase:
+            case _Phase.IDLE:
+                self._close()
+            case _Phase.HEAD:
+                text = f"The headers did not come within {limits.header_timeout_s:g} s"
+                self._refuse(WireError(408, text, "header_timeout"))
+            case _Phase.BODY:
+                text = f"The body did not come within {limits.body_timeout_s:g} s"
+                self._refuse(WireError(408, text, "body_timeout"))
+            case _:
+                self.abort()
+
+    def _note_progress(self) -> None:
+        self._taken_bytes = self._written_bytes - self._transport.get_write_buffer_size()
+
+    def _output_is_late(self) -> None:
+        before = self._taken_bytes
+        self._note_progress()
+        if self._taken_bytes - before >= PROGRESS_BYTES:
+            self._output_alarm.set(self._limits.write_timeout_s)
+            return
+        self._edge.metrics.slow_readers.labels("cut off").inc()
+        self.abort()
+
+    # -- endings
+
+    def _refuse(self, error: WireError, *, linger: bool = True) -> None:
+        """Answer ``error`` where no answer has begun, and end the connection."""
+        self._edge.metrics.refused.labels(error.reason).inc()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.abandon()
+            if exchange.started:
+                self.abort()
+                return
+        body = ApiError(error.status, error.message, code=error.reason).body()
+        more = [(b"x-request-id", (exchange.request_id if exchange else request_id_of(None)).encode())]
+        if error.status in _RETRY:
+            more.append((b"retry-after", _RETRY[error.status]))
+        self.write_now(plain_answer(error.status, body, self._server.default_headers, more))
+        self._linger(WIRE_LINGER_BYTES_MAX if linger else 0)
+
+    def _linger(self, bytes_max: int) -> None:
+        """Send what is to be sent and the end of the stream; drop what still comes."""
+        self._closing = True
+        self._reader = RequestReader(self._limits)  # lets go of what it holds
+        if not bytes_max or not self._transport.can_write_eof():
+            self._close()
+            return
+        self._linger_bytes = bytes_max
+        self._enter(_Phase.LINGERING, LINGER_S)
+        self._pause_if(False)
+        if not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def _close(self) -> None:
+        """Close when what was written has been taken, or after a while."""
+        self._closing = True
+        self._enter(_Phase.LINGERING, self._limits.write_timeout_s)
+        self._linger_bytes = 0
+        self._transport.close()
+
+
+def _host(peername: Any) -> str:
+    return str(peername[0]) if isinstance(peername, tuple) and peername else ""

@@ -1,0 +1,199 @@
+"""What all connections of a server share: how many there are, and the memory of their bodies (level 4)."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from memserve.api.errors import ApiError, bodies_full, client_bodies_full
+from memserve.api.metrics import ApiMetrics
+from memserve.api.wire import WireError
+from memserve.config import EdgeConfig
+from memserve.units import KIB
+
+SMALL_BODY_BYTES = 16 * KIB
+"""The beginning of each body that counts for nothing: however full the memory of bodies is, small requests pass."""
+
+READ_BYTES_MAX = 32 * KIB
+"""What one look at a socket takes."""
+
+DESCRIPTORS_KEPT = 128
+"""File descriptors that connections leave to the rest of the process."""
+
+
+class Alarm:
+    """A deadline that is moved often and passes rarely: at most one timer of the loop, however often it is moved."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
+        self._loop, self._ring = loop, ring
+        self._deadline_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float) -> None:
+        """Ring in ``seconds``, and not when it was to ring before."""
+        self._deadline_s = self._loop.time() + seconds
+        if self._timer is not None and self._timer.when() > self._deadline_s:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._deadline_s, self._look)
+
+    def clear(self) -> None:
+        """Do not ring."""
+        self._deadline_s = None
+
+    def close(self) -> None:
+        """Do not ring, and let go of the timer."""
+        self._deadline_s = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._deadline_s is None:
+            return
+        if self._deadline_s > self._loop.time():
+            self._timer = self._loop.call_at(self._deadline_s, self._look)
+            return
+        self._deadline_s = None
+        self._ring()
+
+
+class Waiting(Protocol):
+    """A connection, as the account of all of them sees it."""
+
+    @property
+    def waits_since_s(self) -> float | None:
+        """Since when it waits for bytes of its client; ``None``: it does not, it is being answered."""
+
+    def evict(self) -> None:
+        """Close it: another client needs the place."""
+
+
+class Connections:
+    """The open connections by address. A client with many connections loses one of its own before others do."""
+
+    def __init__(self, limits: EdgeConfig, metrics: ApiMetrics) -> None:
+        self._per_address_max = limits.connections_per_address_max
+        self._metrics = metrics
+        self._max = min(limits.connections_max, max(1, _descriptors() - DESCRIPTORS_KEPT))
+        self._of: dict[str, dict[Waiting, None]] = {}
+        self._count = 0
+
+    def admit(self, connection: Waiting, address: str) -> WireError | None:
+        """Take ``connection`` in, if need be in place of one that waits. Returns the error when there is no place."""
+        mine = self._of.get(address, {})
+        if self._per_address_max and len(mine) >= self._per_address_max and not self._evict(mine):
+            return WireError(429, "Too many connections from this address", "connections_of_address")
+        if self._count >= self._max and not self._evict_any():
+            return WireError(503, "The server has too many connections", "connections")
+        self._of.setdefault(address, {})[connection] = None
+        self._changed(1)
+        return None
+
+    def leave(self, connection: Waiting, address: str) -> None:
+        """``connection`` has ended; unknown ones are ignored."""
+        mine = self._of.get(address, {})
+        if connection not in mine:
+            return
+        del mine[connection]
+        if not mine:
+            del self._of[address]
+        self._changed(-1)
+
+    def _changed(self, by: int) -> None:
+        self._count += by
+        self._metrics.connections.set(self._count)
+
+    def _evict_any(self) -> bool:
+        crowds = sorted(self._of.values(), key=len, reverse=True)
+        return any(self._evict(crowd) for crowd in crowds)
+
+    def _evict(self, crowd: dict[Waiting, None]) -> bool:
+        """Close the one that has waited longest. False: none waits."""
+        waiting = [(since, one) for one in crowd if (since := one.waits_since_s) is not None]
+        if not waiting:
+            return False
+        self._metrics.refused.labels("evicted").inc()
+        min(waiting, key=lambda pair: pair[0])[1].evict()
+        return True
+
+
+def _descriptors() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20
+
+
+class BodyMemory:
+    """The bytes of all bodies that are being read or parsed, by client."""
+
+    def __init__(self, limits: EdgeConfig, metrics: ApiMetrics) -> None:
+        self._total_max, self._share_max = limits.body_total_bytes, limits.body_share_bytes
+        self._metrics = metrics
+        self._of: Counter[str] = Counter()
+        self.held_bytes = 0
+
+    def lease(self, client: str) -> BodyLease:
+        """The account of one body."""
+        return BodyLease(self, client)
+
+    def take(self, client: str, count: int) -> ApiError | None:
+        """``count`` more bytes for a body of ``client``. Returns the error when they are too many."""
+        if self._of[client] + count > self._share_max:
+            self._metrics.refused.labels("client_body_memory").inc()
+            return client_bodies_full()
+        if self.held_bytes + count > self._total_max:
+            self._metrics.refused.labels("body_memory").inc()
+            return bodies_full()
+        self._add(client, count)
+        return None
+
+    def give_back(self, client: str, count: int) -> None:
+        """A body of ``client`` is gone."""
+        self._add(client, -count)
+
+    def _add(self, client: str, count: int) -> None:
+        self.held_bytes += count
+        self._of[client] += count
+        if not self._of[client]:
+            del self._of[client]
+        self._metrics.body_bytes.set(self.held_bytes)
+
+
+class BodyLease:
+    """What one body holds of :class:`BodyMemory`."""
+
+    def __init__(self, memory: BodyMemory, client: str) -> None:
+        self._memory, self._client = memory, client
+        self._counted_bytes = 0
+
+    def grow_to(self, count: int) -> None:
+        """The body has ``count`` bytes now. Raises :class:`ApiError` 429 and 503 when there is no room for them."""
+        more = max(0, count - SMALL_BODY_BYTES) - self._counted_bytes
+        if more <= 0:
+            return
+        error = self._memory.take(self._client, more)
+        if error is not None:
+            raise error
+        self._counted_bytes += more
+
+    def give_back(self) -> None:
+        """The body is gone."""
+        if self._counted_bytes:
+            self._memory.give_back(self._client, self._counted_bytes)
+        self._counted_bytes = 0
+
+
+class Edge:
+    """The limits of a server, and what its connections share under them."""
+
+    def __init__(self, limits: EdgeConfig, metrics: ApiMetrics) -> None:
+        self.limits = limits
+        self.metrics = metrics
+        self.connections = Connections(limits, metrics)
+        self.bodies = BodyMemory(limits, metrics)
+        #: the loop reads one socket at a time, and each connection takes over at once what was read
+        self.read_buffer = bytearray(READ_BYTES_MAX)
