@@ -188,7 +188,9 @@ def with_file(model: list[str], clients: int, folder: Path, stack: ExitStack) ->
     processes = Processes(folder)
     stack.callback(processes.close)
     http = free_port()
-    command = ["serve", *model, "--port", str(http), "--served-model-name", "m", "--metadata", str(folder / "state")]
+    shape = ["--prefill", "1", "--decode", "1"]
+    kept = ["--metadata", str(folder / "state")]
+    command = ["serve", *model, *shape, "--port", str(http), "--served-model-name", "m", *kept]
     router = processes.memserve(*command)
     url = f"http://127.0.0.1:{http}"
     wait_for(lambda: is_ready(url))

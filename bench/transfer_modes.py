@@ -73,10 +73,13 @@ def main() -> int:
     args = parser.parse_args()
     rng, results = random.Random(0), []
     options = [*(("--model", args.model) if args.model else ()), *args.serve.split()]
+    shape = ("--prefill", "1", "--decode", "1")
     for link in args.links.split(","):
         with ExitStack() as stack:
             servers = {
-                mode: stack.enter_context(serving("--transfer", mode, "--link", link, "--caching", "off", *options))
+                mode: stack.enter_context(
+                    serving(*shape, "--transfer", mode, "--link", link, "--caching", "off", *options)
+                )
                 for mode in args.modes.split(",")
             }
             for clients in map(int, args.clients.split(",")):

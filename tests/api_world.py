@@ -77,6 +77,9 @@ class TinyModel:
     max_model_tokens: int = CONTEXT_TOKENS
     eos_token_ids: tuple[int, ...] = (EOS,)
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    context_note: str = ""
+    default_max_tokens: int | None = None
+    kv_tokens: int = 4 * CONTEXT_TOKENS
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:

@@ -132,6 +132,10 @@ def _wrong_values(model: str) -> Iterator[HostileCase]:
     yield HostileCase("another model, chat", CHAT, _chat("../../etc/passwd"), 404, "model", "does not exist")
 
 
+def _call(arguments: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 def _wrong_messages(model: str) -> Iterator[HostileCase]:
     user = {"role": "user", "content": "hi"}
     messages: dict[str, Any] = {
@@ -149,8 +153,16 @@ def _wrong_messages(model: str) -> Iterator[HostileCase]:
         "content parts without a type": [{"role": "user", "content": [{"text": "hi"}]}],
         "a text part without text": [{"role": "user", "content": [{"type": "text"}]}],
         "an image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
-        "a tool's answer": [user, {"role": "tool", "content": "4", "tool_call_id": "1"}],
-        "tool calls": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
+        "a tool's answer that is none": [user, {"role": "tool", "content": 4, "tool_call_id": "1"}],
+        "an answer to no name": [user, {"role": "tool", "content": "4", "tool_call_id": 1}],
+        "tool calls without a function": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
+        "tool calls of a user": [{**user, "tool_calls": [_call("{}")]}],
+        "tool calls that are no list": [{"role": "assistant", "tool_calls": _call("{}")}],
+        "arguments that are no JSON": [{"role": "assistant", "tool_calls": [_call("{")]}],
+        "arguments that are no object": [{"role": "assistant", "tool_calls": [_call("[1]")]}],
+        "arguments nested too far": [{"role": "assistant", "tool_calls": [_call("[" * 100_000)]}],
+        "arguments nested far": [{"role": "assistant", "tool_calls": [_call('{"a":' * 990 + "1" + "}" * 990)]}],
+        "reasoning a number": [{"role": "assistant", "content": "", "reasoning_content": 5}],
         "an unknown field": [{**user, "secret": 1}],
         "a bad one behind a good one": [user, {"role": "user", "content": {}}],
     }
@@ -197,6 +209,8 @@ def _wrong_prompts(model: str, context_tokens: int, long_text: str) -> Iterator[
 def _unsupported(model: str) -> Iterator[HostileCase]:
     chat: list[tuple[str, Any]] = [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("response_format", {"type": "json_object"}),

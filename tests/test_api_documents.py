@@ -16,7 +16,8 @@ from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, World, enco
 from fake_engine import BLOCK_TOKENS, FakeEngine
 from memserve.api.documents import DOCUMENTS_MAX, Document, Documents, prepare
 from memserve.api.errors import ApiError
-from memserve.api.prompts import Prompt, PromptEncoder, check_messages
+from memserve.api.messages import check_messages
+from memserve.api.prompts import Prompt, PromptEncoder
 from memserve.api.schema import ChatBody, DocumentBody
 from memserve.api.served import PinningEngine
 from memserve.config import InstanceConfig, PoolConfig
@@ -194,7 +195,7 @@ def test_tenants_never_see_each_others_documents() -> None:
         ("d", {"text": "a", "messages": ASK}, "text"),
         ("d", {"text": ""}, "text"),
         ("d", {"messages": []}, "messages"),
-        ("d", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+        ("d", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ("d", {"text": "a", "ttl_s": 0}, "ttl_s"),
         ("d", {"text": "a", "ttl_s": 1e9}, "ttl_s"),
         ("d", {"text": "a", "endpoint": "audio"}, "endpoint"),
@@ -340,7 +341,7 @@ def test_what_is_pinned_begins_every_conversation(
     text: str, turns: list[dict[str, str]], system: str | None, as_messages: list[dict[str, str]] | None
 ) -> None:
     body = DocumentBody(messages=as_messages) if as_messages else DocumentBody(text=text)
-    put = asyncio.run(prepare(body, "d", ENCODER, 4096))
+    put = asyncio.run(prepare(body, "d", ENCODER, TinyModel(max_model_tokens=4096)))
     asked = check_messages([*([{"role": "system", "content": system}] if system else []), *turns])
     if as_messages and system:
         asked = asked[1:]  # a system message behind a conversation is the template's to judge

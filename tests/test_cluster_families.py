@@ -17,7 +17,7 @@ TURNS, NEW_TOKENS = 6, 12
 def test_sessions_through_two_processes_are_lossless(family: str, tmp_path: Path) -> None:
     """Six turns, each behind all that was said before; fetched, transferred and returned KV of windows and all."""
     module = tiny_module(family)
-    server = Server(save_folder(module, tmp_path / "tiny"), "--transfer", "by-layer")
+    server = Server(save_folder(module, tmp_path / "tiny"), "--prefill", "1", "--decode", "1", "--transfer", "by-layer")
     try:
         said = np.zeros(0, np.int32)
         for turn in range(TURNS):

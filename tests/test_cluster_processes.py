@@ -33,7 +33,7 @@ def truth(folder: Path) -> Iterator[Callable[[list[int], int], str]]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    server = Server(folder)
+    server = Server(folder, "--prefill", "1", "--decode", "1")
     yield server
     if server.process.poll() is None:
         server.process.kill()

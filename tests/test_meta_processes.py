@@ -51,7 +51,7 @@ class Running:
         self.server = self.start()
 
     def start(self) -> Server:
-        return Server(self._model, "--metadata", str(self.state))
+        return Server(self._model, "--prefill", "1", "--decode", "1", "--metadata", str(self.state))
 
     def children(self) -> dict[str, int]:
         """Name -> process id, as it is written down."""

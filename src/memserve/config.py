@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from memserve.errors import UserError
 from memserve.types import Admission, Caching, KVGeometry, Role, TransferMode
-from memserve.units import KIB, MIB, NS_PER_S, human_bytes
+from memserve.units import KIB, MIB, NS_PER_S, flag_bytes, human_bytes
 
 
 def _positive(name: str, value: int, hint: str) -> None:
@@ -244,7 +244,9 @@ class EdgeConfig:
         return min(self.body_total_bytes, self.body_total_bytes // 2 if share is None else share)
 
 
-_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._~-]+(:[0-9]{1,5})?|[a-z-]+://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
+_ORIGIN = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._~-]+(:[0-9]{1,5})?|[a-z-]+://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?"
+)
 """Scheme, host and port; host names or addresses."""
 
 POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity", "best-fit")
@@ -252,6 +254,9 @@ POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity", "best-fi
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The bundled model: found in the installed package, no download."""
+
+DEFAULT_MAX_TOKENS = 1024
+"""Longest answer to a chat that names no ``max_tokens``: a model that repeats itself would fill its whole context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,10 +301,10 @@ class EngineOptions:
         """
         hbm_blocks = self.kv_memory_bytes // geometry.block_bytes
         if hbm_blocks < 2:
-            need = human_bytes(2 * geometry.block_bytes)
+            need = flag_bytes(2 * geometry.block_bytes)
             raise UserError(
                 f"kv memory of {human_bytes(self.kv_memory_bytes)} holds {hbm_blocks} blocks of this model",
-                hint=f"give at least {need}: --kv-memory {need.replace(' ', '')}",
+                hint=f"give at least --kv-memory {need}",
                 param="kv_memory",
             )
         return InstanceConfig(

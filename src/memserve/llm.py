@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from memserve.config import DEFAULT_MODEL, EngineOptions
+from memserve.api.served import chosen_sampling
+from memserve.config import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.build import build_engine
 from memserve.runtime.engine import Rejected
@@ -103,8 +104,8 @@ class LLM:
     ) -> list[Completion]:
         """Generate for every prompt (text, or token ids), all batched together; answers in the prompts' order.
 
-        ``sampling`` defaults to temperature 1 with seed 0, so that a call repeats exactly. ``on_progress`` is called
-        in this thread after each piece of news.
+        ``sampling`` defaults to what the model's authors recommend, with seed 0: a call repeats exactly.
+        ``on_progress`` is called in this thread after each piece of news.
         Raises :class:`UserError` when the engine rejects a prompt (for example one beyond the context).
         """
         ends = () if ignore_eos else tuple(self.model.eos_token_ids)
@@ -116,7 +117,7 @@ class LLM:
                 Request(
                     request_id=f"llm-{next(self._ids)}",
                     prompt=np.asarray(tokens, dtype=np.int32),
-                    sampling=sampling or SamplingParams(),
+                    sampling=sampling or chosen_sampling(self.model, {}),
                     stop=stops,
                     n=n,
                     beam_width=beam_width,
@@ -128,11 +129,13 @@ class LLM:
         return call.wait(on_progress)
 
     def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None, **kwargs: Any) -> Completion:
-        """Answer a conversation, through the model's chat template; keywords as in :meth:`generate`."""
+        """Answer a conversation, through the model's chat template; keywords as in :meth:`generate`.
+
+        ``max_tokens`` defaults to 1,024, or what the context has room for."""
         tokens = self.model.tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        return self.generate([list(tokens)], sampling, **{"max_tokens": 256, **kwargs})[0]
+        return self.generate([list(tokens)], sampling, **{"max_tokens": DEFAULT_MAX_TOKENS, **kwargs})[0]
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of ``text``, as the model was trained to see them."""

@@ -35,6 +35,15 @@ def human_bytes(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def flag_bytes(count: int) -> str:
+    """The shortest spelling of a size for a command line, for example ``'1.5MiB'``: at least ``count`` bytes, and what
+    :func:`parse_bytes` makes of it is too."""
+    units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, ""))
+    unit, name = next((entry for entry in units if count >= entry[0]), units[-1])
+    tenths = ceil_div(10 * count, unit)
+    return f"{tenths // 10}{name}" if tenths % 10 == 0 else f"{tenths // 10}.{tenths % 10}{name}"
+
+
 _SUFFIXES = {"": 1, "b": 1, "k": KIB, "kib": KIB, "kb": 1000, "m": MIB, "mib": MIB, "mb": 1000**2}
 _SUFFIXES |= {"g": GIB, "gib": GIB, "gb": 1000**3, "t": GIB << 10, "tib": GIB << 10, "tb": 1000**4}
 
@@ -46,7 +55,8 @@ def parse_bytes(text: str | int) -> int:
     """
     if isinstance(text, int):
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _SUFFIXES:
+    match = re.fullmatch(r"\s*([0-9]{1,20})(?:\.([0-9]{1,20}))?\s*([a-z]*)\s*", text.lower())
+    if match is None or match[3] not in _SUFFIXES:
         raise UserError(f"cannot read {text!r} as a size", hint="write it like 512MiB or 2GiB")
-    return int(float(match[1]) * _SUFFIXES[match[2]])
+    places = match[2] or ""
+    return ceil_div(int(match[1] + places) * _SUFFIXES[match[3]], 10 ** len(places))  # exact: no float rounds it down

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from memserve.api.documents import Document, Documents, Messages
+from memserve.api.documents import Document, Documents
 from memserve.api.errors import ApiError
+from memserve.api.messages import Messages
 from memserve.api.prompts import Prompt
 from memserve.api.served import RememberingEngine, ServingEngine
 from memserve.remembered import DocumentDropped, DocumentPut

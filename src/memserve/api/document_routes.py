@@ -50,7 +50,7 @@ class DocumentRoutes:
         model = self._shared.model
         async with json_body(request.scope, request.receive, self._shared.edge) as data:
             body = parse_body(data, DocumentBody)
-            document = await prepare(body, document_id, self._shared.encoder, model.max_model_tokens)
+            document = await prepare(body, document_id, self._shared.encoder, model)
         del data, body
         known = any(old.document_id == document_id for old in self._documents.all(tenant))
         cached_tokens = await self._compute(document, tenant, request.receive)

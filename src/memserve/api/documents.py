@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from memserve.api.errors import ApiError, bad_request
-from memserve.api.prompts import Prompt, PromptEncoder, check_messages, context_exceeded
+from memserve.api.messages import Messages, check_messages
+from memserve.api.prompts import Prompt, PromptEncoder, context_exceeded
 from memserve.api.schema import DocumentBody
+from memserve.api.served import ServedModel
 from memserve.types import TokenArray
 from memserve.units import NS_PER_S, ns_from_s
 
 TTL_S = 3600.0
 DOCUMENTS_MAX = 1024
 """Documents of one tenant."""
-
-Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Documents:
         return owned
 
 
-async def prepare(body: DocumentBody, document_id: str, encoder: PromptEncoder, context_tokens: int) -> Document:
+async def prepare(body: DocumentBody, document_id: str, encoder: PromptEncoder, model: ServedModel) -> Document:
     """The document that a body describes. Raises :class:`ApiError` 400 when it is none, or fits no request."""
     if (body.text is None) == (body.messages is None):
         raise bad_request("a document has either 'text' or 'messages'", "text")
@@ -128,8 +128,8 @@ async def prepare(body: DocumentBody, document_id: str, encoder: PromptEncoder, 
     else:
         (prompt,) = await encoder.completion_prompts(body.text, add_special_tokens=True)
     tokens = await _common_prefix(messages, encoder) if endpoint == "chat" else prompt.tokens
-    if max(len(tokens), len(prompt.tokens)) + 2 > context_tokens:
-        raise context_exceeded(context_tokens, f"{len(tokens)} tokens in the document, a prompt and an answer")
+    if max(len(tokens), len(prompt.tokens)) + 2 > model.max_model_tokens:
+        raise context_exceeded(model, f"{len(tokens)} tokens in the document, a prompt and an answer")
     ttl_s = TTL_S if body.ttl_s is None else body.ttl_s
     return Document(document_id, endpoint, messages, prompt, tokens, int(time.time()), ttl_s)
 
@@ -149,7 +149,7 @@ async def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArr
     """
     ask = {"role": "user", "content": "A"}
     first = [*messages, ask]
-    second: list[dict[str, str]] = [*messages, {**ask, "content": "9"}]
+    second: Messages = [*messages, {**ask, "content": "9"}]
     if len(messages) == 1 and messages[0]["role"] == "system":  # a system message of the request joins it
         second = [_joined(messages[0], "9"), ask]
     one = (await encoder.messages_prompt(first)).tokens
@@ -159,5 +159,5 @@ async def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArr
     return one[: int(differs[0])] if len(differs) else one[:length]
 
 
-def _joined(message: dict[str, str], more: str) -> dict[str, Any]:
+def _joined(message: dict[str, Any], more: str) -> dict[str, Any]:
     return {**message, "content": f"{message['content']}\n\n{more}"}

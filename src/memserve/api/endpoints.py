@@ -15,10 +15,11 @@ from memserve.api.documents import Document, Documents
 from memserve.api.edge import Edge
 from memserve.api.errors import bad_request, model_not_found
 from memserve.api.hub import Hub
+from memserve.api.messages import check_messages
 from memserve.api.metrics import ApiMetrics
 from memserve.api.parse import parse_body
 from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
-from memserve.api.prompts import Prompt, PromptEncoder, check_messages
+from memserve.api.prompts import Prompt, PromptEncoder
 from memserve.api.reply import Reply
 from memserve.api.respond import answer, new_envelope
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody

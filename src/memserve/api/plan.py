@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from memserve.api.documents import document_handle
 from memserve.api.errors import bad_request
 from memserve.api.prompts import Prompt, context_exceeded
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
-from memserve.api.served import ServedModel
+from memserve.api.served import ServedModel, chosen_sampling
 from memserve.types import Request, SamplingParams, StopParams
 from memserve.units import ns_from_s
 
 SEQUENCES_MAX = 4096
 """Answers one HTTP request may ask for: prompts times ``n``."""
 
-_RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""OpenAI's defaults of what a model's authors may recommend otherwise."""
-
 CACHE_KEY_CHARS_MAX = 200
 """Longer keys are not remembered: they are no names."""
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is the server's
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ def _plan(
             request_id=f"{request_id}-{at}",
             prompt=prompt.tokens,
             sampling=sampling,
-            stop=_stop(body, model, _answer_tokens(prompt, max_tokens, model.max_model_tokens)),
+            stop=_stop(body, model, _answer_tokens(body, prompt, max_tokens, model)),
             n=drawn,
             beam_width=beam_width,
             length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
@@ -166,19 +165,18 @@ def _beam_width(body: GenerationBody, n: int) -> int:
     return width
 
 
-def _answer_tokens(prompt: Prompt, max_tokens: int | None, limit_tokens: int) -> int:
+def _answer_tokens(body: GenerationBody, prompt: Prompt, max_tokens: int | None, model: ServedModel) -> int:
     """How many tokens the answer may have. Raises :class:`ApiError` 400 when it does not fit the context."""
-    prompt_tokens = len(prompt.tokens)
+    prompt_tokens, limit_tokens = len(prompt.tokens), model.max_model_tokens
     if max_tokens is None:
         if prompt_tokens >= limit_tokens:
-            raise context_exceeded(limit_tokens, f"{prompt_tokens} tokens in the prompt, and an answer needs one")
-        return limit_tokens - prompt_tokens
+            raise context_exceeded(model, f"{prompt_tokens} tokens in the prompt, and an answer needs one")
+        room = limit_tokens - prompt_tokens
+        return min(room, max(model.default_max_tokens or room, body.min_tokens or 0))
     wanted = max(max_tokens, 1)  # echo alone still computes the prompt, which draws one token
     if prompt_tokens + wanted > limit_tokens:
         total = prompt_tokens + wanted
-        raise context_exceeded(
-            limit_tokens, f"{total} tokens ({prompt_tokens} in the prompt, {wanted} in the completion)"
-        )
+        raise context_exceeded(model, f"{total} tokens ({prompt_tokens} in the prompt, {wanted} in the completion)")
     return wanted
 
 
@@ -193,17 +191,10 @@ def _stop(body: GenerationBody, model: ServedModel, max_tokens: int) -> StopPara
 def _sampling(
     body: GenerationBody, model: ServedModel, *, rank: bool, logprobs: int | None, prompt_logprobs: bool
 ) -> SamplingParams:
-    """What the request says, else what the model's authors recommend (as in vLLM), else OpenAI's defaults."""
-    said = {name: getattr(body, name) for name in _RECOMMENDED}
-    chosen = {**_RECOMMENDED, **model.generation_defaults, **{k: v for k, v in said.items() if v is not None}}
-    return SamplingParams(
-        temperature=chosen["temperature"],
-        top_p=chosen["top_p"],
-        top_k=max(int(chosen["top_k"]), 0),
-        min_p=chosen["min_p"],
+    return replace(
+        chosen_sampling(model, structs.asdict(body)),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=chosen["repetition_penalty"],
         seed=secrets.randbits(63) if body.seed is None else body.seed % (1 << 63),
         logit_bias=_logit_bias(body.logit_bias or {}, model),
         logprobs=0 if rank and logprobs is None else logprobs,  # best_of ranks by the drawn tokens' logprobs

@@ -12,7 +12,8 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
-from memserve.api.errors import bad_request, unsupported
+from memserve.api.errors import bad_request
+from memserve.api.messages import Messages, check_messages, check_rendered, for_template, text_chars
 from memserve.api.schema import ChatBody
 from memserve.api.served import ServedModel
 from memserve.types import TokenArray
@@ -26,10 +27,6 @@ IDS_PER_CHAR = 10
 """Token ids are checked as quickly as one character is tokenized."""
 
 PROMPTS_MAX = 2048
-MESSAGES_MAX = 10_000
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_MESSAGE_FIELDS = {"role", "content", "name", "refusal", "annotations", "audio", "tool_calls", "function_call"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +63,11 @@ class PromptEncoder:
         chars = sum(len(item) if isinstance(item, str) else len(item) // IDS_PER_CHAR for item in prompts)
         return await self._run(chars, lambda: [self._encode(item, add_special_tokens) for item in prompts])
 
-    async def chat_prompt(self, body: ChatBody, messages: list[dict[str, str]]) -> Prompt:
+    async def chat_prompt(self, body: ChatBody, messages: Messages) -> Prompt:
         """Checked messages through the model's chat template, as the body wants it."""
         if body.continue_final_message and body.add_generation_prompt:
             raise bad_request("continue_final_message and add_generation_prompt exclude each other")
-        chars = sum(len(message["content"]) for message in messages)
+        chars = text_chars(messages)
         return await self._run(chars, lambda: self._encode(self._render(messages, body), False))
 
     @property
@@ -78,13 +75,13 @@ class PromptEncoder:
         """Whether the model was made for conversations."""
         return bool(getattr(self._model.tokenizer, "chat_template", None))
 
-    async def messages_prompt(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> Prompt:
+    async def messages_prompt(self, messages: Messages, *, add_generation_prompt: bool = True) -> Prompt:
         """Checked messages through the chat template."""
         body = ChatBody(model=self._model.name, add_generation_prompt=add_generation_prompt)
-        chars = sum(len(message["content"]) for message in messages)
+        chars = text_chars(messages)
         return await self._run(chars, lambda: self._encode(self._render(messages, body), False))
 
-    def render_chat(self, messages: list[dict[str, str]]) -> Prompt:
+    def render_chat(self, messages: Messages) -> Prompt:
         """The prompt of a plain conversation, for callers without an event loop. Raises :class:`ApiError`."""
         return self._encode(self._render(check_messages(messages), ChatBody(model=self._model.name)), False)
 
@@ -125,19 +122,23 @@ class PromptEncoder:
             raise bad_request(f"The prompt has a token id outside of the vocabulary [0, {self._vocab})", "prompt")
         return ids.astype(np.int32)
 
-    def _render(self, messages: list[dict[str, str]], body: ChatBody) -> str:
+    def _render(self, messages: Messages, body: ChatBody) -> str:
         final = bool(body.continue_final_message)
         start_answer = body.add_generation_prompt if body.add_generation_prompt is not None else not final
+        tokenizer = self._model.tokenizer
         try:
-            text = self._model.tokenizer.apply_chat_template(
-                messages,
+            prepared, tools = for_template(messages, body, str(tokenizer.chat_template or ""))
+            text = tokenizer.apply_chat_template(
+                prepared,
+                tools=tools,
                 tokenize=False,
                 add_generation_prompt=start_answer,
                 continue_final_message=final,
                 **{**(body.chat_template_kwargs or {}), "chat_template": None},
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             raise bad_request(f"The chat template refuses these messages: {error}", "messages") from None
+        check_rendered(prepared, str(text))
         return str(text)
 
     def _longest_token(self) -> int | None:
@@ -149,65 +150,16 @@ class PromptEncoder:
     def _refuse_hopeless(self, text: str) -> None:
         """A text so long that no tokenization fits the context is not worth seconds of tokenizing."""
         if self._token_chars_max and len(text) > self._model.max_model_tokens * self._token_chars_max:
-            raise context_exceeded(self._model.max_model_tokens, f"a prompt of {len(text)} characters")
+            raise context_exceeded(self._model, f"a prompt of {len(text)} characters")
 
 
-def context_exceeded(limit_tokens: int, asked: str) -> Exception:
-    """400: prompt and answer do not fit into the model's context."""
-    message = f"This model's maximum context length is {limit_tokens} tokens. However, your request has {asked}."
+def context_exceeded(model: ServedModel, asked: str) -> Exception:
+    """400: prompt and answer do not fit into the context that is served."""
+    note = f" (of this server: {model.context_note})" if model.context_note else ""
+    limit = f"This model's maximum context length is {model.max_model_tokens} tokens{note}."
+    message = f"{limit} However, your request has {asked}."
     return bad_request(message, code="context_length_exceeded")
 
 
 def _is_token_list(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
-
-
-def check_messages(messages: Any) -> list[dict[str, str]]:
-    """``messages`` with plain string contents. Raises :class:`ApiError` 400 naming the message at fault."""
-    if not isinstance(messages, list) or not messages:
-        raise bad_request("'messages' must hold at least one message", "messages")
-    if len(messages) > MESSAGES_MAX:
-        raise bad_request(f"{len(messages)} messages in one request; the limit is {MESSAGES_MAX}", "messages")
-    return [_check_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
-
-
-def _check_message(message: Any, where: str) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise bad_request(f"'{where}' must be an object with role and content", where)
-    unknown = [key for key in message if key not in _MESSAGE_FIELDS and message[key] is not None]
-    role = message.get("role")
-    if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
-        raise unsupported(where, "Tool calling")
-    if message.get("audio"):
-        raise unsupported(where, "Audio")
-    if unknown:
-        raise bad_request(f"Unknown field '{where}.{unknown[0]}'", f"{where}.{unknown[0]}", "unknown_field")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise bad_request(f"'{where}.role' must be one of {', '.join(_ROLES)}", f"{where}.role")
-    checked = {"role": _ROLES[role], "content": _content(message.get("content"), role, f"{where}.content")}
-    if (name := message.get("name")) is not None:
-        if not isinstance(name, str):
-            raise bad_request(f"'{where}.name' must be a string", f"{where}.name")
-        checked["name"] = name
-    return checked
-
-
-def _content(content: Any, role: str, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None and role == "assistant":
-        return ""
-    if not isinstance(content, list) or not content:
-        raise bad_request(f"'{where}' must be a string or a list of text parts", where)
-    return "".join(_part(part, f"{where}[{at}]") for at, part in enumerate(content))
-
-
-def _part(part: Any, where: str) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise bad_request(f"'{where}' must be an object like {{'type': 'text', 'text': ...}}", where)
-    if part["type"] != "text":
-        raise unsupported(where, f"Content of type {part['type']!r}")
-    if not isinstance(part.get("text"), str):
-        raise bad_request(f"'{where}.text' must be a string", f"{where}.text")
-    text: str = part["text"]
-    return text

@@ -131,8 +131,9 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
     prediction: Any = None
     parallel_tool_calls: bool | None = None
 
+    tools: Any = None  # for the chat template; calls come back as text
+
     # Refused unless they ask for what happens anyway (see REFUSED).
-    tools: Any = None
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
@@ -147,10 +148,9 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "suffix": ("Inserting text before a suffix", ("",)),
-    "tools": ("Tool calling", ([],)),
-    "tool_choice": ("Tool calling", ("none", "auto")),
-    "functions": ("Function calling", ([],)),
-    "function_call": ("Function calling", ("none", "auto")),
+    "tool_choice": ("Forcing a tool call", ("none", "auto")),
+    "functions": ("Function calling (use tools)", ([],)),
+    "function_call": ("Function calling (use tools)", ("none", "auto")),
     "response_format": ("Any response_format other than text", ({"type": "text"},)),
     "modalities": ("Any modality other than text", (["text"],)),
     "audio": ("Audio output", ()),

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from memserve.remembered import DocumentDropped, DocumentPut
 from memserve.runtime.engine import Rejected
-from memserve.types import Request, TokenArray, TokenOutput
+from memserve.types import Request, SamplingParams, TokenArray, TokenOutput
 
 
 class ServedModel(Protocol):
@@ -29,7 +29,11 @@ class ServedModel(Protocol):
 
     @property
     def max_model_tokens(self) -> int:
-        """The context: prompt and generated tokens together."""
+        """The context that is served: prompt and generated tokens together."""
+
+    @property
+    def context_note(self) -> str:
+        """Why that is less than the model's own context, and the flag that changes it; empty: it is not less."""
 
     @property
     def eos_token_ids(self) -> Sequence[int]:
@@ -38,6 +42,28 @@ class ServedModel(Protocol):
     @property
     def generation_defaults(self) -> Mapping[str, float]:
         """Sampling that the model's authors recommend, by OpenAI's names; for requests that do not say."""
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        """Longest answer to a chat that names no ``max_tokens``; ``None``: whatever the context has room for."""
+
+
+_RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""OpenAI's defaults of what a model's authors may recommend otherwise."""
+
+
+def chosen_sampling(model: ServedModel, said: Mapping[str, Any]) -> SamplingParams:
+    """What a request ``said`` (by OpenAI's names; ``None``: nothing), else what the model's authors recommend (as in
+    vLLM), else OpenAI's defaults. Covers what authors may recommend; other fields keep their defaults."""
+    given = {name: said[name] for name in _RECOMMENDED if said.get(name) is not None}
+    chosen = {**_RECOMMENDED, **model.generation_defaults, **given}
+    return SamplingParams(
+        temperature=chosen["temperature"],
+        top_p=chosen["top_p"],
+        top_k=max(int(chosen["top_k"]), 0),
+        min_p=chosen["min_p"],
+        repetition_penalty=chosen["repetition_penalty"],
+    )
 
 
 class ServingEngine(Protocol):

@@ -12,7 +12,7 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.cli.chat_backends import Account, ChatBackend, ChatOptions, EngineBackend, Message, ServerBackend
-from memserve.config import EngineOptions
+from memserve.config import DEFAULT_MAX_TOKENS, EngineOptions
 from memserve.errors import UserError
 from memserve.units import parse_bytes
 
@@ -84,8 +84,12 @@ def chat(
     url: Annotated[str | None, typer.Option(help="A running server; without it the model runs in here.")] = None,
     model: Annotated[str | None, typer.Option(help="The model's name at the server, or what to load.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 = always the likeliest token.")] = 0.7,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer; default: what fits.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, max=2, help="0: always the likeliest token; default: the model's own.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"Longest answer; default: {DEFAULT_MAX_TOKENS}, or as the server says.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answers.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key of the server.", envvar="MEMSERVE_CHAT_KEY")] = None,
     dtype: opt.Dtype = opt.DEFAULTS.dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import queue
@@ -26,9 +27,9 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How to answer."""
+    """How to answer. ``None``: as the model's authors recommend, and the server bounds."""
 
-    temperature: float
+    temperature: float | None
     max_tokens: int | None
     seed: int | None
 
@@ -81,9 +82,9 @@ class ServerBackend:
             "model": self._model,
             "messages": messages,
             "stream": True,
-            "temperature": options.temperature,
             "stream_options": {"include_usage": True},
         }
+        body |= {"temperature": options.temperature} if options.temperature is not None else {}
         body |= {"max_tokens": options.max_tokens} if options.max_tokens else {}
         body |= {"seed": options.seed} if options.seed is not None else {}
         started = time.perf_counter()
@@ -199,18 +200,21 @@ class EngineBackend:
         self._encoder.close()
 
     def _request(self, messages: list[Message], options: ChatOptions) -> Request:
-        from memserve.types import Request, SamplingParams, StopParams
+        from memserve.api.served import chosen_sampling
+        from memserve.types import Request, StopParams
 
         prompt = self._render(messages)
         room = self._model.max_model_tokens - len(prompt.tokens)
         if room < 1:
             raise UserError("the conversation is longer than the model's context", hint="start anew with /reset")
         seed = secrets.randbits(63) if options.seed is None else options.seed
+        chosen = chosen_sampling(self._model, {"temperature": options.temperature})
+        bound = options.max_tokens or self._model.default_max_tokens or room
         return Request(
             request_id=f"chat-{next(self._ids)}",
             prompt=prompt.tokens,
-            sampling=SamplingParams(temperature=options.temperature, seed=seed),
-            stop=StopParams(min(options.max_tokens or room, room), 0, tuple(self._model.eos_token_ids)),
+            sampling=dataclasses.replace(chosen, seed=seed),
+            stop=StopParams(min(bound, room), 0, tuple(self._model.eos_token_ids)),
         )
 
     def _render(self, messages: list[Message]) -> Prompt:

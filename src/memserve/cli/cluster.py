@@ -16,6 +16,16 @@ from memserve.cli import options as opt
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, PeerInfo
+from memserve.policy.shape import (
+    APART_CORES_MIN,
+    CLIENT_TOKENS,
+    Machine,
+    Shape,
+    choose_shape,
+    clients_that_fit,
+    instance_bytes,
+)
+from memserve.runtime.memory import available_memory_bytes, usable_cores
 from memserve.runtime.meta_open import Metadata, MetadataPlace, open_metadata
 from memserve.types import Admission, Caching, Role
 
@@ -47,6 +57,8 @@ class ClusterOptions:
     """What all members know; ``None``: this host's own are given a fresh one."""
     metadata: MetadataPlace = dataclasses.field(default_factory=MetadataPlace)
     """Where the router remembers; default: nowhere."""
+    why: str = ""
+    """A line about the shape, where the machine has chosen it; empty: it was asked for."""
 
     def __post_init__(self) -> None:
         if self.link not in LINKS:
@@ -75,19 +87,38 @@ class ClusterOptions:
         return caching is not Caching.OFF and not (role is Role.DECODE and caching is Caching.PD_CACHING_1)
 
 
-def choose_counts(prefill: int | None, decode: int | None, colocated: int | None, device: str) -> tuple[int, int, int]:
+def choose_counts(prefill: int | None, decode: int | None, colocated: int | None, engine: EngineOptions) -> Shape:
     """How many instances of each role: what was asked for; a prefill and a decode instance go together.
 
-    Nothing asked for: one of each, or one colocated instance on a GPU, whose memory no other process reads.
+    Nothing asked for: what suits this machine (:func:`memserve.policy.shape.choose_shape`), with the reason.
     """
-    if prefill is decode is colocated is None and uses_gpu(device):
-        return 0, 0, 1
-    pairs = prefill is not None or decode is not None or colocated is None
-    return (
+    if prefill is decode is colocated is None:
+        return shape_here(engine)
+    pairs = prefill is not None or decode is not None
+    return Shape(
         prefill if prefill is not None else int(pairs),
         decode if decode is not None else int(pairs),
         colocated or 0,
     )
+
+
+def shape_here(engine: EngineOptions) -> Shape:
+    """What suits this machine, for engines with these options."""
+    from memserve.model.loading.sources import weight_bytes
+
+    machine = Machine(usable_cores(), available_memory_bytes(), uses_gpu(engine.device))
+    weights = weight_bytes(engine.model) if machine.cores >= APART_CORES_MIN and not machine.gpu else None
+    kv_bytes = engine.kv_memory_bytes + engine.dram_memory_bytes
+    return choose_shape(machine, None if weights is None else instance_bytes(kv_bytes, weights))
+
+
+def shape_text(shape: Shape) -> str:
+    """The shape that was chosen, why, and the flags that ask for the other; empty where nothing was chosen."""
+    if not shape.reason:
+        return ""
+    if shape.colocated:
+        return f"shape: one colocated instance ({shape.reason}); for the other: --prefill 1 --decode 1"
+    return f"shape: one prefill and one decode instance ({shape.reason}); for the other: --colocated 1"
 
 
 def uses_gpu(device: str) -> bool:
@@ -103,7 +134,7 @@ class RunningCluster:
     engine: RouterEngine
     model: RemoteModel
     text: str
-    """One line that names the instances."""
+    """One line that names the instances, and one that says what they hold."""
 
 
 @contextmanager
@@ -133,7 +164,7 @@ def running_cluster(
             infos = _wait_until_ready(engine, supervisor, options, say)
             model = _model_of(infos, folder)
             supervisor.settle()
-            yield RunningCluster(engine, model, _describe(infos, options))
+            yield RunningCluster(engine, model, _describe(infos, options, engine_options, model))
         finally:
             supervisor.close()
             engine.close()
@@ -211,10 +242,12 @@ def _wait_until_ready(
 def _model_of(infos: list[PeerInfo], folder: ModelFolder) -> RemoteModel:
     from memserve.model.loading.card import ModelCard, remote_model
 
-    return remote_model(ModelCard.decode(infos[0].model_card), folder)
+    largest = max(infos, key=lambda info: info.context_tokens)  # what fits somewhere is placed there
+    return remote_model(ModelCard.decode(largest.model_card), folder)
 
 
-def _describe(infos: list[PeerInfo], options: ClusterOptions) -> str:
+def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: EngineOptions, model: RemoteModel) -> str:
+    """One line that names the instances, and one that says what they hold."""
     names = ", ".join(f"{info.peer.name} ({info.role.value})" for info in sorted(infos, key=lambda i: i.peer.name))
     config = options.config
     text = f"instances: {names}; {config.caching.value}, policy {config.policy}, transfer {config.transfer.value}"
@@ -222,4 +255,22 @@ def _describe(infos: list[PeerInfo], options: ClusterOptions) -> str:
     if gate.mode is not Admission.NONE:
         most = f", at most {gate.active_max} at once" if gate.active_max is not None else ""
         text += f"; admission {gate.mode.value}{most}, {gate.waiting_max} may wait"
-    return text + (f"; others may join at port {options.port}" if options.port is not None else "")
+    text += f"; others may join at port {options.port}" if options.port is not None else ""
+    return f"{text}\n{_room(infos, model.max_model_tokens, engine_options.max_running)}"
+
+
+def _room(infos: list[PeerInfo], context_tokens: int, running_max: int) -> str:
+    """KV lies where requests decode; a prompt's leaves its prefill instance."""
+    able = [info for info in infos if info.role is not Role.PREFILL] or infos
+    tokens = sum(info.hbm_blocks * info.geometry.block_tokens for info in able)
+    return room_text(tokens, context_tokens, len(able) * running_max)
+
+
+def room_text(kv_tokens: int, context_tokens: int, running_max: int) -> str:
+    """How many tokens fit, how long one sequence may get, and for about how many clients that is."""
+    clients = clients_that_fit(kv_tokens, context_tokens, running_max)
+    each = min(CLIENT_TOKENS, context_tokens)
+    return (
+        f"memory: {kv_tokens:,} tokens of KV, contexts up to {context_tokens:,}:"
+        f" about {clients:,} client{'s' if clients != 1 else ''} at once with {each:,} tokens each"
+    )

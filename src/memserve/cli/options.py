@@ -40,7 +40,8 @@ GenerationConfig = Annotated[
     bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
 ]
 Count = Annotated[
-    int | None, typer.Option(min=0, max=64, help="Instances of this role on this host; default: 1 prefill, 1 decode.")
+    int | None,
+    typer.Option(min=0, max=64, help="Instances of this role on this host; default: what suits the machine."),
 ]
 CachingLevel = Annotated[
     Caching,

@@ -16,10 +16,10 @@ import typer
 
 from memserve.cli import credentials
 from memserve.cli import options as opt
-from memserve.cli.cluster import ClusterOptions, choose_counts, running_cluster
+from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, running_cluster, shape_text
 from memserve.cli.grouped import grouped
 from memserve.cli.logs import set_up_logging
-from memserve.config import AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
+from memserve.config import DEFAULT_MAX_TOKENS, AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.meta_open import metadata_place
 from memserve.types import Admission, Caching
@@ -42,6 +42,7 @@ class HttpOptions:
     api_keys: tuple[str, ...] = dataclasses.field(repr=False)
     served_model_name: str | None
     generation_config: bool
+    default_max_tokens: int
     drain_s: float
     limits: EdgeConfig
     log_level: str
@@ -55,6 +56,9 @@ def serve(
     engine: opt.EngineFlags,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients see; default: the model's.")] = None,
     generation_config: opt.GenerationConfig = True,
+    default_max_tokens: Annotated[
+        int, typer.Option(min=0, help="Longest chat answer where a request names no max_tokens; 0: the context's rest.")
+    ] = DEFAULT_MAX_TOKENS,
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
     drain_s: Annotated[float, typer.Option(min=0, help="How long streams may go on after SIGTERM.")] = 20.0,
@@ -75,19 +79,24 @@ def serve(
     metadata: opt.Metadata = "auto",
     in_process: Annotated[bool, typer.Option(help="One engine in this very process, and no cluster.")] = False,
 ) -> None:
-    """Serve a model over the OpenAI HTTP API: a router, one prefill and one decode instance, unless told otherwise."""
+    """Serve a model over the OpenAI HTTP API: a router, and one colocated instance, or a prefill and a decode instance
+    where there are eight cores and memory for both; the start says which."""
     engine_options = engine.options()
     set_up_logging(log_level)
     keys = credentials.api_keys(api_key, api_key_file)
-    http = HttpOptions(host, port, keys, served_model_name, generation_config, drain_s, edge.config(), log_level)
+    names = (keys, served_model_name, generation_config, default_max_tokens)
+    http = HttpOptions(host, port, *names, drain_s, edge.config(), log_level)
     admission = gate.config(weights)
     if in_process:
         run_server(_alone(engine_options, admission, prefill, decode, colocated, cluster_port), http, None)
         return
     config = ClusterConfig(Caching.OFF if engine.no_cache else caching, policy, transfer, admission=admission)
-    counts, kept_in = choose_counts(prefill, decode, colocated, engine.device), metadata_place(metadata, port)
+    shape, kept_in = choose_counts(prefill, decode, colocated, engine_options), metadata_place(metadata, port)
     secret = credentials.secret_of(cluster_port, cluster_secret_file)
-    run_server(engine_options, http, ClusterOptions(*counts, config, link, cluster_host, cluster_port, secret, kept_in))
+    members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape))
+    run_server(
+        engine_options, http, ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members)
+    )
 
 
 def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:
@@ -131,6 +140,10 @@ class _Served:
     """A line about it, for the person who started it."""
 
 
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
 @contextmanager
 def _engine(options: EngineOptions) -> Iterator[_Served]:
     from memserve.runtime.threads import set_thread_environment
@@ -142,14 +155,16 @@ def _engine(options: EngineOptions) -> Iterator[_Served]:
     with objects_that_stay():
         engine, model = build_engine(options)
     try:
-        yield _Served(engine, model)
+        yield _Served(engine, model, room_text(model.kv_tokens, model.max_model_tokens, options.max_running))
     finally:
         engine.close(ENGINE_CLOSE_S)
 
 
 @contextmanager
 def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) -> Iterator[_Served]:
-    with running_cluster(options, cluster, log_level, lambda line: typer.echo(line, err=True)) as running:
+    if cluster.why:
+        _say(cluster.why)
+    with running_cluster(options, cluster, log_level, _say) as running:
         yield _Served(running.engine, running.model, running.text)
 
 
@@ -165,6 +180,7 @@ def _serve_until_signal(
         model = dataclasses.replace(model, name=http.served_model_name)
     if not http.generation_config:
         model = dataclasses.replace(model, generation_defaults={})
+    model = dataclasses.replace(model, default_max_tokens=http.default_max_tokens or None)
     app = create_app(served.engine, model, aliases=aliases, api_keys=http.api_keys, limits=http.limits)
     port = listener.getsockname()[1]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memserve.config import SchedulerConfig
-from memserve.types import Request
-from memserve.units import ceil_div
+from memserve.config import EngineOptions, SchedulerConfig
+from memserve.types import KVGeometry, Request
+from memserve.units import ceil_div, flag_bytes, human_bytes
 
 
 def chunk_tokens(start: int, end: int, chunk_max: int, budget: int, block_tokens: int) -> int:
@@ -33,6 +33,20 @@ def headroom_blocks(decoding: int) -> int:
 def context_tokens(max_model_tokens: int, hbm_blocks: int, block_tokens: int) -> int:
     """Longest sequence that can run here. The last token's KV is never needed, hence ``+ 1``."""
     return min(max_model_tokens, hbm_blocks * block_tokens + 1)
+
+
+def context_note(
+    served_tokens: int, model_tokens: int, options: EngineOptions, hbm_blocks: int, geometry: KVGeometry
+) -> str:
+    """Why the served context is shorter than the model's own, and the flag that changes it; empty: it is not."""
+    if served_tokens >= model_tokens:
+        return ""
+    wanted = min(options.max_model_tokens or model_tokens, model_tokens)
+    if served_tokens >= wanted:
+        return f"--max-model-tokens {options.max_model_tokens} limits it; the model itself takes {model_tokens}"
+    room = flag_bytes(ceil_div(wanted - 1, geometry.block_tokens) * geometry.block_bytes)
+    held = human_bytes(hbm_blocks * geometry.block_bytes)
+    return f"{held} of KV memory hold no more; --kv-memory {room} would serve {wanted}"
 
 
 def running_max(config: SchedulerConfig) -> int:

@@ -43,6 +43,7 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     from memserve.model.device import ModelDevice
     from memserve.model.forward import best_forward
     from memserve.model.loading.loader import load_model
+    from memserve.policy.batching import context_note
     from memserve.policy.preemption import PreemptionCosts
     from memserve.runtime.memory import check_host_memory
     from memserve.runtime.profile_store import load_profile
@@ -60,8 +61,11 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     costs = load_profile(model.fingerprint, geometry, model.device.type, options.threads)
     known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
     machine = Instance(config, geometry.block_tokens, known, me=me, geometry=geometry)
-    device = ModelDevice(model, config, best_forward(model.module), shared=me is not None)
-    return Parts(model, config, device, machine, costs)
+    note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
+    kv_tokens = config.pool.hbm_blocks * geometry.block_tokens
+    served = dataclasses.replace(model, max_model_tokens=machine.context_tokens, context_note=note, kv_tokens=kv_tokens)
+    device = ModelDevice(served, config, best_forward(model.module), shared=me is not None)
+    return Parts(served, config, device, machine, costs)
 
 
 def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:

@@ -1,8 +1,9 @@
-"""How much memory this machine has for us (level 3)."""
+"""How much memory and how many cores this machine has for us (level 3)."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,16 @@ def available_memory_bytes() -> int | None:
         return min(available, int(limit) - used) if limit != "max" else available
     except (OSError, ValueError):
         return available
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: by its affinity, or by the control group's share of time if that is less."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        return max(1, min(cores, int(quota) // int(period))) if quota != "max" else cores
+    except (OSError, ValueError):
+        return cores
 
 
 def check_host_memory(wanted_bytes: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from memserve.config import DEFAULT_MAX_TOKENS
 from memserve.errors import UserError
 from memserve.model.loading.sources import ModelFolder
 
@@ -35,6 +36,8 @@ class ModelCard:
     """What transformers made of the tokenizer's files."""
     costs: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What was measured where the instance runs (``CostModel.to_dict``); empty: nothing."""
+    context_note: str = ""
+    """Why ``max_model_tokens`` is less than the model's own; empty: it is not."""
 
     @classmethod
     def of(cls, model: LoadedModel, costs: CostModel | None = None) -> ModelCard:
@@ -46,6 +49,7 @@ class ModelCard:
             dict(model.generation_defaults),
             type(model.tokenizer).__name__,
             costs.to_dict() if costs is not None and costs.is_measured else {},
+            model.context_note,
         )
 
     def encode(self) -> bytes:
@@ -71,6 +75,8 @@ class RemoteModel:
     max_model_tokens: int
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float] = dataclasses.field(default_factory=dict)
+    context_note: str = ""
+    default_max_tokens: int | None = DEFAULT_MAX_TOKENS
 
 
 def remote_model(card: ModelCard, folder: ModelFolder) -> RemoteModel:
@@ -85,7 +91,9 @@ def remote_model(card: ModelCard, folder: ModelFolder) -> RemoteModel:
             param="model",
         )
     tokenizer = _load_tokenizer(folder, card.tokenizer_class)
-    return RemoteModel(card.name, tokenizer, card.max_model_tokens, card.eos_token_ids, card.generation_defaults)
+    return RemoteModel(
+        card.name, tokenizer, card.max_model_tokens, card.eos_token_ids, card.generation_defaults, card.context_note
+    )
 
 
 def import_tokenizers() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memserve.config import DEFAULT_MAX_TOKENS
 from memserve.errors import UserError
 from memserve.model.loading.cache import sampled_digest
 from memserve.model.loading.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
@@ -40,6 +41,9 @@ _TURN_ENDS = (
 )
 """Tokens by which chat templates end a turn; some checkpoints do not list theirs as an end of sequence."""
 
+_TEXT_END = "<|endoftext|>"
+"""Nothing that belongs to an answer follows it, whether or not a chat model lists it as an end of sequence."""
+
 
 @dataclass(slots=True)
 class LoadedModel:
@@ -50,13 +54,16 @@ class LoadedModel:
     geometry: KVGeometry
     fingerprint: str  # of config and weights: part of the namespace of every block
     name: str
-    max_model_tokens: int
+    max_model_tokens: int  # the model's own; once its KV memory is known, what is served
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     device: torch.device
     dtype: torch.dtype
     generation_defaults: dict[str, float] = field(default_factory=dict)  # see GENERATION_DEFAULTS
+    context_note: str = ""  # why max_model_tokens is less than the model's own; empty: it is not
+    kv_tokens: int = 0  # how many the KV memory holds, once it is known
+    default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # of a chat; None: what the context has room for
 
 
 def load_model(
@@ -200,4 +207,5 @@ def _eos_token_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:
     ids.add(tokenizer.eos_token_id)
     template, vocab = tokenizer.chat_template or "", tokenizer.get_added_vocab()
     ids |= {vocab[token] for token in _TURN_ENDS if token in vocab and token in str(template)}
+    ids |= {vocab[_TEXT_END]} if _TEXT_END in vocab else set()
     return tuple(sorted(token for token in ids if token is not None))

@@ -1,0 +1,183 @@
+"""The messages of a chat: checked, and in the form that chat templates read (level 4).
+
+Tools are for templates that know them. Calls that a model writes come back as text, because each family writes its own
+way; so a choice that promises a parsed call is refused (:data:`memserve.api.schema.REFUSED`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from memserve.api.errors import bad_request, unsupported
+from memserve.api.schema import ChatBody
+
+Messages = list[dict[str, Any]]
+"""As templates read them: ``role`` and ``content`` (a string) in each; tool calls with their arguments as objects."""
+
+MESSAGES_MAX = 10_000
+TOOLS_MAX = 128
+
+_ROLES = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+    "function": "tool",
+}  # fmt: skip
+_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+"""Fields that templates may read, as they are."""
+
+_IGNORED = ("refusal", "annotations")
+_FIELDS = {"role", "content", "tool_calls", "function_call", "audio", *_TEXTS, *_IGNORED}
+_CALL_FIELDS = {"id", "type", "function", "index"}
+
+
+def text_chars(messages: Messages) -> int:
+    """Characters that rendering and tokenizing will meet, about."""
+    return sum(
+        len(m["content"]) + len(m.get("reasoning_content", "")) + 200 * len(m.get("tool_calls", ())) for m in messages
+    )
+
+
+def check_messages(messages: Any) -> Messages:
+    """``messages`` in the form that templates read. Raises :class:`ApiError` 400 naming the message at fault."""
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("'messages' must hold at least one message", "messages")
+    if len(messages) > MESSAGES_MAX:
+        raise bad_request(f"{len(messages)} messages in one request; the limit is {MESSAGES_MAX}", "messages")
+    return [_check_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def for_template(messages: Messages, body: ChatBody, template: str) -> tuple[Messages, list[Any] | None]:
+    """``messages`` and the tools of ``body``, as this chat template can read them.
+
+    Tool calls become text where the template does not know them. Raises :class:`ApiError` 400 for tools that the model
+    could not be told of.
+    """
+    if not _knows(template, "tool_calls"):
+        messages = [_with_calls_as_text(message) if "tool_calls" in message else message for message in messages]
+    tools = check_tools(body.tools)
+    if not tools or body.tool_choice == "none":
+        return messages, None
+    if not _knows(template, "tools"):
+        raise unsupported(
+            "tools", "Offering tools to a model whose chat template knows none (tool_choice 'none' does not)"
+        )
+    return messages, tools
+
+
+def check_tools(tools: Any) -> list[Any]:
+    """The tools of a request. Raises :class:`ApiError` 400 for what is no list of functions."""
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or len(tools) > TOOLS_MAX:
+        raise bad_request(f"'tools' must be a list of at most {TOOLS_MAX} functions", "tools")
+    for at, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            message = f"'tools[{at}]' must be an object like {{'type': 'function', 'function': {{'name': ...}}}}"
+            raise bad_request(message, f"tools[{at}]")
+    return tools
+
+
+def check_rendered(messages: Messages, text: str) -> None:
+    """A template that leaves out what a tool said has answered another question. Raises :class:`ApiError` 400."""
+    for at, message in enumerate(messages):
+        said = message["content"].strip()
+        if message["role"] == "tool" and said not in text and json.dumps(said)[1:-1] not in text:
+            raise bad_request("This model's chat template leaves out messages of role 'tool'", f"messages[{at}]")
+
+
+def _knows(template: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", template) is not None
+
+
+def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+        for call in message["tool_calls"]
+    ]
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": "\n".join([message["content"], *calls] if message["content"] else calls)}
+
+
+def _check_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise bad_request(f"'{where}' must be an object with role and content", where)
+    for key in message:
+        if key not in _FIELDS and message[key] is not None:
+            raise bad_request(f"Unknown field '{where}.{key}'", f"{where}.{key}", "unknown_field")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise bad_request(f"'{where}.role' must be one of {', '.join(_ROLES)}", f"{where}.role")
+    if message.get("audio"):
+        raise unsupported(where, "Audio")
+    checked: dict[str, Any] = {
+        "role": _ROLES[role],
+        "content": _content(message.get("content"), role, f"{where}.content"),
+    }
+    for name in _TEXTS:
+        if (value := message.get(name)) is not None:
+            if not isinstance(value, str):
+                raise bad_request(f"'{where}.{name}' must be a string", f"{where}.{name}")
+            checked["reasoning_content" if name == "reasoning" else name] = value
+    if calls := _calls(message, role, where):
+        checked["tool_calls"] = calls
+    return checked
+
+
+def _calls(message: dict[str, Any], role: str, where: str) -> list[dict[str, Any]]:
+    calls, old = message.get("tool_calls"), message.get("function_call")
+    if not calls and not old:
+        return []
+    if role != "assistant":
+        raise bad_request(f"'{where}': only the assistant calls tools", where)
+    if calls and not isinstance(calls, list):
+        raise bad_request(f"'{where}.tool_calls' must be a list", f"{where}.tool_calls")
+    if not calls:
+        return [_call({"function": old}, f"{where}.function_call")]
+    return [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """One call. OpenAI writes its arguments as a string of JSON, templates want them as an object."""
+    function = call.get("function") if isinstance(call, dict) and call.get("type") in (None, "function") else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not call.keys() <= _CALL_FIELDS:
+        like = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
+        raise bad_request(f"'{where}' must be an object like {like}", where)
+    if not isinstance(call.get("id"), str | None):
+        raise bad_request(f"'{where}.id' must be a string", f"{where}.id")
+    named = {"name": function["name"], "arguments": _arguments(function.get("arguments"), where)}
+    identified = {"id": call["id"]} if call.get("id") is not None else {}
+    return {**identified, "type": "function", "function": named}
+
+
+def _arguments(arguments: Any, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise bad_request(f"'{where}.function.arguments' must be a JSON object in a string", where)
+    return value
+
+
+def _content(content: Any, role: str, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, list) or not content:
+        raise bad_request(f"'{where}' must be a string or a list of text parts", where)
+    return "".join(_part(part, f"{where}[{at}]") for at, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise bad_request(f"'{where}' must be an object like {{'type': 'text', 'text': ...}}", where)
+    kind = part["type"]
+    if kind not in ("text", "refusal"):
+        raise unsupported(where, f"Content of type {kind!r}")
+    if not isinstance(part.get(kind), str):
+        raise bad_request(f"'{where}.{kind}' must be a string", f"{where}.{kind}")
+    text: str = part[kind]
+    return text
