@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from memserve.runtime.threads import set_thread_environment
+from memserve.runtime.threads import PRIMITIVES_MAX, set_thread_environment
 
-NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM")
+NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TOKENIZERS_PARALLELISM")
 
 
 @pytest.fixture
@@ -43,3 +43,8 @@ def test_nothing_is_set_once_torch_is_there(fresh: pytest.MonkeyPatch) -> None:
     fresh.setitem(sys.modules, "torch", os)  # any module will do
     set_thread_environment()
     assert not any(name in os.environ for name in NAMES)
+
+
+def test_the_cache_of_primitives_is_bounded(fresh: pytest.MonkeyPatch) -> None:
+    set_thread_environment()
+    assert int(os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) == PRIMITIVES_MAX

@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
         """``[..., in_features] -> [..., out_features]``."""
         if x.numel() == 0:  # a step in which no row samples
             return x.new_empty((*x.shape[:-1], self.out_features))
-        return _linear(x, self.packed, self.bias)
+        return fused_linear.in_bucket(x, lambda rows: _linear(rows, self.packed, self.bias))
 
 
 def pack_linears(module: nn.Module) -> int:

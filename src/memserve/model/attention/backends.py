@@ -53,6 +53,7 @@ class KernelAttention:
         """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
         _, heads, tokens, _ = q.shape
         out = q.new_empty((1, tokens, heads, self._head_dim_v))
+        out[:, self.batch.tokens :] = 0
         # rows with a strided last dimension are copied; the copies must live until the kernel is done
         q, k, v = _dense(q), _dense(k), _dense(v)
         self._attend(

@@ -42,6 +42,7 @@ class StepAttention(Protocol):
 
         Shapes: ``q [1, H, T, Dk]``, ``k [1, Hkv, T, Dk]``, ``v [1, Hkv, T, Dv]``, any strides with a dense last
         dimension, dtype of the KV cache; ``sinks`` ``[H]``, any float dtype. Returns ``[1, T, H, Dv]``, contiguous.
+        ``T`` may be more than the batch has tokens: the surplus is not written, and its results are zeros.
         ``window`` > 0: attend only to the last ``window`` positions, the own one included. ``softcap`` > 0:
         ``s = softcap * tanh(s / softcap)``. ``sinks``: one extra logit a head, in the softmax's denominator only.
         """

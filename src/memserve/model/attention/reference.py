@@ -78,8 +78,9 @@ class ReferenceAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
-        self._pages.write(layer, self._blocks, self._offsets, k[0].transpose(0, 1), v[0].transpose(0, 1))
-        out = torch.empty((1, q.shape[2], q.shape[1], v.shape[3]), dtype=q.dtype, device=q.device)
+        new = slice(self._starts[-1])
+        self._pages.write(layer, self._blocks, self._offsets, k[0].transpose(0, 1)[new], v[0].transpose(0, 1)[new])
+        out = torch.zeros((1, q.shape[2], q.shape[1], v.shape[3]), dtype=q.dtype, device=q.device)
         for row, (table, context) in enumerate(zip(self._tables, self._contexts, strict=True)):
             first, last = self._starts[row], self._starts[row + 1]
             keys, values = self._pages.read(layer, table, context)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn.functional import pad
 
 from memserve.model.attention.context import attending
 from memserve.model.capture.emit import emit
-from memserve.model.capture.fused_linear import ROWS_NATIVE_MAX
+from memserve.model.capture.fused_linear import ROWS_NATIVE_MAX, bucket_rows
 from memserve.model.capture.lower import Lowering
 from memserve.model.capture.native import NativeStep
 from memserve.model.capture.passes_linear import normalise_linears, pack_linears, share_tied_embedding, widen_logits
@@ -53,7 +54,10 @@ class CapturedForward:
         with torch.inference_mode():
             if native is not None and len(input_ids) <= native.rows_max and len(logits_rows) <= native.rows_max:
                 return native(input_ids, positions, logits_rows)
-            return self._run(input_ids, positions, logits_rows)
+            # Filled up once here, so that no linear has to copy its input. Rows never mix but in attention, which
+            # computes those of its batch.
+            missing = bucket_rows(len(input_ids)) - len(input_ids) if len(input_ids) > ROWS_NATIVE_MAX else 0
+            return self._run(pad(input_ids, (0, missing)), pad(positions, (0, missing)), logits_rows)
 
 
 def capture_forward(module: Any) -> CapturedForward | None:

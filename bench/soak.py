@@ -1,0 +1,332 @@
+"""Hours of honest load, with attacks beside it: does every request end right, and does memory stay where it is?
+
+    python bench/soak.py [--minutes 60] [--attacks] [--kills 0] [--json FILE] [--plot FILE] [-- SERVE OPTIONS]
+
+Starts ``memserve serve --prefill 1 --decode 2 --kv-memory 64MiB --dram-memory 128MiB`` with the bundled model in
+bfloat16. Twelve clients ask for completions and chats of 100 to 5,000 tokens (what cannot fit must be refused clearly),
+streamed or whole, ``n`` up to 2, with salts, sessions, documents and logprobs; some leave in the middle of an answer.
+Questions whose greedy answers are known from before the load are asked again and again. ``--attacks`` adds attackers
+with a key of their own: malformed requests, hostile parameters, broken HTTP, slow readers, floods. ``--kills N`` kills
+N instances at random times (their successors are judged from their own start).
+
+At the end the load drains, and nothing may be left: no block, request, transfer or named prefix. Resident memory is
+read from /proc of the router and of each instance. *Steady* is the spread, lowest to highest, of the medians of a
+minute in the last half hour (half of a shorter run), as a share of their median. Prints each figure beside its target;
+the exit status is 1 when any is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+from served import Served, serving
+from soak_attacks import Attacked, Attacker
+from soak_load import Client, Fixed, Tally, Target
+
+MB = 1_000_000
+SERVE = ("--prefill", "1", "--decode", "2", "--kv-memory", "64MiB", "--dram-memory", "128MiB")
+KEYS = {"honest": "honest-key", "attack": "attack-key"}
+FIELDS = ("VmRSS", "RssAnon", "RssFile", "RssShmem", "VmHWM")
+SAMPLE_S = 5.0
+IDLE_S_MAX = 180.0
+STEADY_SHARE = 0.02
+INSTANCE_BYTES_MAX = 1200 * MB
+ROUTER_GROWTH_BYTES_MAX = 100 * MB
+WINDOW_S_MAX = 1800.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one process held at one moment, in bytes."""
+
+    at_s: float
+    process: str
+    """``router``, or an instance's name and pid."""
+    held: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure beside its target."""
+
+    name: str
+    figure: str
+    target: str
+    ok: bool
+
+
+# -- processes
+
+
+def processes(served: Served) -> dict[str, int]:
+    """The router and the instances: name -> pid."""
+    found = {"router": served.process.pid}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            parent = int(re.search(r"PPid:\s+(\d+)", path.with_name("status").read_text()).group(1))  # type: ignore[union-attr]
+        except (OSError, AttributeError):
+            continue
+        if parent == served.process.pid and "--name" in words:
+            found[words[words.index("--name") + 1]] = int(path.parent.name)
+    return found
+
+
+def read_memory(pid: int) -> dict[str, int] | None:
+    """From ``/proc/PID/status``; None when the process has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    found = {name: re.search(rf"{name}:\s+(\d+) kB", status) for name in FIELDS}
+    return {name: int(match.group(1)) * 1024 for name, match in found.items() if match} or None
+
+
+def sample(served: Served, started: float) -> list[Sample]:
+    """All processes now."""
+    held = {name if name == "router" else f"{name}:{pid}": read_memory(pid) for name, pid in processes(served).items()}
+    return [Sample(time.monotonic() - started, name, fields) for name, fields in held.items() if fields]
+
+
+async def watch(served: Served, started: float, samples: list[Sample], stop: asyncio.Event) -> None:
+    """Sample until ``stop``; one line a minute."""
+    said = 0
+    while not stop.is_set():
+        now = sample(served, started)
+        samples += now
+        if now and now[0].at_s >= said:
+            said += 60
+            line = "  ".join(f"{s.process} {s.held['RssAnon'] / MB:.0f}/{s.held['VmRSS'] / MB:.0f}" for s in now)
+            print(f"{now[0].at_s:6.0f} s  anonymous/resident MB: {line}", flush=True)
+        await asyncio.sleep(SAMPLE_S)
+
+
+async def kill(served: Served, minutes: float, kills: int, seed: int, killed: list[str]) -> None:
+    """Kill instances in the first half of the run."""
+    draw = random.Random(f"kill-{seed}")
+    for _ in range(kills):
+        await asyncio.sleep(minutes * 60 / 2 / kills * draw.uniform(0.5, 1))
+        names = [item for item in processes(served).items() if item[0] != "router"]
+        name, pid = draw.choice(names)
+        os.kill(pid, signal.SIGKILL)
+        killed.append(name)
+
+
+# -- what is left
+
+
+def left(served: Served) -> dict[str, float]:
+    """What is held, runs or waits, and what bears a name."""
+    patterns = (
+        r'memserve_instance_blocks\{.*state="held".*\}', r"memserve_instance_transfers_open.*",
+        r"memserve_instance_requests.*", r"memserve_instance_sequences_running.*", r"memserve_router_requests_live",
+        r"memserve_router_requests_unplaced", r"memserve_router_handles", r"memserve_gate_active",
+        r"memserve_gate_waiting.*", r'memserve_pool_blocks\{.*state="used".*\}', r"memserve_requests_waiting",
+        r"memserve_sequences_(running|swapped)", r"memserve_pool_slot_tokens",
+    )  # fmt: skip
+    wanted = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+    return {name: value for name, value in served.metrics().items() if wanted.fullmatch(name) and value}
+
+
+async def drained(served: Served) -> dict[str, float]:
+    """Wait until nothing is left: pins last until their time is over. What stays after that."""
+    deadline = time.monotonic() + IDLE_S_MAX
+    while (rest := await asyncio.to_thread(left, served)) and time.monotonic() < deadline:
+        await asyncio.sleep(1)
+    return rest
+
+
+# -- the run
+
+
+@dataclass
+class Run:
+    """Everything that a run found."""
+
+    tally: Tally
+    attacked: Attacked
+    samples: list[Sample]
+    killed: list[str]
+    rest: dict[str, float]
+    files_before: dict[str, int]
+    files_after: dict[str, int]
+    load_s: float
+    down: list[str]
+
+
+def open_files(served: Served) -> dict[str, int]:
+    """Descriptors of each process."""
+    return {name: len(list(Path(f"/proc/{pid}/fd").iterdir())) for name, pid in processes(served).items()}
+
+
+async def soak(served: Served, args: argparse.Namespace) -> Run:
+    """Load, attacks and samples at once; then the drain."""
+    tally, attacked, killed, samples = Tally(), Attacked(), list[str](), list[Sample]()
+    blocks = served.metrics()['memserve_instance_blocks{instance="p1",role="prefill",state="free",tier="hbm"}']
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as http:
+        honest = Target(http, served.url, served.model, int(blocks) * 32, KEYS["honest"])
+        attack = Target(http, served.url, served.model, int(blocks) * 32, KEYS["attack"])
+        fixed = Fixed(honest, tally)
+        await fixed.learn()
+        files_before, started, stop = open_files(served), time.monotonic(), asyncio.Event()
+        clients = [Client(honest, tally, number, args.seed).run(stop) for number in range(args.clients)]
+        others = [watch(served, started, samples, stop), fixed.run(stop, 20)]
+        others += [kill(served, args.minutes, args.kills, args.seed, killed)] if args.kills else []
+        if args.attacks:
+            others += [Attacker(attack, attacked, i, args.seed).run(stop, 4.0) for i in range(args.attackers)]
+        tasks = [asyncio.ensure_future(work) for work in (*clients, *others)]
+        await asyncio.wait(tasks, timeout=args.minutes * 60, return_when=asyncio.FIRST_EXCEPTION)
+        stop.set()
+        load_s = time.monotonic() - started
+        await asyncio.gather(*tasks)
+        rest = await drained(served)
+        await fixed.check()
+    await asyncio.sleep(2)
+    down = [] if set(processes(served)) >= {"router", "p1", "d1", "d2"} else ["an instance is gone"]
+    return Run(tally, attacked, samples, killed, rest, files_before, open_files(served), load_s, down)
+
+
+# -- figures
+
+
+def minutes(samples: list[Sample], name: str, field: str, from_s: float, to_s: float) -> list[float]:
+    """The median of each minute of a process."""
+    by_minute: dict[int, list[int]] = {}
+    for found in samples:
+        if found.process == name and from_s <= found.at_s <= to_s:
+            by_minute.setdefault(int((found.at_s - from_s) // 60), []).append(found.held[field])
+    return [median(values) for values in by_minute.values()]
+
+
+def memory_checks(run: Run) -> list[Check]:
+    """Steady, and within its bound, process by process."""
+    checks: list[Check] = []
+    from_s = run.load_s - min(WINDOW_S_MAX, run.load_s / 2)
+    last = {found.process: found for found in run.samples if found.at_s <= run.load_s}
+    for name, final in last.items():
+        if final.at_s < run.load_s - 3 * SAMPLE_S:
+            continue  # it was killed
+        steady = minutes(run.samples, name, "VmRSS", from_s, run.load_s)
+        spread = (max(steady) - min(steady)) / median(steady)
+        text = f"{spread:.1%} of {median(steady) / MB:.0f} MB"
+        checks.append(Check(f"{name}: resident memory, spread", text, f"<= {STEADY_SHARE:.0%}", spread <= STEADY_SHARE))
+        own = [found.held for found in run.samples if found.process == name]
+        most = max(held["VmRSS"] for held in own)
+        if name != "router":
+            what = f"<= {INSTANCE_BYTES_MAX / MB:.0f} MB"
+            checks.append(
+                Check(f"{name}: resident memory, most", f"{most / MB:.0f} MB", what, most <= INSTANCE_BYTES_MAX)
+            )
+        else:
+            grown = max(held["RssAnon"] for held in own) - own[0]["RssAnon"]
+            what = f"<= {ROUTER_GROWTH_BYTES_MAX / MB:.0f} MB"
+            checks.append(
+                Check("router: RssAnon above start", f"{grown / MB:.0f} MB", what, grown <= ROUTER_GROWTH_BYTES_MAX)
+            )
+    return checks
+
+
+def checks_of(run: Run, errors: str) -> list[Check]:
+    """All figures."""
+    tally, grown = run.tally, {}
+    for name, count in run.files_after.items():
+        if count > run.files_before.get(name, count) + 4:
+            grown[name] = count - run.files_before[name]
+    ended = sum(tally.ended.values())
+    broken = Counter(line for line in errors.splitlines() if "Traceback" in line or "InvariantError" in line)
+    return [
+        Check("honest requests that ended right", f"{ended}", "> 0", ended > 0),
+        Check("honest requests that did not", f"{len(tally.misses)}", "0", not tally.misses),
+        Check("fixed questions, not answered as before", f"{sum(m.startswith('fixed') for m in tally.misses)} of "
+              f"{tally.compared}, {tally.ties} ties", "0", not any(m.startswith("fixed") for m in tally.misses)),
+        Check("answers of 500", f"{len(run.attacked.failures)}", "0", not run.attacked.failures),
+        Check("left after the load", f"{run.rest or 'nothing'}", "nothing", not run.rest),
+        Check("instances", ", ".join(run.down) or "all there", "all there", not run.down),
+        Check("descriptors left open", f"{grown or 'none'}", "none", not grown),
+        Check("tracebacks in the log", f"{dict(broken) or 'none'}", "none", not broken),
+        *memory_checks(run),
+    ]  # fmt: skip
+
+
+def plot(samples: list[Sample], path: Path) -> None:
+    """Resident memory over time, one line a process, its anonymous part dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    for name in dict.fromkeys(found.process for found in samples):
+        own = [found for found in samples if found.process == name]
+        at = [found.at_s / 60 for found in own]
+        (line,) = axes.plot(at, [found.held["VmRSS"] / MB for found in own], label=name)
+        axes.plot(at, [found.held["RssAnon"] / MB for found in own], linestyle="--", color=line.get_color())
+    axes.axhline(INSTANCE_BYTES_MAX / MB, color="grey", linewidth=0.8)
+    axes.set(
+        xlabel="minutes", ylabel="MB resident (dashed: anonymous)", ylim=(0, None), title="memory under mixed load"
+    )
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def report(run: Run, checks: list[Check]) -> None:
+    """Print everything."""
+    print(f"\nended right: {dict(run.tally.ended.most_common())}; turned away for a while: {run.tally.turned_away}")
+    if run.attacked.attacks:
+        print(f"attacks: {dict(run.attacked.attacks)}, answered {dict(sorted(run.attacked.statuses.items()))}")
+    for text in [*run.tally.misses[:20], *run.attacked.failures[:10]]:
+        print(f"MISS  {text}")
+    for check in checks:
+        print(f"{'ok  ' if check.ok else 'MISS'}  {check.name:<44} {check.figure:<40} target {check.target}")
+
+
+def main() -> None:
+    """One soak."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument("--attacks", action="store_true")
+    parser.add_argument("--attackers", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write figures and samples here")
+    parser.add_argument("--plot", type=Path, help="write a PNG of memory over time here")
+    parser.add_argument("rest", nargs="*", help="further arguments of memserve serve")
+    args = parser.parse_args()
+    keys = [word for name, key in KEYS.items() for word in ("--api-key", f"{name}={key}")]
+    with serving(*SERVE, *keys, *args.rest) as served:
+        run = asyncio.run(soak(served, args))
+        served.stop()
+        errors = served.errors.read_text(errors="replace")
+    checks = checks_of(run, errors)
+    report(run, checks)
+    if args.plot:
+        plot(run.samples, args.plot)
+    if args.json:
+        found: dict[str, Any] = {
+            "options": vars(args), "checks": [vars(check) for check in checks], "ended": run.tally.ended,
+            "turned_away": run.tally.turned_away, "ties": run.tally.ties, "compared": run.tally.compared,
+            "misses": run.tally.misses, "attacks": run.attacked.attacks, "statuses": run.attacked.statuses,
+            "failures": run.attacked.failures, "killed": run.killed, "load_s": run.load_s,
+            "samples": [vars(one) for one in run.samples],
+        }  # fmt: skip
+        args.json.write_text(json.dumps(found, default=str, indent=1))
+    raise SystemExit(0 if all(check.ok for check in checks) else 1)
+
+
+if __name__ == "__main__":
+    main()

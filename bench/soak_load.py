@@ -1,0 +1,301 @@
+"""The honest clients of ``soak.py``: what each asks, and whether the answer was right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+ANSWER_S_MAX = 300.0
+TURNED_AWAY_MAX = 60
+"""A client that is turned away with 429 comes back this often, after the time that it is told."""
+RETRY_S_MAX = 5.0
+PROMPT_TOKENS = (100, 5000)
+SESSION_TOKENS_MAX = 1500
+TOKEN_IDS = (1000, 40000)
+TIE_LOGPROB = 0.35
+"""A greedy answer may differ where its two best tokens lay this close: kernels change with the rows of a step, and
+bfloat16 rounds to eight bits. Such differences are counted, never hidden."""
+QUESTIONS = (
+    "The capital of France is",
+    "Once upon a time, there was a little girl who",
+    "Water boils at a temperature of",
+    "def fibonacci(n):\n",
+    "The three primary colours are",
+    "Dear Sir or Madam,\n\nI am writing to",
+)
+
+
+@dataclass
+class Tally:
+    """What happened so far."""
+
+    ended: Counter[str] = field(default_factory=Counter)
+    misses: list[str] = field(default_factory=list)
+    turned_away: int = 0
+    ties: int = 0
+    compared: int = 0
+
+    def miss(self, kind: str, text: str) -> None:
+        """One request that did not end as it should have."""
+        self.misses.append(f"{kind}: {text[:300]}")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to ask."""
+
+    http: aiohttp.ClientSession
+    url: str
+    model: str
+    fits_tokens: int
+    """What the pool of one instance holds."""
+    key: str
+
+
+@dataclass
+class Answer:
+    """A status and what came with it."""
+
+    status: int
+    body: Any
+    finishes: list[str | None] = field(default_factory=list)
+    tokens: int | None = None
+
+
+async def call(target: Target, tally: Tally, path: str, body: Any, method: str = "POST") -> Answer:
+    """One request, asked again as often as the server says 429."""
+    for _ in range(TURNED_AWAY_MAX):
+        async with target.http.request(
+            method,
+            f"{target.url}{path}",
+            json=body,
+            headers={"authorization": f"Bearer {target.key}"},
+            timeout=aiohttp.ClientTimeout(total=ANSWER_S_MAX),
+        ) as response:
+            if response.status == 429:
+                tally.turned_away += 1
+                retry_s = float(response.headers.get("retry-after", "1"))
+            elif response.status == 200 and body and body.get("stream"):
+                return await _streamed(response, body.get("n", 1))
+            else:
+                return _whole(response.status, await response.read())
+        await asyncio.sleep(min(retry_s, RETRY_S_MAX))
+    return Answer(429, "turned away again and again")
+
+
+def _whole(status: int, data: bytes) -> Answer:
+    body = json.loads(data) if data else None
+    choices = body.get("choices", []) if isinstance(body, dict) and status == 200 else []
+    used = body.get("usage", {}).get("completion_tokens") if choices else None
+    return Answer(status, body, [choice["finish_reason"] for choice in choices], used)
+
+
+async def _streamed(response: aiohttp.ClientResponse, n: int) -> Answer:
+    finishes: list[str | None] = [None] * n
+    last = ""
+    async for event in events(response):
+        last = event
+        if event == "[DONE]":
+            break
+        for choice in json.loads(event).get("choices", []):
+            finishes[choice["index"]] = choice["finish_reason"] or finishes[choice["index"]]
+    return Answer(200 if last == "[DONE]" else -1, last, finishes)
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
+    """The events of a stream."""
+    async for line in response.content:
+        if line.startswith(b"data: "):
+            yield line[6:].decode().strip()
+
+
+class Client:
+    """One honest client: asks, judges the answer, asks again. All that it draws comes from its own seed."""
+
+    def __init__(self, target: Target, tally: Tally, number: int, seed: int) -> None:
+        self._target, self._tally, self._number = target, tally, number
+        self._draw = random.Random(f"{seed}-{number}")
+        self._shared = [self._tokens(200 + 100 * i, random.Random(i)) for i in range(6)]
+        self._session: list[int] = []
+        self._sessions = 0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until ``stop``."""
+        kinds = [self._completion] * 6 + [self._chat, self._leave, self._leave, self._converse, self._converse]
+        kinds += [self._document]
+        while not stop.is_set():
+            kind = self._draw.choice(kinds)
+            name = kind.__name__.lstrip("_")
+            try:
+                await kind(name)
+            except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
+                self._tally.miss(name, f"{type(error).__name__}: {error}")
+
+    def _tokens(self, count: int, draw: random.Random | None = None) -> list[int]:
+        draw = draw or self._draw
+        return [draw.randrange(*TOKEN_IDS) for _ in range(count)]
+
+    def _prompt(self) -> list[int]:
+        """Any length, short ones more often; half of them begin as others do."""
+        low, high = PROMPT_TOKENS
+        count = int(math.exp(self._draw.uniform(math.log(low), math.log(high))))
+        shared = self._draw.choice(self._shared) if self._draw.random() < 0.5 else []
+        return [*shared, *self._tokens(max(1, count - len(shared)))][:count]
+
+    def _body(self, prompt: Any) -> dict[str, Any]:
+        draw = self._draw
+        body = {"model": self._target.model, "prompt": prompt, "max_tokens": draw.randint(1, 48)}
+        body |= {"n": draw.choice((1, 1, 2)), "temperature": draw.choice((0, 0.7, 1.0)), "stream": draw.random() < 0.5}
+        body["ignore_eos"] = draw.random() < 0.5
+        if draw.random() < 0.2:
+            body["cache_salt"] = f"salt-{self._number}-{draw.randrange(10**9)}"
+        if draw.random() < 0.1:
+            body["logprobs"] = draw.randint(0, 5)
+        return body
+
+    async def _completion(self, kind: str) -> None:
+        body = self._body(self._prompt())
+        self._judge(kind, body, await call(self._target, self._tally, "/v1/completions", body))
+
+    async def _chat(self, kind: str) -> None:
+        words = " ".join(
+            self._draw.choice(("one", "two", "three", "red", "blue")) for _ in range(self._draw.randint(20, 900))
+        )
+        body = self._body(None) | {"messages": [{"role": "user", "content": words}]}
+        body = {name: value for name, value in body.items() if name not in ("prompt", "logprobs")}
+        self._judge(kind, body, await call(self._target, self._tally, "/v1/chat/completions", body))
+
+    async def _converse(self, kind: str) -> None:
+        """One turn more of a session, whose KV is asked to stay for a while."""
+        if len(self._session) > SESSION_TOKENS_MAX or not self._session:
+            self._session, self._sessions = [], self._sessions + 1
+        self._session += self._tokens(self._draw.randint(50, 300))
+        body = self._body(self._session) | {"n": 1}
+        body |= {"session": f"c{self._number}-{self._sessions}", "session_ttl_s": self._draw.randint(1, 20)}
+        body.pop("cache_salt", None)
+        self._judge(kind, body, await call(self._target, self._tally, "/v1/completions", body))
+
+    async def _document(self, kind: str) -> None:
+        """A document, one request that begins with it, and in two of three cases its deletion."""
+        name, kept = f"d{self._number}-{self._draw.randrange(10**9)}", self._draw.random() < 0.33
+        text = " ".join(
+            self._draw.choice(("north", "south", "east", "west")) for _ in range(self._draw.randint(50, 600))
+        )
+        put = {"text": text, "ttl_s": 60 if kept else 600, "endpoint": "completions"}
+        done = await call(self._target, self._tally, f"/v1/documents/{name}", put, "PUT")
+        if done.status != 201:
+            self._tally.miss(kind, f"PUT gave {done.status}: {done.body}")
+            return
+        body = self._body("Which way?") | {"document": name}
+        body.pop("cache_salt", None)
+        self._judge(kind, body, await call(self._target, self._tally, "/v1/completions", body))
+        if not kept:
+            done = await call(self._target, self._tally, f"/v1/documents/{name}", None, "DELETE")
+            if done.status != 200:
+                self._tally.miss(kind, f"DELETE gave {done.status}: {done.body}")
+
+    async def _leave(self, kind: str) -> None:
+        """Ask, and go away in the middle of it."""
+        body = self._body(self._prompt()) | {"max_tokens": 200, "ignore_eos": True}
+        patience = aiohttp.ClientTimeout(total=self._draw.choice((0.05, 0.5, 2.0, 5.0)))
+        try:
+            async with self._target.http.post(
+                f"{self._target.url}/v1/completions",
+                json=body,
+                headers={"authorization": f"Bearer {self._target.key}"},
+                timeout=patience,
+            ) as response:
+                if response.status >= 500:
+                    self._tally.miss(kind, f"{response.status}: {(await response.text())[:200]}")
+                seen, leaves_at = 0, self._draw.randint(1, 20)
+                async for _ in response.content:
+                    seen += 1
+                    if seen >= leaves_at:
+                        break
+        except TimeoutError:
+            pass
+        self._tally.ended["left"] += 1
+
+    def _judge(self, kind: str, body: dict[str, Any], answer: Answer) -> None:
+        """200 and whole where it fits, 400 where it never could; between the two either is right."""
+        prompt = body.get("prompt")
+        count = len(prompt) if isinstance(prompt, list) else 0
+        fits, never = count + body["max_tokens"] + 64 <= self._target.fits_tokens, count >= self._target.fits_tokens
+        if answer.status == 400 and not fits:
+            self._tally.ended["refused, too long"] += 1
+            return
+        whole = len(answer.finishes) == body["n"] and all(f in ("length", "stop") for f in answer.finishes)
+        if answer.status != 200 or never or not whole:
+            self._tally.miss(kind, f"{count} tokens, {answer.status}, {answer.finishes}: {answer.body}")
+            return
+        exact = body["max_tokens"] * body["n"]
+        if fits and body["ignore_eos"] and answer.tokens not in (None, exact):
+            self._tally.miss(kind, f"{answer.tokens} tokens instead of {exact}")
+            return
+        self._tally.ended[f"{kind}, {'streamed' if body['stream'] else 'whole'}"] += 1
+
+
+Known = dict[str, tuple[list[str], list[dict[str, float]]]]
+
+
+class Fixed:
+    """Questions whose greedy answers are known from before the load."""
+
+    def __init__(self, target: Target, tally: Tally) -> None:
+        self._target, self._tally = target, tally
+        self.known: Known = {}
+
+    async def learn(self) -> None:
+        """Ask each question of an idle server."""
+        for question in QUESTIONS:
+            if (found := await self._ask(question)) is not None:
+                self.known[question] = found
+
+    async def run(self, stop: asyncio.Event, pause_s: float) -> None:
+        """Ask all of them again and again, until ``stop``."""
+        while not stop.is_set():
+            await self.check()
+            await asyncio.sleep(pause_s)
+
+    async def check(self) -> None:
+        """Ask each again. The first token that differs must have had an equal beside it."""
+        for question, (tokens, best) in self.known.items():
+            found = await self._ask(question)
+            if found is None:
+                continue
+            self._tally.compared += 1
+            differs = next(
+                (i for i, pair in enumerate(zip(tokens, found[0], strict=False)) if pair[0] != pair[1]), None
+            )
+            if differs is None:
+                continue
+            ranked = sorted(best[differs].values(), reverse=True)
+            if (
+                found[0][differs] in best[differs]
+                and len(ranked) > 1
+                and ranked[0] - best[differs][found[0][differs]] <= TIE_LOGPROB
+            ):
+                self._tally.ties += 1
+            else:
+                self._tally.miss("fixed", f"{question!r} became {''.join(found[0])!r}, was {''.join(tokens)!r}")
+
+    async def _ask(self, question: str) -> tuple[list[str], list[dict[str, float]]] | None:
+        body = {"model": self._target.model, "prompt": question, "max_tokens": 16, "temperature": 0, "logprobs": 3}
+        try:
+            answer = await call(self._target, self._tally, "/v1/completions", body)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._tally.miss("fixed", f"{type(error).__name__}: {error}")
+            return None
+        if answer.status != 200:
+            self._tally.miss("fixed", f"{answer.status}: {answer.body}")
+            return None
+        logprobs = answer.body["choices"][0]["logprobs"]
+        return logprobs["tokens"], logprobs["top_logprobs"]
