@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.nn.functional import pad
 
 from memserve.model.attention.context import attending
+from memserve.model.capture import fused
 from memserve.model.capture.emit import emit
 from memserve.model.capture.fused_linear import ROWS_NATIVE_MAX, bucket_rows
 from memserve.model.capture.lower import Lowering
@@ -45,6 +46,8 @@ class CapturedForward:
         self._run = program.run
         self.source = program.source
         self.native = _native_step(graph, dtype)
+        linears = [node.args[1] for node in graph.nodes if node.target is fused.linear]
+        self._fills_up = ROWS_NATIVE_MAX if all(linear.is_ours for linear in linears) else 0
         self.operations = sum(node.op == "call_function" for node in graph.nodes)
         _forget_values(graph.nodes)
 
@@ -52,12 +55,14 @@ class CapturedForward:
         """``input_ids, positions [T]``, ``logits_rows [R]``, int64 -> logits ``[R, vocab]`` float32."""
         native = self.native
         with torch.inference_mode():
-            if native is not None and len(input_ids) <= native.rows_max and len(logits_rows) <= native.rows_max:
-                return native(input_ids, positions, logits_rows)
             # Filled up once here, so that no linear has to copy its input. Rows never mix but in attention, which
             # computes those of its batch.
-            missing = bucket_rows(len(input_ids)) - len(input_ids) if len(input_ids) > ROWS_NATIVE_MAX else 0
-            return self._run(pad(input_ids, (0, missing)), pad(positions, (0, missing)), logits_rows)
+            missing = bucket_rows(len(input_ids)) - len(input_ids) if len(input_ids) > self._fills_up else 0
+            if missing:
+                input_ids, positions = pad(input_ids, (0, missing)), pad(positions, (0, missing))
+            if native is not None and len(input_ids) <= native.rows_max and len(logits_rows) <= native.rows_max:
+                return native(input_ids, positions, logits_rows)
+            return self._run(input_ids, positions, logits_rows)
 
 
 def capture_forward(module: Any) -> CapturedForward | None:

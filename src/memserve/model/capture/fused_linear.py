@@ -22,22 +22,25 @@ ROWS_NATIVE_MAX = 128
 """Up to here our kernel is ahead of oneDNN (by 1.6 at one row, 1.1 at 128, equal at 512)."""
 
 _BUCKETS_OF_A_DOUBLING = 8
+_TILE_ROWS = 16  # of a matrix unit: filling up to them costs nothing
 
 _BLOCK_OUTPUTS = 64
+_ROWS_HINT = 8  # what oneDNN is told of the rows to come when it chooses how to lay a weight out
 _WIDE_SLICE = 4096  # outputs
 _BLOCK_INPUTS = {torch.float32: 16, torch.bfloat16: 32}
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def bucket_rows(rows: int) -> int:
-    """The least row count from ``rows`` on that oneDNN is called with: powers of two to 128, then 8 to each doubling.
+    """The least row count from ``rows`` on that oneDNN is called with: every one to 16, then multiples of 16 to 128,
+    then 8 to each doubling.
 
-    oneDNN builds and keeps a primitive for each row count that it meets: about 0.8 MB and 6 ms of CPU each. Prompts
+    oneDNN builds and keeps a primitive for each row count that it meets: up to 0.8 MB and 6 ms of CPU each. Prompts
     have every length, so without this a prefill instance builds four in nearly every step, and keeps hundreds.
     """
-    if rows <= ROWS_NATIVE_MAX:
-        return 1 << max(rows - 1, 0).bit_length()
-    step = (1 << (rows - 1).bit_length() - 1) // _BUCKETS_OF_A_DOUBLING
+    if rows <= _TILE_ROWS:
+        return max(rows, 1)
+    step = max(_TILE_ROWS, (1 << (rows - 1).bit_length() - 1) // _BUCKETS_OF_A_DOUBLING)
     return -(-rows // step) * step
 
 
@@ -70,7 +73,10 @@ class PackedLinear:
         self.source = weight.data_ptr() if len(weights) == 1 else 0
         self.n, self.k = weight.shape
         self.bias = None if biases is None else _joined(biases).clone()
-        self._packed = _pack(weight)
+        # Float32 sums of 16-bit operands are our kernel's alone, so they need the blocks that it reads. For more rows
+        # than one oneDNN lays weights out for matrix units (AMX) where the processor has them, in blocks of 32 outputs.
+        only_ours = wide and weight.dtype != torch.float32
+        self._packed = _pack(weight, 1 if only_ours else _ROWS_HINT)
         self._dense = weight.clone() if self._packed is None else None  # the module's own storage may be let go
         self._code = _CODES.get(weight.dtype, 0)
         self._bias_address = 0 if self.bias is None else self.bias.data_ptr()
@@ -83,11 +89,17 @@ class PackedLinear:
             self._rows_max = ROWS_NATIVE_MAX if self._address and self._reads_the_format(weight) else 0
         if wide and not self._rows_max and self._dense is None:
             self._dense = weight.clone()
+            self._packed = None if only_ours else self._packed
 
     @property
     def is_native(self) -> bool:
         """True when a program can hold this layer: our kernel computes it, with results of the inputs' dtype."""
         return self._rows_max > 0 and not self.wide
+
+    @property
+    def is_ours(self) -> bool:
+        """True when no product of up to ``ROWS_NATIVE_MAX`` rows is oneDNN's."""
+        return self._rows_max > 0
 
     @property
     def native_weights(self) -> tuple[int, int]:
@@ -175,12 +187,12 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0].detach() if len(parts) == 1 else torch.cat(parts)
 
 
-def _pack(weight: Tensor) -> Tensor | None:
-    """oneDNN's packed copy, or None where this processor or build has none for the dtype."""
+def _pack(weight: Tensor, rows: int) -> Tensor | None:
+    """oneDNN's packed copy for products of so many rows; None where this processor or build has none for the dtype."""
     if weight.dtype not in _CODES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch does not type it
         return None
     try:
-        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8)  # type: ignore[no-any-return]  # an operator: torch types none
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)  # type: ignore[no-any-return]  # an operator: torch types none
     except (RuntimeError, AttributeError):
         return None
 
