@@ -77,10 +77,10 @@ def processes(served: Served) -> dict[str, int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode(errors="replace").split("\0")
-            parent = int(re.search(r"PPid:\s+(\d+)", path.with_name("status").read_text()).group(1))  # type: ignore[union-attr]
-        except (OSError, AttributeError):
+            child = re.search(rf"^PPid:\s+{served.process.pid}$", path.with_name("status").read_text(), re.MULTILINE)
+        except OSError:
             continue
-        if parent == served.process.pid and "--name" in words:
+        if child and "--name" in words:
             found[words[words.index("--name") + 1]] = int(path.parent.name)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import stat
@@ -23,7 +24,7 @@ from memserve import _core
 from memserve.errors import InvariantError
 from memserve.mempool.jobs import PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import Peer
-from memserve.runtime.links import nixl, nixl_agent
+from memserve.runtime.links import nixl, nixl_agent, shm
 from memserve.runtime.links.data import PagePort, open_data_port
 from memserve.runtime.links.link import LinkError
 from memserve.runtime.links.nixl import NixlLink
@@ -311,6 +312,32 @@ def test_shared_memory_is_unmapped_when_its_owner_is_removed() -> None:
         assert "cannot map" in taker.do(late).error  # this tier was not mapped before its owner died
         taker.port.remove_peer(owner.peer)
         assert peer_maps() == before
+    finally:
+        taker.port.close()
+        owner.close()
+
+
+def peer_resident_bytes() -> int:
+    """How much of those maps counts as resident in this process."""
+    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    mine = [area for area in areas if "memfd:" in area and " r--s " in area]
+    return sum(int(found) * 1024 for area in mine for found in re.findall(r"^Rss:\s+(\d+) kB", area, re.MULTILINE))
+
+
+def test_what_was_read_of_peers_does_not_stay_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each instance counts, in time, the arenas of all."""
+    owner, taker = Owner("shm"), Taker("shm")
+    monkeypatch.setattr(shm, "_RESIDENT_BYTES_MAX", 4 * BLOCK)
+    try:
+        taker.port.add_peer(owner.info)
+        assert taker.do(taker.pull(owner, (1, 2), (1, 2))).error == ""
+        assert peer_resident_bytes() > 0, "nothing is let go of before the bound"
+        for first in range(0, BLOCKS, 4):
+            blocks = tuple(range(first, first + 4))
+            assert taker.do(taker.pull(owner, blocks, blocks)).error == ""
+            assert peer_resident_bytes() == 0
+        expected = content(Tier.HBM, BLOCKS * BLOCK)
+        np.testing.assert_array_equal(view(taker.arenas[Tier.HBM]), expected)
     finally:
         taker.port.close()
         owner.close()

@@ -52,6 +52,7 @@ void bind_shared_arena(nb::module_& m) {
       .def("__init__",
            [](PeerArena* self, int pid, int fd, int64_t nbytes) { new (self) PeerArena(pid, fd, arena_bytes(nbytes)); },
            nb::arg("pid"), nb::arg("fd"), nb::arg("nbytes"))
+      .def("forget", &PeerArena::forget, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("generation", &PeerArena::generation);
 }
 

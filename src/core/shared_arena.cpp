@@ -144,6 +144,8 @@ PeerArena::PeerArena(pid_t pid, int fd, size_t bytes) : nbytes_(bytes) {
 
 PeerArena::~PeerArena() { munmap(const_cast<uint8_t*>(start_), file_bytes(nbytes_)); }
 
+void PeerArena::forget() const { madvise(const_cast<uint8_t*>(start_), file_bytes(nbytes_), MADV_DONTNEED); }
+
 const uint8_t* PeerArena::data() const { return start_ + kHeaderBytes; }
 uint64_t PeerArena::generation() const { return header(start_)->generation.load(std::memory_order_acquire); }
 

@@ -56,6 +56,10 @@ class PeerArena {
   size_t nbytes() const { return nbytes_; }
   uint64_t generation() const;  // as the owner has it now
 
+  // Lets go of the pages that were read: they count as resident here no longer, and are the owner's as before. Others
+  // may read meanwhile; what is read again is found again.
+  void forget() const;
+
  private:
   size_t nbytes_ = 0;
   const uint8_t* start_ = nullptr;

@@ -257,6 +257,9 @@ class PeerArena(Buffer):
     """
 
     def __init__(self, pid: int, fd: int, nbytes: int) -> None: ...
+    def forget(self) -> None:
+        """Let go of the pages read so far: they no longer count as resident in this process. Reading finds them again,
+        also at this very moment."""
     @property
     def address(self) -> int: ...
     @property

@@ -232,5 +232,3 @@ def plain_answer(
         *(more or ()),
     ]
     return head_of_answer(status, own) + body
-
-

@@ -11,12 +11,18 @@ from memserve.messages import Peer, PeerInfo
 from memserve.runtime.links.link import Arenas, LinkError, Seals, UnreachableError, check_ranges, place_of
 from memserve.runtime.links.ranges import Ranges
 from memserve.types import Tier
+from memserve.units import MIB
 
 
 def this_host() -> str:
     """Equal in processes that see each other under ``/proc``: the kernel's boot and the namespace of process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+_RESIDENT_BYTES_MAX = 32 * MIB
+"""What of peers' arenas may count as resident here, but for the read that exceeds it. Each peer's whole arenas would
+otherwise, in time: memory that exists once, and is counted in every process of the cluster."""
 
 
 class ShmLink:
@@ -36,6 +42,8 @@ class ShmLink:
         self._peers: dict[Peer, PeerInfo] = {}
         self._maps: dict[tuple[Peer, Tier], _core.PeerArena] = {}
         """Mapped when first read from; only of peers in ``_peers``."""
+        self._resident_bytes = 0
+        """At most so much of the maps was read since they were last let go of."""
 
     def describe(self, info: PeerInfo) -> PeerInfo:
         """Nothing to add: every description says host, process and arenas."""
@@ -71,6 +79,7 @@ class ShmLink:
             target.address, ranges.dst_offsets, source.address, ranges.src_offsets, ranges.range_bytes
         )
         self._check_generation(source, peer)
+        self._let_go(ranges.total_bytes)
         return seals
 
     def close(self) -> None:
@@ -94,6 +103,15 @@ class ShmLink:
                 self._check_generation(arena, peer)
                 self._maps[peer, tier] = arena
             return arena
+
+    def _let_go(self, read_bytes: int) -> None:
+        with self._lock:
+            self._resident_bytes += read_bytes
+            if self._resident_bytes < _RESIDENT_BYTES_MAX:
+                return
+            self._resident_bytes, maps = 0, list(self._maps.values())
+        for arena in maps:
+            arena.forget()
 
     @staticmethod
     def _check_generation(arena: _core.PeerArena, peer: Peer) -> None:
