@@ -161,6 +161,8 @@ def running_cluster(
             _check_memory(engine_options, len(orders) - len(supervisor.living))
             supervisor.start()
             import_tokenizers()
+            import memserve.api.app  # noqa: F401  # importing takes the time: now the instances load, later clients wait
+
             infos = _wait_until_ready(engine, supervisor, options, say)
             model = _model_of(infos, folder)
             supervisor.settle()
