@@ -163,6 +163,26 @@ def test_doctor_knows_whether_the_model_is_converted(monkeypatch: pytest.MonkeyP
     assert converted().status is Status.OK
 
 
+def test_doctor_looks_into_a_model_folder(tmp_path: Path) -> None:
+    """It said "ready to serve" for a state-space model, and for a folder without a tokenizer."""
+    from transformers import LlamaConfig, MambaConfig
+
+    from memserve.cli.checks import Status, check_model
+
+    def verdict(folder: Path) -> tuple[Status, str]:
+        (found,) = check_model(str(folder))
+        return found.status, found.detail
+
+    MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16).save_pretrained(tmp_path / "mamba")
+    assert verdict(tmp_path / "mamba")[0] is Status.FAIL
+    assert "recurrent state" in verdict(tmp_path / "mamba")[1]
+    llama = LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=16)
+    llama.save_pretrained(tmp_path / "llama")
+    assert verdict(tmp_path / "llama")[0] is Status.FAIL and "tokenizer" in verdict(tmp_path / "llama")[1]
+    (tmp_path / "llama" / "config.json").write_text("[1, 2")
+    assert verdict(tmp_path / "llama")[0] is Status.FAIL and "config.json" in verdict(tmp_path / "llama")[1]
+
+
 def test_doctor_fails_without_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["doctor", "--model", str(tmp_path), "--port", "0"]) == 1
     out = capsys.readouterr().out

@@ -293,6 +293,8 @@ def test_the_command_measures_shows_and_saves(
         return [Sample(n * 1000, n, 1000 + 500 * n) for n in range(1, 7)]
 
     monkeypatch.setattr("memserve.runtime.profile_transfer.measure_transfer", transfer)
+    others = [0.0]
+    monkeypatch.setattr("memserve.runtime.cpu_use.CpuWatch.others_cores", lambda watch: others[0])
     assert run(["profile", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["missing"] == {"network": "NIXL is not installed"}
@@ -305,6 +307,14 @@ def test_the_command_measures_shows_and_saves(
     saved = Path(values["saved"])
     assert saved.parent == cache and load_profile("f", GEOMETRY, "cpu", None).machine == values["machine"]
     saved.unlink()
+    others[0] = 1.5
+    assert run(["profile"]) == 0
+    told = capsys.readouterr()
+    assert "other programs use 1.5 of" in told.err and "not saved" in told.out and not saved.exists()
+    assert run(["profile", "--even-if-busy"]) == 0
+    assert "not to be trusted" in capsys.readouterr().out and saved.exists()
+    saved.unlink()
+    others[0] = 0.0
     assert run(["profile", "--no-save"]) == 0
     text = capsys.readouterr().out
     assert "a pair attended" in text and "network: NIXL is not installed" in text and "conservative default" in text

@@ -380,6 +380,34 @@ def test_run_writes_what_bench_writes(tmp_path, capsys) -> None:
     assert "simulated" in (out / "report.md").read_text()
 
 
+def test_a_run_says_what_arrives_when_and_where(tmp_path, capsys) -> None:
+    out = tmp_path / "one"
+    run_it = ["sim", "run", "--workload", "chat", "--sessions", "4", "--out", str(out)]
+    assert run(run_it) == 0
+    told = capsys.readouterr().out
+    assert "workload: chat (built-in), 4 sessions" in told and "every session arrives at 0 s" in told
+    assert "cluster: prefill=1,decode=1, each llama-3-8b on h100" in told and "nothing measured" in told
+    report = (out / "report.md").read_text()
+    assert "every session arrives at 0 s" in report and "cores;" not in report, "this machine's processor is no h100"
+    assert run(run_it) == 1  # the first run's results stay
+    assert "holds the results of a run already" in capsys.readouterr().err
+    assert (out / "report.md").read_text() == report
+    assert run(["sim", "run", "--workload", "chat", "--sessions", "4", "--rate", "2"]) == 0
+    assert "arrives at 0 s" not in capsys.readouterr().out
+    assert run(["sim", "run", "--workload", "agentic"]) == 1
+    assert "BENCH.md" in capsys.readouterr().err
+
+
+def test_figures_of_a_simulation_name_the_simulated_machine() -> None:
+    from memserve.bench.metrics import Slo
+    from memserve.bench.plots import _subject
+    from memserve.bench.results import machine, sum_up
+
+    simulated = sum_up([], [], Slo(), "memserve sim run", simulated="llama-3-8b on h100")
+    assert _subject(simulated) == "simulated: llama-3-8b on h100"
+    assert machine()["processor"] in _subject(sum_up([], [], Slo(), "memserve bench"))
+
+
 def test_compare_takes_folders_and_settings(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)
     monkeypatch.setattr("memserve.cli.sim_results.can_draw", lambda: False)

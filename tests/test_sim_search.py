@@ -26,6 +26,11 @@ def test_the_smallest_good_size_is_found(needed: int, least: int, most: int) -> 
         assert best is not None and best.size == max(needed, least)
 
 
+def test_a_hopeless_search_ends_after_two_trials() -> None:
+    best, trials = smallest(lambda size: Trial(size, False, size), 1, 64)
+    assert best is None and [trial.size for trial in trials] == [1, 64]
+
+
 def test_the_cheapest_of_the_good_ones() -> None:
     found = [("a", Trial(4, True, 8.0)), ("b", None), ("c", Trial(6, True, 6.0)), ("d", Trial(3, True, 6.0))]
     assert cheapest(found) == ("c", found[2][1])

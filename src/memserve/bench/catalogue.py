@@ -136,7 +136,11 @@ def _process(recipe: Recipe) -> Process:
 def _path(recipe: Recipe, name: str) -> Path:
     """A data set's file, in the data folder or its subfolders' place."""
     if recipe.data is None:
-        raise UserError(f"workload '{recipe.kind}' needs {name}", hint="name the folder with --data")
+        raise UserError(
+            f"workload '{recipe.kind}' needs {name}",
+            hint=f"name its folder with --data (docs/BENCH.md says where it comes from); made from a seed, without "
+            f"data: {', '.join(BUILT_IN)}",
+        )
     for path in (recipe.data / name, recipe.data / Path(name).name):
         if path.is_file():
             return path

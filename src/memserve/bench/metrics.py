@@ -13,6 +13,7 @@ Only requests that were answered to their end have these; the others count as vi
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -28,6 +29,7 @@ Key = TypeVar("Key")
 Statistic = Callable[[Floats], float]
 """A number of a sample of at least one value."""
 BOOTSTRAP_ROUNDS = 400
+REASON_CHARS_MAX = 160
 CONFIDENCE = 0.95
 
 
@@ -123,6 +125,8 @@ class Figures:
     fetched_tokens: int = 0
     """Of the cached tokens, those that came from another instance."""
     errors: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    """What the server said to the first request of each of :attr:`errors`; where it said nothing, it is left out."""
 
     @property
     def cached_share(self) -> float:
@@ -163,6 +167,7 @@ def figures(records: Sequence[RequestRecord], *, slo: Slo | None = None, wall_s:
         output_tokens=output_tokens,
         fetched_tokens=sum(record.fetched_tokens for record in ended if record.ok),
         errors=_errors(ended),
+        reasons=_reasons(ended),
     )
 
 
@@ -172,12 +177,20 @@ def _rate(count: int, wall_s: float) -> float:
 
 def _errors(records: Iterable[RequestRecord]) -> dict[str, int]:
     """Outcome and HTTP status of what failed, and how often."""
-    counts: dict[str, int] = {}
-    for record in records:
-        if not record.ok:
-            status = f" {record.http_status}" if record.http_status not in (None, 200) else ""
-            counts[record.outcome.value + status] = counts.get(record.outcome.value + status, 0) + 1
+    counts = Counter(_kind_of_error(record) for record in records if not record.ok)
     return dict(sorted(counts.items()))
+
+
+def _reasons(records: Iterable[RequestRecord]) -> dict[str, str]:
+    reasons: dict[str, str] = {}
+    for record in records:
+        if not record.ok and record.error:
+            reasons.setdefault(_kind_of_error(record), record.error[:REASON_CHARS_MAX])
+    return dict(sorted(reasons.items()))
+
+
+def _kind_of_error(record: RequestRecord) -> str:
+    return record.outcome.value + (f" {record.http_status}" if record.http_status not in (None, 200) else "")
 
 
 def wall_seconds(records: Sequence[RequestRecord]) -> float:

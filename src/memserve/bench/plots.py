@@ -55,6 +55,8 @@ def draw_all(results: Results, folder: Path) -> list[str]:
 def _subject(results: Results) -> str:
     """What and where, for the titles: a picture is looked at without its page."""
     machine = results.machine
+    if machine.get("simulated"):
+        return f"simulated: {machine['simulated']}"
     where = f"{machine['processor']}, {machine['cores']} cores" if machine.get("processor") else ""
     return " on ".join(part for part in (", ".join(results.models), where) if part)
 

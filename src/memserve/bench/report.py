@@ -47,8 +47,11 @@ def _circumstances(results: Results) -> Iterator[str]:
     machine = results.machine
     yield f"* {', '.join(results.models)}" if results.models else "* nothing was served"
     yield f"* `{results.command}`, memserve {results.version}"
-    yield f"* {machine.get('processor')}, {machine.get('cores')} cores; {machine.get('system')}"
-    yield f"* load average at the end: {', '.join(map(str, machine.get('load_average', ())))}"
+    if machine.get("simulated"):
+        yield f"* simulated: {machine['simulated']}"
+    else:
+        yield f"* {machine.get('processor')}, {machine.get('cores')} cores; {machine.get('system')}"
+        yield f"* load average at the end: {', '.join(map(str, machine.get('load_average', ())))}"
     yield f"* SLO: {describe_slo(results.slo)}"
     yield "* latency counts from the moment at which the workload wanted the request sent"
     for note in results.notes:

@@ -126,8 +126,12 @@ def sum_up(
     notes: Sequence[str] = (),
     shapes: Sequence[Shape] = (),
     stopped: str | None = None,
+    simulated: str = "",
 ) -> Results:
-    """The results of ``records``: those of each workload and setting together, whatever the seed."""
+    """The results of ``records``: those of each workload and setting together, whatever the seed.
+
+    ``simulated``: the machines that a simulation stood for; empty: it was measured on this one.
+    """
     found = []
     for (workload, setting), members in metrics.by_setting(records).items():
         wall_s = sum(map(metrics.wall_seconds, metrics.by_run(members).values()))
@@ -137,7 +141,8 @@ def sum_up(
     partial = next((one.partial for one in passes if one.partial is not None), stopped)
     return Results(
         command, slo, tuple(passes), tuple(found), partial,
-        machine=machine(), notes=tuple(dict.fromkeys(notes)), shapes=tuple(shapes),
+        machine={"simulated": simulated} if simulated else machine(),
+        notes=tuple(dict.fromkeys(notes)), shapes=tuple(shapes),
     )  # fmt: skip
 
 
@@ -170,15 +175,27 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
+def new_folder(path: Path) -> Path:
+    """``path``, made where it is missing. Raises :class:`UserError` where it cannot be, or holds a run already."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {path}: {error.strerror}", hint="name another folder with --out") from None
+    if any((path / name).exists() for name in (RECORDS, RESULTS)):
+        raise UserError(
+            f"{path} holds the results of a run already", hint="name another folder with --out, or remove it"
+        )
+    return path
+
+
 class RunFolder:
-    """The folder of one run; records are written as they come. Raises :class:`UserError` where it cannot write."""
+    """The folder of one run; records are written as they come.
+
+    Raises :class:`UserError` where it cannot write, and where a run has written before.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make {path}: {error.strerror}", hint="name another folder with --out") from None
+        self.path = new_folder(path)
         self.writer = RecordWriter(path / RECORDS)
 
     def finish(self, results: Results) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 from memserve.bench import plots
 from memserve.bench.report import REPORT
 from memserve.bench.results import RESULTS, machine
-from memserve.errors import UserError
 
 _Results = TypeVar("_Results")
 
@@ -45,15 +44,6 @@ class Spent:
         """The median, and in brackets from where to where it goes, in units of ``unit_ns``: ``1.2 (1.1 - 1.6)``."""
         median, low, high = (f"{ns / unit_ns:.{digits}f}" for ns in (self.median_ns, self.low_ns, self.high_ns))
         return f"{median} ({low} - {high})"
-
-
-def make_folder(path: Path) -> Path:
-    """``path``, made where it is missing. Raises :class:`UserError` where it cannot be."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make {path}: {error.strerror}", hint="name another folder with --out") from None
-    return path
 
 
 def write_sheet(folder: Path, results: object, page: Iterator[str]) -> None:

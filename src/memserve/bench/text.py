@@ -24,6 +24,8 @@ def _figures(figures: Figures) -> Iterator[str]:
     yield f"{figures.requests} requests in {figures.wall_s:.1f} s, {figures.failed} failed" + "".join(
         f", {count} {what}" for what, count in figures.errors.items()
     )
+    for what, reason in figures.reasons.items():
+        yield f"  {what}: {reason}"
     yield f"{'ms':<6}{'mean':>10}{'P50':>10}{'P90':>10}{'P99':>10}{'max':>10}"
     for name, field in _SPREADS:
         if (spread := getattr(figures, field)) is not None:

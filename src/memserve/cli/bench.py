@@ -13,7 +13,7 @@ from memserve.cli import bench_capacity, bench_concurrency, bench_cost, bench_po
 from memserve.cli import options as opt
 from memserve.cli.workload import workload
 
-app = typer.Typer(help="Measure memserve on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Measure memserve on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.command("load")(load.load)
 app.command("serve")(bench_serve.serve)
 app.command("capacity")(bench_capacity.capacity)
@@ -23,8 +23,14 @@ app.command("concurrency")(bench_concurrency.concurrency)
 
 
 @app.callback()
-def bench() -> None:
+def bench(context: typer.Context) -> None:
     """Measure memserve on this machine."""
+    if context.invoked_subcommand == workload.__name__:
+        return  # it measures nothing
+    from memserve.runtime.cpu_use import busy_note, watched
+
+    if (note := busy_note(watched())) is not None:
+        typer.echo(f"warning: {note}", err=True)
 
 
 app.command()(workload)
@@ -45,7 +51,9 @@ def engine(
     set_thread_environment()
     from memserve.bench.engine import bench_engine, describe
     from memserve.llm import LLM
+    from memserve.runtime.cpu_use import CpuWatch, busy_note
 
+    watch = CpuWatch()
     with LLM(model, dtype=dtype, kv_memory=kv_memory) as llm:
         ready_s = time.perf_counter() - started
         head = {**describe(llm), "ready_s": round(ready_s, 2)}
@@ -55,3 +63,5 @@ def engine(
                 typer.echo(json.dumps(dataclasses.asdict(figure)))
             else:
                 typer.echo(f"{figure.name:<44}{figure.value:>12.2f} {figure.unit:<16}{figure.note}")
+    if (note := busy_note(watch.others_cores())) is not None:
+        typer.echo(json.dumps({"busy": note}) if as_json else f"not to be trusted: {note}")

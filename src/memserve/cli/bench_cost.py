@@ -40,7 +40,7 @@ def cost(
     from memserve.bench.cost.results import CostResults
     from memserve.bench.cost.run import CostPlan, measure
     from memserve.bench.report import REPORT
-    from memserve.bench.sheet import make_folder
+    from memserve.bench.results import new_folder
 
     options = EngineOptions(
         model=model, dtype=dtype, device=device, kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=DRAM_BYTES,
@@ -48,7 +48,7 @@ def cost(
     )  # fmt: skip
     plan = CostPlan(seconds or (QUICK_SECONDS if quick else SECONDS), save, QUICK if quick else FULL)
     results = CostResults(shlex.join(["memserve", *sys.argv[1:]]))
-    folder = make_folder(out or default_folder())
+    folder = new_folder(out or default_folder())
     begin = time.monotonic()
     measure(plan, options, results, lambda line: typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}", err=True))
     write_cost(results, folder)

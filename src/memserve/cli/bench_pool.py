@@ -40,7 +40,7 @@ def pool(
     from memserve.bench.pool.report import write_pool
     from memserve.bench.pool.run import FULL, QUICK, empty_results, measure
     from memserve.bench.report import REPORT
-    from memserve.bench.sheet import make_folder
+    from memserve.bench.results import new_folder
 
     given = {
         "blocks": _counts(blocks, "--blocks"), "prompt_tokens": _counts(prompt_tokens, "--prompt-tokens"),
@@ -51,7 +51,7 @@ def pool(
         model=model, dtype=dtype, device="cpu", kv_memory_bytes=parse_bytes(kv_memory), block_tokens=block_tokens
     )
     results = empty_results(shlex.join(["memserve", *sys.argv[1:]]), plan)
-    folder = make_folder(out or default_folder())
+    folder = new_folder(out or default_folder())
     begin = time.monotonic()
     measure(plan, options, results, lambda line: typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}", err=True))
     write_pool(results, folder)

@@ -136,7 +136,7 @@ def _local_model(model: str) -> Finding:
 
     path = Path(model).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
-        return Finding("model", Status.OK, f"folder {path}")
+        return _folder(path)
     if path.suffix == ".gguf" and path.is_file():
         return Finding("model", Status.OK, f"{path}, {human_bytes(path.stat().st_size)}; converted at first use")
     if path.exists():
@@ -144,6 +144,45 @@ def _local_model(model: str) -> Finding:
     if HUB_ID.fullmatch(model):
         return Finding("model", Status.WARN, f"{model} is no local path: the hub will be asked", "needs a connection")
     return Finding("model", Status.FAIL, f"there is no model {model!r}", "give a folder, a .gguf file or a hub id")
+
+
+def _folder(path: Path) -> Finding:
+    """A model folder, by its config, its tokenizer and the names of its weights: nothing large is read."""
+    from memserve.model.loading.loader import load_tokenizer
+    from memserve.model.loading.sources import ModelFolder
+
+    try:
+        if (why := unservable(path)) is not None:
+            return Finding("model", Status.FAIL, f"folder {path}: {why}", "serve a decoder of transformers' attention")
+        load_tokenizer(ModelFolder(path, path.name))
+    except UserError as error:
+        return Finding("model", Status.FAIL, f"folder {path}: {error.message}", error.hint)
+    if not any(path.glob("*.safetensors")):
+        return Finding("model", Status.FAIL, f"folder {path} has no *.safetensors", "save the weights as safetensors")
+    return Finding("model", Status.OK, f"folder {path}")
+
+
+def unservable(path: Path) -> str | None:
+    """Why the architecture of a model folder cannot be served; ``None``: nothing speaks against it.
+
+    Raises :class:`UserError` for a config that transformers cannot read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever its code or its checks raise: the config is at fault
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"config.json cannot be read: {line[:200]}", hint="is the folder complete?") from None
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kinds = kind if isinstance(kind, (list, tuple)) else [kind]
+    if kinds[0] is None:
+        return f"{config.model_type} is no causal language model"
+    if getattr(kinds[0], "_is_stateful", False):
+        return f"{config.model_type} keeps a recurrent state instead of keys and values"
+    if not getattr(kinds[0], "_supports_attention_backend", False):
+        return f"the attention of {config.model_type} does not go through transformers' attention interface"
+    return None
 
 
 def _disk(root: Path) -> Finding:

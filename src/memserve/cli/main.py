@@ -24,6 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # the drawn tables cut the names of options on a narrow terminal
 )
 app.command("serve")(serve.serve)
 app.command("instance")(instance.instance)

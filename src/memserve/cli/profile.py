@@ -33,6 +33,9 @@ def profile(
     block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
     seconds: Annotated[float, typer.Option(min=1, help="About how long to measure.")] = 60.0,
     save: Annotated[bool, typer.Option(help="Keep it for serve and instance, in the cache folder.")] = True,
+    even_if_busy: Annotated[
+        bool, typer.Option("--even-if-busy", help="Keep it even if other programs used the machine meanwhile.")
+    ] = False,
     plot: Annotated[str | None, typer.Option(help="Draw TTFT against the cached ratio into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -45,12 +48,18 @@ def profile(
         model=model, dtype=dtype, device=device, kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=DRAM_BYTES,
         threads=threads, block_tokens=block_tokens,
     )  # fmt: skip
-    started = time.perf_counter()
+    from memserve.runtime.cpu_use import CpuWatch, busy_note, watched
     from memserve.runtime.profile_values import profile_values
 
+    if (note := busy_note(watched())) is not None:
+        _tell(f"warning: {note}")
+    started, watch = time.perf_counter(), CpuWatch()
     found, geometry, path = _measure(options, seconds)
     values = profile_values(found, geometry) | {"seconds": round(time.perf_counter() - started, 1)}
-    if save:
+    others_cores = watch.others_cores()
+    values["others_cores"] = None if others_cores is None else round(others_cores, 2)
+    values["busy"] = busy_note(others_cores) or _distrust(found)
+    if save and (even_if_busy or values["busy"] is None):
         from memserve.runtime.profile_store import save_profile
 
         save_profile(path, values)
@@ -61,6 +70,12 @@ def profile(
         plot_profile(found, f"{values['model'].split(':')[0]} on {values['machine']}", Path(plot))
         values["plot"] = plot
     typer.echo(json.dumps(values) if as_json else "\n".join(_text(found, geometry, values)))
+
+
+def _distrust(found: Profile) -> str | None:
+    """Why the curves are not to be trusted, though other programs were quiet; ``None``: they are."""
+    error = found.quality["prefill"].median_error
+    return f"foretold prompts are off by {error:.0%}: the machine's speed changed" if error > BUSY_ERROR else None
 
 
 def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometry, Path]:
@@ -100,8 +115,9 @@ def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[
         lines.append(f"  {way:<18} {'never' if tokens is None else f'from {tokens} tokens on'}")
     lines += ["", f"a prompt of {EXAMPLE_TOKENS} tokens whose first half lies"]
     lines += [f"  {where:<18} {reason}" for where, reason in values["decisions"].items()]
-    if found.quality["prefill"].median_error > BUSY_ERROR:
-        lines += ["", "the machine was busy, or its speed changed meanwhile: measure again when it is idle"]
+    if values["busy"] is not None:
+        lines += ["", f"not to be trusted: {values['busy']}; measure again when it is idle"]
+        lines += [] if "saved" in values else ["not saved (--even-if-busy saves it all the same)"]
     if "saved" in values:
         lines += ["", f"saved: {values['saved']} ({values['seconds']} s)"]
     return lines

@@ -8,7 +8,9 @@ import typer
 
 from memserve.cli import sim_compare, sim_fuzz, sim_run, sim_search
 
-app = typer.Typer(help="Run whole clusters under virtual time: the production machines, simulated devices.")
+app = typer.Typer(
+    help="Run whole clusters under virtual time: the production machines, simulated devices.", rich_markup_mode=None
+)
 app.command("run")(sim_run.run)
 app.command("compare")(sim_compare.compare)
 app.command("search")(sim_search.search)

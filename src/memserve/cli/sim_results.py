@@ -120,7 +120,8 @@ def summed_up(runs: Sequence[Simulated], slo: Slo, command: str, notes: Sequence
     """The figures of all runs."""
     records = [record for run in runs for record in run.records]
     told = [f"**simulated**: {run.setting}, {run.machine}" for run in runs]
-    return sum_up(records, [run.done for run in runs], slo, command, [*told, *notes])
+    machines = ", ".join(dict.fromkeys(run.machine for run in runs))
+    return sum_up(records, [run.done for run in runs], slo, command, [*told, *notes], simulated=machines)
 
 
 def _extras(run: Simulated) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from memserve.cli.load import SloJct, SloTpot, SloTtft, read_slo
 
 if TYPE_CHECKING:
     from memserve.cli.sim_results import Simulated
+    from memserve.sim.hardware import Machine
+    from memserve.workloads.words import Workload
 
 
 @grouped
@@ -36,12 +38,15 @@ def run(
     from memserve.cli.sim_results import simulate, summed_up, write_folder
 
     setup, made = wanted.setup(gate.config()), build(workload.recipe())
+    head = what_comes(made, wanted, setup.machine)
+    for line in () if as_json else head:
+        typer.echo(line)
     done = simulate(setup, made, wanted.name(), made.kind, workload.seed, limit_s=limit_s)
     slo, command = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms), shlex.join(["memserve", *sys.argv[1:]])
     if out is not None:
-        results = write_folder(out, [done], slo, command, made.notes)
+        results = write_folder(out, [done], slo, command, [*head, *made.notes])
     else:
-        results = summed_up([done], slo, command, made.notes)
+        results = summed_up([done], slo, command, [*head, *made.notes])
     if as_json:
         import msgspec
 
@@ -50,6 +55,21 @@ def run(
     typer.echo("\n".join([*describe(results), *told(done)]))
     if out is not None:
         typer.echo(f"report: {out / 'report.md'}")
+
+
+def what_comes(made: Workload, wanted: sim.Wanted, machine: Machine) -> list[str]:
+    """What is sent, when, and to what: the figures mean nothing without it."""
+    due_s = [turn.due_s for session in made.sessions for turn in session.turns if turn.due_s is not None]
+    if not any(due_s):
+        when = "every session arrives at 0 s, the worst case; --rate R spreads the requests, R a second"
+    else:
+        when = f"{made.arrivals}, the last one due at {max(due_s):.0f} s"
+    origin = "a measured profile" if machine.measured else "a roofline estimate, nothing measured"
+    return [
+        f"workload: {made.kind} ({made.source}), {len(made.sessions)} sessions, {made.request_count} requests",
+        f"arrivals: {when}",
+        f"cluster: {wanted.instances}, each {machine.name} ({origin})",
+    ]
 
 
 def told(done: Simulated) -> list[str]:

@@ -107,7 +107,7 @@ def _lines(found: list[tuple[str, Trial | None]], best: tuple[str, Trial] | None
     lines = [f"{'setting':<24}{'instances':>10}{'price/hour':>12}"]
     for name, trial in found:
         if trial is None:
-            lines.append(f"{name:<24}{'more than ' + str(instances_max):>22}")
+            lines.append(f"{name:<24}{'more than ' + str(instances_max):>22}  (not even {instances_max} hold the SLO)")
         else:
             lines.append(f"{name:<24}{trial.size:>10}{trial.cost:>12.2f}")
     told = f"cheapest: {best[0]}, {best[1].size} instances" if best else "none of them holds the SLO"

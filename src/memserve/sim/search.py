@@ -63,21 +63,25 @@ Try = Callable[[int], Trial]
 
 
 def smallest(attempt: Try, least: int, most: int) -> tuple[Trial | None, list[Trial]]:
-    """The smallest good size in ``[least, most]``, and all trials in their order; ``None`` = not even ``most`` is.
+    """The smallest good size in ``[least, most]``, and all trials in their order; ``None``: not even ``most`` is good.
 
-    Sizes are doubled until one is good, then halved in between: more instances are taken never to be worse.
+    More instances are taken never to be worse. So ``most`` is tried as soon as ``least`` is not good enough: where no
+    cluster holds the SLO the search ends after two trials. Otherwise sizes are doubled until one is good, then halved
+    in between.
     """
-    trials: list[Trial] = []
-    bad, size = least - 1, least
-    while True:
+    trials = [attempt(least)]
+    if trials[0].good or least == most:
+        return (trials[0] if trials[0].good else None), trials
+    trials.append(best := attempt(most))
+    if not best.good:
+        return None, trials
+    bad, size = least, 2 * least
+    while size < best.size:
         trials.append(trial := attempt(size))
         if trial.good:
-            break
-        bad = size
-        if size == most:
-            return None, trials
-        size = min(most, 2 * size)
-    best = trial
+            best = trial
+        else:
+            bad, size = size, 2 * size
     while best.size - bad > 1:
         trials.append(trial := attempt((best.size + bad) // 2))
         if trial.good:
