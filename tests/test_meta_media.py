@@ -76,7 +76,7 @@ def reopened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
 
 def test_a_medium_gives_back_what_was_synced_and_what_replaced_it(reopened) -> None:
     medium = reopened()
-    assert medium.load() == b""
+    assert medium.load() is None and medium.name
     medium.replace(b"first")
     for piece in (b"abc", b"", b"d" * 700_000, b"e"):  # more than etcd takes at once
         medium.append(piece)
@@ -393,7 +393,8 @@ def test_children_are_found_again_and_those_of_no_use_are_ended(tmp_path: Path) 
     assert adopted.pid == made["same"][0].pid and adopted.poll() is None
     assert again.adopt("other", [*made["other"][1], "--threads", "2"]) is None
     assert made["other"][0].wait(WAIT_S) == -signal.SIGTERM
-    again.end_others(["same", "other", "gone"])
+    commands = {name: made[name][1] for name in ("other", "gone")} | {"same": moved}
+    again.end_useless(commands)
     assert made["left"][0].wait(WAIT_S) == -signal.SIGTERM
     assert again.adopt("gone", made["gone"][1]) is None and again.adopt("new", []) is None
     adopted.send_signal(signal.SIGKILL)

@@ -147,6 +147,7 @@ def running_cluster(
     """
     from memserve.model.loading.card import import_tokenizers
     from memserve.model.loading.sources import resolve_source
+    from memserve.runtime.meta_children import ChildrenFile
     from memserve.runtime.supervisor import Supervisor
 
     folder = resolve_source(engine_options.model, "float32")  # converts it, once, before several processes want it
@@ -154,6 +155,9 @@ def running_cluster(
         import_tokenizers()  # who stands by has the time now
     with open_metadata(options.metadata, say) as kept:
         secret = options.secret or kept.secret or secrets.token_urlsafe(32)
+        if kept.folder is not None:
+            orders = _orders(engine_options, options, "", log_level)  # wherever the router will be
+            ChildrenFile(kept.folder).end_useless({order.name: order.command for order in orders})
         engine = _open_router(options, secret, kept)
         orders = _orders(engine_options, options, engine.address, log_level)
         supervisor = Supervisor(orders, secret, engine.bury, kept.folder)
@@ -238,7 +242,8 @@ def _wait_until_ready(
         if names and seconds > START_TIMEOUT_S:
             missing = ", ".join(name for name in names if name not in members)
             raise UserError(f"{missing} did not get ready in {seconds:.0f} s", hint="try --log-level info")
-    return list(engine.members().values())
+    members = engine.members()
+    return [members[name] for name in names if name in members] or list(members.values())
 
 
 def _model_of(infos: list[PeerInfo], folder: ModelFolder) -> RemoteModel:

@@ -37,9 +37,14 @@ class FaultyMedium:
         """Appended, and not yet safe."""
         return len(self._unsafe)
 
-    def load(self) -> bytes:
+    @property
+    def name(self) -> str:
+        """As :class:`Medium`."""
+        return "memory"
+
+    def load(self) -> bytes | None:
         """Everything, safe or not: the system's cache outlives processes."""
-        return self._safe + bytes(self._unsafe)
+        return self._everything() or None
 
     def append(self, data: bytes) -> None:
         """As :class:`Medium`. On a full disk a part of ``data`` arrives."""
@@ -52,7 +57,7 @@ class FaultyMedium:
         """As :class:`Medium`, unless it lies."""
         self.syncs += 1
         if not self.fsync_lies:
-            self._safe, self._unsafe = self.load(), bytearray()
+            self._safe, self._unsafe = self._everything(), bytearray()
 
     def replace(self, data: bytes) -> None:
         """As :class:`Medium`."""
@@ -72,9 +77,12 @@ class FaultyMedium:
 
     def damage(self, at: int, data: bytes) -> None:
         """Other bytes from ``at`` on."""
-        everything = bytearray(self.load())
+        everything = bytearray(self._everything())
         everything[at : at + len(data)] = data
         self._safe, self._unsafe = bytes(everything), bytearray()
+
+    def _everything(self) -> bytes:
+        return self._safe + bytes(self._unsafe)
 
     def _room_for(self, wanted_bytes: int) -> int:
         if self.room_bytes is None:

@@ -40,7 +40,7 @@ _HEAD_SEALED_BYTES = _HEAD.size - 16
 _FRAME_MAGIC = b"\xf5rec"
 _FRAME = Struct("<4sIQQ16s")
 _SEALED_BYTES = _FRAME.size - 16
-_HINT = "move it away, or start without it: --metadata none"
+_HINT = "restore a backup, or start without it: --metadata none"
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[list[AnyRecord]] = msgspec.msgpack.Decoder(list[AnyRecord])
@@ -104,6 +104,8 @@ def read_journal(data: bytes) -> Reading:
 
 
 def _read_head(data: bytes) -> tuple[int, int]:
+    if not data:  # a journal is put in place as a whole: it is never empty by itself
+        raise UserError("the metadata is lost: the journal is empty", hint=_HINT, param="metadata")
     if len(data) >= _HEAD.size and data.startswith(_MAGIC):
         _, version, number, checkpoint_bytes, seal = _HEAD.unpack_from(data)
         if version != FORMAT:

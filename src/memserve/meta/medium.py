@@ -19,9 +19,13 @@ class Medium(Protocol):
     (``meta/faulty.py``). All pass ``tests/test_meta_media.py``.
     """
 
-    def load(self) -> bytes:
-        """Everything since the last ``replace``, in order; ``b""``: nothing was ever written. Raises
-        :class:`MediumFailed`."""
+    @property
+    def name(self) -> str:
+        """What an operator calls it: the path of the file, the key in etcd."""
+
+    def load(self) -> bytes | None:
+        """Everything since the last ``replace``, in order. ``None``: there never was a journal; ``b""``: there was one,
+        and nothing is left of it. Raises :class:`MediumFailed`."""
 
     def append(self, data: bytes) -> None:
         """Put ``data`` behind the rest; it need not be safe yet. Raises :class:`MediumFailed`."""

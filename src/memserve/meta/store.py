@@ -10,7 +10,8 @@
 In the runtime a thread does this (``runtime/meta_keeper.py``), one ``sync`` for all that came meanwhile. A simulator
 calls it in virtual time on a ``meta/faulty.py`` medium.
 
-The journal is replaced by a checkpoint of the book when it has grown to three times the last one. After a failure
+The journal is replaced by a checkpoint of the book when it has grown to three times the last one, and by its host
+(:meth:`Store.checkpoint`) some time after it :attr:`holds what was deleted <Store.holds_deleted>`. After a failure
 nothing is written until a whole checkpoint gets through (:meth:`Store.checkpoint`): a journal never goes on behind a
 hole.
 """
@@ -23,7 +24,7 @@ from itertools import islice
 from memserve.meta.book import Book
 from memserve.meta.journal import JournalWriter, read_journal, records_of
 from memserve.meta.medium import Medium, MediumFailed
-from memserve.remembered import AnyRecord
+from memserve.remembered import AnyRecord, DocumentDropped, DocumentPut, HandleDropped
 from memserve.units import MIB
 
 CHECKPOINT_BYTES_MIN = 4 * MIB
@@ -46,18 +47,20 @@ class Store:
         self.checkpoints = 0
         self.is_broken = False
         """Nothing can be promised until a checkpoint gets through."""
+        self.holds_deleted = False
+        """The journal has text of documents or pinned prefixes that the book no longer has; a checkpoint has not."""
         self._writer = JournalWriter(0)
         self._bytes = self._durable_bytes = self._checkpoint_bytes = 0
         self._open()
 
     def _open(self) -> None:
         data = self._medium.load()
-        if not data:
+        if data is None:
             self.checkpoint()
             return
         reading = read_journal(data)
         for body in reading.bodies:
-            self.book.apply(records_of(body))
+            self._apply(records_of(body))
         self._writer = JournalWriter(reading.number, len(reading.bodies))
         self._bytes = self._checkpoint_bytes = reading.good_bytes
         self.torn_bytes = reading.torn_bytes
@@ -73,7 +76,7 @@ class Store:
         """Take ``records`` into the book and the journal. Not safe before :meth:`sync`; not written at all while the
         store is broken. Raises :class:`MediumFailed`, and is broken then."""
         records = list(records)
-        self.book.apply(records)
+        self._apply(records)
         if self.is_broken:
             return
         frame = self._writer.frame(records, self._durable_bytes)
@@ -103,13 +106,30 @@ class Store:
         except MediumFailed:
             self.is_broken = True
             raise
-        self._writer, self.is_broken = writer, False
+        self._writer, self.is_broken, self.holds_deleted = writer, False, False
         self._bytes = self._durable_bytes = self._checkpoint_bytes = len(data)
         self.checkpoints += 1
+
+    def forget_expired(self, now_unix_ns: int) -> None:
+        """Take documents whose time is over out of the book. The next router would have done so."""
+        expired = [record for record in self.book.documents.values() if record.expires_unix_ns <= now_unix_ns]
+        self._apply([DocumentDropped(record.tenant, record.document_id) for record in expired])
 
     def close(self) -> None:
         """Give the medium back; what is not safe yet is left to it."""
         self._medium.close()
+
+    def _apply(self, records: list[AnyRecord]) -> None:
+        for record in records:
+            match record:
+                case DocumentPut(tenant, document_id, body):
+                    known = self.book.documents.get((tenant, document_id))
+                    self.holds_deleted |= known is not None and known.body != body
+                case DocumentDropped(tenant, document_id):
+                    self.holds_deleted |= (tenant, document_id) in self.book.documents
+                case HandleDropped(tenant, handle):
+                    self.holds_deleted |= (tenant, handle) in self.book.handles
+            self.book.apply([record])
 
     def _guarded_append(self, frame: bytes) -> None:
         try:

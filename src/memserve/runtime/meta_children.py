@@ -8,19 +8,20 @@ itself, and ends the others.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from memserve.messages import Peer
-from memserve.runtime.meta_state import is_locked
+from memserve.runtime.meta_state import is_locked, write_private
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,20 @@ class AdoptedProcess:
         self._wait(END_S)
         self.send_signal(signal.SIGKILL)
 
+    def __del__(self) -> None:
+        os.close(self._pidfd)
+
     def _wait(self, timeout_s: float | None) -> None:
         if self.returncode is None and select.select([self._pidfd], [], [], timeout_s)[0]:
             self.returncode = 0
+
+
+class _Started(msgspec.Struct):
+    """A child, as it is written down."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    started: int | None
+    command: list[str]
 
 
 class ChildrenFile:
@@ -74,25 +86,30 @@ class ChildrenFile:
         self.folder = folder
         self._path = folder / CHILDREN
         self._lock = threading.Lock()
-        self._known: dict[str, dict[str, Any]] = _read(self._path)
+        self._known = _read(self._path)
 
     def adopt(self, name: str, command: Sequence[str]) -> AdoptedProcess | None:
         """The living child of that name if it runs ``command``, whatever router that joins; one that does not is
         ended."""
         process = self._living(name)
-        if process is not None and _but_address(self._known[name]["command"]) != _but_address(command):
+        if process is not None and _but_address(self._known[name].command) != _but_address(command):
             log.warning("instance %s runs with other options: it is ended, and started anew", name)
             process.end()
             return None
         return process
 
-    def end_others(self, names: Sequence[str]) -> None:
-        """End those that are written down and not among ``names``."""
-        for name in [name for name in self._known if name not in names]:
+    def end_useless(self, wanted: Mapping[str, Sequence[str]]) -> None:
+        """End those that are written down and run none of the ``wanted`` commands, given by name, under its name.
+
+        Before a router calls back the members that it remembers: one with another model must not answer.
+        """
+        for name in [name for name in self._known if name not in wanted]:
             process = self._living(name)
             if process is not None:
                 process.end()
             self._forget(name)
+        for name in self._known:  # all that are left are wanted
+            self.adopt(name, wanted[name])
 
     def living(self, names: Sequence[str]) -> list[str]:
         """Those of ``names`` whose processes run."""
@@ -106,7 +123,7 @@ class ChildrenFile:
     def started(self, name: str, pid: int, command: Sequence[str]) -> None:
         """Write down a new child."""
         with self._lock:
-            self._known[name] = {"pid": pid, "started": _start_of(pid), "command": list(command)}
+            self._known[name] = _Started(pid, _start_of(pid), list(command))
             self._write()
 
     def _forget(self, name: str) -> None:
@@ -115,20 +132,21 @@ class ChildrenFile:
             self._write()
 
     def _write(self) -> None:
-        fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(self._known), encoding="utf-8")
-        fresh.rename(self._path)
+        try:
+            write_private(self._path, msgspec.json.encode(self._known).decode())
+        except OSError as error:  # a full disk ends no thread that tends an instance
+            log.error("cannot write %s: %s; the next router will not know these instances", self._path, error.strerror)
 
     def _living(self, name: str) -> AdoptedProcess | None:
         known = self._known.get(name)
         if known is None:
             return None
         try:
-            pidfd = os.pidfd_open(known["pid"])
+            pidfd = os.pidfd_open(known.pid)
         except OSError:
             return None
-        if _start_of(known["pid"]) == known["started"]:  # asked behind the pidfd: it is the one that we hold
-            return AdoptedProcess(known["pid"], pidfd)
+        if _start_of(known.pid) == known.started:  # asked behind the pidfd: it is the one that we hold
+            return AdoptedProcess(known.pid, pidfd)
         os.close(pidfd)
         return None
 
@@ -159,12 +177,15 @@ def _watch(folder: Path, router: Callable[[], Peer | None], patience_s: float) -
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def _read(path: Path) -> dict[str, _Started]:
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): {key: it[key] for key in ("pid", "started", "command")} for name, it in known.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # written by nobody, or by half: those that it named join, or end by themselves
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, _Started])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        lost = "instances that the last router started are not known: each joins by itself, or ends within a minute"
+        log.error("%s cannot be read (%s); %s", path, error, lost)
+        return {}
 
 
 def _start_of(pid: int) -> int | None:

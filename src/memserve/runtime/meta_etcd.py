@@ -35,6 +35,7 @@ PIECE_BYTES = 256 * 1024
 _PIECES_A_TXN = 4  # etcd refuses transactions of more than 1.5 MiB
 _CALL_S = 5.0
 _WATCH_S = 1.0
+_DIGITS_MAX = 15
 Answer = TypeVar("Answer")
 
 
@@ -98,7 +99,10 @@ class EtcdMedium:
 
     async def _active(self) -> str:
         found = await self._client.get(self._key("router"))
-        return str(json.loads(found.value)["router"]) if found is not None else "nobody"
+        try:
+            return str(json.loads(found.value)["router"]) if found is not None else "nobody"
+        except (ValueError, TypeError, KeyError):
+            return "a router that does not say its name"
 
     async def _wait_for_change(self) -> None:
         """Until the key changes, or it is time to look (and to keep the lease of a candidate alive)."""
@@ -132,15 +136,31 @@ class EtcdMedium:
 
     # -- the medium
 
-    def load(self) -> bytes:
+    @property
+    def name(self) -> str:
         """As :class:`Medium`."""
+        return f"etcd {self._root}journal"
+
+    def load(self) -> bytes | None:
+        """As :class:`Medium`. Raises :class:`UserError` when it cannot be known which journal is the current one."""
         current = self._do(self._client.get(self._key("current")))
         if current is None:
-            return b""
+            self._check_new()
+            return None
+        if not (current.value.isdigit() and len(current.value) <= _DIGITS_MAX):
+            shown = current.value[:40]
+            raise UserError(f"{self._root}current is {shown!r}, and no number", hint="restore it", param="metadata")
         self._number = int(current.value)
         pieces = list(self._do(self._client.get_prefix(self._journal(self._number), sort_order="ascend")))
         self._pieces = len(pieces)
         return b"".join(piece.value for piece in pieces)
+
+    def _check_new(self) -> None:
+        """Without ``current`` there may be parts of a first journal, whose router died while it wrote them."""
+        pieces = self._do(self._client.get_prefix(self._key("journal/"), keys_only=True))
+        if any(not piece.key.startswith(self._journal(1)) for piece in pieces):
+            message = f"the metadata is lost: there are journals, and no {self._root}current that names one"
+            raise UserError(message, hint="restore it", param="metadata")
 
     def append(self, data: bytes) -> None:
         """As :class:`Medium`: kept here until ``sync``."""

@@ -23,20 +23,26 @@ class FileMedium:
     def __init__(self, folder: Path, *, fsync: Callable[[int], None] = os.fdatasync) -> None:
         """``folder`` must exist. ``fsync``: how bytes get safe; a test may give one that does nothing."""
         self._fsync = fsync
-        self._path = folder / JOURNAL
+        self._path, self._fresh = folder / JOURNAL, folder / f"{JOURNAL}.new"
         self._fd: int | None = None
-        self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        self._folder_fd = _guarded(lambda: os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
 
-    def load(self) -> bytes:
+    @property
+    def name(self) -> str:
         """As :class:`Medium`."""
+        return str(self._path)
+
+    def load(self) -> bytes | None:
+        """As :class:`Medium`."""
+        self._fresh.unlink(missing_ok=True)  # of a crash: documents that are deleted by now may be in it
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND)
+            with open(self._fd, "rb", closefd=False) as file:
+                return file.read()
         except FileNotFoundError:
-            return b""
+            return None
         except OSError as error:
             raise MediumFailed(f"cannot read {self._path}: {error.strerror}") from None
-        with open(self._fd, "rb", closefd=False) as file:
-            return file.read()
 
     def append(self, data: bytes) -> None:
         """As :class:`Medium`."""
@@ -51,7 +57,7 @@ class FileMedium:
 
     def replace(self, data: bytes) -> None:
         """As :class:`Medium`: written beside it, made safe, and renamed."""
-        fresh = self._path.with_name(JOURNAL + ".new")
+        fresh = self._fresh
         fd = _guarded(lambda: os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600))
         try:
             self._write(fd, data)

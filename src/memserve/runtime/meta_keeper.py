@@ -4,6 +4,9 @@ Records that somebody waits for (``keep``) are written and synced at once; while
 share the next sync. Notes are written as soon as the thread has time, which is enough to outlive ``kill -9``, and
 synced with the next record that is waited for, at the latest after ``NOTES_SYNC_S``.
 
+Text that was deleted (documents, pinned prefixes) or whose time is over leaves the journal after ``ERASE_S`` at the
+latest: a checkpoint takes the journal's place.
+
 When the medium fails (disk full, connection lost) the router goes on: what waits is released and told that it is not
 durable, one line is logged, and a whole checkpoint is tried every ``REPAIR_S`` until one gets through.
 """
@@ -27,7 +30,13 @@ log = logging.getLogger(__name__)
 
 NOTES_SYNC_S = 1.0
 REPAIR_S = 5.0
+ERASE_S = 60.0
 _BATCH_RECORDS = 4096
+
+_LOSS_HINT = (
+    "restore a backup of it; or move it away (etcd: delete it), and documents, pinned prefixes, sessions and members"
+    " that it names are forgotten; or start without it: --metadata none"
+)
 
 OnKept = Callable[[bool], None]
 """Called from the keeper's thread: whether the records are durable."""
@@ -57,15 +66,17 @@ class MetaKeeper:
         except MediumFailed as error:
             medium.close()
             raise UserError(f"the metadata cannot be used: {error}", hint="--metadata none", param="metadata") from None
-        except UserError:
+        except UserError as error:
             medium.close()
-            raise
+            raise UserError(f"{medium.name}: {error.message}", hint=_LOSS_HINT, param="metadata") from None
         if self._store.torn_bytes:
             log.warning("the last write to the metadata did not get through: %d bytes dropped", self._store.torn_bytes)
         self.remembered: Remembered = self._store.book.remembered(self.clock_offset_ns)
         """What the last router knew."""
         self._inbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._wall_ns = wall_ns
         self._synced_s = self._repair_s = time.monotonic()
+        self._deleted_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="memserve-meta", daemon=True)
         self._thread.start()
 
@@ -96,6 +107,7 @@ class MetaKeeper:
                 durable = self._sync()
                 for then in waiting:
                     then(durable)
+            self._erase(0.0 if not is_open else ERASE_S)
 
     def _gather(self) -> tuple[list[_Item], bool]:
         """All that is there; waits for the first, but not longer than notes may be unsynced."""
@@ -125,6 +137,17 @@ class MetaKeeper:
     def _sync(self) -> bool:
         self._synced_s = time.monotonic()
         return not self._store.is_broken and self._attempt(self._store.sync)
+
+    def _erase(self, patience_s: float) -> None:
+        """Replace a journal that has held deleted text for ``patience_s``. One that is broken is replaced anyway."""
+        self._store.forget_expired(self._wall_ns())
+        if not self._store.holds_deleted or self._store.is_broken:
+            self._deleted_s = None
+            return
+        if self._deleted_s is None:
+            self._deleted_s = time.monotonic()
+        if time.monotonic() - self._deleted_s >= patience_s:
+            self._attempt(self._store.checkpoint)
 
     def _attempt(self, call: Callable[[], None]) -> bool:
         """Whether ``call`` came through. Whatever is wrong with it, those who wait must be told."""

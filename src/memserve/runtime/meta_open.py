@@ -14,7 +14,7 @@ from memserve.errors import UserError
 from memserve.messages import Peer
 from memserve.meta.medium import Medium, MediumFailed
 from memserve.remembered import Remembered
-from memserve.runtime.meta_file import FileMedium
+from memserve.runtime.meta_file import JOURNAL, FileMedium
 from memserve.runtime.meta_keeper import MetaKeeper
 from memserve.runtime.meta_state import StateFolder, default_folder
 
@@ -48,6 +48,9 @@ def metadata_place(text: str, port: int) -> MetadataPlace:
     if text.startswith(ETCD):
         members, _, name = text.removeprefix(ETCD).partition("/")
         hosts = tuple(host for host in members.split(",") if host)
+        if "@" in members:
+            hint = "this memserve speaks to etcd without credentials: let etcd admit this host's network alone"
+            raise UserError("--metadata must not hold a password: command lines are public", hint=hint)
         if not hosts:
             raise UserError(f"{text} names no host", hint="--metadata etcd://10.0.0.1:2379", param="metadata")
         return MetadataPlace(own, hosts, name.strip("/") or "default", is_wish=True)
@@ -92,8 +95,22 @@ def open_metadata(place: MetadataPlace, say: Callable[[str], None]) -> Iterator[
         if place.etcd:
             keeper = MetaKeeper(_elected(place, say))
         elif folder is not None:
-            keeper = MetaKeeper(FileMedium(folder.path))
+            keeper = _file_keeper(folder)
         yield Metadata(folder.path, keeper, folder.secret()) if folder is not None else Metadata(None, keeper, None)
+
+
+def _file_keeper(folder: StateFolder) -> MetaKeeper:
+    if folder.was_used and not (folder.path / JOURNAL).exists():
+        log.error(
+            "there is no %s, though a router has used this folder: documents, pinned prefixes, sessions and members"
+            " that it knew are forgotten (etcd may have them: was it started with --metadata etcd://...?)",
+            folder.path / JOURNAL,
+        )
+    try:
+        return MetaKeeper(FileMedium(folder.path))
+    except MediumFailed as error:
+        hint = "give a folder, --metadata PATH, or none"
+        raise UserError(f"cannot keep metadata in {folder.path}: {error}", hint=hint, param="metadata") from None
 
 
 def _state_folder(place: MetadataPlace, say: Callable[[str], None]) -> StateFolder | None:

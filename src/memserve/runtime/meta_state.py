@@ -11,14 +11,20 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import secrets
+import stat
 from pathlib import Path
 from struct import Struct
 
 from memserve.errors import UserError
 
+log = logging.getLogger(__name__)
+
 LOCK, SECRET = "lock", "secret"
+_OURS = {LOCK, SECRET, "secret.new", "journal", "journal.new", "children.json", "children.new"}
+_SECRET_HINT = "restore it, or remove it: instances that still run do not know the new one, and end by themselves"
 _FLOCK = Struct("hhqqi4x")
 """``struct flock`` on 64-bit Linux: type, whence, start, length, pid."""
 
@@ -31,6 +37,9 @@ class StateFolder:
         self.path = path
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.was_used = (path / SECRET).exists()
+            """A router has kept its state here before."""
+            _close_to_others(path)
             self._lock_fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             message = f"cannot keep metadata in {path}: {error.strerror}"
@@ -43,19 +52,46 @@ class StateFolder:
             raise UserError(f"the metadata in {path} is in use", hint=hint, param="metadata") from None
 
     def secret(self) -> str:
-        """The cluster's, made when there is none yet."""
+        """The cluster's, made when there is none yet. Raises :class:`UserError` for a file that holds none."""
         path = self.path / SECRET
         try:
-            return path.read_text(encoding="utf-8").strip()
+            secret = path.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             secret = secrets.token_urlsafe(32)
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-                file.write(secret + "\n")
-            return secret
+            write_private(path, secret + "\n")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise UserError(f"cannot read the cluster secret in {path}: {reason}", hint=_SECRET_HINT) from None
+        if not secret:
+            raise UserError(f"the cluster secret in {path} is empty", hint=_SECRET_HINT)
+        return secret
 
     def close(self) -> None:
         """Another router may come."""
         os.close(self._lock_fd)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Put ``text`` in the place of the file, as a whole, for its owner alone. Raises :class:`OSError`."""
+    fresh = path.with_suffix(".new")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o600)  # of a file that an older memserve has left
+        file.write(text)
+    fresh.rename(path)
+
+
+def _close_to_others(folder: Path) -> None:
+    """Make the folder and what we keep there readable for their owner alone, whatever a copy or an older memserve left.
+
+    A folder in which others keep files as well (``/tmp``, a home) is left as it is: ours are closed each by itself.
+    """
+    found = set(os.listdir(folder))
+    for name in found & _OURS:
+        os.chmod(folder / name, 0o600)
+    if found <= _OURS:
+        os.chmod(folder, 0o700)
+    elif stat.S_IMODE(folder.stat().st_mode) & 0o022:
+        log.warning("other users may write to %s, and take files of the metadata away: chmod 700 it", folder)
 
 
 def default_folder(port: int) -> Path:

@@ -96,7 +96,7 @@ class Supervisor:
     def start(self) -> None:
         """Start all children, or take over those that live; they load in parallel."""
         if self._file is not None:
-            self._file.end_others(self.names)
+            self._file.end_useless({child.order.name: child.order.command for child in self._children})
         for child in self._children:
             child.thread = threading.Thread(
                 target=self._tend, args=(child,), name=f"memserve-tend-{child.order.name}", daemon=True
