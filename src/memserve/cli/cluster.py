@@ -25,6 +25,7 @@ from memserve.policy.shape import (
     clients_that_fit,
     instance_bytes,
 )
+from memserve.runtime.links.devices import own_address
 from memserve.runtime.memory import available_memory_bytes, usable_cores
 from memserve.runtime.meta_open import Metadata, MetadataPlace, open_metadata
 from memserve.types import Admission, Caching, Role
@@ -75,6 +76,11 @@ class ClusterOptions:
         if self.port is not None and self.secret is None:
             hint = "make one: head -c 32 /dev/urandom | base64 > secret; then --cluster-secret-file secret"
             raise UserError("--cluster-port needs the cluster's secret", hint=hint, param="cluster_secret_file")
+
+    @property
+    def may_span_hosts(self) -> bool:
+        """Whether instances of other hosts may join."""
+        return self.port is not None and own_address(self.host) not in ("127.0.0.1", "::1")
 
     @property
     def instances(self) -> int:
@@ -213,7 +219,7 @@ def _router_at(options: ClusterOptions, secret: str, kept: Metadata, port: int) 
 def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str, log_level: str) -> list[ChildOrder]:
     from memserve.runtime.supervisor import ChildOrder
 
-    link = "shm" if options.link == "auto" and options.port is None else options.link  # nobody is on another host
+    link = "shm" if options.link == "auto" and not options.may_span_hosts else options.link
     counts = {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.COLOCATED: options.colocated}
     orders = []
     for role, count in counts.items():

@@ -20,6 +20,7 @@ from memserve.cli.grouped import grouped
 from memserve.cli.logs import set_up_logging
 from memserve.config import EngineOptions
 from memserve.errors import UserError
+from memserve.runtime.links.devices import own_address
 from memserve.types import Role
 
 if TYPE_CHECKING:
@@ -108,11 +109,17 @@ def _place(
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
         join=tuple(f"tcp://{router}:{its_port}" for router, its_port in routers),
         secret=credentials.read_secret(secret_file),
-        host="127.0.0.1" if here == "127.0.0.1" else "0.0.0.0",
+        host=_listens_at(here),
         port=port,
         advertise=here,
         link=link,
     )
+
+
+def _listens_at(advertised: str) -> str:
+    """The advertised address, if it is this host's. Behind a translation of addresses it is not: then all are."""
+    own = own_address(advertised)
+    return own if own is not None and ":" not in own else "0.0.0.0"
 
 
 def _own_address(router_host: str) -> str:

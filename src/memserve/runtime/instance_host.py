@@ -95,7 +95,7 @@ def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:
         lambda me, on_message: ZmqMailbox(
             me, place.secret, place.host, place.port, on_message, advertise=place.advertise
         ),
-        lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages),
+        lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, place.advertise or place.host),
     )
 
 

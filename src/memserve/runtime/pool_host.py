@@ -60,7 +60,7 @@ class PoolHost:
         self._closed = False
         self._deliveries = ThreadPoolExecutor(1, thread_name_prefix="memserve-delivery")
         arenas = {tier: arena for tier, arena in memory.arenas.items() if isinstance(arena, _core.SharedArena)}
-        self._data = open_data_port(link, memory.geometry, arenas, self._pages_done)
+        self._data = open_data_port(link, memory.geometry, arenas, self._pages_done, address[0])
         self._mailbox = ZmqMailbox(me, secret, *address, self._heard)
         info = self._data.describe(_info(memory, me, namespace, self._mailbox.address))
         exchange = Exchange(memory.pool, memory.geometry, config, me, namespace)

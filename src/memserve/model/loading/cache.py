@@ -9,16 +9,21 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from memserve.errors import UserError
-from memserve.units import KIB, MIB
+from memserve.units import NS_PER_S
 
 MARKER = "memserve-cache.json"
+log = logging.getLogger(__name__)
+
+_RECENT_NS = 2 * NS_PER_S
 _HINT = "point MEMSERVE_CACHE_DIR at a folder with room that you may write to"
 
 
@@ -95,16 +100,50 @@ def _locked(path: Path) -> Iterator[None]:
         yield  # closing the file unlocks it
 
 
-def sampled_digest(path: Path) -> bytes:
-    """32 bytes that identify a large file in milliseconds: its size, its first MiB, and 64 pieces spread over it.
+def whole_digest(path: Path) -> bytes:
+    """SHA-256 of all bytes of a file. Computed once: it is kept in the cache folder (model folders may be read-only)
+    for as long as the file is the same inode, as long, and was not changed since, its times say.
 
-    The head of a safetensors or GGUF file names every tensor; the pieces tell apart fine-tunes of one model.
+    A file that was changed a moment ago is not kept yet: clocks of file systems tick in milliseconds, so a second
+    change might look like the first. Where the cache folder cannot be written it is computed each time.
     """
-    size = path.stat().st_size
-    digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=32)
+    path = path.resolve()
+    before = path.stat()
+    known = cache_root() / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    seen: list[str | int] = [
+        str(path),
+        before.st_dev,
+        before.st_ino,
+        before.st_size,
+        before.st_mtime_ns,
+        before.st_ctime_ns,
+    ]
+    kept = _kept_digest(known, seen)
+    if kept is not None:
+        return kept
     with path.open("rb") as file:
-        digest.update(file.read(MIB))
-        for piece in range(64):
-            file.seek(size * piece // 64)
-            digest.update(file.read(4 * KIB))
-    return digest.digest()
+        digest = hashlib.file_digest(file, "sha256").digest()
+    after = path.stat()
+    is_same = (after.st_size, after.st_ctime_ns) == (before.st_size, before.st_ctime_ns)
+    if is_same and time.time_ns() - max(after.st_mtime_ns, after.st_ctime_ns) > _RECENT_NS:
+        _keep_digest(known, {"file": seen, "sha256": digest.hex()})
+    return digest
+
+
+def _kept_digest(known: Path, seen: list[str | int]) -> bytes | None:
+    try:
+        kept = json.loads(known.read_text())
+        digest = bytes.fromhex(kept["sha256"])
+        return digest if kept["file"] == seen and len(digest) == 32 else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _keep_digest(known: Path, digest: dict[str, object]) -> None:
+    try:
+        known.parent.mkdir(parents=True, exist_ok=True)
+        fresh = known.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(digest))
+        fresh.rename(known)
+    except OSError as error:
+        log.info("the digest of a model's file is computed at each start: %s", error)

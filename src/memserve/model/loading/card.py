@@ -108,4 +108,8 @@ def _load_tokenizer(folder: ModelFolder, tokenizer_class: str) -> Any:
         return load_tokenizer(folder)
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-    return TokenizersBackend.from_pretrained(folder.path, local_files_only=True)
+    from memserve.model.loading.checkpoint import errors_named
+
+    hint = "save the tokenizer beside the weights with tokenizer.save_pretrained(folder)"
+    with errors_named(f"{folder.name} has no tokenizer that transformers can load", hint):
+        return TokenizersBackend.from_pretrained(folder.path, local_files_only=True)

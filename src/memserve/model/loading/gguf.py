@@ -16,13 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memserve.errors import UserError
-from memserve.model.loading.cache import cached_folder, sampled_digest
+from memserve.model.loading.cache import cached_folder, whole_digest
+from memserve.model.loading.checkpoint import errors_named, load_module
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 VERSION = 1
 """Raise this when a conversion would come out differently: cached ones are then made again."""
+
+CONVERSION_S = 3600
+"""Longer, and the file is taken for one that nothing can convert."""
+_HINT = "download it again; or convert it to a Hugging Face folder, and serve that"
 
 EXACT, ROUNDED = "float32", "bfloat16"
 """The two folders of a conversion."""
@@ -33,30 +38,33 @@ def converted_folder(path: Path, dtype: str) -> Path:
 
     Raises :class:`UserError` when the file is not a GGUF file, or holds something that transformers cannot convert.
     """
-    with path.open("rb") as file:
+    with errors_named(f"cannot read {path}", "is it yours to read?"), path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise UserError(f"{path} is not a GGUF file", hint="its first four bytes should be 'GGUF'")
     name = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)
-    key = f"{name}-{sampled_digest(path).hex()[:16]}"
+    key = f"{name}-{whole_digest(path).hex()[:16]}"
     entry = cached_folder(key, VERSION, lambda folder: _convert_in_child(path, folder))
     return entry / (ROUNDED if dtype == ROUNDED else EXACT)
 
 
 def _convert_in_child(path: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "memserve.model.loading.gguf", str(path), str(folder)]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CONVERSION_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"cannot convert {path.name}: it took longer than {CONVERSION_S} s", hint=_HINT) from None
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines()
         reason = lines[-1] if lines else f"exit status {child.returncode}"
-        raise UserError(f"cannot convert {path.name}: {reason}", hint="convert it to a Hugging Face folder, serve that")
+        raise UserError(f"cannot convert {path.name}: {reason[:300]}", hint=_HINT)
 
 
 def convert(path: Path, folder: Path) -> None:
     """Write ``folder/float32`` and ``folder/bfloat16`` from the GGUF file ``path``."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    model = load_module(path.parent, path.name, torch.float32, path.name)
     tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     tied = model.config.get_text_config().tie_word_embeddings
     weights = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
@@ -92,4 +100,7 @@ def _write_config(folder: Path, model: Any) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    except UserError as refused:
+        sys.exit(refused.message)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memserve.config import DEFAULT_MAX_TOKENS
 from memserve.errors import UserError
-from memserve.model.loading.cache import sampled_digest
+from memserve.model.loading.cache import whole_digest
+from memserve.model.loading.checkpoint import errors_named, load_module
 from memserve.model.loading.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
 from memserve.types import KVGeometry
 
@@ -24,8 +26,13 @@ log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model may recommend for requests that do not say. ``do_sample`` is not asked, as in vLLM."""
+GENERATION_DEFAULTS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (-1, 1 << 30), "min_p": (0, 1), "repetition_penalty": (1e-9, 10)
+}  # fmt: skip
+"""What a model may recommend for requests that do not say, within the ranges of what they may say. ``do_sample`` is not
+asked, as in vLLM."""
+
+TOKENIZER_HINT = "save the tokenizer beside the weights with tokenizer.save_pretrained(folder)"
 
 _CONTEXT_FALLBACK_TOKENS = 2048
 
@@ -84,18 +91,21 @@ def load_model(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    module = _load_module(folder, getattr(torch, dtype_name))
+    module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
     geometry, layers = probe_model(module.to(place), dtype_name, block_tokens)
     tokenizer = load_tokenizer(folder)
+    with errors_named(f"config.json of {folder.name} is odd", "restore it: download it again"):
+        max_model_tokens = _max_model_tokens(module.config, layers)
+    vocab_size = int(module.get_output_embeddings().weight.shape[0])
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
         geometry=geometry,
         fingerprint=fingerprint(folder.path),
         name=folder.name,
-        max_model_tokens=_max_model_tokens(module.config, layers),
-        vocab_size=module.get_output_embeddings().weight.shape[0],
-        eos_token_ids=_eos_token_ids(module, tokenizer),
+        max_model_tokens=max_model_tokens,
+        vocab_size=vocab_size,
+        eos_token_ids=_eos_token_ids(module, tokenizer, folder, vocab_size),
         has_chat_template=bool(tokenizer.chat_template),
         device=place,
         dtype=getattr(torch, dtype_name),
@@ -104,10 +114,10 @@ def load_model(
 
 
 def fingerprint(folder: Path) -> str:
-    """32 hex digits of the config and the weights of a model folder (weights are sampled, see ``sampled_digest``)."""
+    """32 hex digits of the config and the weights of a model folder, of every byte of them."""
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        digest.update(file.name.encode() + sampled_digest(file))
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(os.fsencode(file.name) + whole_digest(file))
     return digest.hexdigest()
 
 
@@ -137,38 +147,12 @@ def _choose_dtype(dtype: str, device: torch.device) -> str:
     return "bfloat16" if fast else "float32"
 
 
-def _load_module(folder: ModelFolder, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers does not type it
-    try:
-        module = AutoModelForCausalLM.from_pretrained(
-            folder.path, dtype=dtype, attn_implementation="eager", local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"transformers cannot load {folder.name} as a causal language model: {reason}",
-            hint="give a complete model folder with config.json, tokenizer and safetensors weights",
-            param="model",
-        ) from error
-    module.requires_grad_(False)
-    return module.train(False)
-
-
 def load_tokenizer(folder: ModelFolder) -> Any:
     """The folder's tokenizer. Raises :class:`UserError` when transformers cannot load it."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"{folder.name} has no tokenizer that transformers can load",
-            hint="save the tokenizer beside the weights with tokenizer.save_pretrained(folder)",
-            param="model",
-        ) from error
+    with errors_named(f"{folder.name} has no tokenizer that transformers can load", TOKENIZER_HINT):
+        return AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
 
 
 def _max_model_tokens(config: Any, layers: list[ProbedLayer]) -> int:
@@ -189,23 +173,56 @@ def _max_model_tokens(config: Any, layers: list[ProbedLayer]) -> int:
     return min(limits)
 
 
-def _generation_defaults(folder: ModelFolder) -> dict[str, float]:
-    """What the model's authors recommend, from its ``generation_config.json``; only what they wrote down there."""
+def _generation_config(folder: ModelFolder) -> dict[str, Any]:
+    """What the model's authors recommend. A damaged file is warned of and taken for an empty one: it decides nothing
+    that a request cannot say."""
     try:
-        written = json.loads((folder.path / "generation_config.json").read_text())
-        named = {name: written.get(name) for name in GENERATION_DEFAULTS}
-    except (OSError, ValueError, AttributeError):
-        named = {}
-    defaults = {name: value for name, value in named.items() if isinstance(value, (int, float))}
+        written = json.loads((folder.path / "generation_config.json").read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("generation_config.json of %s is not used: %s", folder.name, error)
+        return {}
+    if not isinstance(written, dict):
+        log.warning("generation_config.json of %s is not used: it is no JSON object", folder.name)
+        return {}
+    return written
+
+
+def _generation_defaults(folder: ModelFolder) -> dict[str, float]:
+    """Defaults of sampling, from ``generation_config.json``; only what was written down there and a request may say."""
+    written = _generation_config(folder)
+    defaults = {}
+    for name, (least, most) in GENERATION_DEFAULTS.items():
+        value = written.get(name)
+        if value is None:
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and least <= value <= most and (name != "top_k" or value == int(value)):
+            defaults[name] = value
+        else:
+            shown = str(value)[:40]
+            log.warning("generation_config.json of %s: %s is %s, and is not used", folder.name, name, shown)
     return defaults or (dict(DEFAULT_MODEL_SAMPLING) if folder.name == DEFAULT_MODEL else {})
 
 
-def _eos_token_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:
+def _eos_token_ids(module: Any, tokenizer: Any, folder: ModelFolder, vocab_size: int) -> tuple[int, ...]:
     """Every token that ends a sequence: by the generation config, the config, the tokenizer, and the chat template."""
-    named = [getattr(module.generation_config, "eos_token_id", None), module.config.get_text_config().eos_token_id]
-    ids = {token for entry in named for token in (entry if isinstance(entry, list) else [entry])}
-    ids.add(tokenizer.eos_token_id)
+    named = [
+        _generation_config(folder).get("eos_token_id"),
+        module.config.get_text_config().__dict__.get("eos_token_id"),
+    ]
+    named.append(tokenizer.eos_token_id)
+    ids = [token for entry in named for token in (entry if isinstance(entry, (list, tuple)) else [entry])]
     template, vocab = tokenizer.chat_template or "", tokenizer.get_added_vocab()
-    ids |= {vocab[token] for token in _TURN_ENDS if token in vocab and token in str(template)}
-    ids |= {vocab[_TEXT_END]} if _TEXT_END in vocab else set()
-    return tuple(sorted(token for token in ids if token is not None))
+    ids += [vocab[token] for token in _TURN_ENDS if token in vocab and token in str(template)]
+    ids += [vocab[_TEXT_END]] if _TEXT_END in vocab else []
+    ends, odd = set(), []
+    for token in ids:
+        if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size:
+            ends.add(token)
+        elif token is not None and token != -1:
+            odd.append(str(token)[:20])
+    if odd:
+        log.warning("%s names ends of sequence that are no tokens of its vocabulary: %s", folder.name, ", ".join(odd))
+    return tuple(sorted(ends))

@@ -16,6 +16,7 @@ from memserve.errors import UserError, check
 from memserve.model.attention.context import attending
 from memserve.model.attention.interface import ATTENTION_NAME, register_attention
 from memserve.model.attention.reference import attend_dense
+from memserve.model.loading.checkpoint import errors_named
 from memserve.types import KVGeometry
 
 if TYPE_CHECKING:
@@ -84,13 +85,9 @@ def probe_model(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry,
 
 def _last_logits(module: Any, ids: Tensor, family: str) -> Tensor:
     positions = torch.arange(len(ids), device=ids.device)
-    try:
-        with torch.inference_mode():
-            out = module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"a {family} model cannot be served: its forward refused a plain step ({error})", hint=_HINT
-        ) from error
+    what = f"a {family} model cannot be served: its forward refused a plain step"
+    with errors_named(what, _HINT), torch.inference_mode():
+        out = module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
     last: Tensor = out.logits[0, -1].float()
     return last
 

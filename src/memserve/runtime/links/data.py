@@ -30,8 +30,11 @@ log = logging.getLogger(__name__)
 LINKS = ("auto", "shm", "nixl")
 
 
-def open_data_port(link: str, geometry: KVGeometry, arenas: Arenas, on_pages: OnPages) -> PagePort:
+def open_data_port(
+    link: str, geometry: KVGeometry, arenas: Arenas, on_pages: OnPages, host: str | None = None
+) -> PagePort:
     """The port for ``link``: ``auto`` = shared memory to peers on this host, NIXL to the others where it is installed.
+    NIXL listens at ``host``; ``None``: at all addresses of this machine.
 
     ``arenas`` holds the tiers that have blocks. Raises :class:`UserError` for ``nixl`` without NIXL, and for a link
     that does not exist.
@@ -42,10 +45,10 @@ def open_data_port(link: str, geometry: KVGeometry, arenas: Arenas, on_pages: On
     if link != "nixl":
         links.append(ShmLink(arenas))
     if link == "nixl":
-        links.append(NixlLink(arenas, geometry.block_bytes))
+        links.append(NixlLink(arenas, geometry.block_bytes, host=host))
     if link == "auto" and nixl_is_installed():
         try:
-            links.append(NixlLink(arenas, geometry.block_bytes))
+            links.append(NixlLink(arenas, geometry.block_bytes, host=host))
         except UserError as error:
             log.warning("peers on other hosts cannot be read: %s", error)
     return PagePort(geometry, arenas, links, on_pages)

@@ -5,8 +5,9 @@ connection takes both. NIXL's own thread costs 60 % of a core while nothing happ
 then, and often for a while after pages were sealed, for then somebody is about to read them, and after a peer said that
 it reads.
 
-UCX listens on every network interface, and asks nobody for the cluster's secret: this link is for networks that can be
-trusted (``UCX_NET_DEVICES`` names the interfaces that it may use). Instances on one host need no NIXL.
+UCX listens where the process does: on the network device of the host that it was given, and the RDMA adapters behind
+that (``UCX_NET_DEVICES`` in the environment says otherwise). It asks no peer for the cluster's secret, and encrypts
+nothing: this link is for networks that can be trusted. Instances on one host need no NIXL.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class NixlLink:
     name = "nixl"
     workers = 4
 
-    def __init__(self, arenas: Arenas, block_bytes: int, *, stall_s: float = STALL_S) -> None:
+    def __init__(self, arenas: Arenas, block_bytes: int, *, stall_s: float = STALL_S, host: str | None = None) -> None:
         self._arenas = arenas
-        self._agent = Agent(f"memserve {os.getpid()} {time.time_ns():x}")
+        self._agent = Agent(f"memserve {os.getpid()} {time.time_ns():x}", host)
         for arena in arenas.values():
             self._agent.register(arena.address, arena.nbytes)
         self._metadata = self._agent.metadata()  # without slots: they are nobody's to read

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from memserve.errors import UserError
+from memserve.runtime.links.devices import ucx_devices
 from memserve.runtime.links.link import LinkError, UnreachableError
 from memserve.runtime.links.ranges import Ranges
 
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 _READING = b"reading"
 
+_NET_DEVICES = "UCX_NET_DEVICES"
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 _DEFAULTS = {
     "NIXL_LOG_LEVEL": "WARN",
@@ -67,9 +69,10 @@ class Agent:
     Raises :class:`UserError` when NIXL is not installed, or does not start.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, host: str | None = None) -> None:
+        """``host``: the address at which this process listens; ``None``: at all of this machine's."""
         self._lock = threading.Lock()
-        self._agent: Any = _new_agent(name)
+        self._agent: Any = _new_agent(name, host)
 
     def metadata(self) -> bytes:
         """What peers need to read what is registered so far."""
@@ -147,12 +150,17 @@ class Agent:
             self._agent = None
 
 
-def _new_agent(name: str) -> Any:
+def _new_agent(name: str, host: str | None) -> Any:
     module = _module()
     if module is None:
         raise UserError("the link nixl needs NIXL", hint="pip install 'memserve[nixl]', or use --link shm")
     for option, value in _DEFAULTS.items():
         os.environ.setdefault(option, value)
+    devices = ucx_devices(host) if host is not None else None
+    if devices is not None:
+        os.environ.setdefault(_NET_DEVICES, devices)
+    elif host is not None and _NET_DEVICES not in os.environ:
+        log.warning("NIXL listens on every network of this machine: %s names those that it may use", _NET_DEVICES)
     try:
         api = importlib.import_module(f"{module}._api")
         return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))

@@ -23,7 +23,7 @@ def _router_power(world: World, fault: Fault, node: FuzzedInstance, random: Rand
 def _disk_full(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     """There is room for a little more, then for nothing."""
     medium = world.router.medium
-    medium.room_bytes = len(medium.load()) + random.choice([0, 40, 500])
+    medium.room_bytes = len(medium.load() or b"") + random.choice([0, 40, 500])
 
     def stop() -> None:
         medium.room_bytes = None

@@ -1,0 +1,200 @@
+"""A checkpoint becomes a module, whole and exactly, or one clear line says what is wrong with it (level 3).
+
+Files of models come from strangers, and reading them is the work of other people's code, which fails in many ways:
+whatever it raises is a :class:`UserError` here. Code that a checkpoint brings along is never run: no pickles (``.bin``)
+and no modules of its own.
+
+**Tensors.** A model must find each of its tensors, in its shape: what is missing would be drawn at random. Not
+missing: one that is tied to another, and buffers that the model's class computes. A checkpoint must hold no tensor for
+which the model has no place: it would mean that ``config.json`` describes another model (fewer layers, no biases). Not
+surplus: what the model's class in transformers skips on purpose, masks and rotary frequencies that older versions
+saved, and parts beside the language model, which take no part in text: towers and projectors of images and sound, heads
+that predict several tokens (``_BESIDE``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from struct import unpack
+from typing import TYPE_CHECKING, Any
+
+from memserve.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+CONTEXT_TOKENS_MAX = 100_000_000
+"""Ten times the longest context that anybody has trained for."""
+_SIZE_MAX = 1 << 31
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "ffn_dim",
+)  # fmt: skip
+_CONTEXTS = ("max_position_embeddings", "n_positions")
+_HEADER_BYTES_MAX = 100_000_000
+"""What safetensors itself allows."""
+_TIMES_MAX = 16
+"""A checkpoint may be packed (4 bits a value, in words of 32), and tied tensors count twice."""
+_SHOWN = 3
+_CHARS = 200
+_COMPLETE = "download it again, all of it; or save it anew with save_pretrained(folder)"
+
+_BESIDE = re.compile(
+    r"(^|\.)(vision|visual|image|audio|speech|video|multi_modal|multimodal|mm_|embed_vision|embed_audio|mtp)[^.]*\."
+)
+_SAVED_BUFFERS = re.compile(r"(attn|attention)\.(bias|masked_bias)$|rotary_emb\.inv_freq$|position_ids$")
+
+
+@contextmanager
+def errors_named(what: str, hint: str) -> Iterator[None]:
+    """Whatever a library raises inside becomes one line that begins with ``what``. Extensions written in Rust panic
+    with an exception that is no ``Exception``."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = lines[0] if lines else "it says nothing more"
+        kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: "
+        raise UserError(f"{what}: {kind}{reason}"[: 2 * _CHARS], hint=hint, param="model") from error
+
+
+def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
+    """The causal language model in ``folder``, with eager attention and all of its tensors; or the one in the GGUF file
+    of that name there. Raises :class:`UserError`."""
+    import torch
+    import transformers
+    from transformers.utils import logging
+
+    transformers_logging: Any = logging  # transformers types little of this
+    auto_model: Any = transformers.AutoModelForCausalLM
+    transformers_logging.disable_progress_bar()
+    what = f"transformers cannot load {name} as a causal language model"
+    source: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if gguf_file is not None:
+        source["gguf_file"] = gguf_file
+    else:
+        _check_config(folder, name)
+        empty: Any = transformers.GenerationConfig
+        source["generation_config"] = empty()  # the loader reads the folder's own, and forgives more
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # what it would warn of in tables is refused below in a line
+    try:
+        with errors_named(what, "give a complete model folder with config.json, tokenizer and safetensors weights"):
+            if gguf_file is None:
+                _check_files(folder, name, _described_weights(folder))
+            module, info = auto_model.from_pretrained(
+                folder, dtype=dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True,
+                ignore_mismatched_sizes=True, **source,
+            )  # fmt: skip
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    _check_tensors(info, name)
+    if not all(torch.isfinite(value).all() for value in _first_and_last(module)):
+        raise UserError(f"{name} has weights that are no numbers (NaN or infinite)", hint=_COMPLETE, param="model")
+    module.requires_grad_(False)
+    return module.train(False)
+
+
+def _first_and_last(module: Any) -> list[Any]:
+    """Two tensors that show a file full of rubbish; all of them would cost seconds."""
+    values = [value for value in module.parameters() if value.is_floating_point()]
+    return [values[0], values[-1]] if values else []
+
+
+def _check_tensors(info: Any, name: str) -> None:
+    """Raises :class:`UserError` for tensors that are missing, have another shape, or have no place."""
+    missing = sorted(info["missing_keys"])
+    misshapen = sorted(f"{key} ({_shape(here)}, the model has {_shape(there)})"
+                       for key, here, there in info["mismatched_keys"])  # fmt: skip
+    surplus = sorted(
+        key for key in info["unexpected_keys"] if not _BESIDE.search(key) and not _SAVED_BUFFERS.search(key)
+    )
+    for found, what, hint in (
+        (missing, "tensors are missing", _COMPLETE),
+        (misshapen, "tensors have another shape", "config.json and weights must be of the same model"),
+        (surplus, "tensors have no place in the model", "config.json and weights must be of the same model"),
+    ):
+        if found:
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            shown = ", ".join(key[:_CHARS] for key in found[:_SHOWN])
+            raise UserError(f"{name}: {len(found)} {what}: {shown}{more}", hint=hint, param="model")
+    if info.get("error_msgs"):
+        raise UserError(f"{name}: {str(info['error_msgs'][0]).splitlines()[0][:_CHARS]}", hint=_COMPLETE, param="model")
+
+
+def _shape(size: Any) -> str:
+    return "x".join(map(str, size)) or "one number"
+
+
+# -- before anything is allocated
+
+
+def _check_config(folder: Path, name: str) -> None:
+    """Numbers that no model has: they would end as a division by zero, or fill the memory."""
+    hint = f"restore {folder / 'config.json'}: download it again"
+    with errors_named(f"cannot read config.json of {name}", hint):
+        config = json.loads((folder / "config.json").read_bytes())
+    if not isinstance(config, dict):
+        raise UserError(f"config.json of {name} is no JSON object", hint=hint, param="model")
+    texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    for key, value in ((key, part.get(key)) for part in texts for key in _SIZES):
+        if value is None or isinstance(value, list):  # a list: one of each layer
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            message = f"config.json of {name}: {key} is {str(value)[:40]!r}, and no positive number"
+            raise UserError(message, hint=hint, param="model")
+        most = CONTEXT_TOKENS_MAX if key in _CONTEXTS else _SIZE_MAX
+        if value > most:
+            message = f"config.json of {name}: {key} is {str(value)[:40]}, more than {most} in any model"
+            raise UserError(message, hint=hint, param="model")
+
+
+def _described_weights(folder: Path) -> int:
+    """How many values the model of ``config.json`` has; nothing of it is allocated."""
+    import torch
+    import transformers
+
+    auto_model: Any = transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        return sum(value.numel() for value in auto_model.from_config(config).parameters())
+
+
+def _check_files(folder: Path, name: str, wanted: int) -> None:
+    """Raises :class:`UserError` when there are no safetensors, a file of them is damaged, or they are far too small for
+    the ``wanted`` values: a config may describe a model that would fill the memory before it is noticed."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        if pickled:
+            message = f"{name} has its weights in a pickle ({pickled[0]}), which can run any code: it is not read"
+            hint = "convert it where you trust it: save_pretrained(folder), safe_serialization=True; serve that"
+            raise UserError(message, hint=hint, param="model")
+        message = f"cannot load {name} as a causal language model: it has no weights, no .safetensors file"
+        raise UserError(message, hint=_COMPLETE, param="model")
+    held = sum(_tensors_of(file) for file in files)
+    if wanted > _TIMES_MAX * held:
+        message = f"config.json of {name} describes {wanted} weights, and its files hold {held}"
+        raise UserError(message, hint="config.json and weights must be of the same model", param="model")
+
+
+def _tensors_of(file: Path) -> int:
+    """How many values the tensors of a safetensors file have. Raises :class:`UserError` for a damaged one."""
+    with errors_named(f"{file} is damaged", _COMPLETE), file.open("rb") as opened:
+        size, start = file.stat().st_size, opened.read(8)
+        header_bytes = unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= header_bytes <= min(size - 8, _HEADER_BYTES_MAX):
+            raise ValueError(f"its header should have {header_bytes} bytes, the file has {size}")
+        header = json.loads(opened.read(header_bytes))
+        places = [entry for key, entry in header.items() if key != "__metadata__"]
+        end = max((entry["data_offsets"][1] for entry in places), default=0)
+        if min((entry["data_offsets"][0] for entry in places), default=0) < 0 or end != size - 8 - header_bytes:
+            raise ValueError(f"its tensors end at byte {end}, its data at {size - 8 - header_bytes}")
+        return sum(math.prod(entry["shape"]) for entry in places)

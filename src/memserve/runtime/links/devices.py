@@ -1,0 +1,71 @@
+"""Which network device has an address: a library that listens by device does so where it was asked (level 3)."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+from pathlib import Path
+from struct import pack, unpack_from
+
+import numpy as np
+
+_SIOCGIFCONF = 0x8912
+_IFREQ_BYTES = 40
+_INTERFACES_MAX = 256
+_RDMA = Path("/sys/class/infiniband")
+
+
+def own_address(host: str) -> str | None:
+    """``host`` as an IP address, if it is one of this machine's; ``None``: it is elsewhere, or unknown."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        for family, _, _, _, address in sorted(found):  # IPv4 first
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind(address)
+                return str(address[0])
+    except OSError:
+        return None
+    return None
+
+
+def device_of(address: str) -> str | None:
+    """The network device that has an IP address (``eth0``, ``lo``); ``None``: none of this machine's."""
+    wanted = ipaddress.ip_address(address)
+    if wanted.is_loopback:
+        return "lo"
+    found = _ipv4_devices() if wanted.version == 4 else _ipv6_devices()
+    return next((name for name, own in found if own == wanted), None)
+
+
+def ucx_devices(host: str) -> str | None:
+    """What ``UCX_NET_DEVICES`` says to stay at ``host``: its network device, and the RDMA adapters behind that.
+
+    ``None``: ``host`` is no address of this machine (others reach it through a translation of addresses).
+    """
+    address = own_address(host)
+    device = device_of(address) if address is not None else None
+    if device is None:
+        return None
+    adapters = sorted(path.parents[2].name for path in _RDMA.glob(f"*/device/net/{device}"))
+    return ",".join([device, *(f"{adapter}:1" for adapter in adapters)])
+
+
+def _ipv4_devices() -> list[tuple[str, ipaddress.IPv4Address]]:
+    answers = np.zeros(_IFREQ_BYTES * _INTERFACES_MAX, np.uint8)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        filled = fcntl.ioctl(asked, _SIOCGIFCONF, pack("iL", answers.nbytes, answers.ctypes.data))
+    found = []
+    for at in range(0, unpack_from("i", filled)[0], _IFREQ_BYTES):
+        entry = answers[at : at + _IFREQ_BYTES].tobytes()
+        name = entry[:16].split(b"\0")[0].decode().split(":")[0]  # eth0:1 is a second address of eth0
+        found.append((name, ipaddress.IPv4Address(entry[20:24])))
+    return found
+
+
+def _ipv6_devices() -> list[tuple[str, ipaddress.IPv6Address]]:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return []
+    return [(line.split()[5], ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))) for line in lines]
