@@ -46,6 +46,16 @@ def until_closed(connection: socket.socket) -> bytes:
     return bytes(data)
 
 
+def until(connection: socket.socket, end: bytes) -> bytes:
+    """What the server sends up to ``end``."""
+    data = b""
+    while end not in data:
+        piece = connection.recv(1 << 16)
+        assert piece, data[-500:]
+        data += piece
+    return data
+
+
 def flood(connection: socket.socket, piece: bytes, most: int) -> int:
     """Send ``piece`` again and again until the server ends the connection. Returns the bytes it took of at most
     ``most``."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import re
+import resource
 import socket
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from api_world import MODEL, SCRIPT_TEXT, World, says, serve
+from api_world import MODEL, SCRIPT_TEXT, World, encode, says, serve
 from fake_engine import FakeEngine
-from memserve.api.edge import READ_BYTES_MAX, SMALL_BODY_BYTES
+from memserve.api.edge import DESCRIPTORS_KEPT, READ_BYTES_MAX, SMALL_BODY_BYTES, make_room_for_connections
 from memserve.config import EdgeConfig
 from memserve.errors import UserError
+from memserve.types import TokenLogprobs
 from memserve.units import KIB, MIB
-from raw_http import Answers, connect, error_of, flood, head, post, until_closed
+from raw_http import Answers, connect, error_of, flood, head, post, until, until_closed
 from waiting import eventually
 
 CHUNKED = (b"content-type: application/json", b"transfer-encoding: chunked")
@@ -217,10 +220,24 @@ def test_thousands_of_connections_leave_no_trace(world: World) -> None:
     assert metric(world, "connections") == len(world.server.server_state.connections)
 
 
+def test_the_limit_of_open_files_leaves_room_for_the_rest_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = [1000, 2000]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.__setitem__(slice(None), new))
+    make_room_for_connections(500)
+    assert limits == [1000, 2000] and not caplog.text
+    make_room_for_connections(1000)
+    assert limits == [1000 + DESCRIPTORS_KEPT, 2000] and not caplog.text
+    make_room_for_connections(3000)
+    assert limits == [2000, 2000] and f"room for {2000 - DESCRIPTORS_KEPT} connections" in caplog.text
+
+
 # -- bodies
 
 
-def part_of_a_body(world: World, count: int, key: bytes = b"key-a") -> tuple[bytes, bytes]:
+def part_of_a_body(count: int, key: bytes = b"key-a") -> tuple[bytes, bytes]:
     fields = (b"content-type: application/json", b"authorization: Bearer " + key, b"content-length: %d" % MIB)
     return head(b"POST", "/v1/completions", *fields), b"z" * count
 
@@ -233,7 +250,7 @@ def test_bodies_count_together_and_by_tenant() -> None:
 
         def send(key: bytes) -> socket.socket:
             connection = stack.enter_context(connect(world.url))
-            connection.sendall(b"".join(part_of_a_body(world, 900 * KIB, key)))
+            connection.sendall(b"".join(part_of_a_body(900 * KIB, key)))
             return connection
 
         send(b"key-a")
@@ -263,21 +280,20 @@ def test_a_body_counts_until_it_is_parsed_and_no_longer() -> None:
 # -- readers
 
 
-def never_reads(world: World, **fields: object) -> bytes:
+def long_stream(**fields: object) -> bytes:
     body = {**ASK, "stream": True, "max_tokens": 240, "n": 8, "ignore_eos": True, "logprobs": 5, **fields}
     return post("/v1/completions", json.dumps(body).encode())
 
 
 def test_a_client_that_takes_nothing_is_cut_off_and_its_request_cancelled() -> None:
-    """Whether it was streaming or not."""
     limits = EdgeConfig(write_timeout_s=0.3)
     engine = FakeEngine(says(SCRIPT_TEXT), step_s=0.001)
     with serve(engine, limits=limits) as world, connect(world.url, receive_bytes=4 * KIB) as connection:
-        connection.sendall(never_reads(world, n=64))
+        connection.sendall(long_stream(n=64))
         assert engine.wait_until(lambda: len(engine.submitted) == 1)
         still_answers(world)
         assert engine.wait_until(lambda: bool(engine.cancelled), 30)
-        eventually(lambda: metric(world, "slow_readers_total", ending="cut off") == 1)
+        eventually(lambda: metric(world, "slow_readers_total", ending="cut_off") == 1)
         eventually(lambda: len(world.server.server_state.tasks) == 0)
         assert world.server._hub.held_bytes == 0
 
@@ -287,14 +303,12 @@ def test_a_stream_that_is_taken_too_slowly_ends_with_an_error() -> None:
     limits = EdgeConfig(stream_buffer_bytes=100 * KIB)
     engine = FakeEngine(says(SCRIPT_TEXT))
     with serve(engine, limits=limits) as world, connect(world.url, receive_bytes=4 * KIB) as connection:
-        connection.sendall(never_reads(world, n=64))
+        connection.sendall(long_stream(n=64))
         assert engine.wait_until(lambda: bool(engine.cancelled), 30)
-        data = b""
-        while b"[DONE]" not in data:
-            data += connection.recv(65536)
+        data = until(connection, b"[DONE]")
         assert b'"code":"client_too_slow"' in data
         assert world.server._hub.held_bytes == 0
-        assert metric(world, "slow_readers_total", ending="stream ended") == 1
+        assert metric(world, "slow_readers_total", ending="stream_ended") == 1
 
 
 def test_all_streams_together_hold_back_no_more_than_a_few_would(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,8 +320,24 @@ def test_all_streams_together_hold_back_no_more_than_a_few_would(monkeypatch: py
         world = stack.enter_context(serve(engine, limits=limits))
         for _ in range(2):
             connection = stack.enter_context(connect(world.url, receive_bytes=4 * KIB))
-            connection.sendall(never_reads(world, n=64))
+            connection.sendall(long_stream(n=64))
         assert engine.wait_until(lambda: len(engine.cancelled) >= 1, 30)
+
+
+def test_a_stream_keeps_no_logprobs_of_what_it_has_shown() -> None:
+    engine = FakeEngine(lambda request, index: encode("hello"), step_s=None)
+    with serve(engine) as world, connect(world.url) as connection:
+        connection.sendall(long_stream(n=1))
+        assert engine.wait_until(lambda: len(engine.submitted) == 1)
+        data = b""
+        for at in range(200):
+            engine.step()
+            while data.count(b"top_logprobs") <= at:
+                data += connection.recv(65536)  # one event a token: none of them is a piece of a character
+        alive = [one for one in gc.get_objects() if isinstance(one, TokenLogprobs) and one.top]
+        assert len(alive) < 10
+        engine.cancel(engine.submitted[0].request_id)
+        assert b"[DONE]" in until(connection, b"[DONE]")
 
 
 # -- what errors repeat

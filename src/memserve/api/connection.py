@@ -318,7 +318,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._taken_bytes - before >= PROGRESS_BYTES:
             self._output_alarm.set(self._limits.write_timeout_s)
             return
-        self._edge.metrics.slow_readers.labels("cut off").inc()
+        self._edge.metrics.slow_readers.labels("cut_off").inc()
         self.abort()
 
     # -- endings

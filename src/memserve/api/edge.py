@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from memserve.api.metrics import ApiMetrics
 from memserve.api.wire import WireError
 from memserve.config import EdgeConfig
 from memserve.units import KIB
+
+log = logging.getLogger(__name__)
 
 SMALL_BODY_BYTES = 16 * KIB
 """The beginning of each body that counts for nothing: however full the memory of bodies is, small requests pass."""
@@ -120,6 +123,20 @@ class Connections:
         self._metrics.refused.labels("evicted").inc()
         min(waiting, key=lambda pair: pair[0])[1].evict()
         return True
+
+
+def make_room_for_connections(count: int) -> None:
+    """Raise the soft limit of open files so that ``count`` connections fit, as far as the hard one allows.
+
+    With too low a limit it would be the rest of the process that finds no descriptor, when clients have taken them all.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + DESCRIPTORS_KEPT
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if (room := _descriptors() - DESCRIPTORS_KEPT) < count:
+        log.warning("the limit of open files leaves room for %d connections instead of %d: see ulimit -n", room, count)
 
 
 def _descriptors() -> int:

@@ -137,7 +137,9 @@ class Exchange:
         """The application, to its end."""
         try:
             await app(self._scope, self.receive, self.send)
-        except BaseException:
+        except asyncio.CancelledError:
+            pass  # the server ends
+        except Exception:
             log.exception("the application failed")
         if not self.complete and not self.gone:
             self._wire.abort()

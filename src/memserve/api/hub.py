@@ -160,7 +160,7 @@ class Hub:
             call = max(self._calls.values(), key=lambda other: other.held_bytes)
         elif call.held_bytes <= self._stream_buffer_bytes:
             return
-        self._metrics.slow_readers.labels("stream ended").inc()
+        self._metrics.slow_readers.labels("stream_ended").inc()
         call.fail(client_too_slow())
         call.cancel_rest()
 

@@ -51,6 +51,10 @@ class Delta:
     """This is the first that is heard of the sequence."""
 
 
+_SHOWN = TokenLogprobs(-1, 0.0)
+"""Stands where the logprobs of a token were that a stream has shown."""
+
+
 class Reply:
     """Absorbs a call's news. All counts are of this call alone."""
 
@@ -106,6 +110,12 @@ class Reply:
             return None
         self._note_first(at, news)
         return self._advance(call, sequence, news)
+
+    def forget(self, delta: Delta) -> None:
+        """The stream has shown ``delta``: with 20 alternatives a token, a long one would keep megabytes of logprobs."""
+        kept = delta.sequence.logprobs
+        if kept:
+            kept[delta.first : delta.last] = [_SHOWN] * (delta.last - delta.first)
 
     def _note_first(self, at: int, output: TokenOutput) -> None:
         if self._cached[at] is None:

@@ -124,6 +124,7 @@ class _Streamer:
                 delta = self._reply.absorb(self._call, at, news)
                 if delta is not None:
                     parts += self._chunks(self._shape.choices(self._reply, delta))
+                    self._reply.forget(delta)
         finally:
             if parts:
                 await self._write(b"".join(parts))

@@ -172,6 +172,7 @@ def _serve_until_signal(
     served: _Served, source: str, listener: socket.socket, http: HttpOptions, started: float
 ) -> None:
     from memserve.api.app import create_app
+    from memserve.api.edge import make_room_for_connections
     from memserve.api.server import Server
 
     model = served.model
@@ -181,6 +182,7 @@ def _serve_until_signal(
     if not http.generation_config:
         model = dataclasses.replace(model, generation_defaults={})
     model = dataclasses.replace(model, default_max_tokens=http.default_max_tokens or None)
+    make_room_for_connections(http.limits.connections_max)
     app = create_app(served.engine, model, aliases=aliases, api_keys=http.api_keys, limits=http.limits)
     port = listener.getsockname()[1]
 
