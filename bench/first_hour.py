@@ -60,7 +60,8 @@ def measured(server: Served) -> tuple[float, float]:
     """Mean TTFT and JCT in ms under the load."""
     command = [sys.executable, "-m", "memserve", "bench", "load", "--base-url", server.url, "--json", *LOAD.split()]
     done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return done["ttft_ms"]["mean"], done["jct_ms"]["mean"]
+    figures = done["found"][0]["figures"]
+    return 1000 * figures["ttft_s"]["mean"], 1000 * figures["jct_s"]["mean"]
 
 
 def shapes(rounds: int, serve: Sequence[str]) -> None:
