@@ -75,6 +75,7 @@ class TinyModel:
 
     name: str = MODEL
     max_model_tokens: int = CONTEXT_TOKENS
+    vocab_size: int = field(default_factory=lambda: tiny_tokenizer().backend_tokenizer.get_vocab_size())
     eos_token_ids: tuple[int, ...] = (EOS,)
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
     context_note: str = ""

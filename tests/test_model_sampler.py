@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from memserve import _kernels
 from memserve.instance.actions import OpenSequence
 from memserve.model.sampling.drawing import Truncation, draw, draw_native
+from memserve.model.sampling.logprobs import _best as best_logits
 from memserve.model.sampling.logprobs import best_logprobs, log_normalisers, report_logprobs
 from memserve.model.sampling.philox import philox4x32, uniforms
 from memserve.model.sampling.sampler import Drawn, sample
@@ -275,3 +276,45 @@ def test_long_reports_are_cut_into_slices() -> None:
     expected = logits.log_softmax(-1)[torch.arange(150), tokens]
     assert [report.logprob for report in reports] == pytest.approx(expected.tolist(), abs=1e-5)
     assert [report.top[0][0] for report in reports] == logits.argmax(-1).tolist()
+
+
+_ODD = [0.0, -1.0, 1e-45, 1e-30, 1e-3, 1.0, 1 - 2**-24, 1 + 2**-23, 1e30, math.inf, -math.inf, math.nan]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    vocab=st.sampled_from([1, 2, 255, 256, 257, 700, 5003]),
+    spread=st.sampled_from([0.0, 1e-3, 1.0, 10.0, 200.0, 1e30]),
+    blots=st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 3e38, -3e38]), max_size=3),
+    everywhere=st.booleans(),
+    temperature=st.sampled_from(_ODD),
+    top_k=st.sampled_from([-(2**63), -1, 0, 1, 2, 255, 256, 300, 1000, 5002, 5003, 5004, 2**63 - 1]),
+    top_p=st.sampled_from(_ODD),
+    min_p=st.sampled_from(_ODD),
+    uniform=st.sampled_from([0.0, 0.5, 1 - 2**-53, 1.0, -1.0, math.inf, math.nan]),
+    best=st.sampled_from([1, 2, 20, 300, 5003]),
+)
+def test_native_sampling_stays_in_its_row_whatever_it_is_asked(
+    seed: int, vocab: int, spread: float, blots: list[float], everywhere: bool,
+    temperature: float, top_k: int, top_p: float, min_p: float, uniform: float, best: int,
+) -> None:  # fmt: skip
+    """A large ``top_k`` at a low temperature once read before the beginning of an empty list."""
+    rng = np.random.default_rng(seed)
+    row = (rng.normal(0, 1, vocab) * spread).astype(np.float32)
+    for blot in blots:
+        row[rng.integers(0, vocab, vocab if everywhere else 1)] = blot
+    logits = torch.from_numpy(row)[None]
+    how = Truncation(
+        torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]),
+        torch.tensor([uniform], dtype=torch.float64),
+    )  # fmt: skip
+    token = int(draw_native(logits, torch.zeros(1, dtype=torch.int64), how)[0])
+    assert 0 <= token < vocab
+    possible = np.isfinite(row).all() and math.isfinite(temperature)
+    if possible and top_p > 0 and 0 <= min_p <= 1 and 0 <= uniform < 1:
+        cold = max(temperature, 1e-30)
+        assert (np.float32(row[token]) - row.max()) / np.float32(cold) > -88, "an impossible token was drawn"
+    values, tokens = best_logits(logits, min(best, vocab))
+    assert ((tokens >= 0) & (tokens < vocab)).all() and not values.isnan().any()
+    log_normalisers(logits)

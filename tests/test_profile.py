@@ -384,7 +384,7 @@ def test_the_router_decides_by_what_a_member_has_measured(costs: dict, taken: Co
 
 def test_a_card_has_costs_only_when_they_were_measured() -> None:
     model = types.SimpleNamespace(
-        name="m", max_model_tokens=1, eos_token_ids=(), generation_defaults={}, tokenizer=object()
+        name="m", max_model_tokens=1, vocab_size=1, eos_token_ids=(), generation_defaults={}, tokenizer=object()
     )
     assert ModelCard.of(model, CostModel()).costs == {} == ModelCard.of(model).costs
     card = ModelCard.decode(ModelCard.of(model, replace(PLANTED, machine="here")).encode())

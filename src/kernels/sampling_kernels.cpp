@@ -196,7 +196,9 @@ Candidate Row::last_kept(std::int64_t limit, double mass_limit, double& mass) {
     mass += member.value;
     if (++above.count >= limit || mass >= mass_limit) return member;
   }
-  return members.back();
+  // All possible tokens together reach neither limit: they are fewer than `limit`, or rounding lies between their mass
+  // and `mass_limit`. All are kept; there may be none in [low, high).
+  return {float_of(1), static_cast<std::int32_t>(weights.size()) - 1};
 }
 
 // Only the tokens up to `last`, heaviest first, and of no less than `floor` keep their weights.

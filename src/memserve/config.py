@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from memserve.errors import UserError
-from memserve.types import Admission, Caching, KVGeometry, Role, TransferMode
+from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode
 from memserve.units import KIB, MIB, NS_PER_S, flag_bytes, human_bytes
 
 
@@ -104,6 +104,8 @@ class InstanceConfig:
     """What it does in a cluster."""
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     """Its dealings with other instances."""
+    vocab_size: int = VOCAB_MAX
+    """Token ids that the model can read and draw: ``[0, vocab_size)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +296,9 @@ class EngineOptions:
     threads: int | None = None
     """CPU threads of the device; default: every core."""
 
-    def instance_config(self, geometry: KVGeometry, model_max_tokens: int, namespace: str) -> InstanceConfig:
+    def instance_config(
+        self, geometry: KVGeometry, model_max_tokens: int, namespace: str, vocab_size: int = VOCAB_MAX
+    ) -> InstanceConfig:
         """The machine's part of these options, for a model with ``geometry``.
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
@@ -319,4 +323,5 @@ class EngineOptions:
                 steps_in_flight=self.steps_in_flight,
                 preemption=self.preemption,
             ),
+            vocab_size=vocab_size,
         )

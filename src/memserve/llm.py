@@ -21,6 +21,7 @@ from memserve.runtime.stats import EngineStats
 from memserve.runtime.text import TextStream
 from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenLogprobs, TokenOutput
 from memserve.units import parse_bytes
+from memserve.validation import check_request, token_array
 
 Prompt = str | Sequence[int]
 Message = dict[str, str]
@@ -106,26 +107,30 @@ class LLM:
 
         ``sampling`` defaults to what the model's authors recommend, with seed 0: a call repeats exactly.
         ``on_progress`` is called in this thread after each piece of news.
-        Raises :class:`UserError` when the engine rejects a prompt (for example one beyond the context).
+        Raises :class:`UserError`, before anything runs, for token ids that the model does not have and for sampling out
+        of range; later when the engine rejects a prompt (for example one beyond the context).
         """
         ends = () if ignore_eos else tuple(self.model.eos_token_ids)
         stops = StopParams(max_tokens, min_tokens, (*ends, *stop_token_ids))
-        call = _Call(self, tuple(stop))
-        for prompt in self._as_list(prompts):
-            tokens = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-            call.submit(
-                Request(
-                    request_id=f"llm-{next(self._ids)}",
-                    prompt=np.asarray(tokens, dtype=np.int32),
-                    sampling=sampling or chosen_sampling(self.model, {}),
-                    stop=stops,
-                    n=n,
-                    beam_width=beam_width,
-                    length_penalty=length_penalty,
-                    tenant=tenant,
-                    use_cache=use_cache,
-                )
+        requests = [
+            Request(
+                request_id=f"llm-{next(self._ids)}",
+                prompt=token_array(self._tokens(prompt), self.model.vocab_size),
+                sampling=sampling or chosen_sampling(self.model, {}),
+                stop=stops,
+                n=n,
+                beam_width=beam_width,
+                length_penalty=length_penalty,
+                tenant=tenant,
+                use_cache=use_cache,
             )
+            for prompt in self._as_list(prompts)
+        ]
+        for request in requests:
+            check_request(request, self.model.vocab_size)
+        call = _Call(self, tuple(stop))
+        for request in requests:
+            call.submit(request)
         return call.wait(on_progress)
 
     def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None, **kwargs: Any) -> Completion:
@@ -154,6 +159,9 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def _tokens(self, prompt: Prompt) -> Sequence[int]:
+        return self.tokenize(prompt) if isinstance(prompt, str) else prompt
 
     @staticmethod
     def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -14,6 +14,9 @@ from memserve.errors import UserError
 TokenArray = NDArray[np.int32]
 """Token ids, shape ``[n]``, dtype int32, C-contiguous."""
 
+VOCAB_MAX = 1 << 31
+"""No model has more tokens: ids are int32."""
+
 
 class Tier(enum.IntEnum):
     """Where a block lies. On a CPU machine HBM is the arena that attention reads."""

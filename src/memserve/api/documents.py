@@ -14,8 +14,10 @@ from memserve.api.messages import Messages, check_messages
 from memserve.api.prompts import Prompt, PromptEncoder, context_exceeded
 from memserve.api.schema import DocumentBody
 from memserve.api.served import ServedModel
+from memserve.errors import UserError
 from memserve.types import TokenArray
 from memserve.units import NS_PER_S, ns_from_s
+from memserve.validation import check_tokens
 
 TTL_S = 3600.0
 DOCUMENTS_MAX = 1024
@@ -128,10 +130,19 @@ async def prepare(body: DocumentBody, document_id: str, encoder: PromptEncoder, 
     else:
         (prompt,) = await encoder.completion_prompts(body.text, add_special_tokens=True)
     tokens = await _common_prefix(messages, encoder) if endpoint == "chat" else prompt.tokens
+    for known in (tokens, prompt.tokens):
+        _check(known, encoder.vocab_size)
     if max(len(tokens), len(prompt.tokens)) + 2 > model.max_model_tokens:
         raise context_exceeded(model, f"{len(tokens)} tokens in the document, a prompt and an answer")
     ttl_s = TTL_S if body.ttl_s is None else body.ttl_s
     return Document(document_id, endpoint, messages, prompt, tokens, int(time.time()), ttl_s)
+
+
+def _check(tokens: TokenArray, vocab_size: int) -> None:
+    try:
+        check_tokens(tokens, vocab_size, "text")
+    except UserError as error:
+        raise bad_request(error.message, error.param) from None
 
 
 def _messages_of(body: DocumentBody) -> Messages:

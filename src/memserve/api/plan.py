@@ -13,8 +13,10 @@ from memserve.api.errors import bad_request
 from memserve.api.prompts import Prompt, context_exceeded
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
 from memserve.api.served import ServedModel, chosen_sampling
+from memserve.errors import UserError
 from memserve.types import Request, SamplingParams, StopParams
 from memserve.units import ns_from_s
+from memserve.validation import check_request
 
 SEQUENCES_MAX = 4096
 """Answers one HTTP request may ask for: prompts times ``n``."""
@@ -113,6 +115,8 @@ def _plan(
         )
         for at, prompt in enumerate(prompts)
     ]
+    for request in requests:
+        _check(request, model)
     return Generation(
         requests=requests,
         prompts=prompts,
@@ -128,6 +132,13 @@ def _plan(
         explain=caller.explain or bool(body.explain),
         session_ttl_ns=_session_ttl_ns(body),
     )
+
+
+def _check(request: Request, model: ServedModel) -> None:
+    try:
+        check_request(request, model.vocab_size)
+    except UserError as error:
+        raise bad_request(error.message, error.param) from None
 
 
 def _session(body: GenerationBody) -> str:
@@ -196,15 +207,14 @@ def _sampling(
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         seed=secrets.randbits(63) if body.seed is None else body.seed % (1 << 63),
-        logit_bias=_logit_bias(body.logit_bias or {}, model),
+        logit_bias=_logit_bias(body.logit_bias or {}),
         logprobs=0 if rank and logprobs is None else logprobs,  # best_of ranks by the drawn tokens' logprobs
         prompt_logprobs=prompt_logprobs,
     )
 
 
-def _logit_bias(bias: dict[str, float], model: ServedModel) -> tuple[tuple[int, float], ...]:
-    vocab: int = model.tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=True)
+def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     for key in bias:
-        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab):
-            raise bad_request(f"logit_bias key {key[:20]!r} is no token id in [0, {vocab})", "logit_bias")
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise bad_request(f"logit_bias key {key[:20]!r} is no token id", "logit_bias")
     return tuple((int(key), value) for key, value in bias.items())

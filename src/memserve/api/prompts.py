@@ -16,7 +16,9 @@ from memserve.api.errors import bad_request
 from memserve.api.messages import Messages, check_messages, check_rendered, for_template, text_chars
 from memserve.api.schema import ChatBody
 from memserve.api.served import ServedModel
+from memserve.errors import UserError
 from memserve.types import TokenArray
+from memserve.validation import token_array
 
 Result = TypeVar("Result")
 
@@ -45,7 +47,7 @@ class PromptEncoder:
         self.tokenizer: Tokenizer = model.tokenizer.backend_tokenizer
         self.tokenizer.no_truncation()  # a tokenizer.json may ask for it, and prompts must never be cut in silence
         self.tokenizer.no_padding()
-        self._vocab = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = model.vocab_size
         self._token_chars_max = self._longest_token()
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="memserve-tokenize")
 
@@ -115,12 +117,9 @@ class PromptEncoder:
 
     def _checked(self, prompt: list[int]) -> TokenArray:
         try:
-            ids = np.array(prompt, dtype=np.int64)
-        except OverflowError:
-            ids = np.array([-1])  # larger than any vocabulary
-        if ids.min() < 0 or ids.max() >= self._vocab:
-            raise bad_request(f"The prompt has a token id outside of the vocabulary [0, {self._vocab})", "prompt")
-        return ids.astype(np.int32)
+            return token_array(prompt, self.vocab_size)
+        except UserError as error:
+            raise bad_request(error.message, error.param) from None
 
     def _render(self, messages: Messages, body: ChatBody) -> str:
         final = bool(body.continue_final_message)

@@ -29,7 +29,7 @@ class Dispatching:
         request = order.request
         if self.draining:
             return RejectRequest(request.request_id, "the instance is about to leave", 0.0)
-        refusal = self._desk.refusal(request, now) or _contradiction(order)
+        refusal = self._desk.refusal(request, now) or self._contradiction(order)
         if refusal is not None:
             return refusal
         orders = self._orders(order, me, now)
@@ -59,18 +59,18 @@ class Dispatching:
             list(order.holders),
         )
 
+    def _contradiction(self, order: Dispatch) -> RejectRequest | None:
+        """Orders that no router of ours gives."""
+        n = order.request.n
+        fits = not order.generated or len(order.generated) == n
+        fits = fits and bool(order.generated or not order.ended) and all(index < n for index in order.ended)
+        if fits and not self._desk.unknown_token(order.generated):
+            return None
+        return RejectRequest(order.request.request_id, "generated tokens do not fit the request")
+
     def _fetch_or_wait(self, group: Group, now: int) -> None:
         sequences = list(group.sequences.values())
         tokens = sequences[0].known_tokens() if len(sequences) == 1 else group.request.prompt
         if not self._fetches.begin(group, tokens, now):
             for sequence in sequences:
                 self._roster.move(sequence, Phase.WAITING)
-
-
-def _contradiction(order: Dispatch) -> RejectRequest | None:
-    """Orders that no router of ours gives."""
-    n = order.request.n
-    counts_fit = not order.generated or len(order.generated) == n
-    if counts_fit and (order.generated or not order.ended) and all(index < n for index in order.ended):
-        return None
-    return RejectRequest(order.request.request_id, "generated tokens do not fit the request")

@@ -6,12 +6,14 @@ import heapq
 from collections.abc import Sequence as Many
 
 from memserve.config import InstanceConfig
+from memserve.errors import UserError
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Group, Phase, Sequence
 from memserve.policy.batching import impossible_reason
 from memserve.serving import RejectRequest
 from memserve.types import FinishReason, Request
 from memserve.units import NS_PER_S
+from memserve.validation import check_request
 
 
 class FrontDesk:
@@ -32,7 +34,7 @@ class FrontDesk:
         """Why ``request`` is not taken, or ``None``; counts it either way."""
         roster = self._roster
         roster.counters.requests += 1
-        reason = impossible_reason(request, self._context, roster.slots)
+        reason = self._fault(request) or impossible_reason(request, self._context, roster.slots)
         retry_after_s: float | None = None
         if request.request_id in roster.groups:
             reason = f"a request with the id {request.request_id!r} is still running"
@@ -43,6 +45,19 @@ class FrontDesk:
             return None
         roster.counters.requests_rejected += 1
         return RejectRequest(request.request_id, reason, retry_after_s)
+
+    def _fault(self, request: Request) -> str | None:
+        """What of ``request`` the model cannot do. Edges look at it too; another process may not have."""
+        try:
+            check_request(request, self._config.vocab_size)
+        except UserError as error:
+            return error.message
+        return None
+
+    def unknown_token(self, generated: Many[Many[int]]) -> bool:
+        """Whether tokens that another process has drawn are none of the model's."""
+        vocab_size = self._config.vocab_size
+        return any(not 0 <= token < vocab_size for tokens in generated for token in tokens)
 
     def tokens_to_generate(self, request: Request) -> int:
         """The most that one sequence of it gets: what is asked for, or what the context has room for."""

@@ -67,7 +67,8 @@ class Takeovers:
         """The KV has come: its sequences wait for slots. ``None`` = nothing of it can be used (nothing is held)."""
         group = self.coming.pop(outcome.transfer_id)
         orders = group.orders
-        if orders is None or not _agrees(group, outcome):
+        unknown = self._desk.unknown_token(outcome.first_tokens)
+        if orders is None or unknown or not _agrees(group, outcome):
             self._release(outcome)
             self.failed += 1
             self._roster.drop_group(group)

@@ -55,7 +55,7 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
         hint = "use --colocated 1, or --device cpu"
         raise UserError("KV in the memory of a GPU cannot be handed over to another process", hint=hint, param="device")
     geometry = model.geometry
-    config = options.instance_config(geometry, model.max_model_tokens, model.fingerprint)
+    config = options.instance_config(geometry, model.max_model_tokens, model.fingerprint, model.vocab_size)
     config = dataclasses.replace(config, role=role)
     check_host_memory(options.dram_memory_bytes + (options.kv_memory_bytes if model.device.type == "cpu" else 0))
     costs = load_profile(model.fingerprint, geometry, model.device.type, options.threads)

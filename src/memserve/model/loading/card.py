@@ -30,6 +30,8 @@ class ModelCard:
 
     name: str
     max_model_tokens: int
+    vocab_size: int
+    """The model's, not its tokenizer's."""
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float]
     tokenizer_class: str
@@ -45,6 +47,7 @@ class ModelCard:
         return cls(
             model.name,
             model.max_model_tokens,
+            model.vocab_size,
             model.eos_token_ids,
             dict(model.generation_defaults),
             type(model.tokenizer).__name__,
@@ -73,6 +76,7 @@ class RemoteModel:
     name: str
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
     max_model_tokens: int
+    vocab_size: int
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float] = dataclasses.field(default_factory=dict)
     context_note: str = ""
@@ -92,7 +96,13 @@ def remote_model(card: ModelCard, folder: ModelFolder) -> RemoteModel:
         )
     tokenizer = _load_tokenizer(folder, card.tokenizer_class)
     return RemoteModel(
-        card.name, tokenizer, card.max_model_tokens, card.eos_token_ids, card.generation_defaults, card.context_note
+        card.name,
+        tokenizer,
+        card.max_model_tokens,
+        card.vocab_size,
+        card.eos_token_ids,
+        card.generation_defaults,
+        card.context_note,
     )
 
 

@@ -62,7 +62,7 @@ class LoadedModel:
     fingerprint: str  # of config and weights: part of the namespace of every block
     name: str
     max_model_tokens: int  # the model's own; once its KV memory is known, what is served
-    vocab_size: int
+    vocab_size: int  # token ids that it can read and draw are below
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     device: torch.device
@@ -96,7 +96,7 @@ def load_model(
     tokenizer = load_tokenizer(folder)
     with errors_named(f"config.json of {folder.name} is odd", "restore it: download it again"):
         max_model_tokens = _max_model_tokens(module.config, layers)
-    vocab_size = int(module.get_output_embeddings().weight.shape[0])
+    vocab_size = _vocab_size(module)
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
@@ -171,6 +171,12 @@ def _max_model_tokens(config: Any, layers: list[ProbedLayer]) -> int:
     if min(limits) < limits[0]:
         log.warning("this model's local attention is served as full attention, up to %d tokens", min(limits))
     return min(limits)
+
+
+def _vocab_size(module: Any) -> int:
+    """Tokens that the model both reads and draws, whatever its tokenizer knows."""
+    tables = (module.get_input_embeddings(), module.get_output_embeddings())
+    return min(int(table.weight.shape[0]) for table in tables)
 
 
 def _generation_config(folder: ModelFolder) -> dict[str, Any]:

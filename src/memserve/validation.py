@@ -1,0 +1,135 @@
+"""What a request may ask of a model (level 0): one check for HTTP, ``memserve.LLM`` and what other processes send.
+
+A token id is checked against the *model's* vocabulary: the tokens that it can read and that it can draw. A tokenizer
+may know more of them, or fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from memserve.errors import UserError
+from memserve.types import Request, SamplingParams, StopParams, TokenArray
+
+_SHOWN_CHARS = 40
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, math.inf),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -math.inf, math.inf),
+    ("frequency_penalty", -math.inf, math.inf),
+    ("repetition_penalty", 0.0, math.inf),
+)
+"""Field of :class:`SamplingParams`, least and greatest value; infinities are never values."""
+
+_POSITIVE = ("top_p", "repetition_penalty")
+
+
+def token_array(ids: Iterable[Any], vocab_size: int, param: str = "prompt") -> TokenArray:
+    """``ids`` as int32 ``[n]``. Raises :class:`UserError` unless each is an integer in ``[0, vocab_size)``.
+
+    Arrays are taken as they are; ``True`` is no token id.
+    """
+    if not isinstance(ids, np.ndarray):
+        items = list(ids)
+        kinds = set(map(type, items))
+        odd = next((kind for kind in kinds if kind is bool or not issubclass(kind, (int, np.integer))), None)
+        if odd is not None:
+            raise UserError(f"a token id must be an integer, got {odd.__name__}", param=param)
+        if any(not 0 <= item < vocab_size for item in items):
+            raise _foreign(next(item for item in items if not 0 <= item < vocab_size), vocab_size, param)
+        return np.array(items, dtype=np.int32)
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+        raise UserError(f"token ids must be one row of integers, got {ids.dtype} of shape {ids.shape}", param=param)
+    check_tokens(ids, vocab_size, param)
+    return np.ascontiguousarray(ids, dtype=np.int32)
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, param: str = "prompt") -> None:
+    """Raise :class:`UserError` unless each of ``tokens [n]``, integers, is in ``[0, vocab_size)``."""
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        bad = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        raise _foreign(bad[0], vocab_size, param)
+
+
+def check_request(request: Request, vocab_size: int) -> None:
+    """Raise :class:`UserError`, with the field at fault as ``param``, unless a model of ``vocab_size`` can do this.
+
+    Lengths are not looked at: what fits depends on where the request runs.
+    """
+    if type(request.sampling) is not SamplingParams or type(request.stop) is not StopParams:
+        given = (type(request.sampling).__name__, type(request.stop).__name__)
+        raise UserError(f"a request has SamplingParams and StopParams, got {given[0]} and {given[1]}", param="sampling")
+    if request.prompt.dtype != np.int32 or request.prompt.ndim != 1:
+        given = f"{request.prompt.dtype} of shape {request.prompt.shape}"
+        raise UserError(f"a prompt is one row of int32, got {given}", param="prompt")
+    check_tokens(request.prompt, vocab_size)
+    if request.stop.stop_token_ids:
+        _check_ids(request.stop.stop_token_ids, vocab_size, "stop_token_ids")
+    _check_counts(request)
+    _check_sampling(request.sampling, vocab_size)
+
+
+def _check_counts(request: Request) -> None:
+    sampling, stop = request.sampling, request.stop
+    counts = [("n", request.n, 0), ("beam_width", request.beam_width, 0), ("max_tokens", stop.max_tokens, 0)]
+    counts += [("min_tokens", stop.min_tokens, 0), ("top_k", sampling.top_k, -1)]
+    if sampling.logprobs is not None:
+        counts.append(("logprobs", sampling.logprobs, 0))
+    for name, value, least in counts:
+        if not _is_integer(value) or not least <= value < 1 << 63:
+            raise UserError(f"{name} must be an integer of at least {least}, got {_shown(value)}", param=name)
+    if not _is_integer(sampling.seed):
+        raise UserError(f"seed must be an integer, got {_shown(sampling.seed)}", param="seed")
+    _number("length_penalty", request.length_penalty)
+
+
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    for name, least, most in _RANGES:
+        value = _number(name, getattr(sampling, name))
+        if not least <= value <= most or (value == 0.0 and name in _POSITIVE):
+            above = "more than 0" if name in _POSITIVE else f"at least {least:g}"
+            below = f" and at most {most:g}" if most < math.inf else ""
+            raise UserError(f"{name} must be {above}{below}, got {_shown(value)}", param=name)
+    if sampling.logit_bias:
+        _check_ids((token for token, _ in sampling.logit_bias), vocab_size, "logit_bias")
+        for _, bias in sampling.logit_bias:
+            _number("logit_bias", bias)
+
+
+def _check_ids(ids: Iterable[Any], vocab_size: int, param: str) -> None:
+    for token in ids:
+        if not _is_integer(token):
+            raise UserError(f"{param}: a token id must be an integer, got {type(token).__name__}", param=param)
+        if not 0 <= token < vocab_size:
+            raise _foreign(token, vocab_size, param)
+
+
+def _number(name: str, value: Any) -> float:
+    """``value``, if it is a finite number."""
+    if isinstance(value, (float, np.floating)) and math.isfinite(value):
+        return float(value)
+    if _is_integer(value) and abs(value) < 1 << 63:
+        return float(value)
+    raise UserError(f"{name} must be a finite number, got {_shown(value)}", param=name)
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int or isinstance(value, np.integer)
+
+
+def _foreign(token: Any, vocab_size: int, param: str) -> UserError:
+    message = f"{param}: token id {_shown(int(token))} is outside of the model's vocabulary [0, {vocab_size})"
+    return UserError(message, param=param)
+
+
+def _shown(value: Any) -> str:
+    """``value`` for a message. Long integers are not written out: Python refuses to, and nobody reads them."""
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "an integer of more than 64 bits"
+    return repr(value)[:_SHOWN_CHARS]
