@@ -63,8 +63,8 @@ def check_request(request: Request, vocab_size: int) -> None:
     Lengths are not looked at: what fits depends on where the request runs.
     """
     if type(request.sampling) is not SamplingParams or type(request.stop) is not StopParams:
-        given = (type(request.sampling).__name__, type(request.stop).__name__)
-        raise UserError(f"a request has SamplingParams and StopParams, got {given[0]} and {given[1]}", param="sampling")
+        given = f"{type(request.sampling).__name__} and {type(request.stop).__name__}"
+        raise UserError(f"a request has SamplingParams and StopParams, got {given}", param="sampling")
     if request.prompt.dtype != np.int32 or request.prompt.ndim != 1:
         given = f"{request.prompt.dtype} of shape {request.prompt.shape}"
         raise UserError(f"a prompt is one row of int32, got {given}", param="prompt")
