@@ -114,6 +114,20 @@ class TwinPool:
             assert node.pins >= 0
         lease.path = None  # a second unpin must fail
 
+    def delete(self, tenant, tokens):
+        path = self._path(tenant, tokens)
+        if len(path) * self.block_tokens < len(tokens):
+            return 0
+
+        def below(node):
+            return [node, *(other for child in node.children for other in below(child))]
+
+        before = len(self.nodes)
+        for node in [*reversed(below(path[-1])[1:]), *reversed(path)]:
+            if not node.pins and not node.children:
+                self._drop(node)
+        return before - len(self.nodes)
+
     # -- eviction
 
     def _evictable(self):

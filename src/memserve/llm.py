@@ -37,6 +37,8 @@ class Generated:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float | None = None
+    error: str = ""
+    """With ``finish_reason`` ERROR: what failed, when it was this sequence alone."""
 
 
 @dataclass(slots=True)
@@ -232,6 +234,6 @@ class _Call:
         output.logprobs.extend(news.logprobs)
         output.cumulative_logprob = news.cumulative_logprob
         output.text += delta.text
-        output.finish_reason = delta.finish_reason
+        output.finish_reason, output.error = delta.finish_reason, news.error
         if delta.stop_found:
             self._engine.stop_sequence(news.request_id, news.index)

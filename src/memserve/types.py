@@ -68,7 +68,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens or the model's context reached
     CANCELLED = "cancelled"  # the client went away
     DEADLINE = "deadline"  # the request's deadline passed
-    ERROR = "error"  # the device failed
+    ERROR = "error"  # the device failed, or this sequence's own row did
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,9 @@ class TokenOutput(msgspec.Struct, frozen=True):
     queue_ns: int | None = None  # first output: from arrival to the first step that computed any of the prompt
     story: tuple[tuple[str, str | int | float], ...] = ()
     """First and last output: what was decided and done for this request, and why (fetched, reused, moved ...)."""
+    error: str = ""
+    """With ``FinishReason.ERROR``: what of this very sequence failed, on any instance; empty: the instance is at fault.
+    """
     offset: int = 0
     """Tokens of this sequence that were generated before these: by it the router knows outputs that come twice, late,
     before those of another sender, or with some lost in between."""

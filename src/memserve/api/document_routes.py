@@ -100,7 +100,7 @@ class DocumentRoutes:
                 for _, news in await call.news():
                     if isinstance(news, Rejected):
                         raise rejected(news)
-                    if error := failure(news.finish_reason):
+                    if error := failure(news):
                         raise error
                     cached_tokens = max(cached_tokens, news.cached_tokens)
                     ended = ended or news.finish_reason is not None

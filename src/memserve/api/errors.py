@@ -139,6 +139,11 @@ def deadline_passed() -> ApiError:
     return ApiError(504, "The request's deadline passed before it was done", kind="timeout", code="deadline_exceeded")
 
 
+def row_failed(reason: str) -> ApiError:
+    """500: this request failed alone, and would again; nothing else was touched."""
+    return ApiError(500, f"The request failed: {reason}", kind="server_error", code="request_failed")
+
+
 def internal(message: str = "The server failed while working on the request") -> ApiError:
     """500: our fault; the log has the details, the client gets none."""
     return ApiError(500, message, kind="server_error", code="internal_error")

@@ -95,6 +95,8 @@ INSTANCE_METRICS: list[tuple[str, Kind, str, Read]] = [
     ("engine_computed_tokens", CounterMetricFamily, "Tokens given to the device", lambda s: s.computed_tokens),
     ("engine_generated_tokens", CounterMetricFamily, "Tokens drawn", lambda s: s.generated_tokens),
     ("steps_failed", CounterMetricFamily, "Steps that the device could not do", lambda s: s.steps_failed),
+    ("rows_failed", CounterMetricFamily, "Sequences that ended because their own row of a step failed",
+     lambda s: s.rows_failed),
     ("pool_slot_tokens", GaugeMetricFamily, "Token positions held by running sequences",
      lambda s: s.running_slots_tokens),
     ("pool_state_tokens", GaugeMetricFamily, "Of them: positions that hold a token's state",

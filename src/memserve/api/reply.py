@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from memserve.api.errors import ApiError, deadline_passed, internal, rejected, shutting_down
+from memserve.api.errors import ApiError, deadline_passed, internal, rejected, row_failed, shutting_down
 from memserve.api.hub import Call
 from memserve.api.metrics import ApiMetrics
 from memserve.api.plan import Generation
@@ -103,7 +103,7 @@ class Reply:
         if isinstance(news, Rejected):
             self._metrics.rejected.inc()
             raise rejected(news)
-        if error := failure(news.finish_reason):
+        if error := failure(news):
             raise error
         sequence = self.sequences[at * self.plan.drawn + news.index]
         if sequence.stream.finish_reason is not None:
@@ -211,13 +211,13 @@ class Reply:
         return chosen
 
 
-def failure(reason: FinishReason | None) -> ApiError | None:
+def failure(output: TokenOutput) -> ApiError | None:
     """The error for an ending that is no answer. The client did not cancel, or nobody would ask."""
-    match reason:
+    match output.finish_reason:
         case FinishReason.DEADLINE:
             return deadline_passed()
         case FinishReason.ERROR:
-            return internal()
+            return row_failed(output.error) if output.error else internal()
         case FinishReason.CANCELLED:
             return shutting_down()
     return None

@@ -21,7 +21,8 @@ GAP_NS = 2 * NS_PER_S
 """Tokens that are missing for so long were lost: the attempt has failed."""
 
 _BROKEN = (FinishReason.ERROR, FinishReason.CANCELLED)
-"""Endings that are the instance's own affair: its device failed, or it goes away."""
+"""Endings that are the instance's own affair, unless they name an error of the request: its device failed, or it goes
+away."""
 
 
 class OutputDesk:
@@ -88,7 +89,7 @@ class OutputDesk:
             return
         attempt.news_ns, job.unplaced_ns = now, None
         self._lifecycle.computed(attempt)
-        if output.finish_reason in _BROKEN:
+        if output.finish_reason in _BROKEN and not output.error:  # else it would fail anywhere: the client is told
             if sender in attempt.involved and job.finished[output.index] is None:
                 self._lifecycle.attempt_failed(job, "error", now, blamed=[sender])
             else:
@@ -170,6 +171,7 @@ class OutputDesk:
             output.tokens[known:],
             logprobs=output.logprobs[known:],
             finish_reason=output.finish_reason,
+            error=output.error,
             cached_tokens=output.cached_tokens if first else 0,
             prompt_logprobs=output.prompt_logprobs if first else None,
             cumulative_logprob=output.cumulative_logprob,

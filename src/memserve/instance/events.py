@@ -18,6 +18,18 @@ from memserve.types import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
+class RowFailed:
+    """A slot could not draw, by its own fault: its sequence ends, and nothing else is touched.
+
+    Its row was computed all the same, so KV that its plan publishes is what its tokens say.
+    """
+
+    reason: str  # for the client
+    kv_is_suspect: bool = False
+    """The model gave no numbers for this row: KV that it has read or written may be the reason."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepFinished:
     """The device executed a plan."""
 
@@ -28,6 +40,9 @@ class StepFinished:
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)  # row -> per token
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """Beam rows: position in ``tokens`` -> the best ``beam_candidates`` (token, logprob), best first."""
+    failed: dict[int, RowFailed] = field(default_factory=dict)
+    """Slots with a row or a draw in the plan that failed alone. At a failed draw's place in ``tokens`` is some token,
+    which the device has also written behind the slot's last one, so that a plan under way may name its position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +87,7 @@ __all__ = [
     "PrefixUnpinned",
     "RequestArrived",
     "RequestCancelled",
+    "RowFailed",
     "SequenceStopped",
     "StepFailed",
     "StepFinished",

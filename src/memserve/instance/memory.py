@@ -192,6 +192,16 @@ class SequenceMemory:
             sequence.dram_blocks = []
         self._drop(sequence)
 
+    def distrust(self, sequence: Sequence) -> None:
+        """Return every block, and forget what the index has of its tokens, but for what others hold just now: the next
+        request with this prefix computes it."""
+        request = sequence.group.request
+        cached = sequence.known_tokens()[: sequence.published]
+        shares = sequence.lease is not None and len(cached)
+        self.abandon(sequence)
+        if shares:
+            self.pool.delete(request.tenant, cached)
+
     def _drop(self, sequence: Sequence) -> None:
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memserve.instance.actions import StepPlan
 from memserve.instance.sequence import Sequence
 
 
@@ -12,6 +13,7 @@ class Outstanding:
     """A plan under way: to whom its results belong."""
 
     step_id: int
+    plan: StepPlan
     #: who gets the sampled tokens: ``plan.sample_slots`` flattened, as sequences
     targets: list[Sequence] = field(default_factory=list)
     #: sequences with a row that samples nothing
@@ -24,6 +26,13 @@ class Outstanding:
     decode_rows: int = 0
     #: an earlier plan failed: whatever the device says of this one is dropped
     void: bool = False
+
+    def by_slot(self) -> dict[int, Sequence]:
+        """Slot -> the sequence that had a row or a draw there in this plan, whatever has become of it since."""
+        plan = self.plan
+        drawn = (slot for slots in plan.sample_slots for slot in slots)
+        silent = (slot for slot, slots in zip(plan.slots, plan.sample_slots, strict=True) if not slots)
+        return dict(zip(drawn, self.targets, strict=True)) | dict(zip(silent, self.chunks, strict=True))
 
     def __repr__(self) -> str:
         state = " void" if self.void else ""

@@ -17,6 +17,7 @@ class Counters:
 
     steps: int = 0
     steps_failed: int = 0
+    rows_failed: int = 0
     requests: int = 0
     requests_rejected: int = 0
     requests_finished: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memserve import _core
 from memserve.errors import check
 from memserve.instance.beam_group import advance_beams, take_candidates
-from memserve.instance.events import StepFailed, StepFinished
+from memserve.instance.events import RowFailed, StepFailed, StepFinished
 from memserve.instance.outstanding import Outstanding
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Group, Phase, Sequence
@@ -32,6 +32,8 @@ class Results:
         targets, tokens = plan.targets, event.tokens
         check(len(tokens) == len(targets), f"step {plan.step_id}: {len(tokens)} tokens for {len(targets)} draws")
         self.roster.costs.learn(plan.prefill_tokens, plan.decode_rows, event.device_ns, plan.prefill_pairs)
+        if event.failed:  # first: what else the plan says of sequences that have ended is dropped
+            self._end_failed(plan, event.failed)
         if event.prompt_logprobs:
             self._take_prompt_logprobs(plan, event)
         dropped_before = counters.dropped_tokens
@@ -148,12 +150,28 @@ class Results:
             self._end_hopeless(group)
 
     def _end_hopeless(self, group: Group) -> None:
-        roster = self.roster
-        hopeless = [sequence for sequence in group.sequences.values() if sequence.failures > _RETRIES]
-        if hopeless and (group.beam is not None or group.muted or group.forks_pending):
-            roster.finish_group(group, FinishReason.ERROR)
+        for sequence in list(group.sequences.values()):
+            if sequence.failures > _RETRIES and sequence.phase is not Phase.FINISHED:
+                self._end(sequence)
+
+    def _end(self, sequence: Sequence, error: str = "") -> None:
+        """End one sequence with an error; all of its request where the others depend on it."""
+        roster, group = self.roster, sequence.group
+        if group.beam is not None or group.muted or group.forks_pending:
+            roster.finish_group(group, FinishReason.ERROR, error)
             return
-        for sequence in hopeless:
-            reason = FinishReason.ERROR
-            roster.outputs.append(sequence.ending(reason))
-            roster.finish(sequence, reason)
+        roster.outputs.append(sequence.ending(FinishReason.ERROR, error))
+        roster.finish(sequence, FinishReason.ERROR)
+
+    def _end_failed(self, plan: Outstanding, failed: dict[int, RowFailed]) -> None:
+        """Rows that failed alone: their sequences end, each with its own error. Trying again would fail again."""
+        by_slot = plan.by_slot()
+        check(failed.keys() <= by_slot.keys(), f"step {plan.step_id}: rows failed that it does not have: {failed}")
+        for slot, failure in failed.items():
+            sequence = by_slot[slot]
+            if sequence.phase is Phase.FINISHED:
+                continue
+            self.roster.counters.rows_failed += 1
+            if failure.kv_is_suspect:
+                self.roster.memory.distrust(sequence)
+            self._end(sequence, failure.reason)

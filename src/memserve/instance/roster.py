@@ -282,7 +282,7 @@ class Roster:
         del sequence.group.sequences[sequence.index]
         self.sequences -= 1
 
-    def finish_group(self, group: Group, reason: FinishReason) -> None:
+    def finish_group(self, group: Group, reason: FinishReason, error: str = "") -> None:
         """End every unfinished sequence of a request now, each with one final output."""
         request = group.request
         live = list(group.sequences.values())
@@ -293,9 +293,9 @@ class Roster:
             indices = [sequence.index for sequence in live] + list(forks)
         for sequence in live:
             self._retire(sequence)
-        by_index = {s.index: s.ending(reason) for s in live if group.beam is None and not group.muted}
+        by_index = {s.index: s.ending(reason, error) for s in live if group.beam is None and not group.muted}
         for index in indices:
-            unforked = TokenOutput(request.request_id, index, (), finish_reason=reason)
+            unforked = TokenOutput(request.request_id, index, (), finish_reason=reason, error=error)
             self.outputs.append(by_index.get(index, unforked))
             self.counters.count_finish(reason)
         self.forget_group(group)

@@ -19,7 +19,7 @@ class RowWriter:
     def __init__(self, roster: Roster, step_id: int) -> None:
         self.roster = roster
         self.plan = StepPlan(step_id)
-        self.outstanding = Outstanding(step_id)
+        self.outstanding = Outstanding(step_id, self.plan)
         self.prompt_logprobs = 0  # prompt tokens whose logits this plan materialises
         #: sequences whose full blocks this plan computes and publishes
         self.publishing: list[Sequence] = []

@@ -228,12 +228,14 @@ class Sequence(_core.SequenceRow):
         told, self.told = self.told, len(self.out)
         return TokenOutput(self.request_id, self.index, tuple(self.out[told:]), offset=told)
 
-    def ending(self, reason: FinishReason) -> TokenOutput:
+    def ending(self, reason: FinishReason, error: str = "") -> TokenOutput:
         """The final output of a sequence that ends without another token (beams have emitted none)."""
         emitted = 0 if self.group.beam is not None else len(self.out)
         held = tuple(self.out[self.told :]) if self.told else ()
         offset, story = emitted - len(held), self.group.take_facts()
-        return TokenOutput(self.request_id, self.index, held, finish_reason=reason, offset=offset, story=story)
+        return TokenOutput(
+            self.request_id, self.index, held, finish_reason=reason, error=error, offset=offset, story=story
+        )
 
     def __repr__(self) -> str:
         return (

@@ -40,6 +40,8 @@ class InstanceStats:
     preemptions_swap: int = 0
     preemptions_recompute: int = 0
     steps_failed: int = 0
+    rows_failed: int = 0
+    """Sequences that ended because their own row failed, alone."""
     hbm: TierReport = field(default_factory=TierReport)
     dram: TierReport = field(default_factory=TierReport)
     running_slots_tokens: int = 0

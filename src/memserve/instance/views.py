@@ -63,6 +63,7 @@ def _local_stats(roster: Roster, plans_in_flight: int) -> InstanceStats:
         preemptions_swap=counters.preempted_by_swap,
         preemptions_recompute=counters.preempted_by_recompute,
         steps_failed=counters.steps_failed,
+        rows_failed=counters.rows_failed,
         hbm=_tier(pool, Tier.HBM),
         dram=_tier(pool, Tier.DRAM),
         running_slots_tokens=memory.blocks_held * memory.block_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from memserve.instance.events import StepFinished
 from memserve.model.arena import KvArenas
 from memserve.model.attention.backends import AttentionFactory, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
+from memserve.model.failures import NOT_NUMBERS, Failures, stage
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import trim_heap
 from memserve.model.loading.loader import LoadedModel
@@ -46,7 +48,8 @@ class ModelDevice:
         self._arenas = KvArenas(model.device, geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks, shared=shared)
         # a step under way may sample one token beyond the last that the machine will use
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
-        self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens)
+        self._vocab_size = model.vocab_size
+        self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size)
         self._forward = forward or EagerForward(model.module)
         self._attention = attention or choose_attention(self._arenas.hbm, geometry)
         self.on_layer: OnLayer | None = None
@@ -107,9 +110,13 @@ class ModelDevice:
                 *self._inputs(slots, starts, counts, q_starts), self._send(np.concatenate(logits_rows, dtype=np.int64))
             )
 
-        prompt_logprobs = self._prompt_logprobs(plan, logits[len(drawing) :])
-        drawn = self._draw(plan, drawing, logits[: len(drawing)])
-        return StepFinished(plan.step_id, drawn.tokens.tolist(), 0, drawn.logprobs, prompt_logprobs, drawn.candidates)
+        logits = logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size]
+        failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
+        prompt_logprobs = self._prompt_logprobs(plan, logits[len(drawing) :], failed)
+        drawn = self._draw(plan, drawing, logits[: len(drawing)], failed)
+        return StepFinished(
+            plan.step_id, drawn.tokens.tolist(), 0, drawn.logprobs, prompt_logprobs, drawn.candidates, failed
+        )
 
     def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
         """On CUDA a layer's kernels have not run when its call returns: there the end of the step reports them all."""
@@ -125,21 +132,28 @@ class ModelDevice:
         positions = np.arange(q_starts[-1]) + np.repeat(starts - q_starts[:-1], counts)
         return self._send(self._slots.tokens[owners, positions].astype(np.int64)), self._send(positions)
 
-    def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor) -> Drawn:
-        """Sample, and write each token behind its slot's last one."""
+    def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Drawn:
+        """Sample, and write each token behind its slot's last one; a slot that ``failed`` gets one too, for plans that
+        name its position already."""
         if not drawing:
             return Drawn(np.empty(0, np.int64))
         groups = [plan.sample_slots[row] for row in drawing]
         slots = np.array([slot for group in groups for slot in group], np.int64)
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         drawn = sample(logits, rows, slots, self._slots)
+        if self._slots.failed:
+            failed |= {slot: self._slots.failed[slot] for slot in slots.tolist() if slot in self._slots.failed}
+        for slot, why in drawn.failed.items():
+            failed.setdefault(slot, why)
         self._slots.append(slots, drawn.tokens)
         return drawn
 
-    def _prompt_logprobs(self, plan: StepPlan, logits: Tensor) -> dict[int, list[TokenLogprobs | None]]:
+    def _prompt_logprobs(
+        self, plan: StepPlan, logits: Tensor, failed: Failures
+    ) -> dict[int, list[TokenLogprobs | None]]:
         """Row -> one entry for each token that it computed: the logprobs of the prompt token *behind* that one.
 
-        ``None`` where the prompt ends.
+        ``None`` where the prompt ends. A row whose slot ``failed``, here or before, has none.
         """
         reports: dict[int, list[TokenLogprobs | None]] = {}
         first = 0
@@ -147,11 +161,14 @@ class ModelDevice:
             slot, start, count = plan.slots[row], plan.starts[row], plan.counts[row]
             known = max(0, min(count, int(self._slots.prompt_tokens[slot]) - start - 1))
             following = self._slots.tokens[slot, start + 1 : start + 1 + known].astype(np.int64)
-            top = self._slots.sampling(slot).logprobs or 0
-            found = report_logprobs(logits[first : first + known], self._send(following), top)
-            reports[row] = [*found, *[None] * (count - known)]
+            with stage(failed, slot, "reporting its prompt's logprobs"):
+                top = self._slots.sampling(slot).logprobs or 0
+                found = report_logprobs(logits[first : first + known], self._send(following), top)
+                if any(entry.logprob != entry.logprob for entry in found):
+                    failed.setdefault(slot, NOT_NUMBERS)
+                reports[row] = [*found, *[None] * (count - known)]
             first += count
-        return reports
+        return {row: entries for row, entries in reports.items() if plan.slots[row] not in failed}
 
     def _send(self, values: Int64s) -> Tensor:
         tensor = torch.from_numpy(values)
@@ -159,12 +176,4 @@ class ModelDevice:
 
 
 def _timed(finished: StepFinished, started_ns: int) -> StepFinished:
-    elapsed_ns = time.perf_counter_ns() - started_ns
-    return StepFinished(
-        finished.step_id,
-        finished.tokens,
-        elapsed_ns,
-        finished.logprobs,
-        finished.prompt_logprobs,
-        finished.candidates,
-    )
+    return replace(finished, device_ns=time.perf_counter_ns() - started_ns)

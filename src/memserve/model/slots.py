@@ -11,20 +11,23 @@ from numpy.typing import NDArray
 
 from memserve.errors import check
 from memserve.instance.actions import OpenSequence
-from memserve.types import SamplingParams, StopParams
+from memserve.instance.events import RowFailed
+from memserve.model.failures import Failures, stage
+from memserve.types import VOCAB_MAX, SamplingParams, StopParams
 from memserve.units import ceil_div
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 _SEED_MASK = (1 << 64) - 1
+_HARMLESS = SamplingParams(temperature=0.0)
 
 
 class SlotTable:
     """Slots ``0 .. slots - 1``. Tokens ``[0, lengths[s])`` of row ``s`` of ``tokens`` are known; blocks likewise."""
 
-    def __init__(self, slots: int, max_tokens: int, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self, slots: int, max_tokens: int, block_tokens: int, vocab_size: int = VOCAB_MAX) -> None:
+        self.block_tokens, self.vocab_size = block_tokens, vocab_size
         self.tokens: Int32s = np.zeros((slots, max_tokens), np.int32)
         self.lengths: Int64s = np.zeros(slots, np.int64)
         self.prompt_tokens: Int64s = np.zeros(slots, np.int64)
@@ -43,12 +46,18 @@ class SlotTable:
         #: slots that report logprobs
         self.reports: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.opened: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        #: open slots that were opened in vain: they compute like any other, and draw nothing
+        self.failed: Failures = {}
         self._sampling: list[SamplingParams] = [SamplingParams()] * slots
         self._stop: list[StopParams] = [StopParams()] * slots
 
     def open(self, sequence: OpenSequence) -> None:
-        """Bind a closed slot to ``sequence``."""
-        slot, sampling, stop = sequence.slot, sequence.sampling, sequence.stop
+        """Bind a closed slot to ``sequence``. What its request asks for may fail: then it is open, but ``failed``.
+
+        Its tokens are computed in any case, because others may already have been promised their KV. An id outside of
+        the vocabulary counts as token 0: no sound request can have a prefix with it.
+        """
+        slot = sequence.slot
         check(not self.opened[slot], f"slot {slot} is opened twice")
         self.opened[slot] = True
         length = len(sequence.tokens)
@@ -56,10 +65,24 @@ class SlotTable:
         self.lengths[slot], self.prompt_tokens[slot] = length, sequence.prompt_tokens
         self.table_lengths[slot] = 0
         self.grow(slot, sequence.blocks)
+        self.index[slot], self.beam_candidates[slot] = sequence.index, sequence.beam_candidates
+        if not self._knows(sequence.tokens):
+            known = self.tokens[slot, :length]
+            known[(known < 0) | (known >= self.vocab_size)] = 0
+            self.failed[slot] = RowFailed("its tokens are not all in the model's vocabulary")
+        with stage(self.failed, slot, "opening its slot"):
+            self._set_sampling(slot, sequence.sampling, sequence.stop)
+        if slot in self.failed:
+            self.beam_candidates[slot] = 0
+            self._set_sampling(slot, _HARMLESS, StopParams())
+
+    def _set_sampling(self, slot: int, sampling: SamplingParams, stop: StopParams) -> None:
+        for ids in (stop.stop_token_ids, [token for token, _ in sampling.logit_bias]):
+            if ids and not self._knows(np.array(ids)):
+                raise ValueError("a token id outside of the vocabulary")
         self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
         self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
-        self.seed[slot], self.index[slot] = sampling.seed & _SEED_MASK, sequence.index
-        self.beam_candidates[slot] = sequence.beam_candidates
+        self.seed[slot] = sampling.seed & _SEED_MASK
         self.reports[slot] = sampling.logprobs is not None
         self.adjusts[slot] = changes_logits(sampling) or bool(stop.min_tokens and stop.stop_token_ids)
         self._sampling[slot], self._stop[slot] = sampling, stop
@@ -68,10 +91,15 @@ class SlotTable:
         """Unbind an open slot."""
         check(self.opened[slot], f"slot {slot} is closed although it is not open")
         self.opened[slot] = False
+        self.failed.pop(slot, None)
 
     def close_all(self) -> None:
         """Forget every slot: after a failed step nobody knows which of its orders were carried out."""
         self.opened[:] = False
+        self.failed.clear()
+
+    def _knows(self, ids: NDArray[np.integer]) -> bool:
+        return not len(ids) or bool(ids.min() >= 0 and ids.max() < self.vocab_size)
 
     def grow(self, slot: int, blocks: list[int]) -> None:
         """Append ``blocks`` to the slot's table."""

@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memserve.instance.events import RowFailed
+from memserve.model.failures import NOT_NUMBERS, NOTHING_LEFT, Failures, each, stage
 from memserve.model.sampling.drawing import Truncation, draw, draw_native
 from memserve.model.sampling.logprobs import adjust_logits, best_logprobs, log_normalisers, report_logprobs
 from memserve.model.sampling.philox import uniforms
@@ -24,39 +26,80 @@ class Drawn:
     tokens: Int64s
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    failed: Failures = field(default_factory=dict)
+    """Slots that draw nothing; their place in ``tokens`` holds a token all the same."""
 
 
 def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable) -> Drawn:
     """Draw a token for each of ``slots [n]`` from row ``rows[i]`` of ``logits [r, vocab]`` float32.
 
     ``logits`` may be changed. Greedy rows take the best token, the lowest id among equals. A beam row reports its best
-    candidates, and its best token stands in ``tokens``.
+    candidates, and its best token stands in ``tokens``. What fails for one slot fails for that slot alone.
     """
     plain = not (table.adjusts[slots] | table.reports[slots] | (table.beam_candidates[slots] > 0)).any()
     greedy: NDArray[np.bool_] = table.temperature[slots] == 0
     if plain and greedy.all():
-        return Drawn(_best(logits)[rows])
+        best, sound = _best(logits)
+        drawn = Drawn(best[rows])
+        return drawn if sound.all() else _without(drawn, slots, ~sound[rows], NOT_NUMBERS)
     if len(rows) != len(logits) or (rows != np.arange(len(rows))).any():
         logits = logits[torch.from_numpy(rows).to(logits.device)]
-    for position in np.flatnonzero(table.adjusts[slots]).tolist():
-        slot = int(slots[position])
-        known = table.tokens[slot, : table.lengths[slot]]
-        adjust_logits(logits[position], known, int(table.prompt_tokens[slot]), table.sampling(slot), table.stop(slot))
-    drawn = Drawn(_best(logits))
-    random = ~greedy & (table.beam_candidates[slots] == 0)
+    best, sound = _best(logits)
+    drawn = _without(Drawn(best), slots, ~sound, NOT_NUMBERS)
+    if table.adjusts[slots].any():
+        sound &= _adjust(logits, np.flatnonzero(table.adjusts[slots] & sound), slots, table, drawn)
+    random = ~greedy & (table.beam_candidates[slots] == 0) & sound
     if random.any():
-        chosen = np.flatnonzero(random)
-        drawn.tokens[chosen] = _draw(logits, chosen, slots[chosen], table)
+
+        def draw_some(chosen: Int64s) -> None:
+            drawn.tokens[chosen] = _draw(logits, chosen, slots[chosen], table)
+
+        each(drawn.failed, "drawing its next token", slots, draw_some, np.flatnonzero(random))
     if not plain:
-        _report(logits, slots, table, drawn)
+        wanted = np.flatnonzero((table.reports[slots] | (table.beam_candidates[slots] > 0)) & sound)
+        each(
+            drawn.failed,
+            "reporting its logprobs",
+            slots,
+            lambda some: _report(logits, some, slots, table, drawn),
+            wanted,
+        )
     return drawn
 
 
-def _best(logits: Tensor) -> Int64s:
+def _without(drawn: Drawn, slots: Int64s, bad: NDArray[np.bool_], why: RowFailed) -> Drawn:
+    for position in np.flatnonzero(bad).tolist():
+        drawn.failed.setdefault(int(slots[position]), why)
+    return drawn
+
+
+def _adjust(logits: Tensor, places: Int64s, slots: Int64s, table: SlotTable, drawn: Drawn) -> NDArray[np.bool_]:
+    """Change the logits at ``places`` as their requests want it, and look for the best tokens again. Returns, for all
+    positions, which of them may still draw."""
+    for position in places.tolist():
+        slot = int(slots[position])
+        known = table.tokens[slot, : table.lengths[slot]]
+        with stage(drawn.failed, slot, "changing its logits"):
+            adjust_logits(
+                logits[position], known, int(table.prompt_tokens[slot]), table.sampling(slot), table.stop(slot)
+            )
+    best, sound = _best(logits if len(places) == len(logits) else logits[torch.from_numpy(places).to(logits.device)])
+    drawn.tokens[places] = best
+    _without(drawn, slots[places], ~sound, NOTHING_LEFT)
+    failed = drawn.failed
+    return np.array([slot not in failed for slot in slots.tolist()], np.bool_)
+
+
+def _best(logits: Tensor) -> tuple[Int64s, NDArray[np.bool_]]:
+    """The best token of each row, and whether its logit is a number: it is not where any logit is NaN or plus infinity,
+    nor where all are minus infinity."""
     if logits.device.type == "cpu":
-        best: Int64s = logits.numpy().argmax(-1)  # eight times as fast as torch's
-        return best
-    return logits.argmax(-1).cpu().numpy()
+        rows = logits.numpy()
+        best: Int64s = rows.argmax(-1)  # eight times as fast as torch's
+        return best, np.isfinite(rows[np.arange(len(rows)), best])
+    tokens = logits.argmax(-1)
+    peaks = logits.gather(1, tokens[:, None])[:, 0]
+    return tokens.cpu().numpy(), peaks.isfinite().cpu().numpy()
 
 
 def _draw(logits: Tensor, chosen: Int64s, slots: Int64s, table: SlotTable) -> Int64s:
@@ -70,19 +113,18 @@ def _draw(logits: Tensor, chosen: Int64s, slots: Int64s, table: SlotTable) -> In
     return tokens
 
 
-def _report(logits: Tensor, slots: Int64s, table: SlotTable, drawn: Drawn) -> None:
+def _report(logits: Tensor, places: Int64s, slots: Int64s, table: SlotTable, drawn: Drawn) -> None:
     asked = defaultdict(list)  # by how many alternatives, so that equal wishes cost one pass
-    for position in np.flatnonzero(table.reports[slots]).tolist():
+    for position in places[table.reports[slots[places]]].tolist():
         asked[table.sampling(int(slots[position])).logprobs or 0].append(position)
     for top, positions in asked.items():
         rows = logits if len(positions) == len(logits) else logits[positions]
         tokens = torch.from_numpy(drawn.tokens[positions]).to(logits.device)
         drawn.logprobs.update(zip(positions, report_logprobs(rows, tokens, top), strict=True))
-    beams = np.flatnonzero(table.beam_candidates[slots] > 0)
+    beams = places[table.beam_candidates[slots[places]] > 0]
     if len(beams):
         counts = table.beam_candidates[slots[beams]].tolist()
         scores = logits[torch.from_numpy(beams).to(logits.device)]
         best = best_logprobs(scores, log_normalisers(scores), max(counts))
-        drawn.candidates = {
-            position: row[:count] for position, row, count in zip(beams.tolist(), best, counts, strict=True)
-        }
+        for position, row, count in zip(beams.tolist(), best, counts, strict=True):
+            drawn.candidates[position] = row[:count]

@@ -67,6 +67,8 @@ class Ask:
     cancelled: bool = False
     lost: bool = False
     """The router died under it."""
+    row_failed: bool = False
+    """A row of it failed on some device, alone."""
     stopped: set[int] = field(default_factory=set)
     arrived_ns: int = 0
     ended_ns: int | None = None
@@ -218,6 +220,10 @@ class Referee:
         else:
             require(output.tokens == (), key)
 
+    def row_failed(self, request_id: str) -> None:
+        """A row of the request is about to fail, by its own fault."""
+        self.asks[request_id].row_failed = True
+
     def _judge_reason(self, ask: Ask, output: TokenOutput, key: str, now: int) -> None:
         reason, deadline_ns = output.finish_reason, ask.request.deadline_ns
         if reason is FinishReason.CANCELLED:
@@ -225,7 +231,11 @@ class Referee:
         elif reason is FinishReason.DEADLINE:
             require(deadline_ns is not None and deadline_ns <= now, f"{key}: DEADLINE {deadline_ns} at {now}")
         elif reason is FinishReason.ERROR:
-            require(self.excused, f"{key}: ERROR in a healthy world")
+            require(self.excused or ask.row_failed, f"{key}: ERROR in a healthy world")
+            require(bool(output.error) <= ask.row_failed, f"{key}: an error of a row that did not fail")
+            if not self.excused:
+                require(output.error, f"{key}: the row's own error is not told")
+                require(dict(output.story).get("attempts", 1) == 1, f"{key}: tried again, though its row had failed")
 
     @staticmethod
     def _judge_prompt_logprobs(ask: Ask, output: TokenOutput, key: str) -> None:
@@ -245,6 +255,11 @@ class Referee:
             require(ask.over, f"{name} hangs: {finals} of {ask.request.n} ended, got {ask.got}")
             require(finals == ([] if ask.rejected is not None else list(range(ask.request.n))), f"{name}: {finals}")
             deadline_ns = ask.request.deadline_ns
+            if ask.row_failed and not self.excused:
+                ends = {FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.DEADLINE}
+                require(
+                    ends & set(ask.final.values()) or ask.stopped, f"{name}: a row failed, and it ended {ask.final}"
+                )
             if deadline_ns is not None:
                 late_ns = (ask.ended_ns or 0) - deadline_ns
                 require(late_ns <= patience_ns, f"{name}: ended {late_ns / 1e6:.1f} ms after its deadline")

@@ -6,10 +6,12 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFailed, StepFinished
+from memserve.instance.events import RowFailed, StepFailed, StepFinished
+from memserve.instance.sequence import Phase
 from memserve.mempool.exports import Export
 from memserve.mempool.jobs import PullPages
 from memserve.messages import AnyMessage, Peer, Ready
+from memserve.sim.fuzz.literal_device import fail_row
 from memserve.sim.fuzz.truth import Violation
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
 from memserve.sim.nodes import InstanceNode
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 FIRST_GENERATION = 100_000_000
 STEP_MAX_NS = 10_000_000_000
+PLANTED = "a planted failure of this row"
 
 _Page = tuple[Tier, int, int, int, int]
 """Tier, block, first and end layer, checksum."""
@@ -34,6 +37,7 @@ class FuzzedInstance(InstanceNode):
     def __init__(self, world: World, name: str, role: Role, place: int) -> None:
         self.random = Random(f"{world.scenario.seed}/{name}")
         self.fails_next_step = False
+        self.rows_to_fail = 0
         self.next_step_hangs_ns = 0
         self.corrupting = 0
         self.pull_slowness = 1
@@ -139,10 +143,23 @@ class FuzzedDevice:
         if plan.step_id in self._void:
             return self.memory.run_void(plan)
         if not node.fails_next_step:
-            return self.memory.run(plan)
+            return self._spoil(plan, self.memory.run(plan))
         node.fails_next_step = False
         node.has_failed = True
         self._void |= {later.step_id for later in node.plans}
         node.host.say(f"{node.peer.name}: step {plan.step_id} fails")
         self.memory.abandon_layers(plan)
         return self.memory.fail(plan, node.random.randrange(100))
+
+    def _spoil(self, plan: StepPlan, event: StepFinished | StepFailed) -> StepFinished | StepFailed:
+        """Let one row of the plan fail, if one is to."""
+        node = self._node
+        if not node.rows_to_fail or not plan.slots or isinstance(event, StepFailed):
+            return event
+        node.rows_to_fail -= 1
+        slot = node.random.choice(sorted({*plan.slots, *(slot for slots in plan.sample_slots for slot in slots)}))
+        sequence = node.machine._outstanding[0].by_slot()[slot]
+        fail_row(plan, event, slot, RowFailed(PLANTED, kv_is_suspect=node.random.random() < 0.5))
+        if sequence.phase is not Phase.FINISHED:  # else the row was one too many
+            node.host.row_fails(node, sequence.request_id, sequence.index)
+        return event

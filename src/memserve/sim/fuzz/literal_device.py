@@ -7,7 +7,7 @@ the contract between machine and device is a :class:`Violation`.
 from __future__ import annotations
 
 from memserve.instance.actions import OpenSequence, StepPlan
-from memserve.instance.events import StepFailed, StepFinished
+from memserve.instance.events import RowFailed, StepFailed, StepFinished
 from memserve.sim.fuzz.truth import Violation, candidates, cell, draw, mix, require
 from memserve.types import Tier, TokenLogprobs
 
@@ -22,6 +22,19 @@ class Slot:
         self.tokens = [int(t) for t in opened.tokens]
         self.table = list(opened.blocks)
         self.opened = opened
+
+
+def fail_row(plan: StepPlan, event: StepFinished, slot: int, why: RowFailed) -> None:
+    """Let ``slot``, which has a row or a draw in ``plan``, fail alone: ``event`` is what the plan gave without that."""
+    event.failed[slot] = why
+    draws = [drawn for slots in plan.sample_slots for drawn in slots]
+    if slot in draws:
+        place = draws.index(slot)
+        event.tokens[place] = 0
+        event.logprobs.pop(place, None)
+        event.candidates.pop(place, None)
+    if slot in plan.slots:
+        event.prompt_logprobs.pop(plan.slots.index(slot), None)
 
 
 class LiteralDevice:

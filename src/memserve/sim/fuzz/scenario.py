@@ -40,6 +40,7 @@ FAULTS = (
     "repeat",
     "delay",
     "device",
+    "row",
     "slow-link",
     "flap",
     "drain",

@@ -172,6 +172,11 @@ class World:
         if ask.over:
             self._next_turn(ask)
 
+    def row_fails(self, node: FuzzedInstance, attempt_id: str, index: int) -> None:
+        """A row of an attempt fails, and with it that sequence of the client's request."""
+        self.say(f"{node.peer.name}: a row of {attempt_id}/{index} fails")
+        self.referee.row_failed(attempt_id.rpartition("#")[0])
+
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         """The router rejects a request."""
         self.say(f"  -> {request_id} rejected: {reason}")
@@ -303,6 +308,11 @@ class World:
     def check_at_rest(self) -> None:
         """Nothing is held, nothing is open, and the router knows who has what."""
         checks.check_at_rest(self.router.machine, self.instances, self.scenario.event_capacity > 0)
+        for node in self.instances:
+            failed = node.machine.stats().steps_failed
+            require(
+                node.has_failed or not failed, f"{node.peer.name}: {failed} steps failed, though its device did not"
+            )
 
     def achievements(self) -> Counter[str]:
         """How often the things happened that a cluster is for."""

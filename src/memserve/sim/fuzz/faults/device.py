@@ -27,6 +27,11 @@ def _device(world: World, fault: Fault, node: FuzzedInstance, random: Random) ->
     node.fails_next_step = True
 
 
+def _row(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    """In the next steps one row each fails alone: no other request may notice."""
+    node.rows_to_fail += random.choice([1, 1, 2, 5])
+
+
 def _hang(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
     """One step takes as long as the fault lasts; the process lives, and beats."""
     node.next_step_hangs_ns = fault.for_ns
@@ -66,6 +71,7 @@ def _slow_tier(world: World, fault: Fault, node: FuzzedInstance, random: Random)
 KINDS: dict[str, Kind] = {
     "corrupt": _corrupt,
     "device": _device,
+    "row": _row,
     "hang": _hang,
     "slow-device": _slow_device,
     "slow-link": _slow_link,
