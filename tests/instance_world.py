@@ -8,11 +8,12 @@ import numpy as np
 
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.actions import EmitTokens, RejectRequest, RunStep
-from memserve.instance.events import RequestArrived, StepFailed
+from memserve.instance.events import RequestArrived, RowFailed, StepFailed
 from memserve.instance.machine import Instance
+from memserve.instance.sequence import Phase
 from memserve.mempool.pool import BlockPool
 from memserve.policy.preemption import PreemptionCosts
-from memserve.sim.fuzz.literal_device import LiteralDevice
+from memserve.sim.fuzz.literal_device import LiteralDevice, fail_row
 from memserve.sim.fuzz.truth import lone_beams as beams_of
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason, Request, SamplingParams, StopParams, Tier
@@ -74,6 +75,8 @@ class World:
         self.diary = []
         self.now = 0
         self.failed = False
+        #: requests of which a row failed alone
+        self.rows_failed = set()
         #: plans that were under way when an earlier one failed
         self.void = set()
 
@@ -125,6 +128,24 @@ class World:
         self.void.update(later.step_id for later in self.plans)
         return self.post(event)
 
+    def fail_row(self, which, suspect=False):
+        """One row of the oldest plan fails alone; returns whose (``None``: the plan has no rows)."""
+        if not self.plans[0].slots or self.plans[0].step_id in self.void:
+            self.step()
+            return None
+        self.now += 1
+        plan = self.plans.popleft()
+        event = self.device.run(plan)
+        owners = self.machine._outstanding[0].by_slot()
+        slot = sorted(owners)[which % len(owners)]
+        fail_row(plan, event, slot, RowFailed("planted", kv_is_suspect=suspect))
+        if owners[slot].phase is not Phase.FINISHED:
+            self.rows_failed.add(owners[slot].request_id)
+        steps_failed = self.machine.stats().steps_failed
+        self.post(event)
+        assert self.machine.stats().steps_failed == steps_failed
+        return owners[slot].request_id
+
     def drain(self, limit=3000):
         """Run until nothing is under way."""
         while self.plans:
@@ -172,7 +193,7 @@ class World:
         elif reason is FinishReason.LENGTH:
             assert len(got) == limit
         elif reason is FinishReason.ERROR:
-            assert self.failed
+            assert self.failed or req.request_id in self.rows_failed
         elif reason is FinishReason.CANCELLED:
             assert req.request_id in self.asked_to_end
         elif reason is FinishReason.DEADLINE:

@@ -99,6 +99,11 @@ class InstanceLife(RuleBasedStateMachine):
     def fail(self, seed):
         self.world.fail(seed)
 
+    @precondition(lambda self: self.world.plans)
+    @rule(which=st.integers(0, 7), suspect=st.booleans())
+    def fail_row(self, which, suspect):
+        self.world.fail_row(which, suspect)
+
     @rule(ticks=st.integers(1, 5))
     def tick(self, ticks):
         self.world.now += ticks

@@ -148,6 +148,18 @@ def test_each_kind_alone_is_survived(kind: str) -> None:
     assert world.happened[kind] == 3 and world.referee.tokens_judged > 0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_fail_are_no_excuse_for_anything_else(seed: int) -> None:
+    """Nothing but rows goes wrong: whoever lost none is served as in good weather, and whoever did is told, once."""
+    setting = setting_of(seed, "healthy")
+    scenario, random = draw(seed, setting), Random(seed)
+    places = len(scenario.hbm_blocks)
+    scenario.faults = [Fault("row", at * 9 * MS, 5 * MS, random.randrange(places), -1, at) for at in range(12)]
+    world = World(scenario)
+    world.run()
+    assert not world.referee.excused and any(ask.row_failed for ask in world.referee.asks.values())
+
+
 # -- the parts
 
 
