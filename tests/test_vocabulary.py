@@ -106,7 +106,7 @@ def http() -> Iterator[httpx.Client]:
     engine = FakeEngine(lambda request, index: [5])
     try:
         with running_server(engine, TinyModel(vocab_size=KNOWN)) as world, httpx.Client(base_url=world.url) as client:
-            client.engine = engine  # type: ignore[attr-defined]
+            client.engine = engine
             yield client
     finally:
         engine.close()
