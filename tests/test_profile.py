@@ -370,7 +370,7 @@ def test_the_router_decides_by_what_a_member_has_measured(costs: dict, taken: Co
     machine, heard = Cluster(ClusterConfig()), []
     router = RouterEngine(machine, lambda on_message: heard.append(on_message) or StubMailbox())
     try:
-        card = ModelCard("m", 64, (2,), {}, "T", costs).encode()
+        card = ModelCard("m", 64, 131, (2,), {}, "T", costs).encode()
         peer = Peer("p1", 1)
         info = PeerInfo(peer, Role.PREFILL, "tcp://127.0.0.1:2", "ns", GEOMETRY, 64, 0, 64, True, model_card=card)
         heard[0](peer, Join(info))
