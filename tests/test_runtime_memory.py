@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 import pytest
 
+from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.runtime import memory
-from memserve.units import GIB
+from memserve.runtime.threads import PRIMITIVES_MAX
+from memserve.types import KVGeometry
+from memserve.units import GIB, MIB
 
 
 def test_more_kv_memory_than_the_machine_has_is_a_user_error() -> None:
@@ -42,3 +46,36 @@ def test_what_stays_is_not_looked_through_again() -> None:
         assert gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+GEOMETRY = KVGeometry(30, 3, 64, 64, "bfloat16", 32)
+
+
+def bound(sizes: memory.ModelSizes, **options: int) -> memory.MemoryBound:
+    config = EngineOptions(kv_memory_bytes=64 * MIB, dram_memory_bytes=128 * MIB, **options)
+    return memory.memory_bound(sizes, GEOMETRY, config.instance_config(GEOMETRY, 8192, ""), in_cluster=True)
+
+
+def test_the_bound_is_the_sum_of_its_terms() -> None:
+    sizes = memory.sizes_from_config({"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}, 269 * 10**6)
+    found = bound(sizes)
+    assert found.arenas_bytes <= 192 * MIB < found.arenas_bytes + 2 * GEOMETRY.block_bytes
+    assert found.weights_bytes == 269 * 10**6
+    assert found.primitives_bytes == PRIMITIVES_MAX * memory.PRIMITIVE_BYTES
+    assert found.total_bytes == sum(getattr(found, part.name) for part in dataclasses.fields(found))
+    assert all(part.name.removesuffix("_bytes") in str(found) for part in dataclasses.fields(found))
+
+
+def test_each_option_that_costs_memory_is_in_the_bound() -> None:
+    sizes = memory.ModelSizes(1, 3072, 49152, 2)
+    least = bound(sizes, max_running=8, max_step_tokens=512, max_waiting=16)
+    assert bound(sizes, max_running=16, max_step_tokens=512, max_waiting=16).logits_bytes > least.logits_bytes
+    assert bound(sizes, max_running=8, max_step_tokens=1024, max_waiting=16).activations_bytes > least.activations_bytes
+    assert bound(sizes, max_running=8, max_step_tokens=512, max_waiting=32).requests_bytes > least.requests_bytes
+
+
+def test_what_is_resident_grows_with_what_is_touched() -> None:
+    before = memory.resident_bytes()
+    touched = bytearray(64 * MIB)
+    assert memory.resident_bytes() - before > 48 * MIB
+    del touched

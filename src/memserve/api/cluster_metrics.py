@@ -61,6 +61,16 @@ INSTANCE_GAUGES: list[tuple[str, str, Read]] = [
     ("instance_blocks_available", "Blocks that it could hand out", lambda m: m.view.load.hbm_blocks_available),
     ("instance_transfers_open", "Transfers under way", lambda m: m.view.load.transfers_open),
     ("instance_tree_blocks", "Cached blocks that the router knows of", lambda m: m.view.tree_blocks),
+    (
+        "instance_resident_bytes",
+        "Memory that the instance's process has resident, shared maps included",
+        lambda m: m.engine.resident_bytes if m.engine else 0,
+    ),
+    (
+        "instance_resident_bound_bytes",
+        "Memory that the instance's process should have resident at most; 0: unknown",
+        lambda m: m.engine.bound_bytes if m.engine else 0,
+    ),
     ("instance_device_seconds", "Time its device worked", lambda m: m.engine.device_ns / NS_PER_S if m.engine else 0),
 ]
 

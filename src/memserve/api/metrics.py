@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from memserve.api.cluster_metrics import cluster_families
+from memserve.runtime.memory import resident_bytes
 from memserve.units import NS_PER_S
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -26,6 +27,9 @@ class ApiMetrics:
             "memserve_http_requests", "HTTP requests by route and status", ["route", "status"], registry=self.registry
         )
         self.in_progress = Gauge("memserve_http_requests_in_progress", "Open HTTP requests", registry=self.registry)
+        self.resident = Gauge(
+            "memserve_resident_bytes", "Memory that the process behind this page has resident", registry=self.registry
+        )
         self.prompt_tokens = counter("memserve_prompt_tokens", "Prompt tokens of answered requests")
         self.cached_tokens = counter("memserve_cached_prompt_tokens", "Of them: KV came from the cache")
         self.generated_tokens = counter("memserve_generated_tokens", "Tokens generated for clients")
@@ -59,6 +63,7 @@ class ApiMetrics:
         """The text that Prometheus scrapes; without the engine's part when it could not answer."""
         registry = CollectorRegistry()
         registry.register(_Snapshot(engine_stats))
+        self.resident.set(resident_bytes())
         return generate_latest(self.registry) + generate_latest(registry)
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+import json
 import os
 import platform
 import socket
@@ -107,6 +108,31 @@ def check_machine() -> Iterator[Finding]:
         yield Finding("memory", Status.WARN, f"{human_bytes(available)} available", hint)
     else:
         yield Finding("memory", Status.OK, f"{human_bytes(available)} available")
+
+
+def check_memory_bound(model: str) -> Iterator[Finding]:
+    """What one instance of the model may have resident, with the default options: see docs/MEMORY.md."""
+    from memserve.config import EngineOptions
+    from memserve.model.loading.sources import resolve_source
+    from memserve.runtime.memory import memory_bound, sizes_from_config
+    from memserve.types import KVGeometry
+
+    bundled = model.lower() in ("default", DEFAULT_MODEL.lower())
+    if not bundled and not (Path(model).expanduser() / "config.json").is_file():
+        return  # it would have to be fetched or converted first
+    try:
+        folder = resolve_source(model, "bfloat16").path
+        config = json.loads((folder / "config.json").read_text())
+        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        sizes, heads = sizes_from_config(config, weights), config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        geometry = KVGeometry(config["num_hidden_layers"], kv_heads, head_dim, head_dim, "bfloat16", 32)
+        machine = EngineOptions().instance_config(geometry, config.get("max_position_embeddings", 8192), "doctor")
+    except (UserError, OSError, ValueError, KeyError, TypeError):
+        return  # the model's own check says what is wrong with it
+    bound = memory_bound(sizes, geometry, machine, in_cluster=True)
+    yield Finding("instance memory", Status.OK, f"at most {bound}")
 
 
 def check_model(model: str) -> Iterator[Finding]:

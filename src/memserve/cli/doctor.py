@@ -46,6 +46,7 @@ def examine(model: str, host: str, port: int) -> Iterator[Finding]:
     yield from checks.check_torch()
     yield from checks.check_machine()
     yield from checks.check_model(model)
+    yield from checks.check_memory_bound(model)
     yield from checks.check_port(host, port)
     yield from checks.check_extras()
 

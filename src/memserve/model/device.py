@@ -53,6 +53,8 @@ class ModelDevice:
         self._forward = forward or EagerForward(model.module)
         self._attention = attention or choose_attention(self._arenas.hbm, geometry)
         self.on_layer: OnLayer | None = None
+        #: what this process may have resident at most (:class:`memserve.runtime.memory.MemoryBound`); 0: unknown
+        self.bound_bytes = 0
         trim_heap()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from memserve.errors import UserError
 from memserve.messages import Peer
 from memserve.runtime.threads import set_thread_environment
 from memserve.types import Role
+from memserve.units import human_bytes
 
 if TYPE_CHECKING:
     from memserve.instance.machine import Instance
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
     from memserve.policy.costs import CostModel
     from memserve.runtime.engine import Engine
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,10 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     from memserve.instance.machine import Instance
     from memserve.model.device import ModelDevice
     from memserve.model.forward import best_forward
-    from memserve.model.loading.loader import load_model
+    from memserve.model.loading.loader import load_model, model_sizes
     from memserve.policy.batching import context_note
     from memserve.policy.preemption import PreemptionCosts
-    from memserve.runtime.memory import check_host_memory
+    from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes
     from memserve.runtime.profile_store import load_profile
 
     model = load_model(
@@ -64,7 +69,11 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
     kv_tokens = config.pool.hbm_blocks * geometry.block_tokens
     served = dataclasses.replace(model, max_model_tokens=machine.context_tokens, context_note=note, kv_tokens=kv_tokens)
+    bound = memory_bound(model_sizes(model), geometry, config, in_cluster=me is not None)  # it has its weights still
     device = ModelDevice(served, config, best_forward(model.module), shared=me is not None)
+    if model.device.type == "cpu":
+        device.bound_bytes = bound.total_bytes
+        log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)
     return Parts(served, config, device, machine, costs)
 
 

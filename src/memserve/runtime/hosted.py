@@ -46,7 +46,7 @@ class HostedInstance:
         self._device = device
         self._outlet = outlet
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._timer = StepTimer()
+        self._timer = StepTimer(bound_bytes=getattr(device, "bound_bytes", 0))  # devices without a model know none
         self._loop: MachineLoop[Event] = MachineLoop(
             machine, self._perform, on_broken=on_broken, on_end=self._end_plans, clock_ns=clock_ns
         )

@@ -1,17 +1,104 @@
-"""How much memory and how many cores this machine has for us (level 3)."""
+"""How much memory and how many cores this machine has for us, and how much an instance takes at most (level 3)."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from memserve.config import InstanceConfig
 from memserve.errors import UserError
-from memserve.units import human_bytes
+from memserve.types import KVGeometry
+from memserve.units import MIB, human_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+PROGRAM_BYTES = 560 * MIB
+"""Python, torch, transformers and this package, with their code: resident before there are weights."""
+PRIMITIVE_BYTES = 800_000
+"""What one of oneDNN's primitives takes at most: measured between 0.3 MB (float32) and 0.8 MB (bfloat16)."""
+PEERS_BYTES = 32 * MIB
+"""What of peers' arenas may count as resident in a process that reads them."""
+LOGITS_COPIES = 4
+"""Logits, their adjusted copy, log-probabilities, and what sorting them takes: float32 each."""
+ACTIVATION_COPIES = 6
+"""Widest values of a step that live at once: a linear's input and output, a residual, and what the allocator keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What a model's memory depends on."""
+
+    weights_bytes: int
+    widest: int
+    """Columns of the widest linear but the head."""
+    vocab: int
+    value_bytes: int
+    """Bytes of one weight or activation."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBound:
+    """What an instance on a CPU may have resident at most, by what it is for; see docs/MEMORY.md."""
+
+    program_bytes: int
+    weights_bytes: int
+    arenas_bytes: int
+    peers_bytes: int
+    primitives_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+    requests_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum."""
+        return sum(dataclasses.astuple(self))
+
+    def __str__(self) -> str:
+        parts = {part.name.removesuffix("_bytes"): getattr(self, part.name) for part in dataclasses.fields(self)}
+        terms = " + ".join(f"{name} {human_bytes(value)}" for name, value in parts.items())
+        return f"{human_bytes(self.total_bytes)} = {terms}"
+
+
+def sizes_from_config(config: Mapping[str, Any], weights_bytes: int) -> ModelSizes:
+    """The sizes of a model in 16 bits that is not loaded, from its ``config.json``. Raises ``KeyError``."""
+    hidden = int(config["hidden_size"])
+    widest = int(config.get("intermediate_size") or config.get("ffn_dim") or 4 * hidden)
+    return ModelSizes(weights_bytes, 2 * widest, int(config["vocab_size"]), 2)
+
+
+def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig, *, in_cluster: bool) -> MemoryBound:
+    """The most that an instance of ``model`` should have resident."""
+    from memserve.instance.planner import PROMPT_LOGPROBS_MAX
+    from memserve.runtime.threads import PRIMITIVES_MAX
+
+    scheduler, pool = config.scheduler, config.pool
+    step_tokens = max(scheduler.max_step_tokens, scheduler.max_running)
+    longest = min(config.max_model_tokens, pool.hbm_blocks * geometry.block_tokens)
+    return MemoryBound(
+        program_bytes=PROGRAM_BYTES,
+        weights_bytes=model.weights_bytes,
+        arenas_bytes=(pool.hbm_blocks + pool.dram_blocks) * geometry.block_bytes,
+        peers_bytes=PEERS_BYTES + pool.hbm_blocks * geometry.block_bytes if in_cluster else 0,
+        primitives_bytes=PRIMITIVES_MAX * PRIMITIVE_BYTES,
+        activations_bytes=step_tokens * model.widest * model.value_bytes * ACTIVATION_COPIES,
+        logits_bytes=(scheduler.max_running + PROMPT_LOGPROBS_MAX) * model.vocab * 4 * LOGITS_COPIES,
+        requests_bytes=(scheduler.max_waiting + scheduler.max_running) * longest * 4,
+    )
+
+
+def resident_bytes() -> int:
+    """What this process has resident now, maps that it shares with others included; 0 where the kernel does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import msgspec
 
 from memserve.cluster.report import ClusterStats, InstanceView
 from memserve.instance.stats import InstanceStats
+from memserve.runtime.memory import resident_bytes
 
 WINDOW_STEPS = 512
 """Steps over which medians are taken."""
@@ -34,6 +35,10 @@ class EngineStats:
     """Median device time a step, over the last steps."""
     instance: InstanceStats | None = None
     """The machine's own counters and its pool report."""
+    resident_bytes: int = 0
+    """What its process has resident, shared maps included."""
+    bound_bytes: int = 0
+    """What it should have at most; 0: not known."""
 
     @property
     def scheduler_share(self) -> float:
@@ -57,6 +62,7 @@ class StepTimer:
     steps: int = 0
     machine_ns: int = 0
     device_ns: int = 0
+    bound_bytes: int = 0
     _machine_mark_ns: int = 0  # machine_ns at the last finished step
     _machine_steps_ns: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     _device_steps_ns: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
@@ -82,6 +88,8 @@ class StepTimer:
             machine_step_ns=int(median(self._machine_steps_ns)) if self._machine_steps_ns else 0,
             device_step_ns=int(median(self._device_steps_ns)) if self._device_steps_ns else 0,
             instance=instance,
+            resident_bytes=resident_bytes(),
+            bound_bytes=self.bound_bytes,
         )
 
 

@@ -15,6 +15,7 @@ from memserve.errors import UserError
 from memserve.model.loading.cache import whole_digest
 from memserve.model.loading.checkpoint import errors_named, load_module
 from memserve.model.loading.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
+from memserve.runtime.memory import ModelSizes
 from memserve.types import KVGeometry
 
 if TYPE_CHECKING:
@@ -71,6 +72,18 @@ class LoadedModel:
     context_note: str = ""  # why max_model_tokens is less than the model's own; empty: it is not
     kv_tokens: int = 0  # how many the KV memory holds, once it is known
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # of a chat; None: what the context has room for
+
+
+def model_sizes(model: LoadedModel) -> ModelSizes:
+    """What its memory depends on, read while it has its weights."""
+    from torch import nn
+
+    module = model.module
+    head = module.get_output_embeddings()
+    linears = [part for part in module.modules() if isinstance(part, nn.Linear) and part is not head]
+    widest = max((linear.out_features for linear in linears), default=module.config.get_text_config().hidden_size)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return ModelSizes(weights, 2 * widest, model.vocab_size, model.dtype.itemsize)  # gate and up are computed as one
 
 
 def load_model(

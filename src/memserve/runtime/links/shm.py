@@ -10,8 +10,8 @@ from memserve import _core
 from memserve.messages import Peer, PeerInfo
 from memserve.runtime.links.link import Arenas, LinkError, Seals, UnreachableError, check_ranges, place_of
 from memserve.runtime.links.ranges import Ranges
+from memserve.runtime.memory import PEERS_BYTES
 from memserve.types import Tier
-from memserve.units import MIB
 
 
 def this_host() -> str:
@@ -20,7 +20,7 @@ def this_host() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-_RESIDENT_BYTES_MAX = 32 * MIB
+_RESIDENT_BYTES_MAX = PEERS_BYTES
 """What of peers' arenas may count as resident here, but for the read that exceeds it. Each peer's whole arenas would
 otherwise, in time: memory that exists once, and is counted in every process of the cluster."""
 
