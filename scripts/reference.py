@@ -1,17 +1,16 @@
-"""Writes ``docs/REFERENCE.md`` from the code: ``python scripts/reference.py [--check]``.
+"""Writes ``docs/REFERENCE.md`` and ``docs/HTTP.md`` from the code: ``python scripts/reference.py [--check]``.
 
 The commands come from the typer app, the options from the config classes and the docstring below each field: an
-option is declared and described once.
+option is declared and described once. The HTTP page is made of what ``/openapi.json`` is made of.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import inspect
-import re
-import textwrap
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +18,17 @@ import msgspec
 import typer.main
 
 from memserve import config, types
+from memserve.api import openapi
 from memserve.cli.main import app
+from memserve.documented import field_docs
 from memserve.units import human_bytes
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "REFERENCE.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE, HTTP_PAGE = DOCS / "REFERENCE.md", DOCS / "HTTP.md"
 HEAD = """# Reference
 
 Written by `make docs` from the code; do not edit. A test says when it is out of date.
 """
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """The text behind each field: the string below it, or the comment beside it."""
-    source = textwrap.dedent(inspect.getsource(cls))
-    lines, found = source.splitlines(), {}
-    (definition,) = ast.parse(source).body
-    assert isinstance(definition, ast.ClassDef)
-    for node, after in zip(definition.body, [*definition.body[1:], None], strict=True):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        comment = re.search(r"  # (.*)$", lines[(node.end_lineno or node.lineno) - 1])
-        found[node.target.id] = comment.group(1) if comment else ""
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            found[node.target.id] = " ".join(after.value.value.split())
-    return found
 
 
 def default_of(field: dataclasses.Field[Any] | msgspec.structs.FieldInfo) -> str:
@@ -111,16 +97,104 @@ def page() -> str:
     return text.replace("``", "`")  # docstrings are written in reStructuredText
 
 
+LARGE = 1 << 20
+"""Larger limits are shown as powers of two."""
+
+HTTP_HEAD = """# The HTTP API
+
+Written by `make docs` from the code; do not edit. The same as an OpenAPI document: `GET /openapi.json`.
+
+Paths and fields are OpenAI's; fields from `top_k` on in the tables are extensions, under vLLM's names where it has
+them. A field that is unknown, malformed, or asks for what memserve cannot do is an error that names it. With
+`--api-key` every path under `/v1` wants `Authorization: Bearer KEY`. Every answer has an `x-request-id`: the client's
+own, if it sent one. The examples are for a server at `http://127.0.0.1:8000`; `MODEL` stands for the `id` that
+`/v1/models` shows. Tests run them.
+"""
+
+
+def http_page() -> str:
+    """The page of the HTTP API."""
+    sections = [HTTP_HEAD.strip(), "## Operations"]
+    for operation in openapi.OPERATIONS:
+        sections += [f"### {operation.method} {operation.path}", operation.about, f"Answer: {operation.answers}"]
+        if operation.body is not None:
+            sections.append(f"Body: [{operation.body.__name__}](#{operation.body.__name__.lower()}).")
+        for example in operation.examples:
+            sections.append(f"{example.title}:\n\n    {curl(operation, example)}")
+    sections.append("## Errors")
+    sections.append('Every error is `{"error": {"message", "type", "param", "code"}}`.')
+    rows = [cells(str(e.status), f"`{e.code}`" if e.code else "none", e.when) for e in openapi.ERRORS]
+    sections.append("\n".join(["| status | code | when |", "| --- | --- | --- |", *rows]))
+    sections.append("## Bodies")
+    schemas = openapi.openapi()["components"]["schemas"]
+    for body in openapi.BODIES:
+        sections += [f"### {body.__name__}", schema_table(schemas[body.__name__])]
+    return "\n\n".join(sections) + "\n"
+
+
+def curl(operation: openapi.Operation, example: openapi.Example) -> str:
+    """The example as a command line."""
+    words = ["curl", *([] if operation.method == "GET" else ["-X", operation.method])]
+    words.append(f"http://127.0.0.1:8000{example.path or operation.path}")
+    if example.body is not None:
+        words += ["-H", "content-type: application/json", "-d", json.dumps(example.body)]
+    return " ".join(shlex.quote(word) if " " in word else word for word in words)
+
+
+def schema_table(schema: dict[str, Any]) -> str:
+    """The fields of one body."""
+    required = schema.get("required", ())
+    rows = [
+        cells(f"`{name}`" + (" (required)" if name in required else ""), allowed(field), field.get("description", ""))
+        for name, field in schema["properties"].items()
+    ]
+    return "\n".join(["| field | type | |", "| --- | --- | --- |", *rows])
+
+
+def allowed(field: dict[str, Any]) -> str:
+    """Type and range of a field, in words."""
+    kinds = [kind for kind in field.get("anyOf", [field]) if kind.get("type") != "null"]
+    return " or ".join(_kind(kind) for kind in kinds)
+
+
+def _kind(kind: dict[str, Any]) -> str:
+    if "$ref" in kind:
+        return str(kind["$ref"]).rsplit("/", 1)[1]
+    if "enum" in kind:
+        return " or ".join(f"`{value}`" for value in kind["enum"])
+    name = {"array": "list", "object": "object"}.get(kind.get("type", ""), kind.get("type", "any"))
+    if name == "list" and kind.get("items"):
+        name = f"list of {_kind(kind['items'])}"
+    low = kind.get("minimum", kind.get("exclusiveMinimum"))
+    high = kind.get("maximum")
+    if low is not None or high is not None:
+        opening = "(" if "exclusiveMinimum" in kind else "["
+        return f"{name} in {opening}{_number(low)}, {_number(high)}{')' if high is None else ']'}"
+    if most := kind.get("maxLength", kind.get("maxItems", kind.get("maxProperties"))):
+        return f"{name}, at most {most:,} {'characters' if name == 'string' else 'entries'}"
+    return str(name)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "..."
+    if isinstance(value, int) and abs(value) > LARGE:
+        power = (abs(value) + 1).bit_length() - 1
+        rest = abs(value) - (1 << power)
+        return f"{'-' if value < 0 else ''}2^{power}{' - 1' if rest else ''}" if rest in (0, -1) else f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def main() -> int:
-    """Write the page, or say whether it is up to date."""
+    """Write the pages, or say whether they are up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when the page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when a page is out of date")
     args = parser.parse_args()
-    new = page()
+    pages = {PAGE: page(), HTTP_PAGE: http_page()}
     if args.check:
-        return int(not PAGE.exists() or PAGE.read_text() != new)
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(new)
+        return int(any(not place.exists() or place.read_text() != text for place, text in pages.items()))
+    for place, text in pages.items():
+        place.write_text(text)
     return 0
 
 

@@ -30,6 +30,7 @@ def reference() -> types.ModuleType:
 
 def test_reference_is_up_to_date(reference: types.ModuleType) -> None:
     assert reference.PAGE.read_text() == reference.page(), "run `make docs`"
+    assert reference.HTTP_PAGE.read_text() == reference.http_page(), "run `make docs`"
 
 
 def test_every_config_field_is_described(reference: types.ModuleType) -> None:

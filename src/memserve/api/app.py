@@ -26,6 +26,7 @@ from memserve.api.errors import model_not_found, shutting_down
 from memserve.api.guard import Guard, on_http_error
 from memserve.api.hub import Hub
 from memserve.api.metrics import ApiMetrics
+from memserve.api.openapi import openapi
 from memserve.api.prompts import PromptEncoder
 from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.shapes import ChatShape, CompletionShape
@@ -69,6 +70,10 @@ class _Pages:
         if not getattr(stats, "serving", True):
             return _json({"status": "no instance takes requests"}, 503)
         return _json({"status": "ok", "model": self._model.name})
+
+    async def openapi(self, request: Request) -> Response:
+        """``GET /openapi.json``: the API described."""
+        return _json(openapi())
 
     async def metrics(self, request: Request) -> Response:
         """``GET /metrics`` in Prometheus' text form."""
@@ -128,6 +133,7 @@ def create_app(
             Route("/v1/documents/{document_id}", named.delete, methods=["DELETE"]),
             Route("/health", pages.health),
             Route("/metrics", pages.metrics),
+            Route("/openapi.json", pages.openapi),
         ],
         middleware=[
             Middleware(Cors, origins=limits.cors_origins),

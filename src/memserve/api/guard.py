@@ -20,7 +20,7 @@ from memserve.errors import UserError
 
 log = logging.getLogger(__name__)
 
-KNOWN_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+KNOWN_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json")
 """Labels of the request counter: paths that clients invent must not make new ones."""
 
 DOCUMENTS_ROUTE = "/v1/documents"

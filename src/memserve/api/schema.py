@@ -38,112 +38,183 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """What a stream carries beside the text."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # tolerated: chunks are never padded
+    """Send one more chunk at the end, with `usage` and empty `choices`."""
+    include_obfuscation: bool | None = None
+    """Accepted, no effect: chunks are never padded."""
 
 
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """What both generating endpoints share."""
 
     model: str
+    """The served model's name, or one of its aliases; letter case does not matter."""
     n: Choices | None = None
+    """Answers to draw from each prompt. Default 1."""
     temperature: Temperature | None = None
+    """0: greedy. Default: what the model's `generation_config.json` recommends, else 1."""
     top_p: PositiveProbability | None = None
+    """Draw from the smallest set of tokens with this probability mass. Default: recommended, else 1."""
     presence_penalty: Penalty | None = None
+    """Subtracted from the logit of every token that was generated before."""
     frequency_penalty: Penalty | None = None
+    """Subtracted once for each time that the token was generated before."""
     seed: Seed | None = None
+    """Equal seeds draw equal answers from equal logits. Default: random."""
     stop: Stops | None = None
+    """One text or up to 32: the answer ends before the first that appears."""
     logit_bias: BiasMap | None = None
+    """Token id to a number that is added to its logit."""
     stream: bool | None = None
+    """Send the answer as server-sent events while it is computed."""
     stream_options: StreamOptions | None = None
+    """Only with `stream`."""
 
     # Hints: where it runs and what stays cached, never the answer.
-    prompt_cache_key: str | None = (
-        None  # requests with the same key run where their prefix is: OpenAI's word for session
-    )
+    prompt_cache_key: str | None = None
+    """Requests with the same key run where their prefix is cached, as with `session`."""
 
     # Tolerated: the official client sends them, they cannot change the answer here.
     user: str | None = None
+    """Accepted, no effect."""
     store: bool | None = None
+    """Accepted, no effect."""
     metadata: dict[str, str] | None = None
+    """Accepted, no effect."""
     service_tier: str | None = None
+    """Accepted, no effect."""
     safety_identifier: str | None = None
+    """Accepted, no effect."""
 
     # Extensions.
     top_k: TopK | None = None
+    """Draw from this many tokens. 0 or -1: from all. Default: recommended, else all."""
     min_p: Probability | None = None
+    """Drop tokens less probable than this share of the most probable one."""
     repetition_penalty: RepetitionPenalty | None = None
+    """Divides the logits of tokens that the prompt or the answer has. 1: off."""
     min_tokens: TokenCountOrZero | None = None
+    """No end of the answer before this many tokens."""
     stop_token_ids: StopIds | None = None
+    """Tokens that end the answer, beside the model's own."""
     ignore_eos: bool | None = None
+    """Go on behind the model's end-of-sequence token."""
     skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text. Default true."""
     use_beam_search: bool | None = None
+    """Return the best `n` beams instead of drawing."""
     beam_width: Choices | None = None
+    """Beams that are kept. Default `n`. Only with `use_beam_search`."""
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
+    """Beams are ranked by the sum of logprobs divided by length to this power. Default 1."""
     priority: Priority | None = None
+    """Lower runs first, among requests of the same tenant."""
     timeout_s: Seconds | None = None
+    """Seconds after which the request ends with 504."""
     use_cache: bool | None = None
+    """false: neither read nor fill the prefix cache."""
     cache_salt: ShortText | None = None
+    """Requests share cached KV only with those of the same tenant and the same salt."""
     explain: bool | None = None
-    session: SessionName | None = None  # requests of one session are kept together, and their KV with them
-    session_id: SessionName | None = None  # the same
-    session_ttl_s: Ttl | None = None  # keep the session's KV from eviction for so long after the answer
-    document: ShortText | None = None  # begin with this document: see /v1/documents
+    """Say where the time to the first token went and what was decided, in `memserve` of the answer."""
+    session: SessionName | None = None
+    """Name of a conversation: its requests are kept together, and their KV with them."""
+    session_id: SessionName | None = None
+    """Another name of `session`."""
+    session_ttl_s: Ttl | None = None
+    """Seconds for which the session's KV is kept from eviction after the answer."""
+    document: ShortText | None = None
+    """Begin with this document: see `PUT /v1/documents/{id}`."""
 
 
 class DocumentBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """``PUT /v1/documents/{id}``: either ``text`` or ``messages``."""
 
     text: str | None = None
+    """The document as text, for completions, or as a system message for chats. This or `messages`."""
     messages: list[Any] | None = None
+    """The document as the beginning of a conversation. This or `text`."""
     ttl_s: Ttl | None = None
+    """Seconds for which its KV is kept from eviction, from the answer on. Default 3600."""
     endpoint: Literal["chat", "completions"] | None = None
+    """Which requests will begin with it: `chat` or `completions`."""
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """``POST /v1/completions``."""
 
-    prompt: Any | UnsetType = UNSET  # string, strings, token ids, or lists of token ids
+    prompt: Any | UnsetType = UNSET
+    """A text, token ids, or a list of texts or of lists of token ids."""
     max_tokens: TokenCountOrZero | None = None
+    """Longest answer. Default 16. 0 only with `echo`."""
     best_of: Choices | None = None
+    """Sequences to draw, of which the best `n` are returned. Not with `stream` unless equal to `n`."""
     echo: bool | None = None
+    """Put the prompt in front of the answer."""
     logprobs: LogprobCount | None = None
+    """Report the chosen tokens' log probabilities and those of so many alternatives."""
     suffix: str | None = None
+    """Refused unless empty."""
     add_special_tokens: bool | None = None
+    """Let the tokenizer add its special tokens to text prompts. Default true."""
 
 
 class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: list[Any] | UnsetType = UNSET
+    """The conversation: objects with `role` (system, developer, user, assistant, tool) and `content` (a string, or
+    text parts); assistants may have `tool_calls` and `reasoning_content`."""
     max_tokens: TokenCount | None = None
+    """Longest answer. Default: the server's `--default-max-tokens`, and what the context has room for."""
     max_completion_tokens: TokenCount | None = None
+    """The same, by OpenAI's newer name."""
     logprobs: bool | None = None
+    """Report the chosen tokens' log probabilities."""
     top_logprobs: LogprobCount | None = None
+    """And those of so many alternatives. Only with `logprobs`."""
 
     # Extensions.
     add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of an answer. Default true."""
     continue_final_message: bool | None = None
+    """Continue the last message instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
 
     # Tolerated: hints that cannot change the answer here.
     prompt_cache_retention: Any = None
+    """Accepted, no effect."""
     prompt_cache_options: Any = None
+    """Accepted, no effect."""
     prediction: Any = None
+    """Accepted, no effect."""
     parallel_tool_calls: bool | None = None
+    """Accepted, no effect."""
 
-    tools: Any = None  # for the chat template; calls come back as text
+    tools: Any = None
+    """Functions that the chat template tells the model of. Calls come back as text."""
 
     # Refused unless they ask for what happens anyway (see REFUSED).
     tool_choice: Any = None
+    """`none` or `auto`; anything else is refused."""
     functions: Any = None
+    """Refused unless empty: use `tools`."""
     function_call: Any = None
+    """`none` or `auto`; anything else is refused."""
     response_format: Any = None
+    """Refused unless `{"type": "text"}`."""
     modalities: Any = None
+    """Refused unless `["text"]`."""
     audio: Any = None
+    """Refused."""
     moderation: Any = None
+    """Refused."""
     reasoning_effort: Any = None
+    """Refused unless `none`."""
     verbosity: Any = None
+    """Refused unless `medium`."""
     web_search_options: Any = None
+    """Refused."""
 
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {

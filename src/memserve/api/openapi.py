@@ -1,0 +1,251 @@
+"""The API described: one table of operations and one of errors, from which ``/openapi.json`` and docs/HTTP.md are made
+(level 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from memserve import __version__
+from memserve.api.schema import ChatBody, CompletionBody, DocumentBody, StreamOptions
+from memserve.documented import field_docs
+
+Json = dict[str, Any]
+SCHEMA_PLACE = "#/components/schemas/{name}"
+BODIES = (CompletionBody, ChatBody, DocumentBody, StreamOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A request that succeeds as it stands, in the order of :data:`OPERATIONS`."""
+
+    title: str
+    body: Json | None = None
+    path: str = ""
+    """Where the operation's path has a parameter: the path with its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    about: str
+    answers: str
+    """What a success is, in words."""
+    body: type[msgspec.Struct] | None = None
+    successes: tuple[int, ...] = (200,)
+    errors: tuple[int, ...] = ()
+    """Beside those that every operation may answer with."""
+    examples: tuple[Example, ...] = ()
+    parameters: tuple[tuple[str, str], ...] = ()
+    """Of the path: name and meaning."""
+    media_type: str = "application/json"
+
+
+QUESTION = {"role": "user", "content": "What is the capital of France?"}
+MODEL = "MODEL"
+"""Stands for the served model's name in examples."""
+
+_GENERATES = (400, 404, 408, 413, 429, 500, 503, 504)
+_ANSWER = (
+    "`choices` with `text` or `message`, and `finish_reason` (`stop`, `length`); `usage` with "
+    "`prompt_tokens_details.cached_tokens`: prompt tokens whose KV came from the cache. With `stream`: server-sent "
+    "events, each `data: {...}`, the last `data: [DONE]`; an error after the first token is an event with `error`."
+)
+_DOCUMENT = (
+    "`id`, `endpoint`, `tokens`, `pinned_tokens` (kept from eviction, in whole blocks; `null`: not known yet), "
+    "`ttl_s`, `expires_in_s`"
+)
+_DOCUMENT_ID = (("document_id", "1 to 128 letters, digits, or _ . : -"),)
+
+OPERATIONS = (
+    Operation(
+        "POST", "/v1/chat/completions", "Answer a conversation, through the model's chat template.", _ANSWER,
+        body=ChatBody, errors=_GENERATES,
+        examples=(
+            Example("A question", {"model": MODEL, "messages": [QUESTION], "temperature": 0, "max_tokens": 16}),
+            Example(
+                "Streamed, with usage at the end and an explanation of the time to the first token",
+                {
+                    "model": MODEL, "messages": [QUESTION], "max_tokens": 16, "stream": True,
+                    "stream_options": {"include_usage": True}, "explain": True,
+                },
+            ),
+            Example(
+                "A conversation whose KV stays in the cache for ten minutes",
+                {
+                    "model": MODEL, "messages": [QUESTION], "max_tokens": 16, "session": "support-17",
+                    "session_ttl_s": 600,
+                },
+            ),
+        ),
+    ),
+    Operation(
+        "POST", "/v1/completions", "Continue text or token ids.", _ANSWER, body=CompletionBody, errors=_GENERATES,
+        examples=(
+            Example("Two prompts", {"model": MODEL, "prompt": ["Once upon a time", "In 1905"], "max_tokens": 8}),
+            Example(
+                "Log probabilities of what is there",
+                {"model": MODEL, "prompt": "The capital of France", "max_tokens": 0, "echo": True, "logprobs": 2},
+            ),
+        ),
+    ),
+    Operation(
+        "PUT", "/v1/documents/{document_id}",
+        "Compute a text or the beginning of a conversation once, and keep its KV; 201 when it is new.", _DOCUMENT,
+        body=DocumentBody, successes=(200, 201), errors=_GENERATES, parameters=_DOCUMENT_ID,
+        examples=(
+            Example(
+                "A handbook that chats begin with",
+                {"text": "Handbook. Holidays: 30 days. Office hours: 9 to 17.", "ttl_s": 3600, "endpoint": "chat"},
+                "/v1/documents/handbook",
+            ),
+        ),
+    ),
+    Operation("GET", "/v1/documents", "The documents of this key, oldest first.", "`data`: a list of documents"),
+    Operation(
+        "GET", "/v1/documents/{document_id}", "One document.", _DOCUMENT, errors=(404,), parameters=_DOCUMENT_ID,
+        examples=(Example("The handbook", path="/v1/documents/handbook"),),
+    ),
+    Operation(
+        "DELETE", "/v1/documents/{document_id}", "Forget a document; its KV may be evicted from now on.",
+        "`deleted`: true", errors=(404,), parameters=_DOCUMENT_ID,
+        examples=(Example("The handbook", path="/v1/documents/handbook"),),
+    ),
+    Operation(
+        "GET", "/v1/models", "The served model.",
+        "`data`: one entry with `id` and `max_model_len`, the longest prompt and answer together, in tokens",
+        examples=(Example("What is served"),),
+    ),
+    Operation(
+        "GET", "/v1/models/{name}", "The same by name; names may contain slashes.", "`id`, `max_model_len`",
+        errors=(404,), parameters=(("name", "the model's name or an alias"),),
+    ),
+    Operation(
+        "GET", "/health", "Whether a request could be run now. Needs no key.", "`status`: ok", errors=(503,),
+        examples=(Example("Is it up"),),
+    ),
+    Operation("GET", "/metrics", "Counters and gauges in Prometheus' text form.", "text", media_type="text/plain"),
+    Operation("GET", "/openapi.json", "This description, as OpenAPI 3.1. Needs no key.", "an OpenAPI document"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """One kind of error. The body is ``{"error": {"message", "type", "param", "code"}}``."""
+
+    status: int
+    code: str | None
+    when: str
+
+
+ERRORS = (
+    Error(400, "invalid_value", "a field has the wrong type, or is out of range; `param` names it"),
+    Error(400, "unknown_field", "a field that is not in the tables below; the message suggests a near name"),
+    Error(400, "missing_required_parameter", "a required field is missing"),
+    Error(400, "unsupported_parameter", "the field asks for something that memserve does not do"),
+    Error(400, "context_length_exceeded", "prompt and answer do not fit into the context; the message names the flag"),
+    Error(400, "request_rejected", "the request could never run here"),
+    Error(400, None, "anything else that is wrong with the request itself"),
+    Error(401, "invalid_api_key", "no key, or a wrong one"),
+    Error(404, "model_not_found", "another model is served"),
+    Error(404, "document_not_found", "never put, deleted, expired, or another key's"),
+    Error(404, None, "no such path"),
+    Error(405, None, "the path has other methods"),
+    Error(408, "client_too_slow", "the body did not arrive in time"),
+    Error(413, "request_too_large", "the body is longer than the limit"),
+    Error(429, "too_many_documents", "this key has as many documents as it may; delete some"),
+    Error(429, "rate_limit_exceeded", "too much waits already; come back after `Retry-After` seconds"),
+    Error(500, "internal_error", "a fault of the server; its log says more"),
+    Error(500, "request_failed", "computing this request failed, and it alone; sending it again may not help"),
+    Error(503, "overloaded", "the request has waited in vain; come back after `Retry-After` seconds"),
+    Error(503, "shutting_down", "the server ends"),
+    Error(503, "not_durable", "the document could not be written down; ask again"),
+    Error(504, "deadline_exceeded", "`timeout_s` has passed"),
+)
+_ALWAYS = (400, 401, 405, 500)
+
+
+@lru_cache(maxsize=1)
+def openapi() -> Json:
+    """The OpenAPI 3.1 document."""
+    _, schemas = msgspec.json.schema_components(BODIES, ref_template=SCHEMA_PLACE)
+    for body in BODIES:
+        _describe(schemas, body)
+    schemas["Error"] = _error_schema()
+    paths: dict[str, Json] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "memserve", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def described_fields(body: type) -> dict[str, str]:
+    """The text of each field, those of its bases first."""
+    return {
+        name: text
+        for cls in reversed(body.__mro__)
+        if cls.__module__ == body.__module__
+        for name, text in field_docs(cls).items()
+    }
+
+
+def _describe(schemas: dict[str, Json], body: type[msgspec.Struct]) -> None:
+    """Put the fields' texts into the schema, and require what the parser requires with a message of its own."""
+    schema = schemas[body.__name__]
+    for name, text in described_fields(body).items():
+        schema["properties"][name]["description"] = text
+    checked_later = {CompletionBody: "prompt", ChatBody: "messages"}
+    if body in checked_later:
+        schema["required"] = [*schema["required"], checked_later[body]]
+
+
+def _error_schema() -> Json:
+    text = {"type": ["string", "null"]}
+    fields = {"message": {"type": "string"}, "type": {"type": "string"}, "param": text, "code": text}
+    error = {"type": "object", "properties": fields, "required": list(fields)}
+    return {"type": "object", "properties": {"error": error}, "required": ["error"]}
+
+
+def _operation(operation: Operation) -> Json:
+    answers: Json = {
+        str(status): {"description": operation.answers, "content": _success_content(operation)}
+        for status in operation.successes
+    }
+    for status in sorted({*_ALWAYS, *operation.errors}):
+        when = "; ".join(error.when for error in ERRORS if error.status == status)
+        content = {"application/json": {"schema": {"$ref": SCHEMA_PLACE.format(name="Error")}}}
+        answers[str(status)] = {"description": when, "content": content}
+    described: Json = {"summary": operation.about, "responses": answers}
+    if operation.parameters:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "description": about, "schema": {"type": "string"}}
+            for name, about in operation.parameters
+        ]
+    if operation.body is not None:
+        json_form: Json = {"schema": {"$ref": SCHEMA_PLACE.format(name=operation.body.__name__)}}
+        json_form["examples"] = {example.title: {"value": example.body} for example in operation.examples}
+        described["requestBody"] = {"required": True, "content": {"application/json": json_form}}
+    return described
+
+
+def _success_content(operation: Operation) -> Json:
+    content: Json = {operation.media_type: {"schema": {"type": "object"}}}
+    if operation.media_type != "application/json":
+        content = {operation.media_type: {"schema": {"type": "string"}}}
+    if operation.body in (ChatBody, CompletionBody):
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return content
