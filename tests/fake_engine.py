@@ -191,7 +191,7 @@ class FakeEngine:
 
     def _look_up(self, request: Request) -> int:
         """A prefix cache that never forgets: whole blocks, and never the last token of a prompt."""
-        known = self._known.setdefault(request.tenant, set())
+        known = self._known.setdefault(request.isolation, set())
         tokens = request.prompt.tolist()
         prefixes = [tuple(tokens[:end]) for end in range(BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)]
         cached = max((len(prefix) for prefix in prefixes if prefix in known), default=0) if request.use_cache else 0

@@ -43,7 +43,7 @@ class PinningFake(FakeEngine):
         self.looks = 0
         self.silent = False
 
-    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int) -> None:
+    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
         with self._changed:
             self.pins[tenant, handle] = (tokens.tolist(), ttl_ns)
             self._changed.notify_all()

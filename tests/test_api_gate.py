@@ -87,7 +87,7 @@ def test_options_become_a_gate():
     [
         (["--admission", "bounded"], "needs to know how many"),
         (["--max-active", "3"], "--max-active does nothing without admission"),
-        (["--tenant-weight", "a=3"], "--tenant-weight does nothing without admission"),
+        (["--in-process", "--tenant-weight", "a=3"], "one engine alone treats all tenants alike"),
         (["--admission", "memory", "--tenant-weight", "a"], "cannot read 'a' as a tenant's weight"),
         (["--admission", "memory", "--tenant-weight", "a=0"], "weight of 'a' must be at least 1"),
         (["--admission", "bounded", "--max-active", "3", "--admission-evictions", "1"], "does not look at memory"),

@@ -130,7 +130,11 @@ class AdmissionConfig:
     kept_ns: int = 60 * NS_PER_S
     """What ended so long ago no longer counts as taken, whatever ``evictions_max`` says."""
     weights: tuple[tuple[str, int], ...] = ()
-    """Tenants that get so many times the service of others, while both wait; 1 for who is not named."""
+    """Service that a tenant gets for each unit of others while both wait, before the gate and on instances; 1 for
+    tenants that are not named."""
+    priority_across_tenants: bool = False
+    """False: a request's priority orders the requests of its own tenant. True: those of all tenants, before their
+    turns; then any key can delay all others."""
 
     def __post_init__(self) -> None:
         if self.mode is Admission.BOUNDED and self.active_max is None:

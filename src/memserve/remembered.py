@@ -112,6 +112,7 @@ class HandlePinned(Record, frozen=True, tag=True):
     handle: str
     tokens: bytes
     expires_ns: int
+    salt: str = ""  # digest of the client's ``cache_salt``
 
 
 class HandleDropped(Record, frozen=True, tag=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memserve.messages import AnyMessage, Peer
-from memserve.types import Request, TokenArray, TokenOutput
+from memserve.types import Request, TokenArray, TokenOutput, isolation
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,12 @@ class PrefixPinned:
     tenant: str
     tokens: TokenArray
     ttl_ns: int
+    salt: str = ""  # of the requests that computed the prefix
+
+    @property
+    def isolation(self) -> str:
+        """Name of the KV that the prefix belongs to."""
+        return isolation(self.tenant, self.salt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,11 @@ class StopParams:
     stop_token_ids: tuple[int, ...] = ()  # includes the model's end-of-sequence ids unless they are ignored
 
 
+def isolation(tenant: str, salt: str) -> str:
+    """Name of the KV that requests of ``tenant`` with ``salt`` (a digest, or "") share among themselves."""
+    return tenant if not salt else f"{tenant}\x1f{salt}"
+
+
 class Request(msgspec.Struct, frozen=True):  # no dataclass: renaming one, as the router does, is 40 times as quick
     """One generation request as a machine sees it: token ids in, token ids out."""
 
@@ -111,11 +116,19 @@ class Request(msgspec.Struct, frozen=True):  # no dataclass: renaming one, as th
     n: int = 1  # sequences drawn from the same prompt
     beam_width: int = 0  # > 0: beam search with this many beams, of which the best ``n`` are returned
     length_penalty: float = 1.0  # beam search: score = sum of logprobs / generated_tokens ** length_penalty
-    tenant: str = ""  # part of the index namespace: tenants never share KV
-    priority: int = 0  # lower runs first
+    tenant: str = ""  # the API key's name: turns, weights, limits and metrics are by tenant
+    priority: int = 0  # orders the requests of one tenant: lower runs first
     deadline_ns: int | None = None  # absolute, same clock as ``handle(event, now)``
     use_cache: bool = True  # may read and fill the prefix cache
     session: str = ""  # named by the client: the session policy keeps its requests together
+    weight: int = 1  # of its tenant: service that it gets for each unit of others, as the operator said
+    urgency: int = 0  # orders the requests of all tenants, before their turns; the operator's choice
+    salt: str = ""  # digest of the client's ``cache_salt``: KV is shared inside (tenant, salt) alone
+
+    @property
+    def isolation(self) -> str:
+        """Name of the KV that the request may read and fill. It separates KV and decides nothing else."""
+        return isolation(self.tenant, self.salt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,4 +140,4 @@ def _keep_session(engine: ServingEngine, reply: Reply) -> None:
     tokens = request.prompt
     if len(reply.sequences) == 1:
         tokens = np.concatenate((tokens, np.array(reply.sequences[0].stream.tokens, dtype=np.int32)))
-    engine.pin(request.session, request.tenant, tokens, plan.session_ttl_ns)
+    engine.pin(request.session, request.tenant, tokens, plan.session_ttl_ns, request.salt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -97,6 +98,7 @@ def _plan(
         raise bad_request(f"{len(prompts)} prompts times {drawn} answers exceed {SEQUENCES_MAX} sequences", "n")
     beam_width = _beam_width(body, n)
     sampling = _sampling(body, model, rank=drawn > n, logprobs=logprobs, prompt_logprobs=echo and logprobs is not None)
+    salt = _salt(body)
     deadline_ns = time.monotonic_ns() + ns_from_s(body.timeout_s) if body.timeout_s else None
     requests = [
         Request(
@@ -107,11 +109,12 @@ def _plan(
             n=drawn,
             beam_width=beam_width,
             length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
-            tenant=caller.tenant if body.cache_salt is None else f"{caller.tenant}\x1f{body.cache_salt}",
+            tenant=caller.tenant,
             priority=body.priority or 0,
             deadline_ns=deadline_ns,
             use_cache=body.use_cache is not False,
-            session=_session(body),
+            session=_session(body, salt),
+            salt=salt,
         )
         for at, prompt in enumerate(prompts)
     ]
@@ -141,8 +144,20 @@ def _check(request: Request, model: ServedModel) -> None:
         raise bad_request(error.message, error.param) from None
 
 
-def _session(body: GenerationBody) -> str:
+def _salt(body: GenerationBody) -> str:
+    """A digest of the salt: what the client said stays here, and what is kept of it has a fixed size."""
+    if body.cache_salt is None:
+        return ""
+    return hashlib.blake2b(body.cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _session(body: GenerationBody, salt: str) -> str:
     """The name by which a cluster keeps requests together: the session's, else the document's, else OpenAI's key."""
+    name = _session_name(body)
+    return f"salted:{salt}:{name}" if name and salt else name
+
+
+def _session_name(body: GenerationBody) -> str:
     if body.session is not None and body.session_id is not None and body.session != body.session_id:
         raise bad_request("session and session_id are the same thing and must not differ", "session_id")
     named = body.session or body.session_id

@@ -97,8 +97,8 @@ class ServingEngine(Protocol):
 class PinningEngine(ServingEngine, Protocol):
     """An engine that can keep a prefix from eviction under a name; names of different tenants are different names."""
 
-    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int) -> None:
-        """Keep what is cached of ``tokens`` for ``ttl_ns``. Repeated: renewed, extended."""
+    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
+        """Keep what requests with ``salt`` have cached of ``tokens`` for ``ttl_ns``. Repeated: renewed, extended."""
 
     def unpin(self, handle: str, tenant: str) -> None:
         """Give the name up; unknown ones are ignored."""

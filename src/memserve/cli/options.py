@@ -36,6 +36,9 @@ TenantWeights = Annotated[
     list[str] | None,
     typer.Option("--tenant-weight", help="NAME=2: this tenant gets twice the service of others, when many wait."),
 ]
+PriorityAcross = Annotated[
+    bool, typer.Option(help="A request's priority counts among all tenants, not only among its own tenant's requests.")
+]
 GenerationConfig = Annotated[
     bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
 ]
@@ -103,13 +106,15 @@ class GateFlags:
     admission_queue: AdmissionQueue = _GATE.waiting_max
     admission_wait: AdmissionWait = _GATE.wait_ns / NS_PER_S
     admission_evictions: AdmissionEvictions = None
+    priority_across_tenants: PriorityAcross = False
 
     def config(self, tenant_weights: list[str] | None = None) -> AdmissionConfig:
         """The gate that these options say. Raises :class:`UserError` for options that would do nothing."""
-        return admission_config(
+        config = admission_config(
             self.admission, self.max_active, self.admission_queue, self.admission_wait, self.admission_evictions,
             tenant_weights,
         )  # fmt: skip
+        return dataclasses.replace(config, priority_across_tenants=self.priority_across_tenants)
 
 
 _EDGE = EdgeConfig()
@@ -207,7 +212,7 @@ def admission_config(
     tenant_weights: list[str] | None = None,
 ) -> AdmissionConfig:
     """The gate that these options say. Raises :class:`UserError` for options that would do nothing."""
-    given = {"--max-active": max_active, "--admission-evictions": evictions, "--tenant-weight": tenant_weights or None}
+    given = {"--max-active": max_active, "--admission-evictions": evictions}
     idle = [flag for flag, value in given.items() if value is not None and mode is Admission.NONE]
     if idle:
         raise UserError(f"{idle[0]} does nothing without admission", hint="add --admission bounded, memory or cache")

@@ -106,6 +106,9 @@ def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: obje
             "--in-process runs one engine without a cluster",
             hint="leave it out, or leave out --prefill, --decode, --colocated and --cluster-port",
         )
+    if gate.weights or gate.priority_across_tenants:
+        hint = "leave out --in-process, or --tenant-weight and --priority-across-tenants"
+        raise UserError("one engine alone treats all tenants alike", hint=hint)
     if gate.mode is Admission.NONE:
         return options
     if gate.mode is not Admission.BOUNDED or gate.active_max is None or gate.waiting_max < 1:

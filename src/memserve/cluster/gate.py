@@ -71,7 +71,7 @@ class Gate:
             return self._refuse(job, "memory", never, None)
         request = job.request
         cost = cost_tokens(request, self._config.output_tokens_max)
-        self._queue.push(request.tenant, request.request_id, job, cost, request.priority)
+        self._queue.push(request.tenant, request.request_id, job, cost, request.priority, request.urgency)
         self._waits_since[request.request_id] = now
         self._changed = True
         return None

@@ -22,7 +22,7 @@ from memserve.cluster.trees import Trees
 from memserve.errors import check
 from memserve.messages import Pin, Pinned, Unpin
 from memserve.remembered import HandleDropped, HandlePinned
-from memserve.types import Role, TokenArray
+from memserve.types import Role, TokenArray, isolation
 from memserve.units import NS_PER_S
 
 REPEAT_NS = NS_PER_S
@@ -42,6 +42,7 @@ class Handle:
     tokens: TokenArray
     identities: bytes
     expires_ns: int
+    salt: str = ""
     place: Member | None = None
     """Where a ``Pin`` was sent to, or will be when there is room; nothing is pinned anywhere else."""
     pinned_tokens: int | None = None
@@ -51,6 +52,11 @@ class Handle:
     """The last that was said there is ``Pin``, not ``Unpin``."""
     wake_ns: int | None = None
     """When it is looked at next: timers that were armed for later are void."""
+
+    @property
+    def isolation(self) -> str:
+        """Name of the KV that it belongs to."""
+        return isolation(self.tenant, self.salt)
 
     @property
     def wire_name(self) -> str:
@@ -79,19 +85,20 @@ class Handles:
         handle = self._by_key.get((event.tenant, event.handle))
         expires_ns = now + event.ttl_ns
         if handle is None:
-            handle = Handle(event.handle, event.tenant, event.tokens, b"", expires_ns)
+            handle = Handle(event.handle, event.tenant, event.tokens, b"", expires_ns, event.salt)
             self._by_key[event.tenant, event.handle] = self._by_wire[handle.wire_name] = handle
         handle.tokens, handle.identities, handle.expires_ns = event.tokens, b"", expires_ns
+        handle.salt = event.salt
         handle.pinned_tokens = None
         tokens = event.tokens.astype("<i4", copy=False).tobytes() if self._outbox.remembers else b""
-        self._outbox.remember(HandlePinned(event.tenant, event.handle, tokens, expires_ns))
+        self._outbox.remember(HandlePinned(event.tenant, event.handle, tokens, expires_ns, event.salt))
         self._settle(handle, now)
 
     def recall(self, pin: HandlePinned, now: int) -> None:
         """An earlier router had it. Its place is looked for when members have answered."""
         if pin.expires_ns > now:
             tokens = np.frombuffer(pin.tokens, "<i4").astype(np.int32)
-            handle = Handle(pin.handle, pin.tenant, tokens, b"", pin.expires_ns)
+            handle = Handle(pin.handle, pin.tenant, tokens, b"", pin.expires_ns, pin.salt)
             self._by_key[pin.tenant, pin.handle] = self._by_wire[handle.wire_name] = handle
             self._wake(handle, now + RECALL_NS)
         else:
@@ -191,7 +198,7 @@ class Handles:
         place, tokens = handle.place, self._whole_tokens(handle)
         if place is not None and self._gate.may_pin(handle.wire_name, place, handle.identities, tokens):
             ttl_ns = max(1, handle.expires_ns - now)
-            self._outbox.send(place.peer, Pin(handle.wire_name, handle.tenant, handle.tokens, ttl_ns))
+            self._outbox.send(place.peer, Pin(handle.wire_name, handle.isolation, handle.tokens, ttl_ns))
             handle.is_asked = True
             handle.unanswered += 1
         self._wake(handle, min(now + REPEAT_NS, handle.expires_ns))
@@ -213,8 +220,9 @@ class Handles:
         if geometry is None:
             return None
         if not handle.identities:
-            namespace = self._registry.namespace
-            handle.identities = self._trees.identities(handle.tenant, namespace, handle.tokens, geometry.block_tokens)
+            handle.identities = self._trees.identities(
+                handle.isolation, self._registry.namespace, handle.tokens, geometry.block_tokens
+            )
         matches = self._trees.match(handle.identities, len(self._loads))
         if not matches.holders:
             return handle.place

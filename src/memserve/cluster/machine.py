@@ -66,6 +66,7 @@ from memserve.messages import (
     StopSequence,
     Tokens,
 )
+from memserve.policy.admission import on_terms
 from memserve.policy.costs import CostModel
 from memserve.remembered import RouterStarted
 from memserve.types import FinishReason, Request, TokenOutput
@@ -198,7 +199,7 @@ class Cluster:
             self._counters.requests_rejected += 1
             self._outbox.reject(request_id, reason, None)
             return
-        job = Job(request, now)
+        job = Job(on_terms(request, self.config.admission), now)
         self._lifecycle.jobs.enter(job)
         if request.deadline_ns is not None:
             self._timers.arm(request.deadline_ns, ("deadline", request_id))

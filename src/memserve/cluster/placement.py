@@ -144,7 +144,7 @@ class Placer:
             if self._config.caching is Caching.OFF or not request.use_cache or geometry is None:
                 return b""
             namespace = self._registry.namespace
-            job.identities = self._trees.identities(request.tenant, namespace, request.prompt, geometry.block_tokens)
+            job.identities = self._trees.identities(request.isolation, namespace, request.prompt, geometry.block_tokens)
         return job.identities
 
     def _block_tokens(self) -> int:

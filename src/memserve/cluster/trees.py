@@ -27,7 +27,7 @@ from memserve.cluster.timers import Timers
 from memserve.config import ClusterConfig
 from memserve.errors import check
 from memserve.mempool.events import KvEventKind
-from memserve.mempool.identity import namespace_id
+from memserve.mempool.identity import NAMES_MAX, namespace_id
 from memserve.messages import AskEvents, KvChange, KvEvents, KvSnapshot
 from memserve.types import Tier, TokenArray
 from memserve.units import NS_PER_MS, NS_PER_S, ceil_div
@@ -195,7 +195,7 @@ class Trees:
         """Of the whole blocks of ``tokens``, 16 bytes each, one behind the other."""
         name = self._names.get((tenant, fingerprint))
         if name is None:
-            if len(self._names) >= 4096:  # tenants come and go
+            if len(self._names) >= NAMES_MAX:  # salts come and go; a name is quick to compute
                 self._names.clear()
             name = self._names[tenant, fingerprint] = namespace_id(tenant, fingerprint, self._key)
         return _core.block_identities(self._key, name, tokens, block_tokens)

@@ -15,25 +15,32 @@ _HOLDS_PER_REQUEST = 256  # after so many the request no longer steps aside
 
 
 class Admission:
-    """Admits in rank order; stops at the first that does not fit, so that nobody overtakes it for ever."""
+    """Admits by turns of tenants, in rank order within one; the caller stops at the first that does not fit, so that
+    nobody overtakes it for ever."""
 
     __slots__ = ("roster",)
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
 
-    def candidates(self, publishing: list[Sequence]) -> Iterator[Sequence]:
-        """Landed, then waiting sequences, each in rank order, without those for which it pays to wait one step.
+    def landed(self) -> Iterator[Sequence]:
+        """Landed sequences, by turns of their tenants. The caller admits each, or asks for no more."""
+        landed, turns = self.roster.landed, self.roster.turns
+        while landed:
+            yield landed.line(turns.in_turn(landed.tenants)[0])[0]
+
+    def waiting(self, tenant: str, urgency: int, publishing: list[Sequence]) -> Iterator[Sequence]:
+        """Waiting sequences of ``tenant`` and ``urgency`` in rank order, but for those that better wait one step.
 
         The caller admits each, or asks for no more. ``publishing`` are the sequences whose full blocks the plan being
         made publishes; the caller adds to it.
         """
-        landed, waiting = self.roster.landed.items, self.roster.waiting.items
-        while landed:  # they hold blocks, and their prompts are paid for
-            yield landed[0]
+        waiting = self.roster.waiting.line(tenant)
         holds = 0
         while holds < min(_HOLDS_PER_PLAN, len(waiting)):  # a line may be long: it is not copied for the few in front
             sequence = waiting[holds]
+            if sequence.rank[0] > urgency:
+                return
             if publishing and self._should_hold(sequence, publishing):
                 sequence.group.held_steps += 1
                 self.roster.counters.prefix_holds += 1
@@ -46,15 +53,17 @@ class Admission:
         memory, group = self.roster.memory, sequence.group
         if sequence.dram_blocks or group.held_steps >= _HOLDS_PER_REQUEST or not memory.reads_cache(sequence):
             return False
-        tenant, tokens = group.request.tenant, sequence.known_tokens()
+        isolation, tokens = group.request.isolation, sequence.known_tokens()
         first_block = tokens[: memory.block_tokens]
         cached: int | None = None
         for leader in publishing:
             prompt = leader.group.request.prompt
-            if leader.group.request.tenant != tenant or not np.array_equal(prompt[: len(first_block)], first_block):
+            if not np.array_equal(prompt[: len(first_block)], first_block):
+                continue
+            if leader.group.request.isolation != isolation:
                 continue
             if cached is None:
-                cached = memory.pool.match(tenant, tokens)
+                cached = memory.pool.match(isolation, tokens)
             end = cached + memory.block_tokens
             if end > len(tokens) or not cached < min(leader.computed, leader.prompt_tokens) >= end:
                 continue

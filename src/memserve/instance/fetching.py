@@ -48,8 +48,8 @@ class Fetches:
 
     def _ask(self, group: Group, orders: Orders, tokens: TokenArray, now: int) -> bool:
         """Ask the first of the remaining holders that has enough to offer."""
-        tenant, block_tokens = group.request.tenant, self._geometry.block_tokens
-        own = self._roster.memory.pool.match(tenant, tokens)
+        isolation, block_tokens = group.request.isolation, self._geometry.block_tokens
+        own = self._roster.memory.pool.match(isolation, tokens)
         while orders.holders and now < orders.fetch_until_ns:
             holder = orders.holders.pop(0)
             theirs = min(holder.prefix_tokens, len(tokens)) // block_tokens * block_tokens
@@ -61,7 +61,13 @@ class Fetches:
                 continue
             end = own + choice.tokens
             orders.fetch_id = self._exchange.fetch(
-                holder.peer, tenant, tokens[:end], own // block_tokens, end // block_tokens, now, now + choice.wait_ns
+                holder.peer,
+                isolation,
+                tokens[:end],
+                own // block_tokens,
+                end // block_tokens,
+                now,
+                now + choice.wait_ns,
             )
             self.asked[orders.fetch_id] = (group, holder)
             self._link_ns[orders.fetch_id] = choice.link_ns

@@ -38,7 +38,7 @@ class FrontDesk:
         retry_after_s: float | None = None
         if request.request_id in roster.groups:
             reason = f"a request with the id {request.request_id!r} is still running"
-        elif reason is None and len(roster.waiting) >= self._config.scheduler.max_waiting:
+        elif reason is None and self._is_full_for(request.tenant):
             reason = f"the queue is full: {len(roster.waiting)} sequences wait"
             retry_after_s = self._retry_after_s(now)
         if reason is None:
@@ -59,6 +59,16 @@ class FrontDesk:
         vocab_size = self._config.vocab_size
         return any(not 0 <= token < vocab_size for tokens in generated for token in tokens)
 
+    def _is_full_for(self, tenant: str) -> bool:
+        """Whether as many wait as may, and ``tenant`` has its share of them: others' lines do not keep it out.
+
+        With ``k`` tenants at most ``max_waiting * (1 + 1/2 + ... + 1/k)`` wait, weights apart.
+        """
+        waiting, limit = self._roster.waiting, self._config.scheduler.max_waiting
+        if len(waiting) < limit:
+            return False
+        return len(waiting.line(tenant)) >= self._roster.turns.share(tenant, limit)
+
     def tokens_to_generate(self, request: Request) -> int:
         """The most that one sequence of it gets: what is asked for, or what the context has room for."""
         return min(request.stop.max_tokens, self._context - len(request.prompt))
@@ -67,7 +77,7 @@ class FrontDesk:
         """A group without sequences yet; ``deadline_ns`` is absolute."""
         group = Group(request, self._arrivals, self.tokens_to_generate(request), now)
         self._arrivals += 1
-        self._roster.groups[request.request_id] = group
+        self._roster.open(group)
         if deadline_ns is not None:
             heapq.heappush(self._deadlines, (deadline_ns, group.arrival, request.request_id))
         return group
@@ -98,9 +108,9 @@ class FrontDesk:
             self._roster.finish(sequence, reason)
 
     def _retry_after_s(self, now: int) -> float:
-        """As long as the head of the line has waited: a fair guess of how long it takes to get there."""
-        head = self._roster.waiting.items[0].group
-        return min(60.0, max(1.0, (now - head.arrived_ns) / NS_PER_S))
+        """As long as the first of a line has waited: a fair guess of how long it takes to get there."""
+        since_ns = min(line[0].group.arrived_ns for line in self._roster.waiting.lines)
+        return min(60.0, max(1.0, (now - since_ns) / NS_PER_S))
 
     # -- going
 

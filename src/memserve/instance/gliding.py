@@ -24,7 +24,7 @@ def steps_ahead(planner: Planner, under_way: Items[Outstanding], depth: int, lin
     """How many of the next steps to finish are sure to be alike, and to be followed by plans that are; 0 = none is."""
     roster = planner.roster
     decoding = roster.decoding.items
-    busy_elsewhere = roster.waiting.items or roster.working.items or roster.landed.items or roster.idle.items
+    busy_elsewhere = roster.waiting or roster.working.items or roster.landed or roster.idle.items
     unsettled = roster.closing or roster.slots_unknown or roster.ended_orders or roster.interrupted or roster.homeward
     if not decoding or busy_elsewhere or unsettled or roster.memory.pool.has_copies or len(under_way) < depth:
         return 0
@@ -64,6 +64,7 @@ def glide(planner: Planner, under_way: Items[Outstanding], link: ClusterLink | N
     At most as many as :func:`steps_ahead` said.
     """
     roster, steps = planner.roster, len(tokens)
+    roster.serve_decodes(steps)
     decoding = roster.decoding.items
     _grow(planner, steps)
     for sequence in decoding:

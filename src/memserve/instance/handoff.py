@@ -97,7 +97,7 @@ class Handoffs:
         request = orders.original or group.request
         orders.offer_id = self._exchange.offer(
             orders.decode_at,  # type: ignore[arg-type]  # who leaves knows where to
-            request.tenant,
+            request.isolation,
             sequence.known_tokens(),
             sequence.blocks,
             now,

@@ -63,6 +63,11 @@ def _check_containers(roster: Roster, sequences: list[Sequence]) -> None:
     for phase, container in containers.items():
         expected = sorted((s.rank, id(s)) for s in sequences if s.phase is phase)
         check([(s.rank, id(s)) for s in container] == expected, f"the container of {phase} is not what it should be")
+    tenants = Counter(group.tenant for group in roster.groups.values())
+    check(tenants == roster.tenants and sorted(roster.turns) == sorted(tenants), f"tenants are not {roster.tenants}")
+    roster.turns.check_invariants()
+    for ranked in (roster.working, roster.decoding, roster.idle):
+        check(Counter(s.group.tenant for s in ranked) == ranked.tenants, f"tenants of {ranked} are {ranked.tenants}")
     for group in roster.groups.values():
         check(group.sequences, f"{group} is unfinished but has no sequence")
     check(roster.sequences == len(sequences), f"{roster.sequences} sequences were counted, there are {len(sequences)}")

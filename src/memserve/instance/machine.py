@@ -117,7 +117,7 @@ class Instance:
         elif isinstance(event, StepFailed):
             self._fail(event, now)
         elif isinstance(event, PrefixPinned):
-            self._pins.pin(_pin_name(event.handle, event.tenant), event.tenant, event.tokens, now + event.ttl_ns)
+            self._pins.pin(_pin_name(event.handle, event.tenant), event.isolation, event.tokens, now + event.ttl_ns)
         elif isinstance(event, PrefixUnpinned):
             self._pins.unpin(_pin_name(event.handle, event.tenant))
         elif link is not None:

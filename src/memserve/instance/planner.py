@@ -1,10 +1,10 @@
 """How a step is made (level 2): iteration-level batching with chunked prefill.
 
-A plan is filled in four passes, each in rank order:
+A plan is filled in four passes, each by turns of tenants, and in rank order within one:
 
 1. decodes: one token each; who needs a block gets one, if need be from a sequence of lower rank;
 2. work: pieces of prompts already admitted, beams, resumed sequences;
-3. admission: from the waiting line while there are slots, blocks and budget;
+3. admission: from the waiting lines while there are slots, blocks and budget;
 4. what the plan computes is published and forked. Not earlier: inside one plan nothing may depend on its own rows.
 
 Progress: the sequence of the highest rank is served first in its pass, may take blocks from all others, and fits alone
@@ -25,7 +25,10 @@ from memserve.instance.pins import Pins
 from memserve.instance.roster import Roster
 from memserve.instance.rows import RowWriter
 from memserve.instance.sequence import Phase, Sequence
+from memserve.instance.sharing import Sharing
 from memserve.policy.batching import chunk_tokens
+
+_LOOKS_AHEAD = 8  # of a line: how many of those that wait the budget of a step is kept for
 
 PROMPT_LOGPROBS_MAX = 256
 """Prompt tokens of one plan whose logits are wanted: each costs a row of the vocabulary (200 KB, or more) at once."""
@@ -34,13 +37,16 @@ PROMPT_LOGPROBS_MAX = 256
 class Planner:
     """Makes plans out of the roster."""
 
-    __slots__ = ("admission", "config", "next_step_id", "pins", "roster")
+    __slots__ = ("_no_room_for", "admission", "config", "next_step_id", "pins", "roster", "sharing")
 
     def __init__(self, roster: Roster, config: SchedulerConfig, pins: Pins | None) -> None:
         self.roster = roster
         self.config = config
         self.pins = pins
         self.admission = Admission(roster)
+        self.sharing = Sharing(roster)
+        #: the head of the line, when the last plan had no room for it
+        self._no_room_for: Sequence | None = None
         self.next_step_id = 1
 
     def make(self, now: int, *, nothing_under_way: bool, copies_only: bool) -> tuple[StepPlan, Outstanding] | None:
@@ -49,7 +55,7 @@ class Planner:
         ``copies_only``: somebody waits for copies that are recorded already, so a plan without rows is worth making.
         """
         roster = self.roster
-        if roster.decoding.items or roster.working.items or roster.waiting.items or roster.landed.items:
+        if roster.decoding.items or roster.working.items or roster.waiting or roster.landed:
             rows = self._fill(now)
             if not rows.plan.slots and nothing_under_way:
                 rows = self._start_over(rows, now)
@@ -80,16 +86,43 @@ class Planner:
         return rows
 
     def _fill(self, now: int) -> RowWriter:
+        head, self._no_room_for = self._no_room_for, None
+        if head is not None:
+            self.sharing.make_way(head)
         rows = RowWriter(self.roster, self.next_step_id)
         budget = self.config.max_step_tokens
         stalled = False
         if self.roster.decoding.items:
             stalled = self._make_room_for_decodes(rows)
+            self.roster.serve_decodes(1)
             budget -= rows.add_decodes(not stalled)
-        budget, starved = self._work(rows, budget)
-        if not (stalled or starved):
-            self._admit(rows, budget, now)
+        if self.roster.working.items or self.roster.waiting or self.roster.landed:
+            self._prefill(rows, budget, now, stalled)
         return rows
+
+    def _prefill(self, rows: RowWriter, budget: int, now: int, stalled: bool) -> None:
+        """Passes 2 and 3. Of several tenants each gets its share of the budget, and what those before it leave."""
+        roster, turns, starved = self.roster, self.roster.turns, False
+        tenants = sorted(
+            {**roster.working.tenants, **dict.fromkeys(roster.waiting.tenants)},
+            key=lambda tenant: (roster.first_urgency(tenant), turns.at(tenant)),
+        )
+        weights = sum([turns.weight(tenant) for tenant in tenants])
+        kept: list[tuple[str, int]] = []  # for those who wait
+        for tenant in tenants:
+            weight = turns.weight(tenant)
+            share = budget if weight == weights else max(1, budget * weight // weights)
+            weights -= weight
+            left = share
+            if tenant in roster.working.tenants:
+                left, lacks = self._work(rows, share, roster.working.of(tenant))
+                starved |= lacks
+            line = roster.waiting.line(tenant)
+            keep = min(left, _core.count_tokens(line[:_LOOKS_AHEAD])[1]) if line else 0
+            kept.append((tenant, keep))
+            budget -= share - left + keep
+        if not (stalled or starved):
+            self._admit(rows, budget, kept, now)
 
     def _seal(self, rows: RowWriter) -> tuple[StepPlan, Outstanding]:
         """Publish, fork, and hand over everything that has to happen on the device before the rows."""
@@ -127,7 +160,7 @@ class Planner:
     def _make_writable(self, rows: RowWriter, sequence: Sequence, end: int) -> bool:
         """Blocks for the tokens up to ``end``, private ones; preempts others for them if that helps."""
         while not rows.make_writable(sequence, end):
-            victim = self.roster.victim_for(sequence, rows.plan.step_id)
+            victim = self.sharing.victim_for(sequence, rows.plan.step_id)
             if victim is not None:
                 rows.forget(victim)
                 self.roster.preempt(victim)
@@ -137,10 +170,10 @@ class Planner:
 
     # -- pass 2
 
-    def _work(self, rows: RowWriter, budget: int) -> tuple[int, bool]:
+    def _work(self, rows: RowWriter, budget: int, sequences: list[Sequence]) -> tuple[int, bool]:
         """Rows for what is admitted already. Returns the budget left and whether one goes without blocks."""
         starved = False
-        for sequence in list(self.roster.working.items):
+        for sequence in sequences:
             if budget <= 0:
                 break
             if sequence.phase is not Phase.WORKING:
@@ -165,13 +198,44 @@ class Planner:
 
     # -- pass 3
 
-    def _admit(self, rows: RowWriter, budget: int, now: int) -> None:
-        """Admit from the waiting line, and give what was admitted its first row."""
-        for sequence in self.admission.candidates(rows.publishing):
-            if budget <= 0 or not self.admission.admit(sequence, now):
+    def _admit(self, rows: RowWriter, budget: int, kept: list[tuple[str, int]], now: int) -> None:
+        """Admit from the waiting lines, and give what was admitted its first row.
+
+        ``kept``: tenants in turn, and what of the budget is kept for each; ``budget`` is left beside that.
+        """
+        later = sum([keep for _, keep in kept])
+        budget += later
+        for sequence in self.admission.landed():
+            if budget <= 0 or not self._enter(rows, sequence, now):
                 return
-            count = self._chunk(rows, sequence, budget)
-            end = sequence.computed + count
-            if not count or not rows.make_writable(sequence, end):
-                return  # it is admitted; its row comes with a later plan
-            budget -= rows.add_chunk(sequence, end)
+            spent = self._first_row(rows, sequence, budget)
+            if not spent:
+                return
+            budget -= spent
+        urgency: int | None = None
+        while (level := self.roster.waiting.first_urgency()) is not None and level != urgency:
+            urgency, behind = level, later
+            for tenant, keep in kept:
+                behind -= keep
+                for sequence in self.admission.waiting(tenant, level, rows.publishing):
+                    if budget - behind <= 0:
+                        break
+                    if not self._enter(rows, sequence, now):
+                        return
+                    spent = self._first_row(rows, sequence, budget - behind)
+                    if not spent:
+                        return
+                    budget -= spent
+
+    def _enter(self, rows: RowWriter, sequence: Sequence, now: int) -> bool:
+        """Admit; the first that does not fit is remembered, and nobody is admitted behind it."""
+        if self.admission.admit(sequence, now):
+            return True
+        self._no_room_for = sequence
+        return False
+
+    def _first_row(self, rows: RowWriter, sequence: Sequence, budget: int) -> int:
+        """A row for what was admitted; 0 = it comes with a later plan."""
+        count = self._chunk(rows, sequence, budget)
+        end = sequence.computed + count
+        return rows.add_chunk(sequence, end) if count and rows.make_writable(sequence, end) else 0

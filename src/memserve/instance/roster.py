@@ -22,7 +22,8 @@ from memserve.instance.memory import SequenceMemory
 from memserve.instance.orders import Homeward
 from memserve.instance.report import Counters
 from memserve.instance.sequence import Group, Phase, Sequence
-from memserve.instance.waiting import RankedList
+from memserve.instance.waiting import RankedList, WaitingLine
+from memserve.policy.fairness import Turns
 from memserve.types import FinishReason, TokenOutput
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Roster:
         "sequences",
         "slots",
         "slots_unknown",
+        "tenants",
+        "turns",
         "waiting",
         "working",
     )
@@ -62,10 +65,14 @@ class Roster:
         self.counters = Counters()
         #: all and only unfinished requests, in order of arrival
         self.groups: dict[str, Group] = {}
+        #: how many of them each tenant has, of those that have any
+        self.tenants: dict[str, int] = {}
+        #: whose turn it is, of all and only those tenants
+        self.turns = Turns()
         #: how many unfinished sequences they have
         self.sequences = 0
-        self.landed = RankedList()
-        self.waiting = RankedList()
+        self.landed = WaitingLine()
+        self.waiting = WaitingLine()
         self.working = RankedList()
         self.decoding = RankedList()
         self.idle = RankedList()
@@ -83,6 +90,26 @@ class Roster:
         self.interrupted: list[Group] = []
         #: generated KV that has to go back to where the prompt was computed; one reference a block is held for it
         self.homeward: list[Homeward] = []
+
+    # -- tenants
+
+    def open(self, group: Group) -> None:
+        """A new request."""
+        self.groups[group.request.request_id] = group
+        self.tenants[group.tenant] = self.tenants.get(group.tenant, 0) + 1
+        self.turns.enter(group.tenant, group.request.weight)
+
+    def first_urgency(self, tenant: str) -> int:
+        """The lowest urgency of what the tenant has to be computed beside decodes."""
+        line = self.waiting.line(tenant)
+        first = [sequence.rank[0] for sequence in self.working.items if sequence.group.tenant == tenant][:1]
+        return min([*first, *[sequence.rank[0] for sequence in line[:1]]], default=0)
+
+    def serve_decodes(self, steps: int) -> None:
+        """The sequences that decode get a token in each of ``steps`` steps: it counts in their tenants' turns."""
+        if len(self.turns) > 1:  # nobody to be compared with, else
+            for tenant, count in self.decoding.tenants.items():
+                self.turns.serve(tenant, count, steps)
 
     # -- slots
 
@@ -119,7 +146,7 @@ class Roster:
 
     # -- moves
 
-    def _container(self, phase: Phase) -> RankedList | None:
+    def _container(self, phase: Phase) -> RankedList | WaitingLine | None:
         if phase is Phase.DECODING:
             return self.decoding
         if phase is Phase.WORKING:
@@ -172,32 +199,10 @@ class Roster:
         if sequence.group.tokens_here is not None:
             self.interrupted.append(sequence.group)
 
-    def victim_for(self, needy: Sequence, step_id: int) -> Sequence | None:
-        """Whom to preempt so that ``needy`` gets a block in the plan ``step_id``.
-
-        First one whose last token is under way: it needs its blocks no more. Else the one of lowest rank, if that is
-        below ``needy``; never one that is scheduled in this plan already, nor one that is being handed over: its
-        blocks are held for the taker as well, and it leaves soon.
-        """
-        for sequence in self.idle:
-            leaves = sequence.group.tokens_here is not None
-            if sequence.left == 0 and sequence.scheduled_step != step_id and sequence.blocks and not leaves:
-                return sequence
-        lowest = needy
-        for container in (self.decoding, self.working, self.idle, self.landed):
-            for sequence in reversed(container.items):
-                if sequence.rank <= lowest.rank:
-                    break
-                if sequence.scheduled_step != step_id and sequence.group.tokens_here is None:
-                    lowest = sequence
-                    break
-        return None if lowest is needy else lowest
-
     def prefill_tokens_queued(self) -> int:
         """Known tokens of sequences here, those of running ones included, that are not computed yet."""
         _, in_work = _core.count_tokens(self.working.items)
-        _, in_line = _core.count_tokens(self.waiting.items)
-        return in_work + in_line
+        return in_work + sum([_core.count_tokens(line)[1] for line in self.waiting.lines])
 
     def crowd(self) -> tuple[int, int]:
         """How many sequences wait, for whatever, and how many run."""
@@ -207,7 +212,7 @@ class Roster:
     @property
     def holds_blocks(self) -> bool:
         """Whether any sequence holds HBM blocks."""
-        return bool(self.idle.items or self.decoding.items or self.working.items or self.landed.items)
+        return bool(self.idle.items or self.decoding.items or self.working.items or self.landed)
 
     def preempt_all(self) -> None:
         """Take everything from everybody: the way out when nothing moves (see ``Planner``)."""
@@ -257,6 +262,12 @@ class Roster:
 
     def _forget(self, group: Group) -> None:
         del self.groups[group.request.request_id]
+        left = self.tenants[group.tenant] - 1
+        if left:
+            self.tenants[group.tenant] = left
+        else:
+            del self.tenants[group.tenant]
+            self.turns.leave(group.tenant)
         if group.orders is not None:
             self.ended_orders.append(group)
 
@@ -268,7 +279,7 @@ class Roster:
             blocks = sequence.blocks[first:end]
             self.memory.pool.retain(blocks)
             tokens = sequence.known_tokens()[: end * block_tokens]
-            self.homeward.append(Homeward(home, sequence.group.request.tenant, tokens, first, blocks))
+            self.homeward.append(Homeward(home, sequence.group.request.isolation, tokens, first, blocks))
 
     def drop_beam(self, sequence: Sequence) -> None:
         """A beam that no hypothesis continues. Its KV beyond the prompt is of no use to others: it is not cached."""

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from memserve.instance.orders import Orders
     from memserve.mempool.pool import Lease
 
-Rank = tuple[int, int, int]
-"""(priority, arrival, index): total order; the smaller runs first and is preempted last."""
+Rank = tuple[int, int, int, int]
+"""(urgency, priority, arrival, index): total order; of one tenant's sequences the smaller runs first."""
 
 
 Fact = tuple[str, str | int | float]
@@ -69,11 +69,13 @@ class Group:
         "reserved_slots",
         "sequences",
         "stops",
+        "tenant",
         "tokens_here",
     )
 
     def __init__(self, request: Request, arrival: int, max_tokens: int, now: int) -> None:
         self.request = request
+        self.tenant = request.tenant
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.stops = frozenset(request.stop.stop_token_ids)
@@ -157,7 +159,7 @@ class Sequence(_core.SequenceRow):
         self.group = group
         self.request_id = request.request_id
         self.index = index
-        self.rank: Rank = (request.priority, group.arrival, index)
+        self.rank: Rank = (request.urgency, request.priority, group.arrival, index)
         self.prompt_tokens = len(request.prompt)
         self.max_tokens = group.max_tokens
         self.min_tokens = request.stop.min_tokens

@@ -124,7 +124,7 @@ def malformed(offer: Offer, block_tokens: int, num_blocks: dict[Tier, int]) -> s
         return "no such tier"
     if offer.request is not None and (offer.dst_blocks or offer.dst_tier != Tier.HBM or not len(offer.tokens)):
         return "a handoff that chooses its place, or is about nothing"
-    if offer.request is not None and offer.request.tenant != offer.tenant:
+    if offer.request is not None and offer.request.isolation != offer.tenant:
         return "a handoff of one tenant's KV to another one's request"
     if end <= offer.first_block or (offer.request is not None and offer.first_block + named > end):
         return f"blocks from {offer.first_block} of {end}"

@@ -12,6 +12,9 @@ from memserve.types import TokenArray
 DEFAULT_KEY = b"memserve-kv-0001"
 """16 bytes. Clusters that share KV share the key; a secret one makes identities unforgeable."""
 
+NAMES_MAX = 1024
+"""Names of namespaces that a pool, or a router, keeps at hand."""
+
 
 def namespace_id(tenant: str, fingerprint: str, key: bytes = DEFAULT_KEY) -> bytes:
     """16 bytes that name (tenant, model and weights, dtype, layout); different inputs never share KV.

@@ -19,7 +19,7 @@ from memserve.config import PoolConfig
 from memserve.errors import InvariantError
 from memserve.mempool.copylog import CopyLog
 from memserve.mempool.events import EventLog, KvEvent, KvHoldings
-from memserve.mempool.identity import block_identities, namespace_id
+from memserve.mempool.identity import NAMES_MAX, block_identities, namespace_id
 from memserve.mempool.report import PoolReport, TierReport
 from memserve.mempool.touches import Touches
 from memserve.types import CopyBlocks, Tier, TokenArray
@@ -358,6 +358,8 @@ class BlockPool:
     def _name(self, tenant: str) -> bytes:
         name = self._names.get(tenant)
         if name is None:
+            if len(self._names) >= NAMES_MAX:  # salts come and go; a name is quick to compute
+                self._names.clear()
             name = self._names[tenant] = namespace_id(tenant, self._namespace)
         return name
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from memserve.errors import check
 from memserve.messages import Peer, PeerInfo
 from memserve.meta.entries import Entries
@@ -143,7 +145,7 @@ class Book:
 
     def _pinned(self, record: HandlePinned) -> None:
         until_ns = self._since_1970(record.expires_ns)
-        self.handles[record.tenant, record.handle] = HandlePinned(record.tenant, record.handle, record.tokens, until_ns)
+        self.handles[record.tenant, record.handle] = replace(record, expires_ns=until_ns)
 
     def _dropped(self, record: HandleDropped) -> None:
         self.handles.pop((record.tenant, record.handle), None)
@@ -185,10 +187,7 @@ class Book:
         for page in self.members.values():
             hbm, dram = page.entries.by_tier()
             members.append(RememberedMember(page.info, page.is_draining, page.entries.next_event, hbm, dram))
-        handles = (
-            HandlePinned(pin.tenant, pin.handle, pin.tokens, pin.expires_ns - clock_offset_ns)
-            for pin in self.handles.values()
-        )
+        handles = (replace(pin, expires_ns=pin.expires_ns - clock_offset_ns) for pin in self.handles.values())
         return Remembered(
             self.router,
             self.address,

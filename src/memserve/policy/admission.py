@@ -8,6 +8,9 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
+from msgspec import structs
+
+from memserve.config import AdmissionConfig
 from memserve.policy.bestfit import Need, required_blocks
 from memserve.types import Request
 from memserve.units import NS_PER_S
@@ -75,6 +78,15 @@ def cost_tokens(request: Request, output_tokens_max: int) -> int:
     """What serving ``request`` counts in its tenant's share: every token that is read or written."""
     shared, own = tokens_needed(request, output_tokens_max)
     return max(1, shared + max(request.n, request.beam_width) * own)
+
+
+def on_terms(request: Request, config: AdmissionConfig) -> Request:
+    """``request`` on the operator's terms: the weight of its tenant, and whether its priority counts among all."""
+    weight = dict(config.weights).get(request.tenant, 1) if config.weights else 1
+    urgency = request.priority if config.priority_across_tenants else 0
+    if (weight, urgency) == (request.weight, request.urgency):
+        return request
+    return structs.replace(request, weight=weight, urgency=urgency)
 
 
 class ServiceTimes:

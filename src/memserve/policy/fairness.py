@@ -12,8 +12,7 @@ While two tenants both wait, the service that they get differs by at most one re
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from memserve.errors import InvariantError, check
@@ -21,67 +20,129 @@ from memserve.errors import InvariantError, check
 Item = TypeVar("Item")
 SCALE = 1 << 20
 """Ticks of the clocks for a cost of one at weight one: integers, so that weights divide without rounding away."""
+AWAY_MIN = 1024
+"""Clocks of tenants that are away are looked through when there are more than this, and twice as many as last time."""
 
 
 class Place(NamedTuple):
     """Where an item stands in its tenant's line."""
 
+    urgency: int
     priority: int
     arrival: int
     key: str
 
 
-@dataclass(slots=True)
-class _Line:
-    """One tenant's items; it exists while there are any."""
+class Turns:
+    """A clock a tenant: service that it got, cost by weight. Of those that are here the one furthest behind is next."""
 
-    starts_at: int
-    """The tenant's clock: virtual time at which its first item's service begins."""
-    places: list[Place] = field(default_factory=list)
-    """In order: lower priority first, then arrival."""
+    __slots__ = ("_away", "_away_max", "_clock", "_clocks", "_weights")
+
+    def __init__(self) -> None:
+        self._clock = 0
+        #: of all and only the tenants that are here
+        self._clocks: dict[str, int] = {}
+        self._weights: dict[str, int] = {}
+        #: of tenants that have left ahead of ``_clock``
+        self._away: dict[str, int] = {}
+        self._away_max = AWAY_MIN
+
+    def enter(self, tenant: str, weight: int = 1) -> None:
+        """``tenant`` wants service from now on. Of one that is here the weight alone is taken."""
+        if tenant not in self._clocks:
+            self._clocks[tenant] = max(self._clock, self._away.pop(tenant, 0))
+        self._weights[tenant] = weight
+
+    def serve(self, tenant: str, cost: int, times: int = 1) -> None:
+        """``tenant``, which is here, gets service that costs so much, so many times."""
+        each = cost * SCALE // self._weights[tenant]
+        last = self._clocks[tenant] + (times - 1) * each
+        self._clock = max(self._clock, last)
+        self._clocks[tenant] = last + each
+
+    def leave(self, tenant: str) -> None:
+        """``tenant``, which is here, wants nothing more. It keeps what it owes."""
+        at = self._clocks.pop(tenant)
+        del self._weights[tenant]
+        if at > self._clock:
+            self._away[tenant] = at
+        if len(self._away) > self._away_max:  # tenants that never came back
+            self._away = {name: at for name, at in self._away.items() if at > self._clock}
+            self._away_max = max(AWAY_MIN, 2 * len(self._away))
+
+    def at(self, tenant: str) -> int:
+        """The clock of a tenant that is here."""
+        return self._clocks[tenant]
+
+    def weight(self, tenant: str) -> int:
+        """The weight of a tenant that is here."""
+        return self._weights[tenant]
+
+    def share(self, tenant: str, total: int) -> int:
+        """What a tenant may have of ``total`` while all that are here want it: by weight, at least one.
+
+        For a tenant that is not here: what it would get."""
+        weight = self._weights.get(tenant, 1)
+        others = sum(self._weights.values()) - (weight if tenant in self._weights else 0)
+        return max(1, total * weight // (weight + others))
+
+    def in_turn(self, tenants: Iterable[str]) -> list[str]:
+        """``tenants``, which are here, the one furthest behind first."""
+        return sorted(tenants, key=self._clocks.__getitem__)
+
+    def __len__(self) -> int:
+        return len(self._clocks)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._clocks)
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the books do not agree."""
+        both = [tenant for tenant in self._away if tenant in self._clocks]
+        check(not both and len(self._weights) == len(self._clocks), f"here and away: {both}")
 
 
 class FairQueue(Generic[Item]):
     """Items by tenant. Looking at the head changes nothing: it is the head until it is served, removed, or preceded."""
 
-    __slots__ = ("_arrivals", "_clock", "_items", "_lines", "_resumes_at", "_weights")
+    __slots__ = ("_arrivals", "_items", "_lines", "_turns", "_weights")
 
     def __init__(self, weights: Mapping[str, int] | None = None) -> None:
         """``weights``: of tenants that get more than others, 1 by default; at least 1 each."""
         self._weights = dict(weights or {})
         check(all(weight >= 1 for weight in self._weights.values()), f"weights below one: {self._weights}")
-        self._clock = 0
         self._arrivals = 0
-        self._lines: dict[str, _Line] = {}
-        #: clocks of tenants without items that are ahead of ``_clock``
-        self._resumes_at: dict[str, int] = {}
+        #: places of each tenant's items, in order; a tenant is listed while it has any
+        self._lines: dict[str, list[Place]] = {}
+        self._turns = Turns()
         self._items: dict[str, tuple[str, Place, int, Item]] = {}
 
-    def push(self, tenant: str, key: str, item: Item, cost: int, priority: int = 0) -> None:
-        """``item`` waits from now on. ``key`` is its name, ``cost`` (tokens, at least 1) what its service takes."""
+    def push(self, tenant: str, key: str, item: Item, cost: int, priority: int = 0, urgency: int = 0) -> None:
+        """``item`` waits from now on. ``key`` is its name, ``cost`` (tokens, at least 1) what its service takes.
+
+        ``priority`` orders the items of a tenant, ``urgency`` those of all tenants, before their turns; lower goes
+        first.
+        """
         check(key not in self._items, f"{key} waits already")
-        line = self._lines.get(tenant)
-        if line is None:
-            starts_at = max(self._clock, self._resumes_at.pop(tenant, 0))
-            line = self._lines[tenant] = _Line(starts_at)
-        place = Place(priority, self._arrivals, key)
+        self._turns.enter(tenant, self._weights.get(tenant, 1))
+        place = Place(urgency, priority, self._arrivals, key)
         self._arrivals += 1
-        insort(line.places, place)
+        insort(self._lines.setdefault(tenant, []), place)
         self._items[key] = tenant, place, max(1, cost), item
 
     def head(self) -> Item | None:
         """Whose turn it is; ``None`` = nobody waits."""
-        line = self._next_line()
-        return self._items[line.places[0].key][3] if line is not None else None
+        place = self._first()
+        return self._items[place.key][3] if place is not None else None
 
     def pop(self) -> Item:
         """Serve the head, which must exist: its tenant's clock goes on by its cost."""
-        line = self._next_line()
-        if line is None:
+        place = self._first()
+        if place is None:
             raise InvariantError("nobody waits")
-        tenant, _, cost, item = self._items.pop(line.places.pop(0).key)
-        self._clock = line.starts_at
-        line.starts_at += cost * SCALE // self._weight(tenant)
+        tenant, _, cost, item = self._items.pop(place.key)
+        del self._lines[tenant][0]
+        self._turns.serve(tenant, cost)
         self._close_if_empty(tenant)
         return item
 
@@ -91,7 +152,7 @@ class FairQueue(Generic[Item]):
         if known is None:
             return False
         tenant, place = known[:2]
-        self._lines[tenant].places.remove(place)
+        self._lines[tenant].remove(place)
         self._close_if_empty(tenant)
         return True
 
@@ -103,31 +164,25 @@ class FairQueue(Generic[Item]):
         if not self._lines:
             return None
         tenant = max(self._lines, key=lambda name: (self._crowd(name), name == newcomer, name))
-        return self._items[self._lines[tenant].places[-1].key][3]
+        return self._items[self._lines[tenant][-1].key][3]
 
     def waiting(self) -> dict[str, int]:
         """Items by tenant, of those that have any."""
-        return {tenant: len(line.places) for tenant, line in self._lines.items()}
+        return {tenant: len(line) for tenant, line in self._lines.items()}
 
     def _crowd(self, tenant: str) -> int:
-        return len(self._lines[tenant].places) * SCALE // self._weight(tenant)
+        return len(self._lines[tenant]) * SCALE // self._turns.weight(tenant)
 
-    def _weight(self, tenant: str) -> int:
-        return self._weights.get(tenant, 1)
-
-    def _next_line(self) -> _Line | None:
-        lines = self._lines.values()
-        return min(lines, key=lambda line: (line.starts_at, line.places[0].arrival)) if lines else None
+    def _first(self) -> Place | None:
+        if not self._lines:
+            return None
+        lines, clock = self._lines.items(), self._turns.at
+        return min((line[0].urgency, clock(tenant), line[0].arrival, line[0]) for tenant, line in lines)[3]
 
     def _close_if_empty(self, tenant: str) -> None:
-        line = self._lines[tenant]
-        if line.places:
-            return
-        del self._lines[tenant]
-        if line.starts_at > self._clock:
-            self._resumes_at[tenant] = line.starts_at
-        if not self._lines and len(self._resumes_at) > 1024:  # tenants that never came back
-            self._resumes_at = {name: at for name, at in self._resumes_at.items() if at > self._clock}
+        if not self._lines[tenant]:
+            del self._lines[tenant]
+            self._turns.leave(tenant)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -137,15 +192,13 @@ class FairQueue(Generic[Item]):
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the lines and the items do not agree."""
-        listed = [place.key for line in self._lines.values() for place in line.places]
+        listed = [place.key for line in self._lines.values() for place in line]
         check(sorted(listed) == sorted(self._items), f"lines have {listed}, items are {list(self._items)}")
+        self._turns.check_invariants()
+        check(sorted(self._turns) == sorted(self._lines), f"lines of {list(self._lines)}, turns of {list(self._turns)}")
         for tenant, line in self._lines.items():
-            check(
-                line.places == sorted(line.places) and line.places, f"the line of {tenant!r} is out of order, or empty"
-            )
-            check(all(self._items[place.key][0] == tenant for place in line.places), f"strangers in {tenant!r}'s line")
-            check(tenant not in self._resumes_at, f"{tenant!r} waits and is away")
-            check(line.starts_at >= self._clock, f"{tenant!r} should have been served before")
+            check(line == sorted(line) and bool(line), f"the line of {tenant!r} is out of order, or empty")
+            check(all(self._items[place.key][0] == tenant for place in line), f"strangers in {tenant!r}'s line")
 
     def __repr__(self) -> str:
         return f"<FairQueue {self.waiting()}>"

@@ -99,9 +99,9 @@ class RouterEngine:
         """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
         self._loop.post(SequenceStopped(request_id, index))
 
-    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int) -> None:
+    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
         """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""
-        self._loop.post(PrefixPinned(handle, tenant, tokens, ttl_ns))
+        self._loop.post(PrefixPinned(handle, tenant, tokens, ttl_ns, salt))
 
     def unpin(self, handle: str, tenant: str) -> None:
         """Give the name up; unknown ones are ignored."""

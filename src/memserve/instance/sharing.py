@@ -1,0 +1,145 @@
+"""Who gives way when tenants want more than there is (level 2).
+
+Memory: the sequences of a tenant hold it in rank order, and where the earlier ones already hold much, the later ones
+give way first. So each tenant's first sequence stands as high as anybody's, and the oldest of those can take from all
+others: that is why somebody always gets on.
+
+::
+
+    tenant a   [ 0: 40 blocks ][ 40: 30 ][ 70: 25 ]        number: what the earlier ones hold, by weight
+    tenant b   [ 0: 10 blocks ][ 10: 10 ]                  the highest gives way first
+
+Slots and memory for the head of the line: while its tenant has less than half of its share, and another more than its
+own, the latter's last sequences give way. Half, so that what is taken is not soon taken back; up to the whole share
+turns do it, as sequences end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memserve.instance.roster import Roster
+from memserve.instance.sequence import Phase, Sequence
+from memserve.policy.batching import headroom_blocks
+from memserve.policy.fairness import SCALE
+
+Standing = tuple[int, int, int, int]
+"""(urgency, what earlier sequences of the tenant hold, arrival, index): the highest gives way first."""
+
+
+class Sharing:
+    """Chooses whom to preempt, and for whom."""
+
+    __slots__ = ("_roster",)
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def victim_for(self, needy: Sequence, step_id: int) -> Sequence | None:
+        """Whom to preempt so that ``needy`` gets a block in the plan ``step_id``.
+
+        First one whose last token is under way: it needs its blocks no more. Else the one that stands lowest, if that
+        is below ``needy``; never one that is scheduled in this plan already, nor one that is being handed over: its
+        blocks are held for the taker as well, and it leaves soon.
+        """
+        for sequence in self._roster.idle:
+            leaves = sequence.group.tokens_here is not None
+            if sequence.left == 0 and sequence.scheduled_step != step_id and sequence.blocks and not leaves:
+                return sequence
+        return self._lowest_ranked(needy, step_id) if len(self._roster.turns) == 1 else self._lowest(needy, step_id)
+
+    def _lowest_ranked(self, needy: Sequence, step_id: int) -> Sequence | None:
+        """Of one tenant's sequences: the last one in rank order."""
+        lowest = needy
+        for sequences in self._holding():
+            for sequence in reversed(sequences):
+                if sequence.rank <= lowest.rank:
+                    break
+                if sequence.scheduled_step != step_id and sequence.group.tokens_here is None:
+                    lowest = sequence
+                    break
+        return None if lowest is needy else lowest
+
+    def _lowest(self, needy: Sequence, step_id: int) -> Sequence | None:
+        standings = self._standings()
+        lowest, at = None, standings[needy]
+        for sequence, standing in standings.items():
+            stays = sequence.scheduled_step == step_id or sequence.group.tokens_here is not None
+            if standing > at and not stays:
+                lowest, at = sequence, standing
+        return lowest
+
+    def _standings(self) -> dict[Sequence, Standing]:
+        """Of all sequences that hold blocks."""
+        held: dict[str, int] = {}
+        standings: dict[Sequence, Standing] = {}
+        turns = self._roster.turns
+        everybody = [sequence for sequences in self._holding() for sequence in sequences]
+        for sequence in sorted(everybody, key=lambda sequence: sequence.rank):
+            group = sequence.group
+            before = held.get(group.tenant, 0)
+            urgency, _, arrival, index = sequence.rank
+            standings[sequence] = urgency, before * SCALE // turns.weight(group.tenant), arrival, index
+            held[group.tenant] = before + len(sequence.blocks)
+        return standings
+
+    def _holding(self) -> Iterator[list[Sequence]]:
+        """All sequences that hold blocks, in lists in rank order."""
+        roster = self._roster
+        yield from (roster.decoding.items, roster.working.items, roster.idle.items)
+        yield from roster.landed.lines
+
+    # -- the head of the line
+
+    def make_way(self, head: Sequence) -> None:
+        """Preempt for ``head``, for which there was no room, as far as that is its tenant's due. No plan is begun."""
+        roster = self._roster
+        if len(roster.turns) == 1 or head.phase not in (Phase.WAITING, Phase.LANDED):
+            return
+        slots = 1 + head.group.forks_pending
+        while slots > len(roster.free_slots) and self._give_way(head, slots, self._slots_held(), roster.slots):
+            pass
+        if head.phase is Phase.LANDED:
+            return
+        total = roster.memory.pool.config.hbm_blocks
+        while (lacking := roster.memory.lacks_blocks(head, headroom_blocks(len(roster.decoding)))) > 0:
+            if not self._give_way(head, lacking, self._blocks_held(), total):
+                break
+
+    def _give_way(self, head: Sequence, wanted: int, held: dict[str, int], total: int) -> bool:
+        """Preempt the last sequence of the tenant that is furthest above its share. ``False`` = none should."""
+        turns, tenant = self._roster.turns, head.group.tenant
+        if 2 * (held.get(tenant, 0) + wanted) > turns.share(tenant, total):
+            return False
+        most = max(held, key=lambda name: held[name] / turns.share(name, total), default=tenant)
+        is_above = most != tenant and held[most] > turns.share(most, total)
+        victim = self._last_of(most) if is_above else None
+        if victim is None or victim.rank[0] < head.rank[0]:
+            return False
+        self._roster.preempt(victim)
+        return True
+
+    def _last_of(self, tenant: str) -> Sequence | None:
+        roster = self._roster
+        lists = (roster.decoding.items, roster.working.items, roster.idle.items)
+        lasts = [next((s for s in reversed(items) if _may_go(s, tenant)), None) for items in lists]
+        return max((s for s in lasts if s is not None), key=lambda sequence: sequence.rank, default=None)
+
+    def _slots_held(self) -> dict[str, int]:
+        held: dict[str, int] = {}
+        for ranked in (self._roster.decoding, self._roster.working, self._roster.idle):
+            for tenant, count in ranked.tenants.items():
+                held[tenant] = held.get(tenant, 0) + count
+        return held
+
+    def _blocks_held(self) -> dict[str, int]:
+        held: dict[str, int] = {}
+        for sequences in self._holding():
+            for sequence in sequences:
+                tenant = sequence.group.tenant
+                held[tenant] = held.get(tenant, 0) + len(sequence.blocks)
+        return held
+
+
+def _may_go(sequence: Sequence, tenant: str) -> bool:
+    return sequence.group.tenant == tenant and sequence.group.tokens_here is None
