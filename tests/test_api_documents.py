@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import httpx
@@ -52,13 +52,14 @@ class PinningFake(FakeEngine):
         self.unpinned.append((tenant, handle))
         self.pins.pop((tenant, handle), None)
 
-    def pinned_tokens(self, handle: str, tenant: str) -> int | None:
+    def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
         self.looks += 1
         if self.silent:
             raise EngineStopped
-        if (tenant, handle) not in self.pins or self.looks % 2:
-            return None
-        return len(self.pins[tenant, handle][0]) // BLOCK_TOKENS * BLOCK_TOKENS
+        pins = [self.pins.get((tenant, handle)) for handle in handles]
+        if self.looks % 2:
+            return [None] * len(handles)
+        return [len(pin[0]) // BLOCK_TOKENS * BLOCK_TOKENS if pin is not None else None for pin in pins]
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_the_metrics_of_the_gate():
     stats = RouterStats.of(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
     samples = {
         (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(ApiMetrics().render(stats).decode())
+        for family in text_string_to_metric_families(ApiMetrics().render(stats, names_tenants=True).decode())
         for sample in family.samples
     }
     expected = {

@@ -113,8 +113,10 @@ class World:
         return {
             "members": members,
             "gone": list(machine._registry._dead),
-            "sessions": list(machine._sessions._places.items()),
-            "handles": {k: (h.tokens.tobytes(), h.expires_ns) for k, h in machine._handles._by_key.items()},
+            "sessions": sorted(((t, s), peers) for t, s, peers in machine._sessions._places.items()),
+            "handles": {
+                (h.tenant, h.name): (h.tokens.tobytes(), h.expires_ns) for h in machine._handles._named.values()
+            },
         }
 
     def kept(self) -> dict[str, Any]:
@@ -127,7 +129,7 @@ class World:
         return {
             "members": members,
             "gone": list(found.gone),
-            "sessions": [((way.tenant, way.session), way.peers) for way in found.sessions],
+            "sessions": sorted(((way.tenant, way.session), way.peers) for way in found.sessions),
             "handles": {(pin.tenant, pin.handle): (pin.tokens, pin.expires_ns) for pin in found.handles},
         }
 

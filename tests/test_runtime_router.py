@@ -155,11 +155,11 @@ def test_a_prefix_is_pinned_where_it_lies_and_given_up(router, instance) -> None
     request = structs.replace(ask("read", 1), tenant="tenant")
     collect(submit(router, request))
     router.pin("doc", "tenant", request.prompt, 60_000 * NS_PER_MS)
-    eventually(lambda: router.pinned_tokens("doc", "tenant") == 64)
-    assert router.pinned_tokens("doc", "another") is None
+    eventually(lambda: router.pinned_tokens(["doc"], "tenant") == [64])
+    assert router.pinned_tokens(["doc", "no"], "another") == [None, None]
     router.unpin("doc", "tenant")
     eventually(lambda: member.has_heard(Unpin))
-    assert router.pinned_tokens("doc", "tenant") is None and len(member.has_heard(Pin)) == 1
+    assert router.pinned_tokens(["doc"], "tenant") == [None] and len(member.has_heard(Pin)) == 1
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(router, instance) -> None:

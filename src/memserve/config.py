@@ -174,10 +174,14 @@ class ClusterConfig:
     """Tree entries that no KV event confirms are forgotten after this long."""
     speculative_ttl_ns: int = 20 * NS_PER_S
     """The same for entries made at dispatch, of instances that do publish events."""
+    handle_tokens_max: int = 4 << 20
+    """Tokens of all named prefixes (documents, pinned sessions) that are kept, 256 more for each; of more, the tenant
+    with most loses its oldest."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     """Its gate."""
 
     def __post_init__(self) -> None:
+        _positive("handle_tokens_max", self.handle_tokens_max, "give named prefixes some room")
         if self.policy not in POLICIES:
             raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {', '.join(POLICIES)}", param="policy")
 

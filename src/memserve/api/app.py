@@ -37,8 +37,11 @@ from memserve.runtime.engine import EngineStopped
 class _Pages:
     """The routes that generate nothing."""
 
-    def __init__(self, hub: Hub, model: ServedModel, names: ModelNames, metrics: ApiMetrics) -> None:
+    def __init__(
+        self, hub: Hub, model: ServedModel, names: ModelNames, metrics: ApiMetrics, metrics_keys: KeyRing
+    ) -> None:
         self._hub, self._model, self._names, self._metrics = hub, model, names, metrics
+        self._metrics_keys = metrics_keys
         self._created_s = int(time.time())
 
     def _card(self) -> dict[str, Any]:
@@ -76,8 +79,10 @@ class _Pages:
         return _json(openapi())
 
     async def metrics(self, request: Request) -> Response:
-        """``GET /metrics`` in Prometheus' text form."""
-        page = self._metrics.render(await self._engine_stats())
+        """``GET /metrics`` in Prometheus' text form. Names tenants only where a key is asked for."""
+        keys = self._metrics_keys
+        keys.tenant(request.headers.get("authorization"))
+        page = self._metrics.render(await self._engine_stats(), names_tenants=not keys.is_open)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _engine_stats(self) -> Any | None:
@@ -97,18 +102,20 @@ def create_app(
     *,
     aliases: Sequence[str] = (),
     api_keys: Sequence[str] = (),
+    metrics_key: str | None = None,
     limits: EdgeConfig | None = None,
 ) -> Starlette:
     """The OpenAI API in front of ``engine``. A server drains ``app.state.hub``; ``app.state.edge`` has its limits.
 
     Clients may ask for ``model`` by its name or one of ``aliases``; answers carry its name.
+    ``metrics_key``: ``GET /metrics`` asks for it, and then names tenants; ``None``: it is open and names none.
     Raises :class:`UserError` for malformed keys.
     """
     limits = limits or EdgeConfig()
     metrics, encoder = ApiMetrics(), PromptEncoder(model)
     hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases)
-    pages = _Pages(hub, model, names, metrics)
+    pages = _Pages(hub, model, names, metrics, KeyRing(() if metrics_key is None else (metrics_key,)))
     shared = Shared(hub, model, encoder, metrics, edge)
     documents = Documents()
     named = DocumentRoutes(shared, documents)

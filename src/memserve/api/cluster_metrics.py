@@ -93,14 +93,14 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
 ]
 
 
-def cluster_families(stats: Any) -> Iterator[Metric]:
+def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     """The families of one :class:`memserve.runtime.stats.RouterStats`."""
     for name, text, read in ROUTER_GAUGES:
         yield _one(GaugeMetricFamily(f"memserve_{name}", text), read(stats.cluster))
     for name, text, read in ROUTER_COUNTERS:
         yield _one(CounterMetricFamily(f"memserve_{name}", text), read(stats.cluster.counters))
     yield from _by_label(stats.cluster.counters)
-    yield from _gate(stats.cluster.gate)
+    yield from _gate(stats.cluster.gate, names_tenants)
     thought_s = stats.router_ns / NS_PER_S
     yield _one(CounterMetricFamily("memserve_router_seconds", "Time the cluster machine thought"), thought_s)
     for name, text, read in INSTANCE_GAUGES:
@@ -130,12 +130,17 @@ def _by_label(counters: Any) -> Iterator[Metric]:
     yield from (decisions, failed, finished)
 
 
-def _gate(gate: Any) -> Iterator[Metric]:
+def _gate(gate: Any, names_tenants: bool) -> Iterator[Metric]:
     for name, kind, text, read in GATE_METRICS:
         yield _one(kind(f"memserve_{name}", text), read(gate))
-    waiting = GaugeMetricFamily("memserve_gate_waiting", "Requests that wait to be let in", labels=["tenant"])
-    for tenant, count in gate.waiting.items():
-        waiting.add_metric([tenant], float(count))
+    waiting = GaugeMetricFamily(
+        "memserve_gate_waiting", "Requests that wait to be let in", labels=["tenant"] if names_tenants else []
+    )
+    if names_tenants:
+        for tenant, count in gate.waiting.items():
+            waiting.add_metric([tenant], float(count))
+    else:
+        waiting.add_metric([], float(sum(gate.waiting.values())))
     rejected = CounterMetricFamily("memserve_gate_rejected", "Requests turned away, by cause", labels=["cause"])
     for cause, count in gate.rejected.items():
         rejected.add_metric([cause], float(count))

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -52,7 +53,7 @@ class DocumentRoutes:
             body = parse_body(data, DocumentBody)
             document = await prepare(body, document_id, self._shared.encoder, model)
         del data, body
-        known = any(old.document_id == document_id for old in self._documents.all(tenant))
+        known = self._documents.knows(tenant, document_id)
         cached_tokens = await self._compute(document, tenant, request.receive)
         kept = self._documents.put(tenant, document)
         await self._memory.put(tenant, kept)
@@ -63,14 +64,16 @@ class DocumentRoutes:
     async def list(self, request: HttpRequest) -> Response:
         """``GET /v1/documents``: the tenant's own, oldest first."""
         tenant = request.scope[TENANT_KEY]
-        cards = [self._card(kept, await self._pinned(kept, tenant)) for kept in self._documents.all(tenant)]
+        documents = self._documents.all(tenant)
+        pinned = await self._pinned(documents, tenant)
+        cards = [self._card(kept, tokens) for kept, tokens in zip(documents, pinned, strict=True)]
         return _json({"object": "list", "data": cards})
 
     async def get(self, request: HttpRequest) -> Response:
         """``GET /v1/documents/{id}``."""
         tenant = request.scope[TENANT_KEY]
         kept = self._documents.get(tenant, request.path_params["document_id"])
-        return _json(self._card(kept, await self._pinned(kept, tenant)))
+        return _json(self._card(kept, (await self._pinned([kept], tenant))[0]))
 
     async def delete(self, request: HttpRequest) -> Response:
         """``DELETE /v1/documents/{id}``: its KV may be evicted from now on."""
@@ -119,18 +122,22 @@ class DocumentRoutes:
         if not isinstance(self._shared.hub.engine, PinningEngine):
             return None
         deadline_s = time.monotonic() + PIN_ANSWER_S
-        while (pinned := await self._pinned(document, tenant)) is None and time.monotonic() < deadline_s:
+        while True:
+            (pinned,) = await self._pinned([document], tenant)
+            if pinned is not None or time.monotonic() >= deadline_s:
+                return pinned
             await asyncio.sleep(_POLL_S)
-        return pinned
 
-    async def _pinned(self, document: Document, tenant: str) -> int | None:
-        engine = self._shared.hub.engine
+    async def _pinned(self, documents: Sequence[Document], tenant: str) -> Sequence[int | None]:
+        """How much of each is pinned, by one question to the engine; ``None``: it does not say."""
+        engine, unknown = self._shared.hub.engine, [None] * len(documents)
         if not isinstance(engine, PinningEngine):
-            return None
+            return unknown
         try:
-            return await asyncio.to_thread(engine.pinned_tokens, document.handle, tenant)
+            handles = [document.handle for document in documents]
+            return await asyncio.to_thread(engine.pinned_tokens, handles, tenant)
         except (TimeoutError, EngineStopped):
-            return None
+            return unknown
 
     def _card(self, document: Document, pinned_tokens: int | None) -> dict[str, Any]:
         return {

@@ -96,6 +96,10 @@ class Documents:
             raise ApiError(404, message, param="document", code="document_not_found")
         return document
 
+    def knows(self, tenant: str, document_id: str) -> bool:
+        """Whether the tenant has such a document."""
+        return document_id in self._live(tenant)
+
     def delete(self, tenant: str, document_id: str) -> Document:
         """Forget it. Raises :class:`ApiError` 404."""
         document = self.get(tenant, document_id)
@@ -112,7 +116,7 @@ class Documents:
 
     def _live(self, tenant: str) -> dict[str, Document]:
         now_ns = self._clock_ns()
-        owned = self._documents.setdefault(tenant, {})
+        owned = self._documents.setdefault(tenant, {})  # one entry a key: tenants are the operator's
         for document_id in [name for name, document in owned.items() if document.expires_ns <= now_ns]:
             del owned[document_id]
         return owned

@@ -47,6 +47,11 @@ class ApiMetrics:
         self.body_bytes = Gauge(
             "memserve_http_body_bytes", "Bytes of request bodies that are being read or parsed", registry=self.registry
         )
+        #: shown to readers that may know the tenants
+        self.by_tenant = CollectorRegistry()
+        self.tenant_requests = self._of_tenants("requests", "Generation requests that were answered, by tenant")
+        self.tenant_prompt_tokens = self._of_tenants("prompt_tokens", "Prompt tokens of answered requests, by tenant")
+        self.tenant_generated_tokens = self._of_tenants("generated_tokens", "Tokens generated for clients, by tenant")
         self.to_first_token = histogram("memserve_time_to_first_token_seconds", "TTFT at the edge", _FIRST_TOKEN_S)
         self.in_queue = histogram("memserve_queue_seconds", "Time until a request was first computed", _FIRST_TOKEN_S)
         self.between_tokens = histogram("memserve_inter_token_seconds", "Time between two tokens", _TOKEN_S)
@@ -59,12 +64,25 @@ class ApiMetrics:
         if queue_ns is not None:
             self.in_queue.observe(queue_ns / NS_PER_S)
 
-    def render(self, engine_stats: Any | None) -> bytes:
-        """The text that Prometheus scrapes; without the engine's part when it could not answer."""
+    def answered(self, tenant: str, prompt_tokens: int, generated_tokens: int) -> None:
+        """A request of ``tenant`` has its answer."""
+        self.tenant_requests.labels(tenant).inc()
+        self.tenant_prompt_tokens.labels(tenant).inc(prompt_tokens)
+        self.tenant_generated_tokens.labels(tenant).inc(generated_tokens)
+
+    def render(self, engine_stats: Any | None, *, names_tenants: bool = False) -> bytes:
+        """The text that Prometheus scrapes; without the engine's part when it could not answer.
+
+        ``names_tenants``: the reader may know the names of keys. Else their numbers are summed up.
+        """
         registry = CollectorRegistry()
-        registry.register(_Snapshot(engine_stats))
+        registry.register(_Snapshot(engine_stats, names_tenants))
         self.resident.set(resident_bytes())
-        return generate_latest(self.registry) + generate_latest(registry)
+        text = generate_latest(self.registry) + generate_latest(registry)
+        return text + generate_latest(self.by_tenant) if names_tenants else text
+
+    def _of_tenants(self, name: str, text: str) -> Counter:
+        return Counter(f"memserve_tenant_{name}", text, ["tenant"], registry=self.by_tenant)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, registry=self.registry)
@@ -120,8 +138,9 @@ INSTANCE_METRICS: list[tuple[str, Kind, str, Read]] = [
 class _Snapshot:
     """One reading of the engine, as Prometheus wants it."""
 
-    def __init__(self, stats: Any | None) -> None:
+    def __init__(self, stats: Any | None, names_tenants: bool) -> None:
         self._stats = stats
+        self._names_tenants = names_tenants
 
     def describe(self) -> list[Metric]:
         return []
@@ -137,7 +156,7 @@ class _Snapshot:
             yield from _read(INSTANCE_METRICS, self._stats.instance)
             yield from _tiers(self._stats.instance)
         if getattr(self._stats, "cluster", None) is not None:
-            yield from cluster_families(self._stats)
+            yield from cluster_families(self._stats, self._names_tenants)
 
 
 def _read(table: list[tuple[str, Kind, str, Read]], source: Any) -> Iterator[Metric]:

@@ -169,6 +169,8 @@ class Reply:
         now_ns = time.monotonic_ns()
         self._metrics.prompt_tokens.inc(self.prompt_tokens)
         self._metrics.cached_tokens.inc(self.cached_tokens)
+        if self.plan.requests:
+            self._metrics.answered(self.plan.requests[0].tenant, self.prompt_tokens, self.completion_tokens)
         self._metrics.whole_request.observe((now_ns - self._started_ns) / NS_PER_S)
         later = self.completion_tokens - len(self.sequences)
         if self._first_ns is not None and later > 0:

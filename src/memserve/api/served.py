@@ -103,8 +103,8 @@ class PinningEngine(ServingEngine, Protocol):
     def unpin(self, handle: str, tenant: str) -> None:
         """Give the name up; unknown ones are ignored."""
 
-    def pinned_tokens(self, handle: str, tenant: str) -> int | None:
-        """How much of it is pinned; ``None`` while nobody has said. May wait for the engine thread, as ``stats``."""
+    def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
+        """How much of each is pinned; ``None`` while nothing was heard of it. May wait for the engine thread, once."""
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from memserve.units import MIB
 log = logging.getLogger(__name__)
 
 KEY_VARIABLE, KEY_FILE_VARIABLE = "MEMSERVE_API_KEY", "MEMSERVE_API_KEY_FILE"
+METRICS_VARIABLE = "MEMSERVE_METRICS_KEY"
 
 ApiKeys = Annotated[
     list[str] | None,
@@ -34,6 +35,13 @@ ApiKeyFile = Annotated[
     typer.Option(
         help="File with one API key a line, KEY or NAME=KEY; empty lines and lines that begin with # are skipped."
         f" Also {KEY_FILE_VARIABLE}."
+    ),
+]
+MetricsKey = Annotated[
+    str | None,
+    typer.Option(
+        help="GET /metrics asks for this key, and then names tenants by the names of their API keys. Rather use"
+        f" {METRICS_VARIABLE}: every user of this machine can read the process list."
     ),
 ]
 ClusterSecretFile = Annotated[
@@ -59,6 +67,18 @@ def api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
     keys = list(given or (variable or "").split())
     path = file or (Path(file_variable) if file_variable is not None else None)
     return tuple(keys + (_keys_in(path) if path is not None else []))
+
+
+def metrics_key(given: str | None) -> str | None:
+    """The key of ``/metrics``, of the command line or else of the environment; ``None``: it is open.
+
+    Raises :class:`UserError` for an empty one.
+    """
+    variable = os.environ.pop(METRICS_VARIABLE, None)
+    for name, value in (("--metrics-key", given), (METRICS_VARIABLE, variable)):
+        if value is not None and not value.strip():
+            raise UserError(f"{name} is empty", hint="put a key there, or leave it out: /metrics is open then")
+    return given or variable
 
 
 def secret_of(port: int | None, path: Path | None) -> str | None:

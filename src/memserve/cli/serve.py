@@ -40,6 +40,7 @@ class HttpOptions:
     host: str
     port: int
     api_keys: tuple[str, ...] = dataclasses.field(repr=False)
+    metrics_key: str | None = dataclasses.field(repr=False)
     served_model_name: str | None
     generation_config: bool
     default_max_tokens: int
@@ -61,6 +62,7 @@ def serve(
     ] = DEFAULT_MAX_TOKENS,
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
+    metrics_key: credentials.MetricsKey = None,
     drain_s: Annotated[float, typer.Option(min=0, help="How long streams may go on after SIGTERM.")] = 20.0,
     edge: opt.EdgeFlags,
     log_level: opt.LogLevel = "warning",
@@ -84,7 +86,7 @@ def serve(
     engine_options = engine.options()
     set_up_logging(log_level)
     keys = credentials.api_keys(api_key, api_key_file)
-    names = (keys, served_model_name, generation_config, default_max_tokens)
+    names = (keys, credentials.metrics_key(metrics_key), served_model_name, generation_config, default_max_tokens)
     http = HttpOptions(host, port, *names, drain_s, edge.config(), log_level)
     admission = gate.config(weights)
     if in_process:
@@ -126,6 +128,7 @@ def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: Cluste
     from memserve.api.server import bind
 
     KeyRing(http.api_keys)  # refuses malformed keys
+    KeyRing(() if http.metrics_key is None else (http.metrics_key,))
     with bind(http.host, http.port) as listener:
         typer.echo(f"loading {engine_options.model} ...", err=True)
         backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
@@ -186,7 +189,9 @@ def _serve_until_signal(
         model = dataclasses.replace(model, generation_defaults={})
     model = dataclasses.replace(model, default_max_tokens=http.default_max_tokens or None)
     make_room_for_connections(http.limits.connections_max)
-    app = create_app(served.engine, model, aliases=aliases, api_keys=http.api_keys, limits=http.limits)
+    app = create_app(
+        served.engine, model, aliases=aliases, api_keys=http.api_keys, metrics_key=http.metrics_key, limits=http.limits
+    )
     port = listener.getsockname()[1]
 
     def on_ready() -> None:

@@ -7,6 +7,7 @@ what is pinned is no room for others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +22,17 @@ from memserve.cluster.timers import Timers
 from memserve.cluster.trees import Trees
 from memserve.errors import check
 from memserve.messages import Pin, Pinned, Unpin
+from memserve.policy.quotas import TenantStore
 from memserve.remembered import HandleDropped, HandlePinned
 from memserve.types import Role, TokenArray, isolation
 from memserve.units import NS_PER_S
 
 REPEAT_NS = NS_PER_S
 """A ``Pin`` without answer is repeated after this long."""
+MISSES_MAX = 6
+"""Where nothing has the prefix it is looked for again after 1, 2, 4, ... 32 s, and whenever its session has a turn."""
+HANDLE_TOKENS = 256
+"""What a handle counts beside its tokens."""
 RECALL_NS = NS_PER_S // 5
 """After this long a router that was started anew looks where the handles that it remembers lie."""
 
@@ -50,6 +56,8 @@ class Handle:
     """Times that ``Pin`` was sent there and, as far as is known, not answered yet."""
     is_asked: bool = False
     """The last that was said there is ``Pin``, not ``Unpin``."""
+    misses: int = 0
+    """Times in a row that there was nowhere to pin it: it is looked at less and less often."""
     wake_ns: int | None = None
     """When it is looked at next: timers that were armed for later are void."""
 
@@ -65,31 +73,32 @@ class Handle:
 
 
 class Handles:
-    """All live handles, in the order in which they were pinned first."""
+    """All live handles. They have room for so many tokens; a tenant with more than others loses its oldest."""
 
-    __slots__ = ("_by_key", "_by_wire", "_gate", "_loads", "_outbox", "_registry", "_timers", "_trees")
+    __slots__ = ("_by_wire", "_gate", "_loads", "_named", "_outbox", "_registry", "_timers", "_trees")
 
     def __init__(
-        self, registry: Registry, trees: Trees, loads: LoadTable, gate: Gate, timers: Timers, outbox: Outbox
-    ) -> None:
+        self, registry: Registry, trees: Trees, loads: LoadTable, gate: Gate, timers: Timers, outbox: Outbox,
+        tokens_max: int,
+    ) -> None:  # fmt: skip
         self._registry, self._trees, self._loads, self._gate = registry, trees, loads, gate
         self._timers, self._outbox = timers, outbox
-        self._by_key: dict[tuple[str, str], Handle] = {}
+        self._named: TenantStore[Handle] = TenantStore(tokens_max)
         self._by_wire: dict[str, Handle] = {}
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._by_wire)
 
     def pin(self, event: PrefixPinned, now: int) -> None:
         """Keep it, or keep it longer."""
-        handle = self._by_key.get((event.tenant, event.handle))
+        handle = self._named.get(event.tenant, event.handle)
         expires_ns = now + event.ttl_ns
         if handle is None:
             handle = Handle(event.handle, event.tenant, event.tokens, b"", expires_ns, event.salt)
-            self._by_key[event.tenant, event.handle] = self._by_wire[handle.wire_name] = handle
         handle.tokens, handle.identities, handle.expires_ns = event.tokens, b"", expires_ns
         handle.salt = event.salt
-        handle.pinned_tokens = None
+        handle.pinned_tokens, handle.misses = None, 0
+        self._keep(handle)
         tokens = event.tokens.astype("<i4", copy=False).tobytes() if self._outbox.remembers else b""
         self._outbox.remember(HandlePinned(event.tenant, event.handle, tokens, expires_ns, event.salt))
         self._settle(handle, now)
@@ -99,18 +108,17 @@ class Handles:
         if pin.expires_ns > now:
             tokens = np.frombuffer(pin.tokens, "<i4").astype(np.int32)
             handle = Handle(pin.handle, pin.tenant, tokens, b"", pin.expires_ns, pin.salt)
-            self._by_key[pin.tenant, pin.handle] = self._by_wire[handle.wire_name] = handle
+            self._keep(handle)
             self._wake(handle, now + RECALL_NS)
         else:
             self._outbox.note(HandleDropped(pin.tenant, pin.handle))
 
     def unpin(self, event: PrefixUnpinned) -> None:
         """Give it up; unknown ones are ignored."""
-        handle = self._by_key.get((event.tenant, event.handle))
+        handle = self._named.pop(event.tenant, event.handle)
         if handle is not None:
             self._outbox.remember(HandleDropped(handle.tenant, handle.name))
-            self._move(handle, None)
-            self._forget(handle)
+            self._give_up(handle)
 
     def pinned(self, sender: Member, answer: Pinned, now: int) -> None:
         """``sender`` says how much of it lies there."""
@@ -131,24 +139,24 @@ class Handles:
 
     def place_of(self, tenant: str, name: str) -> Member | None:
         """Where a handle lies."""
-        handle = self._by_key.get((tenant, name)) if name else None
+        handle = self._named.get(tenant, name) if name else None
         return handle.place if handle is not None else None
 
     def extend(self, tenant: str, name: str, now: int) -> None:
         """A request of this session has ended: what it computed may be the part of the prefix that was missing."""
-        handle = self._by_key.get((tenant, name)) if name else None
+        handle = self._named.get(tenant, name) if name else None
         if handle is not None and (handle.pinned_tokens or 0) < self._whole_tokens(handle):
-            handle.pinned_tokens = None
+            handle.pinned_tokens, handle.misses = None, 0
             self._settle(handle, now)
 
     def member_gone(self, member: Member, now: int) -> None:
         """What lay there is looked for elsewhere. The member has left the registry and the trees."""
-        for handle in self._by_key.values():
+        for handle in self._by_wire.values():
             if not len(self._registry):
                 handle.identities = b""  # who joins next may serve another model
             if handle.place is member:
                 handle.place = handle.pinned_tokens = None
-                handle.unanswered = 0
+                handle.unanswered = handle.misses = 0
                 self._settle(handle, now)
 
     def due(self, wire_name: str, now: int) -> None:
@@ -159,8 +167,8 @@ class Handles:
         handle.wake_ns = None
         if handle.expires_ns <= now:
             self._outbox.note(HandleDropped(handle.tenant, handle.name))
-            self._move(handle, None)  # there its time is over a little later
-            self._forget(handle)
+            self._named.pop(handle.tenant, handle.name)
+            self._give_up(handle)  # there its time is over a little later
         elif handle.pinned_tokens is None:
             handle.unanswered = 0  # they were lost, or their answers
             self._settle(handle, now)
@@ -169,24 +177,20 @@ class Handles:
 
     def views(self) -> tuple[HandleView, ...]:
         """All of them."""
-        return tuple(
-            HandleView(
-                handle.name,
-                handle.tenant,
-                len(handle.tokens),
-                handle.pinned_tokens,
-                handle.place.peer if handle.place is not None else None,
-                handle.expires_ns,
-            )
-            for handle in self._by_key.values()
-        )
+        return tuple(_view(handle) for handle in self._by_wire.values())
+
+    def pinned_tokens(self, tenant: str, names: Sequence[str]) -> list[int | None]:
+        """How much of each of a tenant's handles is pinned; ``None``: it is unknown, or nothing was heard of it yet."""
+        handles = (self._named.get(tenant, name) for name in names)
+        return [handle.pinned_tokens if handle is not None else None for handle in handles]
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books do not agree."""
-        check(len(self._by_key) == len(self._by_wire), "handles are not listed alike")
-        for key, handle in self._by_key.items():
-            check(key == (handle.tenant, handle.name), f"handle {handle.name} is listed as {key}")
-            check(self._by_wire[handle.wire_name] is handle, f"handle {handle.name} has no wire name")
+        self._named.check_invariants()
+        check(len(self._named) == len(self._by_wire), "handles are not listed alike")
+        for wire_name, handle in self._by_wire.items():
+            check(wire_name == handle.wire_name, f"handle {handle.name} is listed as {wire_name}")
+            check(self._named.get(handle.tenant, handle.name) is handle, f"handle {handle.name} has no name")
             place = handle.place
             check(place is None or self._registry.get(place.peer) is place, f"{handle.name} lies at {place}: gone")
 
@@ -201,7 +205,9 @@ class Handles:
             self._outbox.send(place.peer, Pin(handle.wire_name, handle.isolation, handle.tokens, ttl_ns))
             handle.is_asked = True
             handle.unanswered += 1
-        self._wake(handle, min(now + REPEAT_NS, handle.expires_ns))
+        else:
+            handle.misses = min(handle.misses + 1, MISSES_MAX)
+        self._wake(handle, min(now + (REPEAT_NS << max(0, handle.misses - 1)), handle.expires_ns))
 
     def _wake(self, handle: Handle, when_ns: int) -> None:
         if handle.wake_ns is None or when_ns < handle.wake_ns:
@@ -236,6 +242,18 @@ class Handles:
         block_tokens = self._registry.geometry.block_tokens if self._registry.geometry is not None else 1
         return len(handle.tokens) // block_tokens * block_tokens
 
-    def _forget(self, handle: Handle) -> None:
-        del self._by_key[handle.tenant, handle.name]
+    def _keep(self, handle: Handle) -> None:
+        """Make room for it: what has to go for it is dropped."""
+        self._by_wire[handle.wire_name] = handle
+        for gone in self._named.put(handle.tenant, handle.name, handle, len(handle.tokens) + HANDLE_TOKENS):
+            self._outbox.note(HandleDropped(gone.tenant, gone.name))
+            self._give_up(gone)
+
+    def _give_up(self, handle: Handle) -> None:
+        self._move(handle, None)
         del self._by_wire[handle.wire_name]
+
+
+def _view(handle: Handle) -> HandleView:
+    peer = handle.place.peer if handle.place is not None else None
+    return HandleView(handle.name, handle.tenant, len(handle.tokens), handle.pinned_tokens, peer, handle.expires_ns)

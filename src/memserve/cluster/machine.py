@@ -16,6 +16,8 @@ know, and nothing of it is needed by instances to stay right: each message may b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memserve.cluster.events import (
     ClockTicked,
     ClusterAction,
@@ -96,7 +98,7 @@ class Cluster:
         self._registry, self._loads = registry, loads = Registry(), LoadTable()
         self._trees = trees = Trees(config, timers, counters, identity_key)
         gate = Gate(config.admission, config.policy, registry, loads)
-        self._handles = handles = Handles(registry, trees, loads, gate, timers, outbox)
+        self._handles = handles = Handles(registry, trees, loads, gate, timers, outbox, config.handle_tokens_max)
         self._sessions = sessions = Sessions(registry, outbox)
         self._placer = placer = Placer(
             config, costs or CostModel(), registry, trees, loads, sessions, handles, gate.memory
@@ -316,6 +318,10 @@ class Cluster:
     def handles(self) -> tuple[HandleView, ...]:
         """All named prefixes, in the order in which they were pinned first."""
         return self._handles.views()
+
+    def pinned_tokens(self, tenant: str, handles: Sequence[str]) -> list[int | None]:
+        """How much of each of a tenant's named prefixes is pinned; ``None``: unknown, or nothing was heard of it."""
+        return self._handles.pinned_tokens(tenant, handles)
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from memserve.cluster.outbox import Outbox
 from memserve.cluster.registry import Member, Registry
 from memserve.messages import Peer
+from memserve.policy.quotas import TenantStore
 from memserve.remembered import SessionRouted
 
 SESSIONS_MAX = 100_000
-"""Of more, the one that was silent longest is forgotten."""
+"""Of more, the tenant with most loses the one that was silent longest."""
 
 
 class Sessions:
@@ -20,7 +19,7 @@ class Sessions:
 
     def __init__(self, registry: Registry, outbox: Outbox) -> None:
         self._registry, self._outbox = registry, outbox
-        self._places: OrderedDict[tuple[str, str], tuple[Peer, ...]] = OrderedDict()
+        self._places: TenantStore[tuple[Peer, ...]] = TenantStore(SESSIONS_MAX)
 
     def remember(self, tenant: str, session: str, members: list[Member]) -> None:
         """It runs at these now. A request without a session is not remembered."""
@@ -32,16 +31,13 @@ class Sessions:
 
     def recall(self, tenant: str, session: str, peers: tuple[Peer, ...]) -> None:
         """It ran at these, which need not be members (any more)."""
-        self._places[tenant, session] = peers
-        self._places.move_to_end((tenant, session))
-        if len(self._places) > SESSIONS_MAX:
-            self._places.popitem(last=False)
+        self._places.put(tenant, session, peers)
 
     def numbers(self, tenant: str, session: str) -> tuple[int, ...]:
         """Members that know it."""
         if not session:
             return ()
-        found = (self._registry.get(peer) for peer in self._places.get((tenant, session), ()))
+        found = (self._registry.get(peer) for peer in self._places.get(tenant, session) or ())
         return tuple(member.number for member in found if member is not None)
 
     def __len__(self) -> int:

@@ -67,7 +67,9 @@ def _check_containers(roster: Roster, sequences: list[Sequence]) -> None:
     check(tenants == roster.tenants and sorted(roster.turns) == sorted(tenants), f"tenants are not {roster.tenants}")
     roster.turns.check_invariants()
     for ranked in (roster.working, roster.decoding, roster.idle):
-        check(Counter(s.group.tenant for s in ranked) == ranked.tenants, f"tenants of {ranked} are {ranked.tenants}")
+        check(
+            Counter(s.group.tenant for s in ranked.items) == ranked.tenants, f"tenants of {ranked} are {ranked.tenants}"
+        )
     for group in roster.groups.values():
         check(group.sequences, f"{group} is unfinished but has no sequence")
     check(roster.sequences == len(sequences), f"{roster.sequences} sequences were counted, there are {len(sequences)}")

@@ -117,7 +117,8 @@ class Instance:
         elif isinstance(event, StepFailed):
             self._fail(event, now)
         elif isinstance(event, PrefixPinned):
-            self._pins.pin(_pin_name(event.handle, event.tenant), event.isolation, event.tokens, now + event.ttl_ns)
+            name, until_ns = _pin_name(event.handle, event.tenant), now + event.ttl_ns
+            self._pins.pin(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
         elif isinstance(event, PrefixUnpinned):
             self._pins.unpin(_pin_name(event.handle, event.tenant))
         elif link is not None:

@@ -73,10 +73,10 @@ class SequenceMemory:
         """Whether it takes part in the cache at all: then, and only then, its sequences have leases."""
         return self._caches and request.use_cache
 
-    def lacks_blocks(self, sequence: Sequence, headroom: int) -> int:
-        """Blocks that :meth:`attach` would need beside those that are available; 0 = it has enough."""
+    def has_blocks_for(self, sequence: Sequence, headroom: int) -> bool:
+        """Whether :meth:`attach` has the blocks that it needs at least."""
         needed = len(sequence.dram_blocks) or self._missing_blocks(sequence, sequence.known_tokens())
-        return max(0, needed + headroom - self.pool.available())
+        return needed + headroom <= self.pool.available()
 
     def _missing_blocks(self, sequence: Sequence, tokens: TokenArray) -> int:
         blocks = ceil_div(len(tokens), self.block_tokens)

@@ -6,7 +6,11 @@ import heapq
 from dataclasses import dataclass
 
 from memserve.mempool.pool import BlockPool, Lease
+from memserve.policy.quotas import TenantStore
 from memserve.types import TokenArray
+
+PINNED_TOKENS_MAX = 4 << 20
+"""Tokens of all pins whose tenants are known here; of more, the tenant with most loses its oldest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -14,6 +18,7 @@ class _Pin:
     handle: str
     lease: Lease  # its pin only: the blocks' references went back at once
     until_ns: int
+    tenant: str | None
 
 
 class Pins:
@@ -22,7 +27,7 @@ class Pins:
     They are a promise to try, not to stand still for: when nothing else can make room, all are given up.
     """
 
-    __slots__ = ("_made", "_pins", "_pool", "_times", "lost")
+    __slots__ = ("_made", "_pins", "_pool", "_quota", "_times", "lost")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -31,21 +36,27 @@ class Pins:
         #: heap of (end of its time, order of making, pin); may name such as have ended
         self._times: list[tuple[int, int, _Pin]] = []
         self._made = 0
+        #: pins whose tenant is known here
+        self._quota: TenantStore[str] = TenantStore(PINNED_TOKENS_MAX)
         #: names that were given up for memory, or because their KV was lost, since somebody looked
         self.lost: list[str] = []
 
-    def pin(self, handle: str, tenant: str, tokens: TokenArray, until_ns: int) -> int:
+    def pin(self, handle: str, isolation: str, tokens: TokenArray, until_ns: int, *, tenant: str | None = None) -> int:
         """Keep what is cached of ``tokens``, brought up from DRAM as far as HBM has room. Returns how many tokens.
 
-        A pin of the same name ends: it is renewed, extended or shortened.
+        A pin of the same name ends: it is renewed, extended or shortened. ``tenant``: the pin counts in its share of
+        all pins, of which the oldest go; ``None``: a router has counted it.
         """
-        lease = self._pool.acquire(tenant, tokens)
+        lease = self._pool.acquire(isolation, tokens)
         self._pool.release(lease.blocks)
         self.unpin(handle)
         if lease.tokens:
-            pin = self._pins[handle] = _Pin(handle, lease, until_ns)
+            pin = self._pins[handle] = _Pin(handle, lease, until_ns, tenant)
             heapq.heappush(self._times, (until_ns, self._made, pin))
             self._made += 1
+            if tenant is not None:
+                for gone in self._quota.put(tenant, handle, handle, len(tokens)):
+                    self.unpin(gone)
         else:
             self._pool.unpin(lease)
         return lease.tokens
@@ -55,6 +66,8 @@ class Pins:
         pin = self._pins.pop(handle, None)
         if pin is not None:
             self._pool.unpin(pin.lease)
+            if pin.tenant is not None:
+                self._quota.pop(pin.tenant, handle)
             self._forget_times()
 
     def tokens(self, handle: str) -> int:

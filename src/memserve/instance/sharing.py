@@ -9,9 +9,10 @@ others: that is why somebody always gets on.
     tenant a   [ 0: 40 blocks ][ 40: 30 ][ 70: 25 ]        number: what the earlier ones hold, by weight
     tenant b   [ 0: 10 blocks ][ 10: 10 ]                  the highest gives way first
 
-Slots and memory for the head of the line: while its tenant has less than half of its share, and another more than its
-own, the latter's last sequences give way. Half, so that what is taken is not soon taken back; up to the whole share
-turns do it, as sequences end.
+Slots and memory for the head of the line: while its tenant, with what it wants, has at most half of its share, and
+another more than its own, the latter's last sequences give way. Half, so that what is taken cannot be taken back: a
+sequence never gets smaller, and what gave way belonged to a tenant above its share. Up to the whole share turns do it, as
+sequences end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from memserve.instance.roster import Roster
 from memserve.instance.sequence import Phase, Sequence
 from memserve.policy.batching import headroom_blocks
 from memserve.policy.fairness import SCALE
+from memserve.units import ceil_div
 
 Standing = tuple[int, int, int, int]
 """(urgency, what earlier sequences of the tenant hold, arrival, index): the highest gives way first."""
@@ -97,14 +99,15 @@ class Sharing:
         if len(roster.turns) == 1 or head.phase not in (Phase.WAITING, Phase.LANDED):
             return
         slots = 1 + head.group.forks_pending
-        while slots > len(roster.free_slots) and self._give_way(head, slots, self._slots_held(), roster.slots):
-            pass
+        while slots > len(roster.free_slots):
+            if not self._give_way(head, slots, self._slots_held(), roster.slots):
+                return
         if head.phase is Phase.LANDED:
             return
-        total = roster.memory.pool.config.hbm_blocks
-        while (lacking := roster.memory.lacks_blocks(head, headroom_blocks(len(roster.decoding)))) > 0:
-            if not self._give_way(head, lacking, self._blocks_held(), total):
-                break
+        blocks, total = ceil_div(head.known, roster.memory.block_tokens), roster.memory.pool.config.hbm_blocks
+        while not roster.memory.has_blocks_for(head, headroom_blocks(len(roster.decoding))):
+            if not self._give_way(head, blocks, self._blocks_held(), total):
+                return
 
     def _give_way(self, head: Sequence, wanted: int, held: dict[str, int], total: int) -> bool:
         """Preempt the last sequence of the tenant that is furthest above its share. ``False`` = none should."""

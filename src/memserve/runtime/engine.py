@@ -6,7 +6,7 @@ client threads --submit--> inbox --> [machine] --> sinks (new tokens, called by 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from memserve.instance.actions import Action, EmitTokens, RejectRequest
 from memserve.instance.events import PrefixPinned, PrefixUnpinned, RequestArrived, RequestCancelled, SequenceStopped
@@ -52,9 +52,10 @@ class Engine:
         """Give the name up; unknown ones are ignored."""
         self._instance.post(PrefixUnpinned(handle, tenant))
 
-    def pinned_tokens(self, handle: str, tenant: str) -> int | None:
+    def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
         """How much of it is pinned. Raises as :meth:`stats`."""
-        return self._instance.ask(lambda: self._instance.machine.pinned_tokens(handle, tenant))
+        machine = self._instance.machine
+        return self._instance.ask(lambda: [machine.pinned_tokens(handle, tenant) for handle in handles])
 
     def stats(self) -> EngineStats:
         """A consistent snapshot of counters and gauges.

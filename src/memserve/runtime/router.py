@@ -107,10 +107,9 @@ class RouterEngine:
         """Give the name up; unknown ones are ignored."""
         self._loop.post(PrefixUnpinned(handle, tenant))
 
-    def pinned_tokens(self, handle: str, tenant: str) -> int | None:
-        """How much of it is pinned; ``None`` while nobody has said. Raises as :meth:`stats`."""
-        views = self._loop.ask(self._machine.handles)
-        return next((v.pinned_tokens for v in views if (v.handle, v.tenant) == (handle, tenant)), None)
+    def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
+        """How much of each is pinned; ``None`` while nothing was heard of it. Raises as :meth:`stats`."""
+        return self._loop.ask(lambda: self._machine.pinned_tokens(tenant, handles))
 
     def stats(self) -> RouterStats:
         """A consistent snapshot of the router's counters, and what each member has said of itself lately.

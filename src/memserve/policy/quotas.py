@@ -1,0 +1,95 @@
+"""What tenants may leave behind (level 1): a store with room for so much, shared fairly when it is full.
+
+One tenant alone may fill it. When it is full, the tenant with most loses what it has not used for longest; of those
+with as much it is the newcomer's own. So a flood of one tenant's names costs others nothing below their share, and a
+request costs a look at a few counters, whatever there is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+from memserve.errors import check
+
+Value = TypeVar("Value")
+
+
+class _Kept(NamedTuple, Generic[Value]):
+    value: Value
+    cost: int
+
+
+class TenantStore(Generic[Value]):
+    """Values by tenant and name, all together of a cost of at most ``cost_max`` (but for one that alone is larger)."""
+
+    __slots__ = ("_costs", "_kept", "_total", "cost_max")
+
+    def __init__(self, cost_max: int) -> None:
+        check(cost_max >= 1, f"room for nothing: {cost_max}")
+        self.cost_max = cost_max
+        #: of each tenant that has any, the longest unused first
+        self._kept: dict[str, OrderedDict[str, _Kept[Value]]] = {}
+        self._costs: dict[str, int] = {}
+        self._total = 0
+
+    def put(self, tenant: str, name: str, value: Value, cost: int = 1) -> list[Value]:
+        """Keep ``value``, in the place of an earlier one of that name. Returns what had to go for it."""
+        self.pop(tenant, name)
+        self._kept.setdefault(tenant, OrderedDict())[name] = _Kept(value, cost)
+        self._costs[tenant] = self._costs.get(tenant, 0) + cost
+        self._total += cost
+        gone = []
+        while self._total > self.cost_max and len(self) > 1:
+            victim = self._fullest(tenant)
+            oldest = next(iter(self._kept[victim]))
+            if (victim, oldest) == (tenant, name):  # it alone is larger than what others have
+                victim = max((other for other in self._costs if other != tenant), key=self._costs.__getitem__)
+                oldest = next(iter(self._kept[victim]))
+            gone.append(self._kept[victim][oldest].value)
+            self.pop(victim, oldest)
+        return gone
+
+    def get(self, tenant: str, name: str) -> Value | None:
+        """The value of that name. Looking does not count as use."""
+        names = self._kept.get(tenant)
+        kept = names.get(name) if names is not None else None
+        return kept.value if kept is not None else None
+
+    def pop(self, tenant: str, name: str) -> Value | None:
+        """Forget a name; ``None``: it was not known."""
+        names = self._kept.get(tenant)
+        kept = names.pop(name, None) if names is not None else None
+        if names is None or kept is None:
+            return None
+        self._total -= kept.cost
+        self._costs[tenant] -= kept.cost
+        if not names:
+            del self._kept[tenant], self._costs[tenant]
+        return kept.value
+
+    def items(self) -> Iterator[tuple[str, str, Value]]:
+        """Tenant, name and value of all, in the order of :meth:`values`."""
+        return ((tenant, name, kept.value) for tenant, names in self._kept.items() for name, kept in names.items())
+
+    def values(self) -> Iterator[Value]:
+        """All values, tenant by tenant, each tenant's longest unused first."""
+        return (kept.value for names in self._kept.values() for kept in names.values())
+
+    def count(self, tenant: str) -> int:
+        """How many values a tenant has."""
+        return len(self._kept.get(tenant, ()))
+
+    def __len__(self) -> int:
+        return sum([len(names) for names in self._kept.values()])
+
+    def _fullest(self, newcomer: str) -> str:
+        return max(self._costs, key=lambda name: (self._costs[name], name == newcomer, name))
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the books do not agree."""
+        costs = {tenant: sum(kept.cost for kept in names.values()) for tenant, names in self._kept.items()}
+        check(costs == self._costs and sum(costs.values()) == self._total, f"{self._costs} are kept as {costs}")
+        check(all(self._kept.values()), "a tenant without anything is listed")
+        check(self._total <= self.cost_max or len(self) == 1, f"{self._total} of {self.cost_max} are kept")

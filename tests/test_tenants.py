@@ -1,0 +1,320 @@
+"""Tenants: each shared resource in turn, with one tenant at its worst and another that wants its share of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instance_world import PROMPT, VOCAB, World, config, request
+from memserve.api.metrics import ApiMetrics
+from memserve.cluster.events import PrefixPinned
+from memserve.cluster.machine import Cluster
+from memserve.cluster.report import ClusterStats, Counters, GateStats
+from memserve.cluster.timers import Timers
+from memserve.cluster.trees import Trees
+from memserve.config import AdmissionConfig, ClusterConfig, PoolConfig
+from memserve.mempool.identity import NAMES_MAX
+from memserve.mempool.pool import BlockPool
+from memserve.policy.admission import on_terms
+from memserve.policy.fairness import Turns
+from memserve.policy.quotas import TenantStore
+from memserve.runtime.stats import RouterStats
+from memserve.types import isolation
+
+LONG = [(7 * i + i * i) % VOCAB for i in range(48)]
+
+
+def endings(world: World) -> list[str]:
+    """Requests in the order in which they ended."""
+    return [name for name, _ in world.final]
+
+
+def first_tokens(world: World, name: str, limit: int = 200) -> int:
+    """Steps until ``name`` has its first token."""
+    steps = 0
+    while not world.got.get((name, 0)):
+        world.step()
+        steps += 1
+        assert steps < limit, f"{name} has no token after {steps} steps"
+    return steps
+
+
+# -- the waiting line and the slots
+
+
+def test_a_flood_of_waiting_requests_delays_another_tenant_by_one_turn():
+    """Two slots, forty requests of one tenant in the line: another tenant's request is the next to start."""
+    world = World(config(running=2, depth=1))
+    for at in range(40):
+        world.arrive(request(f"flood{at}", PROMPT[: 3 + at % 5], max_tokens=3, tenant="a"))
+    world.arrive(request("b", PROMPT[:4], max_tokens=3, tenant="b"))
+    world.drain()
+    assert endings(world).index("b") <= 3
+    world.check_all_ended()
+
+
+@pytest.mark.parametrize("priority", [-(1 << 31), 1 << 30])
+def test_priority_orders_the_requests_of_one_tenant_alone(priority):
+    """A tenant that says its requests matter most, or another's matter least, gets nothing of others for it."""
+    world = World(config(running=2, depth=1))
+    for at in range(20):
+        world.arrive(request(f"a{at}", PROMPT[: 3 + at % 5], max_tokens=3, tenant="a", priority=-(1 << 31)))
+    world.arrive(request("late", PROMPT[:4], max_tokens=3, tenant="b", priority=priority))
+    world.arrive(request("last", PROMPT[:4], max_tokens=1, tenant="a", priority=5))
+    world.drain()
+    assert endings(world).index("late") <= 3 and "last" in endings(world)[-2:]
+
+
+def test_an_operator_may_let_priority_count_among_all_tenants():
+    terms = AdmissionConfig(weights=(("b", 3),), priority_across_tenants=True)
+    urgent = on_terms(request("x", [1], tenant="a", priority=-4), terms)
+    assert (urgent.urgency, urgent.weight) == (-4, 1)
+    assert on_terms(request("x", [1], tenant="b", priority=0), terms).weight == 3
+    plain = request("x", [1], tenant="b", priority=-4)
+    assert on_terms(plain, AdmissionConfig()) is plain
+    world = World(config(running=1, depth=1))
+    for at in range(4):
+        world.arrive(request(f"a{at}", PROMPT[:4], max_tokens=1, tenant="a"))
+    world.arrive(request("b", PROMPT[1:5], max_tokens=1, tenant="b", urgency=1))
+    world.arrive(request("c", PROMPT[2:6], max_tokens=1, tenant="c", urgency=-1))
+    world.drain()
+    assert endings(world) == ["a0", "c", "a1", "a2", "a3", "b"]
+
+
+def test_a_tenant_that_holds_all_slots_gives_way_up_to_half_of_anothers_share():
+    """Four slots taken by answers of thirty tokens. The other tenant's first request does not wait for one to end."""
+    world = World(config(running=4, depth=1, hbm=64))
+    for at in range(4):
+        world.arrive(request(f"a{at}", PROMPT[at : at + 3], max_tokens=30, tenant="a"))
+    for _ in range(6):
+        world.step()
+    world.arrive(request("b", PROMPT[:5], max_tokens=4, tenant="b"))
+    assert first_tokens(world, "b") <= 3
+    world.drain()
+    world.check_all_ended()
+    stats = world.machine.stats()
+    assert stats.preemptions_swap + stats.preemptions_recompute == 1
+
+
+def test_tenants_with_their_share_take_nothing_from_each_other():
+    """Two slots each: a third request of either waits, and nobody is preempted."""
+    world = World(config(running=4, depth=1, hbm=64))
+    for at in range(3):
+        for tenant in "ab":
+            world.arrive(request(f"{tenant}{at}", PROMPT[at : at + 3], max_tokens=9, tenant=tenant))
+    world.drain()
+    stats = world.machine.stats()
+    assert stats.preemptions_swap + stats.preemptions_recompute == 0
+
+
+def test_weights_share_the_slots():
+    """Weight three: of the first eight that end six are its own."""
+    world = World(config(running=1, depth=1))
+    world.arrive(request("first", PROMPT[:4], max_tokens=1, tenant="z"))
+    for at in range(12):
+        world.arrive(request(f"a{at}", PROMPT[:4], max_tokens=2, tenant="a", weight=3, use_cache=False))
+        world.arrive(request(f"b{at}", PROMPT[:4], max_tokens=2, tenant="b", use_cache=False))
+    world.drain()
+    early = endings(world)[1:9]
+    assert sum(name.startswith("a") for name in early) in (5, 6)
+
+
+def test_a_full_line_is_full_for_the_tenant_that_fills_it():
+    world = World(config(running=1, depth=1, waiting=6))
+    for at in range(12):
+        world.arrive(request(f"a{at}", PROMPT[:4], max_tokens=2, tenant="a"))
+    assert len(world.rejected) == 5
+    for at in range(12):
+        world.arrive(request(f"b{at}", PROMPT[:4], max_tokens=2, tenant="b"))
+    assert sum(name.startswith("b") for name in world.rejected) == 12 - 3
+    world.drain()
+    world.check_all_ended()
+
+
+# -- the budget of a step
+
+
+def test_long_prompts_leave_others_their_share_of_each_step():
+    """Prompts of 48 tokens, 16 a step: a short one of another tenant is computed in the very next plan."""
+    world = World(config(running=6, depth=1, chunk=16, hbm=64))
+    for at in range(3):
+        world.arrive(request(f"a{at}", LONG[at:], max_tokens=1, tenant="a", use_cache=False))
+    world.arrive(request("b", PROMPT[:5], max_tokens=2, tenant="b"))
+    assert first_tokens(world, "b") <= 2
+    world.drain()
+    world.check_all_ended()
+
+
+def test_a_tenant_alone_has_the_whole_budget():
+    world = World(config(running=6, depth=1, chunk=16, hbm=64))
+    world.arrive(request("a", LONG, max_tokens=1, tenant="a"))
+    assert first_tokens(world, "a") == 3
+
+
+# -- memory
+
+
+def test_a_tenant_that_holds_all_memory_gives_way_up_to_half_of_anothers_share():
+    """Sixteen blocks, all held by answers that go on; the other tenant needs two of them."""
+    world = World(config(running=6, depth=1, hbm=16))
+    for at in range(4):
+        world.arrive(request(f"a{at}", PROMPT[at : at + 12], max_tokens=20, tenant="a", use_cache=False))
+    for _ in range(5):
+        world.step()
+    world.arrive(request("b", PROMPT[:6], max_tokens=2, tenant="b"))
+    assert first_tokens(world, "b") <= 3
+    world.drain()
+    world.check_all_ended()
+
+
+def test_the_first_sequence_of_each_tenant_is_not_preempted_for_the_tenth_of_another():
+    """Memory is short. The newcomer is the youngest by far, and stays: the flood's own later ones give way."""
+    world = World(config(running=6, depth=1, hbm=14))
+    for at in range(4):
+        world.arrive(request(f"a{at}", PROMPT[at : at + 6], max_tokens=24, tenant="a", use_cache=False))
+    world.step()
+    world.arrive(request("b", PROMPT[:6], max_tokens=20, tenant="b", use_cache=False))
+    world.drain()
+    world.check_all_ended()
+    assert endings(world).index("b") <= 1
+
+
+# -- salts
+
+
+def test_a_hundred_thousand_salts_leave_nothing_behind():
+    """In the pool, its index, and the names that a router keeps; whatever was computed with each was evicted."""
+    pool = BlockPool(PoolConfig(64), 4, "model")
+    trees = Trees(ClusterConfig(), Timers(), Counters(), b"0" * 16)
+    tokens = np.arange(8, dtype=np.int32)
+    before = 0
+    for at in range(100_000):
+        name = isolation("tenant", f"salt{at}")
+        trees.identities(name, "model", tokens, 4)
+        lease = pool.acquire(name, tokens)
+        blocks = pool.allocate(2)
+        assert blocks is not None
+        pool.publish(lease, name, tokens, blocks, written_by=0)
+        pool.unpin(lease)
+        pool.release(blocks)
+        if at == 1000:
+            before = pool.index_bytes()
+    pool.clear_cache()
+    assert pool.index_bytes() <= before and pool.blocks_free == 64
+    assert len(pool._names) <= NAMES_MAX and len(trees._names) <= NAMES_MAX
+
+
+def test_salted_requests_take_turns_as_one_tenant():
+    """A fresh salt on each request is no tenant of its own."""
+    world = World(config(running=1, depth=1))
+    for at in range(12):
+        world.arrive(request(f"a{at}", PROMPT[:4], max_tokens=1, tenant="a", salt=f"{at}"))
+    world.arrive(request("b", PROMPT[:4], max_tokens=1, tenant="b"))
+    world.drain()
+    assert endings(world).index("b") <= 2 and list(world.machine._roster.turns) == []
+
+
+# -- pins and sessions
+
+
+def a_pin(tenant: str, name: str, tokens: int = 300) -> PrefixPinned:
+    return PrefixPinned(name, tenant, np.zeros(tokens, np.int32), 10**12)
+
+
+def test_a_flood_of_pins_costs_others_none_of_theirs():
+    """A hundred thousand pins of one tenant: there is room for so many tokens, and another's pins stay."""
+    cluster = Cluster(ClusterConfig(handle_tokens_max=1 << 16))
+    for at in range(20):
+        cluster.handle(a_pin("b", f"b{at}"), 0)
+    for at in range(3000):
+        cluster.handle(a_pin("a", f"a{at}"), at)
+    cluster.check_invariants()
+    views = cluster.handles()
+    assert sum(view.tenant == "b" for view in views) == 20
+    assert len(views) == (1 << 16) // (300 + 256)
+    assert {view.handle for view in views if view.tenant == "a"} >= {f"a{at}" for at in range(2950, 3000)}
+
+
+def test_what_nothing_holds_is_looked_for_less_and_less_often():
+    """A pin of what was evicted: 100,000 of them must not cost a look a second each."""
+    cluster = Cluster(ClusterConfig())
+    cluster.handle(a_pin("a", "s"), 0)
+    looks = [now for now in range(300) if cluster._handles._by_wire["1:a:s"].wake_ns == _tick(cluster, now)]
+    assert len(looks) <= 15
+
+
+def _tick(cluster: Cluster, second: int) -> int:
+    from memserve.cluster.events import ClockTicked
+
+    due = cluster._handles._by_wire["1:a:s"].wake_ns
+    cluster.handle(ClockTicked(), second * 10**9)
+    return -1 if due == cluster._handles._by_wire["1:a:s"].wake_ns else cluster._handles._by_wire["1:a:s"].wake_ns or 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(1, 4), st.booleans()), max_size=80))
+def test_a_store_is_what_its_twin_is(operations):
+    """Beside one list of all entries, searched from the start."""
+    store: TenantStore[str] = TenantStore(10)
+    twin: list[tuple[str, str, int]] = []
+    for tenant, number, cost, removes in operations:
+        name = f"n{number}"
+        twin = [entry for entry in twin if entry[:2] != (tenant, name)]
+        if removes:
+            store.pop(tenant, name)
+        else:
+            gone = store.put(tenant, name, tenant + name, cost)
+            twin.append((tenant, name, cost))
+            expected = []
+            while sum(entry[2] for entry in twin) > 10:
+                sums = {t: sum(e[2] for e in twin if e[0] == t) for t, _, _ in twin}
+                fullest = max(sums, key=lambda t: (sums[t], t == tenant, t))
+                entry = next(e for e in twin if e[0] == fullest)
+                twin.remove(entry)
+                expected.append("".join(entry[:2]))
+            assert gone == expected
+        store.check_invariants()
+        assert sorted(store.values()) == sorted(t + n for t, n, _ in twin) and len(store) == len(twin)
+        assert all(store.get(t, n) == t + n for t, n, _ in twin)
+
+
+# -- turns
+
+
+def test_debts_of_tenants_that_never_come_back_are_forgotten():
+    turns = Turns()
+    for at in range(20_000):
+        turns.enter(f"t{at}")
+        turns.serve(f"t{at}", 5)
+        turns.serve(f"t{at}", 5)
+        turns.leave(f"t{at}")
+    turns.check_invariants()
+    assert len(turns._away) <= 2048
+
+
+def test_served_at_once_is_served_as_often():
+    """Many steps told as one leave the clocks as those steps would have."""
+    one, many = Turns(), Turns()
+    for turns in (one, many):
+        turns.enter("a", 3)
+        turns.enter("b")
+    one.serve("a", 7, 5)
+    for _ in range(5):
+        many.serve("a", 7)
+    assert (one.at("a"), one._clock) == (many.at("a"), many._clock)
+
+
+# -- metrics
+
+
+def test_metrics_name_tenants_to_those_alone_that_may_know():
+    gate = GateStats(1, 1, 0, 0, {}, 1, 3, {"secret-a": 2, "": 1})
+    stats = RouterStats.of(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
+    metrics = ApiMetrics()
+    metrics.answered("secret-a", 7, 3)
+    page = metrics.render(stats).decode()
+    assert "secret-a" not in page and "memserve_gate_waiting 3.0" in page
+    named = metrics.render(stats, names_tenants=True).decode()
+    assert 'memserve_gate_waiting{tenant="secret-a"} 2.0' in named
+    assert 'memserve_tenant_prompt_tokens_total{tenant="secret-a"} 7.0' in named
