@@ -71,7 +71,7 @@ def _anybody_loses_his_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _always_the_same_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FairQueue, "_next_line", lambda self: self._lines[min(self._lines)] if self._lines else None)
+    monkeypatch.setattr(FairQueue, "_first", lambda self: self._lines[min(self._lines)][0] if self._lines else None)
     monkeypatch.setattr(FairQueue, "check_invariants", lambda self: None)
 
 

@@ -11,8 +11,8 @@ others: that is why somebody always gets on.
 
 Slots and memory for the head of the line: while its tenant, with what it wants, has at most half of its share, and
 another more than its own, the latter's last sequences give way. Half, so that what is taken cannot be taken back: a
-sequence never gets smaller, and what gave way belonged to a tenant above its share. Up to the whole share turns do it, as
-sequences end.
+sequence never gets smaller, and what gave way belonged to a tenant above its share. Up to the whole share turns do
+it, as sequences end.
 """
 
 from __future__ import annotations

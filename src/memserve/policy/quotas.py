@@ -42,11 +42,7 @@ class TenantStore(Generic[Value]):
         self._total += cost
         gone = []
         while self._total > self.cost_max and len(self) > 1:
-            victim = self._fullest(tenant)
-            oldest = next(iter(self._kept[victim]))
-            if (victim, oldest) == (tenant, name):  # it alone is larger than what others have
-                victim = max((other for other in self._costs if other != tenant), key=self._costs.__getitem__)
-                oldest = next(iter(self._kept[victim]))
+            victim, oldest = self._first_to_go(tenant, name)
             gone.append(self._kept[victim][oldest].value)
             self.pop(victim, oldest)
         return gone
@@ -84,8 +80,11 @@ class TenantStore(Generic[Value]):
     def __len__(self) -> int:
         return sum([len(names) for names in self._kept.values()])
 
-    def _fullest(self, newcomer: str) -> str:
-        return max(self._costs, key=lambda name: (self._costs[name], name == newcomer, name))
+    def _first_to_go(self, tenant: str, newest: str) -> tuple[str, str]:
+        """The oldest of the tenant with most, but never the newest of all."""
+        others = [name for name in self._costs if name != tenant or len(self._kept[tenant]) > 1]
+        victim = max(others, key=lambda name: (self._costs[name], name == tenant, name))
+        return victim, next(iter(self._kept[victim]))
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books do not agree."""
