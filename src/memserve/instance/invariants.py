@@ -10,6 +10,7 @@ from memserve.errors import check
 from memserve.instance.outstanding import Outstanding
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Phase, Sequence
+from memserve.instance.waiting import RankedList, WaitingLine
 from memserve.units import ceil_div
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _check_link(roster: Roster, link: ClusterLink) -> None:
 
 
 def _check_containers(roster: Roster, sequences: list[Sequence]) -> None:
-    containers = {
+    containers: dict[Phase, RankedList | WaitingLine] = {
         Phase.LANDED: roster.landed,
         Phase.WAITING: roster.waiting,
         Phase.WORKING: roster.working,
