@@ -147,6 +147,18 @@ def test_long_prompts_leave_others_their_share_of_each_step():
     world.check_all_ended()
 
 
+def test_what_is_kept_for_one_who_cannot_enter_stops_nobody():
+    """One token a step, one slot: the tenant that waits is behind in turns, and the other one must end first."""
+    world = World(config(running=1, depth=3, step_tokens=1, chunk=8, hbm=16))
+    world.arrive(request("a", PROMPT[:20], max_tokens=6, tenant="a", use_cache=False))
+    for _ in range(4):
+        world.step()
+    world.arrive(request("b", PROMPT[:20], max_tokens=6, tenant="b", use_cache=False))
+    world.drain(300)
+    world.check_all_ended()
+    assert endings(world) == ["a", "b"]
+
+
 def test_a_tenant_alone_has_the_whole_budget():
     world = World(config(running=6, depth=1, chunk=16, hbm=64))
     world.arrive(request("a", LONG, max_tokens=1, tenant="a"))

@@ -97,11 +97,15 @@ class Planner:
             self.roster.serve_decodes(1)
             budget -= rows.add_decodes(not stalled)
         if self.roster.working.items or self.roster.waiting or self.roster.landed:
-            self._prefill(rows, budget, now, stalled)
+            opens = head is None and bool(self.roster.free_slots)  # else what is kept for those who wait may be lost
+            self._prefill(rows, budget, now, stalled, opens)
         return rows
 
-    def _prefill(self, rows: RowWriter, budget: int, now: int, stalled: bool) -> None:
-        """Passes 2 and 3. Of several tenants each gets its share of the budget, and what those before it leave."""
+    def _prefill(self, rows: RowWriter, budget: int, now: int, stalled: bool, opens: bool) -> None:
+        """Passes 2 and 3. Of several tenants each gets its share of the budget, and what those before it leave.
+
+        ``opens``: those who wait are likely to be admitted, so a part is kept for them.
+        """
         roster, turns, starved = self.roster, self.roster.turns, False
         tenants = sorted(
             {**roster.working.tenants, **dict.fromkeys(roster.waiting.tenants)},
@@ -117,7 +121,7 @@ class Planner:
             if tenant in roster.working.tenants:
                 left, lacks = self._work(rows, share, roster.working.of(tenant))
                 starved |= lacks
-            line = roster.waiting.line(tenant)
+            line = roster.waiting.line(tenant) if opens else []
             keep = min(left, _core.count_tokens(line[:_LOOKS_AHEAD])[1]) if line else 0
             kept.append((tenant, keep))
             budget -= share - left + keep
