@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api_world import EOS, SCRIPT_TEXT, encode, tiny_tokenizer
-from memserve.runtime.text import PENDING_TOKENS_MAX, Detokenizer, StopFinder, TextStream
+from memserve._core import StopFinder, StopStrings
+from memserve.runtime.text import PENDING_TOKENS_MAX, Detokenizer, Stops, TextStream
 from memserve.types import FinishReason, TokenOutput
 
 TOKENIZER = tiny_tokenizer().backend_tokenizer
@@ -31,21 +32,88 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
-@given(TEXTS, st.lists(st.text(alphabet="ab cé", min_size=1, max_size=4), max_size=4), st.lists(st.integers(0, 99)))
+STOPS = st.lists(st.text(alphabet="abé東", min_size=1, max_size=5), max_size=5)
+
+
+@st.composite
+def overlapping_stops(draw: st.DrawFn) -> list[str]:
+    """Stop strings that are beginnings, ends, repetitions and pieces of one another."""
+    stops = draw(STOPS)
+    for _ in range(draw(st.integers(0, 4)) if stops else 0):
+        whole = draw(st.sampled_from(stops)) * draw(st.integers(1, 3))
+        first = draw(st.integers(0, len(whole) - 1))
+        stops.append(whole[first : draw(st.integers(first + 1, len(whole)))])
+    return stops
+
+
+@given(st.text(alphabet="abé東", max_size=40), overlapping_stops(), st.lists(st.integers(0, 99)))
 def test_stop_finder_does_not_depend_on_the_cuts(text: str, stops: list[str], cuts: list[int]) -> None:
-    finder = StopFinder(stops)
+    finder = StopFinder(StopStrings(stops))
     shown = ""
     for piece in pieces(text, cuts):
-        shown += finder.push(piece)
+        shown += finder.push(piece) + finder.push("")
         assert simple_stop(text, stops) is not None or text.startswith(shown)
-    shown += finder.finish()
+    held = finder.finish()
     expected = simple_stop(text, stops)
     assert finder.found == (expected is not None)
-    assert shown == (text if expected is None else expected)
+    assert shown + held == (text if expected is None else expected)
+    assert finder.push("more") == ("" if finder.found else "more")
+    if not finder.found:  # what is held is the longest end that begins a stop string, and no character more
+        ends = [text[at:] for at in range(len(text) + 1)]
+        assert held == next(end for end in ends if not end or any(stop.startswith(end) for stop in stops))
+
+
+@given(st.text(alphabet="abc", max_size=40), overlapping_stops(), st.integers(0, 40), st.lists(st.integers(1, 5)))
+def test_stop_strings_begin_after_the_first_tokens(text: str, stops: list[str], first: int, cuts: list[int]) -> None:
+    """Whatever ``min_tokens`` is: text of the first tokens is shown, and begins no stop string."""
+    stops = [stop for stop in stops if stop.isascii()] or ["ab"]
+    stream = TextStream(TOKENIZER, stops=Stops(stops), min_tokens=first)
+    shown, tokens = "", encode(text)
+    assert len(tokens) == len(text)
+    for size in [*cuts, *[1] * len(tokens)]:
+        now, tokens = tokens[:size], tokens[size:]
+        shown += stream.push(TokenOutput("r", 0, tuple(now))).text
+    shown += stream.push(TokenOutput("r", 0, (), finish_reason=FinishReason.LENGTH)).text
+    expected = simple_stop(text[first:], stops)
+    assert shown == (text if expected is None else text[:first] + expected)
+    assert (stream.finish_reason is FinishReason.STOP) == (expected is not None)
+
+
+@pytest.mark.parametrize("text", ["a" * 5000, "ab" * 2500, "a" * 998 + "c" * 4002])
+@pytest.mark.parametrize("count", [1, 20])
+def test_the_cost_of_text_does_not_depend_on_the_stop_strings(text: str, count: int) -> None:
+    """The worst of stop strings: long, alike, and nearly there all the time."""
+    stops = StopStrings(["a" * 998 + chr(ord("d") + at) for at in range(count)])
+    assert len(stops) == 999 + count
+    finder = StopFinder(stops)
+    before = 0
+    for character in text:
+        finder.push(character)
+        before, fresh = finder.steps, finder.steps - before
+        assert fresh <= 1000  # of one character: what may have been saved up
+    assert finder.steps <= 2 * len(text)
+
+
+def test_a_stop_string_that_no_text_can_hold_never_matches() -> None:
+    finder = StopFinder(StopStrings(["\ud800", "b"]))
+    assert finder.push("a東b") == "a東" and finder.found
+    with pytest.raises(ValueError, match="empty"):
+        StopStrings(["a", ""])
+
+
+def test_one_automaton_serves_all_sequences_of_a_request_and_none_that_waits() -> None:
+    stops = Stops(["Paris"])
+    streams = [TextStream(TOKENIZER, stops=stops) for _ in range(64)]
+    assert stops._automaton is None
+    for stream in streams:
+        assert "".join(feed(stream, encode(SCRIPT_TEXT))) == SCRIPT_TEXT.split("Paris")[0]
+    automaton = stops._automaton
+    assert automaton is not None and stops.finder() is not stops.finder() and stops._automaton is automaton
+    assert Stops([]).finder() is None
 
 
 def test_stop_finder_shows_text_as_soon_as_it_is_no_stop_string() -> None:
-    finder = StopFinder(["END"])
+    finder = StopFinder(StopStrings(["END"]))
     assert [finder.push(piece) for piece in ("a E", "N", "x", "E", "ND tail", "more")] == ["a ", "", "ENx", "", "", ""]
     assert finder.found
 
@@ -97,7 +165,7 @@ def feed(stream: TextStream, tokens: list[int], finish: FinishReason = FinishRea
 
 @pytest.mark.parametrize("stop", ["France", "is P", "東京", "😀", "e aus", "ü", "!", "The"])
 def test_text_stream_stops_before_the_stop_string(stop: str) -> None:
-    stream = TextStream(TOKENIZER, stops=[stop])
+    stream = TextStream(TOKENIZER, stops=Stops([stop]))
     tokens = encode(SCRIPT_TEXT)
     shown, stopped_at = "", None
     for at, token in enumerate(tokens):
@@ -112,7 +180,7 @@ def test_text_stream_stops_before_the_stop_string(stop: str) -> None:
 
 
 def test_every_token_is_shown_once_and_only_before_the_stop() -> None:
-    stream = TextStream(TOKENIZER, stops=["Paris"])
+    stream = TextStream(TOKENIZER, stops=Stops(["Paris"]))
     shown = sum(stream.push(TokenOutput("r", 0, (token,))).tokens_shown for token in encode(SCRIPT_TEXT))
     assert TOKENIZER.decode(stream.tokens[:shown]) == SCRIPT_TEXT.split("Paris")[0]
 
@@ -126,7 +194,7 @@ def test_a_stop_token_is_no_text() -> None:
 
 
 def test_min_tokens_hides_stop_strings() -> None:
-    stream = TextStream(TOKENIZER, stops=["a"], min_tokens=2)
+    stream = TextStream(TOKENIZER, stops=Stops(["a"]), min_tokens=2)
     a = encode("a")[0]
     assert "".join(feed(stream, [a, a, a, a])) == "aa"
     assert len(stream.tokens) == 3
@@ -141,7 +209,7 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
 
 
 def test_several_tokens_at_once_and_nothing_after_the_stop() -> None:
-    stream = TextStream(TOKENIZER, stops=["is"])
+    stream = TextStream(TOKENIZER, stops=Stops(["is"]))
     delta = stream.push(TokenOutput("r", 0, tuple(encode(SCRIPT_TEXT)), finish_reason=FinishReason.LENGTH))
     assert delta.text == "The capital of France " and not delta.stop_found
     assert delta.finish_reason is FinishReason.STOP

@@ -30,4 +30,5 @@ NB_MODULE(_core, m) {
   memserve::bind_shortlist(m);
   memserve::bind_cheapest(m);
   memserve::bind_rows(m);
+  memserve::bind_stop_strings(m);
 }

@@ -466,3 +466,28 @@ def take_tokens(sequences: list[_Row], tokens: list[int], decoding: object, fini
 
 def count_tokens(sequences: list[_Row]) -> tuple[int, int]:
     """Their tokens, those under way included; and how many of the known ones are not computed."""
+
+class StopStrings:
+    """All stop strings of a request as one automaton over their UTF-8, immutable: 20 bytes for each of theirs.
+    ``ValueError``: one is empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None: ...
+    def __len__(self) -> int:
+        """Nodes: distinct beginnings of stop strings, the empty one included."""
+
+class StopFinder:
+    """Finds the stop strings in the text of one sequence, which comes in pieces. A piece costs O(its own length)."""
+
+    def __init__(self, stops: StopStrings) -> None: ...
+    def push(self, text: str) -> str:
+        """What may be shown now of all text so far. After a match: the text before it, then nothing."""
+
+    def finish(self) -> str:
+        """The held end of the text: what comes later completes no stop string that began in it."""
+
+    @property
+    def found(self) -> bool: ...
+    @property
+    def steps(self) -> int:
+        """Edges of the automaton that were tried: at most two for each byte of the text."""

@@ -18,7 +18,7 @@ from memserve.errors import UserError
 from memserve.runtime.build import build_engine
 from memserve.runtime.engine import Rejected
 from memserve.runtime.stats import EngineStats
-from memserve.runtime.text import TextStream
+from memserve.runtime.text import Stops, TextStream
 from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenLogprobs, TokenOutput
 from memserve.units import parse_bytes
 from memserve.validation import check_request, token_array
@@ -180,7 +180,7 @@ class _Call:
     def __init__(self, llm: LLM, stop: tuple[str, ...]) -> None:
         self._engine = llm._engine
         self._tokenizer = llm.model.tokenizer.backend_tokenizer
-        self._stop = stop
+        self._stops = Stops(stop)
         self._news: queue.SimpleQueue[tuple[int, TokenOutput | Rejected]] = queue.SimpleQueue()
         self._results: dict[str, Completion] = {}
         self._texts: dict[tuple[str, int], TextStream] = {}
@@ -192,7 +192,7 @@ class _Call:
         for index in range(request.n):
             self._texts[request.request_id, index] = TextStream(
                 self._tokenizer,
-                stops=self._stop,
+                stops=self._stops,
                 stop_token_ids=request.stop.stop_token_ids,
                 min_tokens=request.stop.min_tokens,
             )

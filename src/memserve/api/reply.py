@@ -13,7 +13,7 @@ from memserve.api.hub import Call
 from memserve.api.metrics import ApiMetrics
 from memserve.api.plan import Generation
 from memserve.runtime.engine import Rejected
-from memserve.runtime.text import TextStream
+from memserve.runtime.text import Stops, TextStream
 from memserve.types import FinishReason, TokenLogprobs, TokenOutput
 from memserve.units import NS_PER_MS, NS_PER_S
 
@@ -64,6 +64,7 @@ class Reply:
         self._started_ns = time.monotonic_ns()
         self._first_ns: int | None = None
         self._queue_ns: int | None = None
+        self._stops = Stops(plan.stops)
         self.sequences = [
             self._sequence(at, index, tokenizer) for at in range(len(plan.prompts)) for index in range(plan.drawn)
         ]
@@ -78,7 +79,7 @@ class Reply:
         stop = self.plan.requests[at].stop
         stream = TextStream(
             tokenizer,
-            stops=self.plan.stops,
+            stops=self._stops,
             stop_token_ids=stop.stop_token_ids,
             min_tokens=stop.min_tokens,
             skip_special_tokens=self.plan.skip_special_tokens,

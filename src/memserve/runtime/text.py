@@ -16,6 +16,7 @@ from functools import lru_cache
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from memserve._core import StopFinder, StopStrings
 from memserve.types import FinishReason, TokenOutput
 
 PENDING_TOKENS_MAX = 16
@@ -85,45 +86,24 @@ class Detokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=False) if tokens else ""
 
 
-class StopFinder:
-    """Finds stop strings in text that arrives in pieces, wherever the pieces break.
+class Stops:
+    """The stop strings of a request, shared by its sequences.
 
-    The stop string whose *last* character comes first wins, and of several ending together the longest: the answer
-    is then the same for any way of cutting the text into pieces.
+    A finder holds back the end of the text that may become a stop string. The stop string whose *last* character comes
+    first wins, and of several ending together the longest: the answer is the same for any way of cutting the text.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""  # the longest end of the text that begins a stop string
-        self.found = False
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._automaton: StopStrings | None = None
 
-    def push(self, text: str) -> str:
-        """The part of everything so far that may be shown now. After a match: the text before it, then nothing."""
-        if not self._stops:
-            return text
-        if self.found or not text:
-            return ""
-        text = self._held + text
-        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if matches:
-            self.found, self._held = True, ""
-            return text[: min(matches)[1]]
-        held = max(self._overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def finish(self) -> str:
-        """The held end of the text: nothing more will come, so it is no stop string."""
-        held, self._held = self._held, ""
-        return held
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
-        for length in range(min(len(stop) - 1, len(text)), 0, -1):
-            if text.endswith(stop[:length]):
-                return length
-        return 0
+    def finder(self) -> StopFinder | None:
+        """For one sequence, with its first token. None: there are no stop strings."""
+        if not self._strings:
+            return None
+        if self._automaton is None:  # at the first token: 20 bytes a character are not spent on requests that wait
+            self._automaton = StopStrings(self._strings)
+        return StopFinder(self._automaton)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +128,14 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         *,
-        stops: Sequence[str] = (),
+        stops: Stops | None = None,
         stop_token_ids: Iterable[int] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stop_finder = StopFinder(stops)
+        self._stops = stops
+        self._finder: StopFinder | None = None
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._decoded_chars = 0
@@ -168,18 +149,25 @@ class TextStream:
         """The text that ``output`` adds. After the end (for example a stop string found) later outputs add nothing."""
         if self.finish_reason is not None:
             return TextDelta("", 0)
+        if self._stops is not None:
+            self._finder, self._stops = self._stops.finder(), None
         text = "".join(self._push_token(token, output) for token in self._until_stop(output))
-        if self._stop_finder.found:
+        if self._stopped:
             self.finish_reason = FinishReason.STOP
             return self._delta(text, stop_found=output.finish_reason is None)
         if output.finish_reason is not None:
-            text += self._stop_finder.push(self._detokenizer.finish()) + self._stop_finder.finish()
-            self.finish_reason = FinishReason.STOP if self._stop_finder.found else output.finish_reason
+            rest = self._detokenizer.finish()
+            text += rest if self._finder is None else self._finder.push(rest) + self._finder.finish()
+            self.finish_reason = FinishReason.STOP if self._stopped else output.finish_reason
         return self._delta(text)
+
+    @property
+    def _stopped(self) -> bool:
+        return self._finder is not None and self._finder.found
 
     def _until_stop(self, output: TokenOutput) -> Iterable[int]:
         for token in output.tokens:
-            if self._stop_finder.found:
+            if self._stopped:
                 return
             yield token
 
@@ -190,14 +178,14 @@ class TextStream:
             return ""  # a stop token ends the text and is no part of it
         text = self._detokenizer.push(token)
         self._decoded_chars += len(text)
-        if len(self.tokens) <= self._min_tokens:
-            return self._stop_finder.finish() + text
-        return self._stop_finder.push(text)
+        if self._finder is None or len(self.tokens) <= self._min_tokens:  # no stop string may begin in the first tokens
+            return text
+        return self._finder.push(text)
 
     def _delta(self, text: str, *, stop_found: bool = False) -> TextDelta:
         self._shown_chars += len(text)
         shown = self._shown_tokens
-        ended_whole = self.finish_reason is not None and not self._stop_finder.found
+        ended_whole = self.finish_reason is not None and not self._stopped
         while self._shown_tokens < len(self.tokens) and (
             ended_whole or self.offsets[self._shown_tokens] < self._shown_chars
         ):
