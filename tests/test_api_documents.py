@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
@@ -342,13 +341,13 @@ def test_what_is_pinned_begins_every_conversation(
     text: str, turns: list[dict[str, str]], system: str | None, as_messages: list[dict[str, str]] | None
 ) -> None:
     body = DocumentBody(messages=as_messages) if as_messages else DocumentBody(text=text)
-    put = asyncio.run(prepare(body, "d", ENCODER, TinyModel(max_model_tokens=4096)))
+    put = prepare(body, "d", ENCODER, TinyModel(max_model_tokens=4096))
     asked = check_messages([*([{"role": "system", "content": system}] if system else []), *turns])
     if as_messages and system:
         asked = asked[1:]  # a system message behind a conversation is the template's to judge
     if as_messages:
         asked = [{"role": "user", "content": "Z"}, *asked]
-    prompt = asyncio.run(ENCODER.chat_prompt(ChatBody(model=MODEL), put.before_messages(asked)))
+    prompt = ENCODER.chat_prompt(ChatBody(model=MODEL), put.before_messages(asked))
     shared = len(put.tokens) - 1  # the last token may join what follows
     assert prompt.tokens.tolist()[:shared] == put.tokens.tolist()[:shared]
     assert len(put.tokens) >= len(put.prompt.tokens) // 2

@@ -18,8 +18,9 @@ from fake_engine import FakeEngine
 from memserve.api import server as server_module
 from memserve.api.auth import KeyRing
 from memserve.api.errors import ApiError
-from memserve.api.prompts import INLINE_CHARS_MAX, Prompt, PromptEncoder
+from memserve.api.prompts import Prompt, PromptEncoder
 from memserve.api.server import bind
+from memserve.api.workers import INLINE_BYTES_MAX
 from memserve.errors import UserError
 from memserve.runtime.engine import EngineStopped
 
@@ -103,14 +104,14 @@ def test_a_long_prompt_does_not_block_the_others(monkeypatch: pytest.MonkeyPatch
     encode_now, answered, waiting = PromptEncoder._encode, threading.Event(), threading.Event()
 
     def encode_slowly(self: PromptEncoder, prompt: str, special: bool) -> Prompt:
-        if len(prompt) > INLINE_CHARS_MAX:
+        if len(prompt) > INLINE_BYTES_MAX:
             waiting.set()
             assert answered.wait(20)
         return encode_now(self, prompt[:5], special)
 
     monkeypatch.setattr(PromptEncoder, "_encode", encode_slowly)
     with serve(FakeEngine(says("x"))) as world, ThreadPoolExecutor(1) as pool, world.client() as client:
-        long = pool.submit(client.completions.create, model=MODEL, prompt="a" * (INLINE_CHARS_MAX + 1))
+        long = pool.submit(client.completions.create, model=MODEL, prompt="a" * (INLINE_BYTES_MAX + 1))
         assert waiting.wait(20)
         assert client.completions.create(model=MODEL, prompt="short").choices
         answered.set()

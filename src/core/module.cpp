@@ -31,4 +31,5 @@ NB_MODULE(_core, m) {
   memserve::bind_cheapest(m);
   memserve::bind_rows(m);
   memserve::bind_stop_strings(m);
+  memserve::bind_json_shape(m);
 }

@@ -33,6 +33,7 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/rows.cpp
   src/core/stop_strings.cpp
   src/core/bind_stop_strings.cpp
+  src/core/bind_json_shape.cpp
 )
 # The same sums as in Python, to the last bit.
 set_source_files_properties(src/core/cheapest.cpp PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;-fno-math-errno")

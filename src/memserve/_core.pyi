@@ -491,3 +491,27 @@ class StopFinder:
     @property
     def steps(self) -> int:
         """Edges of the automaton that were tried: at most two for each byte of the text."""
+
+class JsonShape:
+    """What :func:`json_shape` counted."""
+
+    @property
+    def values(self) -> int:
+        """Values in arrays and objects (names are not counted), and the outermost one."""
+
+    @property
+    def containers(self) -> int:
+        """Arrays and objects."""
+
+    @property
+    def depth(self) -> int:
+        """Most arrays and objects in one another."""
+
+    @property
+    def name_bytes(self) -> int:
+        """Bytes of the longest name, as written."""
+
+def json_shape(text: bytes) -> JsonShape:
+    """How much a parser would have to build for ``text``: never less than it does. Linear in the text, of which more
+    than 64 KiB are read without the GIL. What is no JSON is counted as if it were, and is for the parser to refuse.
+    """

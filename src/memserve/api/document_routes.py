@@ -49,10 +49,14 @@ class DocumentRoutes:
         if not _ID.fullmatch(document_id):
             raise bad_request("a document's id has 1 to 128 letters, digits, or _ . : -", "id")
         model = self._shared.model
+        encoder = self._shared.encoder
         async with json_body(request.scope, request.receive, self._shared.edge) as data:
-            body = parse_body(data, DocumentBody)
-            document = await prepare(body, document_id, self._shared.encoder, model)
-        del data, body
+
+            def prepared(data: bytes = data) -> Document:
+                return prepare(parse_body(data, DocumentBody), document_id, encoder, model)
+
+            document = await encoder.workers.run(tenant, len(data), prepared)
+        del data, prepared
         known = self._documents.knows(tenant, document_id)
         cached_tokens = await self._compute(document, tenant, request.receive)
         kept = self._documents.put(tenant, document)

@@ -23,6 +23,9 @@ TTL_S = 3600.0
 DOCUMENTS_MAX = 1024
 """Documents of one tenant."""
 
+REPEATED_TOKENS_MAX = 1 << 20
+"""Tokens of a document before all prompts of a request together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -45,6 +48,13 @@ class Document:
     def handle(self) -> str:
         """Its name in the engine, unique within the tenant."""
         return document_handle(self.document_id)
+
+    def before_prompts(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Each of ``prompts`` behind this document. Raises :class:`ApiError` 400 for too many of them."""
+        if len(prompts) * len(self.prompt.tokens) > REPEATED_TOKENS_MAX:
+            most = REPEATED_TOKENS_MAX // len(self.prompt.tokens)
+            raise bad_request(f"{len(prompts)} prompts behind a document of this length; the limit is {most}", "prompt")
+        return [self.before_prompt(prompt) for prompt in prompts]
 
     def before_prompt(self, prompt: Prompt) -> Prompt:
         """``prompt`` behind this document. Tokens are joined, not texts: what is pinned is found whatever follows."""
@@ -122,18 +132,23 @@ class Documents:
         return owned
 
 
-async def prepare(body: DocumentBody, document_id: str, encoder: PromptEncoder, model: ServedModel) -> Document:
+def size_of(document: Document | None) -> int:
+    """About the bytes of text that have to be worked on to use it."""
+    return 0 if document is None else 4 * len(document.prompt.tokens)
+
+
+def prepare(body: DocumentBody, document_id: str, encoder: PromptEncoder, model: ServedModel) -> Document:
     """The document that a body describes. Raises :class:`ApiError` 400 when it is none, or fits no request."""
     if (body.text is None) == (body.messages is None):
         raise bad_request("a document has either 'text' or 'messages'", "text")
     messages = _messages_of(body)
     endpoint = body.endpoint or ("chat" if body.messages is not None or encoder.has_chat_template else "completions")
     if body.text is None:
-        rendered = await encoder.messages_prompt(messages, add_generation_prompt=False)
+        rendered = encoder.messages_prompt(messages, add_generation_prompt=False)
         prompt = Prompt(rendered.tokens, rendered.text)
     else:
-        (prompt,) = await encoder.completion_prompts(body.text, add_special_tokens=True)
-    tokens = await _common_prefix(messages, encoder) if endpoint == "chat" else prompt.tokens
+        (prompt,) = encoder.completion_prompts(body.text, add_special_tokens=True, echo=True)
+    tokens = _common_prefix(messages, encoder) if endpoint == "chat" else prompt.tokens
     for known in (tokens, prompt.tokens):
         _check(known, encoder.vocab_size)
     if max(len(tokens), len(prompt.tokens)) + 2 > model.max_model_tokens:
@@ -157,7 +172,7 @@ def _messages_of(body: DocumentBody) -> Messages:
     return [{"role": "system", "content": body.text}]
 
 
-async def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArray:
+def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArray:
     """What any conversation has in common that begins with ``messages``, found by rendering two that differ at once.
 
     So nothing needs to be known of the template, nor of how the tokenizer joins what stands at the border.
@@ -167,8 +182,8 @@ async def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArr
     second: Messages = [*messages, {**ask, "content": "9"}]
     if len(messages) == 1 and messages[0]["role"] == "system":  # a system message of the request joins it
         second = [_joined(messages[0], "9"), ask]
-    one = (await encoder.messages_prompt(first)).tokens
-    other = (await encoder.messages_prompt(second)).tokens
+    one = encoder.messages_prompt(first).tokens
+    other = encoder.messages_prompt(second).tokens
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return one[: int(differs[0])] if len(differs) else one[:length]

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from memserve.api.body import TENANT_KEY, json_body
-from memserve.api.documents import Document, Documents
+from memserve.api.documents import Document, Documents, size_of
 from memserve.api.edge import Edge
 from memserve.api.errors import bad_request, model_not_found
 from memserve.api.hub import Hub
@@ -50,22 +50,23 @@ class CompletionPlanner:
 
     async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine requests for a body, one a prompt."""
-        body = parse_body(data, CompletionBody)
+        workers = self._encoder.workers
+        body = await workers.run(caller.tenant, len(data), lambda: parse_body(data, CompletionBody))
         _check_model(body.model, self._names)
         if not isinstance(body.prompt, (str, list)):
             raise bad_request("'prompt' is required: text or token ids", "prompt", "missing_required_parameter")
         document = _document(body, caller, self._documents)
-        add_special_tokens = body.add_special_tokens is not False and document is None  # they stand in the document
-        prompts = await self._encoder.completion_prompts(body.prompt, add_special_tokens=add_special_tokens)
-        if body.echo:
-            prompts = [self._with_text(prompt) for prompt in prompts]
-        if document is not None:
-            prompts = [document.before_prompt(prompt) for prompt in prompts]
-        return plan_completion(body, prompts, self._model, caller, response_id)
 
-    def _with_text(self, prompt: Prompt) -> Prompt:
-        """Prompts that came as token ids are decoded: the client wants to see them."""
-        return prompt if prompt.text is not None else Prompt(prompt.tokens, self._encoder.decode(prompt.tokens))
+        def planned() -> Generation:
+            return plan_completion(body, self._prompts(body, document), self._model, caller, response_id)
+
+        return await workers.run(caller.tenant, len(data) + size_of(document), planned)
+
+    def _prompts(self, body: CompletionBody, document: Document | None) -> list[Prompt]:
+        add_special_tokens = body.add_special_tokens is not False and document is None  # they stand in the document
+        echo = bool(body.echo)
+        prompts = self._encoder.completion_prompts(body.prompt, add_special_tokens=add_special_tokens, echo=echo)
+        return prompts if document is None else document.before_prompts(prompts)
 
 
 class ChatPlanner:
@@ -78,13 +79,19 @@ class ChatPlanner:
 
     async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine request for a body: one prompt, through the chat template."""
-        body = parse_body(data, ChatBody)
+        workers = self._encoder.workers
+        body = await workers.run(caller.tenant, len(data), lambda: parse_body(data, ChatBody))
         _check_model(body.model, self._names)
+        document = _document(body, caller, self._documents)
+
+        def planned() -> Generation:
+            return plan_chat(body, self._prompt(body, document), self._model, caller, response_id)
+
+        return await workers.run(caller.tenant, len(data) + size_of(document), planned)
+
+    def _prompt(self, body: ChatBody, document: Document | None) -> Prompt:
         messages = check_messages(body.messages)
-        if (document := _document(body, caller, self._documents)) is not None:
-            messages = document.before_messages(messages)
-        prompt = await self._encoder.chat_prompt(body, messages)
-        return plan_chat(body, prompt, self._model, caller, response_id)
+        return self._encoder.chat_prompt(body, messages if document is None else document.before_messages(messages))
 
 
 def _document(body: GenerationBody, caller: Caller, documents: Documents) -> Document | None:

@@ -31,13 +31,6 @@ _FIELDS = {"role", "content", "tool_calls", "function_call", "audio", *_TEXTS, *
 _CALL_FIELDS = {"id", "type", "function", "index"}
 
 
-def text_chars(messages: Messages) -> int:
-    """Characters that rendering and tokenizing will meet, about."""
-    return sum(
-        len(m["content"]) + len(m.get("reasoning_content", "")) + 200 * len(m.get("tool_calls", ())) for m in messages
-    )
-
-
 def check_messages(messages: Any) -> Messages:
     """``messages`` in the form that templates read. Raises :class:`ApiError` 400 naming the message at fault."""
     if not isinstance(messages, list) or not messages:

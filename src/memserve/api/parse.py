@@ -8,8 +8,18 @@ from typing import TypeVar
 
 import msgspec
 
+from memserve._core import json_shape
 from memserve.api.errors import ApiError, bad_request, unsupported
 from memserve.api.schema import REFUSED, ChatBody, CompletionBody, DocumentBody
+
+DEPTH_MAX = 64
+NAME_BYTES_MAX = 1024
+CONTAINERS_MAX = 1 << 15
+VALUES_MAX = 1 << 18
+"""What is built of a body holds the interpreter while it is built: a hundredth of a second at the most."""
+
+_MESSAGE_CHARS_MAX = 2000
+_NAME_CHARS_MAX = 64
 
 Body = TypeVar("Body", CompletionBody, ChatBody, DocumentBody)
 
@@ -20,6 +30,7 @@ _MISSING = re.compile(r"missing required field `([^`]*)`")
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:
     """``data`` as ``kind``. Raises :class:`ApiError` 400 that names the field at fault."""
+    _refuse_shape(data)
     try:
         body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -28,19 +39,35 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
         raise bad_request(f"The request body is not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
         raise bad_request(f"The request body is not valid UTF-8: {error.reason}") from None
-    except RecursionError:
-        raise bad_request("The request body is nested too deeply") from None
     _refuse_unsupported(body)
     return body
 
 
+def _refuse_shape(data: bytes) -> None:
+    shape = json_shape(data)
+    if shape.depth > DEPTH_MAX:
+        raise bad_request(f"The request body is nested {shape.depth} deep; the limit is {DEPTH_MAX}")
+    if shape.name_bytes > NAME_BYTES_MAX:
+        raise bad_request(f"A field's name has {shape.name_bytes} bytes; the limit is {NAME_BYTES_MAX}")
+    if shape.containers > CONTAINERS_MAX:
+        raise bad_request(f"The request body has {shape.containers} arrays and objects; the limit is {CONTAINERS_MAX}")
+    if shape.values > VALUES_MAX:
+        raise bad_request(f"The request body has {shape.values} values; the limit is {VALUES_MAX}")
+
+
 def _explain(message: str, kind: type[Body]) -> ApiError:
+    if len(message) > _MESSAGE_CHARS_MAX:  # it repeats a value
+        message = message[: _MESSAGE_CHARS_MAX // 2] + " ... " + message[-_MESSAGE_CHARS_MAX // 2 :]
     path = _PATH.search(message)
     param = path.group(1) if path else None
     message = message[: path.start()] if path else message
     if unknown := _UNKNOWN.search(message):
         name = unknown.group(1)
-        names = [] if param else [field for field in kind.__struct_fields__ if field not in REFUSED]
+        names = (
+            []
+            if param or len(name) > _NAME_CHARS_MAX
+            else [field for field in kind.__struct_fields__ if field not in REFUSED]
+        )
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         full = f"{param}.{name}" if param else name

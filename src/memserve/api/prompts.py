@@ -1,32 +1,33 @@
-"""From prompts and messages to token ids, without blocking the event loop (level 4)."""
+"""From prompts and messages to token ids (level 4). What is long is worked on beside the event loop."""
 
 from __future__ import annotations
 
-import asyncio
+import os
+import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
-from jinja2.exceptions import TemplateError
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from memserve.api.errors import bad_request
-from memserve.api.messages import Messages, check_messages, check_rendered, for_template, text_chars
+from memserve.api.messages import Messages, check_messages, check_rendered, for_template
 from memserve.api.schema import ChatBody
 from memserve.api.served import ServedModel
+from memserve.api.workers import Workers
 from memserve.errors import UserError
 from memserve.types import TokenArray
 from memserve.validation import token_array
 
 Result = TypeVar("Result")
 
-INLINE_CHARS_MAX = 1000
-"""Tokenizing this much (0.3 ms) costs less than a trip to a thread and back."""
+SHORT_PROMPT_CHARS = 2048
+"""Up to here ``encode`` is used, which holds the GIL and needs no thread of the library."""
 
-IDS_PER_CHAR = 10
-"""Token ids are checked as quickly as one character is tokenized."""
+TEMPLATE_CALLS_MAX = 2_000_000
+"""Function calls of a chat template, about a second of them; 10,000 messages take 300,000 in the common ones."""
 
 PROMPTS_MAX = 2048
 
@@ -40,57 +41,56 @@ class Prompt:
 
 
 class PromptEncoder:
-    """Tokenizes for one model. Long work happens in threads: tokenizers releases the GIL."""
+    """Tokenizes for one model, for the tenants whose clients' texts they are."""
 
-    def __init__(self, model: ServedModel, threads: int = 2) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self._model = model
         self.tokenizer: Tokenizer = model.tokenizer.backend_tokenizer
         self.tokenizer.no_truncation()  # a tokenizer.json may ask for it, and prompts must never be cut in silence
         self.tokenizer.no_padding()
         self.vocab_size = model.vocab_size
-        self._token_chars_max = self._longest_token()
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="memserve-tokenize")
+        self._token_bytes_max = longest_token_bytes(self.tokenizer)
+        self.workers = Workers()
+        # One text gains nothing from the library's own threads, and must not wait for them behind another one.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def close(self) -> None:
         """Stop the threads."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self.workers.close()
 
     def decode(self, tokens: TokenArray) -> str:
         """The text of a prompt that came as token ids."""
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
-    async def completion_prompts(self, prompt: Any, *, add_special_tokens: bool) -> list[Prompt]:
-        """The prompts of a completion: a string, strings, token ids, or lists of token ids."""
-        prompts = self._split(prompt)
-        chars = sum(len(item) if isinstance(item, str) else len(item) // IDS_PER_CHAR for item in prompts)
-        return await self._run(chars, lambda: [self._encode(item, add_special_tokens) for item in prompts])
+    def completion_prompts(self, prompt: Any, *, add_special_tokens: bool, echo: bool) -> list[Prompt]:
+        """The prompts of a completion: a string, strings, token ids, or lists of token ids; with texts for ``echo``."""
+        return [self._completion_prompt(item, add_special_tokens, echo) for item in self._split(prompt)]
 
-    async def chat_prompt(self, body: ChatBody, messages: Messages) -> Prompt:
+    def _completion_prompt(self, item: str | list[int], add_special_tokens: bool, echo: bool) -> Prompt:
+        prompt = self._encode(item, add_special_tokens)
+        if not echo:
+            return Prompt(prompt.tokens)
+        return prompt if prompt.text is not None else Prompt(prompt.tokens, self.decode(prompt.tokens))
+
+    def chat_prompt(self, body: ChatBody, messages: Messages) -> Prompt:
         """Checked messages through the model's chat template, as the body wants it."""
         if body.continue_final_message and body.add_generation_prompt:
             raise bad_request("continue_final_message and add_generation_prompt exclude each other")
-        chars = text_chars(messages)
-        return await self._run(chars, lambda: self._encode(self._render(messages, body), False))
+        return Prompt(self._encode(self._render(messages, body), False).tokens)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model was made for conversations."""
         return bool(getattr(self._model.tokenizer, "chat_template", None))
 
-    async def messages_prompt(self, messages: Messages, *, add_generation_prompt: bool = True) -> Prompt:
+    def messages_prompt(self, messages: Messages, *, add_generation_prompt: bool = True) -> Prompt:
         """Checked messages through the chat template."""
         body = ChatBody(model=self._model.name, add_generation_prompt=add_generation_prompt)
-        chars = text_chars(messages)
-        return await self._run(chars, lambda: self._encode(self._render(messages, body), False))
+        return self._encode(self._render(messages, body), False)
 
     def render_chat(self, messages: Messages) -> Prompt:
         """The prompt of a plain conversation, for callers without an event loop. Raises :class:`ApiError`."""
         return self._encode(self._render(check_messages(messages), ChatBody(model=self._model.name)), False)
-
-    async def _run(self, chars: int, work: Callable[[], Result]) -> Result:
-        if chars <= INLINE_CHARS_MAX:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _split(self, prompt: Any) -> list[str | list[int]]:
         if isinstance(prompt, str) or _is_token_list(prompt):
@@ -106,14 +106,22 @@ class PromptEncoder:
 
     def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
         if isinstance(prompt, str):
-            self._refuse_hopeless(prompt)
-            ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
-            encoded = Prompt(np.array(ids, dtype=np.int32), prompt)
+            encoded = Prompt(self._tokenized(prompt, add_special_tokens), prompt)
         else:
+            self._refuse_more_than_fit(len(prompt))
             encoded = Prompt(self._checked(prompt))
         if not len(encoded.tokens):
             raise bad_request("The prompt is empty", "prompt")
         return encoded
+
+    def _tokenized(self, text: str, add_special_tokens: bool) -> TokenArray:
+        self._refuse_hopeless(text)
+        if len(text) <= SHORT_PROMPT_CHARS:
+            encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
+            self._refuse_more_than_fit(len(encoding))  # before there is a Python object for each
+        return np.array(encoding.ids, dtype=np.int32)
 
     def _checked(self, prompt: list[int]) -> TokenArray:
         try:
@@ -125,31 +133,65 @@ class PromptEncoder:
         final = bool(body.continue_final_message)
         start_answer = body.add_generation_prompt if body.add_generation_prompt is not None else not final
         tokenizer = self._model.tokenizer
+        prepared, tools = for_template(messages, body, str(tokenizer.chat_template or ""))
         try:
-            prepared, tools = for_template(messages, body, str(tokenizer.chat_template or ""))
-            text = tokenizer.apply_chat_template(
-                prepared,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=start_answer,
-                continue_final_message=final,
-                **{**(body.chat_template_kwargs or {}), "chat_template": None},
+            text = calls_bounded(
+                TEMPLATE_CALLS_MAX,
+                lambda: tokenizer.apply_chat_template(
+                    prepared,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=start_answer,
+                    continue_final_message=final,
+                    **{**(body.chat_template_kwargs or {}), "chat_template": None},
+                ),
             )
-        except (TemplateError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-            raise bad_request(f"The chat template refuses these messages: {error}", "messages") from None
+        except Exception as error:  # a template is a program: what it raises is its answer to these messages
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise bad_request(f"The chat template refuses these messages: {reason[:200]}", "messages") from None
         check_rendered(prepared, str(text))
         return str(text)
 
-    def _longest_token(self) -> int | None:
-        """Characters in the longest token, or ``None`` where one token may stand for any length of text."""
-        if self.tokenizer.normalizer is not None or "ByteLevel" not in repr(self.tokenizer.decoder):
-            return None
-        return max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
-
     def _refuse_hopeless(self, text: str) -> None:
         """A text so long that no tokenization fits the context is not worth seconds of tokenizing."""
-        if self._token_chars_max and len(text) > self._model.max_model_tokens * self._token_chars_max:
+        most_bytes = self._model.max_model_tokens * (self._token_bytes_max or sys.maxsize)
+        if len(text) > most_bytes or len(text.encode()) > most_bytes:
             raise context_exceeded(self._model, f"a prompt of {len(text)} characters")
+
+    def _refuse_more_than_fit(self, tokens: int) -> None:
+        if tokens > self._model.max_model_tokens:
+            raise context_exceeded(self._model, f"{tokens} tokens in the prompt")
+
+
+def longest_token_bytes(tokenizer: Tokenizer) -> int | None:
+    """Bytes of text in the longest token. None: a token may stand for any length of text, or text for no token."""
+    parts = repr(tokenizer.pre_tokenizer) + repr(tokenizer.decoder)
+    if tokenizer.normalizer is not None or "ByteLevel" not in repr(tokenizer.decoder) or "Removed" in parts:
+        return None
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):  # these take all whitespace beside them
+        return None
+    pieces = tokenizer.get_vocab(with_added_tokens=False)  # a character stands for a byte
+    if not all(char in pieces for char in pre_tokenizers.ByteLevel.alphabet()):
+        return None
+    return max(*map(len, pieces), *(len(token.content.encode()) for token in added))
+
+
+def calls_bounded(most: int, work: Callable[[], Result]) -> Result:
+    """``work()``, or ``ValueError`` when it has made more than ``most`` calls in this thread."""
+    left, before = most, sys.getprofile()
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal left
+        left -= event in ("call", "c_call")
+        if left < 0:
+            raise ValueError("it takes too long")
+
+    sys.setprofile(count)
+    try:
+        return work()
+    finally:
+        sys.setprofile(before)
 
 
 def context_exceeded(model: ServedModel, asked: str) -> Exception:

@@ -23,6 +23,7 @@ TopK = Annotated[int, Meta(ge=-1, le=1 << 30)]
 LogprobCount = Annotated[int, Meta(ge=0, le=20)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+ModelName = Annotated[str, Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=512)]
 SessionName = Annotated[str, Meta(min_length=1, max_length=200)]
 Ttl = Annotated[float, Meta(gt=0, le=604_800)]
@@ -46,7 +47,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """What both generating endpoints share."""
 
-    model: str
+    model: ModelName
     """The served model's name, or one of its aliases; letter case does not matter."""
     n: Choices | None = None
     """Answers to draw from each prompt. Default 1."""

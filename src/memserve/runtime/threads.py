@@ -22,7 +22,7 @@ needs 55 row counts of each shape of linear up to a step of 2,048 tokens: 220 fo
 
 
 def set_thread_environment() -> None:
-    """Choose how idle workers wait, bound oneDNN's cache, let tokenizers use threads; what the user has set stays.
+    """Choose how idle workers wait, and bound oneDNN's cache; what the user has set stays.
 
     Does nothing once torch is imported: its libraries have read the environment by then, and have no call for it.
     """
@@ -31,4 +31,3 @@ def set_thread_environment() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_TURNS))
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES_MAX))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
