@@ -18,15 +18,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_world import CONTEXT_TOKENS, MODEL, TinyModel, says, serve, tiny_tokenizer
+from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, says, serve, tiny_tokenizer
 from fake_engine import FakeEngine
 from memserve._core import json_shape
-from memserve.api import messages, parse, prompts
+from memserve.api import messages, parse, prompts, respond
 from memserve.api.documents import REPEATED_TOKENS_MAX, Document
 from memserve.api.errors import ApiError
 from memserve.api.parse import parse_body
 from memserve.api.prompts import Prompt, PromptEncoder, calls_bounded, longest_token_bytes
 from memserve.api.schema import ChatBody, CompletionBody
+from memserve.api.served import TokenNames
 from memserve.api.workers import INLINE_BYTES_MAX, SHORT_BYTES_MAX, Workers
 
 JSON = st.recursive(
@@ -365,3 +366,61 @@ def test_a_document_is_not_multiplied_without_bound() -> None:
     assert len(document.before_prompts([Prompt(tokens[:1])] * most)) == most
     with pytest.raises(ApiError, match=f"the limit is {most}"):
         document.before_prompts([Prompt(tokens[:1])] * (most + 1))
+
+
+# -- answers
+
+
+def test_others_go_on_while_a_long_answer_is_written() -> None:
+    async def main() -> None:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task, parts = asyncio.create_task(other()), []
+        await respond.in_slices((b"x" if at % 2 else b"" for at in range(10 * respond.SLICE_PIECES)), parts)
+        task.cancel()
+        assert turns >= 10 and parts == [b"x"] * (5 * respond.SLICE_PIECES)
+
+    asyncio.run(main())
+
+
+LOGPROBS = {"logprobs": 5, "echo": True, "max_tokens": 40, "ignore_eos": True, "n": 3, "prompt": "hello of The " * 10}
+CHAT_LOGPROBS = {"logprobs": True, "top_logprobs": 5, "max_tokens": 40, "ignore_eos": True, "n": 3}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [{"model": MODEL, **LOGPROBS}, {**CHAT, **CHAT_LOGPROBS}], ids=["completions", "chat"])
+def test_between_two_pauses_one_token_is_written(
+    stream: bool, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tokens, alternatives and choices: a piece of the answer names the alternatives of one token."""
+    named, most, pauses = 0, 0, 0
+    name, in_slices = TokenNames.name, respond.in_slices
+
+    def counting(self: TokenNames, token: int) -> Any:
+        nonlocal named
+        named += 1
+        return name(self, token)
+
+    async def watched(pieces: Any, parts: list[bytes]) -> None:
+        def watch() -> Any:
+            nonlocal named, most, pauses
+            for piece in pieces:
+                most, named, pauses = max(most, named), 0, pauses + 1
+                yield piece
+
+        await in_slices(watch(), parts)
+
+    monkeypatch.setattr(TokenNames, "name", counting)
+    monkeypatch.setattr(respond, "in_slices", watched)
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    with serve(FakeEngine(says(SCRIPT_TEXT))) as world:
+        answer = httpx.post(f"{world.url}{path}", json={**body, "stream": stream}, timeout=30)
+    assert answer.status_code == 200
+    assert 6 <= most <= 8, "a token, its five alternatives, and itself among them"
+    assert pauses > 3 * 40

@@ -26,8 +26,9 @@ class Sequence:
     index: int
     choice: int  # its place among the response's choices
     stream: TextStream
-    text: str = ""
+    texts: list[str] = field(default_factory=list)  # all that may be shown, unless it is streamed
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token of ``stream.tokens`` when asked for
+    logprob_sum: float = 0.0
     shown_tokens: int = 0
     cumulative_logprob: float | None = None
     last_ns: int = 0
@@ -35,7 +36,7 @@ class Sequence:
     @property
     def rank(self) -> float:
         """Mean logprob a token: what ``best_of`` ranks by."""
-        return sum(entry.logprob for entry in self.logprobs) / max(len(self.logprobs), 1)
+        return self.logprob_sum / max(len(self.logprobs), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +137,11 @@ class Reply:
         before = len(sequence.stream.tokens)
         news = sequence.stream.push(output)
         taken = len(sequence.stream.tokens) - before
-        sequence.logprobs.extend(output.logprobs[:taken])
-        sequence.text += news.text
+        logprobs = output.logprobs[:taken]
+        sequence.logprobs.extend(logprobs)
+        sequence.logprob_sum += sum(entry.logprob for entry in logprobs)
+        if not self.plan.stream:
+            sequence.texts.append(news.text)
         sequence.cumulative_logprob = output.cumulative_logprob
         first, sequence.shown_tokens = sequence.shown_tokens, sequence.shown_tokens + news.tokens_shown
         self._count(sequence, taken, opens)

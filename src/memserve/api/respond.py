@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from starlette.types import Receive, Send
 from memserve import __version__
 from memserve.api.body import ClientGone, wait_for_disconnect
 from memserve.api.errors import ApiError, internal
-from memserve.api.hub import Call, Hub
+from memserve.api.hub import Call, Hub, News
 from memserve.api.reply import Reply
 from memserve.api.shapes import Shape
 
@@ -21,6 +22,9 @@ FINGERPRINT = f"memserve-{__version__}"
 
 _encode = msgspec.json.Encoder().encode
 _DONE = b"data: [DONE]\n\n"
+
+SLICE_PIECES = 32
+"""Logprobs of so many tokens (a millisecond, with 20 alternatives each) are written in one go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,26 @@ async def _answer_whole(call: Call, reply: Reply, shape: Shape, envelope: Envelo
     while not reply.done:
         for at, news in await call.news():
             reply.absorb(call, at, news)
-    body = envelope.fields(shape.response_kind)
-    body["choices"] = [shape.choice(reply, sequence) for sequence in reply.best()]
-    body["usage"] = reply.usage()
-    if reply.plan.explain:
-        body["memserve"] = reply.explanation()
-    await send_json(send, 200, _encode(body))
+    rest = {"usage": reply.usage(), **({"memserve": reply.explanation()} if reply.plan.explain else {})}
+    parts = [_encode(envelope.fields(shape.response_kind))[:-1] + b',"choices":[']
+    await in_slices((piece for sequence in reply.best() for piece in _listed(shape.choice(reply, sequence))), parts)
+    parts[-1] = b"],"  # instead of the last comma
+    await send_json(send, 200, b"".join([*parts, _encode(rest)[1:]]))
+
+
+def _listed(choice: Iterator[bytes]) -> Iterator[bytes]:
+    yield from choice
+    yield b","
+
+
+async def in_slices(pieces: Iterator[bytes], parts: list[bytes]) -> None:
+    """Append ``pieces`` to ``parts``, and let other requests go on every now and then: each piece is little work, but a
+    client decides how many there are. An empty one is a place to pause."""
+    for at, piece in enumerate(pieces, 1):
+        if piece:
+            parts.append(piece)
+        if at % SLICE_PIECES == 0:
+            await asyncio.sleep(0)
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -119,18 +137,20 @@ class _Streamer:
     async def _show(self) -> None:
         """One write for everything that happened since the last one."""
         parts: list[bytes] = []
+        news = await self._call.news()
         try:
-            for at, news in await self._call.news():
-                delta = self._reply.absorb(self._call, at, news)
-                if delta is not None:
-                    parts += self._chunks(self._shape.choices(self._reply, delta))
-                    self._reply.forget(delta)
+            await in_slices(self._pieces(news), parts)
         finally:
             if parts:
                 await self._write(b"".join(parts))
 
-    def _chunks(self, choices: list[bytes]) -> list[bytes]:
-        return [self._head + encoded + self._tail for encoded in choices]
+    def _pieces(self, news: list[News]) -> Iterator[bytes]:
+        for at, output in news:
+            delta = self._reply.absorb(self._call, at, output)
+            if delta is not None:
+                for choices in self._shape.choices(self._reply, delta):
+                    yield self._head + choices + self._tail if choices else b""
+                self._reply.forget(delta)
 
     def _last_chunks(self) -> bytes:
         plan, extra = self._reply.plan, {}

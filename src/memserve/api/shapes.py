@@ -1,11 +1,15 @@
 """The two response shapes: choices and chunks of completions and of chats (level 4).
 
+A client decides how many tokens, alternatives and choices there are. So all of it is made in pieces: an iterator yields
+at least once a token, and ``b""`` where there is only a place to pause.
+
 Chunks are most of what a server sends. Everything of a chunk that does not change is encoded once a response; a token
 then costs one small JSON string.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import msgspec
@@ -29,11 +33,11 @@ class Shape(Protocol):
     def chunk_kind(self) -> str:
         """``object`` of a chunk."""
 
-    def choice(self, reply: Reply, sequence: Sequence) -> dict[str, Any]:
-        """One entry of ``choices`` of a whole response."""
+    def choice(self, reply: Reply, sequence: Sequence) -> Iterator[bytes]:
+        """One encoded entry of ``choices`` of a whole response, in pieces."""
 
-    def choices(self, reply: Reply, delta: Delta) -> list[bytes]:
-        """The encoded ``choices`` of each chunk that ``delta`` makes, usually one."""
+    def choices(self, reply: Reply, delta: Delta) -> Iterator[bytes]:
+        """The encoded ``choices`` of each chunk that ``delta`` makes, usually one; ``b""``: a place to pause."""
 
 
 class ChatShape:
@@ -45,35 +49,37 @@ class ChatShape:
     def __init__(self, names: TokenNames) -> None:
         self._names = names
 
-    def choice(self, reply: Reply, sequence: Sequence) -> dict[str, Any]:
+    def choice(self, reply: Reply, sequence: Sequence) -> Iterator[bytes]:
         """One entry of ``choices`` of a whole response."""
-        return {
-            "index": sequence.choice,
-            "message": {"role": "assistant", "content": sequence.text, "refusal": None},
-            "logprobs": self._logprobs(reply.plan, sequence, 0, sequence.shown_tokens),
-            "finish_reason": sequence.stream.finish_reason,
-        }
+        message = _encode({"role": "assistant", "content": "".join(sequence.texts), "refusal": None})
+        yield b'{"index":%d,"message":%b,"logprobs":' % (sequence.choice, message)
+        yield from self._logprobs(reply.plan, sequence, 0, sequence.shown_tokens)
+        yield b',"finish_reason":%b}' % _encode(sequence.stream.finish_reason)
 
-    def choices(self, reply: Reply, delta: Delta) -> list[bytes]:
+    def choices(self, reply: Reply, delta: Delta) -> Iterator[bytes]:
         """The role first, then text, then an empty delta with the reason of the end: OpenAI's order."""
-        index, chunks = delta.sequence.choice, []
+        index = delta.sequence.choice
         if delta.opens:
             opening = {"role": "assistant", "content": "", "refusal": None}
-            chunks.append(_encode([_chat_chunk(index, opening)]))
-        logprobs = self._logprobs(reply.plan, delta.sequence, delta.first, delta.last)
-        if logprobs is not None and (delta.text or delta.last > delta.first):
-            chunks.append(_encode([_chat_chunk(index, {"content": delta.text}, logprobs)]))
-        elif delta.text:
-            text = _encode(delta.text)
-            chunks.append(b'[{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]' % (index, text))
+            yield _encode([_chat_chunk(index, opening)])
+        if delta.text or (reply.plan.logprobs is not None and delta.last > delta.first):
+            parts = [b'[{"index":%d,"delta":{"content":%b},"logprobs":' % (index, _encode(delta.text))]
+            for piece in self._logprobs(reply.plan, delta.sequence, delta.first, delta.last):
+                parts.append(piece)
+                yield b""
+            yield b"".join([*parts, b',"finish_reason":null}]'])
         if delta.finish_reason is not None:
-            chunks.append(_encode([_chat_chunk(index, {}, None, delta.finish_reason)]))
-        return chunks
+            yield _encode([_chat_chunk(index, {}, delta.finish_reason)])
 
-    def _logprobs(self, plan: Generation, sequence: Sequence, first: int, last: int) -> dict[str, Any] | None:
+    def _logprobs(self, plan: Generation, sequence: Sequence, first: int, last: int) -> Iterator[bytes]:
         if plan.logprobs is None:
-            return None
-        return {"content": [self._entry(entry) for entry in sequence.logprobs[first:last]], "refusal": None}
+            yield b"null"
+            return
+        comma = b'{"content":['
+        for at in range(first, last):
+            yield comma + _encode(self._entry(sequence.logprobs[at]))
+            comma = b","
+        yield (comma if first == last else b"") + b'],"refusal":null}'
 
     def _entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         top = [self._alternative(token, logprob) for token, logprob in entry.top]
@@ -84,8 +90,8 @@ class ChatShape:
         return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
 
-def _chat_chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: Any = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+def _chat_chunk(index: int, delta: dict[str, Any], finish_reason: Any = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
 class CompletionShape:
@@ -97,49 +103,49 @@ class CompletionShape:
     def __init__(self, names: TokenNames) -> None:
         self._names = names
 
-    def choice(self, reply: Reply, sequence: Sequence) -> dict[str, Any]:
+    def choice(self, reply: Reply, sequence: Sequence) -> Iterator[bytes]:
         """One entry of ``choices`` of a whole response."""
-        generated = sequence.text if reply.plan.generates else ""
-        shown = sequence.shown_tokens if reply.plan.generates else 0
-        return {
-            "text": self._echo(reply, sequence) + generated,
-            "index": sequence.choice,
-            "logprobs": self._logprobs(reply, sequence, 0, shown, opens=True),
-            "finish_reason": sequence.stream.finish_reason if reply.plan.generates else "length",
-        }
+        generates = reply.plan.generates
+        text = self._echo(reply, sequence) + ("".join(sequence.texts) if generates else "")
+        yield b'{"text":%b,"index":%d,"logprobs":' % (_encode(text), sequence.choice)
+        yield from self._logprobs(reply, sequence, 0, sequence.shown_tokens if generates else 0, opens=True)
+        yield b',"finish_reason":%b}' % _encode(sequence.stream.finish_reason if generates else "length")
 
-    def choices(self, reply: Reply, delta: Delta) -> list[bytes]:
+    def choices(self, reply: Reply, delta: Delta) -> Iterator[bytes]:
         """One chunk a delta; the first of a sequence carries the echoed prompt."""
         sequence, generates = delta.sequence, reply.plan.generates
         text = delta.text if generates else ""
         last = delta.last if generates else delta.first
         if delta.opens:
             text = self._echo(reply, sequence) + text
-        logprobs = self._logprobs(reply, sequence, delta.first, last, opens=delta.opens)
         reason = delta.finish_reason if generates or delta.finish_reason is None else "length"
-        if not (text or reason or (logprobs is not None and last > delta.first)):
-            return []
-        if logprobs is None and reason is None:
-            return [b'[{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]' % (sequence.choice, _encode(text))]
-        choice = {"index": sequence.choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return [_encode([choice])]
+        if not (text or reason or (reply.plan.logprobs is not None and last > delta.first)):
+            return
+        parts = [b'[{"index":%d,"text":%b,"logprobs":' % (sequence.choice, _encode(text))]
+        for piece in self._logprobs(reply, sequence, delta.first, last, opens=delta.opens):
+            parts.append(piece)
+            yield b""
+        yield b"".join([*parts, b',"finish_reason":%b}]' % _encode(reason)])
 
     @staticmethod
     def _echo(reply: Reply, sequence: Sequence) -> str:
         return (reply.plan.prompts[sequence.at].text or "") if reply.plan.echo else ""
 
-    def _logprobs(
-        self, reply: Reply, sequence: Sequence, first: int, last: int, *, opens: bool
-    ) -> dict[str, Any] | None:
+    def _logprobs(self, reply: Reply, sequence: Sequence, first: int, last: int, *, opens: bool) -> Iterator[bytes]:
         if reply.plan.logprobs is None:
-            return None
-        shape = _TokenColumns(self._names)
+            yield b"null"
+            return
+        columns = _TokenColumns(self._names)
         start = len(self._echo(reply, sequence))
         if opens and (prompt := reply.prompt_logprobs[sequence.at]) is not None:
-            shape.add_prompt(reply.plan.prompts[sequence.at].tokens.tolist(), prompt)
+            yield from columns.add_prompt(reply.plan.prompts[sequence.at].tokens.tolist(), prompt)
         for at in range(first, last):
-            shape.add(sequence.logprobs[at], start + sequence.stream.offsets[at])
-        return shape.columns
+            columns.add(sequence.logprobs[at], start + sequence.stream.offsets[at])
+            yield b""
+        yield columns.encoded()
+
+
+_COLUMNS = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
 
 
 class _TokenColumns:
@@ -147,7 +153,7 @@ class _TokenColumns:
 
     def __init__(self, names: TokenNames) -> None:
         self._names = names
-        self.columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        self._columns: dict[bytes, list[bytes]] = {name: [] for name in _COLUMNS}
 
     def add(self, entry: TokenLogprobs, offset: int) -> None:
         """One generated token, whose text starts at ``offset``."""
@@ -156,7 +162,7 @@ class _TokenColumns:
         top.setdefault(name, finite(entry.logprob))  # the chosen token is always among them, as at OpenAI
         self._append(name, finite(entry.logprob), top, offset)
 
-    def add_prompt(self, tokens: list[int], entries: tuple[TokenLogprobs | None, ...]) -> None:
+    def add_prompt(self, tokens: list[int], entries: tuple[TokenLogprobs | None, ...]) -> Iterator[bytes]:
         """The prompt's tokens; nothing precedes the first, so it has no logprob."""
         offset = 0
         for token, entry in zip(tokens, entries, strict=True):
@@ -166,10 +172,15 @@ class _TokenColumns:
             else:
                 self.add(entry, offset)
             offset += sum(byte & 0xC0 != 0x80 for byte in data)  # characters that begin in this token
+            yield b""
+
+    def encoded(self) -> bytes:
+        """All of them."""
+        return b"{" + b",".join(b'"%b":[%b]' % (name, b",".join(items)) for name, items in self._columns.items()) + b"}"
 
     def _append(self, name: str, logprob: float | None, top: dict[str, float] | None, offset: int) -> None:
-        for column, value in zip(self.columns.values(), (name, logprob, top, offset), strict=True):
-            column.append(value)
+        for column, value in zip(self._columns.values(), (name, logprob, top, offset), strict=True):
+            column.append(_encode(value))
 
 
 def finite(logprob: float) -> float:
