@@ -19,8 +19,12 @@ import typer.main
 
 from memserve import config, types
 from memserve.api import openapi
+from memserve.api.metrics import ApiMetrics, Snapshot
 from memserve.cli.main import app
+from memserve.cluster.machine import Cluster
 from memserve.documented import field_docs
+from memserve.instance.stats import InstanceStats
+from memserve.runtime.stats import EngineStats, RouterStats
 from memserve.units import human_bytes
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -84,6 +88,26 @@ def command_sections(command: Any, name: str) -> list[str]:
     return sections
 
 
+def metric_families() -> list[Any]:
+    """Everything that ``/metrics`` can show: of the edge, of one engine, of a router with its instances."""
+    alone = EngineStats(instance=InstanceStats())
+    machine = Cluster(config.ClusterConfig())
+    router = RouterStats.of(machine.stats(), machine.instances(), 0)
+    engine = [*Snapshot(alone).collect(), *Snapshot(router).collect()]
+    edge = ApiMetrics()
+    families = {family.name: family for family in [*edge.registry.collect(), *edge.by_tenant.collect(), *engine]}
+    return [families[name] for name in sorted(families)]
+
+
+def metric_rows() -> list[str]:
+    """A row for each metric, under the name that Prometheus stores."""
+    suffixes = {"counter": "_total"}
+    return [
+        cells(f"`{family.name}{suffixes.get(family.type, '')}`", family.type, family.documentation)
+        for family in metric_families()
+    ]
+
+
 def page() -> str:
     """The whole page."""
     options = [
@@ -93,6 +117,8 @@ def page() -> str:
     options += [types.Request, types.SamplingParams, types.StopParams, types.KVGeometry]
     sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(app), "memserve")]
     sections += ["## Options and words", *(part for cls in options for part in class_section(cls))]
+    table = "\n".join(["| metric | kind | |", "| --- | --- | --- |", *metric_rows()])
+    sections += ["## Metrics", "What `GET /metrics` shows, in Prometheus' text form.", table]
     text = "\n\n".join(section for section in sections if section) + "\n"
     return text.replace("``", "`")  # docstrings are written in reStructuredText
 

@@ -16,6 +16,7 @@ from memserve.cluster.events import (
     EmitTokens,
     MessageArrived,
     RejectRequest,
+    ReportMember,
     RequestArrived,
     RequestCancelled,
     Send,
@@ -258,6 +259,7 @@ class World:
         self.clients: dict[str, Client] = {}
         self.now = 0
         self.diary: list = []
+        self.reports: list[ReportMember] = []
         for name, role in instances:
             self.add(name, role)
 
@@ -284,6 +286,8 @@ class World:
                 client = self.clients[action.request_id]
                 assert not client.outputs and client.rejected is None, f"{action} after {client.outputs}"
                 client.rejected = action
+            elif isinstance(action, ReportMember):
+                self.reports.append(action)
             else:
                 self._deliver(action)
         return actions

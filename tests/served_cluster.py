@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import httpx
 import openai
@@ -19,10 +20,10 @@ GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 class Server:
     """A ``memserve serve`` and its children."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, stderr: IO[str] | None = None) -> None:
         flags = ["--model", str(folder), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1", "--port", "0"]
         command = [sys.executable, "-m", "memserve", "serve", *flags, *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
         self.lines = [self.process.stdout.readline() for _ in range(3)]
         self.url = re.search(r"http://[^ ]+/v1", self.lines[0])[0]
         self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=WAIT_S)

@@ -340,7 +340,7 @@ def server_process():
     process.communicate()
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_serve_says_it_is_ready_serves_and_ends_gently(server_process: subprocess.Popen[str], sign: int) -> None:
     ready, example = server_process.stdout.readline(), server_process.stdout.readline()
     assert MODEL in ready and re.search(r"ready in [\d.]+ s", ready)
@@ -351,6 +351,41 @@ def test_serve_says_it_is_ready_serves_and_ends_gently(server_process: subproces
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         server_process.send_signal(sign)
+        assert next(lines) == "" and next(lines).startswith("data: ")
+        if sign == signal.SIGHUP:  # a closing terminal sends several
+            server_process.send_signal(sign)
         assert list(lines)[-2:] == ["data: [DONE]", ""]
     assert server_process.wait(20) == 0
-    assert "loading" in server_process.stderr.read()
+    said = server_process.stderr.read()
+    assert "loading" in said
+    assert f"{signal.Signals(sign).name}: stopping; 1 requests in progress have 20 s to finish" in said
+    assert "stopped: 1 requests have finished, none was cut off" in said
+
+
+NOHUP = """
+import signal, sys
+sys.path.insert(0, {src!r})
+from memserve.runtime.signals import EndAsked, ending_signals, ignore_terminal, on_ending_signals, signals_raise
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+assert signal.SIGHUP not in ending_signals()
+with signals_raise():
+    signal.raise_signal(signal.SIGHUP)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+ended = []
+try:
+    with signals_raise():
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGHUP)  # what was started is ended in spite of more of them
+            signal.raise_signal(signal.SIGTERM)
+            ended.append("all")
+except EndAsked as asked:
+    print(asked.signal_name, ended)
+"""
+
+
+def test_nohup_is_obeyed_and_a_start_is_interrupted_once() -> None:
+    code = NOHUP.format(src=str(TESTS.parent / "src"))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout == "SIGHUP ['all']\n", run.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from memserve.errors import UserError
 from memserve.messages import ROUTER, AnyMessage, AskEvents, Cancel, Expelled, Leave, Peer
 from memserve.runtime.links import wire
 from memserve.runtime.links.curve import CurveKeys
+from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.links.outbox import LETTERS_QUEUED_MAX, configure
 from waiting import eventually
@@ -165,7 +167,9 @@ def test_one_who_spoke_can_be_answered_without_a_line(open_box: Callable[..., Re
     assert router.box.counters.lost_unknown == 1
 
 
-def test_strangers_are_not_heard(open_box: Callable[..., Reader], raw_push: Callable[..., zmq.Socket[bytes]]) -> None:
+def test_strangers_are_not_heard_but_named(
+    open_box: Callable[..., Reader], raw_push: Callable[..., zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
     b = open_box(B)
     letter = wire.seal(A, "tcp://127.0.0.1:1", B, 1, wire.encode(Leave()))
     other = CurveKeys.derived_from("some other cluster's secret")
@@ -183,7 +187,11 @@ def test_strangers_are_not_heard(open_box: Callable[..., Reader], raw_push: Call
         push.send(letter)
     with socket.create_connection(("127.0.0.1", b.port)) as plain:  # not even ZeroMQ
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        eventually(lambda: "it does not speak this protocol" in caplog.text)
         eventually(lambda: b.box.counters.handshakes_failed >= 4)
+    for why in ("it does not speak this protocol", "it has another cluster secret"):
+        told = [record.message for record in caplog.records if why in record.message]
+        assert len(told) == 1 and re.match(r"turned away 127\.0\.0\.1:\d+ at", told[0])  # they try again and again
     assert vars_of(b) == (0, 0) and b.box.counters.malformed == 0
     a = open_box(A)  # and the cluster still works
     a.box.connect(B, b.box.address)
@@ -199,8 +207,35 @@ def test_a_mailbox_with_another_secret_is_not_heard(open_box: Callable[..., Read
     assert b.heard == []
 
 
+def test_members_that_come_and_go_are_no_strangers(
+    open_box: Callable[..., Reader],
+    raw_push: Callable[..., zmq.Socket[bytes]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Connections of one letter, while one that says nothing stands at the door."""
+    b = open_box(B)
+    with socket.create_connection(("127.0.0.1", b.port)):
+        for number in range(1, 21):
+            push = raw_push(b.box.address, CurveKeys.derived_from(SECRET))
+            push.send(wire.seal(A, "tcp://127.0.0.1:1", B, number, wire.encode(AskEvents(number))))
+            b.wait(number)
+            push.close(0)
+        assert b.box.counters.handshakes_failed == 0 and "turned away" not in caplog.text
+    eventually(lambda: b.box.counters.handshakes_failed == 1)
+    assert "it broke off before it had shown the cluster's secret" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("secret", "expected"), [(SECRET, Knock.LET_IN), ("some other cluster's secret", Knock.TURNED_AWAY)]
+)
+def test_a_knock_tells_why_nobody_answers(open_box: Callable[..., Reader], secret: str, expected: Knock) -> None:
+    assert knock(open_box(B).box.address, secret, 20.0) is expected
+    assert knock("tcp://127.0.0.1:9", secret, 0.1) is Knock.SILENT
+    assert knock("no address", secret, 0.1) is Knock.SILENT
+
+
 def test_repeated_and_malformed_letters_are_dropped_and_counted(
-    open_box: Callable[..., Reader], raw_push: Callable[..., zmq.Socket[bytes]]
+    open_box: Callable[..., Reader], raw_push: Callable[..., zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A recorded letter, sent again by somebody who even has the key, is not delivered a second time."""
     b = open_box(B)
@@ -220,6 +255,7 @@ def test_repeated_and_malformed_letters_are_dropped_and_counted(
     push.send(wire.seal(A, "", B, 9, b"\xc1"))
     push.send(b"mss\x02" + letters[0][4:])
     eventually(lambda: b.box.counters.other_version == 1)
+    assert caplog.text.count("turned away 127.0.0.1 at the cluster port: a letter ") >= 2
     assert (b.box.counters.malformed, b.box.counters.received) == (5, 3)
 
 

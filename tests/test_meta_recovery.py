@@ -18,6 +18,7 @@ from memserve.cluster.events import (
     PrefixPinned,
     PrefixUnpinned,
     Remember,
+    ReportMember,
     RequestArrived,
     Send,
     StateRecovered,
@@ -71,6 +72,8 @@ class World:
         self.now += after_ns
         self.sent, self.order = [], []
         for action in self.machine.handle(event, self.now):
+            if isinstance(action, ReportMember):
+                continue  # for operators: it waits for nothing, and nothing waits for it
             self.order.append(type(action).__name__)
             if isinstance(action, Remember | Note):
                 self.book.apply(action.records)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,86 +10,232 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from memserve.units import NS_PER_S
 
 Read = Callable[[Any], float]
+Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 #: name, help, how to read it from ``ClusterStats``
 ROUTER_GAUGES: list[tuple[str, str, Read]] = [
-    ("router_requests_live", "Requests that have not ended", lambda s: s.requests_live),
-    ("router_requests_unplaced", "Of them: no instance could take them so far", lambda s: s.requests_unplaced),
-    ("router_instances", "Members of the cluster", lambda s: s.instances),
-    ("router_instances_draining", "Of them: they finish what they have", lambda s: s.instances_draining),
-    ("router_tree_blocks", "Cached blocks that the router knows of", lambda s: s.tree_blocks),
-    ("router_tree_bytes", "Memory of the router's prefix trees", lambda s: s.tree_bytes),
-    ("router_handles", "Named prefixes", lambda s: s.handles),
+    ("router_requests_live", "Requests that the router has and that have not ended", lambda s: s.requests_live),
+    ("router_requests_unplaced", "Requests let in that no instance could take so far", lambda s: s.requests_unplaced),
+    ("router_instances", "Instances that are members of the cluster", lambda s: s.instances),
+    (
+        "router_instances_draining",
+        "Instances that finish what they have and take nothing new",
+        lambda s: s.instances_draining,
+    ),
+    ("router_tree_blocks", "Cached KV blocks that the router knows of, over all instances", lambda s: s.tree_blocks),
+    ("router_tree_bytes", "Host memory of the router's prefix trees in bytes", lambda s: s.tree_bytes),
+    ("router_handles", "Named prefixes (documents and sessions) that the router keeps pinned", lambda s: s.handles),
 ]
 
 #: the same for its counters
 ROUTER_COUNTERS: list[tuple[str, str, Read]] = [
     ("router_requests", "Requests that reached the router", lambda c: c.requests),
-    ("router_requests_failed", "Of them ended with an error after the last attempt", lambda c: c.requests_failed),
-    ("router_dispatches", "Attempts sent to instances", lambda c: c.dispatches),
-    ("router_resumptions", "Of them: not the request's first", lambda c: c.resumptions),
-    ("router_late_outputs", "Outputs that nobody waited for any more", lambda c: c.outputs_late),
-    ("router_members_joined", "Instances that joined", lambda c: c.members_joined),
+    ("router_requests_failed", "Requests that ended with an error after the last attempt", lambda c: c.requests_failed),
+    ("router_dispatches", "Attempts to run a request that were sent to instances", lambda c: c.dispatches),
+    (
+        "router_resumptions",
+        "Attempts sent to instances after an earlier attempt of the same request had failed",
+        lambda c: c.resumptions,
+    ),
+    (
+        "router_late_outputs",
+        "Outputs of instances that were dropped because their request had ended or had them already",
+        lambda c: c.outputs_late,
+    ),
+    ("router_members_joined", "Incarnations of instances that joined as new members", lambda c: c.members_joined),
     (
         "router_members_readopted",
-        "Instances of the last router that came back",
+        "Instances of an earlier router that came back with their cache",
         lambda c: c.members_readopted,
     ),
-    ("router_members_died", "Instances taken to be dead", lambda c: c.members_died),
-    ("router_kv_changes", "KV events applied to the trees", lambda c: c.kv_changes),
-    ("router_kv_gaps", "Times that KV events were missing", lambda c: c.kv_gaps),
-    ("router_matched_tokens", "Prompt tokens that an instance was believed to have", lambda c: c.matched_tokens),
-    ("router_prompt_tokens", "Prompt tokens dispatched", lambda c: c.prompt_tokens),
+    ("router_members_left", "Members that left in good order", lambda c: c.members_left),
+    ("router_members_refused", "Times that a join was refused, for the reason in the log", lambda c: c.members_refused),
+    ("router_members_expelled", "Messages of processes that took themselves for members", lambda c: c.expelled),
+    (
+        "router_members_died",
+        "Members that died: their process ended, they fell silent, or were replaced",
+        lambda c: c.members_died,
+    ),
+    (
+        "router_kv_changes",
+        "KV events of instances that were applied to the router's prefix trees",
+        lambda c: c.kv_changes,
+    ),
+    ("router_kv_gaps", "Times that KV events of an instance were missing and were asked for", lambda c: c.kv_gaps),
+    (
+        "router_matched_tokens",
+        "Prompt tokens dispatched to an instance that was believed to have their KV",
+        lambda c: c.matched_tokens,
+    ),
+    ("router_prompt_tokens", "Prompt tokens of all attempts sent to instances", lambda c: c.prompt_tokens),
 ]
 
 #: the same for ``GateStats``
-GATE_METRICS: list[tuple[str, type[CounterMetricFamily] | type[GaugeMetricFamily], str, Read]] = [
-    ("gate_active", GaugeMetricFamily, "Requests that were let in and have not ended", lambda g: g.active),
-    ("gate_admitted", CounterMetricFamily, "Requests that were let in", lambda g: g.admitted),
-    ("gate_queued", CounterMetricFamily, "Requests that had to wait for that", lambda g: g.queued),
-    ("gate_waited_seconds", CounterMetricFamily, "Time that those waited that were let in",
-     lambda g: g.waited_ns / NS_PER_S),
-    ("gate_evictions", CounterMetricFamily, "Ended requests whose memory newcomers took", lambda g: g.evictions),
-]  # fmt: skip
+GATE_METRICS: list[tuple[str, Kind, str, Read]] = [
+    ("gate_active", GaugeMetricFamily, "Requests that the gate has let in and that have not ended", lambda g: g.active),
+    ("gate_admitted", CounterMetricFamily, "Requests that the gate has let in", lambda g: g.admitted),
+    (
+        "gate_queued",
+        CounterMetricFamily,
+        "Requests that had to wait at the gate, including requests turned away later",
+        lambda g: g.queued,
+    ),
+    (
+        "gate_waited_seconds",
+        CounterMetricFamily,
+        "Seconds that requests waited at the gate before they were let in, added up",
+        lambda g: g.waited_ns / NS_PER_S,
+    ),
+    (
+        "gate_evictions",
+        CounterMetricFamily,
+        "Ended requests whose counted memory the gate gave to new requests",
+        lambda g: g.evictions,
+    ),
+]
+
+#: the same for ``RouterStats``: messages and metadata
+ROUTER_HOST_METRICS: list[tuple[str, Kind, str, Read]] = [
+    (
+        "router_strangers",
+        CounterMetricFamily,
+        "Connections to the cluster port that ended without the cluster's secret",
+        lambda s: s.letters.handshakes_failed,
+    ),
+    (
+        "router_letters_malformed",
+        CounterMetricFamily,
+        "Letters to the router that were no message of this version",
+        lambda s: s.letters.malformed + s.letters.other_version,
+    ),
+    (
+        "router_letters_lost",
+        CounterMetricFamily,
+        "Letters of the router that could not be queued for an instance",
+        lambda s: s.letters.lost_unknown + s.letters.lost_full + s.letters.lost_too_long,
+    ),
+    (
+        "router_metadata_durable",
+        GaugeMetricFamily,
+        "1 while the router's records reach its metadata store, 0 while they do not or there is none",
+        lambda s: s.metadata.is_kept,
+    ),
+    (
+        "router_metadata_lag_seconds",
+        GaugeMetricFamily,
+        "Age in seconds of the oldest record of the router that is not durable yet, 0 if all are",
+        lambda s: s.metadata.lag_ns / NS_PER_S,
+    ),
+    (
+        "router_metadata_failures",
+        CounterMetricFamily,
+        "Writes of the router to its metadata store that failed",
+        lambda s: s.metadata.failures,
+    ),
+]
+
+#: the same for ``ChildStats``, one sample for each instance that this host runs
+CHILD_METRICS: list[tuple[str, Kind, str, Read]] = [
+    (
+        "instance_process_up",
+        GaugeMetricFamily,
+        "1 while the process of the instance runs, 0 while there is none",
+        lambda c: c.is_running,
+    ),
+    (
+        "instance_process_deaths",
+        CounterMetricFamily,
+        "Times that the process of the instance ended by accident",
+        lambda c: c.deaths,
+    ),
+    (
+        "instance_restarts",
+        CounterMetricFamily,
+        "Times that the process of the instance was started again",
+        lambda c: c.restarts,
+    ),
+    (
+        "instance_spawn_failures",
+        CounterMetricFamily,
+        "Failed attempts to start the process of the instance",
+        lambda c: c.spawn_failures,
+    ),
+]
 
 #: the same for ``MemberStats``, one sample an instance
 INSTANCE_GAUGES: list[tuple[str, str, Read]] = [
     ("instance_up", "1 while the instance takes requests, 0 while it drains", lambda m: m.view.state == "live"),
-    ("instance_requests", "Requests that it is involved in", lambda m: m.view.requests),
-    ("instance_requests_waiting", "Requests in its queue", lambda m: m.view.load.requests_waiting),
-    ("instance_sequences_running", "Sequences that it computes", lambda m: m.view.load.sequences_running),
-    ("instance_blocks_available", "Blocks that it could hand out", lambda m: m.view.load.hbm_blocks_available),
-    ("instance_transfers_open", "Transfers under way", lambda m: m.view.load.transfers_open),
-    ("instance_tree_blocks", "Cached blocks that the router knows of", lambda m: m.view.tree_blocks),
+    ("instance_requests", "Requests that the instance is involved in", lambda m: m.view.requests),
+    ("instance_requests_waiting", "Requests in the queue of the instance", lambda m: m.view.load.requests_waiting),
+    ("instance_sequences_running", "Sequences that the instance computes", lambda m: m.view.load.sequences_running),
+    (
+        "instance_blocks_available",
+        "KV blocks of HBM that the instance could hand out",
+        lambda m: m.view.load.hbm_blocks_available,
+    ),
+    (
+        "instance_transfers_open",
+        "KV transfers of the instance that are under way",
+        lambda m: m.view.load.transfers_open,
+    ),
+    ("instance_tree_blocks", "Cached KV blocks of the instance that the router knows of", lambda m: m.view.tree_blocks),
     (
         "instance_resident_bytes",
-        "Memory that the instance's process has resident, shared maps included",
+        "Bytes that the process of the instance has resident, shared maps included",
         lambda m: m.engine.resident_bytes if m.engine else 0,
     ),
     (
         "instance_resident_bound_bytes",
-        "Memory that the instance's process should have resident at most; 0: unknown",
+        "Bytes that the process of the instance should have resident at most, 0 if unknown",
         lambda m: m.engine.bound_bytes if m.engine else 0,
     ),
-    ("instance_device_seconds", "Time its device worked", lambda m: m.engine.device_ns / NS_PER_S if m.engine else 0),
+    (
+        "instance_device_seconds",
+        "Seconds that the device of the instance has worked",
+        lambda m: m.engine.device_ns / NS_PER_S if m.engine else 0,
+    ),
 ]
 
 #: counters of an instance's machine (``InstanceStats``), as its last heartbeat with statistics said: name, help, field
 INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
-    ("instance_prompt_tokens", "Prompt tokens of requests admitted here", "prompt_tokens"),
-    ("instance_cached_tokens", "Of them: KV was here or was fetched", "cached_tokens"),
-    ("instance_computed_tokens", "Tokens given to the device, prefill and decode", "computed_tokens"),
-    ("instance_generated_tokens", "Tokens drawn here", "generated_tokens"),
+    ("instance_prompt_tokens", "Prompt tokens of requests that the instance admitted", "prompt_tokens"),
+    (
+        "instance_cached_tokens",
+        "Prompt tokens of requests admitted whose KV the instance had or fetched",
+        "cached_tokens",
+    ),
+    (
+        "instance_computed_tokens",
+        "Tokens that the device of the instance computed, in prefill and decode",
+        "computed_tokens",
+    ),
+    ("instance_generated_tokens", "Tokens that the instance generated", "generated_tokens"),
     ("instance_fetched_tokens", "Prompt tokens whose KV came from other instances before admission", "fetched_tokens"),
     ("instance_received_bytes", "Bytes of KV pulled from other instances", "bytes_received"),
-    ("instance_received_dram_bytes", "Of them: out of the owner's DRAM", "dram_bytes_received"),
-    ("instance_received_blocks", "Blocks pulled from other instances", "blocks_received"),
-    ("instance_reused_blocks", "Blocks that others offered and that were here already", "blocks_reused"),
-    ("instance_returned_blocks", "Blocks of generated KV that came home (PD-Caching-3)", "blocks_come_home"),
-    ("instance_handed_over", "Requests that left after their first token", "handed_over"),
-    ("instance_taken_over", "Requests decoded here whose prompt was computed elsewhere", "taken_over"),
-    ("instance_transfers_failed", "Imports that came to nothing", "transfers_failed"),
-    ("instance_checksum_mismatches", "Pieces of KV that did not arrive as they had left", "checksum_mismatches"),
+    (
+        "instance_received_dram_bytes",
+        "Bytes of KV pulled out of the DRAM tier of other instances",
+        "dram_bytes_received",
+    ),
+    ("instance_received_blocks", "KV blocks pulled from other instances", "blocks_received"),
+    ("instance_reused_blocks", "KV blocks that other instances offered and the instance had already", "blocks_reused"),
+    (
+        "instance_returned_blocks",
+        "KV blocks of answers that came back to the prefill instance (PD-Caching-3)",
+        "blocks_come_home",
+    ),
+    ("instance_handed_over", "Requests handed over to another instance after their first token", "handed_over"),
+    ("instance_taken_over", "Requests decoded by the instance whose prompt another one computed", "taken_over"),
+    (
+        "instance_transfers_failed",
+        "KV transfers to the instance that failed; their tokens are computed instead",
+        "transfers_failed",
+    ),
+    (
+        "instance_checksum_mismatches",
+        "Pieces of KV whose checksum differed from the sender's; they are not used",
+        "checksum_mismatches",
+    ),
 ]
 
 
@@ -99,10 +245,16 @@ def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
         yield _one(GaugeMetricFamily(f"memserve_{name}", text), read(stats.cluster))
     for name, text, read in ROUTER_COUNTERS:
         yield _one(CounterMetricFamily(f"memserve_{name}", text), read(stats.cluster.counters))
+    for name, kind, text, read in ROUTER_HOST_METRICS:
+        yield _one(kind(f"memserve_{name}", text), float(read(stats)))
+    yield from _children(stats.children)
     yield from _by_label(stats.cluster.counters)
     yield from _gate(stats.cluster.gate, names_tenants)
     thought_s = stats.router_ns / NS_PER_S
-    yield _one(CounterMetricFamily("memserve_router_seconds", "Time the cluster machine thought"), thought_s)
+    yield _one(
+        CounterMetricFamily("memserve_router_seconds", "Seconds that the router's cluster machine has computed"),
+        thought_s,
+    )
     for name, text, read in INSTANCE_GAUGES:
         family = GaugeMetricFamily(f"memserve_{name}", text, labels=["instance", "role"])
         for member in stats.members:
@@ -111,20 +263,30 @@ def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     yield from _counters(stats.members)
 
 
+def _children(children: Mapping[str, Any]) -> Iterator[Metric]:
+    for name, kind, text, read in CHILD_METRICS:
+        family = kind(f"memserve_{name}", text, labels=["instance"])
+        for child, stats in children.items():
+            family.add_metric([child], float(read(stats)))
+        yield family
+
+
 def _by_label(counters: Any) -> Iterator[Metric]:
     decisions = CounterMetricFamily(
         "memserve_router_decisions",
-        "Attempts by policy and by how the prompt's KV comes about",
+        "Attempts sent to instances, by policy and by how the KV of the prompt comes about",
         labels=["policy", "way"],
     )
     for (policy, way), count in counters.decisions.items():
         decisions.add_metric([policy, way], float(count))
     failed = CounterMetricFamily(
-        "memserve_router_attempts_failed", "Attempts that came to nothing, by cause", labels=["cause"]
+        "memserve_router_attempts_failed", "Attempts to run a request that failed, by cause", labels=["cause"]
     )
     for cause, count in counters.attempts_failed.items():
         failed.add_metric([cause], float(count))
-    finished = CounterMetricFamily("memserve_router_sequences", "Sequences that ended, by reason", labels=["reason"])
+    finished = CounterMetricFamily(
+        "memserve_router_sequences", "Sequences of answers that ended, by finish reason", labels=["reason"]
+    )
     for reason, count in counters.finished.items():
         finished.add_metric([reason], float(count))
     yield from (decisions, failed, finished)
@@ -134,14 +296,16 @@ def _gate(gate: Any, names_tenants: bool) -> Iterator[Metric]:
     for name, kind, text, read in GATE_METRICS:
         yield _one(kind(f"memserve_{name}", text), read(gate))
     waiting = GaugeMetricFamily(
-        "memserve_gate_waiting", "Requests that wait to be let in", labels=["tenant"] if names_tenants else []
+        "memserve_gate_waiting", "Requests that wait at the gate", labels=["tenant"] if names_tenants else []
     )
     if names_tenants:
         for tenant, count in gate.waiting.items():
             waiting.add_metric([tenant], float(count))
     else:
         waiting.add_metric([], float(sum(gate.waiting.values())))
-    rejected = CounterMetricFamily("memserve_gate_rejected", "Requests turned away, by cause", labels=["cause"])
+    rejected = CounterMetricFamily(
+        "memserve_gate_rejected", "Requests that the gate turned away, by cause", labels=["cause"]
+    )
     for cause, count in gate.rejected.items():
         rejected.add_metric([cause], float(count))
     yield from (waiting, rejected)
@@ -155,7 +319,9 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
             counter.add_metric([view.peer.name, view.role.value], float(getattr(instance, field)))
         yield counter
     blocks = GaugeMetricFamily(
-        "memserve_instance_blocks", "Blocks by tier and state", labels=["instance", "role", "tier", "state"]
+        "memserve_instance_blocks",
+        "KV blocks of the instance by tier and state",
+        labels=["instance", "role", "tier", "state"],
     )
     for view, instance in told:
         for tier, report in (("hbm", instance.hbm), ("dram", instance.dram)):
@@ -166,7 +332,7 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
     yield blocks
     rate = GaugeMetricFamily(
         "memserve_instance_hit_rate",
-        "Share of prompt tokens whose KV was here or was fetched",
+        "Share of prompt tokens (0 to 1) whose KV the instance had or fetched",
         labels=["instance", "role"],
     )
     for view, instance in told:

@@ -149,10 +149,12 @@ class Hub:
         call.fail(ClientGone())
         self._calls.pop(id(call), None)
 
-    def end_all(self) -> None:
-        """The patience for a graceful end is over: every open call ends with a 503."""
-        for call in list(self._calls.values()):
+    def end_all(self) -> int:
+        """The patience for a graceful end is over: every open call ends with a 503. How many there were."""
+        calls = list(self._calls.values())
+        for call in calls:
             call.fail(shutting_down())
+        return len(calls)
 
     def check_held(self, call: Call) -> None:
         """End the stream that holds back too much, or, when all do together, the one that holds back most."""

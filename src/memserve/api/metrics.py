@@ -26,15 +26,21 @@ class ApiMetrics:
         self.requests = Counter(
             "memserve_http_requests", "HTTP requests by route and status", ["route", "status"], registry=self.registry
         )
-        self.in_progress = Gauge("memserve_http_requests_in_progress", "Open HTTP requests", registry=self.registry)
+        self.in_progress = Gauge(
+            "memserve_http_requests_in_progress", "HTTP requests that are being answered", registry=self.registry
+        )
         self.resident = Gauge(
-            "memserve_resident_bytes", "Memory that the process behind this page has resident", registry=self.registry
+            "memserve_resident_bytes", "Bytes that the process behind this page has resident", registry=self.registry
         )
         self.prompt_tokens = counter("memserve_prompt_tokens", "Prompt tokens of answered requests")
-        self.cached_tokens = counter("memserve_cached_prompt_tokens", "Of them: KV came from the cache")
+        self.cached_tokens = counter(
+            "memserve_cached_prompt_tokens", "Prompt tokens of answered requests whose KV came from the prefix cache"
+        )
         self.generated_tokens = counter("memserve_generated_tokens", "Tokens generated for clients")
-        self.rejected = counter("memserve_rejected_requests", "Requests that the engine refused")
-        self.disconnected = counter("memserve_disconnected_requests", "Clients that left before their answer's end")
+        self.rejected = counter("memserve_rejected_requests", "Requests of clients that were rejected before they ran")
+        self.disconnected = counter(
+            "memserve_disconnected_requests", "HTTP requests whose client left before the end of its answer"
+        )
         self.refused = Counter(
             "memserve_http_refused", "Requests and connections that the HTTP server ended by one of its limits",
             ["limit"], registry=self.registry,
@@ -43,7 +49,7 @@ class ApiMetrics:
             "memserve_http_slow_readers", "Clients that did not take their answers: their requests were cancelled",
             ["ending"], registry=self.registry,
         )  # fmt: skip
-        self.connections = Gauge("memserve_http_connections", "Open HTTP connections", registry=self.registry)
+        self.connections = Gauge("memserve_http_connections", "HTTP connections open now", registry=self.registry)
         self.body_bytes = Gauge(
             "memserve_http_body_bytes", "Bytes of request bodies that are being read or parsed", registry=self.registry
         )
@@ -52,11 +58,25 @@ class ApiMetrics:
         self.tenant_requests = self._of_tenants("requests", "Generation requests that were answered, by tenant")
         self.tenant_prompt_tokens = self._of_tenants("prompt_tokens", "Prompt tokens of answered requests, by tenant")
         self.tenant_generated_tokens = self._of_tenants("generated_tokens", "Tokens generated for clients, by tenant")
-        self.to_first_token = histogram("memserve_time_to_first_token_seconds", "TTFT at the edge", _FIRST_TOKEN_S)
-        self.in_queue = histogram("memserve_queue_seconds", "Time until a request was first computed", _FIRST_TOKEN_S)
-        self.between_tokens = histogram("memserve_inter_token_seconds", "Time between two tokens", _TOKEN_S)
-        self.per_token = histogram("memserve_time_per_output_token_seconds", "TPOT, mean over a request", _TOKEN_S)
-        self.whole_request = histogram("memserve_request_seconds", "From request to last token", _REQUEST_S)
+        self.to_first_token = histogram(
+            "memserve_time_to_first_token_seconds",
+            "Seconds from the request to its first token, at the HTTP edge",
+            _FIRST_TOKEN_S,
+        )
+        self.in_queue = histogram(
+            "memserve_queue_seconds", "Seconds that a request waited until it was first computed", _FIRST_TOKEN_S
+        )
+        self.between_tokens = histogram(
+            "memserve_inter_token_seconds", "Seconds between two tokens of one answer, at the HTTP edge", _TOKEN_S
+        )
+        self.per_token = histogram(
+            "memserve_time_per_output_token_seconds",
+            "Seconds per output token after the first, mean over a request",
+            _TOKEN_S,
+        )
+        self.whole_request = histogram(
+            "memserve_request_seconds", "Seconds from the request to its last token, at the HTTP edge", _REQUEST_S
+        )
 
     def first_token(self, seconds: float, queue_ns: int | None) -> None:
         """The first token of a request came after ``seconds``."""
@@ -76,7 +96,7 @@ class ApiMetrics:
         ``names_tenants``: the reader may know the names of keys. Else their numbers are summed up.
         """
         registry = CollectorRegistry()
-        registry.register(_Snapshot(engine_stats, names_tenants))
+        registry.register(Snapshot(engine_stats, names_tenants))
         self.resident.set(resident_bytes())
         text = generate_latest(self.registry) + generate_latest(registry)
         return text + generate_latest(self.by_tenant) if names_tenants else text
@@ -97,45 +117,128 @@ Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 #: name, kind, help, how to read it from ``EngineStats``
 ENGINE_METRICS: list[tuple[str, Kind, str, Read]] = [
     ("steps", CounterMetricFamily, "Steps executed by the device", lambda s: s.steps),
-    ("scheduler_seconds", CounterMetricFamily, "Time the scheduler thought", lambda s: s.machine_ns / NS_PER_S),
-    ("device_seconds", CounterMetricFamily, "Time the device worked", lambda s: s.device_ns / NS_PER_S),
-    ("scheduler_time_share", GaugeMetricFamily, "Thinking / device time", lambda s: s.scheduler_share),
-    ("scheduler_step_seconds", GaugeMetricFamily, "Median thinking a step", lambda s: s.machine_step_ns / NS_PER_S),
-    ("device_step_seconds", GaugeMetricFamily, "Median device time a step", lambda s: s.device_step_ns / NS_PER_S),
+    (
+        "scheduler_seconds",
+        CounterMetricFamily,
+        "Seconds that the scheduler has computed",
+        lambda s: s.machine_ns / NS_PER_S,
+    ),
+    ("device_seconds", CounterMetricFamily, "Seconds that the device has worked", lambda s: s.device_ns / NS_PER_S),
+    (
+        "scheduler_time_share",
+        GaugeMetricFamily,
+        "Share of the scheduler's time in the device's time (0.01 is 1 %)",
+        lambda s: s.scheduler_share,
+    ),
+    (
+        "scheduler_step_seconds",
+        GaugeMetricFamily,
+        "Median seconds of the scheduler for one step, over the last 512 steps",
+        lambda s: s.machine_step_ns / NS_PER_S,
+    ),
+    (
+        "device_step_seconds",
+        GaugeMetricFamily,
+        "Median seconds of the device for one step, over the last 512 steps",
+        lambda s: s.device_step_ns / NS_PER_S,
+    ),
 ]
 
 #: the same for ``InstanceStats``
 INSTANCE_METRICS: list[tuple[str, Kind, str, Read]] = [
-    ("requests_waiting", GaugeMetricFamily, "Requests in the queue", lambda s: s.requests_waiting),
-    ("sequences_running", GaugeMetricFamily, "Sequences computed together", lambda s: s.sequences_running),
-    ("sequences_swapped", GaugeMetricFamily, "Sequences swapped out", lambda s: s.sequences_swapped),
+    ("requests_waiting", GaugeMetricFamily, "Requests in the queues of the engine", lambda s: s.requests_waiting),
+    ("sequences_running", GaugeMetricFamily, "Sequences that are computed together now", lambda s: s.sequences_running),
+    (
+        "sequences_swapped",
+        GaugeMetricFamily,
+        "Sequences whose KV is swapped out to DRAM now",
+        lambda s: s.sequences_swapped,
+    ),
     ("engine_requests", CounterMetricFamily, "Requests that reached the engine", lambda s: s.requests_arrived),
-    ("engine_requests_finished", CounterMetricFamily, "Of them finished", lambda s: s.requests_finished),
-    ("engine_requests_rejected", CounterMetricFamily, "Of them refused", lambda s: s.requests_rejected),
-    ("engine_requests_cancelled", CounterMetricFamily, "Of them cancelled", lambda s: s.requests_cancelled),
-    ("engine_prompt_tokens", CounterMetricFamily, "Prompt tokens admitted", lambda s: s.prompt_tokens),
-    ("engine_cached_tokens", CounterMetricFamily, "Of them from the cache", lambda s: s.cached_tokens),
-    ("engine_computed_tokens", CounterMetricFamily, "Tokens given to the device", lambda s: s.computed_tokens),
-    ("engine_generated_tokens", CounterMetricFamily, "Tokens drawn", lambda s: s.generated_tokens),
+    (
+        "engine_requests_finished",
+        CounterMetricFamily,
+        "Requests that the engine finished",
+        lambda s: s.requests_finished,
+    ),
+    (
+        "engine_requests_rejected",
+        CounterMetricFamily,
+        "Requests that the engine refused",
+        lambda s: s.requests_rejected,
+    ),
+    (
+        "engine_requests_cancelled",
+        CounterMetricFamily,
+        "Requests that were cancelled in the engine",
+        lambda s: s.requests_cancelled,
+    ),
+    (
+        "engine_prompt_tokens",
+        CounterMetricFamily,
+        "Prompt tokens of requests that the engine admitted",
+        lambda s: s.prompt_tokens,
+    ),
+    (
+        "engine_cached_tokens",
+        CounterMetricFamily,
+        "Prompt tokens of requests admitted whose KV came from the prefix cache",
+        lambda s: s.cached_tokens,
+    ),
+    (
+        "engine_computed_tokens",
+        CounterMetricFamily,
+        "Tokens that the device computed, in prefill and decode",
+        lambda s: s.computed_tokens,
+    ),
+    ("engine_generated_tokens", CounterMetricFamily, "Tokens that the engine generated", lambda s: s.generated_tokens),
     ("steps_failed", CounterMetricFamily, "Steps that the device could not do", lambda s: s.steps_failed),
-    ("rows_failed", CounterMetricFamily, "Sequences that ended because their own row of a step failed",
-     lambda s: s.rows_failed),
-    ("pool_slot_tokens", GaugeMetricFamily, "Token positions held by running sequences",
-     lambda s: s.running_slots_tokens),
-    ("pool_state_tokens", GaugeMetricFamily, "Of them: positions that hold a token's state",
-     lambda s: s.running_tokens),
-    ("pool_internal_fragmentation_tokens", GaugeMetricFamily, "Positions held that hold no token yet",
-     lambda s: s.internal_fragmentation_tokens),
-    ("pool_external_fragmentation_pages", GaugeMetricFamily, "Free pages that no request for a block can have",
-     lambda s: s.hbm.pages_stranded + s.dram.pages_stranded),
-    ("pool_external_fragmentation_share", GaugeMetricFamily, "The same as a share of all free pages",
-     lambda s: s.external_fragmentation),
-    ("pool_token_state_share", GaugeMetricFamily, "Share of held positions that hold a token's state",
-     lambda s: s.running_tokens / s.running_slots_tokens if s.running_slots_tokens else 1.0),
-]  # fmt: skip
+    (
+        "rows_failed",
+        CounterMetricFamily,
+        "Sequences that ended because their own row of a step failed",
+        lambda s: s.rows_failed,
+    ),
+    (
+        "pool_slot_tokens",
+        GaugeMetricFamily,
+        "Token positions held by running sequences",
+        lambda s: s.running_slots_tokens,
+    ),
+    (
+        "pool_state_tokens",
+        GaugeMetricFamily,
+        "Token positions held by running sequences that hold the state of a token",
+        lambda s: s.running_tokens,
+    ),
+    (
+        "pool_internal_fragmentation_tokens",
+        GaugeMetricFamily,
+        "Token positions held by running sequences that hold no token yet",
+        lambda s: s.internal_fragmentation_tokens,
+    ),
+    (
+        "pool_external_fragmentation_pages",
+        GaugeMetricFamily,
+        "Free pages that no request for a block can have",
+        lambda s: s.hbm.pages_stranded + s.dram.pages_stranded,
+    ),
+    (
+        "pool_external_fragmentation_share",
+        GaugeMetricFamily,
+        "Share of free pages (0 to 1) that no request for a block can have",
+        lambda s: s.external_fragmentation,
+    ),
+    (
+        "pool_token_state_share",
+        GaugeMetricFamily,
+        "Share of held token positions (0 to 1) that hold the state of a token",
+        lambda s: s.running_tokens / s.running_slots_tokens if s.running_slots_tokens else 1.0,
+    ),
+]
 
 
-class _Snapshot:
+class Snapshot:
     """One reading of the engine, as Prometheus wants it."""
 
     def __init__(self, stats: Any | None, names_tenants: bool) -> None:
@@ -146,7 +249,7 @@ class _Snapshot:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("memserve_engine_up", "1 while the engine answers")
+        up = GaugeMetricFamily("memserve_engine_up", "1 while the engine answers, 0 while it does not")
         up.add_metric([], 0.0 if self._stats is None else 1.0)
         yield up
         if self._stats is None:
@@ -167,14 +270,16 @@ def _read(table: list[tuple[str, Kind, str, Read]], source: Any) -> Iterator[Met
 
 
 def _tiers(instance: Any) -> Iterator[Metric]:
-    blocks = GaugeMetricFamily("memserve_pool_blocks", "Blocks by tier and state", labels=["tier", "state"])
+    blocks = GaugeMetricFamily(
+        "memserve_pool_blocks", "KV blocks of the engine by tier and state", labels=["tier", "state"]
+    )
     for tier in ("hbm", "dram"):
         report = getattr(instance, tier)
         used = report.blocks_total - report.blocks_free - report.blocks_cached
         for state, count in (("free", report.blocks_free), ("cached", report.blocks_cached), ("used", used)):
             blocks.add_metric([tier, state], count)
     yield blocks
-    preemptions = CounterMetricFamily("memserve_preemptions", "Sequences preempted", labels=["kind"])
+    preemptions = CounterMetricFamily("memserve_preemptions", "Sequences that were preempted, by kind", labels=["kind"])
     preemptions.add_metric(["swap"], instance.preemptions_swap)
     preemptions.add_metric(["recompute"], instance.preemptions_recompute)
     yield preemptions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 import socket
 import time
@@ -17,7 +18,10 @@ from memserve.api.connection import Connection
 from memserve.api.edge import Edge
 from memserve.api.hub import Hub
 from memserve.errors import UserError
+from memserve.runtime.signals import Askings
 from memserve.units import KIB
+
+log = logging.getLogger(__name__)
 
 DRAIN_S = 20.0
 """How long open streams may go on after the first signal."""
@@ -65,7 +69,9 @@ class Server(uvicorn.Server):
         drain_s: float = DRAIN_S,
         log_level: str = "warning",
         on_ready: Callable[[], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
+        """``on_ready`` is called when it accepts, ``on_end`` when it begins to end."""
         config = uvicorn.Config(
             app,
             http=functools.partial(Connection, edge=app.state.edge),  # type: ignore[arg-type]  # uvicorn only calls it
@@ -80,7 +86,9 @@ class Server(uvicorn.Server):
         self._edge: Edge = app.state.edge
         self._drain_s = drain_s
         self._on_ready = on_ready
-        self._signals = 0
+        self._on_end = on_end
+        self._asked = Askings()
+        self._cut_off = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept, then say so."""
@@ -91,18 +99,25 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing new; let streams finish, or end them when the patience is over."""
         self._hub.draining = True
+        if self._on_end is not None:
+            self._on_end()
+        why, calls = self._asked.names[0] if self._asked.names else "no signal", self._hub.calls_open
+        log.warning("%s: stopping; %d requests in progress have %.0f s to finish", why, calls, self._drain_s)
         patience = asyncio.create_task(self._end_calls())
         try:
             await super().shutdown(sockets)
         finally:
             patience.cancel()
+            how = "by a second signal" if self._asked.count > 1 else f"after {self._drain_s:.0f} s"
+            cut_off = f"{self._cut_off} were cut off {how}" if self._cut_off else "none was cut off"
+            log.warning("stopped: %d requests have finished, %s", calls - self._cut_off, cut_off)
 
     async def _end_calls(self) -> None:
         """When the patience is over every call gets a 503; what cannot even take that is left behind."""
         deadline = time.monotonic() + self._drain_s
-        while time.monotonic() < deadline and self._signals < 2:
+        while time.monotonic() < deadline and self._asked.count < 2:
             await asyncio.sleep(_POLL_S)
-        self._hub.end_all()
+        self._cut_off = self._hub.end_all()
         await asyncio.sleep(FAREWELL_S)
         for task in self.server_state.tasks:  # blocked on its client, or still waiting for its request
             task.cancel()
@@ -113,6 +128,6 @@ class Server(uvicorn.Server):
         """A signal came. Not remembered as uvicorn does: a drained server ends with status 0."""
         self._hub.draining = True
         self.should_exit = True
-        self._signals += 1
-        if self._signals > 2:
+        self._asked.came(sig)
+        if self._asked.count > 2:
             self.force_exit = True

@@ -141,6 +141,8 @@ class RunningCluster:
     model: RemoteModel
     text: str
     """One line that names the instances, and one that says what they hold."""
+    on_end: Callable[[], None]
+    """To be called when the end begins: instances that end from then on are not started again."""
 
 
 @contextmanager
@@ -167,6 +169,7 @@ def running_cluster(
         engine = _open_router(options, secret, kept)
         orders = _orders(engine_options, options, engine.address, log_level)
         supervisor = Supervisor(orders, secret, engine.bury, kept.folder)
+        engine.children = supervisor.stats
         try:
             _check_memory(engine_options, len(orders) - len(supervisor.living))
             supervisor.start()
@@ -176,7 +179,7 @@ def running_cluster(
             infos = _wait_until_ready(engine, supervisor, options, say)
             model = _model_of(infos, folder)
             supervisor.settle()
-            yield RunningCluster(engine, model, _describe(infos, options, engine_options, model))
+            yield RunningCluster(engine, model, _describe(infos, options, engine_options, model), supervisor.retire)
         finally:
             supervisor.close()
             engine.close()

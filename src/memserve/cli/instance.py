@@ -21,6 +21,7 @@ from memserve.cli.logs import set_up_logging
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.links.devices import own_address
+from memserve.runtime.signals import ignore_terminal
 from memserve.types import Role
 
 if TYPE_CHECKING:
@@ -48,11 +49,11 @@ def instance(
     cluster_secret_file: credentials.ClusterSecretFile = None,
     link: opt.Link = "auto",
     engine: opt.EngineFlags,
-    drain_s: Annotated[float, typer.Option(min=0, help="How long it may finish what it has after SIGTERM.")] = 20.0,
+    drain_s: Annotated[float, typer.Option(min=0, help="How long it may go on after SIGTERM or SIGHUP.")] = 20.0,
     log_level: opt.LogLevel = "warning",
     supervised: Annotated[bool, typer.Option(hidden=True, help="It is a child of `memserve serve`.")] = False,
 ) -> None:
-    """Run one instance of a cluster: it joins a router, serves it, and leaves on SIGTERM."""
+    """Run one instance of a cluster: it joins a router, serves it, and leaves on SIGTERM, SIGHUP or Ctrl-C."""
     engine_options = engine.options()
     if supervised:
         _run_supervised(engine_options, join, role, name or role.value, link, log_level)
@@ -63,7 +64,9 @@ def instance(
     typer.echo(f"loading {engine_options.model} ...", err=True)
     from memserve.runtime.instance_host import run_instance
 
-    run_instance(engine_options, place, lambda: _say_ready(place, started))
+    run_instance(
+        engine_options, place, lambda: _say_ready(place, started), say=lambda line: typer.echo(line, err=True)
+    )
     _end_at_once()
 
 
@@ -73,6 +76,7 @@ def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: 
     os.dup2(2, 1)  # whatever a library prints must not be taken for them
     greeting = json.loads(sys.stdin.readline())
     try:
+        ignore_terminal()
         from memserve.runtime.instance_host import MemberOptions, die_with, run_instance
 
         outlive = Path(greeting["folder"]) if "folder" in greeting else None
@@ -80,7 +84,7 @@ def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: 
             die_with(greeting["parent_pid"])
         set_up_logging(log_level, name)
         here, _ = opt.split_address(join, "--join")  # the router's host is this one
-        place = MemberOptions(role, name, (join,), greeting["secret"], here, link=link)
+        place = MemberOptions(role, name, (join,), greeting["secret"], here, link=link, is_supervised=True)
         run_instance(engine_options, place, lambda: None, outlive=outlive)
         _end_at_once()
     except UserError as error:

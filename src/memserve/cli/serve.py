@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
+import logging
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,12 +22,15 @@ from memserve.cli.logs import set_up_logging
 from memserve.config import DEFAULT_MAX_TOKENS, AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.meta_open import metadata_place
+from memserve.runtime.signals import EndAsked, on_ending_signals, signals_raise
 from memserve.types import Admission, Caching
 
 if TYPE_CHECKING:
     from memserve.api.served import ServingEngine
     from memserve.model.loading.card import RemoteModel
     from memserve.model.loading.loader import LoadedModel
+
+log = logging.getLogger(__name__)
 
 CLUSTER = ClusterConfig()
 ENGINE_CLOSE_S = 5.0
@@ -63,7 +66,7 @@ def serve(
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
     metrics_key: credentials.MetricsKey = None,
-    drain_s: Annotated[float, typer.Option(min=0, help="How long streams may go on after SIGTERM.")] = 20.0,
+    drain_s: Annotated[float, typer.Option(min=0, help="How long streams may go on after SIGTERM or SIGHUP.")] = 20.0,
     edge: opt.EdgeFlags,
     log_level: opt.LogLevel = "warning",
     prefill: opt.Count = None,
@@ -129,11 +132,14 @@ def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: Cluste
 
     KeyRing(http.api_keys)  # refuses malformed keys
     KeyRing(() if http.metrics_key is None else (http.metrics_key,))
-    with bind(http.host, http.port) as listener:
-        typer.echo(f"loading {engine_options.model} ...", err=True)
-        backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
-        with backend as served:
-            _serve_until_signal(served, engine_options.model, listener, http, started)
+    try:
+        with signals_raise(), bind(http.host, http.port) as listener:
+            typer.echo(f"loading {engine_options.model} ...", err=True)
+            backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
+            with backend as served:
+                _serve_until_signal(served, engine_options.model, listener, http, started)
+    except EndAsked as asked:
+        log.warning("%s: stopped before it was ready", asked.signal_name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,6 +150,8 @@ class _Served:
     model: LoadedModel | RemoteModel
     text: str = ""
     """A line about it, for the person who started it."""
+    on_end: Callable[[], None] = lambda: None
+    """Called when the server begins to end."""
 
 
 def _say(line: str) -> None:
@@ -171,7 +179,7 @@ def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) ->
     if cluster.why:
         _say(cluster.why)
     with running_cluster(options, cluster, log_level, _say) as running:
-        yield _Served(running.engine, running.model, running.text)
+        yield _Served(running.engine, running.model, running.text, running.on_end)
 
 
 def _serve_until_signal(
@@ -200,9 +208,8 @@ def _serve_until_signal(
             typer.echo(served.text)
         sys.stdout.flush()
 
-    server = Server(app, drain_s=http.drain_s, log_level=http.log_level, on_ready=on_ready)
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, server.handle_exit)  # uvicorn puts back what it found: later signals must not kill the end
+    server = Server(app, drain_s=http.drain_s, log_level=http.log_level, on_ready=on_ready, on_end=served.on_end)
+    on_ending_signals(server.handle_exit)  # uvicorn puts back what it found: later signals must not kill the end
     server.run(sockets=[listener])
 
 

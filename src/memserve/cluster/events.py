@@ -5,6 +5,7 @@ The words that instances use too are in :mod:`memserve.serving`; only what a rou
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from memserve.messages import Peer
@@ -29,6 +30,15 @@ class InstanceDrained:
     """Somebody asked for the end of the instance ``name``: it finishes what it has, gets nothing new, and leaves."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceDied:
+    """The process of the instance ``name`` has ended, as its supervisor knows: no heartbeat has to be missed first."""
+
+    name: str
+    how: str
+    """``was ended by signal 9``: a sentence without its subject."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,29 @@ class Remember:
     records: tuple[AnyRecord, ...]
 
 
+class MemberChange(enum.Enum):
+    """What happened to a member, or to a process that wanted to be one."""
+
+    JOINED = "joined"
+    RETURNED = "returned"  # a member of the last router, or a new incarnation of one that was a member here
+    LEFT = "left"
+    DIED = "died"
+    REFUSED = "refused"  # asked to join, and may not
+    EXPELLED = "expelled"  # took itself for a member
+
+
+@dataclass(frozen=True, slots=True)
+class ReportMember:
+    """Tell operators of ``peer``. Nothing depends on this action."""
+
+    change: MemberChange
+    peer: Peer
+    address: str
+    """Of its mailbox; empty: not known."""
+    why: str = ""
+    """The reason, as a sentence without subject or a noun phrase; empty: the change says it all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """Make ``records`` durable, in order, when it is convenient: nothing depends on them."""
@@ -75,12 +108,13 @@ ClusterEvent = (
     | ClockTicked
     | MessageArrived
     | InstanceDrained
+    | InstanceDied
     | PrefixPinned
     | PrefixUnpinned
     | CostsMeasured
     | StateRecovered
 )
-ClusterAction = Send | EmitTokens | RejectRequest | Remember | Note
+ClusterAction = Send | EmitTokens | RejectRequest | Remember | Note | ReportMember
 
 __all__ = [
     "ClockTicked",
@@ -88,13 +122,16 @@ __all__ = [
     "ClusterEvent",
     "CostsMeasured",
     "EmitTokens",
+    "InstanceDied",
     "InstanceDrained",
+    "MemberChange",
     "MessageArrived",
     "Note",
     "PrefixPinned",
     "PrefixUnpinned",
     "RejectRequest",
     "Remember",
+    "ReportMember",
     "RequestArrived",
     "RequestCancelled",
     "Send",

@@ -23,6 +23,7 @@ from memserve.cluster.events import (
     ClusterAction,
     ClusterEvent,
     CostsMeasured,
+    InstanceDied,
     InstanceDrained,
     MessageArrived,
     PrefixPinned,
@@ -130,6 +131,10 @@ class Cluster:
             member = self._registry.named(event.name)
             if member is not None:
                 self._membership.drain(member)
+        elif isinstance(event, InstanceDied):
+            member = self._registry.named(event.name)
+            if member is not None:
+                self._membership.gone(member, f"its process {event.how}", now, died=True)
         elif isinstance(event, PrefixPinned):
             self._handles.pin(event, now)
         elif isinstance(event, PrefixUnpinned):

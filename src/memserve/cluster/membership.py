@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memserve.cluster.events import MemberChange
 from memserve.cluster.handles import Handles
 from memserve.cluster.lifecycle import Lifecycle
 from memserve.cluster.loads import LoadTable
@@ -69,7 +70,7 @@ class Membership:
         """A new member, or one that has not heard that it is one."""
         info = message.info
         if info.peer != sender:
-            self._refuse(sender, f"it speaks for {info.peer.name!r}")
+            self._refuse(sender, info.address, f"it speaks for {info.peer.name!r}")
             return
         known = self._registry.get(sender)
         if known is not None:
@@ -82,7 +83,8 @@ class Membership:
         newest_dead = self._registry.newest_dead(sender.name)
         if newest_dead is not None and sender.generation <= newest_dead:
             # also one that is older only because its host's clock was set back: peers would take it for a ghost
-            self.expel(sender, "this incarnation was taken to be dead", self._registry.newest(sender.name))
+            newest = self._registry.newest(sender.name)
+            self.expel(sender, "this incarnation was taken to be dead", newest, address=info.address)
             return
         reason = self._registry.why_not(info)
         if reason is not None and all(member.state is MemberState.RECALLED for member in self._registry):
@@ -90,15 +92,16 @@ class Membership:
                 self.gone(member, "a new cluster has begun", now, died=False)
             reason = self._registry.why_not(info)
         if reason is not None:
-            self._refuse(sender, reason)
+            self._refuse(sender, info.address, reason)
             return
         older = self._registry.named(sender.name)
         if older is not None:
             self.gone(older, "it was started anew", now, died=True)
         self._enter(message, now)
 
-    def _refuse(self, sender: Peer, reason: str) -> None:
+    def _refuse(self, sender: Peer, address: str, reason: str) -> None:
         self._counters.members_refused += 1
+        self._outbox.report(MemberChange.REFUSED, sender, address, reason)
         self._outbox.send(sender, Refused(reason))
 
     def _welcome(self, member: Member) -> None:
@@ -107,7 +110,9 @@ class Membership:
 
     def _enter(self, message: Join, now: int) -> None:
         info = message.info
+        is_back = self._registry.newest_dead(info.peer.name) is not None
         member = self._register(info, now)
+        self._outbox.report(MemberChange.RETURNED if is_back else MemberChange.JOINED, info.peer, info.address)
         self._outbox.remember(MemberEntered(info, now))
         self._counters.members_joined += 1
         self._introduce(member, now)
@@ -149,6 +154,7 @@ class Membership:
         self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id)
         self._lifecycle.gate.reconsider()
         self._counters.members_readopted += 1
+        self._outbox.report(MemberChange.RETURNED, info.peer, info.address, "with the KV that it had cached")
         self._introduce(member, now)
         if member.drains:
             self.drain(member)
@@ -198,6 +204,8 @@ class Membership:
             self._counters.members_died += 1
         else:
             self._counters.members_left += 1
+        change = MemberChange.DIED if died else MemberChange.LEFT
+        self._outbox.report(change, member.peer, member.info.address, reason)
         failed = self._lifecycle.abandon_member(member)
         self._registry.leave(member)
         self._loads.leave(member.number)
@@ -219,7 +227,8 @@ class Membership:
         else:
             self.gone(member, f"nothing was heard of it for {(now - member.heard_ns) / 1e9:.1f} s", now, died=True)
 
-    def expel(self, sender: Peer, reason: str, newest: int = 0) -> None:
-        """Tell somebody who takes itself for a member that it is none."""
+    def expel(self, sender: Peer, reason: str, newest: int = 0, *, address: str = "") -> None:
+        """Tell a process that takes itself for a member that it is none. ``address``: of its mailbox, where known."""
         self._counters.expelled += 1
+        self._outbox.report(MemberChange.EXPELLED, sender, address, reason)
         self._outbox.send(sender, Expelled(reason, newest))

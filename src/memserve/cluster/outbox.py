@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memserve.cluster.events import ClusterAction, EmitTokens, Note, RejectRequest, Remember, Send
+from memserve.cluster.events import (
+    ClusterAction,
+    EmitTokens,
+    MemberChange,
+    Note,
+    RejectRequest,
+    Remember,
+    ReportMember,
+    Send,
+)
 from memserve.messages import AnyMessage, Peer
 from memserve.remembered import AnyRecord
 from memserve.types import TokenOutput
@@ -14,16 +23,17 @@ class Outbox:
     """Messages in the order in which they were written; tokens of all requests in one action before them.
 
     Between the two stands what must be durable before any of the messages leaves; behind them what may be so later.
-    Tokens promise nothing about the cluster, so they wait for no disk.
+    Tokens promise nothing about the cluster, so they wait for no disk. Reports to operators come last.
     """
 
-    __slots__ = ("_actions", "_ahead", "_later", "_outputs", "remembers")
+    __slots__ = ("_actions", "_ahead", "_later", "_outputs", "_reports", "remembers")
 
     def __init__(self, remembers: bool) -> None:
         self._actions: list[ClusterAction] = []
         self._outputs: list[TokenOutput] = []
         self._ahead: list[AnyRecord] = []
         self._later: list[AnyRecord] = []
+        self._reports: list[ReportMember] = []
         #: whether the host keeps records; else they are not even made where that costs something
         self.remembers = remembers
 
@@ -54,6 +64,10 @@ class Outbox:
         """A request that will not be run."""
         self._actions.append(RejectRequest(request_id, reason, retry_after_s, overloaded))
 
+    def report(self, change: MemberChange, peer: Peer, address: str = "", why: str = "") -> None:
+        """News of a member for operators."""
+        self._reports.append(ReportMember(change, peer, address, why))
+
     def take(self) -> list[ClusterAction]:
         """Everything since the last time."""
         actions, self._actions = self._actions, []
@@ -66,4 +80,6 @@ class Outbox:
         if self._outputs:
             actions.insert(0, EmitTokens(self._outputs))
             self._outputs = []
+        actions += self._reports
+        self._reports.clear()
         return actions

@@ -6,22 +6,32 @@ import ctypes
 import itertools
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from memserve.config import EngineOptions
+from memserve.errors import UserError
 from memserve.messages import Peer, PeerInfo
 from memserve.runtime.build import Parts, build_parts
 from memserve.runtime.links.data import open_data_port
+from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.memory import objects_that_stay
 from memserve.runtime.meta_children import end_when_orphaned
+from memserve.runtime.signals import Askings, on_ending_signals
 from memserve.types import Role
 
 JOIN_TIMEOUT_S = 30.0
 """How long the router may take to answer, once the model is loaded."""
+
+WAITING_TOLD_S = (1.0, 2.0, 4.0, 8.0)
+"""Until it is said again what an instance waits for."""
+
+KNOCK_S = 1.0
+"""How long it may take to find that out."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -45,13 +55,21 @@ class MemberOptions:
     """How KV moves: ``auto``, ``shm`` or ``nixl``."""
     drain_s: float = 0.0
     """How long it may finish what it has when it is told to end; what is left then goes on elsewhere."""
+    is_supervised: bool = False
+    """A ``memserve serve`` on this host has started it, and ends it."""
 
 
 def run_instance(
-    options: EngineOptions, place: MemberOptions, on_ready: Callable[[], None], *, outlive: Path | None = None
+    options: EngineOptions,
+    place: MemberOptions,
+    on_ready: Callable[[], None],
+    *,
+    outlive: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Run one instance until it is drained, expelled for good or signalled; ``on_ready`` is called when it has joined.
-    ``outlive``: the state folder of a router that it waits for when that is killed.
+    """Run one instance until it is drained, expelled for good or signalled; ``on_ready`` is called when it has joined,
+    ``say`` with what it waits for until then. ``outlive``: the state folder of a router that it waits for when that is
+    killed.
 
     Raises :class:`UserError` when the model cannot be served, no router answers, or the router refuses it.
     """
@@ -63,16 +81,66 @@ def run_instance(
         parts = build_parts(options, me=me, role=place.role)
     member = _open_member(parts, place, me)
     members.append(member)
-    patience_s = itertools.chain([place.drain_s], itertools.repeat(0.0))  # a second signal is meant
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, lambda *_: member.drain(next(patience_s)))
+    asked = Askings()
+
+    def end(sig: int, _frame: object) -> None:
+        if asked.came(sig):  # the first time with patience; a second signal is meant
+            member.drain(place.drain_s if asked.count == 1 else 0.0, asked.names[-1])
+
+    if place.is_supervised:  # its supervisor ends it: a closed terminal, or Ctrl-C, lets streams drain first
+        signal.signal(signal.SIGTERM, end)
+    else:
+        on_ending_signals(end)
     try:
         member.start()
-        member.wait_joined(JOIN_TIMEOUT_S)
-        on_ready()
-        member.wait()
+        if wait_joined(member, place, say):
+            on_ready()
+            member.wait()
+        elif asked.names:
+            say(f"ended by {asked.names[0]} before it was a member")
     finally:
         member.close()
+
+
+def wait_joined(member: Member, place: MemberOptions, say: Callable[[str], None]) -> bool:
+    """Wait until ``member`` is one, and say what it waits for: after a second, then at growing intervals. ``False``:
+    the end was asked for.
+
+    Raises :class:`UserError` when the router refuses it, or none has answered within ``JOIN_TIMEOUT_S``.
+    """
+    started = time.monotonic()
+    for pause_s in itertools.chain(WAITING_TOLD_S, itertools.repeat(WAITING_TOLD_S[-1])):
+        left_s = JOIN_TIMEOUT_S - (time.monotonic() - started)
+        if member.wait_joined(max(0.0, min(pause_s, left_s))):
+            return True
+        if member.ended:
+            return False
+        found = {address: knock(address, place.secret, KNOCK_S) for address in place.join}
+        if left_s <= pause_s:
+            raise _no_router(found)
+        for address, answer in found.items():
+            say(_waiting_for(address, answer))
+    raise AssertionError("unreachable: the pauses do not end")
+
+
+def _waiting_for(address: str, answer: Knock) -> str:
+    place = address.removeprefix("tcp://")
+    match answer:
+        case Knock.SILENT:
+            return f"waiting for a router at {place}: nothing answers there"
+        case Knock.TURNED_AWAY:
+            return f"waiting for a router at {place}: what listens there refuses the secret"
+        case Knock.LET_IN:
+            return f"waiting for the router at {place} to answer: it takes the secret"
+
+
+def _no_router(found: Mapping[str, Knock]) -> UserError:
+    places = ", ".join(address.removeprefix("tcp://") for address in found)
+    if Knock.TURNED_AWAY in found.values():
+        hint = "give the file that `memserve serve --cluster-secret-file` was given, and its --cluster-port"
+        return UserError(f"the router at {places} refuses the secret", hint=hint, param="join")
+    hint = "is `memserve serve --cluster-port` running there, and can this host reach it?"
+    return UserError(f"no router answers at {places}", hint=hint, param="join")
 
 
 def die_with(parent_pid: int) -> None:

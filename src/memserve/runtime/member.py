@@ -71,6 +71,8 @@ class _Drain:
     """An order for the member's thread: somebody here wants the end."""
 
     patience_s: float
+    why: str
+    """For the log; empty: nothing is logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +142,19 @@ class Member:
         self._mailbox.connect(_ANY_ROUTER, self._doors.address)
         self._thread.start()
 
-    def wait_joined(self, timeout_s: float) -> None:
-        """Wait for the first welcome. Raises :class:`UserError` when there is none, or the router refuses us."""
+    def wait_joined(self, timeout_s: float) -> bool:
+        """Wait until the router has welcomed us; ``False``: it has not, or the end was asked for meanwhile.
+
+        Raises :class:`UserError` when the router refuses us."""
         self._joined.wait(timeout_s)
         if self._failure is not None:
             raise self._failure
-        if not self._joined.is_set():
-            hint = "is `memserve serve` running there, and was it given the same cluster secret?"
-            raise UserError(f"no router answers at {self._doors}", hint=hint, param="join")
+        return self._joined.is_set() and not self._ended.is_set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has left, or broke."""
+        return self._ended.is_set()
 
     def wait(self) -> None:
         """Wait for the end: drained, told to leave, or broken. Raises :class:`UserError` when it was not in order."""
@@ -156,10 +163,10 @@ class Member:
         if self._failure is not None:
             raise self._failure
 
-    def drain(self, patience_s: float) -> None:
+    def drain(self, patience_s: float, why: str = "") -> None:
         """Take nothing new, finish what is here, then leave; for ``patience_s`` at most. May be called from a signal's
-        handler, and again with less patience."""
-        self._orders.put(_Drain(patience_s))
+        handler, and again with less patience. ``why``: for the log."""
+        self._orders.put(_Drain(patience_s, why))
 
     def leave(self) -> None:
         """Say good-bye and end; others take over what runs here."""
@@ -305,7 +312,8 @@ class Member:
             except queue.Empty:
                 return
             match order:
-                case _Drain(patience_s):
+                case _Drain(patience_s, why):
+                    self._log_drain(patience_s, why)
                     self._leave_at = time.monotonic() + patience_s
                     self._tell_router(Drain())
                     if not patience_s or self._router is None:
@@ -321,6 +329,14 @@ class Member:
                 case _Recalled():
                     self._answer_recall(order)
                     return
+
+    def _log_drain(self, patience_s: float, why: str) -> None:
+        if not why or self._router is None:
+            return
+        load, _ = self._reading()
+        running, waiting = load.sequences_running, load.requests_waiting
+        story = "%s: instance %s leaves; %d sequences run and %d requests wait here, and have %.0f s to finish"
+        log.warning(story, why, self.me.name, running, waiting, patience_s)
 
     def _say_goodbye(self) -> None:
         self._tell_router(Leave())

@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 
 from memserve.messages import Peer
-from memserve.runtime.meta_state import is_locked, write_private
+from memserve.runtime.meta_state import OUT_OF_RESOURCES, is_locked, write_private
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +43,10 @@ class AdoptedProcess:
 
     def poll(self) -> int | None:
         """``None`` while it runs; its real status is not ours to know."""
-        if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
-            self.returncode = 0
+        self._wait(0.0)
         return self.returncode
 
-    def communicate(self, _greeting: str) -> tuple[str, None]:
+    def communicate(self, _greeting: str | None, _timeout_s: float | None = None) -> tuple[str, None]:
         """Wait for its end. Its words went to a pipe that nobody reads any more."""
         self._wait(None)
         return "", None
@@ -67,7 +66,11 @@ class AdoptedProcess:
         os.close(self._pidfd)
 
     def _wait(self, timeout_s: float | None) -> None:
-        if self.returncode is None and select.select([self._pidfd], [], [], timeout_s)[0]:
+        if self.returncode is not None:
+            return
+        poll = select.poll()  # select() knows no descriptor above 1023
+        poll.register(self._pidfd, select.POLLIN)
+        if poll.poll(None if timeout_s is None else timeout_s * 1000):
             self.returncode = 0
 
 
@@ -143,7 +146,9 @@ class ChildrenFile:
             return None
         try:
             pidfd = os.pidfd_open(known.pid)
-        except OSError:
+        except OSError as error:
+            if error.errno in OUT_OF_RESOURCES:
+                raise  # it may live: taken for dead, a second one of its name would be started
             return None
         if _start_of(known.pid) == known.started:  # asked behind the pidfd: it is the one that we hold
             return AdoptedProcess(known.pid, pidfd)
@@ -192,7 +197,9 @@ def _start_of(pid: int) -> int | None:
     """When it began, in the kernel's ticks; ``None``: there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError) as error:
+        if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
+            raise
         return None
 
 

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from memserve.cluster.events import ClusterAction, Note, Remember, Send
+from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember, Send
 from memserve.messages import Peer
 from memserve.runtime.meta_keeper import MetaKeeper
 
@@ -42,6 +42,8 @@ class MetaGate:
                 is_behind = True
                 self._asked += 1
                 self._keep(action, self._asked)
+            elif isinstance(action, ReportMember):
+                self._perform(action)  # operators hear of it whatever the disk does
             elif is_behind or (isinstance(action, Send) and action.to in self._held_for):
                 self._hold(action)
             else:

@@ -48,6 +48,18 @@ class _Item:
     then: OnKept | None
 
 
+@dataclass(frozen=True, slots=True)
+class Durability:
+    """How safe is what a router must remember."""
+
+    is_kept: bool = False
+    """Records reach the medium. ``False``: there is none, or it fails; a router that is killed now forgets."""
+    lag_ns: int = 0
+    """Age of the oldest record that is not durable yet. 0: all are."""
+    failures: int = 0
+    """Writes and syncs that failed since the start."""
+
+
 class MetaKeeper:
     """Keeps records on a medium. Thread-safe; nothing but :meth:`close` blocks."""
 
@@ -73,6 +85,11 @@ class MetaKeeper:
             log.warning("the last write to the metadata did not get through: %d bytes dropped", self._store.torn_bytes)
         self.remembered: Remembered = self._store.book.remembered(self.clock_offset_ns)
         """What the last router knew."""
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()
+        self._unsafe_since_ns: int | None = None
+        """When the oldest record came that is not durable; ``None``: all are."""
+        self._failures = 0
         self._inbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._wall_ns = wall_ns
         self._synced_s = self._repair_s = time.monotonic()
@@ -82,11 +99,18 @@ class MetaKeeper:
 
     def keep(self, records: Sequence[AnyRecord], then: OnKept) -> None:
         """Make ``records`` durable, then call ``then``."""
-        self._inbox.put(_Item(records, then))
+        self._put(_Item(records, then))
 
     def note(self, records: Sequence[AnyRecord]) -> None:
         """Make ``records`` durable some time."""
-        self._inbox.put(_Item(records, None))
+        self._put(_Item(records, None))
+
+    def durability(self) -> Durability:
+        """How safe the records are now. Any thread may ask."""
+        with self._lock:
+            since_ns = self._unsafe_since_ns
+        lag_ns = self._clock_ns() - since_ns if since_ns is not None else 0
+        return Durability(self._thread.is_alive() and not self._store.is_broken, lag_ns, self._failures)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is left, and end."""
@@ -94,6 +118,12 @@ class MetaKeeper:
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
             self._store.close()
+
+    def _put(self, item: _Item) -> None:
+        with self._lock:
+            if self._unsafe_since_ns is None:
+                self._unsafe_since_ns = self._clock_ns()
+        self._inbox.put(item)
 
     # -- the thread
 
@@ -136,7 +166,12 @@ class MetaKeeper:
 
     def _sync(self) -> bool:
         self._synced_s = time.monotonic()
-        return not self._store.is_broken and self._attempt(self._store.sync)
+        began_ns, was_all = self._clock_ns(), self._inbox.empty()
+        durable = not self._store.is_broken and self._attempt(self._store.sync)
+        with self._lock:
+            if durable and self._unsafe_since_ns is not None:
+                self._unsafe_since_ns = None if was_all and self._inbox.empty() else began_ns
+        return durable
 
     def _erase(self, patience_s: float) -> None:
         """Replace a journal that has held deleted text for ``patience_s``. One that is broken is replaced anyway."""
@@ -161,5 +196,6 @@ class MetaKeeper:
         except Exception:
             log.exception("the metadata is not kept until further notice")
             self._store.is_broken = True
+        self._failures += 1
         self._repair_s = time.monotonic() + REPAIR_S
         return False

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -23,6 +24,8 @@ from memserve.errors import UserError
 log = logging.getLogger(__name__)
 
 LOCK, SECRET = "lock", "secret"
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""Errors that say nothing about the thing that was asked for, only that this process may not ask now."""
 _OURS = {LOCK, SECRET, "secret.new", "journal", "journal.new", "children.json", "children.new"}
 _SECRET_HINT = "restore it, or remove it: instances that still run do not know the new one, and end by themselves"
 _FLOCK = Struct("hhqqi4x")
@@ -101,11 +104,12 @@ def default_folder(port: int) -> Path:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether some other process has this folder open right now. Asks the kernel and takes nothing."""
+    """Whether some other process has this folder open right now, or that cannot be found out for lack of descriptors
+    or memory. Asks the kernel and takes nothing."""
     try:
         fd = os.open(folder / LOCK, os.O_RDWR)
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in OUT_OF_RESOURCES
     try:
         asked = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         return bool(_FLOCK.unpack(asked)[0] != fcntl.F_UNLCK)

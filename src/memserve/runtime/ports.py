@@ -9,6 +9,7 @@ from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
 from memserve.mempool.jobs import PageJob, PagesPulled, PagesSealed
 from memserve.messages import AnyMessage, Peer, PeerInfo
+from memserve.runtime.links.outbox import MailboxCounters
 
 OnLayer = Callable[[int, int], None]
 """``(step_id, layer)``: K and V of the layer are written for all rows of the plan. Called from the device's thread."""
@@ -37,6 +38,10 @@ class Mailbox(Protocol):
     @property
     def address(self) -> str:
         """Where others reach it, ``tcp://host:port``."""
+
+    @property
+    def counters(self) -> MailboxCounters:
+        """What became of letters so far: a copy."""
 
     def connect(self, peer: Peer, address: str) -> None:
         """From now on ``send`` knows where ``peer`` is. An older generation of the same name is forgotten."""

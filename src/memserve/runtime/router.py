@@ -11,18 +11,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from memserve.cluster.events import (
     CostsMeasured,
     EmitTokens,
+    InstanceDied,
     InstanceDrained,
     MessageArrived,
     PrefixPinned,
     PrefixUnpinned,
     RejectRequest,
+    ReportMember,
     RequestArrived,
     RequestCancelled,
     Send,
@@ -32,16 +35,18 @@ from memserve.cluster.events import (
 from memserve.cluster.machine import Cluster
 from memserve.cluster.report import InstanceView, RouteStory
 from memserve.errors import UserError
-from memserve.messages import AnyMessage, Join, Leave, Peer, PeerInfo, Welcome
+from memserve.messages import AnyMessage, Join, Peer, PeerInfo, Welcome
 from memserve.model.loading.card import ModelCard
 from memserve.policy.costs import CostModel
 from memserve.remembered import DocumentDropped, DocumentPut
 from memserve.runtime.clients import Clients, Sink
 from memserve.runtime.loop import MachineLoop
+from memserve.runtime.member_log import MemberLog
 from memserve.runtime.meta_gate import MetaGate
-from memserve.runtime.meta_keeper import MetaKeeper
+from memserve.runtime.meta_keeper import Durability, MetaKeeper
 from memserve.runtime.ports import Mailbox, OnMessage
 from memserve.runtime.stats import RouterStats
+from memserve.runtime.supervisor import ChildStats
 from memserve.types import Request, TokenArray
 
 log = logging.getLogger(__name__)
@@ -71,6 +76,9 @@ class RouterEngine:
         self._look_again_s = 0.0
         self._lines: dict[Peer, None] = {}  # all and only those whom the mailbox knows
         self._handle_ns = 0
+        self._log = MemberLog()
+        self.children: Callable[[], Mapping[str, ChildStats]] = dict
+        """Asked for what became of the processes of instances, by name; none runs under this router by default."""
         self._closed = False
         self._keeper = keeper
         self._is_listening = keeper is None  # before the machine has recovered, members would be strangers to it
@@ -116,7 +124,9 @@ class RouterEngine:
 
         Raises ``TimeoutError`` when the router is stuck, :class:`EngineStopped` when it has ended: that one at once.
         """
-        return self._loop.ask(lambda: RouterStats.of(self._machine.stats(), self._machine.instances(), self._handle_ns))
+        told = self._loop.ask(lambda: RouterStats.of(self._machine.stats(), self._machine.instances(), self._handle_ns))
+        durability = self._keeper.durability() if self._keeper is not None else Durability()
+        return replace(told, children=self.children(), letters=self._mailbox.counters, metadata=durability)
 
     @property
     def outstanding(self) -> int:
@@ -159,12 +169,10 @@ class RouterEngine:
         """Ask a member to finish what it has and to leave."""
         self._loop.post(InstanceDrained(name))
 
-    def bury(self, name: str) -> None:
+    def bury(self, name: str, how: str) -> None:
         """The process of a member has ended, as its keeper knows: what ran there goes on elsewhere at once, without
-        the wait for heartbeats that do not come."""
-        info = self.members().get(name)
-        if info is not None:
-            self._loop.post(MessageArrived(info.peer, Leave()))
+        the wait for heartbeats that do not come. ``how`` it ended: ``was ended by signal 9``."""
+        self._loop.post(InstanceDied(name, how))
 
     # -- what clients were promised
 
@@ -224,6 +232,8 @@ class RouterEngine:
                 self._mailbox.send(to, message)
             case RejectRequest(request_id, reason, retry_after_s, overloaded):
                 self._clients.reject(request_id, reason, retry_after_s, overloaded)
+            case ReportMember():
+                self._log.say(action)
 
     def _follow_members(self, event: MessageArrived, actions: list[Any]) -> None:
         """Lines follow membership: whoever is welcome can be spoken to from now on."""

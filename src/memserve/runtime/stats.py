@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from statistics import median
@@ -14,7 +14,10 @@ import msgspec
 
 from memserve.cluster.report import ClusterStats, InstanceView
 from memserve.instance.stats import InstanceStats
+from memserve.runtime.links.outbox import MailboxCounters
 from memserve.runtime.memory import resident_bytes
+from memserve.runtime.meta_keeper import Durability
+from memserve.runtime.supervisor import ChildStats
 
 WINDOW_STEPS = 512
 """Steps over which medians are taken."""
@@ -110,6 +113,10 @@ class RouterStats(EngineStats):
     router_ns: int = 0
     """Time the cluster machine took to think, in total."""
     members: tuple[MemberStats, ...] = ()
+    children: Mapping[str, ChildStats] = field(default_factory=dict)
+    """Name -> what became of the process, for the instances that this host runs."""
+    letters: MailboxCounters = field(default_factory=MailboxCounters)
+    metadata: Durability = field(default_factory=Durability)
 
     @classmethod
     def of(cls, cluster: ClusterStats, views: Sequence[InstanceView], router_ns: int) -> RouterStats:

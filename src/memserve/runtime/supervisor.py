@@ -7,6 +7,7 @@ folder: then they wait for the next supervisor, which takes them over (:mod:`mem
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -26,13 +27,19 @@ from memserve.types import Role
 log = logging.getLogger(__name__)
 
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Pauses before the first, second, ... restart in a row."""
+"""Pauses before the first, second, ... attempt in a row; every later attempt waits as long as the last one listed."""
 
 HEALTHY_S = 60.0
 """A child that lived for so long was well: the next pause is the first one again."""
 
 TERMINATE_S = 5.0
 """How long a child may take to say good-bye before it is killed."""
+
+KILL_S = 10.0
+"""How long the kernel may take to end a killed child; then the child is named in the log and left behind."""
+
+RECORD_S = 5.0
+"""Between two attempts to write a child down in the state folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,19 @@ class ChildOrder:
         return [*start, "--supervised", *self.flags]
 
 
+@dataclass(frozen=True, slots=True)
+class ChildStats:
+    """Totals of one child since the start of its supervisor."""
+
+    is_running: bool
+    restarts: int
+    """Times that the child's process was started again after its end."""
+    deaths: int
+    """Times that the child's process ended by accident."""
+    spawn_failures: int
+    """Attempts to start the child's process that failed: no descriptors, no memory, no executable."""
+
+
 class _Child:
     """One order and the process that fulfils it at present."""
 
@@ -58,18 +78,34 @@ class _Child:
         self.order = order
         self.process: subprocess.Popen[str] | AdoptedProcess | None = None
         self.thread: threading.Thread | None = None
-        self.restarts = 0
+        self.lives = 0
+        self.deaths = 0
+        self.spawn_failures = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process runs."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def restarts(self) -> int:
+        """How often its process was started again."""
+        return max(0, self.lives - 1)
 
 
 class Supervisor:
     """Starts children, restarts those that die, ends them all."""
 
     def __init__(
-        self, orders: Sequence[ChildOrder], secret: str, on_death: Callable[[str], None], folder: Path | None = None
+        self,
+        orders: Sequence[ChildOrder],
+        secret: str,
+        on_death: Callable[[str, str], None],
+        folder: Path | None = None,
     ) -> None:
         """``secret`` goes to each child through a pipe: neither command lines nor environments show it. ``on_death``
-        is called with the name of a child that has ended by accident, from its thread. ``folder``: where it is written
-        down who was started; they outlive this process then, unless it ends in good order."""
+        is called with the name of a child that has ended, and how it ended, from the child's thread. ``folder``: where
+        started children are written down; they outlive this process then, unless it ends in good order."""
         self._on_death = on_death
         self._children = [_Child(order) for order in orders]
         self._file = ChildrenFile(folder) if folder is not None else None
@@ -78,6 +114,7 @@ class Supervisor:
         self._environment = dict(os.environ)
         if len(orders) > 1:  # they share cores: a worker of one that spins between steps takes them from another
             self._environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        self._retiring = threading.Event()
         self._closing = threading.Event()
         self._settled = False  # all have been ready: from now on deaths are accidents
         self._failure: UserError | None = None
@@ -119,14 +156,21 @@ class Supervisor:
         running = ((child.order.name, child.process) for child in self._children)
         return {name: process.pid for name, process in running if process is not None and process.poll() is None}
 
-    @property
-    def restarts(self) -> int:
-        """How often a child was started again."""
-        return sum(child.restarts for child in self._children)
+    def stats(self) -> dict[str, ChildStats]:
+        """Name -> totals of all children. Any thread may ask."""
+        return {
+            child.order.name: ChildStats(child.is_running, child.restarts, child.deaths, child.spawn_failures)
+            for child in self._children
+        }
+
+    def retire(self) -> None:
+        """A child that ends from now on is not started again: the whole cluster is about to end."""
+        self._retiring.set()
 
     def close(self) -> None:
         """End all children, gently at first."""
         with self._lock:
+            self._retiring.set()
             self._closing.set()
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + TERMINATE_S
@@ -134,9 +178,13 @@ class Supervisor:
             if child.thread is not None:
                 child.thread.join(max(0.0, deadline - time.monotonic()))
         self._signal(signal.SIGKILL)
+        deadline = time.monotonic() + KILL_S
         for child in self._children:
             if child.thread is not None:
-                child.thread.join()
+                child.thread.join(max(0.0, deadline - time.monotonic()))
+            if child.is_running:
+                name, pid = child.order.name, child.process.pid if child.process is not None else 0
+                log.error("instance %s (process %d) does not end, not even killed: it is left behind", name, pid)
 
     def _signal(self, sig: signal.Signals) -> None:
         for child in self._children:
@@ -146,23 +194,46 @@ class Supervisor:
     # -- a thread for each child
 
     def _tend(self, child: _Child) -> None:
+        """Life after life, until the supervisor closes. No failure of a spawn, or of what is told of it, ends this
+        thread: a child without it would never be started again."""
         failures = 0
-        while (process := self._spawn(child)) is not None:
+        while not self._retiring.is_set():
             started = time.monotonic()
-            said, _ = process.communicate(self._greeting)
-            if self._closing.is_set():
+            try:
+                story = self._live(child)
+            except Exception as error:  # also what no line of this module expects
+                story = UserError(f"instance {child.order.name} cannot be looked after: {error!r}")
+                self._end(child)
+            if story is None or self._retiring.is_set():
                 return
-            story = _story(child.order.name, process.returncode or 0, said)
             if not self._settled:
                 self._failure = self._failure or story
                 return
-            self._on_death(child.order.name)
             failures = 0 if time.monotonic() - started > HEALTHY_S else failures + 1
             pause_s = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
-            log.warning("%s; it is started again in %.1f s", story.message, pause_s)
-            if self._closing.wait(pause_s):
-                return
-            child.restarts += 1
+            log.warning("%s; the next attempt to start it is in %.1f s", story.message, pause_s)
+            self._retiring.wait(pause_s)
+
+    def _live(self, child: _Child) -> UserError | None:
+        """One life of ``child``: why it ended, or why it could not begin. ``None``: the supervisor closes."""
+        name = child.order.name
+        try:
+            process = self._spawn(child)
+        except Exception as error:  # OSError: descriptors, memory, executable; others: bugs, which stop no instance
+            child.spawn_failures += 1
+            cause = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+            return UserError(f"instance {name} cannot be started: {cause}", hint=_SPAWN_HINT)
+        if process is None:
+            return None
+        child.lives += 1
+        said = self._until_the_end(child, process)
+        if self._closing.is_set():
+            return None
+        how = _how(process)
+        if self._settled:  # else the whole start fails
+            child.deaths += 1
+            self._on_death(name, how)
+        return _story(name, how, said)
 
     def _spawn(self, child: _Child) -> subprocess.Popen[str] | AdoptedProcess | None:
         with self._lock:
@@ -172,24 +243,64 @@ class Supervisor:
                 child.process = self._file.adopt(child.order.name, child.order.command)
                 if child.process is not None:
                     return child.process
+                self._on_death(child.order.name, _REPLACED)  # else its shadow might keep the new one out
             child.process = subprocess.Popen(
                 child.order.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 env=self._environment,
                 process_group=0,  # Ctrl-C is for us: streams drain before their instances end
             )
-            if self._file is not None:
-                self._file.started(child.order.name, child.process.pid, child.order.command)
             return child.process
 
+    def _until_the_end(self, child: _Child, process: subprocess.Popen[str] | AdoptedProcess) -> str:
+        """Greet the process and wait for its end; its last words. While it cannot be written down, try again."""
+        greeting: str | None = self._greeting
+        while True:
+            patience_s = None if self._is_written_down(child, process) else RECORD_S
+            try:
+                said, _ = process.communicate(greeting, patience_s)
+                return said
+            except subprocess.TimeoutExpired:
+                greeting = None  # it was sent
 
-def _story(name: str, status: int, said: str) -> UserError:
+    def _is_written_down(self, child: _Child, process: subprocess.Popen[str] | AdoptedProcess) -> bool:
+        """Write a new child down; ``False``: impossible at present (disk full, no descriptors)."""
+        if self._file is None or isinstance(process, AdoptedProcess):
+            return True
+        try:
+            self._file.started(child.order.name, process.pid, child.order.command)
+            return True
+        except OSError as error:
+            log.warning("instance %s is not written down in the state folder: %s", child.order.name, error)
+            return False
+
+    def _end(self, child: _Child) -> None:
+        """Two processes of one name would expel each other: the last one ends before the next begins."""
+        with contextlib.suppress(Exception):
+            if child.process is not None and child.is_running:
+                child.process.send_signal(signal.SIGKILL)
+                child.process.communicate(None, KILL_S)
+
+
+_REPLACED = "was left by an earlier router and is of no use to this one"
+_SPAWN_HINT = "see ulimit -n and ulimit -u, and the free memory; is this Python still installed?"
+
+
+def _how(process: subprocess.Popen[str] | AdoptedProcess) -> str:
+    """How a process ended, as a sentence without subject."""
+    status = process.returncode or 0
+    if isinstance(process, AdoptedProcess):
+        return "ended (its status went to an earlier router)"
+    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+def _story(name: str, how: str, said: str) -> UserError:
     """Why a child ended: in its own words where it found any."""
     try:
         words = json.loads(said)
         return UserError(f"instance {name}: {words['error']}", hint=words.get("hint"))
     except (ValueError, TypeError, KeyError):
-        how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         return UserError(f"instance {name} {how}", hint="its messages above may say why")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from memserve.cluster.events import ClusterAction
+from memserve.cluster.events import ClusterAction, ReportMember
 from memserve.cluster.machine import Cluster
 from memserve.errors import check
 from memserve.instance.actions import (
@@ -281,5 +281,7 @@ class RouterNode(Process):
                     self.host.emitted(output)
             case RejectRequest():
                 self.host.turned_away(action.request_id, action.reason, action.retry_after_s)
+            case ReportMember():
+                pass  # for operators
             case _:
                 check(False, f"unknown action {action!r}")

@@ -21,6 +21,7 @@ from memserve.messages import AnyMessage, Peer
 from memserve.runtime.links import wire
 from memserve.runtime.links.curve import Context, CurveKeys, Doorkeeper, Socket
 from memserve.runtime.links.outbox import MailboxCounters, Outbox, configure, new_context
+from memserve.runtime.links.strangers import Strangers
 from memserve.runtime.ports import OnMessage
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class ZmqMailbox:
         configure(self._inbox)
         keys.listen(self._inbox)
         bound_port = _bind(self._context, self._inbox, host, port)
-        self._strangers: Socket = self._inbox.get_monitor_socket(_HANDSHAKE_FAILED)
+        self._strangers = Strangers(self._inbox, bound_port)
         self.address = f"tcp://{advertise or host}:{bound_port}"
         """Where others reach it, ``tcp://host:port``."""
         self._outbox = Outbox(self._context, keys, me, self.address, self._counters)
@@ -102,14 +103,15 @@ class ZmqMailbox:
         os.close(self._stop_fd)
         self._outbox.close()
         self._inbox.disable_monitor()
-        for socket in (self._strangers, self._inbox, self._doorkeeper.socket):
+        self._strangers.close()
+        for socket in (self._inbox, self._doorkeeper.socket):
             socket.close(0)
         self._context.term()
 
     def _receive(self) -> None:
         """The thread: letters, questions at the door, strangers who failed at it, and the word to stop."""
         poller = zmq.Poller()
-        for source in (self._inbox, self._doorkeeper.socket, self._strangers, self._stop_fd):
+        for source in (self._inbox, self._doorkeeper.socket, self._strangers.monitor, self._stop_fd):
             poller.register(source, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
@@ -117,36 +119,40 @@ class ZmqMailbox:
                 return
             if self._doorkeeper.socket in ready:
                 self._doorkeeper.answer()
-            if self._strangers in ready:
-                self._strangers.recv_multipart()
-                self._counters.handshakes_failed += 1
-            if self._inbox in ready:
-                self._read_letters()
+            self._strangers.look()
+            if self._read_letters():
+                self._counters.handshakes_failed += self._strangers.judge()
 
-    def _read_letters(self) -> None:
+    def _read_letters(self) -> bool:
+        """Read what is there, but not for ever; whether that was all."""
         for _ in range(_LETTERS_A_TURN):
             try:
-                frames = self._inbox.recv_multipart(zmq.NOBLOCK)
+                frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
+                more = self._inbox.recv_multipart(zmq.NOBLOCK) if frame.more else []
             except zmq.Again:
-                return
+                return True
+            self._strangers.spoke(int(frame.get("__fd")))
             try:
-                self._read(frames)
-            except wire.WireVersionError:
+                self._read(frame.bytes, len(more))
+            except wire.WireVersionError as error:
                 self._counters.other_version += 1
-            except wire.WireError:
+                self._strangers.tell(str(frame.get("Peer-Address")), f"a letter has {error}")
+            except wire.WireError as error:
                 self._counters.malformed += 1
+                self._strangers.tell(str(frame.get("Peer-Address")), f"a letter cannot be read: {str(error)[:100]}")
+        return False
 
-    def _read(self, frames: list[bytes]) -> None:
-        if len(frames) != 1:
+    def _read(self, letter: bytes, frames_more: int) -> None:
+        if frames_more:
             raise wire.WireError("a letter has one frame")
-        envelope = wire.unseal(frames[0])
+        envelope = wire.unseal(letter)
         if envelope.receiver != self._me and envelope.receiver != Peer(self._me.name, 0):
             self._counters.misdirected += 1
         elif not self._is_new(envelope.sender, envelope.number):
             self._counters.repeated += 1
         else:
             self._outbox.heard(envelope.sender, envelope.reply_to)
-            self._deliver(envelope.sender, wire.decode(envelope.message), len(frames[0]))
+            self._deliver(envelope.sender, wire.decode(envelope.message), len(letter))
 
     def _is_new(self, sender: Peer, number: int) -> bool:
         """Whether ``number`` is higher than all that ``sender`` has sent before; remembers it."""
@@ -164,11 +170,6 @@ class ZmqMailbox:
         except Exception:
             self._counters.callback_errors += 1
             log.exception("the receiver of %s from %s failed", type(message).__name__, sender.name)
-
-
-_HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 
 
 def _bind(context: Context, inbox: Socket, host: str, port: int) -> int:
