@@ -246,9 +246,11 @@ class Snapshot:
         self._names_tenants = names_tenants
 
     def describe(self) -> list[Metric]:
+        """None in advance: a registry asks for it when a collector registers."""
         return []
 
     def collect(self) -> Iterator[Metric]:
+        """All families, with the values of this reading."""
         up = GaugeMetricFamily("memserve_engine_up", "1 while the engine answers, 0 while it does not")
         up.add_metric([], 0.0 if self._stats is None else 1.0)
         yield up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import gc
 import os
@@ -113,6 +114,9 @@ def objects_that_stay() -> Iterator[None]:
         yield
         gc.collect()
         gc.freeze()
+        # at the end the interpreter looks for garbage once more: what is frozen then would never be taken apart, and
+        # the native modules would call their objects leaked
+        atexit.register(gc.unfreeze)
     finally:
         gc.enable()
 
