@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -79,3 +81,24 @@ def test_what_is_resident_grows_with_what_is_touched() -> None:
     touched = bytearray(64 * MIB)
     assert memory.resident_bytes() - before > 48 * MIB
     del touched
+
+
+FROZEN = """
+from memserve import _core
+from memserve.runtime.memory import objects_that_stay
+
+class Holder:
+    pass
+
+with objects_that_stay():
+    holder = Holder()
+    holder.itself, holder.native = holder, _core.BlockAllocator({arguments})
+del holder
+"""
+
+
+def test_frozen_objects_are_taken_apart_at_the_end() -> None:
+    """A cycle that is frozen and given up holds a native object: the native module must not call it leaked."""
+    code = FROZEN.format(arguments="8")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (0, "")

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from memserve.errors import UserError
-from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode
+from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, RequestLogFormat, Role, TransferMode
 from memserve.units import KIB, MIB, NS_PER_S, flag_bytes, human_bytes
 
 
@@ -221,6 +221,9 @@ class EdgeConfig:
     """Output of one stream that its client has not taken yet; more ends the stream with an error."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the API, e.g. ``https://chat.example.com``; ``*``: all. None: no page may."""
+
+    log_requests: RequestLogFormat = RequestLogFormat.NONE
+    """One line on stderr for each request below ``/v1/``: ids, tenant, tokens, times, instances; no content, no key."""
 
     def __post_init__(self) -> None:
         for name in ("connections_max", "head_bytes_max", "url_bytes_max", "fields_max", "trailer_bytes_max",

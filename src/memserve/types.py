@@ -52,6 +52,14 @@ class Caching(enum.StrEnum):
     PD_CACHING_3 = "pd-caching-3"  # and generated KV goes back to the prefill instance
 
 
+class RequestLogFormat(enum.StrEnum):
+    """How the HTTP server logs requests: one line each, without their content."""
+
+    NONE = "none"
+    TEXT = "text"  # name=value pairs
+    JSON = "json"  # one object a line
+
+
 class Admission(enum.StrEnum):
     """What the cluster's gate looks at before it lets a request in (row C6)."""
 

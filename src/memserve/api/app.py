@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -28,10 +29,12 @@ from memserve.api.hub import Hub
 from memserve.api.metrics import ApiMetrics
 from memserve.api.openapi import openapi
 from memserve.api.prompts import PromptEncoder
+from memserve.api.request_log import LineWriter, RequestLog
 from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.shapes import ChatShape, CompletionShape
 from memserve.config import EdgeConfig
 from memserve.runtime.engine import EngineStopped
+from memserve.types import RequestLogFormat
 
 
 class _Pages:
@@ -123,10 +126,15 @@ def create_app(
     completions = GenerationEndpoint(shared, planner, CompletionShape(tokens))
     chat = GenerationEndpoint(shared, ChatPlanner(model, names, encoder, documents), ChatShape(tokens))
 
+    writer = LineWriter(sys.stderr) if limits.log_requests is not RequestLogFormat.NONE else None
+    logged = [Middleware(RequestLog, kind=limits.log_requests, model=model.name, writer=writer)] if writer else []
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         encoder.close()
+        if writer is not None:
+            writer.close()
 
     app = Starlette(
         routes=[
@@ -143,6 +151,7 @@ def create_app(
             Route("/openapi.json", pages.openapi),
         ],
         middleware=[
+            *logged,
             Middleware(Cors, origins=limits.cors_origins),
             Middleware(Guard, keys=KeyRing(api_keys), metrics=metrics),
         ],

@@ -21,6 +21,7 @@ from memserve.api.parse import parse_body
 from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
 from memserve.api.prompts import Prompt, PromptEncoder
 from memserve.api.reply import Reply
+from memserve.api.request_log import REPLY_KEY
 from memserve.api.respond import answer, new_envelope
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
 from memserve.api.served import ModelNames, PinningEngine, ServedModel, ServingEngine
@@ -133,6 +134,7 @@ class GenerationEndpoint:
             plan = await self._planner.plan(data, Caller(scope[TENANT_KEY], explain), response_id)
         del data  # a long answer must not keep a long question's text
         reply = Reply(plan, shared.encoder.tokenizer, shared.metrics)
+        scope[REPLY_KEY] = reply
         envelope = new_envelope(response_id, shared.model.name)
         await answer(shared.hub, reply, self._shape, envelope, receive, send)
         _keep_session(shared.hub.engine, reply)

@@ -26,7 +26,8 @@ KNOWN_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/healt
 DOCUMENTS_ROUTE = "/v1/documents"
 
 
-def _route(path: str) -> str:
+def route_of(path: str) -> str:
+    """The label of a path in metrics and logs."""
     if path.startswith(DOCUMENTS_ROUTE):
         return DOCUMENTS_ROUTE
     return path if path in KNOWN_ROUTES else "other"
@@ -56,7 +57,7 @@ class Guard:
             error = await self._run(scope, receive, send_noting_status)
             if error is not None and status == 0:
                 await send_json(send_noting_status, error.status, error.body(), error.headers)
-        path = _route(scope["path"])
+        path = route_of(scope["path"])
         self._metrics.requests.labels(path, str(status or 499)).inc()  # 499: the client left first
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:

@@ -93,6 +93,17 @@ class Reply:
         return self._unfinished == 0
 
     @property
+    def first_token_ns(self) -> int | None:
+        """When the first token came, by the monotonic clock; ``None``: none has."""
+        return self._first_ns
+
+    @property
+    def instances(self) -> list[str]:
+        """Names of the instances that worked on it, in order; empty for one engine without a cluster."""
+        routes = (str(value) for facts in self._story for name, value in facts if name == "route")
+        return list(dict.fromkeys(name for route in routes for name in route.split(" to ")))
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens whose KV came from the cache."""
         return sum(count or 0 for count in self._cached)

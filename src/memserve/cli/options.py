@@ -11,7 +11,7 @@ from memserve.cli.logs import LOG_LEVELS
 from memserve.config import DEFAULT_MODEL as DEFAULT_MODEL
 from memserve.config import POLICIES, AdmissionConfig, EdgeConfig, EngineOptions
 from memserve.errors import UserError
-from memserve.types import Admission, Caching, TransferMode
+from memserve.types import Admission, Caching, RequestLogFormat, TransferMode
 from memserve.units import MIB, NS_PER_S, human_bytes, ns_from_s, parse_bytes
 
 DEFAULTS = EngineOptions()
@@ -153,6 +153,10 @@ class EdgeFlags:
         typer.Option(help="Origin whose web pages may use the API, e.g. https://chat.example.com; *: all; repeatable."),
     ] = None
 
+    log_requests: Annotated[
+        RequestLogFormat, typer.Option(help="Log a line for each request, without its content: name=value, or JSON.")
+    ] = _EDGE.log_requests
+
     def config(self) -> EdgeConfig:
         """The limits that these options say. Raises :class:`UserError` for those that exclude each other."""
         memory, share = self.body_memory, self.body_memory_per_client
@@ -168,6 +172,7 @@ class EdgeFlags:
             write_timeout_s=self.write_timeout_s,
             stream_buffer_bytes=parse_bytes(self.stream_buffer),
             cors_origins=tuple(self.cors_origin or ()),
+            log_requests=self.log_requests,
         )
 
 
