@@ -93,7 +93,7 @@ def metric_families() -> list[Any]:
     alone = EngineStats(instance=InstanceStats())
     machine = Cluster(config.ClusterConfig())
     router = RouterStats.of(machine.stats(), machine.instances(), 0)
-    engine = [*Snapshot(alone).collect(), *Snapshot(router).collect()]
+    engine = [*Snapshot(alone, True).collect(), *Snapshot(router, True).collect()]
     edge = ApiMetrics()
     families = {family.name: family for family in [*edge.registry.collect(), *edge.by_tenant.collect(), *engine]}
     return [families[name] for name in sorted(families)]
