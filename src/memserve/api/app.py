@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -99,6 +99,15 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
+def _request_log(kind: RequestLogFormat, model: str, closing: ExitStack) -> list[Middleware]:
+    """What logs requests, if that was asked for; ``closing`` ends its thread."""
+    if kind is RequestLogFormat.NONE:
+        return []
+    writer = LineWriter(sys.stderr)
+    closing.callback(writer.close)
+    return [Middleware(RequestLog, kind=kind, model=model, writer=writer)]
+
+
 def create_app(
     engine: ServingEngine,
     model: ServedModel,
@@ -126,15 +135,13 @@ def create_app(
     completions = GenerationEndpoint(shared, planner, CompletionShape(tokens))
     chat = GenerationEndpoint(shared, ChatPlanner(model, names, encoder, documents), ChatShape(tokens))
 
-    writer = LineWriter(sys.stderr) if limits.log_requests is not RequestLogFormat.NONE else None
-    logged = [Middleware(RequestLog, kind=limits.log_requests, model=model.name, writer=writer)] if writer else []
+    closing = ExitStack()
+    closing.callback(encoder.close)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        encoder.close()
-        if writer is not None:
-            writer.close()
+        with closing:
+            yield
 
     app = Starlette(
         routes=[
@@ -151,7 +158,7 @@ def create_app(
             Route("/openapi.json", pages.openapi),
         ],
         middleware=[
-            *logged,
+            *_request_log(limits.log_requests, model.name, closing),
             Middleware(Cors, origins=limits.cors_origins),
             Middleware(Guard, keys=KeyRing(api_keys), metrics=metrics),
         ],
