@@ -2,75 +2,93 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import itertools
-import queue
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
+from msgspec import structs
 
-from memserve.api.served import chosen_sampling
-from memserve.config import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, EngineOptions
+from memserve.api.errors import ApiError
+from memserve.api.messages import check_messages
+from memserve.api.parse import body_of
+from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
+from memserve.api.prompts import Prompt as EncodedPrompt
+from memserve.api.prompts import PromptEncoder
+from memserve.api.schema import ChatBody, CompletionBody
+from memserve.config import DEFAULT_MODEL, EngineOptions
 from memserve.errors import UserError
+from memserve.llm_call import Call, Completion
 from memserve.runtime.build import build_engine
-from memserve.runtime.engine import Rejected
 from memserve.runtime.stats import EngineStats
-from memserve.runtime.text import Stops, TextStream
-from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenLogprobs, TokenOutput
+from memserve.types import SamplingParams
 from memserve.units import parse_bytes
-from memserve.validation import check_request, token_array
+
+ELSEWHERE = ("prompt_logprobs", "logit_bias")
+"""Fields of ``SamplingParams`` that are no fields of the HTTP API, or have another form there."""
 
 Prompt = str | Sequence[int]
-Message = dict[str, str]
+Message = Mapping[str, Any]
 
 
-@dataclass(slots=True)
-class Generated:
-    """One generated sequence."""
+class SamplingOptions(TypedDict, total=False):
+    """Keywords of :meth:`LLM.generate` and :meth:`LLM.chat`: the fields of the HTTP API, with its ranges and defaults.
 
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    error: str = ""
-    """With ``finish_reason`` ERROR: what failed, when it was this sequence alone."""
+    Left out, ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` are what the model's
+    ``generation_config.json`` recommends, and ``seed`` is 0, so that a call repeats exactly.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    seed: int
+    logit_bias: Mapping[int, float]
+    logprobs: int
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    n: int
+    beam_width: int
+    length_penalty: float
+    priority: int
+    timeout_s: float
+    use_cache: bool
+    cache_salt: str
 
 
-@dataclass(slots=True)
-class Completion:
-    """The answer to one prompt: ``n`` sequences, where its KV came from, and when things happened."""
+class ChatOptions(SamplingOptions, total=False):
+    """Keywords of :meth:`LLM.chat` only."""
 
-    prompt_tokens: list[int]
-    outputs: list[Generated]
-    cached_tokens: int = 0
-    submitted_ns: int = 0
-    first_token_ns: int = 0
-    finished_ns: int = 0
-
-    @property
-    def text(self) -> str:
-        """The first sequence's text."""
-        return self.outputs[0].text
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds from submission to the first token."""
-        return (self.first_token_ns - self.submitted_ns) / 1e9
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any]
 
 
 class LLM:
-    """Loads a model and generates, in process; the same engine as ``memserve serve``.
+    """Loads a model and generates, in process; the same engine, and the same checks of what is asked, as
+    ``memserve serve``.
 
     >>> with LLM() as llm:
-    ...     print(llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text)
+    ...     print(llm.chat([{"role": "user", "content": "What is the capital of France?"}], temperature=0).text)
 
     ``options`` are the fields of :class:`memserve.config.EngineOptions`; ``kv_memory="512MiB"`` and
-    ``dram_memory="4GiB"`` are accepted as well. Raises :class:`UserError` on anything that cannot be served.
+    ``dram_memory="4GiB"`` are accepted as well. Raises :class:`UserError` on anything that cannot be served. Every
+    method may be called from any thread. Memory and threads are given back by :meth:`close`, at the end of ``with``,
+    or when the object is collected.
     """
 
     def __init__(
@@ -85,7 +103,10 @@ class LLM:
             options["kv_memory_bytes"] = parse_bytes(kv_memory)
         if dram_memory is not None:
             options["dram_memory_bytes"] = parse_bytes(dram_memory)
+        _refuse_unknown(options, [f.name for f in dataclasses.fields(EngineOptions)])
         self._engine, self.model = build_engine(EngineOptions(model=model, **options))
+        self._free = weakref.finalize(self, self._engine.close)
+        self._encoder = PromptEncoder(self.model)
         self._ids = itertools.count()
 
     def generate(
@@ -93,68 +114,63 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         sampling: SamplingParams | None = None,
         *,
-        max_tokens: int = 16,
-        min_tokens: int = 0,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        n: int = 1,
-        beam_width: int = 0,
-        length_penalty: float = 1.0,
         tenant: str = "",
-        use_cache: bool = True,
         on_progress: Callable[[], None] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
         """Generate for every prompt (text, or token ids), all batched together; answers in the prompts' order.
 
-        ``sampling`` defaults to what the model's authors recommend, with seed 0: a call repeats exactly.
-        ``on_progress`` is called in this thread after each piece of news.
-        Raises :class:`UserError`, before anything runs, for token ids that the model does not have and for sampling out
-        of range; later when the engine rejects a prompt (for example one beyond the context).
+        ``options``: see :class:`SamplingOptions`; ``sampling`` stands for all of them up to ``logprobs``. Without
+        ``max_tokens`` an answer has at most 16 tokens. ``beam_width`` above 0 is a beam search. ``on_progress`` is
+        called in this thread after each piece of news.
+        Raises :class:`UserError`, before anything is computed, when one of the prompts or options is wrong, for example
+        a prompt beyond the context.
         """
-        ends = () if ignore_eos else tuple(self.model.eos_token_ids)
-        stops = StopParams(max_tokens, min_tokens, (*ends, *stop_token_ids))
-        requests = [
-            Request(
-                request_id=f"llm-{next(self._ids)}",
-                prompt=token_array(self._tokens(prompt), self.model.vocab_size),
-                sampling=sampling or chosen_sampling(self.model, {}),
-                stop=stops,
-                n=n,
-                beam_width=beam_width,
-                length_penalty=length_penalty,
-                tenant=tenant,
-                use_cache=use_cache,
-            )
-            for prompt in self._as_list(prompts)
-        ]
-        for request in requests:
-            check_request(request, self.model.vocab_size)
-        call = _Call(self, tuple(stop))
-        for request in requests:
-            call.submit(request)
-        return call.wait(on_progress)
+        self._require_open()
+        fields, caller = _fields(options, sampling, SamplingOptions), _caller(tenant)
+        with _user_errors():
+            body = body_of({"model": self.model.name, "prompt": "", **fields}, CompletionBody)
+            plans = [
+                plan_completion(body, self._encoded(prompt), self.model, caller, self._new_id())
+                for prompt in _as_list(prompts)
+            ]
+        return self._run(plans, sampling, on_progress)
 
-    def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None, **kwargs: Any) -> Completion:
-        """Answer a conversation, through the model's chat template; keywords as in :meth:`generate`.
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        tenant: str = "",
+        on_progress: Callable[[], None] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Completion:
+        """Answer a conversation, through the model's chat template; otherwise as :meth:`generate`.
 
-        ``max_tokens`` defaults to 1,024, or what the context has room for."""
-        tokens = self.model.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return self.generate([list(tokens)], sampling, **{"max_tokens": DEFAULT_MAX_TOKENS, **kwargs})[0]
+        Without ``max_tokens`` an answer has at most 1,024 tokens, or what the context has room for.
+        """
+        self._require_open()
+        fields, caller = _fields(options, sampling, ChatOptions), _caller(tenant)
+        if (alternatives := fields.pop("logprobs", None)) is not None:
+            fields |= {"logprobs": True, "top_logprobs": alternatives}
+        with _user_errors():
+            body = body_of({"model": self.model.name, "messages": _plain(messages), **fields}, ChatBody)
+            prompt = self._encoder.chat_prompt(body, check_messages(body.messages))
+            plan = plan_chat(body, prompt, self.model, caller, self._new_id())
+        return self._run([plan], sampling, on_progress)[0]
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of ``text``, as the model was trained to see them."""
-        return list(self.model.tokenizer(text)["input_ids"])
+        return list(self._encoder.tokenizer.encode(text).ids)
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the engine."""
+        self._require_open()
         return self._engine.stats()
 
     def close(self) -> None:
-        """Stop the engine and give its memory back. May be called twice."""
-        self._engine.close()
+        """Stop the engine and give its memory back; calls in other threads end with an error. May be called twice."""
+        self._free()
 
     def __enter__(self) -> Self:
         return self
@@ -162,78 +178,105 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        return self.tokenize(prompt) if isinstance(prompt, str) else prompt
+    def _new_id(self) -> str:
+        return f"llm-{next(self._ids)}"
 
-    @staticmethod
-    def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-        """One prompt, as text or as token ids, becomes a list of one."""
-        if isinstance(prompts, str):
-            return [prompts]
-        items: list[Any] = list(prompts)
-        return [items] if items and isinstance(items[0], (int, np.integer)) else items
+    def _encoded(self, prompt: Prompt) -> list[EncodedPrompt]:
+        tokens = prompt if isinstance(prompt, str) else _plain(prompt)
+        return self._encoder.completion_prompts(tokens, add_special_tokens=True, echo=False)
+
+    def _require_open(self) -> None:
+        if not self._free.alive:
+            raise UserError("this LLM is closed", hint="make another one")
+
+    def _run(
+        self, plans: Sequence[Generation], sampling: SamplingParams | None, on_progress: Callable[[], None] | None
+    ) -> list[Completion]:
+        call = Call(self._engine, self._encoder.tokenizer, plans)
+        for plan in plans:
+            (request,) = plan.requests
+            if sampling is not None and sampling.prompt_logprobs:  # no option of HTTP: there it comes with ``echo``
+                request = structs.replace(request, sampling=replace(request.sampling, prompt_logprobs=True))
+            call.add(request)
+        return call.wait(on_progress)
 
 
-class _Call:
-    """One call of ``generate``: collects what the engine thread delivers until every sequence has ended."""
+def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt, as text or as token ids, becomes a list of one. Raises :class:`UserError` for anything else."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise UserError(f"prompts of type {type(prompts).__name__}", hint="give a text, token ids, or a list of those")
+    items: list[Any] = list(prompts)
+    return [items] if items and isinstance(items[0], (int, np.integer)) else items
 
-    def __init__(self, llm: LLM, stop: tuple[str, ...]) -> None:
-        self._engine = llm._engine
-        self._tokenizer = llm.model.tokenizer.backend_tokenizer
-        self._stops = Stops(stop)
-        self._news: queue.SimpleQueue[tuple[int, TokenOutput | Rejected]] = queue.SimpleQueue()
-        self._results: dict[str, Completion] = {}
-        self._texts: dict[tuple[str, int], TextStream] = {}
-        self._running = 0
 
-    def submit(self, request: Request) -> None:
-        """Give one request to the engine."""
-        outputs = [Generated(index) for index in range(request.n)]
-        for index in range(request.n):
-            self._texts[request.request_id, index] = TextStream(
-                self._tokenizer,
-                stops=self._stops,
-                stop_token_ids=request.stop.stop_token_ids,
-                min_tokens=request.stop.min_tokens,
+def _caller(tenant: str) -> Caller:
+    if not isinstance(tenant, str):
+        raise UserError(f"tenant must be a text, got {type(tenant).__name__}", param="tenant")
+    return Caller(tenant)
+
+
+def _fields(options: Mapping[str, Any], sampling: SamplingParams | None, kind: type) -> dict[str, Any]:
+    """The fields of the HTTP API that a caller asks for. Raises :class:`UserError` for what is none."""
+    known = kind.__annotations__ if kind is SamplingOptions else SamplingOptions.__annotations__ | kind.__annotations__
+    _refuse_unknown(options, known)
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise UserError(
+            f"sampling is a {type(sampling).__name__}", hint="give keywords (temperature=0) or SamplingParams(...)"
+        )
+    fields = {name: _plain(value) for name, value in options.items() if value is not None}
+    if sampling is not None:
+        said = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling) if f.name not in ELSEWHERE}
+        if twice := sorted({*said, *ELSEWHERE} & fields.keys()):
+            raise UserError(f"{twice[0]} is given twice", hint="as a keyword or in sampling, not both", param=twice[0])
+        fields |= {name: _plain(value) for name, value in said.items() if value is not None}
+        fields["logit_bias"] = _bias_of(sampling)
+    fields.setdefault("seed", 0)
+    if fields.get("beam_width"):
+        fields["use_beam_search"] = True
+    else:
+        fields.pop("beam_width", None)
+        fields.pop("length_penalty", None)
+    return fields
+
+
+def _bias_of(sampling: SamplingParams) -> dict[str, float]:
+    """Pairs, or a mapping: both are natural to write."""
+    try:
+        return {str(token): _plain(bias) for token, bias in dict(sampling.logit_bias).items()}
+    except (TypeError, ValueError):
+        raise UserError("logit_bias is no mapping", hint="for example {1234: -100}", param="logit_bias") from None
+
+
+def _refuse_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise UserError(
+                f"unknown option {name!r}",
+                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}",
+                param=name,
             )
-        result = Completion(request.prompt.tolist(), outputs, submitted_ns=time.perf_counter_ns())
-        self._results[request.request_id] = result
-        self._running += request.n
-        self._engine.submit(request, lambda news: self._news.put((time.perf_counter_ns(), news)))
 
-    def wait(self, on_progress: Callable[[], None] | None) -> list[Completion]:
-        """Block until everything has ended. Ctrl-C cancels what still runs."""
-        try:
-            while self._running:
-                self._take(*self._news.get())
-                if on_progress is not None:
-                    on_progress()
-        except BaseException:
-            for request_id in self._results:
-                self._engine.cancel(request_id)
-            raise
-        return list(self._results.values())
 
-    def _take(self, when_ns: int, news: TokenOutput | Rejected) -> None:
-        if isinstance(news, Rejected):
-            raise UserError(f"the engine rejected a prompt: {news.reason}")
-        result = self._results[news.request_id]
-        if not result.first_token_ns:
-            result.first_token_ns = when_ns
-        result.finished_ns = when_ns
-        result.cached_tokens = max(result.cached_tokens, news.cached_tokens)
-        output = result.outputs[news.index]
-        if output.finish_reason is None:
-            self._extend(output, news)
-        if news.finish_reason is not None:
-            self._running -= 1
+def _plain(value: Any) -> Any:
+    """``value`` as JSON has it: numpy's numbers and arrays, tuples and mappings included."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{value} is no number to sample with", hint="give a finite number")
+    return value
 
-    def _extend(self, output: Generated, news: TokenOutput) -> None:
-        delta = self._texts[news.request_id, news.index].push(news)
-        output.tokens.extend(news.tokens)
-        output.logprobs.extend(news.logprobs)
-        output.cumulative_logprob = news.cumulative_logprob
-        output.text += delta.text
-        output.finish_reason, output.error = delta.finish_reason, news.error
-        if delta.stop_found:
-            self._engine.stop_sequence(news.request_id, news.index)
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """What the HTTP API would answer with a status becomes a :class:`UserError`."""
+    try:
+        yield
+    except ApiError as error:
+        raise UserError(error.message, param=error.param) from None

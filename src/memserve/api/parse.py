@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -39,6 +39,16 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
         raise bad_request(f"The request body is not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
         raise bad_request(f"The request body is not valid UTF-8: {error.reason}") from None
+    _refuse_unsupported(body)
+    return body
+
+
+def body_of(fields: dict[str, Any], kind: type[Body]) -> Body:
+    """``fields``, of builtin types, as ``kind``: for callers in this process. Raises as :func:`parse_body`."""
+    try:
+        body = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), kind) from None
     _refuse_unsupported(body)
     return body
 
