@@ -129,7 +129,7 @@ def _foreign(token: Any, vocab_size: int, param: str) -> UserError:
 
 
 def _shown(value: Any) -> str:
-    """``value`` for a message. Long integers are not written out: Python refuses to, and nobody reads them."""
+    """``value`` for a message. Long integers are not written out: Python refuses to, and they say nothing."""
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return "an integer of more than 64 bits"
     return repr(value)[:_SHOWN_CHARS]

@@ -11,7 +11,7 @@ from memserve.api.errors import unauthorized
 from memserve.errors import UserError
 
 _NO_KEY = re.compile(r"[^=]*=")
-"""``NAME=``: what is left of ``NAME=$KEY`` when the variable is empty. Nobody shall get in with a tenant's name."""
+"""``NAME=``: what is left of ``NAME=$KEY`` when the variable is empty. A tenant's name must not open the door."""
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})=(.*[^=].*)")
 
 

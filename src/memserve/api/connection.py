@@ -90,10 +90,10 @@ class Connection(asyncio.BufferedProtocol):
         self._enter(_Phase.IDLE, self._limits.header_timeout_s)
         error = self._edge.connections.admit(self, self._address)
         if error is not None:
-            self._refuse(error, linger=False)  # those who are turned away must not fill the place, either
+            self._refuse(error, linger=False)  # refused connections must not fill the place, either
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The end, whoever wanted it."""
+        """The end, from either side."""
         self._phase, self._closing = _Phase.CLOSED, True
         self._input_alarm.close()
         self._output_alarm.close()

@@ -112,7 +112,7 @@ def _read_private(path: Path, what: str, hint: str) -> str:
     """The text of a small file. Others may not write to it: they could add a key of their own.
 
     That others may read it is only warned of. Containers mount secrets with mode 0444 on a read-only file system:
-    nobody else is there, and the mode cannot be changed.
+    no other user is there, and the mode cannot be changed.
     """
     try:
         with path.open("rb") as file:

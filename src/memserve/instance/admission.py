@@ -16,7 +16,7 @@ _HOLDS_PER_REQUEST = 256  # after so many the request no longer steps aside
 
 class Admission:
     """Admits by turns of tenants, in rank order within one; the caller stops at the first that does not fit, so that
-    nobody overtakes it for ever."""
+    it is not overtaken for ever."""
 
     __slots__ = ("roster",)
 

@@ -97,14 +97,14 @@ class Planner:
             self.roster.serve_decodes(1)
             budget -= rows.add_decodes(not stalled)
         if self.roster.working.items or self.roster.waiting or self.roster.landed:
-            opens = head is None and bool(self.roster.free_slots)  # else what is kept for those who wait may be lost
+            opens = head is None and bool(self.roster.free_slots)  # else what is kept for the waiting line may be lost
             self._prefill(rows, budget, now, stalled, opens)
         return rows
 
     def _prefill(self, rows: RowWriter, budget: int, now: int, stalled: bool, opens: bool) -> None:
         """Passes 2 and 3. Of several tenants each gets its share of the budget, and what those before it leave.
 
-        ``opens``: those who wait are likely to be admitted, so a part is kept for them.
+        ``opens``: the waiting line is likely to move, so a part of the budget is kept for it.
         """
         roster, turns, starved = self.roster, self.roster.turns, False
         tenants = sorted(
@@ -112,7 +112,7 @@ class Planner:
             key=lambda tenant: (roster.first_urgency(tenant), turns.at(tenant)),
         )
         weights = sum([turns.weight(tenant) for tenant in tenants])
-        kept: list[tuple[str, int]] = []  # for those who wait
+        kept: list[tuple[str, int]] = []  # for the waiting line
         for tenant in tenants:
             weight = turns.weight(tenant)
             share = budget if weight == weights else max(1, budget * weight // weights)
@@ -232,7 +232,7 @@ class Planner:
                     budget -= spent
 
     def _enter(self, rows: RowWriter, sequence: Sequence, now: int) -> bool:
-        """Admit; the first that does not fit is remembered, and nobody is admitted behind it."""
+        """Admit; the first that does not fit is remembered, and nothing is admitted behind it."""
         if self.admission.admit(sequence, now):
             return True
         self._no_room_for = sequence

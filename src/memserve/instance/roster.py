@@ -107,7 +107,7 @@ class Roster:
 
     def serve_decodes(self, steps: int) -> None:
         """The sequences that decode get a token in each of ``steps`` steps: it counts in their tenants' turns."""
-        if len(self.turns) > 1:  # nobody to be compared with, else
+        if len(self.turns) > 1:  # a single tenant has no turns
             for tenant, count in self.decoding.tenants.items():
                 self.turns.serve(tenant, count, steps)
 

@@ -1,8 +1,8 @@
-"""Who gives way when tenants want more than there is (level 2).
+"""Which sequences give way when tenants want more than there is (level 2).
 
 Memory: the sequences of a tenant hold it in rank order, and where the earlier ones already hold much, the later ones
-give way first. So each tenant's first sequence stands as high as anybody's, and the oldest of those can take from all
-others: that is why somebody always gets on.
+give way first. So each tenant's first sequence stands as high as any other, and the oldest of those can take from all
+others: that is why there is always progress.
 
 ::
 
@@ -30,7 +30,7 @@ Standing = tuple[int, int, int, int]
 
 
 class Sharing:
-    """Chooses whom to preempt, and for whom."""
+    """Chooses the sequences to preempt, and for which others."""
 
     __slots__ = ("_roster",)
 
@@ -38,7 +38,7 @@ class Sharing:
         self._roster = roster
 
     def victim_for(self, needy: Sequence, step_id: int) -> Sequence | None:
-        """Whom to preempt so that ``needy`` gets a block in the plan ``step_id``.
+        """The sequence to preempt so that ``needy`` gets a block in the plan ``step_id``.
 
         First one whose last token is under way: it needs its blocks no more. Else the one that stands lowest, if that
         is below ``needy``; never one that is scheduled in this plan already, nor one that is being handed over: its
@@ -76,8 +76,8 @@ class Sharing:
         held: dict[str, int] = {}
         standings: dict[Sequence, Standing] = {}
         turns = self._roster.turns
-        everybody = [sequence for sequences in self._holding() for sequence in sequences]
-        for sequence in sorted(everybody, key=lambda sequence: sequence.rank):
+        holders = [sequence for sequences in self._holding() for sequence in sequences]
+        for sequence in sorted(holders, key=lambda sequence: sequence.rank):
             group = sequence.group
             before = held.get(group.tenant, 0)
             urgency, _, arrival, index = sequence.rank

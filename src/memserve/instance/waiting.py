@@ -97,7 +97,7 @@ class WaitingLine:
         return line.items if line is not None else []
 
     def first_urgency(self) -> int | None:
-        """The lowest urgency of the first ones of all lines; ``None`` = nobody waits."""
+        """The lowest urgency of the first ones of all lines; ``None``: nothing waits."""
         return min([line.items[0].rank[0] for line in self._lines.values()], default=None)
 
     @property

@@ -1,4 +1,4 @@
-"""Connections that came to a mailbox and went without a letter (level 3): who has not the secret is named and counted.
+"""Connections that came to a mailbox and went without a letter (level 3): peers without the secret are named, counted.
 
 ZeroMQ tells that a connection was accepted, or has ended, by its descriptor; of a failed handshake it tells only that
 there was one. So a connection is a stranger's until it has brought a letter, or was the only one that could have
@@ -43,7 +43,7 @@ class Strangers:
         self._lines = RatedLog(log)
 
     def look(self) -> None:
-        """Take in all events. To be called before letters are read: who spoke must be known here."""
+        """Take in all events. To be called before letters are read: the senders must be known here."""
         while True:
             try:
                 seen = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
