@@ -253,7 +253,7 @@ def test_repeated_and_malformed_letters_are_dropped_and_counted(
     push.send(letters[0][:-1])
     push.send_multipart([letters[0], b"more"])
     push.send(wire.seal(A, "", B, 9, b"\xc1"))
-    push.send(b"mss\x02" + letters[0][4:])
+    push.send(wire.MAGIC + bytes([wire.VERSION + 1]) + letters[0][4:])
     eventually(lambda: b.box.counters.other_version == 1)
     assert caplog.text.count("turned away 127.0.0.1 at the cluster port: a letter ") >= 2
     assert (b.box.counters.malformed, b.box.counters.received) == (5, 3)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memserve.cluster.events import ClusterAction, Note, Remember, Send, StateRecovered
+from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember, Send, StateRecovered
 from memserve.messages import ROUTER, Peer
 from memserve.meta.book import Book
 from memserve.meta.faulty import FaultyMedium
@@ -118,6 +118,8 @@ class FuzzedRouter(RouterNode):
                 self._asked += 1
                 self._write(action.records)
                 self.later(self.disk_ns, self._sync, self._asked)
+            elif isinstance(action, ReportMember):
+                self.perform_one(action)
             elif is_behind or (self._held and isinstance(action, Send)):
                 self._held.append((self._asked, action))
             else:
