@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, World, encode, running_server, says, serve
 from fake_engine import BLOCK_TOKENS, FakeEngine
+from memserve.api.document_routes import PIN_ANSWER_S
 from memserve.api.documents import DOCUMENTS_MAX, Document, Documents, prepare
 from memserve.api.errors import ApiError
 from memserve.api.messages import check_messages
@@ -25,8 +27,8 @@ from memserve.instance.events import StepFinished
 from memserve.instance.machine import Instance
 from memserve.runtime.engine import Engine, EngineStopped
 from memserve.sim.fuzz.literal_device import LiteralDevice
-from memserve.types import TokenArray
-from memserve.units import NS_PER_S
+from memserve.types import NamedPrefix, TokenArray
+from memserve.units import NS_PER_S, ns_from_s
 
 TEXT = "The capital of France is hello hello."
 ASK = [{"role": "user", "content": "Where?"}]
@@ -59,6 +61,14 @@ class PinningFake(FakeEngine):
         if self.looks % 2:
             return [None] * len(handles)
         return [len(pin[0]) // BLOCK_TOKENS * BLOCK_TOKENS if pin is not None else None for pin in pins]
+
+    def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
+        if self.silent:
+            raise EngineStopped
+        with self._changed:
+            end_ns = time.monotonic_ns()
+            kept = [(name, tokens, ttl_ns) for (owner, name), (tokens, ttl_ns) in self.pins.items() if owner == tenant]
+        return [NamedPrefix(name, len(tokens), end_ns + ttl_ns) for name, tokens, ttl_ns in kept]
 
 
 @pytest.fixture
@@ -97,10 +107,11 @@ def test_the_life_of_a_document(world: World) -> None:
     assert first.status_code == 201
     card = first.json()
     tokens, ttl_ns = world.engine.pins["", "document:manual"]
-    assert ttl_ns == 60 * NS_PER_S
+    assert ttl_ns == ns_from_s(60 + PIN_ANSWER_S)  # its time counts from the answer
     assert card == card | {"id": "manual", "object": "document", "endpoint": "chat", "ttl_s": 60, "cached_tokens": 0}
     assert card["tokens"] == len(tokens) and card["pinned_tokens"] == len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert 0 < card["expires_in_s"] <= 60
+    assert card["expires_in_s"] == 60
+    assert 0 < call("GET", "/documents/manual").json()["expires_in_s"] <= 60
     warm = world.engine.submitted[-1]
     assert (warm.prompt.tolist(), warm.stop.max_tokens, warm.session) == (tokens, 1, "document:manual")
 
@@ -153,8 +164,26 @@ def test_a_conversation_as_a_document(world: World) -> None:
     assert pinned == encode(rendered + "<|start|>user\n")  # whatever comes next begins like this
     call.chat(document="turns", messages=[{"role": "user", "content": "Sure?"}])
     assert world.engine.submitted[-1].prompt.tolist()[: len(pinned)] == pinned
+    call.put("turns", messages=turns, endpoint="completions")
     call.complete(document="turns")
     assert world.engine.submitted[-1].prompt.tolist() == [*encode(rendered), *encode(" is")]
+
+
+def test_a_document_is_for_one_endpoint(world: World) -> None:
+    """Its form for the other one is not computed: a request would pay for the document and find nothing of it."""
+    call = Caller(world)
+    call.put("chats", text=TEXT)
+    call.put("texts", text=TEXT, endpoint="completions")
+    asked = len(world.engine.submitted)
+    for refused, own, other in (
+        (call.complete(document="chats"), "chat", "completions"),
+        (call.chat(document="texts"), "completions", "chat"),
+    ):
+        assert error_of(refused) == (400, "document", None)
+        message = refused.json()["error"]["message"]
+        assert f"is for {own}:" in message and f'"endpoint": "{other}"' in message
+    assert len(world.engine.submitted) == asked
+    assert call.chat(document="chats").status_code == call.complete(document="texts").status_code == 200
 
 
 def test_a_completion_behind_a_document(world: World) -> None:
@@ -225,6 +254,7 @@ def test_requests_at_fault(world: World) -> None:
     assert error_of(call.chat(session="a", session_id="b"))[:2] == (400, "session_id")
     assert error_of(call.chat(session=""))[:2] == (400, "session")
     assert error_of(call.chat(session_ttl_s=5))[:2] == (400, "session_ttl_s")
+    call.put("d", text=TEXT, endpoint="completions")
     long = call.complete(document="d", prompt="x" * (CONTEXT_TOKENS - 20))
     assert error_of(long)[2] == "context_length_exceeded"
 
@@ -258,7 +288,9 @@ def test_an_engine_that_cannot_pin_still_knows_documents() -> None:
 def test_an_engine_that_does_not_answer_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memserve.api.document_routes.PIN_ANSWER_S", 0.05)
     world.engine.silent = True
-    assert Caller(world).put("d", text=TEXT).json()["pinned_tokens"] is None
+    card = Caller(world).put("d", text=TEXT, ttl_s=5).json()
+    assert card["pinned_tokens"] is None
+    assert card["expires_in_s"] == 5, "a document's time counts from the answer"
 
 
 def test_a_document_expires(world: World) -> None:
@@ -301,6 +333,51 @@ def test_a_sessions_kv_is_kept_after_the_answer(world: World, stream: bool) -> N
     assert world.engine.pins["", "session:two"][0] == world.engine.submitted[-1].prompt.tolist()
 
 
+def test_sessions_are_listed_and_ended_by_their_tenant_alone() -> None:
+    with serve(PinningFake(says(SCRIPT_TEXT)), api_keys=["ada=a1", "bob=b2"]) as world:
+        ada, bob = Caller(world, "a1"), Caller(world, "b2")
+
+        def kept(call: Caller) -> list[str]:
+            return [card["id"] for card in call("GET", "/sessions").json()["data"]]
+
+        def keep(call: Caller, name: str, **more) -> None:
+            before = len(world.engine.pins)
+            assert call.chat(session=name, session_ttl_s=30, **more).status_code == 200
+            assert world.engine.wait_until(lambda: len(world.engine.pins) > before)
+
+        ada.put("d", text=TEXT)
+        assert kept(ada) == []
+        for name in ("one", "a/b c?"):
+            keep(ada, name)
+        keep(ada, "one", cache_salt="s")
+        ada.chat(session="not kept")
+        keep(bob, "one")
+        assert kept(ada) == ["one", "a/b c?", "one"] and kept(bob) == ["one"]
+        card = bob("GET", "/sessions").json()["data"][0]
+        tokens, _ = world.engine.pins["bob", "session:one"]
+        assert card["object"] == "session" and card["pinned_tokens"] == len(tokens) and 0 < card["expires_in_s"] <= 30
+
+        assert error_of(bob("DELETE", "/sessions/a%2Fb%20c%3F")) == (404, "name", "session_not_found")
+        assert ada("DELETE", "/sessions/a%2Fb%20c%3F").json() == {
+            "id": "a/b c?", "object": "session.deleted", "deleted": True,
+        }  # fmt: skip
+        assert ada("DELETE", "/sessions/one").status_code == 200
+        assert kept(ada) == [] and kept(bob) == ["one"]
+        assert set(world.engine.pins) == {("ada", "document:d"), ("bob", "session:one")}
+        for name in ("one", "d", "document:d"):
+            assert error_of(ada("DELETE", f"/sessions/{name}")) == (404, "name", "session_not_found")
+        world.engine.silent = True
+        assert error_of(ada("GET", "/sessions")) == (503, None, "overloaded")
+
+
+def test_an_engine_that_cannot_pin_keeps_no_sessions() -> None:
+    with serve(FakeEngine(says(SCRIPT_TEXT))) as world:
+        call = Caller(world)
+        call.chat(session="s", session_ttl_s=30)
+        assert call("GET", "/sessions").json() == {"object": "list", "data": []}
+        assert call("DELETE", "/sessions/s").status_code == 404
+
+
 # -- the store
 
 
@@ -325,6 +402,22 @@ def test_the_store_forgets_in_time_and_has_a_limit() -> None:
         with pytest.raises(ApiError, match="no document"):
             documents.get("t", gone)
     assert len(documents.all("t")) == DOCUMENTS_MAX - 2 and documents.all("u") == []
+
+
+def test_a_documents_time_begins_when_it_is_said() -> None:
+    now = SimpleNamespace(ns=0)
+    documents = Documents(lambda: now.ns)
+    kept = documents.put("t", document("d", ttl_s=1.0), grace_s=2.0)
+    now.ns = 3 * NS_PER_S - 1
+    documents.begin_time("t", kept)
+    now.ns += NS_PER_S - 1
+    assert documents.expires_in_s(documents.get("t", "d")) == 1e-9
+    newer = documents.put("t", document("d", ttl_s=1.0))
+    documents.begin_time("t", kept)  # it was replaced meanwhile
+    assert documents.get("t", "d") is newer
+    documents.delete("t", "d")
+    documents.begin_time("t", newer)
+    assert not documents.knows("t", "d")
 
 
 ENCODER = PromptEncoder(TinyModel(max_model_tokens=4096))
@@ -395,9 +488,14 @@ def test_documents_and_sessions_outlive_pressure_in_a_real_engine() -> None:
             press(call)
             assert cached(call.chat(document="d", max_tokens=1)) >= card["pinned_tokens"]
             assert cached(call.chat(messages=first, **session)) >= len(encode(first[0]["content"])) // block * block
+            (kept,) = call("GET", "/sessions").json()["data"]
+            assert kept["id"] == "s" and kept["pinned_tokens"] > 0 and 0 < kept["expires_in_s"] <= 60
             call("DELETE", "/documents/d")
+            call("DELETE", "/sessions/s")
+            assert call("GET", "/sessions").json()["data"] == []
             press(call)
             assert cached(call.chat(messages=[{"role": "system", "content": TEXT}, *ASK], max_tokens=1)) == 0
+            assert cached(call.chat(messages=first, max_tokens=1)) < len(encode(first[0]["content"])) // block * block
     finally:
         engine.close()
     machine.check_invariants()

@@ -39,7 +39,7 @@ from memserve.messages import (
     Welcome,
     roll_of,
 )
-from memserve.types import Caching, FinishReason, KVGeometry, Role, Tier, TokenLogprobs, TokenOutput
+from memserve.types import Caching, FinishReason, KVGeometry, NamedPrefix, Role, Tier, TokenLogprobs, TokenOutput
 from memserve.units import NS_PER_S
 
 P, D, C, S = Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE
@@ -841,6 +841,32 @@ def test_a_handle_finds_its_prefix_once_a_request_has_computed_it(make):
     assert world.cluster.handles()[0].pinned_tokens == 20
     world.hear(Peer("b", 1), Pinned("0::doc", 3))
     assert world.cluster.handles()[0].pinned_tokens == 20, "only the place itself can say"
+
+
+def test_where_there_is_nothing_to_pin_that_is_the_answer(make):
+    """Less than a block: it is known at once that nothing is pinned, and nothing is repeated until its time is over."""
+    world = make(("a", C))
+    cached(world, "a", PROMPT)
+    short = a_request("", PROMPT[:3]).prompt
+    actions = world.post(PrefixPinned("doc", "", short, 4 * NS_PER_S))
+    assert not world.sent(actions, Pin) and world.cluster.pinned_tokens("", ["doc"]) == [0]
+    assert world.cluster.named_prefixes("") == [NamedPrefix("doc", 0, world.now + 4 * NS_PER_S)]
+    assert world.cluster.named_prefixes("another") == []
+    world.wait(3 * NS_PER_S)
+    assert not any(isinstance(m, Pin) for m in world.instances["a"].heard)
+    world.post(PrefixPinned("doc", "", a_request("", PROMPT).prompt, 4 * NS_PER_S))
+    world.say_all(world.instances["a"])
+    assert world.cluster.pinned_tokens("", ["doc"]) == [20]
+    actions = world.post(PrefixPinned("doc", "", short, 4 * NS_PER_S))
+    assert len(world.sent(actions, Unpin)) == 1 and world.cluster.pinned_tokens("", ["doc"]) == [0]
+    world.wait(5 * NS_PER_S)
+    assert world.cluster.handles() == ()
+
+
+def test_where_nothing_is_cached_nothing_is_waited_for(make):
+    world = make(("a", C), caching=Caching.OFF)
+    actions = world.post(PrefixPinned("doc", "", a_request("", PROMPT).prompt, 60 * NS_PER_S))
+    assert not world.sent(actions, Pin) and world.cluster.pinned_tokens("", ["doc"]) == [0]
 
 
 # -- the machine as a whole

@@ -73,6 +73,8 @@ def test_names_of_different_tenants_are_different_names(make):
     pin(world, tenant="bob")
     assert world.machine.pinned_tokens("d", "ada") == 16
     assert world.machine.pinned_tokens("d", "bob") == 0  # the same tokens, but nothing of bob's is cached
+    (kept,) = world.machine.named_prefixes("ada")
+    assert (kept.handle, kept.pinned_tokens) == ("d", 16) and world.machine.named_prefixes("bob") == []
     world.post(PrefixUnpinned("d", "bob"))
     assert world.machine.pinned_tokens("d", "ada") == 16
     press(world)

@@ -157,6 +157,8 @@ def test_a_prefix_is_pinned_where_it_lies_and_given_up(router, instance) -> None
     router.pin("doc", "tenant", request.prompt, 60_000 * NS_PER_MS)
     eventually(lambda: router.pinned_tokens(["doc"], "tenant") == [64])
     assert router.pinned_tokens(["doc", "no"], "another") == [None, None]
+    (kept,) = router.named_prefixes("tenant")
+    assert (kept.handle, kept.pinned_tokens) == ("doc", 64) and router.named_prefixes("another") == []
     router.unpin("doc", "tenant")
     eventually(lambda: member.has_heard(Unpin))
     assert router.pinned_tokens(["doc"], "tenant") == [None] and len(member.has_heard(Pin)) == 1

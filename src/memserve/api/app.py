@@ -31,6 +31,7 @@ from memserve.api.openapi import openapi
 from memserve.api.prompts import PromptEncoder
 from memserve.api.request_log import LineWriter, RequestLog
 from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
+from memserve.api.session_routes import SessionRoutes
 from memserve.api.shapes import ChatShape, CompletionShape
 from memserve.config import EdgeConfig
 from memserve.runtime.engine import EngineStopped
@@ -108,6 +109,18 @@ def _request_log(kind: RequestLogFormat, model: str, closing: ExitStack) -> list
     return [Middleware(RequestLog, kind=kind, model=model, writer=writer)]
 
 
+def _named_prefixes(shared: Shared, documents: Documents) -> list[Route]:
+    named, sessions = DocumentRoutes(shared, documents), SessionRoutes(shared.hub.engine)
+    return [
+        Route("/v1/documents", named.list),
+        Route("/v1/documents/{document_id}", named.put, methods=["PUT"]),
+        Route("/v1/documents/{document_id}", named.get),
+        Route("/v1/documents/{document_id}", named.delete, methods=["DELETE"]),
+        Route("/v1/sessions", sessions.list),
+        Route("/v1/sessions/{name:path}", sessions.delete, methods=["DELETE"]),
+    ]
+
+
 def create_app(
     engine: ServingEngine,
     model: ServedModel,
@@ -130,7 +143,6 @@ def create_app(
     pages = _Pages(hub, model, names, metrics, KeyRing(() if metrics_key is None else (metrics_key,)))
     shared = Shared(hub, model, encoder, metrics, edge)
     documents = Documents()
-    named = DocumentRoutes(shared, documents)
     planner = CompletionPlanner(model, names, encoder, documents)
     completions = GenerationEndpoint(shared, planner, CompletionShape(tokens))
     chat = GenerationEndpoint(shared, ChatPlanner(model, names, encoder, documents), ChatShape(tokens))
@@ -149,10 +161,7 @@ def create_app(
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/models", pages.models),
             Route("/v1/models/{name:path}", pages.model),
-            Route("/v1/documents", named.list),
-            Route("/v1/documents/{document_id}", named.put, methods=["PUT"]),
-            Route("/v1/documents/{document_id}", named.get),
-            Route("/v1/documents/{document_id}", named.delete, methods=["DELETE"]),
+            *_named_prefixes(shared, documents),
             Route("/health", pages.health),
             Route("/metrics", pages.metrics),
             Route("/openapi.json", pages.openapi),

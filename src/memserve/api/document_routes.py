@@ -29,7 +29,8 @@ from memserve.types import Request, SamplingParams, StopParams
 from memserve.units import ns_from_s
 
 PIN_ANSWER_S = 2.0
-"""How long ``PUT`` waits to learn how much is pinned; it is pinned all the same."""
+"""How long ``PUT`` waits to learn how much is pinned; it is pinned all the same. A document's time counts from the
+answer, so it is pinned for so much longer."""
 _POLL_S = 0.02
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
@@ -59,25 +60,27 @@ class DocumentRoutes:
         del data, prepared
         known = self._documents.knows(tenant, document_id)
         cached_tokens = await self._compute(document, tenant, request.receive)
-        kept = self._documents.put(tenant, document)
+        kept = self._documents.put(tenant, document, PIN_ANSWER_S)
         await self._memory.put(tenant, kept)
         self._pin(kept, tenant)
         pinned = await self._pinned_soon(kept, tenant)
-        return _json(self._card(kept, pinned) | {"cached_tokens": cached_tokens}, 200 if known else 201)
+        self._documents.begin_time(tenant, kept)
+        return _json(_card(kept, pinned, kept.ttl_s) | {"cached_tokens": cached_tokens}, 200 if known else 201)
 
     async def list(self, request: HttpRequest) -> Response:
         """``GET /v1/documents``: the tenant's own, oldest first."""
         tenant = request.scope[TENANT_KEY]
         documents = self._documents.all(tenant)
         pinned = await self._pinned(documents, tenant)
-        cards = [self._card(kept, tokens) for kept, tokens in zip(documents, pinned, strict=True)]
+        cards = [_card(kept, tokens, self._left_s(kept)) for kept, tokens in zip(documents, pinned, strict=True)]
         return _json({"object": "list", "data": cards})
 
     async def get(self, request: HttpRequest) -> Response:
         """``GET /v1/documents/{id}``."""
         tenant = request.scope[TENANT_KEY]
         kept = self._documents.get(tenant, request.path_params["document_id"])
-        return _json(self._card(kept, (await self._pinned([kept], tenant))[0]))
+        (pinned,) = await self._pinned([kept], tenant)
+        return _json(_card(kept, pinned, self._left_s(kept)))
 
     async def delete(self, request: HttpRequest) -> Response:
         """``DELETE /v1/documents/{id}``: its KV may be evicted from now on."""
@@ -119,7 +122,7 @@ class DocumentRoutes:
     def _pin(self, document: Document, tenant: str) -> None:
         engine = self._shared.hub.engine
         if isinstance(engine, PinningEngine):
-            engine.pin(document.handle, tenant, document.tokens, ns_from_s(document.ttl_s))
+            engine.pin(document.handle, tenant, document.tokens, ns_from_s(document.ttl_s + PIN_ANSWER_S))
 
     async def _pinned_soon(self, document: Document, tenant: str) -> int | None:
         """As :meth:`_pinned`, with some patience for an engine that has not found out yet."""
@@ -143,17 +146,21 @@ class DocumentRoutes:
         except (TimeoutError, EngineStopped):
             return unknown
 
-    def _card(self, document: Document, pinned_tokens: int | None) -> dict[str, Any]:
-        return {
-            "id": document.document_id,
-            "object": "document",
-            "created": document.created_s,
-            "endpoint": document.endpoint,
-            "tokens": len(document.tokens),
-            "pinned_tokens": pinned_tokens,
-            "ttl_s": document.ttl_s,
-            "expires_in_s": round(self._documents.expires_in_s(document), 3),
-        }
+    def _left_s(self, document: Document) -> float:
+        return min(document.ttl_s, self._documents.expires_in_s(document))
+
+
+def _card(document: Document, pinned_tokens: int | None, left_s: float) -> dict[str, Any]:
+    return {
+        "id": document.document_id,
+        "object": "document",
+        "created": document.created_s,
+        "endpoint": document.endpoint,
+        "tokens": len(document.tokens),
+        "pinned_tokens": pinned_tokens,
+        "ttl_s": document.ttl_s,
+        "expires_in_s": round(left_s, 3),
+    }
 
 
 def _json(value: Any, status: int = 200) -> Response:

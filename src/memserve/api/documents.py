@@ -33,7 +33,7 @@ class Document:
 
     document_id: str
     endpoint: str
-    """``chat`` or ``completions``: whose form of it is computed and pinned; it can be used with both."""
+    """``chat`` or ``completions``: the requests that may begin with it, as its form for them is computed and pinned."""
     messages: Messages
     """What a conversation begins with; a text is a system message."""
     prompt: Prompt
@@ -84,14 +84,22 @@ class Documents:
         self._clock_ns = clock_ns
         self._documents: dict[str, dict[str, Document]] = {}
 
-    def put(self, tenant: str, document: Document) -> Document:
-        """Remember ``document`` from now on for its time. Raises :class:`ApiError` 400 when there are too many."""
+    def put(self, tenant: str, document: Document, grace_s: float = 0.0) -> Document:
+        """Remember ``document`` from now on for its time and ``grace_s``.
+
+        Raises :class:`ApiError` when there are too many."""
         owned = self._live(tenant)
         if document.document_id not in owned and len(owned) >= DOCUMENTS_MAX:
             raise bad_request(f"There are {len(owned)} documents already; delete one", code="too_many_documents")
-        kept = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s))
+        kept = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s + grace_s))
         owned[document.document_id] = kept
         return kept
+
+    def begin_time(self, tenant: str, document: Document) -> None:
+        """Its time counts from now on, unless it was deleted or replaced meanwhile."""
+        owned = self._documents.get(tenant, {})
+        if owned.get(document.document_id) is document:
+            owned[document.document_id] = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s))
 
     def restore(self, tenant: str, document: Document, left_ns: int) -> None:
         """Remember it as an earlier server did, for the ``left_ns`` that it had left."""

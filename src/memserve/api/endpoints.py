@@ -56,7 +56,7 @@ class CompletionPlanner:
         _check_model(body.model, self._names)
         if not isinstance(body.prompt, (str, list)):
             raise bad_request("'prompt' is required: text or token ids", "prompt", "missing_required_parameter")
-        document = _document(body, caller, self._documents)
+        document = _document(body, caller, self._documents, "completions")
 
         def planned() -> Generation:
             return plan_completion(body, self._prompts(body, document), self._model, caller, response_id)
@@ -83,7 +83,7 @@ class ChatPlanner:
         workers = self._encoder.workers
         body = await workers.run(caller.tenant, len(data), lambda: parse_body(data, ChatBody))
         _check_model(body.model, self._names)
-        document = _document(body, caller, self._documents)
+        document = _document(body, caller, self._documents, "chat")
 
         def planned() -> Generation:
             return plan_chat(body, self._prompt(body, document), self._model, caller, response_id)
@@ -95,13 +95,18 @@ class ChatPlanner:
         return self._encoder.chat_prompt(body, messages if document is None else document.before_messages(messages))
 
 
-def _document(body: GenerationBody, caller: Caller, documents: Documents) -> Document | None:
-    """What the request begins with. Raises :class:`ApiError` 404 when the caller has no such document."""
+def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoint: str) -> Document | None:
+    """What the request begins with. Raises :class:`ApiError` 404 when the caller has no such document, 400 when its
+    form for ``endpoint`` was not computed: nothing of it would be found in the cache."""
     if body.document is None:
         return None
     if body.cache_salt is not None:
         raise bad_request("cache_salt and document exclude each other: a salt hides what is cached", "cache_salt")
-    return documents.get(caller.tenant, body.document)
+    document = documents.get(caller.tenant, body.document)
+    if document.endpoint != endpoint:
+        message = f"The document {document.document_id!r} is for {document.endpoint}: nothing of it is cached for"
+        raise bad_request(f'{message} {endpoint}; put one with "endpoint": "{endpoint}" under another id', "document")
+    return document
 
 
 def _check_model(name: str, names: ModelNames) -> None:

@@ -127,6 +127,12 @@ def rejected(news: Rejected) -> ApiError:
     return ApiError(429, news.reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
+def engine_silent() -> ApiError:
+    """503: the engine does not say what it was asked."""
+    headers = {"retry-after": "1"}
+    return ApiError(503, "The engine does not answer now", kind="server_error", code="overloaded", headers=headers)
+
+
 def shutting_down() -> ApiError:
     """503: the server is going away."""
     return ApiError(

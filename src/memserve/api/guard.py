@@ -23,13 +23,15 @@ log = logging.getLogger(__name__)
 KNOWN_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json")
 """Labels of the request counter: paths that clients invent must not make new ones."""
 
-DOCUMENTS_ROUTE = "/v1/documents"
+NAMED_ROUTES = ("/v1/documents", "/v1/sessions")
+"""Routes below which each name is a path."""
 
 
 def route_of(path: str) -> str:
     """The label of a path in metrics and logs."""
-    if path.startswith(DOCUMENTS_ROUTE):
-        return DOCUMENTS_ROUTE
+    for route in NAMED_ROUTES:
+        if path == route or path.startswith(f"{route}/"):
+            return route
     return path if path in KNOWN_ROUTES else "other"
 
 

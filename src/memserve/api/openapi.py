@@ -118,6 +118,19 @@ OPERATIONS = (
         examples=(Example("The handbook", path="/v1/documents/handbook"),),
     ),
     Operation(
+        "GET", "/v1/sessions",
+        "The sessions of this key whose KV is kept (`session_ttl_s`), least recently used first. Sessions of one name "
+        "with different `cache_salt` are listed each.",
+        "`data`: a list with `id`, `pinned_tokens` (kept from eviction, in whole blocks; `null`: not known yet), "
+        "`expires_in_s`",
+        errors=(503,), examples=(Example("What is kept"),),
+    ),
+    Operation(
+        "DELETE", "/v1/sessions/{name}",
+        "End a session: its KV may be evicted from now on. Requests may use its name again.", "`deleted`: true",
+        errors=(404, 503), parameters=(("name", "the session's name; slashes need no escape"),),
+    ),
+    Operation(
         "GET", "/v1/models", "The served model.",
         "`data`: one entry with `id` and `max_model_len`, the longest prompt and answer together, in tokens",
         examples=(Example("What is served"),),
@@ -155,6 +168,7 @@ ERRORS = (
     Error(401, "invalid_api_key", "no key, or a wrong one"),
     Error(404, "model_not_found", "another model is served"),
     Error(404, "document_not_found", "never put, deleted, expired, or another key's"),
+    Error(404, "session_not_found", "kept no KV, was ended, has expired, or is another key's"),
     Error(404, None, "no such path"),
     Error(405, None, "the path has other methods"),
     Error(408, "client_too_slow", "the body did not arrive in time"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -144,6 +145,9 @@ def _check(request: Request, model: ServedModel) -> None:
         raise bad_request(error.message, error.param) from None
 
 
+_SESSION = re.compile(r"(?:salted:[0-9a-f]{32}:)?session:(.*)", re.DOTALL)
+
+
 def _salt(body: GenerationBody) -> str:
     """A digest of the salt: what the client said stays here, and what is kept of it has a fixed size."""
     if body.cache_salt is None:
@@ -166,6 +170,12 @@ def _session_name(body: GenerationBody) -> str:
     if named is None and body.prompt_cache_key and len(body.prompt_cache_key) <= CACHE_KEY_CHARS_MAX:
         return f"key:{body.prompt_cache_key}"
     return "" if named is None else f"session:{named}"
+
+
+def session_of(handle: str) -> str | None:
+    """The session's name in the name of what is kept for it; ``None``: it is kept for something else."""
+    found = _SESSION.fullmatch(handle)
+    return found.group(1) if found is not None else None
 
 
 def _session_ttl_ns(body: GenerationBody) -> int | None:

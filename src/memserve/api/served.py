@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from memserve.remembered import DocumentDropped, DocumentPut
 from memserve.runtime.engine import Rejected
-from memserve.types import Request, SamplingParams, TokenArray, TokenOutput
+from memserve.types import NamedPrefix, Request, SamplingParams, TokenArray, TokenOutput
 
 
 class ServedModel(Protocol):
@@ -105,6 +105,10 @@ class PinningEngine(ServingEngine, Protocol):
 
     def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
         """How much of each is pinned; ``None`` while nothing was heard of it. May wait for the engine thread, once."""
+
+    def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
+        """What is kept under a tenant's names, least recently renewed first; ends by ``time.monotonic_ns``. May wait
+        for the engine thread."""
 
 
 @runtime_checkable

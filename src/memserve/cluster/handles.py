@@ -20,11 +20,12 @@ from memserve.cluster.registry import Member, MemberState, Registry
 from memserve.cluster.report import HandleView
 from memserve.cluster.timers import Timers
 from memserve.cluster.trees import Trees
+from memserve.config import ClusterConfig
 from memserve.errors import check
 from memserve.messages import Pin, Pinned, Unpin
 from memserve.policy.quotas import TenantStore
 from memserve.remembered import HandleDropped, HandlePinned
-from memserve.types import Role, TokenArray, isolation
+from memserve.types import Caching, NamedPrefix, Role, TokenArray, isolation
 from memserve.units import NS_PER_S
 
 REPEAT_NS = NS_PER_S
@@ -75,15 +76,16 @@ class Handle:
 class Handles:
     """All live handles. They have room for so many tokens; a tenant with more than others loses its oldest."""
 
-    __slots__ = ("_by_wire", "_gate", "_loads", "_named", "_outbox", "_registry", "_timers", "_trees")
+    __slots__ = ("_by_wire", "_caches", "_gate", "_loads", "_named", "_outbox", "_registry", "_timers", "_trees")
 
     def __init__(
         self, registry: Registry, trees: Trees, loads: LoadTable, gate: Gate, timers: Timers, outbox: Outbox,
-        tokens_max: int,
+        config: ClusterConfig,
     ) -> None:  # fmt: skip
         self._registry, self._trees, self._loads, self._gate = registry, trees, loads, gate
         self._timers, self._outbox = timers, outbox
-        self._named: TenantStore[Handle] = TenantStore(tokens_max)
+        self._named: TenantStore[Handle] = TenantStore(config.handle_tokens_max)
+        self._caches = config.caching is not Caching.OFF
         self._by_wire: dict[str, Handle] = {}
 
     def __len__(self) -> int:
@@ -184,6 +186,10 @@ class Handles:
         handles = (self._named.get(tenant, name) for name in names)
         return [handle.pinned_tokens if handle is not None else None for handle in handles]
 
+    def of(self, tenant: str) -> list[NamedPrefix]:
+        """A tenant's handles, least recently renewed first."""
+        return [NamedPrefix(handle.name, handle.pinned_tokens, handle.expires_ns) for handle in self._named.of(tenant)]
+
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books do not agree."""
         self._named.check_invariants()
@@ -197,9 +203,15 @@ class Handles:
     # -- inside
 
     def _settle(self, handle: Handle, now: int) -> None:
-        """Pin it where most of it lies, if there is room; else it is tried again."""
-        self._move(handle, self._find(handle))
-        place, tokens = handle.place, self._whole_tokens(handle)
+        """Pin it where most of it lies, if there is room; else it is tried again. Where there is nothing to pin that is
+        the answer."""
+        tokens = self._whole_tokens(handle)
+        self._move(handle, self._find(handle) if tokens else None)
+        place = handle.place
+        if not tokens:
+            handle.pinned_tokens = 0
+            self._wake(handle, handle.expires_ns)
+            return
         if place is not None and self._gate.may_pin(handle.wire_name, place, handle.identities, tokens):
             ttl_ns = max(1, handle.expires_ns - now)
             self._outbox.send(place.peer, Pin(handle.wire_name, handle.isolation, handle.tokens, ttl_ns))
@@ -239,8 +251,9 @@ class Handles:
         return min(among, key=lambda m: (m is not handle.place, rank[m.info.role], m.number), default=handle.place)
 
     def _whole_tokens(self, handle: Handle) -> int:
+        """Tokens of it that an instance can keep: whole blocks, and none where no instance caches."""
         block_tokens = self._registry.geometry.block_tokens if self._registry.geometry is not None else 1
-        return len(handle.tokens) // block_tokens * block_tokens
+        return len(handle.tokens) // block_tokens * block_tokens if self._caches else 0
 
     def _keep(self, handle: Handle) -> None:
         """Make room for it: what has to go for it is dropped."""

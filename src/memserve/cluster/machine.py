@@ -72,7 +72,7 @@ from memserve.messages import (
 from memserve.policy.admission import on_terms
 from memserve.policy.costs import CostModel
 from memserve.remembered import RouterStarted
-from memserve.types import FinishReason, Request, TokenOutput
+from memserve.types import FinishReason, NamedPrefix, Request, TokenOutput
 
 
 class Cluster:
@@ -99,7 +99,7 @@ class Cluster:
         self._registry, self._loads = registry, loads = Registry(), LoadTable()
         self._trees = trees = Trees(config, timers, counters, identity_key)
         gate = Gate(config.admission, config.policy, registry, loads)
-        self._handles = handles = Handles(registry, trees, loads, gate, timers, outbox, config.handle_tokens_max)
+        self._handles = handles = Handles(registry, trees, loads, gate, timers, outbox, config)
         self._sessions = sessions = Sessions(registry, outbox)
         self._placer = placer = Placer(
             config, costs or CostModel(), registry, trees, loads, sessions, handles, gate.memory
@@ -327,6 +327,10 @@ class Cluster:
     def pinned_tokens(self, tenant: str, handles: Sequence[str]) -> list[int | None]:
         """How much of each of a tenant's named prefixes is pinned; ``None``: unknown, or nothing was heard of it."""
         return self._handles.pinned_tokens(tenant, handles)
+
+    def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
+        """A tenant's named prefixes, least recently renewed first."""
+        return self._handles.of(tenant)
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""

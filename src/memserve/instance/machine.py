@@ -11,6 +11,7 @@ With ``me`` it is a member of a cluster: then it also hears messages, and gives 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 
 from memserve.config import InstanceConfig
@@ -48,7 +49,7 @@ from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
 from memserve.policy.batching import context_tokens, running_max
 from memserve.policy.preemption import PreemptionCosts, PreemptionModel
-from memserve.types import KVGeometry, Request, TokenOutput
+from memserve.types import KVGeometry, NamedPrefix, Request, TokenOutput
 
 
 class Instance:
@@ -253,6 +254,11 @@ class Instance:
     def pinned_tokens(self, handle: str, tenant: str) -> int:
         """How much is kept under a name that ``PrefixPinned`` gave; 0 = nothing, or no more."""
         return self._pins.tokens(_pin_name(handle, tenant))
+
+    def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
+        """What a tenant's ``PrefixPinned`` keep, least recently renewed first."""
+        skipped = len(_pin_name("", tenant))
+        return [dataclasses.replace(kept, handle=kept.handle[skipped:]) for kept in self._pins.of(tenant)]
 
     @property
     def is_idle(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memserve.mempool.pool import BlockPool, Lease
 from memserve.policy.quotas import TenantStore
-from memserve.types import TokenArray
+from memserve.types import NamedPrefix, TokenArray
 
 PINNED_TOKENS_MAX = 4 << 20
 """Tokens of all pins whose tenants are known here; of more, the tenant with most loses its oldest."""
@@ -74,6 +74,11 @@ class Pins:
         """How much is kept under the name; 0 for unknown ones."""
         pin = self._pins.get(handle)
         return pin.lease.tokens if pin is not None else 0
+
+    def of(self, tenant: str) -> list[NamedPrefix]:
+        """What is kept of a tenant that is known here, under the names that :meth:`pin` was given."""
+        pins = [self._pins[handle] for handle in self._quota.of(tenant)]
+        return [NamedPrefix(pin.handle, pin.lease.tokens, pin.until_ns) for pin in pins]
 
     def expire(self, now: int) -> None:
         """End the pins whose time is over."""

@@ -73,6 +73,10 @@ class TenantStore(Generic[Value]):
         """All values, tenant by tenant, each tenant's longest unused first."""
         return (kept.value for names in self._kept.values() for kept in names.values())
 
+    def of(self, tenant: str) -> list[Value]:
+        """A tenant's values, the longest unused first."""
+        return [kept.value for kept in self._kept.get(tenant, {}).values()]
+
     def count(self, tenant: str) -> int:
         """How many values a tenant has."""
         return len(self._kept.get(tenant, ()))

@@ -18,7 +18,7 @@ from memserve.runtime.clients import Rejected as Rejected
 from memserve.runtime.hosted import HostedInstance
 from memserve.runtime.ports import Device
 from memserve.runtime.stats import EngineStats
-from memserve.types import Request, TokenArray
+from memserve.types import NamedPrefix, Request, TokenArray
 
 
 class Engine:
@@ -56,6 +56,10 @@ class Engine:
         """How much of it is pinned. Raises as :meth:`stats`."""
         machine = self._instance.machine
         return self._instance.ask(lambda: [machine.pinned_tokens(handle, tenant) for handle in handles])
+
+    def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
+        """What is kept under a tenant's names; their times are those of the engine's clock. Raises as :meth:`stats`."""
+        return self._instance.ask(lambda: self._instance.machine.named_prefixes(tenant))
 
     def stats(self) -> EngineStats:
         """A consistent snapshot of counters and gauges.

@@ -47,7 +47,7 @@ from memserve.runtime.meta_keeper import Durability, MetaKeeper
 from memserve.runtime.ports import Mailbox, OnMessage
 from memserve.runtime.stats import RouterStats
 from memserve.runtime.supervisor import ChildStats
-from memserve.types import Request, TokenArray
+from memserve.types import NamedPrefix, Request, TokenArray
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +118,10 @@ class RouterEngine:
     def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
         """How much of each is pinned; ``None`` while nothing was heard of it. Raises as :meth:`stats`."""
         return self._loop.ask(lambda: self._machine.pinned_tokens(tenant, handles))
+
+    def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
+        """What is kept under a tenant's names; their times are those of the router's clock. Raises as :meth:`stats`."""
+        return self._loop.ask(lambda: self._machine.named_prefixes(tenant))
 
     def stats(self) -> RouterStats:
         """A consistent snapshot of the router's counters, and what each member has said of itself lately.
