@@ -12,6 +12,7 @@ from memserve.cluster.events import (
     PrefixUnpinned,
     RequestArrived,
 )
+from memserve.errors import UserError
 from memserve.mempool.identity import block_identities, namespace_id
 from memserve.messages import (
     AskAttempts,
@@ -651,11 +652,13 @@ def test_another_model_cannot_join(make):
 
 
 def test_a_geometry_that_cannot_be_is_refused(make):
-    """The first member's geometry is everybody's: a broken one must not become it."""
+    """The first member's geometry and context become the cluster's: a broken one must not. (A geometry that cannot be
+    is refused where it is made, so that no letter brings one.)"""
     world = make()
-    for wrong in ({"geometry": KVGeometry(3, 2, 8, 8, "float32", 0)}, {"context_tokens": 0}):
-        ((_, refused),) = world.sent(world.hear(Peer("p", 1), Join(info("p", P, **wrong))), Refused)
-        assert "makes no sense" in refused.reason
+    with pytest.raises(UserError):
+        KVGeometry(3, 2, 8, 8, "float32", 0)
+    ((_, refused),) = world.sent(world.hear(Peer("p", 1), Join(info("p", P, context_tokens=0))), Refused)
+    assert "makes no sense" in refused.reason
     assert world.cluster.instances() == ()
 
 

@@ -149,8 +149,8 @@ class Registry:
 
     def why_not(self, info: PeerInfo) -> str | None:
         """Why ``info`` cannot be a member; ``None`` = it can."""
-        if info.geometry.block_tokens < 1 or info.geometry.block_bytes < 1 or info.context_tokens < 1:
-            return f"its KV geometry makes no sense: {info.geometry}, context {info.context_tokens}"
+        if info.context_tokens < 1:
+            return f"its context makes no sense: {info.context_tokens} tokens"
         same_name = self._members.get(info.peer.name)
         if same_name is not None and info.peer.generation < same_name.peer.generation:
             return f"a newer incarnation of {info.peer.name!r} is a member"
