@@ -21,7 +21,7 @@ from memserve.sim.fuzz.faults import KINDS
 from memserve.sim.fuzz.network import FaultyNetwork
 from memserve.sim.fuzz.plants import PLANTS, planted
 from memserve.sim.fuzz.router import Promises
-from memserve.sim.fuzz.scenario import MS, SWARM, Fault, Setting, draw
+from memserve.sim.fuzz.scenario import MS, ROW, SWARM, Fault, Setting, draw
 from memserve.sim.fuzz.truth import Violation
 from memserve.sim.fuzz.world import World
 from memserve.sim.network import Node
@@ -131,12 +131,12 @@ def test_the_verdicts_of_two_processes_are_those_of_one() -> None:
 
 
 def test_every_kind_of_fault_can_be_drawn_and_struck() -> None:
-    assert set(KINDS) == set(SWARM)
+    assert set(KINDS) == {*SWARM, ROW}
     drawn = {fault.kind for seed in range(200) for fault in draw(seed, setting_of(seed, "swarm")).faults}
-    assert drawn == set(SWARM)
+    assert drawn == {*SWARM, ROW}
 
 
-@pytest.mark.parametrize("kind", SWARM)
+@pytest.mark.parametrize("kind", [*SWARM, ROW])
 def test_each_kind_alone_is_survived(kind: str) -> None:
     """Three times, on top of each other, in the middle of the work: everything ends, and all is put right."""
     setting = Setting(mix="1P1D1C", swarm=True)
@@ -154,7 +154,7 @@ def test_rows_that_fail_are_no_excuse_for_anything_else(seed: int) -> None:
     setting = setting_of(seed, "healthy")
     scenario, random = draw(seed, setting), Random(seed)
     places = len(scenario.hbm_blocks)
-    scenario.faults = [Fault("row", at * 9 * MS, 5 * MS, random.randrange(places), -1, at) for at in range(12)]
+    scenario.faults = [Fault(ROW, at * 9 * MS, 5 * MS, random.randrange(places), -1, at) for at in range(12)]
     world = World(scenario)
     world.run()
     assert not world.referee.excused and any(ask.row_failed for ask in world.referee.asks.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,12 +17,16 @@ from memserve.cluster.report import ClusterStats, Counters, GateStats
 from memserve.cluster.timers import Timers
 from memserve.cluster.trees import Trees
 from memserve.config import AdmissionConfig, ClusterConfig, PoolConfig
+from memserve.instance.sequence import Group
 from memserve.mempool.identity import NAMES_MAX
 from memserve.mempool.pool import BlockPool
 from memserve.policy.admission import on_terms
 from memserve.policy.fairness import Turns
 from memserve.policy.quotas import TenantStore
 from memserve.runtime.stats import RouterStats
+from memserve.sim.fuzz.campaign import judge, setting_of
+from memserve.sim.fuzz.clients import FLOOD
+from memserve.sim.fuzz.scenario import draw
 from memserve.types import isolation
 
 LONG = [(7 * i + i * i) % VOCAB for i in range(48)]
@@ -316,6 +322,23 @@ def test_served_at_once_is_served_as_often():
     for _ in range(5):
         many.serve("a", 7)
     assert (one.at("a"), one._clock) == (many.at("a"), many._clock)
+
+
+# -- the fuzzer
+
+
+def seeds_with_floods(count: int) -> list[int]:
+    """Of colocated instances in good weather."""
+    drawn = ((seed, draw(seed, setting_of(seed)).conversations) for seed in range(2000))
+    return list(islice((seed for seed, clients in drawn if any(c.tenant == FLOOD for c in clients)), count))
+
+
+def test_the_referee_notices_a_tenant_that_starves(monkeypatch: pytest.MonkeyPatch):
+    """Instances that see one tenant alone serve requests as they come: the flood first."""
+    seeds = seeds_with_floods(3)
+    assert not any(judge(seed, setting_of(seed)).failure for seed in seeds)
+    monkeypatch.setattr(Group, "tenant", property(lambda self: "", lambda self, tenant: None))
+    assert any("starves" in judge(seed, setting_of(seed)).failure for seed in seeds)
 
 
 # -- metrics

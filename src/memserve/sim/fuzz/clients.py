@@ -14,6 +14,8 @@ from memserve.sim.fuzz.truth import lone_beams, lone_tokens, require
 from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
 
 VOCAB = 12
+FLOOD, QUIET = "flood", "quiet"
+"""Tenants of scenarios with a flood: one sends everything at once, the other one short request behind it."""
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Conversation:
     """Behind its first turn the conversation so far is pinned under its session's name, for this long."""
     unpin: bool = False
     """The name is given up when the conversation ends."""
+    salt: str = ""
     context: list[int] = field(default_factory=list)
     done: int = 0
 
@@ -115,6 +118,7 @@ class Referee:
             priority=turn.priority,
             use_cache=turn.use_cache,
             deadline_ns=None if turn.lifetime_ns is None else now + turn.lifetime_ns,
+            salt=conversation.salt,
         )
         self.asks[request.request_id] = Ask(request, turn, arrived_ns=now)
         return request
@@ -150,7 +154,7 @@ class Referee:
         return ask
 
     def _judge_cached(self, ask: Ask, output: TokenOutput, key: str) -> None:
-        """KV that is reused was computed for the same tenant. The first output of a first attempt tells how much."""
+        """Reused KV was computed for the same tenant and salt. A first attempt's first output says how much."""
         request, cached = ask.request, output.cached_tokens
         require(0 <= cached < len(request.prompt), f"{key}: {cached} cached tokens of {len(request.prompt)}")
         if not self.caching or not request.use_cache or request.sampling.prompt_logprobs:
@@ -161,10 +165,10 @@ class Referee:
         require(cached <= known, f"{key}: {cached} cached tokens, its tenant has said {known} of them before")
 
     def _shared(self, ask: Ask, other: Ask) -> int:
-        """How many of the prompt's tokens another request of the same tenant begins with: its prompt and its answer,
+        """How many of the prompt's tokens another request of the same isolation begins with: its prompt and its answer,
         also what of it was computed, but has not reached the client."""
         request = other.request
-        if other is ask or request.tenant != ask.request.tenant or not request.use_cache:
+        if other is ask or request.isolation != ask.request.isolation or not request.use_cache:
             return 0
         prompt, theirs, best = ask.request.prompt.tolist(), request.prompt.tolist(), 0
         if request.beam_width and prompt[: len(theirs)] == theirs:
@@ -245,6 +249,15 @@ class Referee:
         require([(e.token, e.logprob) if e else None for e in entries] == [None, *wanted], f"{key}: prompt logprobs")
 
     # -- the end
+
+    def check_starvation(self) -> None:
+        """One request of a tenant ends before a quarter of another tenant's flood, however many were sent before it."""
+        for name, ask in self.asks.items():
+            flood = [other for other in self.asks.values() if other.request.tenant == FLOOD]
+            before = [other for other in flood if other.arrived_ns <= ask.arrived_ns]
+            if ask.request.tenant == QUIET and ask.ended_ns is not None and not self.excused:
+                later = sum((other.ended_ns or 0) > ask.ended_ns for other in before)
+                require(4 * later >= len(before), f"{name} starves: {later} of {len(before)} before it ended after it")
 
     def check_all_ended(self, patience_ns: int) -> None:
         """Every request has its endings, and those with a deadline had them in time."""

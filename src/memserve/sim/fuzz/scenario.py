@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from memserve.config import AdmissionConfig
-from memserve.sim.fuzz.clients import VOCAB, Conversation, Turn
+from memserve.sim.fuzz.clients import FLOOD, QUIET, VOCAB, Conversation, Turn
 from memserve.sim.fuzz.gate import draw_gate, draw_kept_ns
-from memserve.types import Caching, Role, TransferMode
+from memserve.types import Admission, Caching, Role, TransferMode
 
 MS = 1_000_000
 
@@ -40,7 +40,6 @@ FAULTS = (
     "repeat",
     "delay",
     "device",
-    "row",
     "slow-link",
     "flap",
     "drain",
@@ -64,6 +63,9 @@ SWARM = (
     "clock-back",
 )
 """Those of ``swarm`` settings: up to a dozen, of a random subset of all kinds with random weights."""
+
+ROW = "row"
+"""One row fails. Costs one request, and is drawn on its own (:func:`_put_rows`)."""
 
 WEATHERS = ("healthy", "faulty", "swarm")
 
@@ -175,6 +177,8 @@ def draw(seed: int, setting: Setting) -> Scenario:
         scenario.faults = _draw_faults(random, len(roles))
     if random.random() < (0.35 if setting.swarm else 0.0 if setting.faulty else 0.2):
         _put_gate(random, scenario)
+    _put_rows(scenario, len(roles))
+    _put_tenants(scenario, roles)
     return scenario
 
 
@@ -186,6 +190,39 @@ def _put_gate(random: Random, scenario: Scenario) -> None:
     if scenario.setting.policy is None and random.random() < 0.5:
         scenario.policy = random.choice(["best-fit", "affinity"])
     scenario.admission = replace(scenario.admission, kept_ns=draw_kept_ns(random))
+
+
+def _put_rows(scenario: Scenario, instances: int) -> None:
+    """Some scenarios with faults have rows that fail, among others or alone: then no other request is excused. Drawn
+    from a stream of its own: all other scenarios are what they would be without."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/rows")
+    if scenario.faults and random.random() < 0.15:
+        rows = [_draw_fault(random, ROW, instances) for _ in range(random.choice([1, 2, 3]))]
+        scenario.faults = _in_order([*rows, *random.choice([(), scenario.faults])])
+
+
+def _put_tenants(scenario: Scenario, roles: tuple[Role, ...]) -> None:
+    """Some scenarios have tenants with salts and every priority, and some of those a flood. Drawn from a stream of its
+    own: all other scenarios are what they would be without."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/tenants")
+    if scenario.admission.mode is not Admission.NONE or random.random() >= 0.2:
+        return
+    for conversation in scenario.conversations:
+        conversation.tenant, conversation.salt = random.choice(["", "a", "b"]), random.choice(["", "", "x", "y"])
+        for turn in conversation.turns:
+            turn.priority = random.choice([-(1 << 31), 0, 7])
+    if not scenario.setting.faulty and not scenario.setting.swarm and set(roles) == {Role.COLOCATED}:
+        _add_flood(random, scenario, 8 * len(roles) + 8)
+
+
+def _add_flood(random: Random, scenario: Scenario, count: int) -> None:
+    scenario.running = 3
+    for number in range(count):
+        turn = Turn([random.randrange(VOCAB) for _ in range(8)], 0, max_tokens=8, priority=-(1 << 31))
+        salt = str(number) if number % 2 else ""
+        scenario.conversations.append(Conversation(f"f{number}", FLOOD, "", [], [turn], 0, salt=salt))
+    turn = Turn([random.randrange(VOCAB) for _ in range(4)], 0, max_tokens=3, priority=7)
+    scenario.conversations.append(Conversation("q", QUIET, "", [], [turn], random.randint(1, 20) * MS))
 
 
 def _make_uneven(random: Random, scenario: Scenario, least: int) -> None:

@@ -211,7 +211,9 @@ class World:
             self.clock.after(0, self._submit, PrefixUnpinned(name, tenant))
         else:
             tokens = np.asarray(conversation.prefix + conversation.context, dtype=np.int32)
-            self.clock.after(0, self._submit, PrefixPinned(name, tenant, tokens, conversation.pin_ns))
+            self.clock.after(
+                0, self._submit, PrefixPinned(name, tenant, tokens, conversation.pin_ns, conversation.salt)
+            )
 
     # -- watching
 
@@ -249,6 +251,7 @@ class World:
         limit_ns = self.clock.now + 240 * SECOND
         self._run_while(lambda: not self.everyone_is_served(), limit_ns)
         self.referee.check_all_ended(5 * MS + self.router_slept_ns)
+        self.referee.check_starvation()
         require(self.everyone_is_served(), "clients wait for their turn for ever")
         self._come_to_rest()
         self.check_at_rest()

@@ -6,7 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from memserve.sim.fuzz.faults import device, disk, process, wire
-from memserve.sim.fuzz.scenario import Fault
+from memserve.sim.fuzz.scenario import ROW, Fault
 from memserve.sim.fuzz.truth import require
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ KINDS = {**process.KINDS, **wire.KINDS, **device.KINDS, **disk.KINDS}
 
 def strike(world: World, fault: Fault) -> None:
     """Do the damage now, and undo it when its time is over."""
-    world.referee.excused |= fault.kind != "row"  # which costs one request, and is no excuse for any other
+    world.referee.excused |= fault.kind != ROW  # which costs one request, and is no excuse for any other
     world.happened[fault.kind] += 1
     world.say(f"FAULT {fault}")
     undo = KINDS[fault.kind](world, fault, world.instances[fault.place], Random(fault.seed))
