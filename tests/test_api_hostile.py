@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -12,13 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, World, says, serve
+from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, World, says, serve
 from fake_engine import FakeEngine
+from hostile_grammar import Target
 from hostile_requests import HostileCase, check_answer, hostile_cases, send
+from hostile_storm import fresh_seed, storm
 from memserve.api.errors import ApiError
 from memserve.api.parse import parse_body
 from memserve.api.schema import ChatBody, CompletionBody
 
+STORM_ATTACKS = 400
 CASES = list(hostile_cases(MODEL, CONTEXT_TOKENS, "hello " * CONTEXT_TOKENS))
 
 
@@ -114,6 +118,19 @@ def test_long_heads_are_answered(world: World, http: httpx.Client) -> None:
     """Each of them within the limit, on one connection."""
     for _ in range(3):
         assert http.get("/health", headers={"x-long": "y" * 50_000}).status_code == 200
+
+
+def test_a_storm_of_random_requests(world: World, http: httpx.Client) -> None:
+    """Another one in each run; ``HOSTILE_SEED=N`` repeats one."""
+    seed = fresh_seed()
+    target = Target(MODEL, CONTEXT_TOKENS, TinyModel().vocab_size)
+    result = asyncio.run(storm(world.url, target, seed, range(STORM_ATTACKS), clients=16))
+    assert not result.misses, f"HOSTILE_SEED={seed}: {len(result.misses)} misses\n" + "\n".join(result.misses[:5])
+    assert result.statuses["200"] >= STORM_ATTACKS // 20, result.statuses
+    assert result.statuses["400"] >= STORM_ATTACKS // 20, result.statuses
+    still_answers(world, http)
+    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", "max_tokens": 200, "temperature": 0})
+    assert answer.json()["choices"][0]["text"] == SCRIPT_TEXT
 
 
 JSON_VALUES = st.recursive(

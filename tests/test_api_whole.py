@@ -13,13 +13,17 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from api_world import CONTEXT_TOKENS, EOS, World, running_server, tiny_tokenizer
+from hostile_grammar import Target
 from hostile_requests import HostileCase, check_answer, hostile_cases, send
+from hostile_storm import fresh_seed, storm
 from memserve.config import EngineOptions
 from memserve.instance.stats import InstanceStats
 from memserve.runtime.build import build_engine
 from memserve.units import KIB
+from waiting import eventually
 
 NAME = "tiny-llama"
+STORM_ATTACKS = 400
 KV_BYTES = 160 * KIB
 """20 blocks of 32 tokens: a crowd must queue and preempt."""
 
@@ -89,6 +93,24 @@ def test_clients_that_leave_in_the_middle_leak_nothing(whole: WholeWorld) -> Non
         with whole.http.stream("POST", "/v1/completions", json=body) as response:
             assert next(response.iter_lines()).startswith("data: ")
     whole.check_nothing_is_held()
+
+
+def test_a_storm_of_random_requests_fails_no_step(whole: WholeWorld) -> None:
+    """Another one in each run; ``HOSTILE_SEED=N`` repeats one."""
+    greedy = {"model": NAME, "prompt": "hello world", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    before = whole.http.post("/v1/completions", json=greedy).json()["choices"]
+    seed = fresh_seed()
+    target = Target(NAME, CONTEXT_TOKENS, tiny_tokenizer().backend_tokenizer.get_vocab_size())
+    result = asyncio.run(storm(whole.world.url, target, seed, range(STORM_ATTACKS), clients=16))
+    assert not result.misses, f"HOSTILE_SEED={seed}: {len(result.misses)} misses\n" + "\n".join(result.misses[:5])
+    for document in whole.http.get("/v1/documents").json()["data"]:
+        assert whole.http.delete(f"/v1/documents/{document['id']}").status_code in (200, 404)
+    eventually(lambda: not whole.instance().pins)  # sessions end by themselves
+    whole.check_nothing_is_held()
+    stats = whole.instance()
+    assert (stats.steps_failed, stats.rows_failed, stats.finished["error"]) == (0, 0, 0), f"HOSTILE_SEED={seed}"
+    assert stats.requests_finished >= STORM_ATTACKS // 20, "hardly any reached the model"
+    assert whole.http.post("/v1/completions", json=greedy).json()["choices"] == before, f"HOSTILE_SEED={seed}"
 
 
 def test_300_clients_on_a_tiny_pool_all_get_an_answer(whole: WholeWorld) -> None:
