@@ -95,3 +95,32 @@ def test_architecture_gives_every_dependency_a_reason() -> None:
     table = (ROOT / "docs" / "ARCHITECTURE.md").read_text().split("## What we depend on")[1]
     for name in (re.split(r"[ <>=;\[]", requirement)[0] for requirement in listed):
         assert name.removeprefix("pytest-") in table, f"docs/ARCHITECTURE.md: one line that says why {name} is needed"
+
+
+OPERATED = ("OPERATIONS.md", "SECURITY.md")
+"""Pages whose commands, metrics and log lines operators rely on."""
+
+
+@pytest.mark.parametrize("name", OPERATED)
+def test_options_and_metrics_that_a_page_names_exist(name: str) -> None:
+    text, known = (ROOT / "docs" / name).read_text(), (ROOT / "docs" / "REFERENCE.md").read_text()
+    said = re.findall(r"`[^`\n]*`", text) + re.findall(r"^.*memserve (?:serve|bench|sim).*$", text, re.MULTILINE)
+    own = [span for span in said if "systemctl" not in span and "useradd" not in span]
+    options = {option for span in own for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span)}
+    metrics = set(re.findall(r"\bmemserve_\w+", text))
+    assert options and metrics
+    assert not [option for option in options if f"`{option}`" not in known], "no command has these options"
+    assert not [metric for metric in metrics if f"`{metric}`" not in known], "/metrics does not show these"
+
+
+def test_log_lines_that_operators_are_told_of_are_logged() -> None:
+    """In the table of lines, capitals and dots stand for what differs from line to line."""
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)
+    logs = (ROOT / "docs" / "OPERATIONS.md").read_text().split("## Logs")[1].split("\n## ")[0]
+    lines = [line for row in re.findall(r"^\| (`.*?) \|", logs, re.MULTILINE) for line in re.findall(r"`([^`]+)`", row)]
+    assert len(lines) > 10
+    for line in lines:
+        parts = [part.strip(" :;,") for part in re.split(r"\b[A-Z]+\b|\.\.\.", line)]
+        missing = [part for part in parts if len(part) > 3 and part not in source]
+        assert any(len(part) > 3 for part in parts) and not missing, f"{line}: nothing logs {missing}"

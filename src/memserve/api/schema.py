@@ -124,7 +124,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     session_ttl_s: Ttl | None = None
     """Seconds for which the session's KV is kept from eviction after the answer."""
     document: ShortText | None = None
-    """Begin with this document: see `PUT /v1/documents/{id}`."""
+    """Begin with this document, which was put for this endpoint: see `PUT /v1/documents/{id}`."""
 
 
 class DocumentBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -137,7 +137,7 @@ class DocumentBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     ttl_s: Ttl | None = None
     """Seconds for which its KV is kept from eviction, from the answer on. Default 3600."""
     endpoint: Literal["chat", "completions"] | None = None
-    """Which requests will begin with it: `chat` or `completions`."""
+    """Which requests may begin with it: `chat` or `completions`."""
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=True):
