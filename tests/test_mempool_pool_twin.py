@@ -1,12 +1,14 @@
 """BlockPool next to a twin that keeps one dictionary entry a cached block, under random operations.
 
-The twin knows no tree, no runs, no lists: an entry's age is a number, eviction sorts by it. Both execute the same
+The twin knows no tree, no runs, no lists: an entry's age is a number, eviction sorts by it, one block at a time, after
+it has weighed the tenants. Both execute the same
 operations; after each, every observable is compared, and the recorded copies are executed on a toy memory whose
 blocks hold the name of the prefix that was computed into them: a lease that hands out wrong KV is seen at once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from memserve.config import PoolConfig
 from memserve.mempool.pool import BlockPool, Lease
-from memserve.types import Tier
+from memserve.types import Tier, isolation, tenant_of
 
 BLOCK = 2
 Prefix = tuple[str, tuple[int, ...]]
@@ -39,6 +41,9 @@ class Twin:
     entries: dict[Prefix, Entry] = field(default_factory=dict)
     swapped: int = 0
     clock: int = 0
+    entered: int = 0
+    #: tenant -> ``entered`` at its last use, the longest ago first
+    used: dict[str, int] = field(default_factory=dict)
 
     def prefixes(self, tenant: str, tokens: list[int]) -> list[Prefix]:
         return [(tenant, tuple(tokens[:end])) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
@@ -60,6 +65,25 @@ class Twin:
     def evictable(self, tier: Tier) -> list[Prefix]:
         found = [p for p, e in self.entries.items() if e.tier == tier and not e.pins]
         return sorted(found, key=lambda p: self.entries[p].age)
+
+    def next_evicted(self, tier: Tier) -> Prefix:
+        """The oldest of the tenant whose blocks weigh most, twice as much for each turnover since its last use."""
+        total = self.hbm_total if tier == Tier.HBM else self.dram_total
+        held = Counter(tenant_of(isolation) for (isolation, _), e in self.entries.items() if e.tier == tier)
+        found = self.evictable(tier)
+        tenants = {tenant_of(isolation) for isolation, _ in found}
+        in_order = [tenant for tenant in self.used if tenant in tenants]
+        heaviest = max(in_order, key=lambda tenant: held[tenant] << (self.entered - self.used[tenant]) // total)
+        return next(prefix for prefix in found if tenant_of(prefix[0]) == heaviest)
+
+    def use(self, isolation: str) -> None:
+        tenant = tenant_of(isolation)
+        self.used.pop(tenant, None)
+        self.used[tenant] = self.entered
+
+    def forget_gone(self) -> None:
+        here = {tenant_of(isolation) for isolation, _ in self.entries}
+        self.used = {tenant: at for tenant, at in self.used.items() if tenant in here}
 
     def sole(self) -> int:
         return sum(self.refs[self.entries[p].block] == 1 for p in self.evictable(Tier.HBM))
@@ -83,15 +107,17 @@ class Twin:
             if not entry.pins:
                 self.clock += 1
                 entry.age = self.clock
+        if path:
+            self.use(path[0][0])
 
     def make_room(self, count: int) -> bool:
         if count > self.available():
             return False
         while self.hbm_free() < count:
-            prefix = self.evictable(Tier.HBM)[0]
+            prefix = self.next_evicted(Tier.HBM)
             entry = self.entries[prefix]
             if self.dram_free() < 1 and self.evictable(Tier.DRAM):
-                del self.entries[self.evictable(Tier.DRAM)[0]]
+                del self.entries[self.next_evicted(Tier.DRAM)]
             self.drop_ref(entry.block)
             if self.dram_free() < 1:
                 del self.entries[prefix]
@@ -191,8 +217,12 @@ class Rig:
         twin, added = self.twin, 0
         array = np.array(seq.tokens, dtype=np.int32)
         path = twin.prefixes(seq.tenant, seq.tokens) if self.caching else []
+        twin.forget_gone()
+        if path and tenant_of(seq.tenant) not in twin.used:
+            twin.use(seq.tenant)
         for prefix, block in zip(path, seq.blocks, strict=False):
             entry = twin.entries.get(prefix)
+            twin.entered += entry is None
             if entry is None or entry.tier == Tier.DRAM:
                 twin.entries[prefix] = Entry(Tier.HBM, block, 0, entry.pins if entry else 0)
                 twin.refs[block] += 1
@@ -234,14 +264,13 @@ class Rig:
     def swap_out(self, seq: Seq) -> None:
         labels = [self.memory[Tier.HBM, b] for b in seq.blocks]
         twin, count = self.twin, len(seq.blocks)
-        evictable = twin.evictable(Tier.DRAM)
-        fits = count <= twin.dram_free() + len(evictable)
+        fits = count <= twin.dram_free() + len(twin.evictable(Tier.DRAM))
         below = self.pool.swap_out(seq.blocks)
         assert (below is not None) == fits
         if below is None:
             return
-        for prefix in evictable[: max(0, count - twin.dram_free())]:
-            del twin.entries[prefix]
+        while twin.dram_free() < count:
+            del twin.entries[twin.next_evicted(Tier.DRAM)]
         twin.swapped += count
         for block in seq.blocks:
             twin.drop_ref(block)
@@ -306,6 +335,7 @@ class Rig:
         assert tiers == sorted(e.tier for e in self.twin.entries.values())
 
 
+ISOLATIONS = ["a", "b", isolation("b", "salt"), "a", "c", isolation("b", "sugar")]
 KINDS = ["start", "start", "start", "grow", "finish", "finish", "fork", "cow", "out", "in", "drop", "clear"]
 OPS = st.tuples(
     st.sampled_from(KINDS),
@@ -318,7 +348,7 @@ OPS = st.tuples(
 def apply(rig: Rig, op: str, pick: int, tokens: list[int], flag: bool) -> None:
     seqs = rig.seqs
     if op == "start":
-        rig.start("ab"[pick % 2], tokens[: len(tokens) // BLOCK * BLOCK], flag)
+        rig.start(ISOLATIONS[pick % len(ISOLATIONS)], tokens[: len(tokens) // BLOCK * BLOCK], flag)
     elif op == "clear":
         rig.clear()
     elif op == "in" and rig.swapped:

@@ -224,6 +224,61 @@ def test_a_hundred_thousand_salts_leave_nothing_behind():
     assert len(pool._names) <= NAMES_MAX and len(trees._names) <= NAMES_MAX
 
 
+# -- cached prefixes
+
+
+def cache(pool: BlockPool, name: str, tokens: np.ndarray) -> int:
+    """What a request of those tokens does to the pool; returns how many of them it found."""
+    lease = pool.acquire(name, tokens)
+    found = lease.tokens
+    blocks = lease.blocks + (pool.allocate(len(tokens) // pool.block_tokens - len(lease.blocks)) or [])
+    pool.publish(lease, name, tokens, blocks, written_by=0)
+    pool.unpin(lease)
+    pool.release(blocks)
+    pool.check_invariants()
+    return found
+
+
+def flood(pool: BlockPool, blocks: int, salted: bool, first: int) -> None:
+    """So many new blocks of tenant a, eight with each request."""
+    for at in range(first, first + blocks, 8):
+        tokens = np.full(8 * pool.block_tokens, at, dtype=np.int32)
+        assert cache(pool, isolation("a", f"{at}" if salted else ""), tokens) == 0
+
+
+@pytest.mark.parametrize("salted", [False, True])
+@pytest.mark.parametrize("dram", [0, 32])
+def test_a_flood_evicts_the_cache_of_its_own_tenant(salted: bool, dram: int):
+    """A hundred times the cache, in which b comes back every turnover: half of what is cached is safe, and eight blocks
+    belong to a request."""
+    pool = BlockPool(PoolConfig(64, dram), 4, "model")
+    mine = np.arange(28 * 4, dtype=np.int32)
+    cache(pool, "b", mine)
+    for turnover in range(100):
+        flood(pool, 56, salted, 1000 + 56 * turnover)
+        assert cache(pool, "b", mine) == len(mine)
+
+
+def test_a_tenant_alone_fills_the_whole_cache():
+    pool = BlockPool(PoolConfig(64, 32), 4, "model")
+    flood(pool, 96, True, 0)
+    assert all(pool.match(isolation("a", f"{at}"), np.full(32, at, dtype=np.int32)) == 32 for at in range(0, 96, 8))
+
+
+def test_a_tenant_that_stays_away_loses_its_cache():
+    """By halves, a turnover each: what has been left behind keeps no memory from those that use it."""
+    pool = BlockPool(PoolConfig(64), 4, "model")
+    mine, kept = np.arange(32 * 4, dtype=np.int32), []
+    cache(pool, "b", mine)
+    for turnover in range(8):
+        flood(pool, 64, False, 1000 + 64 * turnover)
+        kept.append(pool.match("b", mine) // 4)
+    assert kept == sorted(kept, reverse=True) and 16 <= kept[0] <= 28 and kept[-1] == 0, kept
+
+
+# -- salts at the scheduler
+
+
 def test_salted_requests_take_turns_as_one_tenant():
     """A fresh salt on each request is no tenant of its own."""
     world = World(config(running=1, depth=1))

@@ -50,13 +50,14 @@ Match acquire(RadixIndex& self, nb::bytes name, nb::handle tokens) {
 }
 
 Insertion insert(RadixIndex& self, nb::bytes name, nb::handle tokens, nb::handle blocks, int64_t hbm_blocks,
-                 bool pin) {
+                 bool pin, nb::bytes owner) {
   const IntSpan token_span(tokens), block_span(blocks);
   if (block_span.size() < token_span.size() / self.block_tokens()) {
     throw nb::value_error("fewer blocks than whole blocks of tokens");
   }
   const size_t in_hbm = hbm_blocks < 0 ? block_span.size() : static_cast<size_t>(hbm_blocks);
-  return self.insert(namespace_of(name), token_span.span(), block_span.span(), in_hbm, pin);
+  const NamespaceId owner_id = owner.size() ? namespace_of(owner) : NamespaceId{};
+  return self.insert(namespace_of(name), token_span.span(), block_span.span(), in_hbm, pin, owner_id);
 }
 
 int valid_tier(int tier) {
@@ -158,7 +159,7 @@ void bind_radix(nb::module_& m) {
       .def("acquire", &acquire, nb::arg("namespace"), nb::arg("tokens"))
       .def("unpin", &RadixIndex::unpin, nb::arg("pin"))
       .def("insert", &insert, nb::arg("namespace"), nb::arg("tokens"), nb::arg("blocks"),
-           nb::arg("hbm_blocks") = -1, nb::arg("pin") = false)
+           nb::arg("hbm_blocks") = -1, nb::arg("pin") = false, nb::arg("owner") = nb::bytes(""))
       .def("promote",
            [](RadixIndex& self, uint32_t pin, nb::handle blocks) { return self.promote(pin, IntSpan(blocks).span()); },
            nb::arg("pin"), nb::arg("hbm_blocks"))

@@ -7,9 +7,41 @@
 
 namespace memserve {
 
+namespace {
+
+constexpr uint64_t kDoublingsMax = 31;
+
+}  // namespace
+
+// What an owner's blocks of a tier weigh: they count double for each turnover of the tier since it used the index.
+uint64_t RadixIndex::burden(const Owner& owner, int tier) const {
+  const uint64_t turnover = allocator_[tier] ? static_cast<uint64_t>(allocator_[tier]->num_blocks()) : 0;
+  const uint64_t turnovers = turnover ? (entered_ - owner.used_at) / turnover : 0;
+  return uint64_t{owner.held[tier]} << std::min(turnovers, kDoublingsMax);
+}
+
+// The heaviest owner with something to evict, of equal ones the one whose last use is longest ago.
+RadixIndex::Victim RadixIndex::next_victim(int tier) const {
+  Victim found{nullptr, 0};
+  uint64_t most = 0, limit = 0;  // down to `limit`, it stays the heaviest
+  for (const auto& owner : owners_) {
+    if (!owner.lists[tier].oldest) continue;
+    const uint64_t here = burden(owner, tier);
+    if (here > most) {
+      limit = most;  // a tie would go to the one before
+      most = here;
+      found.owner = const_cast<Owner*>(&owner);
+    } else {
+      limit = std::max(limit, here - 1);
+    }
+  }
+  if (found.owner) found.blocks = found.owner->held[tier] - limit / (most / found.owner->held[tier]);
+  return found;
+}
+
 // Drops the index's reference on blocks of a tier; returns how many became free (all, without an allocator).
-size_t RadixIndex::release_one(int tier, const int32_t* blocks, size_t count) {
-  blocks_in_[tier] -= count;
+size_t RadixIndex::release_one(Owner* owner, int tier, const int32_t* blocks, size_t count) {
+  this->count(owner, tier, -static_cast<ptrdiff_t>(count));
   if (!allocator_[tier]) return count;
   allocator_[tier]->unmark_idle({blocks, count});
   return allocator_[tier]->release({blocks, count});
@@ -19,19 +51,22 @@ size_t RadixIndex::release_one(int tier, const int32_t* blocks, size_t count) {
 size_t RadixIndex::drop_tail_dram(Node* node, uint32_t count, Eviction& out) {
   const int32_t* first = node->blocks() + node->size - count;
   for (uint32_t i = 0; i < count; ++i) out.changes.push_back({Eviction::kDroppedDram, first[i], 0});
-  const size_t freed = release_one(kDram, first, count);
+  const size_t freed = release_one(node->owner, kDram, first, count);
   shrink(node, node->size - count);
   if (node->in_tier(kDram) == 0) unlist(kDram, node);
   if (node->size == 0) remove_childless(node);
   return freed;
 }
 
-// Frees `count` DRAM blocks, oldest leaves first, block-exact; as `evict_hbm`, with nowhere to go.
+// Frees `count` DRAM blocks, the heaviest owner's oldest leaves first, block-exact; as `evict_hbm`, with nowhere to go.
 size_t RadixIndex::evict_dram(size_t count, Eviction& out) {
   size_t freed = 0;
-  while (freed < count && lists_[kDram].oldest) {
-    Node* node = lists_[kDram].oldest;
-    freed += drop_tail_dram(node, static_cast<uint32_t>(std::min<size_t>(count - freed, node->in_tier(kDram))), out);
+  while (freed < count) {
+    const Victim victim = next_victim(kDram);
+    if (!victim.owner) break;
+    Node* node = victim.owner->lists[kDram].oldest;
+    const size_t here = std::min<size_t>(victim.blocks, node->in_tier(kDram));
+    freed += drop_tail_dram(node, static_cast<uint32_t>(std::min(count - freed, here)), out);
   }
   return freed;
 }
@@ -50,7 +85,7 @@ void RadixIndex::drop_tail_hbm(Node* node, uint32_t count, Eviction& out) {
   check(node->hbm == node->size && (count < node->size || !node->first_child), "HBM blocks with DRAM blocks below");
   const int32_t* first = node->blocks() + node->hbm - count;
   for (uint32_t i = 0; i < count; ++i) out.changes.push_back({Eviction::kDroppedHbm, first[i], 0});
-  out.freed += release_one(kHbm, first, count);
+  out.freed += release_one(node->owner, kHbm, first, count);
   node->hbm -= count;
   shrink(node, node->size - count);
   if (node->hbm == 0) unlist(kHbm, node);
@@ -63,27 +98,33 @@ void RadixIndex::demote_tail(Node* node, uint32_t count, Eviction& out) {
   std::vector<int32_t> below(count);
   check(allocator_[kDram]->allocate(count, below.data()), "DRAM has no room for a demotion");
   for (uint32_t i = 0; i < count; ++i) out.changes.push_back({Eviction::kMoved, first[i], below[i]});
-  out.freed += release_one(kHbm, first, count);
+  out.freed += release_one(node->owner, kHbm, first, count);
   std::ranges::copy(below, first);
   allocator_[kDram]->mark_idle({first, count});
-  blocks_in_[kDram] += count;
+  this->count(node->owner, kDram, count);
   node->hbm -= count;
   if (node->hbm == 0) unlist(kHbm, node);
   unlist(kDram, node);
   list_before(kDram, node, nullptr);
 }
 
-// Frees `count` HBM blocks, oldest leaves first, block-exact. Contents move to DRAM where there is room (whose oldest
-// are dropped for it); where there is none they are dropped. A block that somebody else references too leaves the
-// index without becoming free. Returns the blocks freed: fewer than `count` only when nothing unpinned is left.
+// Frees `count` HBM blocks, the heaviest owner's oldest leaves first, block-exact. Contents move to DRAM where there is
+// room (blocks are dropped there for it, by the same rule); where there is none they are dropped. A block with further
+// references leaves the index without becoming free. Returns the blocks freed: fewer than `count` only when nothing
+// unpinned is left.
 size_t RadixIndex::evict_hbm(size_t count, Eviction& out) {
   const size_t before = out.freed;
-  while (out.freed - before < count && lists_[kHbm].oldest) {
-    Node* node = lists_[kHbm].oldest;
-    if (node->listed[kDram] && lists_[kDram].newest != node) {
+  while (out.freed - before < count) {
+    const Victim victim = next_victim(kHbm);
+    if (!victim.owner) break;
+    Node* node = victim.owner->lists[kHbm].oldest;
+    if (node->listed[kDram] && victim.owner->lists[kDram].newest != node) {
       node = split(node, node->hbm);  // what goes down now must not make older DRAM blocks of the same edge new again
     }
-    const auto wanted = static_cast<uint32_t>(std::min<size_t>(count - (out.freed - before), node->hbm));
+    const size_t here = std::min<size_t>(victim.blocks, node->hbm);
+    auto wanted = static_cast<uint32_t>(std::min(count - (out.freed - before), here));
+    // What goes down makes its owner heavier there, which may change the next choice.
+    if (owners_.size() > 1 && blocks_in_[kDram] > 0 && allocator_[kDram]->blocks_free() < static_cast<int32_t>(wanted)) wanted = 1;
     const uint32_t room = reserve_dram(wanted, out);
     if (room < wanted) {
       drop_unlocked_below(node, out);
@@ -139,7 +180,10 @@ void RadixIndex::erase(const NamespaceId& name, std::span<const int32_t> tokens,
 // Drops everything that is not pinned, without demoting.
 void RadixIndex::clear(Eviction& out) {
   evict_dram(std::numeric_limits<size_t>::max(), out);
-  while (Node* node = lists_[kHbm].oldest) drop_tail_hbm(node, node->hbm, out);
+  while (Owner* const owner = next_victim(kHbm).owner) {
+    Node* const node = owner->lists[kHbm].oldest;
+    drop_tail_hbm(node, node->hbm, out);
+  }
 }
 
 }  // namespace memserve

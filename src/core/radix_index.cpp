@@ -68,8 +68,8 @@ void RadixIndex::adopt(Node* node, uint32_t upto, const int32_t* blocks, Inserti
   node->hbm = upto;
   out.added += count;
   for (const int tier : {kHbm, kDram}) {
-    const size_t change = tier == kHbm ? count : -size_t{count};
-    blocks_in_[tier] += change;
+    const ptrdiff_t change = tier == kHbm ? ptrdiff_t{count} : -ptrdiff_t{count};
+    this->count(node->owner, tier, change);
     blocks_locked_[tier] += change;
   }
 }
@@ -81,8 +81,10 @@ Node* RadixIndex::append(Node* parent, std::span<const int32_t> tokens, std::spa
   const auto size = static_cast<uint32_t>(blocks.size());
   store(leaf, blocks.data(), tokens.data(), size);
   leaf->hbm = static_cast<uint32_t>(hbm_blocks);
+  leaf->owner = parent->owner;
+  entered_ += size;
   for (const int tier : {kHbm, kDram}) {
-    blocks_in_[tier] += leaf->in_tier(tier);
+    count(leaf->owner, tier, leaf->in_tier(tier));
     blocks_locked_[tier] += leaf->in_tier(tier);  // until `unlock_path` says otherwise
   }
   if (allocator_[kHbm]) allocator_[kHbm]->retain(blocks.first(hbm_blocks));
@@ -92,7 +94,8 @@ Node* RadixIndex::append(Node* parent, std::span<const int32_t> tokens, std::spa
 }
 
 Insertion RadixIndex::insert(const NamespaceId& name, std::span<const int32_t> tokens,
-                             std::span<const int32_t> blocks, size_t hbm_blocks, bool keep_pin) {
+                             std::span<const int32_t> blocks, size_t hbm_blocks, bool keep_pin,
+                             const NamespaceId& owner) {
   Insertion out;
   const size_t wanted = std::min(tokens.size() / block_tokens_, blocks.size());
   hbm_blocks = std::min(hbm_blocks, wanted);
@@ -102,7 +105,7 @@ Insertion RadixIndex::insert(const NamespaceId& name, std::span<const int32_t> t
     const auto ids = tier == kHbm ? blocks.first(hbm_blocks) : blocks.subspan(hbm_blocks, wanted - hbm_blocks);
     for (const int32_t block : ids) allocator_[tier]->require_held(block, "insert");
   }
-  root(name);
+  root(name, owner);
   const Position end = walk(name, tokens.first(wanted * block_tokens_));
   Node* node = end.node;
   if (end.in_node < node->size && (end.depth < wanted || keep_pin)) node = split(node, end.in_node);
@@ -148,9 +151,10 @@ Promotion RadixIndex::promote(uint32_t pin, std::span<const int32_t> hbm_blocks)
     taken += count;
   }
   check(taken == hbm_blocks.size(), "more blocks to promote than the path has in DRAM");
-  for (auto* totals : {blocks_in_, blocks_locked_}) {
-    totals[kHbm] += taken;
-    totals[kDram] -= taken;
+  for (const int tier : {kHbm, kDram}) {
+    const ptrdiff_t change = tier == kHbm ? static_cast<ptrdiff_t>(taken) : -static_cast<ptrdiff_t>(taken);
+    count(node->owner, tier, change);
+    blocks_locked_[tier] += change;
   }
   if (allocator_[kDram]) allocator_[kDram]->release(out.left_dram);
   Node* last = nullptr;  // the deepest node of the path with a block in HBM

@@ -10,14 +10,20 @@
 //   * Along any path from the root the tier never goes up: HBM blocks, then DRAM blocks. So eviction takes leaves of a
 //     tier first, and what is left is always a usable prefix.
 //   * node.locks = pins that end in the node's subtree. Locked nodes are in no LRU list and are never evicted.
-//   * An unlocked node is in the LRU list of each tier that it has blocks in, and never behind (older than) a child of
-//     its own in that list: the list's tail is always evictable. Paths are touched deepest node first to keep it so.
+//   * An unlocked node is in the LRU list of its owner for each tier that it has blocks in, and never behind (older
+//     than) a child of its own in that list: the list's tail is always evictable. Paths are touched deepest node first
+//     to keep it so.
+//   * Each root has one owner (a tenant), whose namespaces (a salt each) share lists and counts. Eviction takes the
+//     oldest leaf of the owner whose blocks weigh most: they count double for each time that as many blocks as the tier
+//     has have entered the index since the owner used it. So a flood evicts its own blocks, and an owner that stays
+//     away loses its. Of equal ones it is the owner whose last use is longest ago. A lone owner may hold everything.
 //   * A child is found by the 64-bit hash of (parent, first block of its edge); tokens are compared always, so a hash
 //     collision costs time and never gives wrong KV.
-// Order comes from the lists alone: no clock, no counter that could wrap.
+// Order comes from the lists alone. The one counter (`entered_`, blocks) has 64 bits.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <span>
 #include <unordered_map>
@@ -42,6 +48,23 @@ struct NamespaceHash {
   size_t operator()(const NamespaceId& id) const { return id.low ^ id.high * 0x9e3779b97f4a7c15ull; }
 };
 
+struct Node;
+
+struct List {
+  Node* newest = nullptr;
+  Node* oldest = nullptr;
+};
+
+// A tenant, while it has blocks in the index.
+struct Owner {
+  NamespaceId name;
+  size_t roots = 0;
+  size_t held[kTiers] = {};  // blocks in the index, locked or not
+  uint64_t used_at = 0;      // `entered_` at the last use
+  List lists[kTiers];
+  std::list<Owner>::iterator self;
+};
+
 // The first cache line is what a walk reads.
 struct alignas(64) Node {
   uint64_t edge_hash = 0;
@@ -61,6 +84,7 @@ struct alignas(64) Node {
   Node* newer[kTiers] = {};
   Node* older[kTiers] = {};
   const NamespaceId* root_of = nullptr;
+  Owner* owner = nullptr;
   std::unique_ptr<std::vector<uint32_t>> holders;  // sorted; null in a local index
 
   int32_t* blocks() { return rows.ids; }
@@ -121,8 +145,9 @@ class RadixIndex {
   Node* pinned_node(uint32_t pin) const;
 
   // blocks[0, hbm_blocks) lie in HBM, the rest in DRAM. With `keep_pin` the deepest node stays pinned.
+  // `owner` counts for a namespace that has nothing in the index yet; others stay with theirs.
   Insertion insert(const NamespaceId& name, std::span<const int32_t> tokens, std::span<const int32_t> blocks,
-                   size_t hbm_blocks, bool keep_pin);
+                   size_t hbm_blocks, bool keep_pin, const NamespaceId& owner = {});
   Promotion promote(uint32_t pin, std::span<const int32_t> hbm_blocks);
   size_t evict_hbm(size_t count, Eviction& out);
   size_t evict_dram(size_t count, Eviction& out);
@@ -139,9 +164,10 @@ class RadixIndex {
   void check_invariants() const;
 
  private:
-  struct List {
-    Node* newest = nullptr;
-    Node* oldest = nullptr;
+  // The owner to take blocks from, null when nothing is evictable; and how many before the choice must be made again.
+  struct Victim {
+    Owner* owner;
+    size_t blocks;
   };
 
   // The head's tokens stand beside it, so that a walk may ask for them and for the node at the same time.
@@ -157,7 +183,9 @@ class RadixIndex {
   // radix_nodes.cpp: storage, children, lists, locks
   Node* new_node();
   void free_node(Node* node);
-  Node* root(const NamespaceId& name);
+  Node* root(const NamespaceId& name, const NamespaceId& owner);
+  void remove_root(Node* root);
+  void count(Owner* owner, int tier, ptrdiff_t blocks);
   class Lookahead;
   static Node* guess_again(Node* from, const Node* parent, uint64_t hash);
   Node* find_child(const Node* parent, const int32_t* block) const;
@@ -187,7 +215,9 @@ class RadixIndex {
   Node* node_ending_at(const Position& end);
 
   // radix_evict.cpp
-  size_t release_one(int tier, const int32_t* blocks, size_t count);
+  uint64_t burden(const Owner& owner, int tier) const;
+  Victim next_victim(int tier) const;
+  size_t release_one(Owner* owner, int tier, const int32_t* blocks, size_t count);
   size_t drop_tail_dram(Node* node, uint32_t count, Eviction& out);
   void drop_tail_hbm(Node* node, uint32_t count, Eviction& out);
   void demote_tail(Node* node, uint32_t count, Eviction& out);
@@ -195,7 +225,8 @@ class RadixIndex {
   void drop_unlocked_below(Node* node, Eviction& out);
   void drop_from_holder(Node* node, uint32_t holder);
   void check_node(const Node& node, size_t (&in)[kTiers], size_t (&locked)[kTiers]) const;
-  void check_lists() const;
+  void check_list(const Owner& owner, int tier) const;
+  void check_owners() const;
 
   uint32_t block_tokens_;
   BlockAllocator* allocator_[kTiers];
@@ -209,7 +240,9 @@ class RadixIndex {
   size_t nodes_in_use_ = 0;
   size_t blocks_in_[kTiers] = {};
   size_t blocks_locked_[kTiers] = {};
-  List lists_[kTiers];
+  uint64_t entered_ = 0;              // blocks that ever entered
+  std::list<Owner> owners_;           // by last use, the longest ago first
+  std::unordered_map<NamespaceId, Owner*, NamespaceHash> owner_of_;
 };
 
 }  // namespace memserve

@@ -58,13 +58,36 @@ void RadixIndex::free_node(Node* node) {
   --nodes_in_use_;
 }
 
-Node* RadixIndex::root(const NamespaceId& name) {
+Node* RadixIndex::root(const NamespaceId& name, const NamespaceId& owner) {
   const auto [slot, is_new] = roots_.try_emplace(name, nullptr);
-  if (is_new) {
-    slot->second = new_node();
-    slot->second->root_of = &slot->first;
+  if (!is_new) return slot->second;
+  Node* const root = slot->second = new_node();
+  root->root_of = &slot->first;
+  Owner*& known = owner_of_[owner];
+  if (!known) {
+    known = &owners_.emplace_back(owner);
+    known->used_at = entered_;
+    known->self = std::prev(owners_.end());
   }
-  return slot->second;
+  root->owner = known;
+  ++known->roots;
+  return root;
+}
+
+// A root without children; its owner goes with its last root.
+void RadixIndex::remove_root(Node* root) {
+  Owner* const owner = root->owner;
+  roots_.erase(NamespaceId(*root->root_of));
+  free_node(root);
+  if (--owner->roots > 0) return;
+  owner_of_.erase(owner->name);
+  owners_.erase(owner->self);
+}
+
+// `blocks` of a tier enter (or, below zero, leave) the index.
+void RadixIndex::count(Owner* owner, int tier, ptrdiff_t blocks) {
+  blocks_in_[tier] += blocks;
+  owner->held[tier] += blocks;
 }
 
 // Linear hashing: with n buckets, 2^k <= n < 2^(k+1), those from 2^k on have split off the one 2^k below them.
@@ -143,6 +166,7 @@ Node* RadixIndex::split(Node* node, uint32_t at) {
   upper->size = at;
   upper->hbm = std::min(node->hbm, at);
   upper->locks = node->locks;
+  upper->owner = node->owner;
   if (node->holders) upper->holders = std::make_unique<std::vector<uint32_t>>(*node->holders);
   node->hbm -= upper->hbm;
   node->rows = rows_.skip(node->rows, at);
@@ -163,15 +187,12 @@ void RadixIndex::remove_childless(Node* node) {
   for (int tier = 0; tier < kTiers; ++tier) unlist(tier, node);
   detach(node);
   free_node(node);
-  if (parent->root_of && !parent->first_child) {
-    roots_.erase(NamespaceId(*parent->root_of));
-    free_node(parent);
-  }
+  if (parent->root_of && !parent->first_child) remove_root(parent);
 }
 
-// Puts `node` on the newer side of `older`; at the newest end when `older` is null.
+// Puts `node` on the newer side of `older` in its owner's list; at the newest end when `older` is null.
 void RadixIndex::list_before(int tier, Node* node, Node* older) {
-  List& list = lists_[tier];
+  List& list = node->owner->lists[tier];
   if (!older) older = list.newest;
   Node* newer = older ? older->newer[tier] : nullptr;
   node->newer[tier] = newer;
@@ -183,7 +204,7 @@ void RadixIndex::list_before(int tier, Node* node, Node* older) {
 
 void RadixIndex::unlist(int tier, Node* node) {
   if (!node->listed[tier]) return;
-  List& list = lists_[tier];
+  List& list = node->owner->lists[tier];
   (node->newer[tier] ? node->newer[tier]->older[tier] : list.newest) = node->older[tier];
   (node->older[tier] ? node->older[tier]->newer[tier] : list.oldest) = node->newer[tier];
   node->listed[tier] = false;
@@ -219,8 +240,11 @@ void RadixIndex::lock_path(Node* node) {
   }
 }
 
-// Deepest first: a parent is filed after, and so newer than, its child.
+// Deepest first: a parent is filed after, and so newer than, its child. The path's owner has used the index.
 void RadixIndex::unlock_path(Node* node) {
+  Owner* const owner = node->owner;
+  owner->used_at = entered_;
+  if (owner != &owners_.back()) owners_.splice(owners_.end(), owners_, owner->self);
   for (; node; node = node->parent) {
     if (--node->locks > 0) continue;
     set_idle(node, true);

@@ -155,12 +155,28 @@ class RadixIndex:
         """As ``match_blocks``, pinned (``pin``, 0 = nothing), with a reference on each HBM block for the caller."""
     def unpin(self, pin: int) -> None:
         """End a pin (0 = nothing); its path becomes the most recently used."""
-    def insert(self, namespace: bytes, tokens: Ids, blocks: Ids, hbm_blocks: int = -1, pin: bool = False) -> Insertion:
-        """Add the whole blocks of ``tokens``; the first ``hbm_blocks`` of ``blocks`` lie in HBM (-1 = all)."""
+    def insert(
+        self,
+        namespace: bytes,
+        tokens: Ids,
+        blocks: Ids,
+        hbm_blocks: int = -1,
+        pin: bool = False,
+        owner: bytes = b"",
+    ) -> Insertion:
+        """Add the whole blocks of ``tokens``; the first ``hbm_blocks`` of ``blocks`` lie in HBM (-1 = all).
+
+        ``owner`` (16 bytes; b"" is an owner too): of a namespace that has nothing in the index yet. Eviction is fair
+        between owners.
+        """
     def promote(self, pin: int, hbm_blocks: Ids) -> Promotion:
         """The pinned path's first DRAM blocks move to ``hbm_blocks``; the pin moves to the end of HBM."""
     def evict(self, tier: int, count: int) -> Eviction:
-        """Free ``count`` blocks of a tier (HBM: moved down to DRAM where it has room), oldest leaves first."""
+        """Free ``count`` blocks of a tier (HBM: moved down to DRAM where it has room).
+
+        Oldest leaves first, of the owner with most blocks; they count double for each turnover of the tier that the
+        owner has not used the index for.
+        """
     def delete(self, namespace: bytes, tokens: Ids) -> Eviction:
         """Remove what only ``tokens`` leads to.
 

@@ -114,6 +114,11 @@ def isolation(tenant: str, salt: str) -> str:
     return tenant if not salt else f"{tenant}\x1f{salt}"
 
 
+def tenant_of(isolation: str) -> str:
+    """The tenant whose :func:`isolation` this is."""
+    return isolation.partition("\x1f")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class NamedPrefix:
     """A prefix that is kept from eviction under a name of its tenant: a document's or a session's."""

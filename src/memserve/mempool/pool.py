@@ -22,7 +22,7 @@ from memserve.mempool.events import EventLog, KvEvent, KvHoldings
 from memserve.mempool.identity import NAMES_MAX, block_identities, namespace_id
 from memserve.mempool.report import PoolReport, TierReport
 from memserve.mempool.touches import Touches
-from memserve.types import CopyBlocks, Tier, TokenArray
+from memserve.types import CopyBlocks, Tier, TokenArray, tenant_of
 
 
 @dataclass(slots=True)
@@ -55,7 +55,8 @@ class BlockPool:
         self.config = config
         self.block_tokens = geometry_block_tokens
         self._namespace = namespace
-        self._names: dict[str, bytes] = {}  # tenant -> namespace id
+        self._names: dict[str, bytes] = {}  # isolation -> namespace id
+        self._owners: dict[str, bytes] = {}  # isolation -> namespace id of its tenant
         self._hbm = _core.BlockAllocator(config.hbm_blocks)
         self._dram = _core.BlockAllocator(config.dram_blocks)
         self._index = _core.RadixIndex(geometry_block_tokens, self._hbm, self._dram)
@@ -114,7 +115,7 @@ class BlockPool:
         if not self.config.caching or len(tokens) < self.block_tokens:
             return 0
         name = self._name(tenant)
-        done = self._index.insert(name, tokens, blocks, pin=True)
+        done = self._index.insert(name, tokens, blocks, pin=True, owner=self._owners[tenant])
         self._index.unpin(lease.pin)
         lease.pin = done.pin
         if self.touches is not None:  # an index grows at its ends: what is new comes last, but for what was in DRAM
@@ -157,7 +158,7 @@ class BlockPool:
         if not self.config.caching:
             return 0
         name = self._name(tenant)
-        done = self._index.insert(name, tokens, blocks, hbm_blocks)
+        done = self._index.insert(name, tokens, blocks, hbm_blocks, owner=self._owners[tenant])
         if self._events.enabled:
             self._tell_published(name, tokens, done)
         return done.added
@@ -173,7 +174,7 @@ class BlockPool:
         return len(gone.dropped_hbm) + len(gone.dropped_dram)
 
     def demote(self, count: int) -> int:
-        """Move up to ``count`` unpinned cached blocks, the least recently used, to DRAM; returns how many moved."""
+        """Move up to ``count`` unpinned cached blocks, in the order of eviction, to DRAM; returns how many moved."""
         room = self._dram.blocks_free + self._dram.blocks_evictable
         return self._evict(min(count, self._hbm.blocks_evictable, room))
 
@@ -187,8 +188,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """``count`` HBM blocks with one reference each. ``None`` = no room, and nothing changed.
 
-        Unpinned cached blocks are evicted for it, least recently used first: to DRAM while there is room (or its
-        oldest can go), else dropped.
+        Unpinned cached blocks are evicted for it, the least recently used of the tenant with most first: to DRAM while
+        there is room (or can be made by the same rule), else dropped.
         """
         blocks = self.allocate_ids(count)
         return None if blocks is None else blocks.tolist()
@@ -205,7 +206,7 @@ class BlockPool:
         return self._hbm.allocate(count)
 
     def allocate_dram_ids(self, count: int) -> _core.BlockIds | None:
-        """``count`` DRAM blocks with one reference each; DRAM's oldest cached blocks go for it. ``None`` = no room."""
+        """``count`` DRAM blocks with one reference each; cached blocks are evicted for it. ``None`` = no room."""
         missing = count - self._dram.blocks_free
         if missing > self._dram.blocks_evictable:
             return None
@@ -258,10 +259,8 @@ class BlockPool:
     # -- preemption by swap
 
     def swap_out(self, blocks: Sequence[int]) -> list[int] | None:
-        """Copy ``blocks`` to DRAM and drop the caller's references on them. ``None`` = no room, nothing changed.
-
-        DRAM's unpinned cached blocks are dropped for it, oldest first.
-        """
+        """Copy ``blocks`` to DRAM, whose unpinned cached blocks are evicted for it, and drop the caller's references on
+        them. ``None`` = no room, nothing changed."""
         below = self.allocate_dram_ids(len(blocks))
         if below is None:
             return None
@@ -360,7 +359,9 @@ class BlockPool:
         if name is None:
             if len(self._names) >= NAMES_MAX:  # salts come and go; a name is quick to compute
                 self._names.clear()
+                self._owners.clear()
             name = self._names[tenant] = namespace_id(tenant, self._namespace)
+            self._owners[tenant] = namespace_id(tenant_of(tenant), self._namespace)
         return name
 
     def _evict(self, count: int) -> int:
