@@ -13,6 +13,11 @@ from memserve.runtime.cpu_use import CpuWatch, busy_note
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
+@pytest.fixture(autouse=True)
+def a_quiet_machine() -> None:
+    """Here it is the subject."""
+
+
 class FakeProc:
     """A machine whose processors and processes a test sets."""
 

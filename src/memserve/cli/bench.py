@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memserve.cli import bench_capacity, bench_concurrency, bench_cost, bench_pool, bench_serve, load
 from memserve.cli import options as opt
 from memserve.cli.workload import workload
+
+if TYPE_CHECKING:
+    from memserve.bench.engine import Figure
 
 app = typer.Typer(help="Measure memserve on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.command("load")(load.load)
@@ -49,7 +52,7 @@ def engine(
     from memserve.runtime.threads import set_thread_environment
 
     set_thread_environment()
-    from memserve.bench.engine import bench_engine, describe
+    from memserve.bench.engine import Figure, bench_engine, describe
     from memserve.llm import LLM
     from memserve.runtime.cpu_use import CpuWatch, busy_note
 
@@ -59,9 +62,15 @@ def engine(
         head = {**describe(llm), "ready_s": round(ready_s, 2)}
         typer.echo(json.dumps(head) if as_json else "  ".join(f"{k}={v}" for k, v in head.items()))
         for figure in bench_engine(llm, repeats=repeats):
-            if as_json:
-                typer.echo(json.dumps(dataclasses.asdict(figure)))
-            else:
-                typer.echo(f"{figure.name:<44}{figure.value:>12.2f} {figure.unit:<16}{figure.note}")
-    if (note := busy_note(watch.others_cores())) is not None:
-        typer.echo(json.dumps({"busy": note}) if as_json else f"not to be trusted: {note}")
+            _print(figure, as_json)
+    if (others_cores := watch.others_cores()) is not None:
+        doubt = busy_note(others_cores)
+        note = f"not to be trusted: {doubt}" if doubt else ""
+        _print(Figure("other programs on this machine", others_cores, "cores", note), as_json)
+
+
+def _print(figure: Figure, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(figure)))
+    else:
+        typer.echo(f"{figure.name:<44}{figure.value:>12.2f} {figure.unit:<16}{figure.note}")
