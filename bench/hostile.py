@@ -1,10 +1,15 @@
 """Does a real server survive malformed requests, clients that leave, and a crowd on a tiny pool?
 
     python bench/hostile.py [--kv-memory 16MiB] [--clients 300] [--json FILE] [-- SERVE ARGUMENTS]
+    python bench/hostile.py --requests 100000 [--seed N] [--connections 32] [-- SERVE ARGUMENTS]
 
 Starts ``memserve serve`` on a free port; sends the table of ``tests/hostile_requests.py``, then raw connections that
 break HTTP, then a crowd of which some stream and some leave. After each part not one block may be held, nothing may
 run or wait, and a question must get the same good answer as before. At the end SIGTERM must end the server in order.
+With ``--requests N``, instead: N requests drawn at random from the grammars of ``tests/hostile_grammar.py``, over many
+connections, while an honest client with a key of its own asks a short question again and again; for instance
+``--requests 100000 -- --prefill 1 --decode 1``. A miss names its seed and number, which repeat it.
+
 Prints one line a check; the exit status is 1 when any missed.
 """
 
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import socket
 import sys
 import time
@@ -22,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from hostile_random import KEYS, Honest, attack_with, target_of, verdicts
 from served import Served, serving
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -248,15 +255,43 @@ def check_end(served: Served) -> str | None:
     return None if status == 0 and rest[-1] == "data: [DONE]" else f"status {status}, last line {rest[-1:]}"
 
 
+def random_requests(report: Report, options: argparse.Namespace) -> None:
+    """Requests from the grammars, and what they cost another client."""
+    with serving("--kv-memory", options.kv_memory, *KEYS, *options.rest) as served:
+        honest = Honest(served)
+        target = target_of(served, options.vocab_size)
+        print(f"seed {options.seed}")
+        outcome = attack_with(served, honest, target, options.seed, options.requests, options.connections)
+        for name, miss in verdicts(outcome, honest).items():
+            report.add("random", name, miss, sum(outcome.attacked_s))
+        report.run("random", "SIGTERM ends it", lambda: None if served.stop()[0] == 0 else "exit status")
+
+
 def main() -> None:
     """Run everything against one server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-memory", default="16MiB")
     parser.add_argument("--clients", type=int, default=300)
     parser.add_argument("--json", type=Path, help="write every check here")
+    parser.add_argument("--requests", type=int, default=0, help="so many random ones instead of everything else")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--connections", type=int, default=32, help="of the random requests, at a time")
+    parser.add_argument("--vocab-size", type=int, default=49_152, help="of the served model")
     parser.add_argument("rest", nargs="*", help="further arguments of memserve serve")
     options = parser.parse_args()
     report = Report()
+    if options.requests:
+        random_requests(report, options)
+    else:
+        everything(report, options)
+    print(f"{len(report.checks)} checks, {report.misses} missed")
+    if options.json:
+        options.json.write_text(json.dumps({"options": vars(options), "checks": report.checks}, default=str, indent=1))
+    raise SystemExit(1 if report.misses else 0)
+
+
+def everything(report: Report, options: argparse.Namespace) -> None:
+    """The table, raw connections, the crowd, the end."""
     with serving("--kv-memory", options.kv_memory, *options.rest) as served:
         card = httpx.get(f"{served.url}/v1/models").json()["data"][0]
         table(report, served, card["max_model_len"])
@@ -267,10 +302,6 @@ def main() -> None:
         report.run("crowd", "sequences were preempted", lambda: check_pressure(served))
         after(report, served, "crowd")
         report.run("end", "SIGTERM during a stream", lambda: check_end(served))
-    print(f"{len(report.checks)} checks, {report.misses} missed")
-    if options.json:
-        options.json.write_text(json.dumps({"options": vars(options), "checks": report.checks}, default=str, indent=1))
-    raise SystemExit(1 if report.misses else 0)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ class Target:
     model: str
     context_tokens: int
     vocab_size: int
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _json(target: Target, rng: random.Random) -> _Drawn:
     text = render(body, rng)
     if rng.random() < 0.2:
         text = _spoilt(text, rng)
-    return _post(path, text.encode("utf-8", "surrogatepass"), rng)
+    return _post(target, path, text.encode("utf-8", "surrogatepass"), rng)
 
 
 def _params(target: Target, rng: random.Random) -> _Drawn:
@@ -121,7 +122,7 @@ def _params(target: Target, rng: random.Random) -> _Drawn:
         drawn = special(target, rng) if special else _value(fields[name], rng, outside)
         if name not in ("model", "prompt", "messages") or rng.random() < 0.3:
             body[name] = drawn
-    return _post(path, render(body, rng).encode("utf-8", "surrogatepass"), rng)
+    return _post(target, path, render(body, rng).encode("utf-8", "surrogatepass"), rng)
 
 
 def _leaver(target: Target, rng: random.Random) -> _Drawn:
@@ -129,16 +130,16 @@ def _leaver(target: Target, rng: random.Random) -> _Drawn:
     path = rng.choice(("/v1/completions", "/v1/chat/completions"))
     body = _valid(path, target, rng) | {"stream": rng.random() < 0.7, "max_tokens": rng.choice((1, 20, 60))}
     body |= {"n": rng.choice((1, 1, 2, 5)), "ignore_eos": True}
-    data = _framed("POST", path, json.dumps(body).encode(), rng)
+    data = _framed(target, "POST", path, json.dumps(body).encode(), rng)
     if rng.random() < 0.3:
         data = data[: rng.randrange(len(data))]
     ending = rng.choice((Ending.LEAVE, Ending.LEAVE, Ending.HALF_CLOSE))
     return _pieces(data, rng), ["POST"], ending, False, rng.choice((0, 0, 1, 100, 1000, 5000))
 
 
-def _post(path: str, body: bytes, rng: random.Random) -> _Drawn:
+def _post(target: Target, path: str, body: bytes, rng: random.Random) -> _Drawn:
     method = "PUT" if path.startswith("/v1/documents") else "POST"
-    return [_framed(method, path, body, rng)], [method], Ending.WAIT, True, 0
+    return [_framed(target, method, path, body, rng)], [method], Ending.WAIT, True, 0
 
 
 # -- HTTP
@@ -173,13 +174,13 @@ def _request(target: Target, rng: random.Random) -> tuple[bytes, str]:
         kind = path if path in BODIES else rng.choice(tuple(BODIES))
         body = render(_valid(kind, target, rng), rng).encode("utf-8", "surrogatepass")
         body = rng.choice((body, body, body, b"", b"{}", body[: len(body) // 2]))
-    return _framed(method, path, body, rng), method
+    return _framed(target, method, path, body, rng), method
 
 
-def _framed(method: str, path: str, body: bytes, rng: random.Random) -> bytes:
+def _framed(target: Target, method: str, path: str, body: bytes, rng: random.Random) -> bytes:
     """Request line, headers, and the body by its length or in chunks."""
     path = path.replace("{id}", _document_id(rng))
-    fields = ["host: x"]
+    fields = ["host: x", f"authorization: Bearer {target.key}"] if target.key else ["host: x"]
     if rng.random() < 0.95:
         fields.append("content-type: " + rng.choice(("application/json",) * 9 + ("application/json; charset=utf-8",)))
     for _ in range(rng.choice((0, 0, 0, 0, 1, 1, 3, 20))):
@@ -327,7 +328,7 @@ def _mutated(value: Any, rng: random.Random) -> Any:
     if isinstance(value, list):
         at, how = rng.randrange(len(value)), rng.random()
         if how < 0.15:
-            return (value * rng.choice((0, 2, 500)))[:LIST_ITEMS_MAX]
+            return (value * rng.choice((0, 2, 50)))[:LIST_ITEMS_MAX]
         return [*value[:at], _mutated(value[at], rng) if how < 0.8 else _anything(rng), *value[at + (how < 0.9) :]]
     name, how = rng.choice(list(value)), rng.random()
     if how < 0.15:

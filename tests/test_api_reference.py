@@ -62,6 +62,15 @@ def test_every_error_code_is_described() -> None:
     assert codes <= {error.code for error in ERRORS}, "api/openapi.py lists them"
 
 
+def test_every_refusal_of_a_body_is_described(client: httpx.Client) -> None:
+    for operation in OPERATIONS:
+        if operation.body is not None:
+            path = re.sub(r"\{.*\}", "x", operation.path)
+            for headers, content in (({}, b"{}"), ({"content-type": "application/json"}, b"")):
+                answer = client.request(operation.method, path, content=content, headers=headers)
+                assert answer.status_code in operation.errors, f"{operation.method} {path}: {answer.text}"
+
+
 def test_every_field_is_described() -> None:
     for name, schema in openapi()["components"]["schemas"].items():
         if name != "Error":

@@ -51,7 +51,7 @@ QUESTION = {"role": "user", "content": "What is the capital of France?"}
 MODEL = "MODEL"
 """Stands for the served model's name in examples."""
 
-_GENERATES = (400, 404, 408, 413, 429, 500, 503, 504)
+_GENERATES = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 _ANSWER = (
     "`choices` with `text` or `message`, and `finish_reason` (`stop`, `length`); `usage` with "
     "`prompt_tokens_details.cached_tokens`: prompt tokens whose KV came from the cache. With `stream`: server-sent "
@@ -173,6 +173,7 @@ ERRORS = (
     Error(405, None, "the path has other methods"),
     Error(408, "client_too_slow", "the body did not arrive in time"),
     Error(413, "request_too_large", "the body is longer than the limit"),
+    Error(415, None, "the body is compressed, or its `Content-Type` is not `application/json`"),
     Error(429, "too_many_documents", "this key has as many documents as it may; delete some"),
     Error(429, "rate_limit_exceeded", "too much waits already; come back after `Retry-After` seconds"),
     Error(500, "internal_error", "a fault of the server; its log says more"),

@@ -1,0 +1,138 @@
+"""Part of ``hostile.py``: many random requests, and what they cost a router and another client."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+import httpx
+from served import Served
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from hostile_grammar import Target
+from hostile_storm import Storm, storm
+
+ATTACK_KEY, HONEST_KEY = "attack-key", "honest-key"
+KEYS = ("--api-key", f"attack={ATTACK_KEY}", "--api-key", f"honest={HONEST_KEY}")
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+PARTS = 20
+CALM_REQUESTS = 25
+"""Honest requests without the attack, before each part of it: both share whatever else the machine does."""
+
+RSS_MIB_MAX, P99_RATIO_MAX = 100.0, 2.0
+MISSES_SHOWN = 10
+MIB = 1 << 20
+
+
+@dataclass
+class Outcome:
+    """Everything that is measured."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    misses: list[str] = field(default_factory=list)
+    rss_bytes: list[int] = field(default_factory=list)
+    calm_s: list[float] = field(default_factory=list)
+    attacked_s: list[float] = field(default_factory=list)
+    wrong_answers: list[str] = field(default_factory=list)
+
+
+class Honest:
+    """A client that asks a short question again and again."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        headers = {"authorization": f"Bearer {HONEST_KEY}"}
+        self._client = httpx.Client(base_url=served.url, headers=headers, timeout=120)
+        self.right = self.ask()[0]
+
+    def ask(self) -> tuple[str, float]:
+        """The answer, and the seconds it took."""
+        body = {"model": self._served.model, "messages": QUESTION, "temperature": 0, "max_tokens": 8}
+        started = time.perf_counter()
+        response = self._client.post("/v1/chat/completions", json=body)
+        seconds = time.perf_counter() - started
+        if response.status_code != 200:
+            return f"{response.status_code}: {response.text[:200]}", seconds
+        return str(response.json()["choices"][0]["message"]["content"]), seconds
+
+    def measure(self, outcome: Outcome, times: list[float]) -> None:
+        """Ask once."""
+        text, seconds = self.ask()
+        times.append(seconds)
+        outcome.rss_bytes.append(self._served.memory_bytes("RssAnon"))
+        if text != self.right:
+            outcome.wrong_answers.append(text)
+
+    def failed(self) -> dict[str, float]:
+        """Counters of steps and rows that failed, on whatever instance."""
+        page = self._client.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in page if "steps_failed_total" in line or "rows_failed_total" in line)
+        return {name: float(value) for name, value in pairs if not name.startswith("#") and float(value)}
+
+
+def target_of(served: Served, vocab_size: int) -> Target:
+    """What the grammars aim at."""
+    headers = {"authorization": f"Bearer {ATTACK_KEY}"}
+    card = httpx.get(f"{served.url}/v1/models", headers=headers).json()["data"][0]
+    return Target(served.model, card["max_model_len"], vocab_size, ATTACK_KEY)
+
+
+def _part(url: str, target: Target, seed: int, numbers: range, clients: int) -> Storm:
+    import asyncio
+
+    return asyncio.run(storm(url, target, seed, numbers, clients=clients))
+
+
+def attack_with(served: Served, honest: Honest, target: Target, seed: int, requests: int, clients: int) -> Outcome:
+    """The whole attack, in parts; before each the honest client is measured alone, during each beside it."""
+    outcome = Outcome()
+    size = -(-requests // PARTS)
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=os.nice, initargs=(10,)) as attackers:
+        for first in range(0, requests, size):
+            for _ in range(CALM_REQUESTS):
+                honest.measure(outcome, outcome.calm_s)
+            numbers = range(first, min(first + size, requests))
+            part: Future[Storm] = attackers.submit(_part, served.url, target, seed, numbers, clients)
+            while not part.done():
+                honest.measure(outcome, outcome.attacked_s)
+            outcome.statuses += part.result().statuses
+            outcome.misses += part.result().misses
+            print(f"  {numbers.stop:>7} sent, RssAnon {outcome.rss_bytes[-1] / MIB:.1f} MiB", flush=True)
+    return outcome
+
+
+def p99(times: list[float]) -> float:
+    """The worst hundredth's beginning."""
+    return sorted(times)[max(0, -(-len(times) * 99 // 100) - 1)]
+
+
+def verdicts(outcome: Outcome, honest: Honest) -> dict[str, str | None]:
+    """Each requirement, with what missed it. Prints the figures."""
+    start, most, end = outcome.rss_bytes[0], max(outcome.rss_bytes), outcome.rss_bytes[-1]
+    grown = (most - start) / MIB
+    calm, attacked = p99(outcome.calm_s), p99(outcome.attacked_s)
+    print(f"  answers: {dict(outcome.statuses.most_common())}")
+    rss = f"{start / MIB:.1f} MiB at the start, {most / MIB:.1f} at most, {end / MIB:.1f} at the end"
+    print(f"  RssAnon of the router: {rss}")
+    print(
+        f"  an honest client's p99: {calm * 1e3:.0f} ms alone ({len(outcome.calm_s)} requests), {attacked * 1e3:.0f} ms"
+        f" beside the attack ({len(outcome.attacked_s)}): {attacked / calm:.2f} times"
+    )
+    for miss in outcome.misses[:MISSES_SHOWN]:
+        print(f"  {miss}")
+    failed = honest.failed()
+    wrong = outcome.wrong_answers
+    return {
+        "every answer is one that may be": f"{len(outcome.misses)} are not" if outcome.misses else None,
+        "no step and no row failed": str(failed) if failed else None,
+        f"RssAnon grows by at most {RSS_MIB_MAX:g} MiB": f"{grown:.1f} MiB" if grown > RSS_MIB_MAX else None,
+        f"p99 at most {P99_RATIO_MAX:g} times": f"{attacked / calm:.2f}" if attacked > P99_RATIO_MAX * calm else None,
+        "honest answers beside it are right": f"{len(wrong)} are not: {wrong[0]!r}" if wrong else None,
+        "the answer afterwards is right": None if (text := honest.ask()[0]) == honest.right else repr(text),
+    }
