@@ -41,7 +41,7 @@ from memserve.messages import (
     Withdraw,
 )
 from memserve.serving import Send
-from memserve.types import Request, Tier, TransferMode
+from memserve.types import Request, Tier, TransferMode, isolation
 
 PROMPT = list(range(100, 100 + 2 * BLOCK + 2))  # two whole blocks and a half
 
@@ -616,6 +616,43 @@ def test_pulls_are_given_to_the_host_in_order_and_so_many_at_once(world) -> None
     world.run()
     assert [job.job_id for job in started] == sorted(job.job_id for job in started)
     assert len(of(d, HandoffArrived)) == 4
+
+
+def deliver_all_but_pulls(world: World) -> None:
+    while world.step(pulls=False):
+        pass
+
+
+def arrived_tenants(node: Node) -> list[str]:
+    return [arrived.offer.request.tenant for arrived in of(node, HandoffArrived)]
+
+
+def test_a_flood_of_pulls_delays_another_tenant_by_one_turn(world) -> None:
+    """Six long handoffs of a, half of them salted, wait when the short one of b comes."""
+    p, d = world.add("p", hbm=64), world.add("d", hbm=64, pulls_in_flight=1)
+    world.meet()
+    for at in range(6):
+        p.hand_over(d.peer, p.compute(isolation("a", "salt" * (at % 2)), range(10 * at, 10 * at + 3 * BLOCK)))
+        deliver_all_but_pulls(world)
+    p.hand_over(d.peer, p.compute("b", [1] * BLOCK))
+    deliver_all_but_pulls(world)
+    world.run()
+    assert len(arrived_tenants(d)) == 7 and arrived_tenants(d).index("b") <= 1
+
+
+def test_handoffs_that_wait_for_room_take_turns_by_tenant(world) -> None:
+    """Room for one handoff at a time: the flood of a came first, and b is second in line."""
+    p, d = world.add("p", hbm=64), world.add("d", hbm=2)
+    world.meet()
+    for at in range(6):
+        p.hand_over(d.peer, p.compute("a", range(10 * at, 10 * at + 2 * BLOCK)))
+    world.run()
+    p.hand_over(d.peer, p.compute("b", range(2 * BLOCK)))
+    for _ in range(7):
+        world.run()
+        d.end(d.seqs[0])
+        d.advance()
+    assert len(arrived_tenants(d)) == 7 and arrived_tenants(d).index("b") == 1
 
 
 # -- who is who

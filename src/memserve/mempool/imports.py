@@ -4,7 +4,7 @@
 
     Offer -> waiting ---a member, its identity checked, room---> placed ---Ready, fence---> pulled ... -> complete
                |  ^                                                 |
-               |  +-- no room: tried again, in order of arrival     +--> failed: mismatch, withdrawn, peer gone ...
+               |  +-- no room: tried again, tenants by turns        +--> failed: mismatch, withdrawn, peer gone ...
                +--> refused
 
 Nothing is retried: what fails is computed instead. Whatever an import holds it gives back when it ends, in whichever
@@ -13,7 +13,7 @@ way; a pull under way has a hold of its own (see ``pulls``).
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from functools import partial
 
 from memserve.errors import check
@@ -28,7 +28,8 @@ from memserve.mempool.placing import Never, objection, place
 from memserve.mempool.pulls import Pull, Pulls
 from memserve.mempool.remote import Remote
 from memserve.messages import Handoff, MoreBlocks, Offer, Peer, Ready, Release, Wanted, Withdraw
-from memserve.types import Tier
+from memserve.policy.fairness import FairQueue
+from memserve.types import Tier, tenant_of
 
 _REMEMBERED = 4096
 """Transfers that have ended whose ids are still known: a late message about them starts nothing anew."""
@@ -45,8 +46,8 @@ class Imports:
         self.pulls = Pulls(desk)
         self.fetches = Fetches(desk, deadlines)
         self.open: dict[str, Import] = {}
-        self._waiting: deque[Import] = deque()  # for room; may name such as have ended
-        self._strangers: list[Import] = []  # for news of their sender; the same
+        self._waiting: FairQueue[Import] = FairQueue()  # for room
+        self._strangers: list[Import] = []  # for news of their sender; may name such as have ended
         self._ended: dict[str, None] = {}  # ids, oldest first
         self.headroom_blocks = 0
 
@@ -68,7 +69,7 @@ class Imports:
         elif self._desk.peers.standing(sender) is Standing.STRANGER:
             self._strangers = [other for other in self._strangers if not other.over] + [imported]
         else:
-            self._waiting.append(imported)
+            self._wait(imported)
 
     def _begin(self, sender: Peer, offer: Offer, fetching: Fetching | None, now: int) -> Import:
         sources = [(offer.tier, block) for block in offer.blocks] + [(Tier.DRAM, block) for block in offer.dram_blocks]
@@ -134,15 +135,21 @@ class Imports:
 
     def peer_joined(self, peer: Peer) -> None:
         """Offers of ``peer`` may have come before the news of it."""
-        self._waiting += [imported for imported in self._strangers if imported.sender.name == peer.name]
+        for imported in self._strangers:
+            if imported.sender.name == peer.name and not imported.over:
+                self._wait(imported)
         self._strangers = [imported for imported in self._strangers if imported.sender.name != peer.name]
 
+    def _wait(self, imported: Import) -> None:
+        tenant, blocks = tenant_of(imported.offer.tenant), imported.end_block - imported.offer.first_block
+        self._waiting.push(tenant, imported.transfer_id, imported, blocks)
+
     def try_waiting(self) -> None:
-        """Give places in order of arrival, as far as there is room. Who is too big to go first keeps the line."""
-        while self._waiting:
-            if not self._waiting[0].over and not self._try_place(self._waiting[0]):
-                return
-            self._waiting.popleft()
+        """Give places by turns of tenants, as far as there is room. An import that is too big to go first keeps the
+        line, until a tenant that got less comes."""
+        while (first := self._waiting.head()) is not None and self._try_place(first):
+            if first.transfer_id in self._waiting:
+                self._waiting.pop()
 
     def _try_place(self, imported: Import) -> bool:
         """``False`` = no room now."""
@@ -272,6 +279,7 @@ class Imports:
 
     def _close(self, imported: Import) -> None:
         del self.open[imported.transfer_id]
+        self._waiting.remove(imported.transfer_id)
         imported.over = True
         self._ended[imported.transfer_id] = None
         if len(self._ended) > _REMEMBERED:
@@ -296,11 +304,13 @@ class Imports:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when an import contradicts itself."""
         self.pulls.check_invariants()
-        lines = [*self._waiting, *self._strangers]
+        self._waiting.check_invariants()
+        lines = {*(other.transfer_id for other in self._strangers if not other.over)}
         for transfer_id, imported in self.open.items():
             placed = imported.placed
             check(transfer_id == imported.transfer_id and not imported.over, f"{imported!r} has ended, and is open")
-            check((placed is None) == (imported in lines), f"{imported!r} has no place, or is in line for a second one")
+            in_line = transfer_id in self._waiting or transfer_id in lines
+            check((placed is None) == in_line, f"{imported!r} has no place, or is in line for a second one")
             if placed is not None:
                 blocks = imported.end_block - placed.base
                 check(len(placed.blocks) == blocks, f"{imported!r}: {len(placed.blocks)} blocks, not {blocks}")

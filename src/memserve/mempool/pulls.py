@@ -1,8 +1,8 @@
-"""Pull jobs: in order of arrival, so many at once, each with its own hold on its destination (level 1)."""
+"""Pull jobs: tenants by turns, so many at once, each with its own hold on its destination (level 1)."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +11,8 @@ from memserve.mempool.arrival import Import, Placement
 from memserve.mempool.desk import Desk, Place, is_gone
 from memserve.mempool.jobs import CancelPulls, PagesPulled, PullPages
 from memserve.messages import Peer
-from memserve.types import Tier, TransferMode
+from memserve.policy.fairness import FairQueue
+from memserve.types import Tier, TransferMode, tenant_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,9 +34,14 @@ class Pull:
         """Behind the last row."""
         return self.first_row + len(self.src_blocks)
 
+    @property
+    def pages(self) -> int:
+        """How many pages it copies."""
+        return len(self.src_blocks) * (self.end_layer - self.first_layer)
+
 
 class Pulls:
-    """A queue in front of the host, which gets ``pulls_in_flight`` jobs at once.
+    """A queue in front of the host, which gets ``pulls_in_flight`` jobs at once. Tenants take turns, by pages.
 
     A job holds a reference on each block that it writes to, from the action to ``PagesPulled``. So an import may end at
     any moment and give back what it holds: what the host still writes to is given away only when it has stopped.
@@ -43,18 +49,24 @@ class Pulls:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._queue: deque[Pull] = deque()
+        self._queue: FairQueue[tuple[str, Pull]] = FairQueue()  # with its key there
+        self._added = 0
         self._under_way: dict[int, tuple[Pull, PullPages]] = {}  # by job
 
     def add(self, pull: Pull) -> None:
         """The source is ready and the destination is nobody else's."""
-        self._queue.append(pull)
+        self._added += 1
+        key = str(self._added)
+        self._queue.push(tenant_of(pull.imported.offer.tenant), key, (key, pull), pull.pages)
 
     def start(self) -> None:
         """Give jobs to the host, as many as it may have."""
-        while self._queue and len(self._under_way) < self._desk.config.pulls_in_flight:
-            pull = self._queue.popleft()
-            if not pull.imported.over:
+        while len(self._under_way) < self._desk.config.pulls_in_flight and (first := self._queue.head()) is not None:
+            key, pull = first
+            if pull.imported.over:
+                self._queue.remove(key)  # its tenant does not pay for it
+            else:
+                self._queue.pop()
                 self._start(pull)
 
     def _start(self, pull: Pull) -> None:
@@ -100,6 +112,6 @@ class Pulls:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when the queue contradicts itself."""
         check(len(self._under_way) <= self._desk.config.pulls_in_flight, "more pulls at once than may be")
-        waiting = [pull for pull in self._queue if not pull.imported.over]
+        self._queue.check_invariants()
         limit = self._desk.config.pulls_in_flight
-        check(not waiting or len(self._under_way) == limit, "a pull waits although the host has room for it")
+        check(not self._queue or len(self._under_way) == limit, "a pull waits although the host has room for it")
