@@ -212,7 +212,7 @@ def test_links_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [link.name for link in port._links] == ["shm"]
     port.close()
     monkeypatch.setattr(data, "nixl_is_installed", lambda: True)
-    monkeypatch.setattr(data, "NixlLink", lambda *_: FakeLink("nixl"))
+    monkeypatch.setattr(data, "NixlLink", lambda *_, host=None: FakeLink("nixl"))
     for kind, names in (("auto", ["shm", "nixl"]), ("shm", ["shm"]), ("nixl", ["nixl"])):
         port = open_data_port(kind, GEOMETRY, {}, print)
         assert [link.name for link in port._links] == names

@@ -147,7 +147,7 @@ def test_a_stop_string_ends_the_text_before_it(llama: Path) -> None:
 
 def test_what_cannot_run_is_one_clear_error(llama: Path) -> None:
     with load(llama) as llm:
-        with pytest.raises(UserError, match="rejected"):
+        with pytest.raises(UserError, match="maximum context length"):
             llm.generate([[5] * 10_000])
         assert llm.generate([5, 6, 7], GREEDY, max_tokens=1)[0].outputs[0].tokens, "and the next one is served"
     with pytest.raises(UserError, match="blocks"):
