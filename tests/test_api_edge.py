@@ -8,7 +8,7 @@ import json
 import re
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -285,6 +285,21 @@ def long_stream(**fields: object) -> bytes:
     return post("/v1/completions", json.dumps(body).encode())
 
 
+def step_until(world: World, engine: FakeEngine, ended: Callable[[], bool]) -> None:
+    """Compute a token at a time, each as soon as the server has taken in the one before, or waits for its client."""
+    hub = world.server._hub
+
+    def took_it() -> bool:
+        return not hub._mailbox and all(call.writing or not call._news for call in list(hub._calls.values()))
+
+    for _ in range(240):
+        if ended():
+            return
+        engine.step()
+        eventually(lambda: ended() or took_it())
+    raise AssertionError("it was computed to its end")
+
+
 def test_a_client_that_takes_nothing_is_cut_off_and_its_request_cancelled() -> None:
     limits = EdgeConfig(write_timeout_s=0.3)
     engine = FakeEngine(says(SCRIPT_TEXT), step_s=0.001)
@@ -301,10 +316,11 @@ def test_a_client_that_takes_nothing_is_cut_off_and_its_request_cancelled() -> N
 def test_a_stream_that_is_taken_too_slowly_ends_with_an_error() -> None:
     """The client reads again, and is told why its stream ended."""
     limits = EdgeConfig(stream_buffer_bytes=100 * KIB)
-    engine = FakeEngine(says(SCRIPT_TEXT))
+    engine = FakeEngine(lambda request, index: encode("hello ") * 240, step_s=None)
     with serve(engine, limits=limits) as world, connect(world.url, receive_bytes=4 * KIB) as connection:
         connection.sendall(long_stream(n=64))
-        assert engine.wait_until(lambda: bool(engine.cancelled), 30)
+        assert engine.wait_until(lambda: len(engine.submitted) == 1)
+        step_until(world, engine, lambda: bool(engine.cancelled))
         data = until(connection, b"[DONE]")
         assert b'"code":"client_too_slow"' in data
         assert world.server._hub.held_bytes == 0
@@ -315,13 +331,14 @@ def test_all_streams_together_hold_back_no_more_than_a_few_would(monkeypatch: py
     """The one that holds back most is ended, though it holds back less than one stream may."""
     monkeypatch.setattr("memserve.api.hub.STREAMS_TOGETHER", 0.1)
     limits = EdgeConfig(stream_buffer_bytes=MIB)
-    engine = FakeEngine(says(SCRIPT_TEXT))
+    engine = FakeEngine(lambda request, index: encode("hello ") * 240, step_s=None)
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(serve(engine, limits=limits))
         for _ in range(2):
             connection = stack.enter_context(connect(world.url, receive_bytes=4 * KIB))
             connection.sendall(long_stream(n=64))
-        assert engine.wait_until(lambda: len(engine.cancelled) >= 1, 30)
+        assert engine.wait_until(lambda: len(engine.submitted) == 2)
+        step_until(world, engine, lambda: bool(engine.cancelled))
 
 
 def test_a_stream_keeps_no_logprobs_of_what_it_has_shown() -> None:
