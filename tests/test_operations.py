@@ -44,7 +44,7 @@ def test_a_cluster_says_what_happens_to_its_members_and_ends_on_sighup(folder: P
     with log.open("w") as stderr:
         flags = ["--colocated", "2", "--cluster-port", str(port), "--cluster-secret-file", secret]
         server = Server(folder, *flags, "--metadata", str(tmp_path / "state"), stderr=stderr)
-    stranger = an_instance(folder, port, secret_file(tmp_path / "other", "some other cluster's secret"), tmp_path / "s")
+    started = [server.process]
     try:
         pid = server.children()["c1"]
         os.kill(pid, signal.SIGKILL)
@@ -58,6 +58,8 @@ def test_a_cluster_says_what_happens_to_its_members_and_ends_on_sighup(folder: P
         assert 'memserve_instance_restarts_total{instance="c1"} 1.0' in page
         assert 'memserve_instance_process_deaths_total{instance="c1"} 1.0' in page
         assert "memserve_router_metadata_durable 1.0" in page
+        other = secret_file(tmp_path / "other", "some other cluster's secret")
+        started.append(stranger := an_instance(folder, port, other, tmp_path / "s"))
         eventually(lambda: "refuses the secret" in (tmp_path / "s").read_text())
         eventually(lambda: re.search(r"turned away 127.0.0.1:\d+ at the cluster port: it has another", log.read_text()))
         stranger.send_signal(signal.SIGHUP)
@@ -75,7 +77,7 @@ def test_a_cluster_says_what_happens_to_its_members_and_ends_on_sighup(folder: P
     finally:
         for pid in server.children().values():
             os.kill(pid, signal.SIGKILL)
-        for process in (stranger, server.process):
+        for process in started:
             process.kill()
             process.wait()
 

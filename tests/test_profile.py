@@ -25,6 +25,7 @@ from memserve.policy.costs import CostModel
 from memserve.policy.curves import CopyCurve, DecodeCurve, PrefillCurve
 from memserve.policy.fit import Sample
 from memserve.runtime import profile_store
+from memserve.runtime.links.outbox import MailboxCounters
 from memserve.runtime.profile import (
     Measured,
     StepProfiler,
@@ -355,6 +356,7 @@ class StubMailbox:
     """Hears nothing, says nothing."""
 
     address = "tcp://127.0.0.1:1"
+    counters = MailboxCounters()
 
     def connect(self, *args) -> None: ...
     def disconnect(self, *args) -> None: ...
@@ -384,8 +386,9 @@ def test_the_router_decides_by_what_a_member_has_measured(costs: dict, taken: Co
 
 def test_a_card_has_costs_only_when_they_were_measured() -> None:
     model = types.SimpleNamespace(
-        name="m", max_model_tokens=1, vocab_size=1, eos_token_ids=(), generation_defaults={}, tokenizer=object()
-    )
+        name="m", max_model_tokens=1, vocab_size=1, eos_token_ids=(), generation_defaults={}, tokenizer=object(),
+        context_note="",
+    )  # fmt: skip
     assert ModelCard.of(model, CostModel()).costs == {} == ModelCard.of(model).costs
     card = ModelCard.decode(ModelCard.of(model, replace(PLANTED, machine="here")).encode())
     assert CostModel.from_dict(card.costs) == replace(PLANTED, machine="here")
