@@ -320,6 +320,25 @@ def test_who_was_only_cut_off_goes_back_to_its_router(router, node, impatient, m
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
 
 
+def test_a_welcome_that_comes_late_settles_where_the_join_was_sent(router, node, monkeypatch) -> None:
+    """The instance has gone on to the next address by then, where no router is."""
+    arrived, away, late = Member._message_arrived, "tcp://127.0.0.1:9", threading.Event()
+
+    def arrive(self: Member, sender: Peer, message: AnyMessage) -> None:
+        if isinstance(message, Welcome) and not late.is_set():
+            late.set()
+            self._doors.address = away
+            self._mailbox.connect(Peer(ROUTER, 0), away)
+        arrived(self, sender, message)
+
+    monkeypatch.setattr(Member, "_message_arrived", arrive)
+    it = node("c1", f"{router.address},{away}")
+    assert it.member.wait_joined(WAIT_S) and late.is_set()
+    assert it.member._doors.address == it.member._doors.home == router.address
+    request, truth = ask("late", 5)
+    assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
+
+
 def test_addresses_are_tried_in_turn() -> None:
     now = [0.0]
     doors = Doors(["a", "b", "c"], lambda: now[0])
@@ -329,7 +348,11 @@ def test_addresses_are_tried_in_turn() -> None:
         tried += [doors.address] if doors.turn() else []
     assert tried == ["b", "c", "a", "b"], "two seconds each while there is no router"
     doors.heard()
-    doors.settle()
+    doors.settle("")
+    assert doors.home == "b", "not said where: the one that is tried"
+    doors.address = "c"
+    doors.settle("b")
+    assert (doors.address, doors.home) == ("b", "b")
     now[0] += 5.5
     assert not doors.turn() and doors.asks, "its own router has longer"
     now[0] += 0.6
@@ -338,6 +361,8 @@ def test_addresses_are_tried_in_turn() -> None:
     assert (doors.address, doors.home, str(doors)) == ("d", None, "a, b, d")
     doors.lead_to("a")
     assert (doors.address, str(doors)) == ("a", "a, b, d")
+    doors.settle("nowhere")
+    assert (doors.address, doors.home) == ("a", "a"), "an address that was never tried is none"
     alone = Doors(["a"], lambda: now[0])
     now[0] += 1e6
     assert not alone.turn() and not alone.asks

@@ -48,12 +48,16 @@ class Join(Message, frozen=True, tag=True):
     """An instance wants to be a member. Repeated until ``Welcome`` or ``Refused``."""
 
     info: PeerInfo
+    sent_to: str = ""
+    """The address at which the instance looks for a router; its ``Welcome`` repeats the address."""
 
 
 class Welcome(Message, frozen=True, tag=True):
     """The instance is a member; these are the others."""
 
     peers: tuple[PeerInfo, ...]
+    joined_at: str = ""
+    """``Join.sent_to`` of the ``Join`` that this answers; empty: it answers none."""
 
 
 class Recall(Message, frozen=True, tag=True):

@@ -76,9 +76,9 @@ class Membership:
         if known is not None:
             known.heard_ns = now
             if known.state is MemberState.RECALLED:
-                self._readopt(known, info, now)
+                self._readopt(known, message, now)
             else:
-                self._welcome(known)
+                self._welcome(known, message.sent_to)
             return
         newest_dead = self._registry.newest_dead(sender.name)
         if newest_dead is not None and sender.generation <= newest_dead:
@@ -104,9 +104,9 @@ class Membership:
         self._outbox.report(MemberChange.REFUSED, sender, address, reason)
         self._outbox.send(sender, Refused(reason))
 
-    def _welcome(self, member: Member) -> None:
+    def _welcome(self, member: Member, joined_at: str = "") -> None:
         others = tuple(other.info for other in self._registry if other is not member)
-        self._outbox.send(member.peer, Welcome(others))
+        self._outbox.send(member.peer, Welcome(others, joined_at))
 
     def _enter(self, message: Join, now: int) -> None:
         info = message.info
@@ -115,7 +115,7 @@ class Membership:
         self._outbox.report(MemberChange.RETURNED if is_back else MemberChange.JOINED, info.peer, info.address)
         self._outbox.remember(MemberEntered(info, now))
         self._counters.members_joined += 1
-        self._introduce(member, now)
+        self._introduce(member, message.sent_to, now)
 
     def _register(self, info: PeerInfo, now: int) -> Member:
         """Into all the books; a timer watches it from now on."""
@@ -126,9 +126,9 @@ class Membership:
         self._timers.arm(now + self._config.dead_after_ns, ("member", member.peer))
         return member
 
-    def _introduce(self, member: Member, now: int) -> None:
-        """It hears of all, all hear of it, and who waited may run there."""
-        self._welcome(member)
+    def _introduce(self, member: Member, joined_at: str, now: int) -> None:
+        """The member hears of all others and they of it; requests that wait may run there."""
+        self._welcome(member, joined_at)
         self._outbox.tell_all((m.peer for m in self._registry if m is not member), PeerJoined(member.info))
         self._lifecycle.place_waiting(now)
 
@@ -148,14 +148,15 @@ class Membership:
         """It speaks as if nothing had happened: the call was lost. Its silence goes on until it has understood."""
         self._outbox.send(member.peer, Recall(address))
 
-    def _readopt(self, member: Member, info: PeerInfo, now: int) -> None:
+    def _readopt(self, member: Member, message: Join, now: int) -> None:
         """It lives, with everything that it had cached: the trees know of that already."""
+        info = message.info
         member.info, member.state = info, MemberState.LIVE
         self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id)
         self._lifecycle.gate.reconsider()
         self._counters.members_readopted += 1
         self._outbox.report(MemberChange.RETURNED, info.peer, info.address, "with the KV that it had cached")
-        self._introduce(member, now)
+        self._introduce(member, message.sent_to, now)
         if member.drains:
             self.drain(member)
 

@@ -61,6 +61,8 @@ class Doors:
         self.address, self.home = address, None
         self.heard()
 
-    def settle(self) -> None:
-        """The router there has welcomed us."""
+    def settle(self, joined_at: str) -> None:
+        """The router at ``joined_at`` has welcomed us, perhaps after the next address was tried."""
+        if joined_at in self._addresses:  # a router of an older version does not say where
+            self.address = joined_at
         self.home = self.address

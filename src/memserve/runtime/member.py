@@ -200,9 +200,9 @@ class Member:
         match message:
             case Welcome() if self._is_outdated(router):
                 return False  # late: another has taken its place, and would never hear of us again
-            case Welcome(peers):
+            case Welcome(peers, joined_at):
+                self._doors.settle(joined_at)
                 self._mailbox.connect(router, self._doors.address)
-                self._doors.settle()
                 gone = {name: info.peer for name, info in self._peers.items()}
                 for info in peers:
                     gone.pop(info.peer.name, None)
@@ -279,7 +279,7 @@ class Member:
             log.warning("no router is heard: trying %s", self._doors.address)
             self._mailbox.connect(_ANY_ROUTER, self._doors.address)
         if self._router is None:
-            self._mailbox.send(_ANY_ROUTER, Join(self._info))
+            self._mailbox.send(_ANY_ROUTER, Join(self._info, self._doors.address))
             return
         load, next_event = self._reading()
         self._beats += 1
