@@ -335,6 +335,11 @@ def test_a_welcome_that_comes_late_settles_where_the_join_was_sent(router, node,
     it = node("c1", f"{router.address},{away}")
     assert it.member.wait_joined(WAIT_S) and late.is_set()
     assert it.member._doors.address == it.member._doors.home == router.address
+    behind = msgspec.structs.replace(it.member._info, peer=Peer("c2", 1))
+    router._mailbox.send(it.member.me, Welcome((), away))  # of a Join that was under way
+    router._mailbox.send(it.member.me, PeerJoined(behind))
+    eventually(lambda: behind.peer in it.ports[0].peers)
+    assert it.member._doors.address == it.member._doors.home == router.address
     request, truth = ask("late", 5)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
 

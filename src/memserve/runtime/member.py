@@ -201,7 +201,8 @@ class Member:
             case Welcome() if self._is_outdated(router):
                 return False  # late: another has taken its place, and would never hear of us again
             case Welcome(peers, joined_at):
-                self._doors.settle(joined_at)
+                if router != self._router:  # a further one of its own router does not move it
+                    self._doors.settle(joined_at)
                 self._mailbox.connect(router, self._doors.address)
                 gone = {name: info.peer for name, info in self._peers.items()}
                 for info in peers:
