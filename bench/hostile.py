@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from hostile_random import KEYS, Honest, attack_with, target_of, verdicts
+from hostile_random import KEYS, Honest, attack_with, give_up_names, target_of, verdicts
 from served import Served, serving
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -69,24 +69,10 @@ class Report:
 # -- what must hold after every part
 
 
-def held(served: Served) -> dict[str, float]:
-    """What is neither free nor cached, runs or waits: nothing, on an idle server."""
-    metrics = served.metrics()
-    names = [
-        'memserve_pool_blocks{state="used",tier="hbm"}',
-        'memserve_pool_blocks{state="used",tier="dram"}',
-        "memserve_requests_waiting",
-        "memserve_sequences_running",
-        "memserve_sequences_swapped",
-        "memserve_pool_slot_tokens",
-    ]
-    return {name: metrics[name] for name in names if metrics[name] != 0}
-
-
 def check_idle(served: Served) -> str | None:
     """Wait until nothing is held. Cancelled work may take a step to end."""
     deadline = time.monotonic() + IDLE_S_MAX
-    while left := held(served):
+    while left := served.left():
         if time.monotonic() > deadline:
             return f"still held: {left}"
         time.sleep(0.1)
@@ -264,6 +250,8 @@ def random_requests(report: Report, options: argparse.Namespace) -> None:
         outcome = attack_with(served, honest, target, options.seed, options.requests, options.connections)
         for name, miss in verdicts(outcome, honest).items():
             report.add("random", name, miss, sum(outcome.attacked_s))
+        give_up_names(served)
+        report.run("random", "nothing is held, runs or waits", lambda: check_idle(served))
         report.run("random", "SIGTERM ends it", lambda: None if served.stop()[0] == 0 else "exit status")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import Counter
@@ -10,6 +9,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 from served import Served
@@ -24,6 +24,8 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 PARTS = 20
 CALM_REQUESTS = 25
 """Honest requests without the attack, before each part of it: both share whatever else the machine does."""
+PAUSE_S = 0.1
+"""Between two honest requests, as between a person's. Without it the honest client alone keeps the server busy."""
 
 RSS_MIB_MAX, P99_RATIO_MAX = 100.0, 2.0
 MISSES_SHOWN = 10
@@ -62,7 +64,8 @@ class Honest:
         return str(response.json()["choices"][0]["message"]["content"]), seconds
 
     def measure(self, outcome: Outcome, times: list[float]) -> None:
-        """Ask once."""
+        """Ask once, after a pause."""
+        time.sleep(PAUSE_S)
         text, seconds = self.ask()
         times.append(seconds)
         outcome.rss_bytes.append(self._served.memory_bytes("RssAnon"))
@@ -83,6 +86,14 @@ def target_of(served: Served, vocab_size: int) -> Target:
     return Target(served.model, card["max_model_len"], vocab_size, ATTACK_KEY)
 
 
+def give_up_names(served: Served) -> None:
+    """Delete the documents and sessions that the attack made, as their owner."""
+    with httpx.Client(base_url=served.url, headers={"authorization": f"Bearer {ATTACK_KEY}"}, timeout=60) as client:
+        for kind in ("documents", "sessions"):
+            for one in client.get(f"/v1/{kind}").raise_for_status().json()["data"]:
+                client.delete(f"/v1/{kind}/{quote(one['id'], safe='')}")
+
+
 def _part(url: str, target: Target, seed: int, numbers: range, clients: int) -> Storm:
     import asyncio
 
@@ -93,7 +104,7 @@ def attack_with(served: Served, honest: Honest, target: Target, seed: int, reque
     """The whole attack, in parts; before each the honest client is measured alone, during each beside it."""
     outcome = Outcome()
     size = -(-requests // PARTS)
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=os.nice, initargs=(10,)) as attackers:
+    with ProcessPoolExecutor(1, get_context("spawn")) as attackers:
         for first in range(0, requests, size):
             for _ in range(CALM_REQUESTS):
                 honest.measure(outcome, outcome.calm_s)

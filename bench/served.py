@@ -16,6 +16,13 @@ from pathlib import Path
 import httpx
 
 START_S_MAX = 300.0
+_HELD = re.compile(
+    r'memserve_instance_blocks\{.*state="held".*\}|memserve_pool_blocks\{.*state="used".*\}'
+    r"|memserve_instance_(transfers_open|requests|sequences_running).*|memserve_sequences_(running|swapped)"
+    r"|memserve_router_(requests_live|requests_unplaced|handles)|memserve_gate_(active|waiting.*)"
+    r"|memserve_requests_waiting|memserve_pool_slot_tokens"
+)
+"""Gauges of one server and of a cluster."""
 
 
 @dataclass
@@ -44,6 +51,10 @@ class Served:
         lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
+
+    def left(self) -> dict[str, float]:
+        """What is held, runs or waits, and what bears a name: nothing, on an idle server that was told to forget."""
+        return {name: value for name, value in self.metrics().items() if value and _HELD.fullmatch(name)}
 
     def stop(self, sig: int = signal.SIGTERM, timeout_s: float = 60.0) -> tuple[int, float]:
         """Send ``sig``; the exit status, and the seconds that it took."""

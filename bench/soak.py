@@ -128,23 +128,10 @@ async def kill(served: Served, minutes: float, kills: int, seed: int, killed: li
 # -- what is left
 
 
-def left(served: Served) -> dict[str, float]:
-    """What is held, runs or waits, and what bears a name."""
-    patterns = (
-        r'memserve_instance_blocks\{.*state="held".*\}', r"memserve_instance_transfers_open.*",
-        r"memserve_instance_requests.*", r"memserve_instance_sequences_running.*", r"memserve_router_requests_live",
-        r"memserve_router_requests_unplaced", r"memserve_router_handles", r"memserve_gate_active",
-        r"memserve_gate_waiting.*", r'memserve_pool_blocks\{.*state="used".*\}', r"memserve_requests_waiting",
-        r"memserve_sequences_(running|swapped)", r"memserve_pool_slot_tokens",
-    )  # fmt: skip
-    wanted = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
-    return {name: value for name, value in served.metrics().items() if wanted.fullmatch(name) and value}
-
-
 async def drained(served: Served) -> dict[str, float]:
     """Wait until nothing is left: pins last until their time is over. What stays after that."""
     deadline = time.monotonic() + IDLE_S_MAX
-    while (rest := await asyncio.to_thread(left, served)) and time.monotonic() < deadline:
+    while (rest := await asyncio.to_thread(served.left)) and time.monotonic() < deadline:
         await asyncio.sleep(1)
     return rest
 

@@ -29,6 +29,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/documents/{id}": DocumentBody,
 }
+_FIELDS = {
+    path: {field.name: field.type for field in inspect.type_info(kind).fields} for path, kind in BODIES.items()
+}
 PAGES = ("/health", "/metrics", "/v1/models", "/v1/documents", "/openapi.json")
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "PROPFIND", "CONNECT", "get", "BREW")
 
@@ -113,9 +116,7 @@ def _json(target: Target, rng: random.Random) -> _Drawn:
 def _params(target: Target, rng: random.Random) -> _Drawn:
     """Any fields with values at, inside and outside of their limits, together."""
     path = rng.choices(tuple(BODIES), (5, 4, 1))[0]
-    kind = BODIES[path]
-    body = _valid(path, target, rng)
-    fields = {field.name: field.type for field in inspect.type_info(kind).fields}
+    body, fields = _valid(path, target, rng), _FIELDS[path]
     outside = rng.choice((0.0, 0.0, 0.1, 0.5))
     for name in rng.sample(sorted(fields), min(rng.choice((1, 2, 3, 5, 8)), len(fields))):
         special = _SPECIAL.get(name)
@@ -285,6 +286,8 @@ def render(value: Any, rng: random.Random) -> str:
     """``value`` as JSON, with :class:`Raw` in it and now and then other spaces. Pairs in a list: an object."""
     if isinstance(value, Raw):
         return str(value)
+    if isinstance(value, list | dict) and len(value) > 64 and _plain(value):  # item by item would take its time
+        return json.dumps(value)
     if isinstance(value, dict | _Pairs):
         pairs = value.items() if isinstance(value, dict) else value
         space = rng.choice(("", "", " ", "\n\t"))
@@ -292,6 +295,12 @@ def render(value: Any, rng: random.Random) -> str:
     if isinstance(value, list):
         return "[" + ",".join(render(item, rng) for item in value) + "]"
     return json.dumps(value, ensure_ascii=rng.random() < 0.7)
+
+
+def _plain(value: list[Any] | dict[str, Any]) -> bool:
+    """Whether the ``json`` module can render it: a list or an object of nothing but texts and numbers."""
+    items = value.values() if isinstance(value, dict) else value
+    return not isinstance(value, _Pairs) and {type(item) for item in items} <= {str, int, float, bool}
 
 
 class _Pairs(list[Any]):
@@ -391,11 +400,20 @@ def _bias(target: Target, rng: random.Random) -> Any:
 
 def _prompt(target: Target, rng: random.Random) -> Any:
     context = target.context_tokens
-    many = [rng.randrange(target.vocab_size) for _ in range(rng.choice((1, 33, context, context + 1)))]
-    texts = [rng.choice(TEXTS) for _ in range(rng.choice((0, 1, 3, 20)))]
-    return rng.choice(
-        (_ids(target, rng), [_ids(target, rng), [1]], many[:300], many, texts, rng.choice(TEXTS), _anything(rng))
-    )
+    match rng.randrange(7):
+        case 0:
+            return _ids(target, rng)
+        case 1:
+            return [_ids(target, rng), [1]]
+        case 2:
+            return [rng.randrange(target.vocab_size) for _ in range(rng.choice((1, 33, 300)))]
+        case 3:  # up to the context and beyond it; one value again and again, which is quick to draw
+            return [rng.randrange(target.vocab_size)] * rng.choice((1, 33, context, context + 1))
+        case 4:
+            return [rng.choice(TEXTS) for _ in range(rng.choice((0, 1, 3, 20)))]
+        case 5:
+            return rng.choice(TEXTS)
+    return _anything(rng)
 
 
 def _messages(target: Target, rng: random.Random) -> Any:
