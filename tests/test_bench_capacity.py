@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections import deque
 from pathlib import Path
 
 import pytest
@@ -102,25 +100,22 @@ def test_a_low_rate_has_the_time_that_its_requests_need() -> None:
 
 
 def test_the_command_draws_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The server refuses whoever comes when 40 others came within the last half second."""
+    """The server answers the first two rates that are tried, and refuses every request of the third."""
     pytest.importorskip("matplotlib", reason="matplotlib (extra: bench) is not installed")
-    recent: deque[float] = deque()
+    salts: dict[str, None] = {}  # each rate has its own, in the order that they are tried
 
     def script(asked: Asked) -> Script:
-        now = time.monotonic()
-        while recent and recent[0] < now - 0.5:
-            recent.popleft()
-        recent.append(now)
-        return Script(status=429) if len(recent) > 40 else Script()
+        salts.setdefault(asked.body["cache_salt"])
+        return Script(status=429) if list(salts).index(asked.body["cache_salt"]) >= 2 else Script()
 
     with instant_server(script) as server:
         command = ["bench", "capacity", "--settings", "", "--base-url", f"fake={server.url}", "--out", str(tmp_path)]
-        assert run([*command, "--start", "16", "--probe-s", "1", "--precision", "0.5"]) == 0
+        assert run([*command, "--start", "2", "--probe-s", "1", "--precision", "0.5", "--slo-ttft-ms", "60000"]) == 0
     (found,) = json.loads((tmp_path / "capacity.json").read_text())["found"]
-    assert found["setting"] == "fake" and 16 <= found["rate"] <= 160
-    assert {probe["borne"] for probe in found["probes"]} == {True, False}
-    assert f"fake: {found['rate']:.2f} requests/s" in capsys.readouterr().out
+    assert found["setting"] == "fake" and found["rate"] == 4
+    assert [(probe["rate"], probe["borne"]) for probe in found["probes"]] == [(2, True), (4, True), (8, False)]
+    assert "fake: 4.00 requests/s" in capsys.readouterr().out
     assert (tmp_path / "capacity.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "report.md").read_text()
-    assert "| fake |" in page and "(capacity.png)" in page and "miss the SLO" in page
+    assert "| fake |" in page and "(capacity.png)" in page and "100.0% of the requests miss the SLO" in page
     assert len(read_records(tmp_path / "records.jsonl.gz")) == sum(p["figures"]["requests"] for p in found["probes"])

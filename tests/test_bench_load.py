@@ -291,7 +291,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         printed, errors = child.communicate(timeout=60)
-    assert child.returncode == 1 and errors == ""
+    said = [line for line in errors.splitlines() if not line.startswith("warning: the machine is busy: other programs")]
+    assert child.returncode == 1 and said == []
     assert "partial: interrupted" in printed
     results = json.loads((out / "results.json").read_text())
     assert results["partial"] == "interrupted" and results["passes"][0]["planned"] == 5000
@@ -361,22 +362,11 @@ def server() -> Iterator[InstantServer]:
 def test_the_command_prints_what_was_felt(
     server: InstantServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    command = [
-        "bench",
-        "load",
-        "--base-url",
-        server.url,
-        "--users",
-        "2",
-        "--requests",
-        "10",
-        "--out",
-        str(tmp_path / "o"),
-    ]
-    assert run_cli(command) == 0
+    command = ["bench", "load", "--base-url", server.url, "--users", "2", "--requests", "10", "--out"]
+    assert run_cli([*command, str(tmp_path / "first")]) == 0
     printed = capsys.readouterr().out
     assert "10 requests in" in printed and "TTFT" in printed and "cached 57.1%" in printed
-    assert run_cli([*command, "--json", "--slo-ttft-ms", "0"]) == 0
+    assert run_cli([*command, str(tmp_path / "second"), "--json", "--slo-ttft-ms", "0"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["found"]
     assert found["figures"]["requests"] == 10 and found["figures"]["slo_violations"] == 1
     assert set(found["intervals"]) == {f"{q} {s}" for q in ("ttft", "jct", "tpot") for s in ("mean", "p99")}
