@@ -83,6 +83,21 @@ def test_what_is_resident_grows_with_what_is_touched() -> None:
     del touched
 
 
+def test_a_process_that_computes_on_a_cpu_loads_no_kernels_of_gpus() -> None:
+    """The compiler that transformers brings along would import triton: 73 MB in each instance."""
+    program = """
+from memserve.runtime.memory import leave_triton_out
+leave_triton_out("cpu")
+import sys
+import torch._dynamo
+import torch.nn.attention.flex_attention
+maps = open("/proc/self/maps").read()
+print([name for name, found in sys.modules.items() if name.startswith("triton") and found], "libtriton" in maps)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["[]", "False"], done.stdout
+
+
 FROZEN = """
 from memserve import _core
 from memserve.runtime.memory import objects_that_stay

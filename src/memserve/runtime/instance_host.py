@@ -19,7 +19,7 @@ from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
-from memserve.runtime.memory import objects_that_stay
+from memserve.runtime.memory import leave_triton_out, objects_that_stay
 from memserve.runtime.meta_children import end_when_orphaned
 from memserve.runtime.signals import Askings, on_ending_signals
 from memserve.types import Role
@@ -78,6 +78,7 @@ def run_instance(
     if outlive is not None:
         end_when_orphaned(outlive, lambda: members[0].router if members else None)
     with objects_that_stay():
+        leave_triton_out(options.device)
         parts = build_parts(options, me=me, role=place.role)
     member = _open_member(parts, place, me)
     members.append(member)

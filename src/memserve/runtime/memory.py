@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import gc
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +20,11 @@ from memserve.units import MIB, human_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
 
-PROGRAM_BYTES = 560 * MIB
+PROGRAM_BYTES = 510 * MIB
 """Python, torch, transformers and this package, with their code: resident before there are weights."""
 PRIMITIVE_BYTES = 800_000
 """What one of oneDNN's primitives takes at most: measured between 0.3 MB (float32) and 0.8 MB (bfloat16)."""
-PEERS_BYTES = 32 * MIB
+PEERS_BYTES = 8 * MIB
 """What of peers' arenas may count as resident in a process that reads them."""
 LOGITS_COPIES = 4
 """Logits, their adjusted copy, log-probabilities, and what sorting them takes: float32 each."""
@@ -119,6 +120,21 @@ def objects_that_stay() -> Iterator[None]:
         atexit.register(gc.unfreeze)
     finally:
         gc.enable()
+
+
+def leave_triton_out(device: str) -> None:
+    """For a process of ours that computes on a CPU: ``import triton`` fails there from now on.
+
+    transformers imports torch's compiler, which imports triton where it is installed: 73 MB resident in each instance
+    for kernels of a GPU. Not for a library's user, whose own code may compile.
+    """
+    from memserve.runtime.threads import set_thread_environment
+
+    set_thread_environment()
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # None: the import system's word for "absent"
 
 
 def available_memory_bytes() -> int | None:
