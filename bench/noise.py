@@ -1,134 +1,234 @@
 """Noise between tenants: what one tenant at its worst costs another, beside an honest neighbour with that share.
 
-    python bench/noise.py [--rounds 3] [--seconds 12] [--only slots,pins] [--flags "--max-running 8"]
+    python bench/noise.py [--rounds 3] [--seconds 6] [--only "rows,KV blocks"] [--json FILE]
 
-A real server with two keys. The *victim* sends a short request every ``--every`` seconds, whatever the answers take.
-For each shared resource its neighbour does two things in turn, round after round: the same kind of requests as its
-share allows (*honest*), then as many and as bad ones as it can (*worst*). Printed for each: the victim's time to first
-token at the median and the 99th percentile of all rounds, and the ratio of the two 99th percentiles beside 1.5.
+Two servers of the bundled model, each with two keys: first one colocated instance, small enough that every limit of it
+is reached in seconds, then a cluster of a prefill and a decode instance. The *victim* sends a short request every
+``--every`` seconds on a connection of its own, whatever the answers take. That is less than its half of the server:
+what it waits for is its neighbour's doing. For each shared resource the neighbour is *honest* (it uses its own half all
+the time) or at its *worst* (it wants everything, in the most harmful way that a key allows), in turn; the order turns
+round with every round. A neighbour is a process of its own; refused, it asks again after a second.
+
+| resource | honest | worst |
+| --- | --- | --- |
+| nothing (control) | four rows of 40 tokens | the same: what the ratio is where there is no difference |
+| rows | four rows of 40 tokens, of eight | 64 clients with 400 tokens each |
+| waiting queue | four clients with 16 tokens | 160 clients with 16 tokens; the queue has 64 places |
+| tokens of a step | one prompt of 200 tokens after the other | 32 clients with prompts of 600 |
+| KV blocks | two clients with 300 + 100 tokens, of 2,900 | 32 clients with 300 + 500: four run out of KV |
+| cached prefixes | three prefixes of 200 tokens, used again and again | 16 clients, no prompt twice, each salted anew |
+| DRAM tier | eight such prefixes: more than its half of the KV | as above; the victim has seven prefixes, too |
+| forks | one request of n = 4 after the other | 32 clients with n = 8 |
+| priority | four rows of 40 tokens | 64 clients with the most urgent priority |
+| sessions | four clients with a session each | 32 clients, each request a new session that is kept for an hour |
+| documents | two clients that put a document now and then | 8 clients that put and list documents without a pause |
+| tokenizing | two clients with prompts of 3 KB | 8 clients with texts of 60 KB and 4 with 4 MB |
+| parsing | one client with bodies of 16 KB | 8 clients with bodies of 8 MB, no request among them |
+| output text | four streams of 40 tokens | 32 streams of n = 8 with logprobs and four long stop strings |
+| slow readers | four streams of 40 tokens | 16 such streams that nothing is read of |
+| connections | four clients with 40 tokens | 1,200 connections with half a head; the server allows 1,024 |
+| handovers (cluster) | one conversation | 24 conversations: prompts go to the decode instance, answers come back |
+| pins (cluster) | one client with a session | 32 clients, each request a new session that is kept for an hour |
+
+Printed for each: the victim's time to first token in seconds at the median and the 99th percentile of all rounds (some
+150 requests for each kind, so that it is not the slowest), the ratio of the two 99th percentiles beside 1.5, and the
+ratio round by round, which says how far to believe it. A request that fails has waited for ever.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
+import math
+import multiprocessing
 import os
 import random
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import httpx
-from served import serving
+from served import Served, serving
 
 KEYS = {"victim": "sk-noise-victim", "neighbour": "sk-noise-neighbour"}
 RATIO_MAX = 1.5
-FLAGS = "--colocated 1 --max-running 8 --max-step-tokens 512 --prefill-chunk-tokens 512 --kv-memory 192MiB"
+REFUSED_WAIT_S = 1.0
+COMMON = (
+    "--max-running 8 --max-waiting 64 --max-step-tokens 64 --prefill-chunk-tokens 64 --kv-memory 64MiB"
+    " --dram-memory 64MiB --metadata none"
+)
+SHAPES = {"one instance": f"--colocated 1 {COMMON}", "cluster": f"--prefill 1 --decode 1 {COMMON}"}
 WORDS = ("river", "stone", "cloud", "table", "seven", "light", "paper", "green", "house", "bread", "glass", "night")
+"""A token each."""
+
+Fields = dict[str, Any]
 
 
-def words(count: int) -> str:
-    """A text that no other request begins with."""
-    return " ".join(random.choices(WORDS, k=count))
+def words(count: int, seed: str | None = None) -> str:
+    """A text of so many tokens: of a ``seed`` the same each time, else one that no other request begins with."""
+    return " ".join((random.Random(seed) if seed else random).choices(WORDS, k=count))
 
 
 @dataclass
-class Neighbour:
-    """The tenant next door: clients of its own that go on until they are cancelled."""
+class Tenant:
+    """One key of a server: sends requests, each on a connection of its own."""
 
-    url: str
+    name: str
+    port: int
     model: str
     numbers: Any = field(default_factory=itertools.count)
 
-    def client(self) -> httpx.AsyncClient:
-        """One connection of the neighbour's."""
-        headers = {"authorization": f"Bearer {KEYS['neighbour']}"}
-        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=600)
+    def message(self, method: str, path: str, body: bytes) -> bytes:
+        """A request that the server answers and then closes the connection."""
+        return (
+            f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS[self.name]}\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        ).encode() + body
 
-    async def ask(self, client: httpx.AsyncClient, prompt_words: int, max_tokens: int, **rest: Any) -> None:
-        """One request; a refusal is waited out as a client would that hopes for more."""
-        body = {"model": self.model, "prompt": words(prompt_words), "max_tokens": max_tokens, "ignore_eos": True}
-        answer = await client.post("/v1/completions", json=body | rest)
-        if answer.status_code != 200:
-            await asyncio.sleep(0.05)
+    def completion(self, prompt: str, max_tokens: int, **rest: Any) -> bytes:
+        """A completion that goes on for ``max_tokens``. ``{n}`` in a text: a number that is never used again."""
+        number = f"{os.getpid()}-{next(self.numbers)}"
+        fields = {
+            name: value.replace("{n}", number) if isinstance(value, str) else value for name, value in rest.items()
+        }
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True} | fields
+        return self.message("POST", "/v1/completions", json.dumps(body).encode())
+
+    async def status(self, message: bytes) -> int:
+        """Send, read the whole answer; 0: the connection broke."""
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            try:
+                writer.write(message)
+                head = await reader.readline()
+                while await reader.read(1 << 16):
+                    pass
+                return int(head.split()[1]) if head else 0
+            finally:
+                writer.close()
+        except OSError:
+            return 0
+
+    async def first_token_s(self, message: bytes) -> float:
+        """Time from before the connection to the first event of a stream; for ever, when none comes."""
+        started = time.perf_counter()
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            try:
+                writer.write(message)
+                head = await reader.readline()
+                async for line in reader:
+                    if b" 200 " in head and line.startswith(b"data:"):
+                        found = time.perf_counter() - started
+                        while await reader.read(1 << 16):
+                            pass
+                        return found
+            finally:
+                writer.close()
+        except OSError:
+            pass
+        return math.inf
 
 
-Load = Callable[[Neighbour, int], Awaitable[None]]
-"""What one of the neighbour's clients does, for ever."""
+Load = Callable[[Tenant, int], Awaitable[None]]
+"""What one of the neighbour's clients does until it is killed."""
 
 
-def asks(prompt_words: int, max_tokens: int, **fixed: Any) -> Load:
-    """Requests of one kind, one after the other. ``{n}`` in a text stands for a number that is never used again."""
+def repeats(make: Callable[[Tenant, int, int], bytes], pause_s: float = 0.0) -> Load:
+    """Requests one after the other: of (tenant, client, turn)."""
 
-    async def load(neighbour: Neighbour, _: int) -> None:
-        async with neighbour.client() as client:
-            while True:
-                number = str(next(neighbour.numbers))
-                rest = {k: v.replace("{n}", number) if isinstance(v, str) else v for k, v in fixed.items()}
-                await neighbour.ask(client, prompt_words, max_tokens, **rest)
+    async def load(tenant: Tenant, client: int) -> None:
+        for turn in itertools.count():
+            status = await tenant.status(make(tenant, client, turn))
+            await asyncio.sleep(pause_s if status in (200, 400, 413) else REFUSED_WAIT_S)
 
     return load
 
 
-async def documents(neighbour: Neighbour, place: int) -> None:
-    """Puts twenty documents, then lists them for ever."""
-    async with neighbour.client() as client:
-        for number in range(20):
-            await client.put(f"/v1/documents/d{place}-{number}", json={"text": words(40), "endpoint": "completions"})
-        while True:
-            await client.get("/v1/documents")
+def asks(prompt_tokens: int, max_tokens: int, **rest: Any) -> Load:
+    """Completions of one kind, each with a prompt of its own."""
+    return repeats(lambda tenant, client, turn: tenant.completion(words(prompt_tokens), max_tokens, **rest))
 
 
-async def bodies(neighbour: Neighbour, _: int) -> None:
-    """Bodies of 8 MB that are valid JSON and no request."""
-    body = b'{"model": "x", "messages": [' + b"[]," * (8 << 20 >> 2) + b"[]]}"
-    async with neighbour.client() as client:
-        while True:
-            await client.post("/v1/chat/completions", content=body)
+def revisits(prefixes: int, prefix_tokens: int, tail_tokens: int) -> Load:
+    """Prompts that begin with one of so many prefixes, and then differ."""
+
+    def make(tenant: Tenant, client: int, turn: int) -> bytes:
+        prefix = words(prefix_tokens, f"neighbour {(client + turn) % prefixes}")
+        return tenant.completion(f"{prefix} {words(tail_tokens)}", 2)
+
+    return repeats(make)
 
 
-async def small_bodies(neighbour: Neighbour, _: int) -> None:
-    """Bodies that are no request, of a size that requests have."""
-    async with neighbour.client() as client:
-        while True:
-            await client.post("/v1/chat/completions", content=b'{"model": "x", "messages": [' + b"[]," * 2000 + b"[]]}")
+def talks(answer_tokens: int) -> Load:
+    """A conversation: each prompt is what was said so far, and a new question; after six turns another one."""
+
+    async def load(tenant: Tenant, client: int) -> None:
+        for turn in itertools.count():
+            said = words(60 * (1 + turn % 6), f"talk {os.getpid()} {client} {turn // 6}")
+            session = f"talk {client} {turn // 6}"
+            if await tenant.status(tenant.completion(said, answer_tokens, session=session)) != 200:
+                await asyncio.sleep(REFUSED_WAIT_S)
+
+    return load
 
 
-async def deaf(neighbour: Neighbour, _: int) -> None:
-    """A stream of eight answers with logprobs that is never read; opened anew when the server ends it."""
-    host, port = neighbour.url.removeprefix("http://").split(":")
-    body = {"model": neighbour.model, "prompt": words(8), "max_tokens": 400, "n": 8, "stream": True, "logprobs": 5,
-            "ignore_eos": True}  # fmt: skip
-    data = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS['neighbour']}\r\n"
-        f"content-length: {len(data)}\r\n\r\n"
-    )
+def documents(pause_s: float) -> Load:
+    """Puts a document, lists all."""
+
+    async def load(tenant: Tenant, client: int) -> None:
+        for turn in itertools.count():
+            body = json.dumps({"text": words(40), "endpoint": "completions", "ttl_s": 60}).encode()
+            await tenant.status(tenant.message("PUT", f"/v1/documents/d{client}-{turn % 100}", body))
+            await tenant.status(tenant.message("GET", "/v1/documents", b""))
+            await asyncio.sleep(pause_s)
+
+    return load
+
+
+def bodies(size_bytes: int) -> Load:
+    """Valid JSON and no request."""
+    body = b'{"model": "x", "messages": [' + b"[]," * (size_bytes >> 2) + b"[]]}"
+    return repeats(lambda tenant, client, turn: tenant.message("POST", "/v1/chat/completions", body))
+
+
+def texts(tenant: Tenant, client: int) -> Awaitable[None]:
+    """Prompts that are tokenized before it shows that they are too long: one client in three has the longest."""
+    long = words(60 if client % 3 else 4000) + " "
+    text = (long * (1000 if client % 3 else 180))[: 60_000 if client % 3 else 4_000_000]
+    return repeats(lambda tenant, client, turn: tenant.completion(text, 1))(tenant, client)
+
+
+HEAVY: Fields = {"n": 8, "stream": True, "logprobs": 5, "stop": [words(30, f"stop {n}") for n in range(4)]}
+
+
+async def deaf(tenant: Tenant, _: int) -> None:
+    """A stream that is never read; opened anew when the server ends it."""
     while True:
-        _, writer = await asyncio.open_connection(host, int(port), limit=1)
-        writer.write(head.encode() + data)
-        await asyncio.sleep(20)
-        writer.close()
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", tenant.port, limit=1)
+            writer.write(tenant.completion(words(8), 400, **HEAVY))
+            await asyncio.sleep(20)
+            writer.close()
+            del reader
 
 
-async def connections(neighbour: Neighbour, _: int) -> None:
+async def half_heads(tenant: Tenant, _: int) -> None:
     """A connection with half a head, opened anew when it is closed."""
-    host, port = neighbour.url.removeprefix("http://").split(":")
     while True:
-        try:
-            reader, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", tenant.port)
             writer.write(b"POST /v1/completions HTTP/1.1\r\nhost:")
             await reader.read(1000)
             writer.close()
-        except OSError:
-            pass
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(REFUSED_WAIT_S)
 
 
 @dataclass(frozen=True)
@@ -138,112 +238,151 @@ class Resource:
     name: str
     honest: tuple[int, Load]
     worst: tuple[int, Load]
+    prefixes: int = 0  # the victim's prompts begin with one of so many
+    prefix_tokens: int = 194  # six blocks, and a bit
+    shape: str = "one instance"
 
 
-URGENT = -(1 << 31)
+FOUR_ROWS = (4, asks(20, 40))
+NEW_SESSIONS = asks(60, 8, session="s{n}", session_ttl_s=3600)
 RESOURCES = (
-    Resource("slots", (4, asks(20, 120)), (64, asks(20, 400))),
-    Resource("waiting line", (4, asks(20, 16)), (400, asks(20, 16))),
-    Resource("prefill tokens", (2, asks(900, 1)), (48, asks(900, 1))),
-    Resource("KV memory", (2, asks(600, 100)), (64, asks(600, 400))),
-    Resource("forks", (1, asks(20, 60, n=4)), (32, asks(20, 200, n=8))),
-    Resource("priorities", (4, asks(20, 60)), (64, asks(20, 60, priority=URGENT))),
-    Resource("salts", (4, asks(20, 60)), (64, asks(20, 60, cache_salt="s{n}"))),
-    Resource("pins", (4, asks(60, 1, session="s")), (64, asks(60, 1, session="s{n}", session_ttl_s=3600))),
-    Resource("sessions", (4, asks(20, 16, session="s")), (64, asks(20, 16, session="s{n}"))),
-    Resource("documents", (1, documents), (16, documents)),
-    Resource("bodies", (1, small_bodies), (8, bodies)),
-    Resource("slow readers", (1, asks(8, 100, n=4)), (16, deaf)),
-    Resource("connections", (4, connections), (200, connections)),
+    Resource("nothing", FOUR_ROWS, FOUR_ROWS),
+    Resource("rows", FOUR_ROWS, (64, asks(20, 400))),
+    Resource("waiting queue", (4, asks(20, 16)), (160, asks(20, 16))),
+    Resource("tokens of a step", (1, asks(200, 2)), (32, asks(600, 2))),
+    Resource("KV blocks", (2, asks(300, 100)), (32, asks(300, 500))),
+    Resource("cached prefixes", (2, revisits(3, 200, 60)), (16, asks(260, 2, cache_salt="s{n}")), prefixes=2),
+    Resource("DRAM tier", (2, revisits(8, 200, 60)), (16, asks(260, 2, cache_salt="s{n}")), prefixes=7),
+    Resource("forks", (1, asks(20, 40, n=4)), (32, asks(20, 200, n=8))),
+    Resource("priority", FOUR_ROWS, (64, asks(20, 40, priority=-(1 << 31)))),
+    Resource("sessions", (4, asks(60, 8, session="s")), (32, NEW_SESSIONS)),
+    Resource("documents", (2, documents(0.5)), (8, documents(0.0))),
+    Resource("tokenizing", (2, revisits(1, 500, 20)), (12, texts), prefixes=1, prefix_tokens=514),
+    Resource("parsing", (1, bodies(16 << 10)), (8, bodies(8 << 20))),
+    Resource("output text", (4, asks(20, 40, stream=True)), (32, asks(20, 200, **HEAVY))),
+    Resource("slow readers", (4, asks(20, 40, stream=True)), (16, deaf)),
+    Resource("connections", FOUR_ROWS, (1200, half_heads)),
+    Resource("handovers", (1, talks(16)), (24, talks(16)), shape="cluster"),
+    Resource("pins", (1, asks(60, 8, session="s")), (32, NEW_SESSIONS), shape="cluster"),
 )
 
 
-@asynccontextmanager
-async def neighbourhood(neighbour: Neighbour, count: int, load: Load) -> AsyncIterator[None]:
-    """The neighbour's clients, while the block runs. They start within a second, and are gone behind it."""
-    clients = [asyncio.create_task(load(neighbour, place)) for place in range(count)]
+def _neighbour(tenant: Tenant, count: int, load: Load) -> None:
+    async def all_of_them() -> None:
+        await asyncio.gather(*(load(tenant, client) for client in range(count)))
+
+    random.seed()
+    asyncio.run(all_of_them())
+
+
+@contextmanager
+def neighbourhood(tenant: Tenant, count: int, load: Load) -> Iterator[multiprocessing.process.BaseProcess]:
+    """The neighbour's clients, while the block runs; the server finds them gone behind it."""
+    process = multiprocessing.get_context("fork").Process(target=_neighbour, args=(tenant, count, load), daemon=True)
+    process.start()
     try:
-        yield
+        yield process
     finally:
-        for client in clients:
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+        alive = process.is_alive()
+        process.kill()
+        process.join()
+        if not alive:
+            raise SystemExit("the neighbour ended: its clients have a fault")
 
 
-async def first_token_s(client: httpx.AsyncClient, model: str, found: list[float]) -> None:
-    """One request of the victim's. One that fails has waited for ever."""
-    body = {"model": model, "prompt": words(24), "max_tokens": 4, "stream": True, "temperature": 0}
-    started = time.perf_counter()
-    try:
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
-            async for line in answer.aiter_lines():
-                if answer.status_code == 200 and line.startswith("data:"):
-                    found.append(time.perf_counter() - started)
-                    return
-    except httpx.HTTPError:
-        pass
-    found.append(float("inf"))
+class Victim:
+    """The tenant that is measured."""
 
+    def __init__(self, tenant: Tenant, resource: Resource) -> None:
+        self._tenant = tenant
+        self._prefixes = [words(resource.prefix_tokens, f"victim {n}") + " " for n in range(resource.prefixes)] or [""]
 
-async def victim(url: str, model: str, seconds: float, every_s: float) -> list[float]:
-    """Times to first token of requests at fixed times."""
-    found: list[float] = []
-    async with httpx.AsyncClient(
-        base_url=url, headers={"authorization": f"Bearer {KEYS['victim']}"}, timeout=120
-    ) as client:
-        pending = []
-        for _ in range(int(seconds / every_s)):
-            pending.append(asyncio.create_task(first_token_s(client, model, found)))
-            await asyncio.sleep(every_s)
-        await asyncio.gather(*pending)
-    return found
+    def _message(self, turn: int) -> bytes:
+        prompt = self._prefixes[turn % len(self._prefixes)] + words(3)
+        return self._tenant.completion(prompt, 1, stream=True, temperature=0)
+
+    async def warm(self) -> None:
+        """Each prefix once, while there is no neighbour."""
+        for turn in range(len(self._prefixes)):
+            await self._tenant.first_token_s(self._message(turn))
+
+    async def times_s(self, settle_s: float, seconds: float, every_s: float) -> list[float]:
+        """Times to first token of requests at times of their own, but for those that begin while things settle."""
+        pending: list[asyncio.Task[float]] = []
+        started, settling = time.perf_counter(), round(settle_s / every_s)
+        for turn in range(settling + round(seconds / every_s)):
+            await asyncio.sleep(max(0.0, started + (turn + random.random() / 2) * every_s - time.perf_counter()))
+            pending.append(asyncio.create_task(self._tenant.first_token_s(self._message(turn))))
+        found = await asyncio.gather(*pending)
+        return found[settling:]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least ``share`` of all do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
-async def measure(resource: Resource, neighbour: Neighbour, given: argparse.Namespace) -> dict[str, list[float]]:
-    """Both in turn, round after round."""
-    found: dict[str, list[float]] = {"honest": [], "worst": []}
-    for _ in range(given.rounds):
-        for kind, (count, load) in (("honest", resource.honest), ("worst", resource.worst)):
-            async with neighbourhood(neighbour, count, load):
-                await asyncio.sleep(given.settle)
-                found[kind] += await victim(neighbour.url, neighbour.model, given.seconds, given.every)
-            await asyncio.sleep(given.settle)
+def ratio(worst: Sequence[float], honest: Sequence[float]) -> float:
+    """Of the two 99th percentiles."""
+    return quantile(worst, 0.99) / quantile(honest, 0.99)
+
+
+Times = dict[str, list[list[float]]]
+"""Kind of neighbour -> round -> times."""
+
+
+def measure(resource: Resource, server: Served, given: argparse.Namespace) -> Times:
+    """Both kinds, round after round; the order turns round, so that a machine that gets slower favours none."""
+    port = int(server.url.rpartition(":")[2])
+    victim, found = Victim(Tenant("victim", port, server.model), resource), Times(honest=[], worst=[])
+    for number in range(given.rounds):
+        kinds = [("honest", resource.honest), ("worst", resource.worst)]
+        for kind, (count, load) in kinds[:: -1 if number % 2 else 1]:
+            asyncio.run(victim.warm())
+            with neighbourhood(Tenant("neighbour", port, server.model), count, load):
+                found[kind].append(asyncio.run(victim.times_s(given.settle, given.seconds, given.every)))
     return found
+
+
+def row(resource: Resource, found: Times) -> tuple[str, bool]:
+    """A line of the table, and whether the ratio is low enough."""
+    honest, worst = (list(itertools.chain(*found[kind])) for kind in ("honest", "worst"))
+    figures = [quantile(times, share) for times in (honest, worst) for share in (0.5, 0.99)]
+    each = " ".join(f"{ratio(*pair):.2f}" for pair in zip(found["worst"], found["honest"], strict=True))
+    of_all = ratio(worst, honest)
+    good = of_all <= RATIO_MAX
+    cells = "".join(f"{value:>9.3f}" for value in figures)
+    return f"{resource.name:<17}{cells}{of_all:>7.2f}  {'ok   ' if good else 'ABOVE'}  {each}", good
 
 
 def main() -> int:
     """Measure and print; 1 when a ratio is above 1.5."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of the victim's requests, each time")
-    parser.add_argument("--every", type=float, default=0.4, help="seconds between two of them")
-    parser.add_argument("--settle", type=float, default=2.0, help="seconds before and behind each time")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of the victim's requests, each time")
+    parser.add_argument("--every", type=float, default=0.125, help="seconds between two of them")
+    parser.add_argument("--settle", type=float, default=1.0, help="seconds beside the neighbour that do not count")
     parser.add_argument("--only", default="", help="comma-separated names")
-    parser.add_argument("--flags", default=FLAGS, help="of the server")
+    parser.add_argument("--flags", default="", help="more flags of the servers")
+    parser.add_argument("--json", type=Path, help="all times, by resource, kind of neighbour and round")
     given = parser.parse_args()
     chosen = [r for r in RESOURCES if not given.only or r.name in given.only.split(",")]
     os.environ["MEMSERVE_API_KEY"] = " ".join(f"{name}={key}" for name, key in KEYS.items())
-    above = 0
-    with serving(*shlex.split(given.flags)) as server:
-        asyncio.run(victim(server.url, server.model, 3.0, 0.5))  # what a process has put off
-        print(f"{'resource':<15} {'honest p50':>11} {'p99':>8} {'worst p50':>11} {'p99':>8} {'ratio':>6}   (s)")
-        for resource in chosen:
-            found = asyncio.run(measure(resource, Neighbour(server.url, server.model), given))
-            (honest, worst), times = (quantile(found[kind], 0.99) for kind in ("honest", "worst")), found
-            ratio = worst / honest
-            above += ratio > RATIO_MAX
-            print(
-                f"{resource.name:<15} {quantile(times['honest'], 0.5):>11.3f} {honest:>8.3f}"
-                f" {quantile(times['worst'], 0.5):>11.3f} {worst:>8.3f} {ratio:>6.2f}"
-                f"   {'at most' if ratio <= RATIO_MAX else 'ABOVE'} {RATIO_MAX}",
-                flush=True,
-            )
+    print(f"{'':<17}{'honest (s)':>18}{'worst (s)':>18}\n{'resource':<17}" + f"{'p50':>9}{'p99':>9}" * 2 + "  ratio")
+    started, everything, above = time.monotonic(), {}, 0
+    for shape, flags in SHAPES.items():
+        here = [resource for resource in chosen if resource.shape == shape]
+        if not here:
+            continue
+        with serving(*shlex.split(f"{flags} {given.flags}")) as server:
+            for resource in here:
+                found = everything[resource.name] = measure(resource, server, given)
+                line, good = row(resource, found)
+                above += not good
+                print(line, flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(everything))
+    print(f"\n{time.monotonic() - started:.0f} s; load average {os.getloadavg()[0]:.1f}; above {RATIO_MAX}: {above}")
     return 1 if above else 0
 
 

@@ -89,7 +89,7 @@ def test_an_operator_may_let_priority_count_among_all_tenants():
     assert endings(world) == ["a0", "c", "a1", "a2", "a3", "b"]
 
 
-def test_a_tenant_that_holds_all_slots_gives_way_up_to_half_of_anothers_share():
+def test_a_tenant_that_holds_all_slots_gives_way_up_to_anothers_share():
     """Four slots taken by answers of thirty tokens. The other tenant's first request does not wait for one to end."""
     world = World(config(running=4, depth=1, hbm=64))
     for at in range(4):
@@ -104,6 +104,65 @@ def test_a_tenant_that_holds_all_slots_gives_way_up_to_half_of_anothers_share():
     assert stats.preemptions_swap + stats.preemptions_recompute == 1
 
 
+def preemptions(world: World) -> int:
+    """Sequences that gave way so far."""
+    stats = world.machine.stats()
+    return stats.preemptions_swap + stats.preemptions_recompute
+
+
+def test_a_burst_within_its_share_of_the_slots_waits_for_one_plan():
+    """Eight slots taken by long answers. Four requests of another tenant begin together, and are not taken back."""
+    world = World(config(running=8, depth=1, hbm=96, chunk=64, step_tokens=64))
+    for at in range(12):
+        world.arrive(request(f"a{at}", PROMPT[at % 8 : at % 8 + 3], max_tokens=30, tenant="a"))
+    for _ in range(4):
+        world.step()
+    for at in range(5):
+        world.arrive(request(f"b{at}", PROMPT[at : at + 4], max_tokens=12, tenant="b"))
+    assert sum(first_tokens(world, f"b{at}") for at in range(4)) <= 2  # the plan under way, and the next one
+    assert preemptions(world) == 4 and not world.got.get(("b4", 0))
+    world.drain()
+    world.check_all_ended()
+    assert endings(world).index("b4") < endings(world).index("a11")
+
+
+def test_slots_that_several_tenants_wait_for_are_shared_before_they_are_taken():
+    """Four slots, and two tenants that come together: two each, and none has to give way."""
+    world = World(config(running=4, depth=1, hbm=64, chunk=64, step_tokens=64))
+    world.arrive(request("first", PROMPT[:4], max_tokens=1, tenant="z"))
+    for at in range(6):
+        world.arrive(request(f"a{at}", PROMPT[at : at + 3], max_tokens=20, tenant="a"))
+    for at in range(2):
+        world.arrive(request(f"b{at}", PROMPT[at : at + 4], max_tokens=20, tenant="b"))
+    assert sum(first_tokens(world, f"b{at}") for at in range(2)) <= 2
+    assert preemptions(world) == 0
+    world.drain()
+    world.check_all_ended()
+
+
+def test_a_request_with_more_sequences_than_the_share_of_its_tenant_is_not_overtaken_for_ever():
+    world = World(config(running=4, depth=1, hbm=64))
+    for at in range(40):
+        world.arrive(request(f"a{at}", PROMPT[at % 8 : at % 8 + 3], max_tokens=3 + at % 4, tenant="a"))
+    world.arrive(request("b", PROMPT[:4], max_tokens=3, n=4, tenant="b"))
+    world.drain(400)
+    world.check_all_ended()
+    assert endings(world).index("b") <= 12
+
+
+def test_a_newcomer_is_in_the_very_next_plan_when_prompts_hold_all_slots_and_the_budget():
+    """Four slots with prompts of 48 tokens, 16 a step: a slot and a part of the budget are free at once."""
+    world = World(config(running=4, depth=1, chunk=16, step_tokens=16, hbm=96))
+    for at in range(6):
+        world.arrive(request(f"a{at}", [*LONG[at:], *LONG[:at]], max_tokens=30, tenant="a", use_cache=False))
+    for _ in range(10):
+        world.step()
+    world.arrive(request("b", PROMPT[:5], max_tokens=2, tenant="b"))
+    assert first_tokens(world, "b") <= 2  # the plan under way, and the next one
+    world.drain(600)
+    world.check_all_ended()
+
+
 def test_tenants_with_their_share_take_nothing_from_each_other():
     """Two slots each: a third request of either waits, and nobody is preempted."""
     world = World(config(running=4, depth=1, hbm=64))
@@ -111,8 +170,7 @@ def test_tenants_with_their_share_take_nothing_from_each_other():
         for tenant in "ab":
             world.arrive(request(f"{tenant}{at}", PROMPT[at : at + 3], max_tokens=9, tenant=tenant))
     world.drain()
-    stats = world.machine.stats()
-    assert stats.preemptions_swap + stats.preemptions_recompute == 0
+    assert preemptions(world) == 0
 
 
 def test_weights_share_the_slots():

@@ -86,9 +86,8 @@ class Planner:
         return rows
 
     def _fill(self, now: int) -> RowWriter:
-        head, self._no_room_for = self._no_room_for, None
-        if head is not None:
-            self.sharing.make_way(head)
+        head, self._no_room_for = self._without_slot() or self._no_room_for, None
+        has_room = head is None or self.sharing.make_way(head)
         rows = RowWriter(self.roster, self.next_step_id)
         budget = self.config.max_step_tokens
         stalled = False
@@ -97,9 +96,17 @@ class Planner:
             self.roster.serve_decodes(1)
             budget -= rows.add_decodes(not stalled)
         if self.roster.working.items or self.roster.waiting or self.roster.landed:
-            opens = head is None and bool(self.roster.free_slots)  # else what is kept for the waiting line may be lost
+            opens = has_room and bool(self.roster.free_slots)  # else what is kept for the waiting line may be lost
             self._prefill(rows, budget, now, stalled, opens)
         return rows
+
+    def _without_slot(self) -> Sequence | None:
+        """The head of the waiting lines, when no slot is free and several tenants want one."""
+        roster, turns = self.roster, self.roster.turns
+        if roster.free_slots or len(turns) == 1 or not roster.waiting:
+            return None
+        tenant = min(roster.waiting.tenants, key=lambda name: (roster.first_urgency(name), turns.at(name)))
+        return roster.waiting.line(tenant)[0]
 
     def _prefill(self, rows: RowWriter, budget: int, now: int, stalled: bool, opens: bool) -> None:
         """Passes 2 and 3. Of several tenants each gets its share of the budget, and what those before it leave.
@@ -221,15 +228,32 @@ class Planner:
             urgency, behind = level, later
             for tenant, keep in kept:
                 behind -= keep
-                for sequence in self.admission.waiting(tenant, level, rows.publishing):
-                    if budget - behind <= 0:
-                        break
-                    if not self._enter(rows, sequence, now):
-                        return
-                    spent = self._first_row(rows, sequence, budget - behind)
-                    if not spent:
-                        return
-                    budget -= spent
+                left = self._admit_line(rows, tenant, level, budget - behind, now, self.sharing.slots_due(tenant))
+                if left is None:
+                    return
+                budget = left + behind
+            for tenant, _ in kept if len(kept) > 1 else ():  # slots that the others leave
+                left = self._admit_line(rows, tenant, level, budget, now, self.roster.slots)
+                if left is None:
+                    return
+                budget = left
+
+    def _admit_line(
+        self, rows: RowWriter, tenant: str, urgency: int, budget: int, now: int, slots_max: int
+    ) -> int | None:
+        """Admit from the line of one tenant, as many sequences as there are slots for it. Returns the budget left;
+        ``None``: the plan admits no more."""
+        for sequence in self.admission.waiting(tenant, urgency, rows.publishing):
+            slots_max -= 1 + sequence.group.forks_pending
+            if budget <= 0 or slots_max < 0:
+                break
+            if not self._enter(rows, sequence, now):
+                return None
+            spent = self._first_row(rows, sequence, budget)
+            if not spent:
+                return None
+            budget -= spent
+        return budget
 
     def _enter(self, rows: RowWriter, sequence: Sequence, now: int) -> bool:
         """Admit; the first that does not fit is remembered, and nothing is admitted behind it."""

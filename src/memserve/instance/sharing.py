@@ -9,10 +9,10 @@ others: that is why there is always progress.
     tenant a   [ 0: 40 blocks ][ 40: 30 ][ 70: 25 ]        number: what the earlier ones hold, by weight
     tenant b   [ 0: 10 blocks ][ 10: 10 ]                  the highest gives way first
 
-Slots and memory for the head of the line: while its tenant, with what it wants, has at most half of its share, and
-another more than its own, the latter's last sequences give way. Half, so that what is taken cannot be taken back: a
-sequence never gets smaller, and what gave way belonged to a tenant above its share. Up to the whole share turns do
-it, as sequences end.
+Slots and memory for the head of the line: while its tenant, with what it wants, has at most its share of the slots and
+half of its share of the memory, and another more than its own, the latter's last sequences give way. So what is taken
+cannot be taken back: it belonged to a tenant above its share, and that one still has its share of the slots behind
+it. Sequences grow, so of memory it is half; up to the whole share turns do it, as sequences end.
 """
 
 from __future__ import annotations
@@ -93,26 +93,59 @@ class Sharing:
 
     # -- the head of the line
 
-    def make_way(self, head: Sequence) -> None:
-        """Preempt for ``head``, for which there was no room, as far as that is its tenant's due. No plan is begun."""
-        roster = self._roster
+    def make_way(self, head: Sequence) -> bool:
+        """Preempt for ``head``, for which there was no room, as far as that is its tenant's due. No plan is begun.
+
+        For those behind it in its tenant's line there are slots as well, as far as they are due: a burst within the
+        share waits for one plan, not for one plan each. Returns whether ``head`` has room now; ``False`` where a single
+        tenant has nothing to share.
+        """
+        roster, tenant = self._roster, head.group.tenant
         if len(roster.turns) == 1 or head.phase not in (Phase.WAITING, Phase.LANDED):
-            return
+            return False
         slots = 1 + head.group.forks_pending
-        while slots > len(roster.free_slots):
-            if not self._give_way(head, slots, self._slots_held(), roster.slots):
-                return
+        if not self._make_slots(head, slots):
+            return False
+        for sequence in roster.waiting.line(tenant)[: roster.slots]:
+            slots += 0 if sequence is head else 1 + sequence.group.forks_pending
+            if not self._make_slots(head, slots):
+                break
         if head.phase is Phase.LANDED:
-            return
+            return True
         blocks, total = ceil_div(head.known, roster.memory.block_tokens), roster.memory.pool.config.hbm_blocks
         while not roster.memory.has_blocks_for(head, headroom_blocks(len(roster.decoding))):
-            if not self._give_way(head, blocks, self._blocks_held(), total):
-                return
+            held = self._blocks_held()
+            if 2 * (held.get(tenant, 0) + blocks) > roster.turns.share(tenant, total):
+                return False
+            if not self._give_way(head, blocks, held, total):
+                return False
+        return True
+
+    def slots_due(self, tenant: str) -> int:
+        """Slots that ``tenant`` may have besides its own, before others that wait have had theirs.
+
+        A tenant without any may have what the head of its line needs, even above its share: else a request with more
+        sequences than that would be overtaken for ever.
+        """
+        roster = self._roster
+        if len(roster.turns) == 1:
+            return roster.slots
+        share, held = roster.turns.share(tenant, roster.slots), self._slots_held().get(tenant, 0)
+        line = roster.waiting.line(tenant)
+        return share - held if held or not line else max(share, 1 + line[0].group.forks_pending)
+
+    def _make_slots(self, head: Sequence, count: int) -> bool:
+        """So many free slots, if the tenant of ``head`` is due as many."""
+        roster = self._roster
+        while count > len(roster.free_slots):
+            if not self._give_way(head, count, self._slots_held(), roster.slots):
+                return False
+        return True
 
     def _give_way(self, head: Sequence, wanted: int, held: dict[str, int], total: int) -> bool:
         """Preempt the last sequence of the tenant that is furthest above its share. ``False`` = none should."""
         turns, tenant = self._roster.turns, head.group.tenant
-        if 2 * (held.get(tenant, 0) + wanted) > turns.share(tenant, total):
+        if held.get(tenant, 0) + wanted > turns.share(tenant, total):
             return False
         most = max(held, key=lambda name: held[name] / turns.share(name, total), default=tenant)
         is_above = most != tenant and held[most] > turns.share(most, total)
