@@ -227,6 +227,20 @@ def memory_checks(run: Run) -> list[Check]:
     return checks
 
 
+def tracebacks(errors: str) -> list[str]:
+    """Each traceback of the log, whole: from its first line to the error that ended it."""
+    found: list[list[str]] = []
+    inside = False
+    for line in errors.splitlines():
+        if "Traceback (most recent call last)" in line:
+            inside = True
+            found.append([])
+        if inside:
+            found[-1].append(line)
+            inside = line.startswith((" ", "\t")) or "Traceback" in line
+    return ["\n".join(lines) for lines in found]
+
+
 def checks_of(run: Run, errors: str) -> list[Check]:
     """All figures."""
     tally, grown = run.tally, {}
@@ -234,7 +248,8 @@ def checks_of(run: Run, errors: str) -> list[Check]:
         if count > run.files_before.get(name, count) + 4:
             grown[name] = count - run.files_before[name]
     ended = sum(tally.ended.values())
-    broken = Counter(line for line in errors.splitlines() if "Traceback" in line or "InvariantError" in line)
+    broken = Counter(text.splitlines()[-1][:200] for text in tracebacks(errors))
+    broken += Counter(line[:200] for line in errors.splitlines() if "InvariantError" in line)
     return [
         Check("honest requests that ended right", f"{ended}", "> 0", ended > 0),
         Check("honest requests that did not", f"{len(tally.misses)}", "0", not tally.misses),
@@ -301,6 +316,8 @@ def main() -> None:
         errors = served.errors.read_text(errors="replace")
     checks = checks_of(run, errors)
     report(run, checks)
+    for text in tracebacks(errors)[:10]:
+        print(f"\n{text}")
     if args.plot:
         plot(run.samples, args.plot)
     if args.json:
@@ -308,8 +325,8 @@ def main() -> None:
             "options": vars(args), "checks": [vars(check) for check in checks], "ended": run.tally.ended,
             "turned_away": run.tally.turned_away, "ties": run.tally.ties, "compared": run.tally.compared,
             "misses": run.tally.misses, "attacks": run.attacked.attacks, "statuses": run.attacked.statuses,
-            "failures": run.attacked.failures, "killed": run.killed, "load_s": run.load_s,
-            "samples": [vars(one) for one in run.samples],
+            "failures": run.attacked.failures, "tracebacks": tracebacks(errors), "killed": run.killed,
+            "load_s": run.load_s, "samples": [vars(one) for one in run.samples],
         }  # fmt: skip
         args.json.write_text(json.dumps(found, default=str, indent=1))
     raise SystemExit(0 if all(check.ok for check in checks) else 1)
