@@ -41,7 +41,7 @@ def make_forward(name: str, model: LoadedModel) -> Forward:
         captured = capture_forward(model.module)
         if captured is None:
             raise SystemExit("this model cannot be captured")
-        release_weights(model.module, captured)
+        release_weights(model.module)
         return captured
     return EagerForward(model.module, pack=name == "packed")
 

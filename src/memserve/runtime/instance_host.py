@@ -82,6 +82,7 @@ def run_instance(
         parts = build_parts(options, me=me, role=place.role)
     member = _open_member(parts, place, me)
     members.append(member)
+    _forget_tokenizer(parts)
     asked = Askings()
 
     def end(sig: int, _frame: object) -> None:
@@ -166,6 +167,14 @@ def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:
         ),
         lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, place.advertise or place.host),
     )
+
+
+def _forget_tokenizer(parts: Parts) -> None:
+    """Once the model card is written, text is the router's: the tokenizer of a small model is 13 MB."""
+    from memserve.model.linears import trim_heap
+
+    parts.model.tokenizer = None
+    trim_heap()
 
 
 def _introduce(parts: Parts, place: MemberOptions, me: Peer) -> PeerInfo:
