@@ -115,6 +115,8 @@ def attack_with(served: Served, honest: Honest, target: Target, seed: int, reque
             outcome.statuses += part.result().statuses
             outcome.misses += part.result().misses
             print(f"  {numbers.stop:>7} sent, RssAnon {outcome.rss_bytes[-1] / MIB:.1f} MiB", flush=True)
+            for miss in part.result().misses[:MISSES_SHOWN]:
+                print(f"  {miss}", flush=True)
     return outcome
 
 
@@ -135,8 +137,6 @@ def verdicts(outcome: Outcome, honest: Honest) -> dict[str, str | None]:
         f"  an honest client's p99: {calm * 1e3:.0f} ms alone ({len(outcome.calm_s)} requests), {attacked * 1e3:.0f} ms"
         f" beside the attack ({len(outcome.attacked_s)}): {attacked / calm:.2f} times"
     )
-    for miss in outcome.misses[:MISSES_SHOWN]:
-        print(f"  {miss}")
     failed = honest.failed()
     wrong = outcome.wrong_answers
     return {
