@@ -117,3 +117,27 @@ def test_frozen_objects_are_taken_apart_at_the_end() -> None:
     code = FROZEN.format(arguments="8")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_free_heap_goes_back_to_the_system_while_the_program_waits() -> None:
+    """Small pieces below one that stays: glibc gives nothing of them back by itself."""
+    program = """
+import ctypes, sys, time
+from memserve.runtime.memory import resident_bytes, trim_heap_regularly
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+pieces = [libc.malloc(1000) for _ in range(100_000)]
+for piece in pieces:
+    ctypes.memset(piece, 1, 1000)
+last, filled = libc.malloc(1000), resident_bytes()
+for piece in pieces:
+    libc.free(ctypes.c_void_p(piece))
+assert resident_bytes() > filled - 20_000_000
+trim_heap_regularly(every_s=0.01)
+deadline = time.monotonic() + 60
+while resident_bytes() > filled - 80_000_000 and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(resident_bytes() <= filled - 80_000_000)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "True"

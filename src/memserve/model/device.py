@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,11 +21,11 @@ from memserve.model.attention.backends import AttentionFactory, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
 from memserve.model.failures import NOT_NUMBERS, Failures, stage
 from memserve.model.forward import EagerForward, Forward
-from memserve.model.linears import trim_heap
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.sampling.logprobs import report_logprobs
 from memserve.model.sampling.sampler import Drawn, sample
 from memserve.model.slots import Int64s, SlotTable
+from memserve.runtime.memory import trim_heap
 from memserve.runtime.ports import OnLayer
 from memserve.types import Tier, TokenLogprobs
 
@@ -55,6 +56,7 @@ class ModelDevice:
         self.on_layer: OnLayer | None = None
         #: what this process may have resident at most (:class:`memserve.runtime.memory.MemoryBound`); 0: unknown
         self.bound_bytes = 0
+        gc.collect()  # what a load leaves behind in cycles (graphs, the tokenizer's files) is 60 MB
         trim_heap()
 
     @property

@@ -7,8 +7,6 @@ the plain layers stay where they do not behave.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 from typing import Any
 
 import torch
@@ -91,17 +89,6 @@ def own_storage(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
-
-
-def trim_heap() -> None:
-    """Give freed heap pages back to the system (glibc keeps them otherwise: 300 MB after packing a small model).
-
-    Garbage first: what a load leaves behind in cycles (graphs, the tokenizer's files) is another 60 MB.
-    """
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _is_packable(linear: nn.Linear) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import os
 import signal
@@ -19,7 +20,7 @@ from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
-from memserve.runtime.memory import leave_triton_out, objects_that_stay
+from memserve.runtime.memory import leave_triton_out, objects_that_stay, trim_heap_regularly
 from memserve.runtime.meta_children import end_when_orphaned
 from memserve.runtime.signals import Askings, on_ending_signals
 from memserve.types import Role
@@ -171,10 +172,9 @@ def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:
 
 def _forget_tokenizer(parts: Parts) -> None:
     """Once the model card is written, text is the router's: the tokenizer of a small model is 13 MB."""
-    from memserve.model.linears import trim_heap
-
     parts.model.tokenizer = None
-    trim_heap()
+    gc.collect()
+    trim_heap_regularly()
 
 
 def _introduce(parts: Parts, place: MemberOptions, me: Peer) -> PeerInfo:
