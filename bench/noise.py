@@ -1,6 +1,6 @@
 """Noise between tenants: what one tenant at its worst costs another, beside an honest neighbour with that share.
 
-    python bench/noise.py [--rounds 3] [--seconds 6] [--only "rows,KV blocks"] [--json FILE]
+    python bench/noise.py [--rounds 3] [--seconds 5.6] [--only "rows,KV blocks"] [--json FILE]
 
 Two servers of the bundled model, each with two keys: first one colocated instance, small enough that every limit of it
 is reached in seconds, then a cluster of a prefill and a decode instance. The *victim* sends a short request every
@@ -27,12 +27,12 @@ round with every round. A neighbour is a process of its own; refused, it asks ag
 | output text | four streams of 40 tokens | 32 streams of n = 8 with logprobs and four long stop strings |
 | slow readers | four streams of 40 tokens | 16 such streams that nothing is read of |
 | connections | four clients with 40 tokens | 1,200 connections with half a head; the server allows 1,024 |
-| handovers (cluster) | one conversation | 24 conversations: prompts go to the decode instance, answers come back |
-| pins (cluster) | one client with a session | 32 clients, each request a new session that is kept for an hour |
+| handovers (cluster) | four conversations | 24 conversations: prompts go to the decode instance, answers come back |
+| pins (cluster) | four clients with a session each | 32 clients, each request a new session that is kept for an hour |
 
-Printed for each: the victim's time to first token in seconds at the median and the 99th percentile of all rounds (some
-150 requests for each kind, so that it is not the slowest), the ratio of the two 99th percentiles beside 1.5, and the
-ratio round by round, which says how far to believe it. A request that fails has waited for ever.
+Printed for each: the victim's time to first token in seconds at the median and the 99th percentile of all rounds (105
+requests for each kind in three rounds, so that it is not the slowest), the ratio of the two 99th percentiles beside
+1.5, and the ratio round by round, which says how far to believe it. A request that fails has waited for ever.
 """
 
 from __future__ import annotations
@@ -255,15 +255,15 @@ RESOURCES = (
     Resource("DRAM tier", (2, revisits(8, 200, 60)), (16, asks(260, 2, cache_salt="s{n}")), prefixes=7),
     Resource("forks", (1, asks(20, 40, n=4)), (32, asks(20, 200, n=8))),
     Resource("priority", FOUR_ROWS, (64, asks(20, 40, priority=-(1 << 31)))),
-    Resource("sessions", (4, asks(60, 8, session="s")), (32, NEW_SESSIONS)),
+    Resource("sessions", (4, asks(60, 8, session="own")), (32, NEW_SESSIONS)),
     Resource("documents", (2, documents(0.5)), (8, documents(0.0))),
     Resource("tokenizing", (2, revisits(1, 500, 20)), (12, texts), prefixes=1, prefix_tokens=514),
     Resource("parsing", (1, bodies(16 << 10)), (8, bodies(8 << 20))),
     Resource("output text", (4, asks(20, 40, stream=True)), (32, asks(20, 200, **HEAVY))),
     Resource("slow readers", (4, asks(20, 40, stream=True)), (16, deaf)),
     Resource("connections", FOUR_ROWS, (1200, half_heads)),
-    Resource("handovers", (1, talks(16)), (24, talks(16)), shape="cluster"),
-    Resource("pins", (1, asks(60, 8, session="s")), (32, NEW_SESSIONS), shape="cluster"),
+    Resource("handovers", (4, talks(16)), (24, talks(16)), shape="cluster"),
+    Resource("pins", (4, asks(60, 8, session="own")), (32, NEW_SESSIONS), shape="cluster"),
 )
 
 
@@ -359,9 +359,9 @@ def main() -> int:
     """Measure and print; 1 when a ratio is above 1.5."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of the victim's requests, each time")
-    parser.add_argument("--every", type=float, default=0.125, help="seconds between two of them")
-    parser.add_argument("--settle", type=float, default=1.0, help="seconds beside the neighbour that do not count")
+    parser.add_argument("--seconds", type=float, default=5.6, help="of the victim's requests, each time")
+    parser.add_argument("--every", type=float, default=0.16, help="seconds between two of them")
+    parser.add_argument("--settle", type=float, default=0.8, help="seconds beside the neighbour that do not count")
     parser.add_argument("--only", default="", help="comma-separated names")
     parser.add_argument("--flags", default="", help="more flags of the servers")
     parser.add_argument("--json", type=Path, help="all times, by resource, kind of neighbour and round")
