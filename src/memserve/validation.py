@@ -7,7 +7,8 @@ may know more of them, or fewer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,13 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 """Field of :class:`SamplingParams`, least and greatest value; infinities are never values."""
 
+_COUNTS = (("n", 0), ("beam_width", 0), ("max_tokens", 0), ("min_tokens", 0), ("top_k", -1))
+"""Field of :class:`Request` or of its parts, and least value."""
+
 _POSITIVE = ("top_p", "repetition_penalty")
+
+_REMEMBERED = 1024
+"""Combinations of numbers that were found to be in range: most requests have those of one before them."""
 
 
 def token_array(ids: Iterable[Any], vocab_size: int, param: str = "prompt") -> TokenArray:
@@ -52,7 +59,13 @@ def token_array(ids: Iterable[Any], vocab_size: int, param: str = "prompt") -> T
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, param: str = "prompt") -> None:
     """Raise :class:`UserError` unless each of ``tokens [n]``, integers, is in ``[0, vocab_size)``."""
-    if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+    if not len(tokens):
+        return
+    if tokens.dtype == np.int32:  # read as unsigned, what is below zero is above everything: one look instead of two
+        fits = np.maximum.reduce(tokens.view(np.uint32)) < min(vocab_size, 1 << 31)
+    else:
+        fits = tokens.min() >= 0 and tokens.max() < vocab_size
+    if not fits:
         bad = tokens[(tokens < 0) | (tokens >= vocab_size)]
         raise _foreign(bad[0], vocab_size, param)
 
@@ -69,40 +82,55 @@ def check_request(request: Request, vocab_size: int) -> None:
         given = f"{request.prompt.dtype} of shape {request.prompt.shape}"
         raise UserError(f"a prompt is one row of int32, got {given}", param="prompt")
     check_tokens(request.prompt, vocab_size)
-    if request.stop.stop_token_ids:
-        _check_ids(request.stop.stop_token_ids, vocab_size, "stop_token_ids")
-    _check_counts(request)
-    _check_sampling(request.sampling, vocab_size)
-
-
-def _check_counts(request: Request) -> None:
     sampling, stop = request.sampling, request.stop
-    counts = [("n", request.n, 0), ("beam_width", request.beam_width, 0), ("max_tokens", stop.max_tokens, 0)]
-    counts += [("min_tokens", stop.min_tokens, 0), ("top_k", sampling.top_k, -1)]
-    if sampling.logprobs is not None:
-        counts.append(("logprobs", sampling.logprobs, 0))
-    for name, value, least in counts:
-        if not _is_integer(value) or not least <= value < 1 << 63:
-            raise UserError(f"{name} must be an integer of at least {least}, got {_shown(value)}", param=name)
+    if stop.stop_token_ids:
+        _check_ids(stop.stop_token_ids, vocab_size, "stop_token_ids")
+    counts = (request.n, request.beam_width, stop.max_tokens, stop.min_tokens, sampling.top_k, sampling.logprobs)
+    numbers = (
+        sampling.temperature, sampling.top_p, sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty,
+        sampling.repetition_penalty,
+    )  # fmt: skip
+    try:
+        _check_counts(*counts, request.length_penalty)
+        _check_numbers(*numbers)
+    except TypeError:  # one that has no hash
+        _check_counts.__wrapped__(*counts, request.length_penalty)
+        _check_numbers.__wrapped__(*numbers)
     if not _is_integer(sampling.seed):
         raise UserError(f"seed must be an integer, got {_shown(sampling.seed)}", param="seed")
-    _number("length_penalty", request.length_penalty)
-
-
-def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    for name, least, most in _RANGES:
-        value = _number(name, getattr(sampling, name))
-        if not least <= value <= most or (value == 0.0 and name in _POSITIVE):
-            above = "more than 0" if name in _POSITIVE else f"at least {least:g}"
-            below = f" and at most {most:g}" if most < math.inf else ""
-            raise UserError(f"{name} must be {above}{below}, got {_shown(value)}", param=name)
     if sampling.logit_bias:
-        _check_ids((token for token, _ in sampling.logit_bias), vocab_size, "logit_bias")
+        _check_ids([token for token, _ in sampling.logit_bias], vocab_size, "logit_bias")
         for _, bias in sampling.logit_bias:
             _number("logit_bias", bias)
 
 
-def _check_ids(ids: Iterable[Any], vocab_size: int, param: str) -> None:
+@lru_cache(_REMEMBERED, typed=True)
+def _check_counts(*values: Any) -> None:
+    """``values``: of ``_COUNTS``, ``logprobs`` and ``length_penalty``."""
+    *counts, logprobs, length_penalty = values
+    limits = [(name, value, least) for (name, least), value in zip(_COUNTS, counts, strict=True)]
+    if logprobs is not None:
+        limits.append(("logprobs", logprobs, 0))
+    for name, value, least in limits:
+        if not _is_integer(value) or not least <= value < 1 << 63:
+            raise UserError(f"{name} must be an integer of at least {least}, got {_shown(value)}", param=name)
+    _number("length_penalty", length_penalty)
+
+
+@lru_cache(_REMEMBERED, typed=True)
+def _check_numbers(*values: Any) -> None:
+    """``values``: of ``_RANGES``."""
+    for (name, least, most), number in zip(_RANGES, values, strict=True):
+        value = _number(name, number)
+        if not least <= value <= most or (value == 0.0 and name in _POSITIVE):
+            above = "more than 0" if name in _POSITIVE else f"at least {least:g}"
+            below = f" and at most {most:g}" if most < math.inf else ""
+            raise UserError(f"{name} must be {above}{below}, got {_shown(value)}", param=name)
+
+
+def _check_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return
     for token in ids:
         if not _is_integer(token):
             raise UserError(f"{param}: a token id must be an integer, got {type(token).__name__}", param=param)

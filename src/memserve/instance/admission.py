@@ -53,14 +53,12 @@ class Admission:
         memory, group = self.roster.memory, sequence.group
         if sequence.dram_blocks or group.held_steps >= _HOLDS_PER_REQUEST or not memory.reads_cache(sequence):
             return False
-        isolation, tokens = group.request.isolation, sequence.known_tokens()
+        isolation, tokens = group.isolation, sequence.known_tokens()
         first_block = tokens[: memory.block_tokens]
         cached: int | None = None
         for leader in publishing:
             prompt = leader.group.request.prompt
-            if not np.array_equal(prompt[: len(first_block)], first_block):
-                continue
-            if leader.group.request.isolation != isolation:
+            if leader.group.isolation != isolation or not np.array_equal(prompt[: len(first_block)], first_block):
                 continue
             if cached is None:
                 cached = memory.pool.match(isolation, tokens)

@@ -48,7 +48,7 @@ class Fetches:
 
     def _ask(self, group: Group, orders: Orders, tokens: TokenArray, now: int) -> bool:
         """Ask the first of the remaining holders that has enough to offer."""
-        isolation, block_tokens = group.request.isolation, self._geometry.block_tokens
+        isolation, block_tokens = group.isolation, self._geometry.block_tokens
         own = self._roster.memory.pool.match(isolation, tokens)
         while orders.holders and now < orders.fetch_until_ns:
             holder = orders.holders.pop(0)

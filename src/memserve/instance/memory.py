@@ -54,7 +54,7 @@ class SequenceMemory:
         """How many of ``tokens`` may come from the cache: not those whose way up from DRAM takes too long."""
         if not self.pool.config.dram_blocks or not self.reads_cache(sequence):
             return len(tokens)
-        hbm, dram = self.pool.match_blocks(sequence.group.request.isolation, tokens)
+        hbm, dram = self.pool.match_blocks(sequence.group.isolation, tokens)
         blocks = self.costs.reusable_blocks(len(tokens), self.block_tokens, hbm, dram)
         return len(tokens) if blocks == hbm + dram else blocks * self.block_tokens
 
@@ -81,14 +81,14 @@ class SequenceMemory:
     def _missing_blocks(self, sequence: Sequence, tokens: TokenArray) -> int:
         blocks = ceil_div(len(tokens), self.block_tokens)
         if self.reads_cache(sequence):
-            blocks -= self.pool.match(sequence.group.request.isolation, tokens) // self.block_tokens
+            blocks -= self.pool.match(sequence.group.isolation, tokens) // self.block_tokens
         return blocks
 
     def _acquire(self, sequence: Sequence, tokens: TokenArray) -> Lease | None:
         request = sequence.group.request
         if not self._shares(request):
             return None
-        return self.pool.acquire(request.isolation, tokens if self.reads_cache(sequence) else tokens[:0])
+        return self.pool.acquire(sequence.group.isolation, tokens if self.reads_cache(sequence) else tokens[:0])
 
     def _attach_prefix(self, sequence: Sequence, tokens: TokenArray, reusable: TokenArray) -> bool:
         """Acquire what is cached of ``reusable`` and allocate the rest of ``tokens``."""
@@ -147,7 +147,7 @@ class SequenceMemory:
             return False
         self.pool.unpin(sequence.lease)
         request = sequence.group.request
-        sequence.lease = self.pool.acquire(request.isolation, request.prompt[:0])
+        sequence.lease = self.pool.acquire(sequence.group.isolation, request.prompt[:0])
         sequence.published = 0
         return True
 
@@ -159,7 +159,7 @@ class SequenceMemory:
         tokens = full * self.block_tokens
         if tokens > sequence.published:
             known, blocks = sequence.known_tokens()[:tokens], sequence.blocks[:full]
-            isolation = sequence.group.request.isolation
+            isolation = sequence.group.isolation
             self.pool.publish(sequence.lease, isolation, known, blocks, written_by=sequence.scheduled_step)
             sequence.published = tokens
 
@@ -171,7 +171,7 @@ class SequenceMemory:
         shared = parent.blocks
         if parent.lease is not None:
             tokens = parent.known_tokens()[: parent.published]
-            child.lease = self.pool.acquire(parent.group.request.isolation, tokens)
+            child.lease = self.pool.acquire(parent.group.isolation, tokens)
             child.published = child.lease.tokens
             shared = shared[len(child.lease.blocks) :]
             child.blocks = list(child.lease.blocks)
@@ -250,7 +250,7 @@ class SequenceMemory:
         sequence.dram_blocks, sequence.blocks = [], blocks
         request = sequence.group.request
         if self._shares(request):
-            sequence.lease = self.pool.acquire(request.isolation, request.prompt[:0])
+            sequence.lease = self.pool.acquire(sequence.group.isolation, request.prompt[:0])
         # The blocks of tokens not computed yet: if they should be lacking after all, the step asks for them again.
         sequence.writable_until = len(blocks) * self.block_tokens
         extra = missing - len(blocks)

@@ -114,6 +114,11 @@ class Planner:
         ``opens``: the waiting line is likely to move, so a part of the budget is kept for it.
         """
         roster, turns, starved = self.roster, self.roster.turns, False
+        if len(turns) == 1:  # nothing to share
+            left, starved = self._work(rows, budget, roster.working.items.copy())
+            if (roster.waiting or roster.landed) and not (stalled or starved):
+                self._admit(rows, left, [(tenant, 0) for tenant in turns], now)
+            return
         tenants = sorted(
             {**roster.working.tenants, **dict.fromkeys(roster.waiting.tenants)},
             key=lambda tenant: (roster.first_urgency(tenant), turns.at(tenant)),

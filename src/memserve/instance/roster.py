@@ -102,8 +102,13 @@ class Roster:
     def first_urgency(self, tenant: str) -> int:
         """The lowest urgency of what the tenant has to be computed beside decodes."""
         line = self.waiting.line(tenant)
-        first = [sequence.rank[0] for sequence in self.working.items if sequence.group.tenant == tenant][:1]
-        return min([*first, *[sequence.rank[0] for sequence in line[:1]]], default=0)
+        first = next((sequence for sequence in self.working.items if sequence.group.tenant == tenant), None)
+        return min([sequence.rank[0] for sequence in (first, *line[:1]) if sequence is not None], default=0)
+
+    def serve(self, tenant: str, tokens: int) -> None:
+        """So many tokens of a prompt of ``tenant`` are computed: they count in its turns."""
+        if len(self.turns) > 1:  # a single tenant has no turns
+            self.turns.serve(tenant, tokens)
 
     def serve_decodes(self, steps: int) -> None:
         """The sequences that decode get a token in each of ``steps`` steps: it counts in their tenants' turns."""
@@ -279,7 +284,7 @@ class Roster:
             blocks = sequence.blocks[first:end]
             self.memory.pool.retain(blocks)
             tokens = sequence.known_tokens()[: end * block_tokens]
-            self.homeward.append(Homeward(home, sequence.group.request.isolation, tokens, first, blocks))
+            self.homeward.append(Homeward(home, sequence.group.isolation, tokens, first, blocks))
 
     def drop_beam(self, sequence: Sequence) -> None:
         """A beam that no hypothesis continues. Its KV beyond the prompt is of no use to others: it is not cached."""

@@ -59,6 +59,7 @@ class Group:
         "facts",
         "forks_pending",
         "held_steps",
+        "isolation",
         "max_tokens",
         "muted",
         "next_index",
@@ -75,7 +76,7 @@ class Group:
 
     def __init__(self, request: Request, arrival: int, max_tokens: int, now: int) -> None:
         self.request = request
-        self.tenant = request.tenant
+        self.tenant, self.isolation = request.tenant, request.isolation
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.stops = frozenset(request.stop.stop_token_ids)

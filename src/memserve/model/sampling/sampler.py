@@ -44,10 +44,16 @@ def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable) -> Dra
         return drawn if sound.all() else _without(drawn, slots, ~sound[rows], NOT_NUMBERS)
     if len(rows) != len(logits) or (rows != np.arange(len(rows))).any():
         logits = logits[torch.from_numpy(rows).to(logits.device)]
+    failed: Failures = {}
+    adjusted = np.flatnonzero(table.adjusts[slots])
+    for position, is_sound in zip(adjusted.tolist(), _sound(logits, adjusted), strict=True):
+        _adjust(logits, position, int(slots[position]), is_sound, table, failed)
     best, sound = _best(logits)
-    drawn = _without(Drawn(best), slots, ~sound, NOT_NUMBERS)
-    if table.adjusts[slots].any():
-        sound &= _adjust(logits, np.flatnonzero(table.adjusts[slots] & sound), slots, table, drawn)
+    drawn = Drawn(best, failed=failed)
+    if failed or not sound.all():
+        _without(drawn, slots[adjusted], ~sound[adjusted], NOTHING_LEFT)
+        _without(drawn, slots, ~sound, NOT_NUMBERS)
+        sound = np.array([slot not in failed for slot in slots.tolist()], np.bool_)
     random = ~greedy & (table.beam_candidates[slots] == 0) & sound
     if random.any():
 
@@ -73,21 +79,24 @@ def _without(drawn: Drawn, slots: Int64s, bad: NDArray[np.bool_], why: RowFailed
     return drawn
 
 
-def _adjust(logits: Tensor, places: Int64s, slots: Int64s, table: SlotTable, drawn: Drawn) -> NDArray[np.bool_]:
-    """Change the logits at ``places`` as their requests want it, and look for the best tokens again. Returns, for all
-    positions, which of them may still draw."""
-    for position in places.tolist():
-        slot = int(slots[position])
-        known = table.tokens[slot, : table.lengths[slot]]
-        with stage(drawn.failed, slot, "changing its logits"):
-            adjust_logits(
-                logits[position], known, int(table.prompt_tokens[slot]), table.sampling(slot), table.stop(slot)
-            )
-    best, sound = _best(logits if len(places) == len(logits) else logits[torch.from_numpy(places).to(logits.device)])
-    drawn.tokens[places] = best
-    _without(drawn, slots[places], ~sound, NOTHING_LEFT)
-    failed = drawn.failed
-    return np.array([slot not in failed for slot in slots.tolist()], np.bool_)
+def _adjust(logits: Tensor, position: int, slot: int, is_sound: bool, table: SlotTable, failed: Failures) -> None:
+    """Change the logits at ``position`` as the request wants it, if they are sound before."""
+    if not is_sound:
+        failed.setdefault(slot, NOT_NUMBERS)
+        return
+    known = table.tokens[slot, : table.lengths[slot]]
+    with stage(failed, slot, "changing its logits"):
+        adjust_logits(logits[position], known, int(table.prompt_tokens[slot]), table.sampling(slot), table.stop(slot))
+
+
+def _sound(logits: Tensor, places: Int64s) -> list[bool]:
+    """Whether the greatest logit of each of these rows is a number, as :func:`_best` says it."""
+    if not len(places):
+        return []
+    if logits.device.type == "cpu":
+        rows = logits.numpy()
+        return [bool(np.isfinite(rows[place].max())) for place in places.tolist()]
+    return logits[torch.from_numpy(places).to(logits.device)].amax(-1).isfinite().tolist()
 
 
 def _best(logits: Tensor) -> tuple[Int64s, NDArray[np.bool_]]:
