@@ -158,8 +158,12 @@ def test_a_row_that_fails_in_any_stage_costs_no_other_row_its_token(
 
 @pytest.mark.parametrize("what", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    "sampling", [GREEDY, SamplingParams(seed=3), SamplingParams(logprobs=1, frequency_penalty=0.1)]
-)
+    "sampling",
+    [
+        GREEDY, SamplingParams(seed=3), SamplingParams(logprobs=1, frequency_penalty=0.1),
+        SamplingParams(repetition_penalty=1.3), SamplingParams(logit_bias=((5, -100.0), (6, 3e38))),
+    ],
+)  # fmt: skip
 def test_logits_that_are_no_numbers_fail_their_row(what: float, sampling: SamplingParams) -> None:
     model = loaded(tiny_module("llama"))
     driver = Driver(model, forward=NanForward(model.module, what))
@@ -168,6 +172,17 @@ def test_logits_that_are_no_numbers_fail_their_row(what: float, sampling: Sampli
     opened = [sequence(0, sane, [0], sampling), sequence(1, poisoned, [1], sampling)]
     finished = driver.step([(0, 0, 20, (0,)), (1, 0, 11, (1,))], open=opened)
     assert list(finished.failed) == [1] and finished.failed[1].kv_is_suspect
+
+
+@pytest.mark.parametrize("what", [float("nan"), float("inf")])
+def test_a_stop_token_that_is_excluded_hides_no_broken_logit(what: float) -> None:
+    """``min_tokens`` overwrites the logit that is no number: the row is the model's fault all the same."""
+    model = loaded(tiny_module("llama"))
+    driver = Driver(model, forward=NanForward(model.module, what))
+    poisoned = np.append(prompt(10, 2), NanForward.POISON).astype(np.int32)
+    opened = sequence(0, poisoned, [0], stop=StopParams(9, 2, (5,)))
+    finished = driver.step([(0, 0, 11, (0,))], open=[opened])
+    assert list(finished.failed) == [0] and finished.failed[0].kv_is_suspect
 
 
 def test_prompt_tokens_outside_of_the_vocabulary_fail_their_row() -> None:

@@ -105,11 +105,6 @@ class Roster:
         first = next((sequence for sequence in self.working.items if sequence.group.tenant == tenant), None)
         return min([sequence.rank[0] for sequence in (first, *line[:1]) if sequence is not None], default=0)
 
-    def serve(self, tenant: str, tokens: int) -> None:
-        """So many tokens of a prompt of ``tenant`` are computed: they count in its turns."""
-        if len(self.turns) > 1:  # a single tenant has no turns
-            self.turns.serve(tenant, tokens)
-
     def serve_decodes(self, steps: int) -> None:
         """The sequences that decode get a token in each of ``steps`` steps: it counts in their tenants' turns."""
         if len(self.turns) > 1:  # a single tenant has no turns

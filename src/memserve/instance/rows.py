@@ -106,7 +106,7 @@ class RowWriter:
             outstanding.prompt_rows[row] = (sequence, start)
         sequence.computed = end
         sequence.scheduled_step = plan.step_id
-        self.roster.serve(sequence.group.tenant, end - start)
+        self.roster.turns.serve(sequence.group.tenant, end - start)
         block_tokens = self.roster.memory.block_tokens
         if sequence.lease is not None and end // block_tokens * block_tokens > sequence.published:
             self.publishing.append(sequence)

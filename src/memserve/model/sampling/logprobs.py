@@ -39,6 +39,17 @@ def adjust_logits(
         row[torch.tensor(stop.stop_token_ids, device=row.device)] = -torch.inf
 
 
+def touched_tokens(
+    tokens: NDArray[np.int32], prompt_tokens: int, sampling: SamplingParams, stop: StopParams
+) -> NDArray[np.int64]:
+    """The tokens whose logits :func:`adjust_logits` may change, some of them more than once."""
+    known = tokens if sampling.repetition_penalty != 1.0 else tokens[prompt_tokens:]
+    others = [token for token, _ in sampling.logit_bias]
+    if stop.min_tokens:
+        others += stop.stop_token_ids
+    return np.concatenate((known, np.array(others, np.int64))) if others else known.astype(np.int64)
+
+
 def log_normalisers(logits: Tensor) -> Tensor:
     """``logsumexp`` of each row of ``logits [n, vocab]`` float32 -> ``[n]``."""
     if logits.device.type != "cpu" or logits.stride(-1) != 1:

@@ -13,7 +13,13 @@ from torch import Tensor
 from memserve.instance.events import RowFailed
 from memserve.model.failures import NOT_NUMBERS, NOTHING_LEFT, Failures, each, stage
 from memserve.model.sampling.drawing import Truncation, draw, draw_native
-from memserve.model.sampling.logprobs import adjust_logits, best_logprobs, log_normalisers, report_logprobs
+from memserve.model.sampling.logprobs import (
+    adjust_logits,
+    best_logprobs,
+    log_normalisers,
+    report_logprobs,
+    touched_tokens,
+)
 from memserve.model.sampling.philox import uniforms
 from memserve.model.slots import Int64s, SlotTable
 from memserve.types import TokenLogprobs
@@ -45,14 +51,15 @@ def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable) -> Dra
     if len(rows) != len(logits) or (rows != np.arange(len(rows))).any():
         logits = logits[torch.from_numpy(rows).to(logits.device)]
     failed: Failures = {}
-    adjusted = np.flatnonzero(table.adjusts[slots])
-    for position, is_sound in zip(adjusted.tolist(), _sound(logits, adjusted), strict=True):
-        _adjust(logits, position, int(slots[position]), is_sound, table, failed)
+    changed = {
+        position: _adjust(logits[position], int(slots[position]), table, failed)
+        for position in np.flatnonzero(table.adjusts[slots]).tolist()
+    }
     best, sound = _best(logits)
     drawn = Drawn(best, failed=failed)
     if failed or not sound.all():
-        _without(drawn, slots[adjusted], ~sound[adjusted], NOTHING_LEFT)
-        _without(drawn, slots, ~sound, NOT_NUMBERS)
+        for position in np.flatnonzero(~sound).tolist():
+            _blame(logits, position, int(slots[position]), changed.get(position), failed)
         sound = np.array([slot not in failed for slot in slots.tolist()], np.bool_)
     random = ~greedy & (table.beam_candidates[slots] == 0) & sound
     if random.any():
@@ -79,24 +86,37 @@ def _without(drawn: Drawn, slots: Int64s, bad: NDArray[np.bool_], why: RowFailed
     return drawn
 
 
-def _adjust(logits: Tensor, position: int, slot: int, is_sound: bool, table: SlotTable, failed: Failures) -> None:
-    """Change the logits at ``position`` as the request wants it, if they are sound before."""
-    if not is_sound:
-        failed.setdefault(slot, NOT_NUMBERS)
-        return
-    known = table.tokens[slot, : table.lengths[slot]]
+def _adjust(row: Tensor, slot: int, table: SlotTable, failed: Failures) -> tuple[Int64s, Tensor] | None:
+    """Change ``row [vocab]`` as the request wants it. Returns which of its logits may have changed, and these before.
+
+    What was no number stays none, but for stop tokens that ``min_tokens`` excludes.
+    """
     with stage(failed, slot, "changing its logits"):
-        adjust_logits(logits[position], known, int(table.prompt_tokens[slot]), table.sampling(slot), table.stop(slot))
+        known, prompt_tokens = table.tokens[slot, : table.lengths[slot]], int(table.prompt_tokens[slot])
+        sampling, stop = table.sampling(slot), table.stop(slot)
+        touched = touched_tokens(known, prompt_tokens, sampling, stop)
+        if row.device.type == "cpu":
+            before = torch.from_numpy(row.numpy()[touched])  # a third of torch's time
+        else:
+            before = row[torch.from_numpy(touched).to(row.device)]
+        if stop.min_tokens and not (before < torch.inf).all():
+            failed[slot] = NOT_NUMBERS
+        else:
+            adjust_logits(row, known, prompt_tokens, sampling, stop)
+        return touched, before
+    return None
 
 
-def _sound(logits: Tensor, places: Int64s) -> list[bool]:
-    """Whether the greatest logit of each of these rows is a number, as :func:`_best` says it."""
-    if not len(places):
-        return []
-    if logits.device.type == "cpu":
-        rows = logits.numpy()
-        return [bool(np.isfinite(rows[place].max())) for place in places.tolist()]
-    return logits[torch.from_numpy(places).to(logits.device)].amax(-1).isfinite().tolist()
+def _blame(logits: Tensor, position: int, slot: int, changed: tuple[Int64s, Tensor] | None, failed: Failures) -> None:
+    """Whether the model or the request is to blame for a row without a next token: told by the row before it was
+    ``changed``."""
+    if changed is not None:
+        touched, before = changed
+        logits[position, torch.from_numpy(touched).to(logits.device)] = before
+        if _best(logits[position : position + 1])[1].all():
+            failed.setdefault(slot, NOTHING_LEFT)
+            return
+    failed[slot] = NOT_NUMBERS
 
 
 def _best(logits: Tensor) -> tuple[Int64s, NDArray[np.bool_]]:
