@@ -64,7 +64,7 @@ def test_a_journal_that_is_lost_or_damaged_is_named_and_not_taken_for_a_new_one(
     with pytest.raises(UserError, match=r"the metadata is (lost|damaged)") as caught:
         open_once(used)
     assert str(used / "journal") in caught.value.message and "documents" in caught.value.hint
-    assert (used / "journal").read_bytes() == damage  # it is still there for whoever can repair it
+    assert (used / "journal").read_bytes() == damage  # it is still there to be repaired
     open_folder = StateFolder(used)  # and the lock was given back
     open_folder.close()
 

@@ -85,7 +85,7 @@ def test_a_cluster_says_what_happens_to_its_members_and_ends_on_sighup(folder: P
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
 def test_an_instance_says_what_it_waits_for_and_never_that_it_is_a_member(folder: Path, tmp_path: Path, sign) -> None:
     log, port = tmp_path / "log", free_port()
-    waiting = an_instance(folder, port, secret_file(tmp_path / "secret", "a secret that nobody asks for"), log)
+    waiting = an_instance(folder, port, secret_file(tmp_path / "secret", "a secret that is not asked for"), log)
     try:
         eventually(lambda: f"waiting for a router at 127.0.0.1:{port}: nothing answers there" in log.read_text())
         waiting.send_signal(sign)

@@ -150,7 +150,7 @@ def test_each_kind_alone_is_survived(kind: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_fail_are_no_excuse_for_anything_else(seed: int) -> None:
-    """Nothing but rows goes wrong: whoever lost none is served as in good weather, and whoever did is told, once."""
+    """Nothing but rows goes wrong: requests that lose none are served as in good weather, the others are told once."""
     setting = setting_of(seed, "healthy")
     scenario, random = draw(seed, setting), Random(seed)
     places = len(scenario.hbm_blocks)

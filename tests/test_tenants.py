@@ -164,7 +164,7 @@ def test_a_newcomer_is_in_the_very_next_plan_when_prompts_hold_all_slots_and_the
 
 
 def test_tenants_with_their_share_take_nothing_from_each_other():
-    """Two slots each: a third request of either waits, and nobody is preempted."""
+    """Two slots each: a third request of either waits, and nothing is preempted."""
     world = World(config(running=4, depth=1, hbm=64))
     for at in range(3):
         for tenant in "ab":

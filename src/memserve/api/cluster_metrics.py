@@ -11,186 +11,258 @@ from memserve.units import NS_PER_S
 
 Read = Callable[[Any], float]
 Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+GAUGE: Kind = GaugeMetricFamily
+COUNTER: Kind = CounterMetricFamily
+Table = list[tuple[str, Kind, str, Read]]
+"""Name, kind, help and how to read it: one family each."""
 
-#: name, help, how to read it from ``ClusterStats``
-ROUTER_GAUGES: list[tuple[str, str, Read]] = [
-    ("router_requests_live", "Requests that the router has and that have not ended", lambda s: s.requests_live),
-    ("router_requests_unplaced", "Requests let in that no instance could take so far", lambda s: s.requests_unplaced),
-    ("router_instances", "Instances that are members of the cluster", lambda s: s.instances),
+#: from ``ClusterStats``
+ROUTER_GAUGES: Table = [
+    ("router_requests_live", GAUGE, "Requests that the router has and that have not ended", lambda s: s.requests_live),
+    (
+        "router_requests_unplaced",
+        GAUGE,
+        "Requests let in that no instance could take so far",
+        lambda s: s.requests_unplaced,
+    ),
+    ("router_instances", GAUGE, "Instances that are members of the cluster", lambda s: s.instances),
     (
         "router_instances_draining",
+        GAUGE,
         "Instances that finish what they have and take nothing new",
         lambda s: s.instances_draining,
     ),
-    ("router_tree_blocks", "Cached KV blocks that the router knows of, over all instances", lambda s: s.tree_blocks),
-    ("router_tree_bytes", "Host memory of the router's prefix trees in bytes", lambda s: s.tree_bytes),
-    ("router_handles", "Named prefixes (documents and sessions) that the router keeps pinned", lambda s: s.handles),
+    (
+        "router_tree_blocks",
+        GAUGE,
+        "Cached KV blocks that the router knows of, over all instances",
+        lambda s: s.tree_blocks,
+    ),
+    ("router_tree_bytes", GAUGE, "Host memory of the router's prefix trees in bytes", lambda s: s.tree_bytes),
+    (
+        "router_handles",
+        GAUGE,
+        "Named prefixes (documents and sessions) that the router keeps pinned",
+        lambda s: s.handles,
+    ),
 ]
 
-#: the same for its counters
-ROUTER_COUNTERS: list[tuple[str, str, Read]] = [
-    ("router_requests", "Requests that reached the router", lambda c: c.requests),
-    ("router_requests_failed", "Requests that ended with an error after the last attempt", lambda c: c.requests_failed),
-    ("router_dispatches", "Attempts to run a request that were sent to instances", lambda c: c.dispatches),
+#: from its counters
+ROUTER_COUNTERS: Table = [
+    ("router_requests", COUNTER, "Requests that reached the router", lambda c: c.requests),
+    (
+        "router_requests_failed",
+        COUNTER,
+        "Requests that ended with an error after the last attempt",
+        lambda c: c.requests_failed,
+    ),
+    ("router_dispatches", COUNTER, "Attempts to run a request that were sent to instances", lambda c: c.dispatches),
     (
         "router_resumptions",
+        COUNTER,
         "Attempts sent to instances after an earlier attempt of the same request had failed",
         lambda c: c.resumptions,
     ),
     (
         "router_late_outputs",
+        COUNTER,
         "Outputs of instances that were dropped because their request had ended or had them already",
         lambda c: c.outputs_late,
     ),
-    ("router_members_joined", "Incarnations of instances that joined as new members", lambda c: c.members_joined),
+    (
+        "router_members_joined",
+        COUNTER,
+        "Incarnations of instances that joined as new members",
+        lambda c: c.members_joined,
+    ),
     (
         "router_members_readopted",
+        COUNTER,
         "Instances of an earlier router that came back with their cache",
         lambda c: c.members_readopted,
     ),
-    ("router_members_left", "Members that left in good order", lambda c: c.members_left),
-    ("router_members_refused", "Times that a join was refused, for the reason in the log", lambda c: c.members_refused),
-    ("router_members_expelled", "Messages of processes that took themselves for members", lambda c: c.expelled),
+    ("router_members_left", COUNTER, "Members that left in good order", lambda c: c.members_left),
+    (
+        "router_members_refused",
+        COUNTER,
+        "Times that a join was refused, for the reason in the log",
+        lambda c: c.members_refused,
+    ),
+    (
+        "router_members_expelled",
+        COUNTER,
+        "Messages of processes that took themselves for members",
+        lambda c: c.expelled,
+    ),
     (
         "router_members_died",
+        COUNTER,
         "Members that died: their process ended, they fell silent, or were replaced",
         lambda c: c.members_died,
     ),
     (
         "router_kv_changes",
+        COUNTER,
         "KV events of instances that were applied to the router's prefix trees",
         lambda c: c.kv_changes,
     ),
-    ("router_kv_gaps", "Times that KV events of an instance were missing and were asked for", lambda c: c.kv_gaps),
+    (
+        "router_kv_gaps",
+        COUNTER,
+        "Times that KV events of an instance were missing and were asked for",
+        lambda c: c.kv_gaps,
+    ),
     (
         "router_matched_tokens",
+        COUNTER,
         "Prompt tokens dispatched to an instance that was believed to have their KV",
         lambda c: c.matched_tokens,
     ),
-    ("router_prompt_tokens", "Prompt tokens of all attempts sent to instances", lambda c: c.prompt_tokens),
+    ("router_prompt_tokens", COUNTER, "Prompt tokens of all attempts sent to instances", lambda c: c.prompt_tokens),
 ]
 
-#: the same for ``GateStats``
-GATE_METRICS: list[tuple[str, Kind, str, Read]] = [
-    ("gate_active", GaugeMetricFamily, "Requests that the gate has let in and that have not ended", lambda g: g.active),
-    ("gate_admitted", CounterMetricFamily, "Requests that the gate has let in", lambda g: g.admitted),
+#: from ``GateStats``
+GATE_METRICS: Table = [
+    ("gate_active", GAUGE, "Requests that the gate has let in and that have not ended", lambda g: g.active),
+    ("gate_admitted", COUNTER, "Requests that the gate has let in", lambda g: g.admitted),
     (
         "gate_queued",
-        CounterMetricFamily,
+        COUNTER,
         "Requests that had to wait at the gate, including requests turned away later",
         lambda g: g.queued,
     ),
     (
         "gate_waited_seconds",
-        CounterMetricFamily,
+        COUNTER,
         "Seconds that requests waited at the gate before they were let in, added up",
         lambda g: g.waited_ns / NS_PER_S,
     ),
     (
         "gate_evictions",
-        CounterMetricFamily,
+        COUNTER,
         "Ended requests whose counted memory the gate gave to new requests",
         lambda g: g.evictions,
     ),
 ]
 
-#: the same for ``RouterStats``: messages and metadata
-ROUTER_HOST_METRICS: list[tuple[str, Kind, str, Read]] = [
+#: from ``RouterStats``: messages and metadata
+ROUTER_HOST_METRICS: Table = [
     (
         "router_strangers",
-        CounterMetricFamily,
+        COUNTER,
         "Connections to the cluster port that ended without the cluster's secret",
         lambda s: s.letters.handshakes_failed,
     ),
     (
         "router_letters_malformed",
-        CounterMetricFamily,
+        COUNTER,
         "Letters to the router that were no message of this version",
         lambda s: s.letters.malformed + s.letters.other_version,
     ),
     (
         "router_letters_lost",
-        CounterMetricFamily,
+        COUNTER,
         "Letters of the router that could not be queued for an instance",
         lambda s: s.letters.lost_unknown + s.letters.lost_full + s.letters.lost_too_long,
     ),
     (
         "router_metadata_durable",
-        GaugeMetricFamily,
+        GAUGE,
         "1 while the router's records reach its metadata store, 0 while they do not or there is none",
         lambda s: s.metadata.is_kept,
     ),
     (
         "router_metadata_lag_seconds",
-        GaugeMetricFamily,
+        GAUGE,
         "Age in seconds of the oldest record of the router that is not durable yet, 0 if all are",
         lambda s: s.metadata.lag_ns / NS_PER_S,
     ),
     (
         "router_metadata_failures",
-        CounterMetricFamily,
+        COUNTER,
         "Writes of the router to its metadata store that failed",
         lambda s: s.metadata.failures,
     ),
+    (
+        "router_seconds",
+        COUNTER,
+        "Seconds that the router's cluster machine has computed",
+        lambda s: s.router_ns / NS_PER_S,
+    ),
 ]
 
-#: the same for ``ChildStats``, one sample for each instance that this host runs
-CHILD_METRICS: list[tuple[str, Kind, str, Read]] = [
+#: from ``ChildStats``, one sample for each instance that this host runs
+CHILD_METRICS: Table = [
     (
         "instance_process_up",
-        GaugeMetricFamily,
+        GAUGE,
         "1 while the process of the instance runs, 0 while there is none",
         lambda c: c.is_running,
     ),
     (
         "instance_process_deaths",
-        CounterMetricFamily,
+        COUNTER,
         "Times that the process of the instance ended by accident",
         lambda c: c.deaths,
     ),
-    (
-        "instance_restarts",
-        CounterMetricFamily,
-        "Times that the process of the instance was started again",
-        lambda c: c.restarts,
-    ),
+    ("instance_restarts", COUNTER, "Times that the process of the instance was started again", lambda c: c.restarts),
     (
         "instance_spawn_failures",
-        CounterMetricFamily,
+        COUNTER,
         "Failed attempts to start the process of the instance",
         lambda c: c.spawn_failures,
     ),
 ]
 
-#: the same for ``MemberStats``, one sample an instance
-INSTANCE_GAUGES: list[tuple[str, str, Read]] = [
-    ("instance_up", "1 while the instance takes requests, 0 while it drains", lambda m: m.view.state == "live"),
-    ("instance_requests", "Requests that the instance is involved in", lambda m: m.view.requests),
-    ("instance_requests_waiting", "Requests in the queue of the instance", lambda m: m.view.load.requests_waiting),
-    ("instance_sequences_running", "Sequences that the instance computes", lambda m: m.view.load.sequences_running),
+#: from ``MemberStats``, one sample an instance
+INSTANCE_GAUGES: Table = [
+    ("instance_up", GAUGE, "1 while the instance takes requests, 0 while it drains", lambda m: m.view.state == "live"),
+    ("instance_requests", GAUGE, "Requests that the instance is involved in", lambda m: m.view.requests),
+    (
+        "instance_requests_waiting",
+        GAUGE,
+        "Requests in the queue of the instance",
+        lambda m: m.view.load.requests_waiting,
+    ),
+    (
+        "instance_sequences_running",
+        GAUGE,
+        "Sequences that the instance computes",
+        lambda m: m.view.load.sequences_running,
+    ),
     (
         "instance_blocks_available",
+        GAUGE,
         "KV blocks of HBM that the instance could hand out",
         lambda m: m.view.load.hbm_blocks_available,
     ),
     (
         "instance_transfers_open",
+        GAUGE,
         "KV transfers of the instance that are under way",
         lambda m: m.view.load.transfers_open,
     ),
-    ("instance_tree_blocks", "Cached KV blocks of the instance that the router knows of", lambda m: m.view.tree_blocks),
+    (
+        "instance_tree_blocks",
+        GAUGE,
+        "Cached KV blocks of the instance that the router knows of",
+        lambda m: m.view.tree_blocks,
+    ),
     (
         "instance_resident_bytes",
+        GAUGE,
         "Bytes that the process of the instance has resident, shared maps included",
         lambda m: m.engine.resident_bytes if m.engine else 0,
     ),
     (
         "instance_resident_bound_bytes",
+        GAUGE,
         "Bytes that the process of the instance should have resident at most, 0 if unknown",
         lambda m: m.engine.bound_bytes if m.engine else 0,
     ),
     (
         "instance_device_seconds",
+        GAUGE,
         "Seconds that the device of the instance has worked",
         lambda m: m.engine.device_ns / NS_PER_S if m.engine else 0,
     ),
@@ -239,62 +311,53 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
 ]
 
 
+def families(
+    table: Table, sources: Sequence[tuple[Sequence[str], Any]], labels: Sequence[str] = ()
+) -> Iterator[Metric]:
+    """The families of ``table``, each with one sample of every source: its values of ``labels``, and what to read."""
+    for name, kind, text, read in table:
+        family = kind(f"memserve_{name}", text, labels=list(labels))
+        for values, source in sources:
+            family.add_metric(list(values), float(read(source)))
+        yield family
+
+
 def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     """The families of one :class:`memserve.runtime.stats.RouterStats`."""
-    for name, text, read in ROUTER_GAUGES:
-        yield _one(GaugeMetricFamily(f"memserve_{name}", text), read(stats.cluster))
-    for name, text, read in ROUTER_COUNTERS:
-        yield _one(CounterMetricFamily(f"memserve_{name}", text), read(stats.cluster.counters))
-    for name, kind, text, read in ROUTER_HOST_METRICS:
-        yield _one(kind(f"memserve_{name}", text), float(read(stats)))
-    yield from _children(stats.children)
+    yield from families(ROUTER_GAUGES, [((), stats.cluster)])
+    yield from families(ROUTER_COUNTERS, [((), stats.cluster.counters)])
+    yield from families(ROUTER_HOST_METRICS, [((), stats)])
+    children = [((name,), child) for name, child in stats.children.items()]
+    yield from families(CHILD_METRICS, children, ("instance",))
     yield from _by_label(stats.cluster.counters)
     yield from _gate(stats.cluster.gate, names_tenants)
-    thought_s = stats.router_ns / NS_PER_S
-    yield _one(
-        CounterMetricFamily("memserve_router_seconds", "Seconds that the router's cluster machine has computed"),
-        thought_s,
-    )
-    for name, text, read in INSTANCE_GAUGES:
-        family = GaugeMetricFamily(f"memserve_{name}", text, labels=["instance", "role"])
-        for member in stats.members:
-            family.add_metric([member.view.peer.name, member.view.role.value], float(read(member)))
-        yield family
+    members = [((member.view.peer.name, member.view.role.value), member) for member in stats.members]
+    yield from families(INSTANCE_GAUGES, members, ("instance", "role"))
     yield from _counters(stats.members)
 
 
-def _children(children: Mapping[str, Any]) -> Iterator[Metric]:
-    for name, kind, text, read in CHILD_METRICS:
-        family = kind(f"memserve_{name}", text, labels=["instance"])
-        for child, stats in children.items():
-            family.add_metric([child], float(read(stats)))
-        yield family
-
-
 def _by_label(counters: Any) -> Iterator[Metric]:
-    decisions = CounterMetricFamily(
-        "memserve_router_decisions",
-        "Attempts sent to instances, by policy and by how the KV of the prompt comes about",
-        labels=["policy", "way"],
-    )
-    for (policy, way), count in counters.decisions.items():
-        decisions.add_metric([policy, way], float(count))
-    failed = CounterMetricFamily(
-        "memserve_router_attempts_failed", "Attempts to run a request that failed, by cause", labels=["cause"]
-    )
-    for cause, count in counters.attempts_failed.items():
-        failed.add_metric([cause], float(count))
-    finished = CounterMetricFamily(
-        "memserve_router_sequences", "Sequences of answers that ended, by finish reason", labels=["reason"]
-    )
-    for reason, count in counters.finished.items():
-        finished.add_metric([reason], float(count))
-    yield from (decisions, failed, finished)
+    about = "Attempts sent to instances, by policy and by how the KV of the prompt comes about"
+    yield _counted("router_decisions", about, counters.decisions, "policy", "way")
+    about = "Attempts to run a request that failed, by cause"
+    yield _counted("router_attempts_failed", about, _single(counters.attempts_failed), "cause")
+    about = "Sequences of answers that ended, by finish reason"
+    yield _counted("router_sequences", about, _single(counters.finished), "reason")
+
+
+def _counted(name: str, text: str, counts: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
+    family = CounterMetricFamily(f"memserve_{name}", text, labels=list(labels))
+    for values, count in counts.items():
+        family.add_metric(list(values), float(count))
+    return family
+
+
+def _single(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
+    return {(value,): count for value, count in counts.items()}
 
 
 def _gate(gate: Any, names_tenants: bool) -> Iterator[Metric]:
-    for name, kind, text, read in GATE_METRICS:
-        yield _one(kind(f"memserve_{name}", text), read(gate))
+    yield from families(GATE_METRICS, [((), gate)])
     waiting = GaugeMetricFamily(
         "memserve_gate_waiting", "Requests that wait at the gate", labels=["tenant"] if names_tenants else []
     )
@@ -303,12 +366,8 @@ def _gate(gate: Any, names_tenants: bool) -> Iterator[Metric]:
             waiting.add_metric([tenant], float(count))
     else:
         waiting.add_metric([], float(sum(gate.waiting.values())))
-    rejected = CounterMetricFamily(
-        "memserve_gate_rejected", "Requests that the gate turned away, by cause", labels=["cause"]
-    )
-    for cause, count in gate.rejected.items():
-        rejected.add_metric([cause], float(count))
-    yield from (waiting, rejected)
+    rejected = _single(gate.rejected)
+    yield from (waiting, _counted("gate_rejected", "Requests that the gate turned away, by cause", rejected, "cause"))
 
 
 def _counters(members: Sequence[Any]) -> Iterator[Metric]:
@@ -339,8 +398,3 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
         if instance.prompt_tokens:
             rate.add_metric([view.peer.name, view.role.value], instance.cached_tokens / instance.prompt_tokens)
     yield rate
-
-
-def _one(family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
-    family.add_metric([], value)
-    return family

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from memserve.api.cluster_metrics import cluster_families
+from memserve.api.cluster_metrics import COUNTER, GAUGE, Table, cluster_families, families
 from memserve.runtime.memory import resident_bytes
 from memserve.units import NS_PER_S
 
@@ -111,127 +111,89 @@ class ApiMetrics:
         return Histogram(name, text, buckets=buckets, registry=self.registry)
 
 
-Read = Callable[[Any], float]
-Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
-
 #: name, kind, help, how to read it from ``EngineStats``
-ENGINE_METRICS: list[tuple[str, Kind, str, Read]] = [
-    ("steps", CounterMetricFamily, "Steps executed by the device", lambda s: s.steps),
-    (
-        "scheduler_seconds",
-        CounterMetricFamily,
-        "Seconds that the scheduler has computed",
-        lambda s: s.machine_ns / NS_PER_S,
-    ),
-    ("device_seconds", CounterMetricFamily, "Seconds that the device has worked", lambda s: s.device_ns / NS_PER_S),
+ENGINE_METRICS: Table = [
+    ("steps", COUNTER, "Steps executed by the device", lambda s: s.steps),
+    ("scheduler_seconds", COUNTER, "Seconds that the scheduler has computed", lambda s: s.machine_ns / NS_PER_S),
+    ("device_seconds", COUNTER, "Seconds that the device has worked", lambda s: s.device_ns / NS_PER_S),
     (
         "scheduler_time_share",
-        GaugeMetricFamily,
+        GAUGE,
         "Share of the scheduler's time in the device's time (0.01 is 1 %)",
         lambda s: s.scheduler_share,
     ),
     (
         "scheduler_step_seconds",
-        GaugeMetricFamily,
+        GAUGE,
         "Median seconds of the scheduler for one step, over the last 512 steps",
         lambda s: s.machine_step_ns / NS_PER_S,
     ),
     (
         "device_step_seconds",
-        GaugeMetricFamily,
+        GAUGE,
         "Median seconds of the device for one step, over the last 512 steps",
         lambda s: s.device_step_ns / NS_PER_S,
     ),
 ]
 
-#: the same for ``InstanceStats``
-INSTANCE_METRICS: list[tuple[str, Kind, str, Read]] = [
-    ("requests_waiting", GaugeMetricFamily, "Requests in the queues of the engine", lambda s: s.requests_waiting),
-    ("sequences_running", GaugeMetricFamily, "Sequences that are computed together now", lambda s: s.sequences_running),
-    (
-        "sequences_swapped",
-        GaugeMetricFamily,
-        "Sequences whose KV is swapped out to DRAM now",
-        lambda s: s.sequences_swapped,
-    ),
-    ("engine_requests", CounterMetricFamily, "Requests that reached the engine", lambda s: s.requests_arrived),
-    (
-        "engine_requests_finished",
-        CounterMetricFamily,
-        "Requests that the engine finished",
-        lambda s: s.requests_finished,
-    ),
-    (
-        "engine_requests_rejected",
-        CounterMetricFamily,
-        "Requests that the engine refused",
-        lambda s: s.requests_rejected,
-    ),
+#: from ``InstanceStats``
+INSTANCE_METRICS: Table = [
+    ("requests_waiting", GAUGE, "Requests in the queues of the engine", lambda s: s.requests_waiting),
+    ("sequences_running", GAUGE, "Sequences that are computed together now", lambda s: s.sequences_running),
+    ("sequences_swapped", GAUGE, "Sequences whose KV is swapped out to DRAM now", lambda s: s.sequences_swapped),
+    ("engine_requests", COUNTER, "Requests that reached the engine", lambda s: s.requests_arrived),
+    ("engine_requests_finished", COUNTER, "Requests that the engine finished", lambda s: s.requests_finished),
+    ("engine_requests_rejected", COUNTER, "Requests that the engine refused", lambda s: s.requests_rejected),
     (
         "engine_requests_cancelled",
-        CounterMetricFamily,
+        COUNTER,
         "Requests that were cancelled in the engine",
         lambda s: s.requests_cancelled,
     ),
-    (
-        "engine_prompt_tokens",
-        CounterMetricFamily,
-        "Prompt tokens of requests that the engine admitted",
-        lambda s: s.prompt_tokens,
-    ),
+    ("engine_prompt_tokens", COUNTER, "Prompt tokens of requests that the engine admitted", lambda s: s.prompt_tokens),
     (
         "engine_cached_tokens",
-        CounterMetricFamily,
+        COUNTER,
         "Prompt tokens of requests admitted whose KV came from the prefix cache",
         lambda s: s.cached_tokens,
     ),
     (
         "engine_computed_tokens",
-        CounterMetricFamily,
+        COUNTER,
         "Tokens that the device computed, in prefill and decode",
         lambda s: s.computed_tokens,
     ),
-    ("engine_generated_tokens", CounterMetricFamily, "Tokens that the engine generated", lambda s: s.generated_tokens),
-    ("steps_failed", CounterMetricFamily, "Steps that the device could not do", lambda s: s.steps_failed),
-    (
-        "rows_failed",
-        CounterMetricFamily,
-        "Sequences that ended because their own row of a step failed",
-        lambda s: s.rows_failed,
-    ),
-    (
-        "pool_slot_tokens",
-        GaugeMetricFamily,
-        "Token positions held by running sequences",
-        lambda s: s.running_slots_tokens,
-    ),
+    ("engine_generated_tokens", COUNTER, "Tokens that the engine generated", lambda s: s.generated_tokens),
+    ("steps_failed", COUNTER, "Steps that the device could not do", lambda s: s.steps_failed),
+    ("rows_failed", COUNTER, "Sequences that ended because their own row of a step failed", lambda s: s.rows_failed),
+    ("pool_slot_tokens", GAUGE, "Token positions held by running sequences", lambda s: s.running_slots_tokens),
     (
         "pool_state_tokens",
-        GaugeMetricFamily,
+        GAUGE,
         "Token positions held by running sequences that hold the state of a token",
         lambda s: s.running_tokens,
     ),
     (
         "pool_internal_fragmentation_tokens",
-        GaugeMetricFamily,
+        GAUGE,
         "Token positions held by running sequences that hold no token yet",
         lambda s: s.internal_fragmentation_tokens,
     ),
     (
         "pool_external_fragmentation_pages",
-        GaugeMetricFamily,
+        GAUGE,
         "Free pages that no request for a block can have",
         lambda s: s.hbm.pages_stranded + s.dram.pages_stranded,
     ),
     (
         "pool_external_fragmentation_share",
-        GaugeMetricFamily,
+        GAUGE,
         "Share of free pages (0 to 1) that no request for a block can have",
         lambda s: s.external_fragmentation,
     ),
     (
         "pool_token_state_share",
-        GaugeMetricFamily,
+        GAUGE,
         "Share of held token positions (0 to 1) that hold the state of a token",
         lambda s: s.running_tokens / s.running_slots_tokens if s.running_slots_tokens else 1.0,
     ),
@@ -256,19 +218,12 @@ class Snapshot:
         yield up
         if self._stats is None:
             return
-        yield from _read(ENGINE_METRICS, self._stats)
+        yield from families(ENGINE_METRICS, [((), self._stats)])
         if self._stats.instance is not None:
-            yield from _read(INSTANCE_METRICS, self._stats.instance)
+            yield from families(INSTANCE_METRICS, [((), self._stats.instance)])
             yield from _tiers(self._stats.instance)
         if getattr(self._stats, "cluster", None) is not None:
             yield from cluster_families(self._stats, self._names_tenants)
-
-
-def _read(table: list[tuple[str, Kind, str, Read]], source: Any) -> Iterator[Metric]:
-    for name, kind, text, read in table:
-        family = kind(f"memserve_{name}", text)
-        family.add_metric([], read(source))
-        yield family
 
 
 def _tiers(instance: Any) -> Iterator[Metric]:

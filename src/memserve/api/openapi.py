@@ -51,6 +51,12 @@ QUESTION = {"role": "user", "content": "What is the capital of France?"}
 MODEL = "MODEL"
 """Stands for the served model's name in examples."""
 
+
+def _asks(**fields: Any) -> Json:
+    """A chat's body: what each has, and ``fields``."""
+    return {"model": MODEL, "messages": [QUESTION], "max_tokens": 16, **fields}
+
+
 _GENERATES = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 _ANSWER = (
     "`choices` with `text` or `message`, and `finish_reason` (`stop`, `length`); `usage` with "
@@ -68,20 +74,14 @@ OPERATIONS = (
         "POST", "/v1/chat/completions", "Answer a conversation, through the model's chat template.", _ANSWER,
         body=ChatBody, errors=_GENERATES,
         examples=(
-            Example("A question", {"model": MODEL, "messages": [QUESTION], "temperature": 0, "max_tokens": 16}),
+            Example("A question", _asks(temperature=0)),
             Example(
                 "Streamed, with usage at the end and an explanation of the time to the first token",
-                {
-                    "model": MODEL, "messages": [QUESTION], "max_tokens": 16, "stream": True,
-                    "stream_options": {"include_usage": True}, "explain": True,
-                },
+                _asks(stream=True, stream_options={"include_usage": True}, explain=True),
             ),
             Example(
                 "A conversation whose KV stays in the cache for ten minutes",
-                {
-                    "model": MODEL, "messages": [QUESTION], "max_tokens": 16, "session": "support-17",
-                    "session_ttl_s": 600,
-                },
+                _asks(session="support-17", session_ttl_s=600),
             ),
         ),
     ),
@@ -242,7 +242,7 @@ def _operation(operation: Operation) -> Json:
     }
     for status in sorted({*_ALWAYS, *operation.errors}):
         when = "; ".join(error.when for error in ERRORS if error.status == status)
-        content = {"application/json": {"schema": {"$ref": SCHEMA_PLACE.format(name="Error")}}}
+        content = {"application/json": {"schema": _reference("Error")}}
         answers[str(status)] = {"description": when, "content": content}
     described: Json = {"summary": operation.about, "responses": answers}
     if operation.parameters:
@@ -251,16 +251,19 @@ def _operation(operation: Operation) -> Json:
             for name, about in operation.parameters
         ]
     if operation.body is not None:
-        json_form: Json = {"schema": {"$ref": SCHEMA_PLACE.format(name=operation.body.__name__)}}
+        json_form: Json = {"schema": _reference(operation.body.__name__)}
         json_form["examples"] = {example.title: {"value": example.body} for example in operation.examples}
         described["requestBody"] = {"required": True, "content": {"application/json": json_form}}
     return described
 
 
+def _reference(name: str) -> Json:
+    return {"$ref": SCHEMA_PLACE.format(name=name)}
+
+
 def _success_content(operation: Operation) -> Json:
-    content: Json = {operation.media_type: {"schema": {"type": "object"}}}
-    if operation.media_type != "application/json":
-        content = {operation.media_type: {"schema": {"type": "string"}}}
+    kind = "object" if operation.media_type == "application/json" else "string"
+    content: Json = {operation.media_type: {"schema": {"type": kind}}}
     if operation.body in (ChatBody, CompletionBody):
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return content

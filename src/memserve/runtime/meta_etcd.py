@@ -100,7 +100,7 @@ class EtcdMedium:
     async def _active(self) -> str:
         found = await self._client.get(self._key("router"))
         try:
-            return str(json.loads(found.value)["router"]) if found is not None else "nobody"
+            return str(json.loads(found.value)["router"]) if found is not None else "no router"
         except (ValueError, TypeError, KeyError):
             return "a router that does not say its name"
 
