@@ -28,6 +28,9 @@ CACHE_KEY_CHARS_MAX = 200
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is the server's
 
+ANSWER_VALUES_MAX = 1 << 18
+"""Tokens and logprobs in what is kept until it is sent: about 40 MB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -89,6 +92,19 @@ def plan_chat(body: ChatBody, prompt: Prompt, model: ServedModel, caller: Caller
     )  # fmt: skip
 
 
+def _check_answer_size(requests: list[Request], logprobs: int | None, *, echo: bool, stream: bool) -> None:
+    """What is kept until it is sent has its limit: of a stream the prompts' logprobs, else the whole answer."""
+    alternatives = 0 if logprobs is None else 1 + logprobs
+    kept = 0
+    for request in requests:
+        kept += len(request.prompt) * alternatives if echo else 0
+        kept += 0 if stream else request.n * request.stop.max_tokens * (1 + alternatives)
+    if kept > ANSWER_VALUES_MAX:
+        way_out = "ask for fewer tokens, answers or logprobs" + ("" if stream else ', or with "stream": true')
+        message = f"the answer may have {kept} tokens and logprobs, and at most {ANSWER_VALUES_MAX} are kept: {way_out}"
+        raise bad_request(message, "max_tokens")
+
+
 def _plan(
     body: GenerationBody, prompts: list[Prompt], model: ServedModel, caller: Caller, request_id: str, *,
     n: int, drawn: int, max_tokens: int | None, echo: bool, logprobs: int | None,
@@ -121,6 +137,7 @@ def _plan(
     ]
     for request in requests:
         _check(request, model)
+    _check_answer_size(requests, logprobs, echo=echo, stream=bool(body.stream))
     return Generation(
         requests=requests,
         prompts=prompts,
