@@ -267,3 +267,25 @@ def clients_of(host: str) -> int:
     accepted = f":{int(host.rpartition(':')[2]):04X}"
     lines = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
     return sum(local.endswith(accepted) and state == "01" for _, local, _, state, *_ in lines)
+
+
+def test_another_model_on_fewer_instances_starts_at_once(running: Running, tmp_path: Path) -> None:
+    """Last in this file: what the killed router knew is of no use to the next one, and does not stand in its way."""
+    before = running.children()
+    running.kill()
+    other = save_folder(tiny_module("qwen3"), tmp_path / "other")
+    server = Server(other, "--colocated", "1", "--metadata", str(running.state))
+    try:
+        assert server.members() == {"c1"}
+        page = server.client.models.list().data
+        assert [model.id for model in page] == ["other"]
+        with LLM(str(other), dtype="float32", kv_memory="4MiB", threads=1) as llm:
+            truth = llm.generate([tokens(40, 1)], SamplingParams(temperature=0), max_tokens=8, ignore_eos=True)[0].text
+        answer = server.client.completions.create(
+            model="other", prompt=tokens(40, 1), max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert answer.choices[0].text == truth
+        eventually(lambda: not any(is_alive(pid) for pid in before.values()))
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
