@@ -20,7 +20,7 @@ import typer.main
 from memserve import config, types
 from memserve.api import openapi
 from memserve.api.metrics import ApiMetrics, Snapshot
-from memserve.cli.main import app
+from memserve.cli.main import command_line
 from memserve.cluster.machine import Cluster
 from memserve.documented import field_docs
 from memserve.instance.stats import InstanceStats
@@ -115,7 +115,7 @@ def page() -> str:
         config.ClusterConfig, config.AdmissionConfig, config.EdgeConfig,
     ]  # fmt: skip
     options += [types.Request, types.SamplingParams, types.StopParams, types.KVGeometry]
-    sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(app), "memserve")]
+    sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(command_line()), "memserve")]
     sections += ["## Options and words", *(part for cls in options for part in class_section(cls))]
     table = "\n".join(["| metric | kind | |", "| --- | --- | --- |", *metric_rows()])
     sections += ["## Metrics", "What `GET /metrics` shows, in Prometheus' text form.", table]

@@ -8,7 +8,7 @@ import pytest
 
 from memserve.cli import cluster
 from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, shape_text
-from memserve.cli.main import app
+from memserve.cli.main import command_line
 from memserve.cli.options import engine_flags, split_address
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
@@ -121,7 +121,7 @@ def test_children_are_given_the_same_engine_options(monkeypatch: pytest.MonkeyPa
     assert engine_flags(EngineOptions()) == ()
     seen: list[EngineOptions] = []
     monkeypatch.setattr("memserve.cli.instance._run_supervised", lambda options, *rest: seen.append(options))
-    app(["instance", "--join", "h:1", "--supervised", *engine_flags(options)], standalone_mode=False)
+    command_line()(["instance", "--join", "h:1", "--supervised", *engine_flags(options)], standalone_mode=False)
     assert seen == [options]
 
 

@@ -52,14 +52,14 @@ def test_every_command_and_option_has_a_help_text(reference: types.ModuleType) -
             silent += walk(below, f"{name} {child}")
         return silent
 
-    app = reference.typer.main.get_command(reference.app)
+    app = reference.typer.main.get_command(reference.command_line())
     assert not walk(app, "memserve"), "give these a help text"
     assert {"serve", "chat", "doctor", "bench"} <= set(app.commands)
 
 
 def test_readme_names_every_command(reference: types.ModuleType) -> None:
     readme = (ROOT / "README.md").read_text()
-    for name in reference.typer.main.get_command(reference.app).commands:
+    for name in reference.typer.main.get_command(reference.command_line()).commands:
         assert f"memserve {name}" in readme or f"make {name}" in readme, f"README.md does not mention `memserve {name}`"
 
 

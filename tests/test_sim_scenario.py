@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from memserve.cli.main import app
+from memserve.cli.main import command_line
 from memserve.errors import UserError
 from memserve.sim.scenario_llm_cache import CASES, llm_serving_cache, outcome, overload, play
 from memserve.sim.scenario_llm_cache_world import BLOCK_TOKENS, Answer, SourceWorld
@@ -38,7 +38,7 @@ def test_each_row_is_the_sources(case):
 
 
 def test_the_command_prints_it():
-    result = CliRunner().invoke(app, ["sim", "--scenario", "llm-serving-cache"])
+    result = CliRunner().invoke(command_line(), ["sim", "--scenario", "llm-serving-cache"])
     lines = result.output.splitlines()
     for name, (mean, p95, hits, rejected) in TABLE.items():
         line = next(line for line in lines if line.startswith(f"{name}  "))

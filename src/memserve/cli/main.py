@@ -1,4 +1,4 @@
-"""The command ``memserve`` (level 4). Nothing heavy is imported before a command needs it."""
+"""The command ``memserve`` (level 4). Nothing is imported before a command needs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from memserve import __version__
-from memserve.cli import bench, chat, doctor, instance, profile, serve, sim
 from memserve.errors import InvariantError, UserError
 
 EXIT_FAILED = 1
@@ -18,24 +17,57 @@ EXIT_INTERRUPTED = 130
 _ClickException: type = typer.BadParameter.__mro__[2]
 """What typer raises for a wrong command line. It has no public name of its own since typer carries its own click."""
 
-app = typer.Typer(
-    name="memserve",
-    help="Serves large language models from one elastic pool of KV memory.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # the drawn tables cut the names of options on a narrow terminal
-)
-app.command("serve")(serve.serve)
-app.command("instance")(instance.instance)
-app.command("chat")(chat.chat)
-app.command("doctor")(doctor.doctor)
-app.command("profile")(profile.profile)
-app.add_typer(bench.app, name="bench")
-app.add_typer(sim.app, name="sim")
+_COMMANDS = ("serve", "instance", "chat", "doctor", "profile", "bench", "sim")
 
 
-@app.command()
+def command_line(word: str | None = None) -> typer.Typer:
+    """All commands; where ``word`` names one of them, that one alone: importing the others delays every start."""
+    app = typer.Typer(
+        name="memserve",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # the drawn tables cut the names of options on a narrow terminal
+    )
+    app.callback()(_root)
+    app.command()(version)
+    for name in [word] if word in _COMMANDS else _COMMANDS:
+        _add(app, name)
+    return app
+
+
+def _add(app: typer.Typer, name: str) -> None:
+    match name:
+        case "serve":
+            from memserve.cli.serve import serve
+
+            app.command()(serve)
+        case "instance":
+            from memserve.cli.instance import instance
+
+            app.command()(instance)
+        case "chat":
+            from memserve.cli.chat import chat
+
+            app.command()(chat)
+        case "doctor":
+            from memserve.cli.doctor import doctor
+
+            app.command()(doctor)
+        case "profile":
+            from memserve.cli.profile import profile
+
+            app.command()(profile)
+        case "bench":
+            from memserve.cli import bench
+
+            app.add_typer(bench.app, name=name)
+        case "sim":
+            from memserve.cli import sim
+
+            app.add_typer(sim.app, name=name)
+
+
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
@@ -47,7 +79,6 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
@@ -63,8 +94,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line; errors become one line on stderr, and a hint where there is one."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(args=arguments, prog_name="memserve", standalone_mode=False)
+        code = command_line(next(iter(words), None))(args=words, prog_name="memserve", standalone_mode=False)
     except UserError as error:
         return _complain(error.message, error.hint, EXIT_FAILED)
     except KeyboardInterrupt:
