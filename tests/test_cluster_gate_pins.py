@@ -88,7 +88,8 @@ class PinnedWorld(World):
 
     def gone_by(self) -> Counter[str]:
         counters = [node.machine._roster.counters for node in self.instances]
-        preempted = sum(c.preempted_by_swap + c.preempted_by_recompute + c.standstills for c in counters)
+        by_memory = (c.preempted_by_swap + c.preempted_by_recompute - c.preempted_for_slots for c in counters)
+        preempted = sum(by_memory) + sum(c.standstills for c in counters)
         return self.seen + Counter(preempted=preempted) + self.achievements()
 
 

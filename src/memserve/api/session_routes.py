@@ -29,8 +29,8 @@ class SessionRoutes:
 
     async def list(self, request: HttpRequest) -> Response:
         """``GET /v1/sessions``: those whose KV is kept, least recently used first."""
-        now_ns = time.monotonic_ns()
-        cards = [_card(name, kept, now_ns) for name, kept in await self._sessions(request)]
+        sessions, now_ns = await self._sessions(request), time.monotonic_ns()
+        cards = [_card(name, kept, now_ns) for name, kept in sessions]
         return _json({"object": "list", "data": cards})
 
     async def delete(self, request: HttpRequest) -> Response:

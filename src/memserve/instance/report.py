@@ -30,6 +30,7 @@ class Counters:
     dropped_tokens: int = 0  # sampled after the sequence had ended (stop tokens are seen one step late)
     preempted_by_swap: int = 0
     preempted_by_recompute: int = 0
+    preempted_for_slots: int = 0  # of both: for a slot that another tenant was due
     standstills: int = 0  # times that everything was preempted because nothing could move
     prefix_holds: int = 0  # admissions put off because the same prefix was being computed
     device_ns: int = 0

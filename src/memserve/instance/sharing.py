@@ -140,6 +140,7 @@ class Sharing:
         while count > len(roster.free_slots):
             if not self._give_way(head, count, self._slots_held(), roster.slots):
                 return False
+            roster.counters.preempted_for_slots += 1
         return True
 
     def _give_way(self, head: Sequence, wanted: int, held: dict[str, int], total: int) -> bool:
