@@ -123,7 +123,7 @@ def test_free_heap_goes_back_to_the_system_while_the_program_waits() -> None:
     """Small pieces below one that stays: glibc gives nothing of them back by itself."""
     program = """
 import ctypes, sys, time
-from memserve.runtime.memory import resident_bytes, trim_heap_regularly
+from memserve.runtime.memory import keep_heap_small, resident_bytes
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 pieces = [libc.malloc(1000) for _ in range(100_000)]
@@ -133,7 +133,7 @@ last, filled = libc.malloc(1000), resident_bytes()
 for piece in pieces:
     libc.free(ctypes.c_void_p(piece))
 assert resident_bytes() > filled - 20_000_000
-trim_heap_regularly(every_s=0.01)
+keep_heap_small(every_s=0.01)
 deadline = time.monotonic() + 60
 while resident_bytes() > filled - 80_000_000 and time.monotonic() < deadline:
     time.sleep(0.01)

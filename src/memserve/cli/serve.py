@@ -129,8 +129,9 @@ def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: Cluste
     started = time.perf_counter()
     from memserve.api.auth import KeyRing
     from memserve.api.server import bind
-    from memserve.runtime.memory import trim_heap_regularly
+    from memserve.runtime.memory import keep_heap_small
 
+    keep_heap_small()
     KeyRing(http.api_keys)  # refuses malformed keys
     KeyRing(() if http.metrics_key is None else (http.metrics_key,))
     try:
@@ -138,7 +139,6 @@ def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: Cluste
             typer.echo(f"loading {engine_options.model} ...", err=True)
             backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
             with backend as served:
-                trim_heap_regularly()
                 _serve_until_signal(served, engine_options.model, listener, http, started)
     except EndAsked as asked:
         log.warning("%s: stopped before it was ready", asked.signal_name)

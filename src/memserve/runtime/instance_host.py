@@ -20,7 +20,7 @@ from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
-from memserve.runtime.memory import leave_triton_out, objects_that_stay, trim_heap_regularly
+from memserve.runtime.memory import keep_heap_small, leave_triton_out, objects_that_stay, trim_heap
 from memserve.runtime.meta_children import end_when_orphaned
 from memserve.runtime.signals import Askings, on_ending_signals
 from memserve.types import Role
@@ -74,6 +74,7 @@ def run_instance(
 
     Raises :class:`UserError` when the model cannot be served, no router answers, or the router refuses it.
     """
+    keep_heap_small()
     me = Peer(place.name, new_generation())
     members: list[Member] = []
     if outlive is not None:
@@ -174,7 +175,7 @@ def _forget_tokenizer(parts: Parts) -> None:
     """Once the model card is written, text is the router's: the tokenizer of a small model is 13 MB."""
     parts.model.tokenizer = None
     gc.collect()
-    trim_heap_regularly()
+    trim_heap()
 
 
 def _introduce(parts: Parts, place: MemberOptions, me: Peer) -> PeerInfo:

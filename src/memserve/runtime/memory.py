@@ -37,6 +37,7 @@ ACTIVATION_COPIES = 6
 
 TRIM_EVERY_S = 15.0
 """So long may heap pages be free before the system has them back: a trim takes some milliseconds."""
+_M_ARENA_MAX = -8  # in malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,15 @@ def trim_heap() -> None:
         trim(0)
 
 
-def trim_heap_regularly(every_s: float = TRIM_EVERY_S) -> None:
-    """Trim the heap of this process from now on, beside whatever it does; for processes of ours."""
+def keep_heap_small(every_s: float = TRIM_EVERY_S) -> None:
+    """From now on all threads of this process share one heap, and its free pages go back to the system regularly.
+
+    glibc gives each thread a heap of its own, and each keeps the most that its thread ever needed. For processes of
+    ours, before they start threads; ``MALLOC_ARENA_MAX`` in the environment says how many heaps there may be instead.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
+        mallopt(_M_ARENA_MAX, 1)
 
     def run() -> None:
         while True:
