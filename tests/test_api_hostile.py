@@ -110,7 +110,7 @@ def test_a_head_without_end_is_ended(world: World, http: httpx.Client, more: byt
         with contextlib.suppress(ConnectionError):
             for _ in range(10_000):  # 50 MB: far more than any buffer on the way
                 connection.sendall(more)
-            pytest.fail("nobody minded")
+            pytest.fail("the server took all of it")
     still_answers(world, http)
 
 

@@ -131,9 +131,9 @@ def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: Cluste
     from memserve.api.server import bind
     from memserve.runtime.memory import keep_heap_small
 
-    keep_heap_small()
     KeyRing(http.api_keys)  # refuses malformed keys
     KeyRing(() if http.metrics_key is None else (http.metrics_key,))
+    keep_heap_small()
     try:
         with signals_raise(), bind(http.host, http.port) as listener:
             typer.echo(f"loading {engine_options.model} ...", err=True)
