@@ -29,9 +29,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/documents/{id}": DocumentBody,
 }
-_FIELDS = {
-    path: {field.name: field.type for field in inspect.type_info(kind).fields} for path, kind in BODIES.items()
-}
+_FIELDS = {path: {field.name: field.type for field in inspect.type_info(kind).fields} for path, kind in BODIES.items()}
 PAGES = ("/health", "/metrics", "/v1/models", "/v1/documents", "/openapi.json")
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "PROPFIND", "CONNECT", "get", "BREW")
 

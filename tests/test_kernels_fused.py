@@ -108,6 +108,40 @@ def test_few_rows_linear(isa: str, dtype: torch.dtype, n: int, k: int, rows: int
         )
 
 
+def packed_by_hand(weight: torch.Tensor, block: int) -> torch.Tensor:
+    """``weight [n, k]`` in oneDNN's blocks, padded with zeros: ``[n / block, k, block]``, bf16 in pairs of inputs."""
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    n, k = weight.shape
+    inputs = -(-k // (16 * pair)) * 16 * pair
+    padded = torch.nn.functional.pad(weight, (0, inputs - k, 0, -n % block))
+    return padded.view(-1, block, inputs // pair, pair).permute(0, 2, 1, 3).contiguous()
+
+
+def native_linear(x: torch.Tensor, packed: torch.Tensor, n: int, wide: bool) -> torch.Tensor:
+    """``_kernels.linear`` without a bias; ``packed [blocks, k / pair, block, pair]``."""
+    (rows, k), (_, pairs, block, pair) = x.shape, packed.shape
+    y = torch.full((rows, n), float("nan"), dtype=torch.float32 if wide else x.dtype)
+    code = int(x.dtype == torch.bfloat16)
+    _kernels.linear(x.data_ptr(), k, packed.data_ptr(), 0, y.data_ptr(), n, rows, k, pairs * pair, n, block, code, wide)
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [32, 64])
+@pytest.mark.parametrize(("n", "k"), [(31, 5), (224, 70), (160, 128)])
+def test_a_row_does_not_depend_on_the_rows_beside_it(isa: str, dtype: torch.dtype, block: int, n: int, k: int) -> None:
+    """Both block formats, whatever oneDNN packs here; each row comes out the same, bit by bit, in every batch."""
+    weight, x = random(n, k, dtype=dtype, seed=1), random(70, k, dtype=dtype, seed=2)
+    packed = packed_by_hand(weight, block)
+    for wide in (False, True):
+        whole = native_linear(x, packed, n, wide)
+        want = x.double() @ weight.double().T
+        rounding = 2e-6 if wide or dtype == torch.float32 else ROUNDING[dtype]
+        assert float((whole.double() - want).abs().max()) <= rounding * float(want.abs().max())
+        for first, last in ((0, 1), (3, 20), (16, 33), (37, 70)):
+            assert torch.equal(native_linear(x[first:last], packed, n, wide), whole[first:last])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 7, ROWS_NATIVE_MAX + 5])
 def test_wide_linear_does_not_round_its_sums(isa: str, dtype: torch.dtype, rows: int) -> None:

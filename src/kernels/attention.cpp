@@ -17,7 +17,8 @@ namespace {
 
 #if defined(MEMSERVE_X86_ISAS)
 const AttentionKernels* const kKernels[kIsaCount] = {&portable::attention_kernels, &avx2::attention_kernels,
-                                                     &avx512::attention_kernels, &avx512_bf16::attention_kernels};
+                                                     &avx512::attention_kernels, &avx512_bf16::attention_kernels,
+                                                     &avx512_bf16::attention_kernels};  // amx has none of its own
 #else
 const AttentionKernels* const kKernels[kIsaCount] = {&portable::attention_kernels};
 #endif

@@ -41,6 +41,11 @@ void share(std::ptrdiff_t count, int threads, Work work) {
 const Kernels& kernels_in_use() {
 #if defined(MEMSERVE_X86_ISAS)
   switch (current_isa()) {
+#if defined(MEMSERVE_AMX)
+    case Isa::amx: return amx::fused_kernels;
+#else
+    case Isa::amx:
+#endif
     case Isa::avx512_bf16: return avx512_bf16::fused_kernels;
     case Isa::avx512: return avx512::fused_kernels;
     case Isa::avx2: return avx2::fused_kernels;
@@ -68,7 +73,7 @@ void run(const Rotary& op, Dtype dtype, std::ptrdiff_t tokens) {
 
 void run(const Linear& op, Dtype dtype) {
   const auto body = kernels_in_use().linear;
-  constexpr std::ptrdiff_t columns = 32;  // half a packed block: the finest cut, so that both threads get equal shares
+  constexpr std::ptrdiff_t columns = 32;  // half a packed block or a whole one: fine, so that threads get equal shares
   share((op.n + columns - 1) / columns, threads_for(op.n * op.k), [&](auto begin, auto end) {
     body(op, dtype, begin * columns, std::min(end * columns, op.n));
   });

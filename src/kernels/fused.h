@@ -40,13 +40,13 @@ struct Rotary {
   std::ptrdiff_t stride_token, stride_head, stride_table, heads, dim;
 };
 
-// y[r, n] = sum_k x[r, k] * w[n, k] + bias[n], w packed by oneDNN as [n / 64][k / 2][64][2] (bf16) or [n / 64][k][64]
-// (f32), padded with zeros to whole blocks (64 columns, `k_padded` inputs). y has the dtype of x, or is f32 if `wide`:
-// logits, whose order bf16 would blur.
+// y[r, n] = sum_k x[r, k] * w[n, k] + bias[n], w packed by oneDNN as [n / block][k / 2][block][2] (bf16) or
+// [n / block][k][block] (f32), padded with zeros to whole blocks (32 or 64 columns, `k_padded` inputs). y has the dtype
+// of x, or is f32 if `wide`: logits, whose order bf16 would blur.
 struct Linear {
   const void *x, *w, *bias;  // bias may be null, has the dtype of x
   void* y;
-  std::ptrdiff_t rows, k, k_padded, n, stride_x, stride_y;
+  std::ptrdiff_t rows, k, k_padded, n, block, stride_x, stride_y;
   bool wide;
 };
 
@@ -74,5 +74,6 @@ namespace portable { extern const fused::Kernels fused_kernels; }
 namespace avx2 { extern const fused::Kernels fused_kernels; }
 namespace avx512 { extern const fused::Kernels fused_kernels; }
 namespace avx512_bf16 { extern const fused::Kernels fused_kernels; }
+namespace amx { extern const fused::Kernels fused_kernels; }
 #endif
 }  // namespace memserve

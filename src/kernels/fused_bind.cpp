@@ -40,9 +40,10 @@ void rotary(Address x, Size stride_token, Size stride_head, Address cosine, Addr
 }
 
 void linear(Address x, Size stride_x, Address w, Address bias, Address y, Size stride_y, Size rows, Size k,
-            Size k_padded, Size n, int dtype, bool wide) {
+            Size k_padded, Size n, Size block, int dtype, bool wide) {
   nb::gil_scoped_release release;
-  run(Linear{in(x), in(w), in(bias), out(y), rows, k, k_padded, n, stride_x, stride_y, wide}, Dtype(dtype));
+  run(Linear{in(x), in(w), in(bias), out(y), rows, k, k_padded, n, block, stride_x, stride_y, wide},
+      Dtype(dtype));
 }
 
 // An address, or external tensor number n as -1 - n.
@@ -68,9 +69,9 @@ void add_rotary(Program& self, Size x, Size stride_token, Size stride_head, Size
 }
 
 void add_linear(Program& self, Size x, Size stride_x, Address w, Address bias, Size y, Size k, Size k_padded, Size n,
-                int dtype, int count) {
-  self.add({Linear{nullptr, in(w), in(bias), nullptr, 0, k, k_padded, n, stride_x, n, false}, {place(x), place(y)},
-            Dtype(dtype), Count(count)});
+                Size block, int dtype, int count) {
+  self.add({Linear{nullptr, in(w), in(bias), nullptr, 0, k, k_padded, n, block, stride_x, n, false},
+            {place(x), place(y)}, Dtype(dtype), Count(count)});
 }
 
 void run_program(Program& self, int begin, int end, int first_external, const std::vector<Address>& addresses) {

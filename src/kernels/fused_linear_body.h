@@ -6,12 +6,13 @@
 // share one copy.
 #pragma once
 #include "fused.h"
+#include "fused_linear_matrix.h"
 #include "fused_vector.h"
 
 namespace {
 using memserve::fused::Linear;
 
-constexpr std::ptrdiff_t kBlock = 64;  // columns in one packed block
+constexpr std::ptrdiff_t kHalf = 32;  // columns that lie side by side in every block format
 #if defined(__AVX512F__)
 constexpr int kTileRows = 6, kTileVectors = 4;  // 24 sums, 4 weights, 1 broadcast of 32 registers
 #elif defined(__AVX2__)
@@ -25,13 +26,28 @@ struct Sums {
   Floats v[R][C];
 };
 
-// f32: one input a time, [k][64].
+// The weights of up to 64 columns: columns from 32 on lie `jump` elements behind `at` (in the same block of 64, or in
+// the next block of 32), those of the next input, or pair of inputs, `step` elements.
+template <class T>
+struct Weights {
+  const T* at;
+  std::ptrdiff_t jump, step;
+
+  // Vector `c` of the columns.
+  const T* vector(int c) const {
+    constexpr std::ptrdiff_t pack = sizeof(T) == 2 ? 2 : 1;
+    const std::ptrdiff_t column = c * kLanes;
+    return column < kHalf ? at + column * pack : at + jump + (column - kHalf) * pack;
+  }
+};
+
+// f32: one input a time, [k][block].
 template <int R, int C>
-static inline void accumulate(Sums<R, C>& sums, const float* x, std::ptrdiff_t stride_x, const float* w,
+static inline void accumulate(Sums<R, C>& sums, const float* x, std::ptrdiff_t stride_x, Weights<float> w,
                               std::ptrdiff_t k) {
-  for (std::ptrdiff_t i = 0; i < k; ++i, w += kBlock) {
+  for (std::ptrdiff_t i = 0; i < k; ++i, w.at += w.step) {
     Floats weight[C];
-    for (int c = 0; c < C; ++c) weight[c] = load(w + c * kLanes);
+    for (int c = 0; c < C; ++c) weight[c] = load(w.vector(c));
     for (int r = 0; r < R; ++r) {
       const float value = x[r * stride_x + i];
       for (int c = 0; c < C; ++c) sums.v[r][c] += weight[c] * value;
@@ -47,9 +63,9 @@ static inline std::uint32_t pair_at(const Bf16* x) {
 
 #if defined(__AVX512BF16__)
 template <int R, int C, class Pair>
-static inline void accumulate_pair(Sums<R, C>& sums, const Bf16* w, Pair pair) {
+static inline void accumulate_pair(Sums<R, C>& sums, const Weights<Bf16>& w, Pair pair) {
   __m512bh weight[C];
-  for (int c = 0; c < C; ++c) weight[c] = (__m512bh)_mm512_loadu_si512(w + c * 2 * kLanes);
+  for (int c = 0; c < C; ++c) weight[c] = (__m512bh)_mm512_loadu_si512(w.vector(c));
   for (int r = 0; r < R; ++r) {
     const __m512bh value = (__m512bh)_mm512_set1_epi32(static_cast<int>(pair(r)));
     for (int c = 0; c < C; ++c) sums.v[r][c] = (Floats)_mm512_dpbf16_ps((__m512)sums.v[r][c], weight[c], value);
@@ -57,11 +73,11 @@ static inline void accumulate_pair(Sums<R, C>& sums, const Bf16* w, Pair pair) {
 }
 #else
 template <int R, int C, class Pair>
-static inline void accumulate_pair(Sums<R, C>& sums, const Bf16* w, Pair pair) {
+static inline void accumulate_pair(Sums<R, C>& sums, const Weights<Bf16>& w, Pair pair) {
   Floats even[C], odd[C];
   for (int c = 0; c < C; ++c) {
     Words bits;
-    std::memcpy(&bits, w + c * 2 * kLanes, sizeof bits);
+    std::memcpy(&bits, w.vector(c), sizeof bits);
     even[c] = as_floats(bits << 16);
     odd[c] = as_floats(bits & 0xffff0000u);
   }
@@ -75,12 +91,12 @@ static inline void accumulate_pair(Sums<R, C>& sums, const Bf16* w, Pair pair) {
 }
 #endif
 
-// bf16: two inputs a time, [k / 2][64][2]; an odd last input meets a zero.
+// bf16: two inputs a time, [k / 2][block][2]; an odd last input meets a zero.
 template <int R, int C>
-static inline void accumulate(Sums<R, C>& sums, const Bf16* x, std::ptrdiff_t stride_x, const Bf16* w,
+static inline void accumulate(Sums<R, C>& sums, const Bf16* x, std::ptrdiff_t stride_x, Weights<Bf16> w,
                               std::ptrdiff_t k) {
   std::ptrdiff_t i = 0;
-  for (; i + 2 <= k; i += 2, w += 2 * kBlock) accumulate_pair(sums, w, [&](int r) { return pair_at(x + r * stride_x + i); });
+  for (; i + 2 <= k; i += 2, w.at += w.step) accumulate_pair(sums, w, [&](int r) { return pair_at(x + r * stride_x + i); });
   if (i < k) accumulate_pair(sums, w, [&](int r) { return std::uint32_t{x[r * stride_x + i].bits}; });
 }
 
@@ -89,7 +105,9 @@ template <class T, class Y, int R, int C>
 static void tile(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column) {
   constexpr std::ptrdiff_t pack = sizeof(T) == 2 ? 2 : 1;
   const T* x = static_cast<const T*>(op.x) + row * op.stride_x;
-  const T* w = static_cast<const T*>(op.w) + column / kBlock * (kBlock * op.k_padded) + column % kBlock * pack;
+  const std::ptrdiff_t jump = op.block == kHalf ? kHalf * op.k_padded : kHalf * pack;
+  const T* first = static_cast<const T*>(op.w) + column / op.block * (op.block * op.k_padded) + column % op.block * pack;
+  const Weights<T> w{first, jump, op.block * pack};
   Sums<R, C> sums{};
   accumulate(sums, x, op.stride_x, w, op.k);
   for (int r = 0; r < R; ++r) {
@@ -131,9 +149,9 @@ static void all_rows(const Linear& op, std::ptrdiff_t column) {
 
 template <class T, class Y>
 static void linear_columns(const Linear& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
-  constexpr std::ptrdiff_t wide = kTileVectors * kLanes, narrow = 32 < wide ? 32 : wide;
+  constexpr std::ptrdiff_t wide = kTileVectors * kLanes, narrow = kHalf < wide ? kHalf : wide;
   for (std::ptrdiff_t column = begin; column < end;) {
-    if (column % kBlock % wide == 0 && column + wide <= end) {
+    if (column % (2 * kHalf) % wide == 0 && column + wide <= end) {
       all_rows<T, Y, wide / kLanes>(op, column);
       column += wide;
     } else {
@@ -145,8 +163,13 @@ static void linear_columns(const Linear& op, std::ptrdiff_t begin, std::ptrdiff_
 
 static void linear(const Linear& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
   if (dtype == Dtype::float32) return linear_columns<float, float>(op, begin, end);
+#if defined(__AMX_BF16__)
+  if (op.wide) return matrix::linear_columns<float>(op, begin, end);
+  matrix::linear_columns<Bf16>(op, begin, end);
+#else
   if (op.wide) return linear_columns<Bf16, float>(op, begin, end);
   linear_columns<Bf16, Bf16>(op, begin, end);
+#endif
 }
 
 }  // namespace

@@ -11,7 +11,7 @@
 namespace memserve::fused {
 namespace {
 
-constexpr std::ptrdiff_t kColumns = 32;  // a linear's unit: half a packed block, so that threads get equal parts
+constexpr std::ptrdiff_t kColumns = 32;  // a linear's unit: half a packed block or a whole one, so that threads get equal parts
 constexpr std::ptrdiff_t kColumnGrain = 2;
 constexpr std::ptrdiff_t kManyRows = 32, kRowGrain = 4;
 constexpr int kSpinsBeforeYield = 4096;  // about 50 us

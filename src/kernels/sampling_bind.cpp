@@ -21,6 +21,7 @@ using Address = std::uintptr_t;
 const memserve::sampling::Kernels& kernels_in_use() {
 #if defined(MEMSERVE_X86_ISAS)
   switch (memserve::current_isa()) {
+    case Isa::amx:
     case Isa::avx512_bf16: return memserve::avx512_bf16::sampling_kernels;
     case Isa::avx512: return memserve::avx512::sampling_kernels;
     case Isa::avx2: return memserve::avx2::sampling_kernels;

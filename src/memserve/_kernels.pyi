@@ -132,10 +132,11 @@ def linear(
     k: int,
     k_padded: int,
     n: int,
+    block: int,
     dtype: int,
     wide: bool,
 ) -> None:
-    """``y = x @ weight.T + bias`` over a weight in oneDNN's blocks of 64 outputs; float32 and bfloat16."""
+    """``y = x @ weight.T + bias`` over a weight in oneDNN's blocks of 32 or 64 outputs; float32 and bfloat16."""
 
 def draw(
     logits: int,
@@ -227,6 +228,7 @@ class Program:
         k: int,
         k_padded: int,
         n: int,
+        block: int,
         dtype: int,
         count: int,
     ) -> None:

@@ -64,9 +64,7 @@ def instance(
     typer.echo(f"loading {engine_options.model} ...", err=True)
     from memserve.runtime.instance_host import run_instance
 
-    run_instance(
-        engine_options, place, lambda: _say_ready(place, started), say=lambda line: typer.echo(line, err=True)
-    )
+    run_instance(engine_options, place, lambda: _say_ready(place, started), say=lambda line: typer.echo(line, err=True))
     _end_at_once()
 
 

@@ -39,8 +39,8 @@ class TiedEmbedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """``ids [...]`` int64 -> ``[..., k]``"""
-        flat = ids.reshape(-1)
-        rows = self._blocks[flat // 64, :, flat % 64]
+        flat, block = ids.reshape(-1), self._blocks.shape[2]
+        rows = self._blocks[flat // block, :, flat % block]
         return rows.reshape(*ids.shape, self._layer.k)
 
 

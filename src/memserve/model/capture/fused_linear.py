@@ -1,9 +1,10 @@
 """Linears with packed weights: oneDNN for many rows, a kernel of ours for few, one copy of the weights (level 3).
 
-oneDNN packs a weight into blocks of 64 outputs, which its matrix product reads well from a few hundred rows on. With
-few rows a step is bound by memory, and there oneDNN reaches about half of the bandwidth. Our kernel
-(``_kernels.linear``) reads the very same blocks, so nothing is kept twice. The block format is private to oneDNN; it is
-therefore checked by computing with it when a weight is packed, and a weight that does not pass is left to oneDNN.
+oneDNN packs a weight into blocks of 64 outputs, or of 32 where the processor has matrix units (AMX). Its matrix product
+reads them well from many rows on. With few rows a step is bound by memory, and there oneDNN reaches about half of the
+bandwidth. Our kernel (``_kernels.linear``) reads the very same blocks, so nothing is kept twice. The block format is
+private to oneDNN; it is therefore checked by computing with it when a weight is packed, and a weight that does not pass
+is left to oneDNN.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROWS_NATIVE_MAX = 128
 _BUCKETS_OF_A_DOUBLING = 8
 _TILE_ROWS = 16  # of a matrix unit: filling up to them costs nothing
 
-_BLOCK_OUTPUTS = 64
+_BLOCKS_OUTPUTS = (64, 32)  # the formats that our kernel reads
 _ROWS_HINT = 8  # what oneDNN is told of the rows to come when it chooses how to lay a weight out
 _WIDE_SLICE = 4096  # outputs
 _BLOCK_INPUTS = {torch.float32: 16, torch.bfloat16: 32}
@@ -57,7 +58,7 @@ class PackedLinear:
     """``y = x @ weight.T + bias`` with ``weight [n, k]``, possibly several weights below one another."""
 
     __slots__ = (
-        "_address", "_bias_address", "_code", "_dense", "_inputs_padded", "_packed", "_rows_max",
+        "_address", "_bias_address", "_block", "_code", "_dense", "_inputs_padded", "_packed", "_rows_max",
         "bias", "k", "n", "source", "wide",
     )  # fmt: skip
 
@@ -73,23 +74,20 @@ class PackedLinear:
         self.source = weight.data_ptr() if len(weights) == 1 else 0
         self.n, self.k = weight.shape
         self.bias = None if biases is None else _joined(biases).clone()
-        # Float32 sums of 16-bit operands are our kernel's alone, so they need the blocks that it reads. For more rows
-        # than one oneDNN lays weights out for matrix units (AMX) where the processor has them, in blocks of 32 outputs.
-        only_ours = wide and weight.dtype != torch.float32
-        self._packed = _pack(weight, 1 if only_ours else _ROWS_HINT)
+        self._packed = _pack(weight)
         self._dense = weight.clone() if self._packed is None else None  # the module's own storage may be let go
         self._code = _CODES.get(weight.dtype, 0)
         self._bias_address = 0 if self.bias is None else self.bias.data_ptr()
-        self._address = 0
+        self._address, self._block = 0, _BLOCKS_OUTPUTS[0]
         self._rows_max = 0
         block_inputs = _BLOCK_INPUTS.get(weight.dtype, 1)
         self._inputs_padded = -(-self.k // block_inputs) * block_inputs
         if self._packed is not None:
-            self._address = _address_of(self._packed, self.n, self._inputs_padded, weight.element_size())
-            self._rows_max = ROWS_NATIVE_MAX if self._address and self._reads_the_format(weight) else 0
+            self._rows_max = ROWS_NATIVE_MAX if self._find_format(weight) else 0
         if wide and not self._rows_max and self._dense is None:
             self._dense = weight.clone()
-            self._packed = None if only_ours else self._packed
+            # Float32 sums of 16-bit operands are our kernel's alone: without it the packed copy serves nothing.
+            self._packed = self._packed if weight.dtype == torch.float32 else None
 
     @property
     def is_native(self) -> bool:
@@ -107,9 +105,9 @@ class PackedLinear:
         return self._address, self._bias_address
 
     @property
-    def native_sizes(self) -> tuple[int, int, int]:
-        """``(k, k padded to whole blocks, n)``"""
-        return self.k, self._inputs_padded, self.n
+    def native_sizes(self) -> tuple[int, int, int, int]:
+        """``(k, k padded to whole blocks, n, outputs of a block)``"""
+        return self.k, self._inputs_padded, self.n, self._block
 
     @property
     def code(self) -> int:
@@ -128,11 +126,14 @@ class PackedLinear:
         return in_bucket(x, self._many_rows)
 
     def blocks(self) -> Tensor | None:
-        """The packed weight as ``[n / 64, k, 64]`` or ``[n / 64, k / 2, 64, 2]``, not copied; None if padded."""
-        if not self._rows_max or self._packed is None or self.n % _BLOCK_OUTPUTS or self.k != self._inputs_padded:
+        """The packed weight itself: ``[n / block, k, block]``, or ``[n / block, k / 2, block, 2]`` in bfloat16.
+
+        None where it is padded.
+        """
+        if not self._rows_max or self._packed is None or self.n % self._block or self.k != self._inputs_padded:
             return None
         dtype, tail = (torch.float32, ()) if self._code == 0 else (torch.bfloat16, (2,))
-        shape = (self.n // _BLOCK_OUTPUTS, self.k // (2 if tail else 1), _BLOCK_OUTPUTS, *tail)
+        shape = (self.n // self._block, self.k // (2 if tail else 1), self._block, *tail)
         size = self.n * self.k * dtype.itemsize
         memory = (ctypes.c_uint8 * size).from_address(self._address)  # lives as long as this layer
         return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -142,7 +143,7 @@ class PackedLinear:
         y = torch.empty((*x.shape[:-1], self.n), dtype=torch.float32 if self.wide else x.dtype)
         _kernels.linear(
             x.data_ptr(), self.k, self._address, self._bias_address, y.data_ptr(), self.n,
-            rows, self.k, self._inputs_padded, self.n, self._code, self.wide,
+            rows, *self.native_sizes, self._code, self.wide,
         )  # fmt: skip
         return y
 
@@ -160,6 +161,14 @@ class PackedLinear:
         if self._dense is None:
             raise InvariantError("a packed linear was asked for the dense weight that it gave up")
         return self._dense
+
+    def _find_format(self, weight: Tensor) -> bool:
+        """Find the block width with which our kernel computes what torch does; False: oneDNN's format is another."""
+        for self._block in _BLOCKS_OUTPUTS:
+            self._address = _address_of(self._packed, self.n, self._block, self._inputs_padded * weight.element_size())
+            if self._address and self._reads_the_format(weight):
+                return True
+        return False
 
     def _reads_the_format(self, weight: Tensor) -> bool:
         """One row through our kernel and through torch: equal up to rounding only if the blocks are what we think."""
@@ -187,20 +196,20 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0].detach() if len(parts) == 1 else torch.cat(parts)
 
 
-def _pack(weight: Tensor, rows: int) -> Tensor | None:
-    """oneDNN's packed copy for products of so many rows; None where this processor or build has none for the dtype."""
+def _pack(weight: Tensor) -> Tensor | None:
+    """oneDNN's packed copy; None where this processor or build has none for the dtype."""
     if weight.dtype not in _CODES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch does not type it
         return None
     try:
-        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)  # type: ignore[no-any-return]  # an operator: torch types none
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)  # type: ignore[no-any-return]  # an operator: torch types none
     except (RuntimeError, AttributeError):
         return None
 
 
-def _address_of(packed: Tensor, n: int, inputs_padded: int, item_bytes: int) -> int:
-    """Where the packed blocks lie, or 0 when their size is not that of the format we know."""
+def _address_of(packed: Tensor | None, n: int, block: int, column_bytes: int) -> int:
+    """Where the packed blocks lie, or 0 when their size is not that of ``n`` outputs in blocks of ``block``."""
     try:
-        expected = -(-n // _BLOCK_OUTPUTS) * _BLOCK_OUTPUTS * inputs_padded * item_bytes
+        expected = -(-n // block) * block * column_bytes
         if torch.ops.mkldnn._nbytes(packed) != expected:
             return 0
         return int(torch.ops.mkldnn.data_ptr(packed))

@@ -1,0 +1,137 @@
+// The linear for few rows on matrix units (AMX), over the same packed weights.
+//
+// A product of tiles takes 16 rows x 32 inputs times 32 inputs x 16 columns, and the packed blocks are such tiles as
+// they lie. Up to 128 rows cost little more than one: the step stays bound by reading the weights.
+#pragma once
+#include "fused.h"
+#include "fused_vector.h"
+
+#if defined(__AMX_BF16__)
+#include <algorithm>
+
+namespace {
+namespace matrix {
+using memserve::fused::Linear;
+
+constexpr std::ptrdiff_t kRows = 16, kInputs = 32, kColumns = 16;  // of a tile; a step has two by two of them
+constexpr std::ptrdiff_t kAhead = 4;                               // steps of 2 KiB that weights are asked for before
+
+// Rows and bytes a row of each of the eight tile registers; the layout is the processor's.
+struct alignas(64) Shapes {
+  std::uint8_t palette = 1, start_row = 0, reserved[14]{};
+  std::uint16_t row_bytes[16]{};
+  std::uint8_t rows[16]{};
+};
+
+// gcc's tile intrinsics do not say that they read memory: what was written for them must be written by now.
+static inline void seen_by_tiles() { asm volatile("" ::: "memory"); }
+
+// Registers 0 to 3: sums, 4 and 5: rows of x (`upper` and `lower` of them), 6 and 7: columns of w.
+static inline void configure(std::ptrdiff_t upper, std::ptrdiff_t lower) {
+  Shapes shapes;
+  const std::ptrdiff_t heights[8] = {upper, upper, lower, lower, upper, lower, kRows, kRows};
+  for (int i = 0; i < 8; ++i) {
+    shapes.rows[i] = static_cast<std::uint8_t>(heights[i]);
+    shapes.row_bytes[i] = heights[i] ? 64 : 0;
+  }
+  seen_by_tiles();
+  _tile_loadconfig(&shapes);
+}
+
+// One step: 32 inputs of up to 32 rows times 32 columns. x and w: where this step's operands begin, strides in bytes.
+template <bool kTwo>
+static inline void step(const void* x, const void* lower_x, std::ptrdiff_t stride_x, const Bf16* w,
+                        std::ptrdiff_t stride_w) {
+  _tile_loadd(6, w, stride_w);
+  _tile_loadd(7, w + 2 * kColumns, stride_w);
+  _tile_loadd(4, x, stride_x);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if constexpr (kTwo) {
+    _tile_loadd(5, lower_x, stride_x);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+// Adds the bias to a tile of sums, and writes the columns that exist.
+template <class Y>
+static inline void write(const Linear& op, const float* sums, std::ptrdiff_t row, std::ptrdiff_t rows,
+                         std::ptrdiff_t column) {
+  const std::ptrdiff_t columns = std::min(kColumns, op.n - column);
+  const Bf16* bias = op.bias ? static_cast<const Bf16*>(op.bias) + column : nullptr;
+  for (std::ptrdiff_t r = 0; r < rows; ++r, sums += kColumns) {
+    Y* y = static_cast<Y*>(op.y) + (row + r) * op.stride_y + column;
+    if (columns == kColumns) {
+      Floats sum = load(sums);
+      store(y, bias ? sum + load(bias) : sum);
+    } else {
+      for (std::ptrdiff_t i = 0; i < columns; ++i) put(y + i, sums[i] + (bias ? to_float(bias[i]) : 0.0f));
+    }
+  }
+}
+
+// 32 columns from `column` on, of `upper + lower` rows from `row` on.
+template <class Y, bool kTwo>
+static void block(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t upper, std::ptrdiff_t lower,
+                  std::ptrdiff_t column) {
+  const Bf16* x = static_cast<const Bf16*>(op.x) + row * op.stride_x;
+  const Bf16* lower_x = x + upper * op.stride_x;
+  const std::ptrdiff_t first = column / op.block * (op.block * op.k_padded) + column % op.block * 2;
+  const Bf16* w = static_cast<const Bf16*>(op.w) + first;
+  const std::ptrdiff_t stride_w = op.block * 4, of_a_step = op.block * kInputs;
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (kTwo) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  std::ptrdiff_t i = 0;
+  for (; i + kInputs <= op.k; i += kInputs, w += of_a_step) {
+    const char* ahead = reinterpret_cast<const char*>(w + kAhead * of_a_step);
+    for (std::ptrdiff_t line = 0; line < kInputs / 2; ++line) {  // may point behind the weight: a prefetch cannot fault
+      _mm_prefetch(ahead + line * stride_w, _MM_HINT_T0);
+      _mm_prefetch(ahead + line * stride_w + 64, _MM_HINT_T0);
+    }
+    step<kTwo>(x + i, lower_x + i, op.stride_x * 2, w, stride_w);
+  }
+  if (i < op.k) {  // inputs behind the last meet zeros, as in the weight: what lies behind x may be no number
+    alignas(64) Bf16 rest[2 * kRows * kInputs] = {};
+    for (std::ptrdiff_t r = 0; r < upper + lower; ++r)
+      std::memcpy(rest + r * kInputs, x + r * op.stride_x + i, (op.k - i) * sizeof(Bf16));
+    seen_by_tiles();
+    step<kTwo>(rest, rest + upper * kInputs, kInputs * 2, w, stride_w);
+  }
+  alignas(64) float sums[4][kRows * kColumns];
+  _tile_stored(0, sums[0], kColumns * 4);
+  _tile_stored(1, sums[1], kColumns * 4);
+  if constexpr (kTwo) {
+    _tile_stored(2, sums[2], kColumns * 4);
+    _tile_stored(3, sums[3], kColumns * 4);
+  }
+  for (int half = 0; half < 2 && column + half * kColumns < op.n; ++half) {
+    write<Y>(op, sums[half], row, upper, column + half * kColumns);
+    if constexpr (kTwo) write<Y>(op, sums[2 + half], row + upper, lower, column + half * kColumns);
+  }
+}
+
+// Columns [begin, end), `begin` a multiple of 32.
+template <class Y>
+static void linear_columns(const Linear& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  std::ptrdiff_t configured = 0;
+  for (std::ptrdiff_t column = begin; column < end; column += 2 * kColumns) {
+    for (std::ptrdiff_t row = 0, rows; row < op.rows; row += rows) {
+      rows = std::min(op.rows - row, 2 * kRows);
+      const std::ptrdiff_t upper = std::min(rows, kRows), lower = rows - upper;
+      if (configured != rows) configure(upper, lower);
+      configured = rows;
+      if (lower) block<Y, true>(op, row, upper, lower, column);
+      else block<Y, false>(op, row, upper, lower, column);
+    }
+  }
+  _tile_release();
+}
+
+}  // namespace matrix
+}  // namespace
+#endif
