@@ -18,16 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from memserve.cluster.events import EmitTokens, Note, Remember, Send
 from memserve.errors import UserError
-from memserve.messages import Leave, Peer
+from memserve.messages import Peer
 from memserve.meta.faulty import FaultyMedium
 from memserve.meta.medium import Medium, MediumFailed
 from memserve.meta.store import Store
 from memserve.remembered import HandleDropped, RouterStarted, SessionRouted
 from memserve.runtime.meta_children import ChildrenFile
 from memserve.runtime.meta_file import FileMedium
-from memserve.runtime.meta_gate import MetaGate
 from memserve.runtime.meta_keeper import MetaKeeper
 from memserve.runtime.meta_open import MetadataPlace, metadata_place, open_metadata
 from memserve.runtime.meta_state import StateFolder, default_folder, is_locked
@@ -301,40 +299,6 @@ def test_a_full_disk_stops_nobody_and_is_told_once(monkeypatch: pytest.MonkeyPat
     keeper.close()
     assert {name for _, name in Store(medium).book.sessions} == {"s0", "s1", "s2", "s9"}
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
-
-
-class Hand:
-    """A keeper whose disk is the test."""
-
-    def __init__(self) -> None:
-        self.noted: list[object] = []
-        self.waiting: list[Callable[[bool], None]] = []
-
-    def keep(self, records, then) -> None:
-        self.waiting.append(then)
-
-    def note(self, records) -> None:
-        self.noted += records
-
-
-def test_the_gate_holds_back_what_depends_and_keeps_each_members_order() -> None:
-    a, b, hand, done = Peer("a", 1), Peer("b", 1), Hand(), []
-    gate = MetaGate(hand, done.append, lambda call: call())
-    tokens, to_a, to_a2, to_a3 = EmitTokens([]), Send(a, Leave()), Send(a, Leave()), Send(a, Leave())
-    to_b, to_b2 = Send(b, Leave()), Send(b, Leave())
-    gate.perform([tokens, Remember((session(1),)), to_a, Note((session(2),))])
-    assert done == [tokens] and hand.noted == [session(2)]
-    gate.perform([to_b, to_a2])
-    assert done == [tokens, to_b]
-    gate.perform([Remember((session(3),)), to_b2])
-    gate.perform([to_a3, to_b])
-    assert done == [tokens, to_b]
-    hand.waiting[0](True)
-    assert [id(x) for x in done[2:]] == [id(to_a), id(to_a2)]
-    hand.waiting[1](False)  # it cannot be kept: the cluster goes on
-    assert [id(x) for x in done[4:]] == [id(to_b2), id(to_a3), id(to_b)]
-    gate.perform([to_a])
-    assert done[-1] is to_a and not gate._held and not gate._held_for
 
 
 # -- a process that is killed

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -14,14 +15,12 @@ import pytest
 
 from fake_instances import GEOMETRY, SECRET
 from memserve.cluster.machine import Cluster
-from memserve.config import ClusterConfig, InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.config import ClusterConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.instance.machine import Instance
+from memserve.instance.router_addresses import RouterAddresses
 from memserve.mempool.jobs import CancelPulls, PagesPulled, PagesSealed, SealPages
 from memserve.messages import ROUTER, AnyMessage, Expelled, Heard, Join, Peer, PeerInfo, PeerJoined, Recall, Welcome
-from memserve.runtime import doors as doors_module
-from memserve.runtime import member as member_module
-from memserve.runtime.doors import Doors
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.router import RouterEngine
@@ -34,6 +33,11 @@ from waiting import eventually
 
 BLOCK, BLOCKS, VOCAB, WAIT_S = 32, 40, 50, 20.0
 CONFIG = ClusterConfig(dead_after_ns=2000 * NS_PER_MS, unplaced_ns=10_000 * NS_PER_MS)
+
+
+BRISK = MemberConfig(beat_ns=50 * NS_PER_MS)
+IMPATIENT = replace(BRISK, asks_after_ns=50 * NS_PER_MS, silent_after_ns=600 * NS_PER_MS, turn_ns=200 * NS_PER_MS)
+"""Addresses are tried in tenths of seconds."""
 
 
 class Device(LiteralDevice):
@@ -81,11 +85,12 @@ class NoPages:
 class Node:
     """A member and what it is made of."""
 
-    def __init__(self, name: str, routers: str, namespace: str = "model") -> None:
+    def __init__(self, name: str, routers: str, namespace: str = "model", config: MemberConfig = BRISK) -> None:
         me = Peer(name, new_generation())
         pool = PoolConfig(BLOCKS)
-        config = InstanceConfig(256, namespace, pool, SchedulerConfig(8, 128, 64))
-        self.machine = Instance(config, BLOCK, me=me, geometry=GEOMETRY)
+        self.machine = Instance(
+            InstanceConfig(256, namespace, pool, SchedulerConfig(8, 128, 64)), BLOCK, me=me, geometry=GEOMETRY
+        )
         self.device = Device()
         info = PeerInfo(me, Role.COLOCATED, "", namespace, GEOMETRY, BLOCKS, 0, self.machine.context_tokens, True)
         self.ports: list[NoPages] = []
@@ -96,8 +101,14 @@ class Node:
             routers.split(","),
             lambda me, on_message: ZmqMailbox(me, SECRET, "127.0.0.1", 0, on_message),
             self._open_port,
+            config,
         )
         self.member.start()
+
+    @property
+    def addresses(self) -> RouterAddresses:
+        """Where it looks for a router."""
+        return self.member._member.addresses
 
     def _open_port(self, on_pages) -> NoPages:
         self.ports.append(NoPages(on_pages))
@@ -117,12 +128,11 @@ def router() -> Iterator[RouterEngine]:
 
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
-    monkeypatch.setattr(member_module, "BEAT_S", 0.05)
+def node() -> Iterator[Callable[..., Node]]:
     made: list[Node] = []
 
-    def make(*arguments: str) -> Node:
-        made.append(Node(*arguments))
+    def make(*arguments: str, config: MemberConfig = BRISK) -> Node:
+        made.append(Node(*arguments, config=config))
         return made[-1]
 
     yield make
@@ -254,26 +264,19 @@ def test_a_late_welcome_of_a_router_that_was_replaced_is_not_taken(node) -> None
         mailbox.close()
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses are tried in tenths of seconds."""
-    for name, seconds in (("ASK_S", 0.05), ("SILENT_S", 0.6), ("TURN_S", 0.2)):
-        monkeypatch.setattr(doors_module, name, seconds)
-
-
-def test_a_router_is_found_at_the_address_where_one_is(router, node, impatient) -> None:
+def test_a_router_is_found_at_the_address_where_one_is(router, node) -> None:
     """The first of the cluster's routers is away when the instance starts."""
-    it = node("c1", f"tcp://127.0.0.1:9,{router.address}")
+    it = node("c1", f"tcp://127.0.0.1:9,{router.address}", config=IMPATIENT)
     assert router.wait_for(["c1"], WAIT_S)
     request, truth = ask("found", 5)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
     it.member.wait_joined(WAIT_S)
 
 
-def test_who_lost_its_router_joins_the_next_which_does_not_remember_it(router, node, impatient) -> None:
+def test_who_lost_its_router_joins_the_next_which_does_not_remember_it(router, node) -> None:
     """Nobody calls it back: it knocks itself, and keeps its cache."""
     standby_port = free_port()
-    it = node("c1", f"{router.address},tcp://127.0.0.1:{standby_port}")
+    it = node("c1", f"{router.address},tcp://127.0.0.1:{standby_port}", config=IMPATIENT)
     assert router.wait_for(["c1"], WAIT_S)
     request, truth = ask("first", 5)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
@@ -288,7 +291,7 @@ def test_who_lost_its_router_joins_the_next_which_does_not_remember_it(router, n
         standby.close(WAIT_S)
 
 
-def test_a_router_that_is_only_quiet_is_not_left(router, node, impatient, monkeypatch) -> None:
+def test_a_router_that_is_only_quiet_is_not_left(router, node, monkeypatch) -> None:
     """There is nothing to say for many patiences: it is asked for a word, and gives it."""
     words: list[AnyMessage] = []
     arrived = Member._message_arrived
@@ -297,25 +300,26 @@ def test_a_router_that_is_only_quiet_is_not_left(router, node, impatient, monkey
         "_message_arrived",
         lambda self, sender, message: (words.append(message), arrived(self, sender, message)),
     )
-    it = node("c1", f"{router.address},tcp://127.0.0.1:9")
+    it = node("c1", f"{router.address},tcp://127.0.0.1:9", config=IMPATIENT)
     assert router.wait_for(["c1"], WAIT_S)
-    first, since = it.member.me, time.monotonic()
-    eventually(lambda: time.monotonic() - since > 3 * doors_module.SILENT_S and words.count(Heard()) >= 10)
-    assert it.member.me == first and it.member._doors.address == router.address
+    first, since_ns = it.member.me, time.monotonic_ns()
+    patience_ns = 3 * IMPATIENT.silent_after_ns
+    eventually(lambda: time.monotonic_ns() - since_ns > patience_ns and words.count(Heard()) >= 10)
+    assert it.member.me == first and it.addresses.address == router.address
 
 
-def test_who_was_only_cut_off_goes_back_to_its_router(router, node, impatient, monkeypatch) -> None:
+def test_who_was_only_cut_off_goes_back_to_its_router(router, node, monkeypatch) -> None:
     """For a while nothing of the router arrives: the instance looks elsewhere, and hears it when it turns back."""
     arrived, deaf = Member._message_arrived, threading.Event()
     monkeypatch.setattr(
         Member, "_message_arrived", lambda self, *letter: None if deaf.is_set() else arrived(self, *letter)
     )
-    it = node("c1", f"{router.address},tcp://127.0.0.1:9")
+    it = node("c1", f"{router.address},tcp://127.0.0.1:9", config=IMPATIENT)
     assert router.wait_for(["c1"], WAIT_S)
     deaf.set()
-    eventually(lambda: it.member._doors.address != router.address)
+    eventually(lambda: it.addresses.address != router.address)
     deaf.clear()
-    eventually(lambda: it.member._doors.address == router.address == it.member._doors.home)
+    eventually(lambda: it.addresses.address == router.address == it.addresses.home)
     request, truth = ask("back", 5)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
 
@@ -327,50 +331,21 @@ def test_a_welcome_that_comes_late_settles_where_the_join_was_sent(router, node,
     def arrive(self: Member, sender: Peer, message: AnyMessage) -> None:
         if isinstance(message, Welcome) and not late.is_set():
             late.set()
-            self._doors.address = away
+            self._member.addresses.address = away
             self._mailbox.connect(Peer(ROUTER, 0), away)
         arrived(self, sender, message)
 
     monkeypatch.setattr(Member, "_message_arrived", arrive)
     it = node("c1", f"{router.address},{away}")
     assert it.member.wait_joined(WAIT_S) and late.is_set()
-    assert it.member._doors.address == it.member._doors.home == router.address
-    behind = msgspec.structs.replace(it.member._info, peer=Peer("c2", 1))
+    assert it.addresses.address == it.addresses.home == router.address
+    behind = msgspec.structs.replace(it.member._member.info, peer=Peer("c2", 1))
     router._mailbox.send(it.member.me, Welcome((), away))  # of a Join that was under way
     router._mailbox.send(it.member.me, PeerJoined(behind))
     eventually(lambda: behind.peer in it.ports[0].peers)
-    assert it.member._doors.address == it.member._doors.home == router.address
+    assert it.addresses.address == it.addresses.home == router.address
     request, truth = ask("late", 5)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
-
-
-def test_addresses_are_tried_in_turn() -> None:
-    now = [0.0]
-    doors = Doors(["a", "b", "c"], lambda: now[0])
-    tried = []
-    for _ in range(9):
-        now[0] += 1.0
-        tried += [doors.address] if doors.turn() else []
-    assert tried == ["b", "c", "a", "b"], "two seconds each while there is no router"
-    doors.heard()
-    doors.settle("")
-    assert doors.home == "b", "not said where: the one that is tried"
-    doors.address = "c"
-    doors.settle("b")
-    assert (doors.address, doors.home) == ("b", "b")
-    now[0] += 5.5
-    assert not doors.turn() and doors.asks, "its own router has longer"
-    now[0] += 0.6
-    assert doors.turn() and doors.address == "c" and doors.home == "b"
-    doors.lead_to("d")
-    assert (doors.address, doors.home, str(doors)) == ("d", None, "a, b, d")
-    doors.lead_to("a")
-    assert (doors.address, str(doors)) == ("a", "a, b, d")
-    doors.settle("nowhere")
-    assert (doors.address, doors.home) == ("a", "a"), "an address that was never tried is none"
-    alone = Doors(["a"], lambda: now[0])
-    now[0] += 1e6
-    assert not alone.turn() and not alone.asks
 
 
 def test_a_drained_member_finishes_what_it_has_and_leaves(router, node) -> None:

@@ -147,7 +147,7 @@ def test_what_a_lost_message_costs(kind: type, mix: str, monkeypatch: pytest.Mon
     world.run()
     ended_ns = world.referee.asks["c0.0"].ended_ns
     assert network.lost_ns > 0 and ended_ns is not None
-    assert (ended_ns - network.lost_ns) < 2 * world.heartbeat_ns + 60 * MS
+    assert (ended_ns - network.lost_ns) < 2 * world.member_config.beat_ns + 60 * MS
     assert world.router.machine.stats().counters.attempts_failed == {"lost": 1}
 
 

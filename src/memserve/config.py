@@ -273,6 +273,23 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class MemberConfig:
+    """How an instance keeps in touch with its router."""
+
+    beat_ns: int = NS_PER_S // 2
+    """Between two heartbeats, and between two requests to join. A member that is silent for ten is taken to be dead."""
+    stats_every: int = 4
+    """Every so many heartbeats carry the engine's statistics."""
+    asks_after_ns: int = NS_PER_S
+    """After so long without a message of the router it is asked for one, where there are several addresses."""
+    silent_after_ns: int = 6 * NS_PER_S
+    """After so long the router is taken to be gone, and the next address is tried. By then it takes the instance to be
+    dead."""
+    turn_ns: int = 2 * NS_PER_S
+    """How long each further address has to answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """What a person chooses when starting an engine; each field is a flag of ``memserve serve``."""
 

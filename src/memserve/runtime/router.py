@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import (
     CostsMeasured,
     EmitTokens,
@@ -34,7 +35,7 @@ from memserve.cluster.events import (
 )
 from memserve.cluster.machine import Cluster
 from memserve.cluster.report import InstanceView, RouteStory
-from memserve.errors import UserError
+from memserve.errors import InvariantError, UserError
 from memserve.messages import AnyMessage, Join, Peer, PeerInfo, Welcome
 from memserve.model.loading.card import ModelCard
 from memserve.policy.costs import CostModel
@@ -42,7 +43,6 @@ from memserve.remembered import DocumentDropped, DocumentPut
 from memserve.runtime.clients import Clients, Sink
 from memserve.runtime.loop import MachineLoop
 from memserve.runtime.member_log import MemberLog
-from memserve.runtime.meta_gate import MetaGate
 from memserve.runtime.meta_keeper import Durability, MetaKeeper
 from memserve.runtime.ports import Mailbox, OnMessage
 from memserve.runtime.stats import RouterStats
@@ -85,7 +85,7 @@ class RouterEngine:
         self._loop: MachineLoop[Any] = MachineLoop(
             machine, self._perform, on_broken=self._clients.fail_all, name="memserve-router", clock_ns=clock_ns
         )
-        self._gate = MetaGate(keeper, self._do, self._loop.call) if keeper is not None else None
+        self._gate = DurabilityGate() if keeper is not None else None
         self._mailbox = open_mailbox(self._message_arrived)
         if keeper is not None and me is not None:
             recovered = StateRecovered(keeper.remembered, me, self._mailbox.address, keeper.clock_offset_ns)
@@ -221,11 +221,8 @@ class RouterEngine:
         elif isinstance(event, StateRecovered):
             for member in event.remembered.members:
                 self._connect(member.info)
-        if self._gate is not None:
-            self._gate.perform(actions)
-        else:
-            for action in actions:
-                self._do(action)
+        for action in self._gate.admit(actions) if self._gate is not None else actions:
+            self._do(action)
         self._forget_gone()
 
     def _do(self, action: Any) -> None:
@@ -238,6 +235,22 @@ class RouterEngine:
                 self._clients.reject(request_id, reason, retry_after_s, overloaded)
             case ReportMember():
                 self._log.say(action)
+            case Write():
+                self._write(action)
+
+    def _write(self, write: Write) -> None:
+        keeper, gate, number = self._keeper, self._gate, write.number
+        if keeper is None or gate is None:
+            raise InvariantError("a router without metadata was asked to write some")
+        if number is None:
+            keeper.note(write.records)
+            return
+
+        def release() -> None:
+            for action in gate.release(number):
+                self._do(action)
+
+        keeper.keep(write.records, lambda _durable: self._loop.call(release))
 
     def _follow_members(self, event: MessageArrived, actions: list[Any]) -> None:
         """Lines follow membership: whoever is welcome can be spoken to from now on."""

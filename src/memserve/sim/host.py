@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from memserve.cluster.machine import Cluster
+from memserve.config import MemberConfig
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFailed, StepFinished
 from memserve.instance.machine import Instance
@@ -16,7 +17,7 @@ from memserve.sim.network import Network
 from memserve.types import TokenOutput
 
 if TYPE_CHECKING:
-    from memserve.sim.nodes import InstanceNode
+    from memserve.sim.nodes import InstanceNode, RouterNode
     from memserve.sim.process import Process
 
 
@@ -62,12 +63,16 @@ class Host(Protocol):
         """The wires between the nodes."""
 
     @property
-    def heartbeat_ns(self) -> int:
-        """How often an instance says that it lives."""
+    def member_config(self) -> MemberConfig:
+        """How often an instance says that it lives, and how long it waits for its router."""
 
     @property
-    def join_again_ns(self) -> int:
-        """How often it asks to join until there is an answer."""
+    def router_addresses(self) -> Sequence[str]:
+        """Where instances look for a router, in turn."""
+
+    @property
+    def router(self) -> RouterNode:
+        """The one router there is."""
 
     @property
     def tells(self) -> bool:

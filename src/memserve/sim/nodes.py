@@ -21,35 +21,35 @@ from memserve.instance.actions import (
 )
 from memserve.instance.events import LayerFinished, MessageArrived
 from memserve.instance.machine import Instance
-from memserve.messages import (
-    ROUTER,
-    AnyMessage,
-    Drain,
-    Expelled,
-    Heartbeat,
-    Join,
-    Leave,
-    Peer,
-    PeerGone,
-    PeerJoined,
-    Recall,
-    Refused,
-    RequestRefused,
-    Tokens,
-    Welcome,
-    roll_of,
+from memserve.instance.member import MemberMachine
+from memserve.instance.member_actions import (
+    BecomeNew,
+    Deliver,
+    DialRouter,
+    Left,
+    LoadRead,
+    MeetPeer,
+    MemberAction,
+    MemberEvent,
+    Notice,
+    PartFromPeer,
+    ReadLoad,
+    Reborn,
 )
+from memserve.messages import ROUTER, AnyMessage, Expelled, Peer, RequestRefused, Tokens
+from memserve.serving import ClockTicked
 from memserve.sim.host import DataPort, Device, Host
-from memserve.sim.process import Process
+from memserve.sim.process import Process, Ticking
 from memserve.types import Role
 
-_ANY_ROUTER = Peer(ROUTER, 0)
+ROUTER_ADDRESS = "virtual://router"
 
 
 class InstanceNode(Process):
-    """What ``runtime/member`` does: joins, beats, hosts an ``Instance``, its device and its data port."""
+    """Hosts a ``MemberMachine`` and an ``Instance``, its device and its data port, as ``runtime/member`` does."""
 
     machine: Instance
+    member: MemberMachine
     device: Device
     port: DataPort
 
@@ -70,105 +70,70 @@ class InstanceNode(Process):
         self.port = self.host.new_port(self)
         self.plans: deque[StepPlan] = deque()
         self._working = False
-        self.router: Peer | None = None
-        self._recalled_by: Peer | None = None
-        self.knows: dict[str, Peer] = {}
-        self._roll: int | None = None
-        self.draining = False
-        self._join()
-        self.later(self.host.heartbeat_ns, self._beat)
+        #: what the mailbox knows: other members by name, and where it looks for a router
+        self._lines: dict[str, Peer] = {}
+        self._dialled = ""
+        info, config = self.host.peer_info(self), self.host.member_config
+        self.member = MemberMachine(info, self.host.router_addresses, config)
+        self._beating = Ticking(self, self._member_ticks)
+        self._do(self.member.start(self.now))
 
     def left(self) -> None:
-        """It has been drained, has said good-bye, and its process has ended."""
+        """It has been drained, has said goodbye, and its process has ended."""
 
     def refused(self, reason: str) -> None:
         """The router does not take it."""
         check(False, f"{self.peer.name} was refused: {reason}")
 
-    def _join(self) -> None:
-        """Ask to be a member, until there is an answer."""
-        if self.router is None:
-            self.host.network.send(self.peer, _ANY_ROUTER, Join(self.host.peer_info(self)))
-            self.later(self.host.join_again_ns, self._join_again, self.peer.generation)
-
-    def _join_again(self, generation: int) -> None:
-        if generation == self.peer.generation:
-            self._join()
-
-    def _beat(self) -> None:
-        if self.router is not None:
-            machine = self.machine
-            heartbeat = Heartbeat(machine.load(), machine.next_event, roll=self._count_roll())
-            self.host.network.send(self.peer, _ANY_ROUTER, heartbeat)
-            if self.draining and self._is_idle():
-                self.host.network.send(self.peer, self.router, Leave())
-                self.kill()
-                self.left()
-                return
-        self.later(self.host.heartbeat_ns, self._beat)
-
-    def _count_roll(self) -> int:
-        """Of all members that it knows; counted again only when they change."""
-        if self._roll is None:
-            self._roll = roll_of([self.peer, *self.knows.values()])
-        return self._roll
-
-    def _is_idle(self) -> bool:
-        load = self.machine.load()
-        return not (load.requests_waiting or load.sequences_running or load.transfers_open)
-
-    # -- in
+    # -- as a member
 
     def hear(self, sender: Peer, message: AnyMessage) -> None:
         if self.host.tells:
             self.host.say(f"{self.peer.name} <- {sender.name}: ", message)
-        if sender.name != ROUTER:
-            self.post(MessageArrived(sender, message))
-        elif isinstance(message, Expelled | Welcome) and self._is_outdated(sender):
-            pass
-        elif isinstance(message, Expelled):
-            self._join_anew(sender, message)
-        elif isinstance(message, Drain):
-            self.draining = True
-        elif isinstance(message, Recall):
-            self._answer_recall(sender)
-        elif isinstance(message, Refused):
-            self.refused(message.reason)
-        else:
-            self._follow_members(sender, message)
-            self.post(MessageArrived(sender, message))
+        self._tell_member(MessageArrived(sender, message))
 
-    def _is_outdated(self, router: Peer) -> bool:
-        """Whether another has taken the place of ``router``, as far as is known here."""
-        known = (self.router, self._recalled_by)
-        return any(peer is not None and router.generation < peer.generation for peer in known)
+    def _member_ticks(self) -> None:
+        self._tell_member(ClockTicked())
 
-    def _answer_recall(self, sender: Peer) -> None:
-        """A router that was started anew remembers this incarnation: it joins again, as it is."""
-        if sender != self.router and not self._is_outdated(sender):
-            self.router, self._recalled_by = None, sender
-            self._join()
+    def _tell_member(self, event: MemberEvent) -> None:
+        self._do(self.member.handle(event, self.now))
 
-    def _follow_members(self, sender: Peer, message: AnyMessage) -> None:
-        if isinstance(message, Welcome | PeerJoined | PeerGone):
-            self._roll = None
-        if isinstance(message, Welcome):
-            self.router = sender
-            self.knows = {info.peer.name: info.peer for info in message.peers if info.peer != self.peer}
-        elif isinstance(message, PeerJoined):
-            self.knows[message.info.peer.name] = message.info.peer
-        elif isinstance(message, PeerGone) and self.knows.get(message.peer.name) == message.peer:
-            del self.knows[message.peer.name]
+    def _do(self, actions: Sequence[MemberAction]) -> None:
+        life = self.life
+        for action in actions:
+            self._do_one(action)
+            if self.life != life:
+                return  # it has left
+        self._beating.look(self.member.next_deadline_ns)
 
-    def _join_anew(self, sender: Peer, message: Expelled) -> None:
+    def _do_one(self, action: MemberAction) -> None:
+        match action:
+            case Deliver(sender, message):
+                self.post(MessageArrived(sender, message))
+            case Send(to, message):
+                self.send(to, message)
+            case ReadLoad():
+                self._tell_member(LoadRead(self.machine.load(), self.machine.next_event))
+            case DialRouter(_, address):
+                self._dialled = address
+            case MeetPeer(info):
+                self._lines[info.peer.name] = info.peer
+            case PartFromPeer(peer):
+                del self._lines[peer.name]
+            case BecomeNew():
+                self._become_new(action)
+            case Notice(text):
+                self.host.say(f"{self.peer.name}: {text}")
+            case Left(refused):
+                self.kill()
+                self.refused(refused) if refused else self.left()
+
+    def _become_new(self, order: BecomeNew) -> None:
         """All work is dropped, the cache stays, the name gets a new generation."""
-        self.router = None
-        self.knows.clear()
-        self._roll = None
-        self.post(MessageArrived(sender, message))
-        self.peer = Peer(self.peer.name, max(self.peer.generation, message.newest) + 1)
+        self.post(MessageArrived(order.router, Expelled(order.reason)))
+        self.peer = Peer(self.peer.name, order.generation_min)
         self.machine.reborn(self.peer)
-        self._join()
+        self._tell_member(Reborn(self.host.peer_info(self)))
 
     def post(self, event: object) -> None:
         actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # whoever posts knows what the machine hears
@@ -198,20 +163,21 @@ class InstanceNode(Process):
                 self.port.cancel(action)
 
     def _tell_router(self, message: AnyMessage) -> None:
-        if self.router is not None:
-            self.send(self.router, message)
+        if self.member.router is not None:
+            self.send(self.member.router, message)
 
     def send(self, to: Peer, message: AnyMessage) -> None:
-        """Messages to peers that the mailbox does not know are lost."""
-        if to == self.router or self.knows.get(to.name) == to:
+        """Messages to peers that the mailbox does not know are lost, and those to an address without a router."""
+        reached = self._dialled == self.host.router.address if to.name == ROUTER else self._lines.get(to.name) == to
+        if reached:
             self.host.network.send(self.peer, to, message)
         elif self.host.tells:
-            self.host.say(f"      lost: {self.peer.name} does not know {to}: ", message)
+            self.host.say(f"      lost: {self.peer.name} does not reach {to}: ", message)
 
     def owner_of(self, job: PullPages) -> InstanceNode | None:
         """The living process whose pages ``job`` is to read; ``None`` = it is unknown here, or another generation."""
         node = self.host.network.nodes.get(job.peer.name)
-        if isinstance(node, InstanceNode) and node.peer == job.peer and self.knows.get(job.peer.name) == job.peer:
+        if isinstance(node, InstanceNode) and node.peer == job.peer and self._lines.get(job.peer.name) == job.peer:
             return node
         return None
 
@@ -247,6 +213,7 @@ class RouterNode(Process):
 
     def __init__(self, host: Host, generation: int = 7) -> None:
         super().__init__(host, Peer(ROUTER, generation))
+        self.address = ROUTER_ADDRESS
         self.machine = host.new_cluster()
 
     def restart(self) -> None:

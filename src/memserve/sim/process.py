@@ -17,12 +17,12 @@ TICK_MIN_NS = 1_000_000
 
 
 class Ticking:
-    """Sends ``ClockTicked`` when a machine's deadline comes, as the hosts' loop does."""
+    """Calls ``tick`` when a machine's deadline comes, as the hosts' loop does."""
 
-    __slots__ = ("_planned_ns", "_process")
+    __slots__ = ("_planned_ns", "_process", "_tells")
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
+    def __init__(self, process: Process, tick: Callable[[], None]) -> None:
+        self._process, self._tells = process, tick
         self._planned_ns: int | None = None
 
     def look(self, deadline_ns: int | None) -> None:
@@ -37,7 +37,7 @@ class Ticking:
     def _tick(self, when_ns: int) -> None:
         if self._planned_ns == when_ns:
             self._planned_ns = None
-            self._process.post(ClockTicked())
+            self._tells()
 
 
 class Process(Node):
@@ -51,13 +51,16 @@ class Process(Node):
         self.life = 0
         """Counts its starts: what one life had planned does not happen in the next."""
         self.skew_ns = 0
-        self.ticking = Ticking(self)
+        self.ticking = Ticking(self, self._tick)
         self._frozen: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()
 
     @property
     def now(self) -> int:
         """What its own clock says: the clocks of two hosts have nothing to do with each other."""
         return self.host.clock.now + self.skew_ns
+
+    def _tick(self) -> None:
+        self.post(ClockTicked())
 
     # -- life
 
@@ -66,7 +69,7 @@ class Process(Node):
         self.life += 1
         self.alive, self.paused = True, 0
         self._frozen.clear()
-        self.ticking = Ticking(self)
+        self.ticking = Ticking(self, self._tick)
 
     def kill(self) -> None:
         """SIGKILL."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from memserve.cluster.machine import Cluster
 from memserve.cluster.report import GateStats
-from memserve.config import AdmissionConfig, ClusterConfig, InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.config import AdmissionConfig, ClusterConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.errors import check
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
@@ -30,7 +30,7 @@ from memserve.messages import AnyMessage, Dispatch, Peer, PeerInfo
 from memserve.serving import RequestArrived
 from memserve.sim.clock import Clock
 from memserve.sim.network import Network
-from memserve.sim.nodes import InstanceNode, RouterNode
+from memserve.sim.nodes import ROUTER_ADDRESS, InstanceNode, RouterNode
 from memserve.sim.process import Process
 from memserve.types import Caching, KVGeometry, Request, Role, StopParams, TokenArray, TokenOutput
 from memserve.units import NS_PER_MS, NS_PER_S
@@ -129,8 +129,8 @@ class SourceWorld:
     """A router, one instance, and a client that asks."""
 
     tells = False
-    heartbeat_ns = NS_PER_S // 2
-    join_again_ns = NS_PER_S
+    member_config = MemberConfig()
+    router_addresses = (ROUTER_ADDRESS,)
 
     def __init__(self, case: Case) -> None:
         self.case = case

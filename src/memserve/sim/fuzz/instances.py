@@ -70,11 +70,11 @@ class FuzzedInstance(InstanceNode):
         if not self.set_back:
             super().refused(reason)
         self.kill()
-        self.host.clock.after(2 * self.host.heartbeat_ns, self._boot_unless_alive)
+        self.host.clock.after(2 * self.host.member_config.beat_ns, self._boot_unless_alive)
 
     def left(self) -> None:
         """A new process of the same name follows soon."""
-        self.host.clock.after(2 * self.host.heartbeat_ns, self._boot_unless_alive)
+        self.host.clock.after(2 * self.host.member_config.beat_ns, self._boot_unless_alive)
 
     def _boot_unless_alive(self) -> None:
         if not self.alive:

@@ -5,13 +5,17 @@ Only a simulation does this, and only while :func:`planted` lasts. No line of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from memserve.cluster.durability import DurabilityGate, Write
+from memserve.cluster.events import ClusterAction
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.trees import Feed, Trees
 from memserve.errors import UserError
+from memserve.instance.member import MemberMachine
+from memserve.instance.router_addresses import RouterAddresses
 from memserve.mempool import pool as pool_module
 from memserve.mempool.desk import Deadlines, Mortal
 from memserve.mempool.identity import DEFAULT_KEY, namespace_id
@@ -82,6 +86,42 @@ def _checksum() -> list[Swap]:
     return [(TruthDevice, "pull", _believes)]
 
 
+def _goes_through(self: DurabilityGate, actions: Iterable[ClusterAction]) -> list[ClusterAction | Write]:
+    """Everything at once; what is to be written is written all the same."""
+    held = _admit(self, actions)
+    return [*held, *self.release(self._asked)]
+
+
+_admit = DurabilityGate.admit
+
+
+def _durability_gate() -> list[Swap]:
+    """Messages leave before what they depend on is durable."""
+    return [(DurabilityGate, "admit", _goes_through)]
+
+
+def _never_outdated(self: MemberMachine, router: Peer) -> bool:
+    return False
+
+
+def _router_generation() -> list[Swap]:
+    """Instances obey a router whose place another has taken."""
+    return [(MemberMachine, "_is_outdated", _never_outdated)]
+
+
+def _never_turns(self: RouterAddresses, now: int) -> bool:
+    return False
+
+
+def _router_addresses() -> list[Swap]:
+    """Instances look for a router at their first address alone."""
+    return [(RouterAddresses, "turn", _never_turns), (RouterAddresses, "lead_to", _stays)]
+
+
+def _stays(self: RouterAddresses, address: str, now: int) -> None:
+    self.heard(now)
+
+
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "generation-check": _generation_check,
     "lease-sweep": _lease_sweep,
@@ -89,6 +129,9 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "event-replay": _event_replay,
     "fsync": _fsync,
     "checksum": _checksum,
+    "durability-gate": _durability_gate,
+    "router-generation": _router_generation,
+    "router-addresses": _router_addresses,
 }
 
 

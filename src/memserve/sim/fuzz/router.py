@@ -1,16 +1,16 @@
 """The router of the fuzzed world, and the disk on which it remembers.
 
-What stands behind a ``Remember`` waits for the disk, as ``runtime/meta_gate`` has it. The disk can be slow, full, or
-lose power; a checker knows what it has promised to keep.
+The production gate holds back what depends on the disk. The disk can be slow, full, or lose power; a checker knows what
+it has promised to keep, and which actions must not leave before that.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember, Send, StateRecovered
+from memserve.cluster.durability import DurabilityGate, Write
+from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember, StateRecovered
 from memserve.messages import ROUTER, Peer
 from memserve.meta.book import Book
 from memserve.meta.faulty import FaultyMedium
@@ -34,6 +34,29 @@ class Promises:
     def __init__(self) -> None:
         self._kept = Book()
         self._pending: list[Sequence[AnyRecord]] = []
+        #: by identity: actions that have not left, each with what must be safe before that; and what is not safe yet
+        self._needs: dict[int, tuple[ClusterAction, Sequence[AnyRecord]]] = {}
+        self._unsafe: dict[int, Sequence[AnyRecord]] = {}
+
+    def expected(self, actions: Sequence[ClusterAction]) -> None:
+        """A machine wants these done, in order: what stands behind a ``Remember`` depends on it."""
+        needed: Sequence[AnyRecord] | None = None
+        for action in actions:
+            if isinstance(action, Remember):
+                needed = self._unsafe[id(action.records)] = action.records
+            elif needed is not None and not isinstance(action, Note | ReportMember):
+                self._needs[id(action)] = action, needed
+
+    def check_leaves(self, action: ClusterAction, *, is_broken: bool) -> None:
+        """Raise :class:`Violation` if what ``action`` depends on may be lost. A disk that fails excuses it."""
+        _, needed = self._needs.pop(id(action), (action, ()))
+        if needed and id(needed) in self._unsafe and not is_broken:
+            raise Violation(f"{action!r} leaves before this is durable: {needed!r}"[:500])
+
+    def died(self) -> None:
+        """What had not left never will."""
+        self._needs.clear()
+        self._unsafe.clear()
 
     def written(self, records: Sequence[AnyRecord]) -> None:
         """They may be lost."""
@@ -43,6 +66,7 @@ class Promises:
         """What was written so far must not be lost any more."""
         for records in self._pending:
             self._kept.apply(records)
+            self._unsafe.pop(id(records), None)
         self._pending.clear()
 
     def check(self, found: Book) -> None:
@@ -71,16 +95,19 @@ class FuzzedRouter(RouterNode):
         self.disk_ns = 0
         """What each sync takes."""
         self.promises = Promises()
-        self._held: deque[tuple[int, ClusterAction]] = deque()
-        self._asked = 0
+        self._gate = DurabilityGate()
         self._store: Store | None = None
         if world.scenario.remembers:
             self._open()
 
     def restart(self) -> None:
-        """It dies and starts again, with what is on its disk; its clients are gone, the instances are there."""
+        """It dies and starts again, with what is on its disk; its clients are gone, the instances are there. Where a
+        cluster has two routers, the one that takes over may be the other, at its own address."""
         super().restart()
-        self._held.clear()
+        if len(self.host.router_addresses) > 1:
+            self.address = self.host.random.choice(self.host.router_addresses)
+        self._gate = DurabilityGate()
+        self.promises.died()
         if self._store is not None:
             self._open()
 
@@ -104,26 +131,23 @@ class FuzzedRouter(RouterNode):
         remembered = self._store.book.remembered(-self.skew_ns)
         last = remembered.router.generation if remembered.router is not None else 0
         self.peer = Peer(ROUTER, max(last, self.peer.generation) + 1)
-        self.post(StateRecovered(remembered, self.peer, "virtual://router", -self.skew_ns))
+        self.post(StateRecovered(remembered, self.peer, self.address, -self.skew_ns))
 
-    # -- actions, in an order that is safe
+    # -- actions, in the order that the gate finds safe
 
     def perform(self, actions: Sequence[ClusterAction]) -> None:
-        is_behind = False
-        for action in actions:
-            if isinstance(action, Note):
+        self.promises.expected(actions)
+        for action in self._gate.admit(actions):
+            if isinstance(action, Write):
                 self._write(action.records)
-            elif isinstance(action, Remember):
-                is_behind = True
-                self._asked += 1
-                self._write(action.records)
-                self.later(self.disk_ns, self._sync, self._asked)
-            elif isinstance(action, ReportMember):
-                self.perform_one(action)
-            elif is_behind or (self._held and isinstance(action, Send)):
-                self._held.append((self._asked, action))
+                if action.number is not None:
+                    self.later(self.disk_ns, self._sync, action.number)
             else:
                 self.perform_one(action)
+
+    def perform_one(self, action: ClusterAction) -> None:
+        self.promises.check_leaves(action, is_broken=self._store is None or self._store.is_broken)
+        super().perform_one(action)
 
     def _write(self, records: Sequence[AnyRecord]) -> None:
         store = self._store
@@ -146,8 +170,9 @@ class FuzzedRouter(RouterNode):
         if store is not None and not store.is_broken:
             store.sync()
             self.promises.synced()
-        while self._held and self._held[0][0] <= number:
-            self.perform_one(self._held.popleft()[1])
+        for action in self._gate.release(number):
+            self.perform_one(action)
+        self._gate.check_invariants()
 
     def _repair(self) -> None:
         """Nothing is written behind a hole: only a whole checkpoint makes it good."""

@@ -121,6 +121,8 @@ class Scenario:
     event_capacity: int = 65536
     remembers: bool = False
     """The router has a disk, and goes on from it."""
+    routers: int = 1
+    """Addresses at which a router may be, of which one has it at a time."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     """Who is let in. Clients who are turned away ask something else."""
     step_ns: tuple[int, int] = (1 * MS, 6 * MS)
@@ -179,6 +181,7 @@ def draw(seed: int, setting: Setting) -> Scenario:
         _put_gate(random, scenario)
     _put_rows(scenario, len(roles))
     _put_tenants(scenario, roles)
+    _put_routers(scenario)
     return scenario
 
 
@@ -213,6 +216,13 @@ def _put_tenants(scenario: Scenario, roles: tuple[Role, ...]) -> None:
             turn.priority = random.choice([-(1 << 31), 0, 7])
     if not scenario.setting.faulty and not scenario.setting.swarm and set(roles) == {Role.COLOCATED}:
         _add_flood(random, scenario, 8 * len(roles) + 8)
+
+
+def _put_routers(scenario: Scenario) -> None:
+    """Some scenarios with faults have two addresses for the router. Drawn from a stream of its own."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/routers")
+    if scenario.faults and random.random() < 0.3:
+        scenario.routers = 2
 
 
 def _add_flood(random: Random, scenario: Scenario, count: int) -> None:

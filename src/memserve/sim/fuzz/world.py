@@ -11,7 +11,7 @@ import numpy as np
 
 from memserve.cluster.events import ClusterAction, PrefixPinned, PrefixUnpinned
 from memserve.cluster.machine import Cluster
-from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.instance.machine import Instance
 from memserve.messages import Heartbeat, PeerInfo
 from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
@@ -26,7 +26,7 @@ from memserve.sim.fuzz.router import FuzzedRouter
 from memserve.sim.fuzz.scenario import ALL_MIXES, MS, Scenario, Setting
 from memserve.sim.fuzz.truth import Violation, require
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
-from memserve.sim.nodes import InstanceNode, RouterNode
+from memserve.sim.nodes import ROUTER_ADDRESS, InstanceNode, RouterNode
 from memserve.sim.process import Process
 from memserve.types import Admission, Caching, KVGeometry, Role, TokenOutput
 from memserve.units import ns_from_s
@@ -35,6 +35,7 @@ BLOCK_TOKENS = 4
 NAMESPACE = "world"
 SECOND = 1000 * MS
 LEASE_NS = 2 * SECOND
+STANDBY_ADDRESS = "virtual://standby"
 STEPS_MAX = 200_000
 """Scenarios have some thousands of steps. Who has so many goes round in circles."""
 
@@ -42,14 +43,14 @@ STEPS_MAX = 200_000
 class World:
     """Builds what a scenario says, runs it, and checks it. Checkers only watch."""
 
-    heartbeat_ns = 150 * MS
-    join_again_ns = 300 * MS
+    member_config = MemberConfig(150 * MS, asks_after_ns=300 * MS, silent_after_ns=1200 * MS, turn_ns=400 * MS)
     tells = True
 
     def __init__(self, scenario: Scenario, story_lines: int = 400, log: Callable[[str], object] | None = None) -> None:
         """``story_lines``: how many of the last things that happened are kept for people. ``log`` gets a line for
         everything that any machine hears, with all that it answers: equal seeds, equal bytes."""
         self.scenario = scenario
+        self.router_addresses = (ROUTER_ADDRESS, STANDBY_ADDRESS)[: scenario.routers]
         self.random = Random(f"world {scenario.seed} {scenario.setting}")
         self.clock = Clock()
         self.network = FaultyNetwork(self.clock, self.random, scenario.delay_ns)

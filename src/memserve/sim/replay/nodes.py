@@ -88,13 +88,13 @@ class ReplayNode(InstanceNode):
         if self._working:
             self._glide()
 
-    def _beat(self) -> None:
+    def _member_ticks(self) -> None:
         self.catch_up()
         now = self.host.clock.now
         if now - self._told_ns >= self.host.setup.cluster.stalled_after_ns // TELLS_UNTIL_STALLED:
             self.tell()
-        self._beat_ns = now + self.host.heartbeat_ns  # a heartbeat interrupts: no use in looking beyond
-        super()._beat()
+        self._beat_ns = now + self.host.member_config.beat_ns  # a heartbeat interrupts: no use in looking beyond
+        super()._member_ticks()
         self._glide()
 
     def tell(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from memserve.cluster.machine import Cluster
-from memserve.config import ExchangeConfig, InstanceConfig, PoolConfig
+from memserve.config import ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig
 from memserve.errors import UserError
 from memserve.instance.machine import Instance
 from memserve.messages import PeerInfo
@@ -15,7 +15,7 @@ from memserve.sim.clock import Clock
 from memserve.sim.cores import Cores
 from memserve.sim.links import Fabric, LinkTotals, TimedPort
 from memserve.sim.network import Network
-from memserve.sim.nodes import InstanceNode, RouterNode
+from memserve.sim.nodes import ROUTER_ADDRESS, InstanceNode, RouterNode
 from memserve.sim.process import Process
 from memserve.sim.replay.clients import Clients, MakeScript
 from memserve.sim.replay.nodes import ReplayNode
@@ -37,13 +37,13 @@ class ReplayWorld:
     """Builds what a setup says, and runs a workload on it. Deterministic: no chance is in it."""
 
     tells = False
+    router_addresses = (ROUTER_ADDRESS,)
 
     def __init__(self, setup: Setup, workload: Workload, make_script: MakeScript = Script) -> None:
         self.setup = setup
         self.clock = Clock()
         self.network = Network(self.clock, setup.around.message_ns)
-        self.heartbeat_ns = setup.around.heartbeat_ns
-        self.join_again_ns = NS_PER_S
+        self.member_config = MemberConfig(beat_ns=setup.around.heartbeat_ns)
         self.moments = Moments()
         self.fabric, self.links = Fabric(self.clock), LinkTotals()
         self._steps = step_times(setup.machine)
@@ -132,7 +132,7 @@ class ReplayWorld:
         while len(self.router.machine.instances()) < len(self.instances):
             if self.clock.now > JOINED_BY_NS:
                 raise UserError("the instances do not get ready", hint="fewer of them, or a larger --heartbeat-ms")
-            self.clock.run_until(self.clock.now + self.heartbeat_ns)
+            self.clock.run_until(self.clock.now + self.member_config.beat_ns)
         self.start_ns = self.clock.now
         for fault in self.setup.faults:
             self.clock.at(self.start_ns + ns_from_s(fault.at_s), self._strike, fault)

@@ -31,7 +31,7 @@ def heal_all(world: World) -> None:
         node.fails_next_step = False
         node.rows_to_fail = 0
         node.next_step_hangs_ns = 0
-        if not (node.draining or node.set_back):  # else it starts again when it has left, or may
+        if not (node.member.drains or node.set_back):  # else it starts again when it has left, or may
             require(node.alive and not node.paused, f"{node.peer.name} was not put right")
         require(node.is_well, f"{node.peer.name} was not put right")
     require(world.router.medium.room_bytes is None and not world.router.disk_ns, "the disk was not put right")

@@ -1,0 +1,284 @@
+"""An instance as a member of a cluster: joining, heartbeats, routers that change, draining, leaving (level 2).
+
+::
+
+    OUTSIDE --Join ... Welcome--> MEMBER --Drain--> MEMBER that drains --Leave--> LEFT
+      ^  ^                          |
+      |  +--------- Recall ---------+      another router took over: join it, with all that runs here
+      +-- Reborn <-- Expelled ------+      taken to be dead: drop all work, join as a new incarnation
+
+``runtime/member.py`` hosts this machine with threads and sockets, ``sim/nodes.py`` in virtual time. What the router
+says of requests passes through (``Deliver``); what it says of membership is followed here first, so that the instance
+machine never speaks to a peer that the mailbox does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memserve.config import MemberConfig
+from memserve.errors import check
+from memserve.instance.member_actions import (
+    BecomeNew,
+    Deliver,
+    DialRouter,
+    DrainAsked,
+    Joined,
+    Left,
+    LoadRead,
+    MeetPeer,
+    MemberAction,
+    MemberEvent,
+    Notice,
+    PartFromPeer,
+    ReadLoad,
+    Reborn,
+)
+from memserve.instance.router_addresses import RouterAddresses
+from memserve.messages import (
+    ROUTER,
+    AnyMessage,
+    Drain,
+    Expelled,
+    Heard,
+    Heartbeat,
+    Join,
+    Leave,
+    Load,
+    Peer,
+    PeerGone,
+    PeerInfo,
+    PeerJoined,
+    Recall,
+    Refused,
+    Welcome,
+    roll_of,
+)
+from memserve.serving import MessageArrived, Send
+
+ANY_ROUTER = Peer(ROUTER, 0)
+"""Whichever router is at the address that is dialled."""
+
+
+class MemberMachine:
+    """One mutator, :meth:`handle`."""
+
+    def __init__(self, info: PeerInfo, routers: Sequence[str], config: MemberConfig) -> None:
+        """``info`` is what ``Join`` tells of the instance; ``routers``: the addresses where one may be."""
+        self.info = info
+        self.router: Peer | None = None
+        """The router that has accepted the instance; None: it is no member."""
+        self.addresses = RouterAddresses(routers, config)
+        self._config = config
+        self._recalled_by: Peer | None = None  # the newest router that took over: it is asked until it answers
+        self._peers: dict[str, PeerInfo] = {}  # the other members
+        self._roll: int | None = None  # of all members; counted when it is asked for
+        self._is_reborn = True  # False between BecomeNew and Reborn
+        self.drains = False
+        """Whether it takes nothing new, and leaves when it is idle."""
+        self._has_left = False
+        self._leaves_at_ns: int | None = None  # while it drains: the end of the patience; None: it has no end
+        self._why = ""  # of a drain that is not logged yet
+        self._next_beat_ns: int | None = None
+        self._beats = 0
+        self._actions: list[MemberAction] = []
+
+    @property
+    def me(self) -> Peer:
+        """The present incarnation."""
+        return self.info.peer
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When to look again; None: never, it has left or waits for ``Reborn``."""
+        return None if self._has_left or not self._is_reborn else self._next_beat_ns
+
+    def knows(self, peer: Peer) -> bool:
+        """Whether this incarnation of ``peer`` is another member."""
+        info = self._peers.get(peer.name)
+        return info is not None and info.peer == peer
+
+    def start(self, now: int) -> list[MemberAction]:
+        """Dial the first address and ask to join."""
+        self._do(DialRouter(ANY_ROUTER, self.addresses.address))
+        self._beat(now)
+        return self._take_actions()
+
+    def handle(self, event: MemberEvent, now: int) -> list[MemberAction]:
+        """Take ``event`` into account at time ``now`` (ns); the actions are to be done in order."""
+        match event:
+            case MessageArrived(sender, message):
+                self._hear(sender, message, now)
+            case LoadRead():
+                self._send_heartbeat(event, now)
+            case DrainAsked():
+                self._drain(event, now)
+            case Reborn(info):
+                self._begin_anew(info, now)
+        due_ns = self.next_deadline_ns
+        if due_ns is not None and now >= due_ns:
+            self._beat(now)
+        return self._take_actions()
+
+    def _do(self, action: MemberAction) -> None:
+        self._actions.append(action)
+
+    def _take_actions(self) -> list[MemberAction]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    # -- what others say
+
+    def _hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
+        if sender.name != ROUTER:
+            self._do(Deliver(sender, message))
+            return
+        self.addresses.heard(now)
+        if sender == self.router and self.addresses.return_home():
+            self._do(DialRouter(sender, self.addresses.address))
+        if self._is_reborn:  # else it was said to the incarnation that ends now
+            self._hear_router(sender, message, now)
+
+    def _hear_router(self, sender: Peer, message: AnyMessage, now: int) -> None:
+        match message:
+            case Welcome():
+                self._welcome(sender, message)
+            case Recall(address):
+                self._answer_recall(sender, address, now)
+            case Expelled():
+                self._leave_incarnation(sender, message)
+            case Refused(reason):
+                if self.router is None:
+                    self._leave(refused=reason)
+            case Heard():
+                pass
+            case PeerJoined(info):
+                self._meet(info)
+                self._do(Deliver(sender, message))
+            case PeerGone(peer):
+                self._do(Deliver(sender, message))
+                self._part(peer)
+            case Drain():  # repeated with each heartbeat
+                self.drains = True
+                self._do(Deliver(sender, message))
+            case _:
+                self._do(Deliver(sender, message))
+
+    def _is_outdated(self, router: Peer) -> bool:
+        """Whether another router has taken the place of ``router``, as far as is known here."""
+        known = (self.router, self._recalled_by)
+        return any(peer is not None and router.generation < peer.generation for peer in known)
+
+    def _welcome(self, sender: Peer, message: Welcome) -> None:
+        if self._is_outdated(sender):
+            return  # a late one: that router would never hear of this instance again
+        if sender != self.router:  # a further Welcome of the same router does not move it
+            self.addresses.settle(message.joined_at)
+        self._do(DialRouter(sender, self.addresses.address))
+        names = {info.peer.name for info in message.peers}
+        for peer in [info.peer for name, info in self._peers.items() if name not in names]:
+            self._part(peer)
+        for info in message.peers:
+            self._meet(info)
+        self.router = sender
+        self._do(Joined())
+        self._do(Deliver(sender, message))
+
+    def _answer_recall(self, sender: Peer, address: str, now: int) -> None:
+        """Join the new router. Requests that run here are orphaned; they are dropped when its ``Welcome`` arrives."""
+        if sender == (self.router or self._recalled_by) or self._is_outdated(sender):
+            return
+        self._do(Notice(f"the router at {address} takes over: joining it"))
+        self.router, self._recalled_by = None, sender
+        self.addresses.lead_to(address, now)
+        self._do(DialRouter(ANY_ROUTER, address))
+        self._next_beat_ns = now
+
+    def _leave_incarnation(self, sender: Peer, message: Expelled) -> None:
+        """Also where this incarnation never heard that it was a member: its ``Welcome`` was lost, and it was silent."""
+        if self._is_outdated(sender):
+            return
+        self.router, self.addresses.home = None, None
+        self._is_reborn = False
+        self._do(Notice(f"expelled ({message.reason}): joining again"))
+        self._do(BecomeNew(sender, message.reason, max(self.me.generation, message.newest) + 1))
+
+    def _begin_anew(self, info: PeerInfo, now: int) -> None:
+        check(info.peer.generation > self.me.generation, f"{info.peer} is not newer than {self.me}")
+        self.info, self._is_reborn, self._roll = info, True, None
+        self._do(DialRouter(ANY_ROUTER, self.addresses.address))
+        self._next_beat_ns = now
+
+    def _meet(self, info: PeerInfo) -> None:
+        if info.peer.name != self.me.name and self._peers.get(info.peer.name) != info:
+            self._peers[info.peer.name], self._roll = info, None
+            self._do(MeetPeer(info))
+
+    def _part(self, peer: Peer) -> None:
+        if self.knows(peer):
+            del self._peers[peer.name]
+            self._roll = None
+            self._do(PartFromPeer(peer))
+
+    # -- time
+
+    def _beat(self, now: int) -> None:
+        """Ask to join, or for what a heartbeat tells."""
+        self._next_beat_ns = now + self._config.beat_ns
+        if self.addresses.turn(now):
+            self._do(Notice(f"no router is heard: trying {self.addresses.address}"))
+            self._do(DialRouter(ANY_ROUTER, self.addresses.address))
+        if self.router is None:
+            self._do(Send(ANY_ROUTER, Join(self.info, self.addresses.address)))
+            return
+        self._beats += 1
+        self._do(ReadLoad(with_stats=self._beats % self._config.stats_every == 1))
+
+    def _send_heartbeat(self, read: LoadRead, now: int) -> None:
+        if self.router is None or self._has_left:
+            return  # expelled or recalled meanwhile
+        if self._roll is None:
+            self._roll = roll_of([self.me, *(info.peer for info in self._peers.values())])
+        heartbeat = Heartbeat(read.load, read.next_event, read.stats, self._roll, self.addresses.asks(now))
+        self._do(Send(ANY_ROUTER, heartbeat))  # a restarted router shall hear it too
+        if self._why:
+            self._do(Notice(self._drain_notice(read.load, now)))
+        if self.drains:
+            is_idle = not (read.load.requests_waiting or read.load.sequences_running or read.load.transfers_open)
+            if is_idle or (self._leaves_at_ns is not None and now >= self._leaves_at_ns):
+                self._leave()
+
+    # -- leaving
+
+    def _drain(self, asked: DrainAsked, now: int) -> None:
+        self.drains, self._leaves_at_ns, self._why = True, now + asked.patience_ns, asked.why
+        if self._has_left:
+            return
+        if self.router is not None:
+            self._do(Send(self.router, Drain()))
+        if not asked.patience_ns or self.router is None:
+            self._leave()
+        else:
+            self._next_beat_ns = now
+
+    def _drain_notice(self, load: Load, now: int) -> str:
+        why, self._why = self._why, ""
+        left_s = max(0, (self._leaves_at_ns or now) - now) / 1e9
+        return (
+            f"{why}: instance {self.me.name} leaves; {load.sequences_running} sequences run and"
+            f" {load.requests_waiting} requests wait here, and have {left_s:.0f} s to finish"
+        )
+
+    def _leave(self, refused: str = "") -> None:
+        if self.router is not None:
+            self._do(Send(self.router, Leave()))
+        self._has_left = True
+        self._do(Left(refused))
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the books do not agree."""
+        check(self.router is None or self._is_reborn, "a member waits for its next incarnation")
+        check(self.me.name not in self._peers, f"{self.me.name} is its own peer")
+        if self._roll is not None:
+            known = roll_of([self.me, *(info.peer for info in self._peers.values())])
+            check(self._roll == known, "the roll is not that of the members")

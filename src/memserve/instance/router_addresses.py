@@ -1,0 +1,74 @@
+"""Where an instance looks for its router: addresses that are tried in turn (level 2).
+
+With one address the instance stays with it, and with the address that a ``Recall`` names. With several, an instance
+that has heard no router for a while asks for a sign of life, and then tries the next address, with heartbeats as
+before: a router there remembers the instance (``Recall``) or says that it is no member (``Expelled``), and either way
+it joins. A router that was only cut off for a while is found again when the turn comes to its address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memserve.config import MemberConfig
+from memserve.errors import check
+
+
+class RouterAddresses:
+    """All addresses, the one in use, and when a router was last heard."""
+
+    __slots__ = ("_addresses", "_config", "_heard_ns", "address", "home")
+
+    def __init__(self, addresses: Sequence[str], config: MemberConfig) -> None:
+        check(addresses, "an instance needs at least one address of a router")
+        self._addresses, self._config = list(addresses), config
+        self._heard_ns: int | None = None
+        #: the address that is tried, or where the router is
+        self.address = self._addresses[0]
+        #: the address of the router whose member this instance is; None: of none
+        self.home: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(self._addresses)
+
+    def asks(self, now: int) -> bool:
+        """Whether the router should be asked for a sign of life."""
+        return len(self._addresses) > 1 and self._silent_ns(now) >= self._config.asks_after_ns
+
+    def heard(self, now: int) -> None:
+        """A router has spoken."""
+        self._heard_ns = now
+
+    def turn(self, now: int) -> bool:
+        """Go on to the next address if it is time; True if it was."""
+        patience_ns = self._config.silent_after_ns if self.address == self.home else self._config.turn_ns
+        if len(self._addresses) == 1 or self._silent_ns(now) < patience_ns:
+            return False
+        self._heard_ns = now
+        self.address = self._addresses[(self._addresses.index(self.address) + 1) % len(self._addresses)]
+        return True
+
+    def lead_to(self, address: str, now: int) -> None:
+        """A router calls from ``address``; one that was not known takes the place of the one that is tried."""
+        if address not in self._addresses:
+            self._addresses[self._addresses.index(self.address)] = address
+        self.address, self.home = address, None
+        self.heard(now)
+
+    def settle(self, joined_at: str) -> None:
+        """The router at ``joined_at`` has accepted this instance, perhaps after the next address was tried."""
+        if joined_at in self._addresses:  # a router of an older version does not say where
+            self.address = joined_at
+        self.home = self.address
+
+    def return_home(self) -> bool:
+        """The router was heard although another address is tried: it was only cut off. True if that was so."""
+        if self.home in (None, self.address):
+            return False
+        self.address = self.home or ""
+        return True
+
+    def _silent_ns(self, now: int) -> int:
+        if self._heard_ns is None:
+            self._heard_ns = now
+        return now - self._heard_ns
