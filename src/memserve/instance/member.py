@@ -142,7 +142,7 @@ class MemberMachine:
     def _hear_router(self, sender: Peer, message: AnyMessage, now: int) -> None:
         match message:
             case Welcome():
-                self._welcome(sender, message)
+                self._welcome(sender, message, now)
             case Recall(address):
                 self._answer_recall(sender, address, now)
             case Expelled():
@@ -169,7 +169,7 @@ class MemberMachine:
         known = (self.router, self._recalled_by)
         return any(peer is not None and router.generation < peer.generation for peer in known)
 
-    def _welcome(self, sender: Peer, message: Welcome) -> None:
+    def _welcome(self, sender: Peer, message: Welcome, now: int) -> None:
         if self._is_outdated(sender):
             return  # a late one: that router would never hear of this instance again
         if sender != self.router:  # a further Welcome of the same router does not move it
@@ -180,8 +180,9 @@ class MemberMachine:
             self._part(peer)
         for info in message.peers:
             self._meet(info)
-        self.router = sender
-        self._do(Joined())
+        if sender != self.router:
+            self.router, self._next_beat_ns = sender, now  # its first heartbeat shows what there is, at once
+            self._do(Joined())
         self._do(Deliver(sender, message))
 
     def _answer_recall(self, sender: Peer, address: str, now: int) -> None:

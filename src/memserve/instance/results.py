@@ -166,6 +166,7 @@ class Results:
     def _end_failed(self, plan: Outstanding, failed: dict[int, RowFailed]) -> None:
         """Rows that failed alone: their sequences end, each with its own error. Trying again would fail again."""
         by_slot = plan.by_slot()
+        reporting = {id(sequence) for sequence, _ in plan.prompt_rows.values()}
         check(failed.keys() <= by_slot.keys(), f"step {plan.step_id}: rows failed that it does not have: {failed}")
         for slot, failure in failed.items():
             sequence = by_slot[slot]
@@ -174,4 +175,7 @@ class Results:
             self.roster.counters.rows_failed += 1
             if failure.kv_is_suspect:
                 self.roster.memory.distrust(sequence)
-            self._end(sequence, failure.reason)
+            if id(sequence) in reporting:  # prompt logprobs that its whole request waits for are lost
+                self.roster.finish_group(sequence.group, FinishReason.ERROR, failure.reason)
+            else:
+                self._end(sequence, failure.reason)
