@@ -313,7 +313,9 @@ def fail(world: World, name: str, why: RowFailed) -> None:
 
 @pytest.mark.parametrize("suspect", [False, True])
 @pytest.mark.parametrize("step", range(5))
-@pytest.mark.parametrize("kind", [{}, {"n": 3}, {"beam_width": 2, "n": 2}, {"prompt_logprobs": True}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"n": 3}, {"beam_width": 2, "n": 2}, {"prompt_logprobs": True}, {"prompt_logprobs": True, "n": 2}]
+)
 def test_only_the_request_at_fault_ends(kind: dict, step: int, suspect: bool) -> None:
     """Prefill in chunks, forks, beams, pipelined plans: at each step the row of ``bad`` fails in turn."""
     world = World(config(hbm=40))
