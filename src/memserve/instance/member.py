@@ -100,6 +100,7 @@ class MemberMachine:
 
     def start(self, now: int) -> list[MemberAction]:
         """Dial the first address and ask to join."""
+        self.addresses.heard(now)
         self._do(DialRouter(ANY_ROUTER, self.addresses.address))
         self._beat(now)
         return self._take_actions()

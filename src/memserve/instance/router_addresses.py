@@ -22,7 +22,7 @@ class RouterAddresses:
     def __init__(self, addresses: Sequence[str], config: MemberConfig) -> None:
         check(addresses, "an instance needs at least one address of a router")
         self._addresses, self._config = list(addresses), config
-        self._heard_ns: int | None = None
+        self._heard_ns = 0
         #: the address that is tried, or where the router is
         self.address = self._addresses[0]
         #: the address of the router whose member this instance is; None: of none
@@ -33,16 +33,16 @@ class RouterAddresses:
 
     def asks(self, now: int) -> bool:
         """Whether the router should be asked for a sign of life."""
-        return len(self._addresses) > 1 and self._silent_ns(now) >= self._config.asks_after_ns
+        return len(self._addresses) > 1 and now - self._heard_ns >= self._config.asks_after_ns
 
     def heard(self, now: int) -> None:
-        """A router has spoken."""
+        """A router has spoken, or the instance begins to listen."""
         self._heard_ns = now
 
     def turn(self, now: int) -> bool:
         """Go on to the next address if it is time; True if it was."""
         patience_ns = self._config.silent_after_ns if self.address == self.home else self._config.turn_ns
-        if len(self._addresses) == 1 or self._silent_ns(now) < patience_ns:
+        if len(self._addresses) == 1 or now - self._heard_ns < patience_ns:
             return False
         self._heard_ns = now
         self.address = self._addresses[(self._addresses.index(self.address) + 1) % len(self._addresses)]
@@ -67,8 +67,3 @@ class RouterAddresses:
             return False
         self.address = self.home or ""
         return True
-
-    def _silent_ns(self, now: int) -> int:
-        if self._heard_ns is None:
-            self._heard_ns = now
-        return now - self._heard_ns

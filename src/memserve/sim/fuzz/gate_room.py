@@ -14,7 +14,7 @@ from memserve.cluster.machine import Cluster
 from memserve.cluster.registry import Member, MemberState
 from memserve.policy.admission import tokens_needed
 from memserve.policy.routing import teams
-from memserve.types import Admission, Request
+from memserve.types import Admission, Request, Role
 from memserve.units import ceil_div
 
 
@@ -25,10 +25,11 @@ def fits_surely(cluster: Cluster, request: Request, *, empty: bool = False, ende
     jobs = [] if empty else list(cluster._lifecycle.jobs.by_id.values())
     kept = sum(_all_of(cluster, gone) for gone in ended)
     paired = len(sides) > 1
-    for place, side in enumerate(sides):
-        need = kept + _most(cluster, request, 0, decodes=place > 0 or not paired)
+    for side in sides:
+        decodes = {m: m.info.role is not Role.PREFILL or not paired for m in side}  # a colocated one does, in any team
+        need = {m: kept + _most(cluster, request, 0, decodes=decodes[m]) for m in side}
         taken = {m: _used(cluster, jobs, m) + (0 if empty else _claimed(cluster, jobs, m)) for m in side}
-        if not any(_total(cluster, member) - taken[member] >= need for member in side):
+        if not any(_total(cluster, member) - taken[member] >= need[member] for member in side):
             return False
     return bool(sides)
 
