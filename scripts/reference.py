@@ -112,7 +112,7 @@ def page() -> str:
     """The whole page."""
     options = [
         config.EngineOptions, config.InstanceConfig, config.PoolConfig, config.SchedulerConfig, config.ExchangeConfig,
-        config.ClusterConfig, config.AdmissionConfig, config.EdgeConfig,
+        config.ClusterConfig, config.AdmissionConfig, config.MemberConfig, config.EdgeConfig,
     ]  # fmt: skip
     options += [types.Request, types.SamplingParams, types.StopParams, types.KVGeometry]
     sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(command_line()), "memserve")]

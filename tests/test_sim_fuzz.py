@@ -88,6 +88,10 @@ CAUGHT = {
     "event-replay": (25, "blocks believed"),
     "fsync": (25, "durable is not durable"),
     "checksum": (26, "layers do not belong together|instead of"),
+    "durability-gate": (1, "leaves before this is durable"),
+    "expulsion": (2, "members: "),
+    "leaving": (121, "does not serve"),
+    "router-addresses": (101, "members: "),
 }
 """Where to begin, so that a test of a few seeds sees it, and what the checker says. docs/SIMULATOR.md counts from 0."""
 

@@ -20,7 +20,7 @@ from memserve.mempool import pool as pool_module
 from memserve.mempool.desk import Deadlines, Mortal
 from memserve.mempool.identity import DEFAULT_KEY, namespace_id
 from memserve.mempool.jobs import PullPages
-from memserve.messages import AskEvents, Peer
+from memserve.messages import AskEvents, Expelled, Peer
 from memserve.meta.faulty import FaultyMedium
 from memserve.sim.fuzz.truth_device import TruthDevice
 
@@ -100,13 +100,22 @@ def _durability_gate() -> list[Swap]:
     return [(DurabilityGate, "admit", _goes_through)]
 
 
-def _never_outdated(self: MemberMachine, router: Peer) -> bool:
-    return False
+def _stays_the_same(self: MemberMachine, sender: Peer, message: Expelled) -> None:
+    return
 
 
-def _router_generation() -> list[Swap]:
-    """Instances obey a router whose place another has taken."""
-    return [(MemberMachine, "_is_outdated", _never_outdated)]
+def _expulsion() -> list[Swap]:
+    """An instance that was taken to be dead goes on as if nothing had happened."""
+    return [(MemberMachine, "_leave_incarnation", _stays_the_same)]
+
+
+def _never_leaves(self: MemberMachine, refused: str = "") -> None:
+    return
+
+
+def _leaving() -> list[Swap]:
+    """An instance that drains never leaves."""
+    return [(MemberMachine, "_leave", _never_leaves)]
 
 
 def _never_turns(self: RouterAddresses, now: int) -> bool:
@@ -130,7 +139,8 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "fsync": _fsync,
     "checksum": _checksum,
     "durability-gate": _durability_gate,
-    "router-generation": _router_generation,
+    "expulsion": _expulsion,
+    "leaving": _leaving,
     "router-addresses": _router_addresses,
 }
 
