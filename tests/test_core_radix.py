@@ -158,42 +158,6 @@ def delete(blocks: dict, path: list[tuple[int, ...]], pinned: list[tuple[int, ..
     return gone
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    ops=st.lists(
-        st.tuples(st.sampled_from("hhhurr"), PATH, st.integers(0, 3), st.integers(0, 6), st.booleans()), max_size=40
-    )
-)
-def test_global_tree_equals_its_twin(ops: list) -> None:
-    index = RadixIndex(BLOCK)
-    held: dict[int, set[tuple]] = {holder: set() for holder in range(4)}
-    asked = []
-    for op, tokens, holder, keep, in_a in ops:
-        name = A if in_a else B
-        asked.append((name, tokens))
-        path = [(name, *prefix) for prefix in whole(tokens)]
-        if op == "h":
-            index.hold(name, tokens, holder)
-            held[holder] |= set(path)
-        elif op == "u":
-            index.unhold(name, tokens, keep * BLOCK, holder)
-            if len(path) > keep:
-                cut = path[keep]
-                held[holder] = {p for p in held[holder] if p[: len(cut)] != cut}
-        elif keep == 0:  # seldom: it forgets a lot
-            index.remove_holder(holder)
-            held[holder] = set()
-        for name, tokens in asked:
-            want = []
-            for who, prefixes in held.items():
-                depth = sum((name, *prefix) in prefixes for prefix in whole(tokens))
-                if depth:
-                    want.append((who, depth * BLOCK))
-            assert index.match_holders(name, tokens) == want
-        assert index.blocks(0) == len(set.union(*held.values()))
-        index.check_invariants()
-
-
 def test_demotion_does_not_make_older_dram_blocks_new_again() -> None:
     """An edge that goes down in two pieces: what was used between them is newer than the first piece."""
     hbm, dram = BlockAllocator(3), BlockAllocator(3)

@@ -65,7 +65,7 @@ def tracked(*globs: str) -> list[Path]:
 
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-NATIVE = sorted(path for path in SRC.glob("*/*") if path.suffix in (".cpp", ".h"))
+NATIVE = sorted(path for path in SRC.rglob("*") if path.suffix in (".cpp", ".h"))
 
 
 def where(path: Path, line: int | None = None) -> str:

@@ -1,44 +1,44 @@
 nanobind_add_module(_core STABLE_ABI NB_STATIC
-  src/core/module.cpp
-  src/core/sequence.cpp
-  src/core/allocator.cpp
-  src/core/row_store.cpp
-  src/core/radix_nodes.cpp
-  src/core/radix_walk.cpp
-  src/core/radix_index.cpp
-  src/core/radix_evict.cpp
-  src/core/radix_holders.cpp
-  src/core/radix_check.cpp
-  src/core/bind_allocator.cpp
-  src/core/bind_radix.cpp
-  src/core/bind_memory.cpp
-  src/core/arena.cpp
-  src/core/copy_engine.cpp
-  src/core/workers.cpp
-  src/core/shared_arena.cpp
-  src/core/bind_shared_arena.cpp
-  src/core/seal_sums.cpp
-  src/core/sealed_copy.cpp
-  src/core/bind_sealed_copy.cpp
-  src/core/bind_identity.cpp
-  src/core/directory.cpp
-  src/core/directory_entry.cpp
-  src/core/directory_walk.cpp
-  src/core/directory_match.cpp
-  src/core/directory_holders.cpp
-  src/core/directory_check.cpp
-  src/core/bind_directory.cpp
-  src/core/shortlist.cpp
-  src/core/cheapest.cpp
-  src/core/rows.cpp
-  src/core/stop_strings.cpp
-  src/core/bind_stop_strings.cpp
-  src/core/bind_json_shape.cpp
+  src/core/bind/allocator.cpp
+  src/core/bind/directory.cpp
+  src/core/bind/identity.cpp
+  src/core/bind/json_shape.cpp
+  src/core/bind/memory.cpp
+  src/core/bind/module.cpp
+  src/core/bind/radix.cpp
+  src/core/bind/sealed_copy.cpp
+  src/core/bind/shared_arena.cpp
+  src/core/bind/stop_strings.cpp
+  src/core/directory/check.cpp
+  src/core/directory/directory.cpp
+  src/core/directory/entry.cpp
+  src/core/directory/holders.cpp
+  src/core/directory/match.cpp
+  src/core/directory/walk.cpp
+  src/core/pool/allocator.cpp
+  src/core/pool/arena.cpp
+  src/core/pool/copy_engine.cpp
+  src/core/pool/shared_arena.cpp
+  src/core/pool/workers.cpp
+  src/core/radix/check.cpp
+  src/core/radix/evict.cpp
+  src/core/radix/index.cpp
+  src/core/radix/nodes.cpp
+  src/core/radix/row_store.cpp
+  src/core/radix/walk.cpp
+  src/core/routing/cheapest.cpp
+  src/core/routing/shortlist.cpp
+  src/core/scheduling/rows.cpp
+  src/core/scheduling/sequence.cpp
+  src/core/text/stop_strings.cpp
+  src/core/transfer/seal_sums.cpp
+  src/core/transfer/sealed_copy.cpp
 )
 # The same sums as in Python, to the last bit.
-set_source_files_properties(src/core/cheapest.cpp PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;-fno-math-errno")
+set_source_files_properties(src/core/routing/cheapest.cpp PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;-fno-math-errno")
 # gcc 12's own AVX-512 header is what it warns of.
-set_source_files_properties(src/core/seal_sums.cpp PROPERTIES COMPILE_OPTIONS -Wno-maybe-uninitialized)
+set_source_files_properties(src/core/transfer/seal_sums.cpp PROPERTIES COMPILE_OPTIONS -Wno-maybe-uninitialized)
 target_compile_options(_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
+target_include_directories(_core PRIVATE src/core)
 target_link_libraries(_core PRIVATE Threads::Threads)
 install(TARGETS _core LIBRARY DESTINATION memserve)

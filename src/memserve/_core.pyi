@@ -194,13 +194,6 @@ class RadixIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of nodes, tokens, block ids and hash table."""
-    def hold(self, namespace: bytes, tokens: Ids, holder: int) -> None:
-        """Global tree: ``holder`` has the whole blocks of ``tokens``."""
-    def unhold(self, namespace: bytes, tokens: Ids, keep_tokens: int, holder: int) -> None:
-        """Global tree: of this path ``holder`` keeps only the first ``keep_tokens``, and nothing that extends it."""
-    def remove_holder(self, holder: int) -> None: ...
-    def match_holders(self, namespace: bytes, tokens: Ids) -> list[tuple[int, int]]:
-        """``(holder, cached tokens)`` for each holder of a prefix, by holder id."""
     def check_invariants(self) -> None: ...
 
 def siphash128(key: bytes, data: bytes) -> bytes:

@@ -1,0 +1,49 @@
+#include <string>
+
+#include "identity/identity.h"
+#include "scheduling/sequence.h"
+
+namespace memserve {
+
+namespace {
+
+const uint8_t* sixteen(nb::bytes value, const char* what) {
+  if (value.size() != 16) throw nb::value_error((std::string(what) + " must be 16 bytes").c_str());
+  return reinterpret_cast<const uint8_t*>(value.c_str());
+}
+
+nb::bytes siphash(nb::bytes key, nb::bytes data) {
+  const auto hash = siphash128(sixteen(key, "key"), reinterpret_cast<const uint8_t*>(data.c_str()), data.size());
+  uint8_t out[16];
+  store_le64(out, hash.low);
+  store_le64(out + 8, hash.high);
+  return nb::bytes(out, sizeof out);
+}
+
+nb::bytes block_identities(nb::bytes key, nb::bytes name, nb::handle tokens, int64_t block_tokens) {
+  if (block_tokens < 1) throw nb::value_error("block_tokens must be positive");
+  const uint8_t* key_bytes = sixteen(key, "key");
+  const uint8_t* parent_bytes = sixteen(name, "namespace");
+  const IntSpan span(tokens);
+  const size_t blocks = span.size() / static_cast<size_t>(block_tokens);
+  nb::bytes out = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(blocks * kIdentityBytes)));
+  if (!out.is_valid()) throw nb::python_error();
+  auto* to = reinterpret_cast<uint8_t*>(PyBytes_AsString(out.ptr()));
+  Hash128 parent = load_identity(parent_bytes);
+  for (size_t i = 0; i < blocks; ++i, to += kIdentityBytes) {
+    parent = next_identity(key_bytes, parent, span.data() + i * static_cast<size_t>(block_tokens),
+                           static_cast<size_t>(block_tokens));
+    store_identity(to, parent);
+  }
+  return out;
+}
+
+}  // namespace
+
+void bind_identity(nb::module_& m) {
+  m.def("siphash128", &siphash, nb::arg("key"), nb::arg("data"));
+  m.def("block_identities", &block_identities, nb::arg("key"), nb::arg("namespace"), nb::arg("tokens"),
+        nb::arg("block_tokens"));
+}
+
+}  // namespace memserve

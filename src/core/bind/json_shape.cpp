@@ -1,0 +1,85 @@
+#include <algorithm>
+#include <cstring>
+
+#include "scheduling/sequence.h"
+
+namespace memserve {
+
+namespace {
+
+// What a parser would have to build for a text.
+struct JsonShape {
+  uint64_t values = 0, containers = 0, depth = 0, name_bytes = 0;
+};
+
+// The closing quote of the string that begins before `at`, or `end`.
+const char* end_of_string(const char* at, const char* end) {
+  while (true) {
+    at = static_cast<const char*>(std::memchr(at, '"', static_cast<size_t>(end - at)));
+    if (at == nullptr) return end;
+    const char* slash = at;
+    while (slash[-1] == '\\') --slash;  // the opening quote stands before them: this ends
+    if ((at - slash) % 2 == 0) return at;
+    ++at;
+  }
+}
+
+// Every value but the outermost and the first of its container comes behind a comma; every container opens with a
+// bracket. So commas and brackets outside of strings are all there is to count: an upper bound for any text.
+JsonShape shape_of(const char* at, const char* end) {
+  JsonShape shape;
+  shape.values = 1;
+  uint64_t depth = 0, string_bytes = 0;
+  for (; at < end; ++at) {
+    switch (*at) {
+      case '"': {
+        const char* const close = end_of_string(at + 1, end);
+        string_bytes = static_cast<uint64_t>(close - at - 1);
+        at = close;
+        break;
+      }
+      case ':':
+        shape.name_bytes = std::max(shape.name_bytes, string_bytes);
+        break;
+      case ',':
+        ++shape.values;
+        string_bytes = 0;
+        break;
+      case '[':
+      case '{':
+        ++shape.containers;
+        ++shape.values;
+        shape.depth = std::max(shape.depth, ++depth);
+        string_bytes = 0;
+        break;
+      case ']':
+      case '}':
+        if (depth > 0) --depth;
+        break;
+    }
+  }
+  return shape;
+}
+
+constexpr size_t kShortBytes = 1 << 16;  // so quick that giving up the GIL would cost more than it frees
+
+JsonShape json_shape(nb::bytes text) {
+  const char* const data = text.c_str();
+  const size_t bytes = text.size();
+  if (bytes <= kShortBytes) return shape_of(data, data + bytes);
+  const nb::gil_scoped_release unlocked;
+  return shape_of(data, data + bytes);
+}
+
+}  // namespace
+
+void bind_json_shape(nb::module_& m) {
+  nb::class_<JsonShape>(m, "JsonShape")
+      .def_ro("values", &JsonShape::values)
+      .def_ro("containers", &JsonShape::containers)
+      .def_ro("depth", &JsonShape::depth)
+      .def_ro("name_bytes", &JsonShape::name_bytes);
+  m.def("json_shape", &json_shape, nb::arg("text"));
+}
+
+}  // namespace memserve

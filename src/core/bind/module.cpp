@@ -1,0 +1,35 @@
+#include <nanobind/nanobind.h>
+
+#include <system_error>
+
+#include "errors.h"
+#include "scheduling/sequence.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_core, m) {
+  m.doc() = "memserve native core";
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const memserve::InvariantViolation& violation) {
+      PyErr_SetString(nb::module_::import_("memserve.errors").attr("InvariantError").ptr(), violation.what());
+    } catch (const std::system_error& failure) {
+      const nb::object text = nb::cast(failure.what());
+      PyErr_SetObject(PyExc_OSError, nb::make_tuple(failure.code().value(), text).ptr());
+    }
+  });
+  memserve::bind_sequences(m);
+  memserve::bind_allocator(m);
+  memserve::bind_radix(m);
+  memserve::bind_memory(m);
+  memserve::bind_identity(m);
+  memserve::bind_shared_arena(m);
+  memserve::bind_sealed_copy(m);
+  memserve::bind_directory(m);
+  memserve::bind_shortlist(m);
+  memserve::bind_cheapest(m);
+  memserve::bind_rows(m);
+  memserve::bind_stop_strings(m);
+  memserve::bind_json_shape(m);
+}
