@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from memserve.cluster.durability import DurabilityGate, Write
@@ -19,10 +20,10 @@ from memserve.instance.router_addresses import RouterAddresses
 from memserve.mempool import pool as pool_module
 from memserve.mempool.desk import Deadlines, Mortal
 from memserve.mempool.identity import DEFAULT_KEY, namespace_id
-from memserve.mempool.jobs import PullPages
+from memserve.mempool.imports import Imports
+from memserve.mempool.jobs import PagesPulled
 from memserve.messages import AskEvents, Expelled, Peer
-from memserve.meta.faulty import FaultyMedium
-from memserve.sim.fuzz.truth_device import TruthDevice
+from memserve.meta.store import Store
 
 Swap = tuple[Any, str, Any]
 """An object, the name of its attribute, and what it is to be instead."""
@@ -64,26 +65,25 @@ def _event_replay() -> list[Swap]:
     return [(Trees, "_ask", _never_asks)]
 
 
-def _lies(self: FaultyMedium) -> None:
-    self.syncs += 1
+def _lies(self: Store) -> None:
+    return
 
 
 def _fsync() -> list[Swap]:
-    """The router's disk says that all is safe, and nothing is."""
-    return [(FaultyMedium, "sync", _lies)]
+    """The router's journal says that all is safe, and never syncs."""
+    return [(Store, "sync", _lies)]
 
 
-def _believes(self: TruthDevice, job: PullPages, place: int, source: TruthDevice, *, corrupt: bool) -> bool:
-    _pull(self, job, place, source, corrupt=corrupt)
-    return True
+def _believes(self: Imports, event: PagesPulled) -> None:
+    _pulled(self, replace(event, error=""))
 
 
-_pull = TruthDevice.pull
+_pulled = Imports.pulled
 
 
 def _checksum() -> list[Swap]:
-    """Pages are taken as they come."""
-    return [(TruthDevice, "pull", _believes)]
+    """Pages are taken as they come, whatever was wrong with them."""
+    return [(Imports, "pulled", _believes)]
 
 
 def _goes_through(self: DurabilityGate, actions: Iterable[ClusterAction]) -> list[ClusterAction | Write]:
