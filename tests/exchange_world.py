@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memserve.config import ExchangeConfig, PoolConfig
-from memserve.mempool.exchange import Exchange
-from memserve.mempool.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.mempool.outcomes import (
+from memserve.kv_transfer.exchange import Exchange
+from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.kv_transfer.outcomes import (
     Delivered,
     FetchEnded,
     HandoffArrived,

@@ -51,7 +51,7 @@ def plain(seed: int, *, tight: bool = False) -> Scenario:
 
 def written_in_vain(link: ClusterLink) -> int:
     """Blocks into which the host still pulls for nobody: it stops within milliseconds, and nobody can know when."""
-    pulls = link.exchange._imports.pulls._under_way.values()
+    pulls = link.exchange._receiver.pulls._under_way.values()
     return sum(len(job.dst_blocks) for pull, job in pulls if pull.imported.over)
 
 
@@ -83,7 +83,7 @@ class PinnedWorld(World):
             assert held <= taken + spare, f"{node.peer.name}: {held} blocks cannot be evicted, {taken} are counted"
             pinned = node.machine._pins._pins
             self.seen.update(looks=1, pinned=bool(pinned), pinned_beside=bool(pinned) and spare > 0)
-            self.seen.update(lent=bool(link.exchange._exports.open))
+            self.seen.update(lent=bool(link.exchange._sender.open))
             self.seen.update(full=memory.ledger.blocks_free(member.number) < 2)
 
     def gone_by(self) -> Counter[str]:

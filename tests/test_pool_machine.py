@@ -14,9 +14,9 @@ import pytest
 
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
+from memserve.kv_transfer.exchange import Exchange
+from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.mempool.addresses import Address
-from memserve.mempool.exchange import Exchange
-from memserve.mempool.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.mempool.mempool import MemPool
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.pool_machine import PoolMachine

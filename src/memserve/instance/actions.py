@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memserve.mempool.jobs import CancelPulls, PullPages, SealPages
+from memserve.kv_transfer.jobs import CancelPulls, PullPages, SealPages
 from memserve.serving import EmitTokens, RejectRequest, Send
 from memserve.types import CopyBlocks, SamplingParams, StopParams, TokenArray
 

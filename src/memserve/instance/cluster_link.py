@@ -26,9 +26,9 @@ from memserve.instance.pins import Pins
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Fact
 from memserve.instance.takeover import Takeovers
-from memserve.mempool.exchange import Exchange
-from memserve.mempool.jobs import PagesPulled, PagesSealed, PullPages
-from memserve.mempool.outcomes import (
+from memserve.kv_transfer.exchange import Exchange
+from memserve.kv_transfer.jobs import PagesPulled, PagesSealed, PullPages
+from memserve.kv_transfer.outcomes import (
     FetchEnded,
     HandoffArrived,
     HandoffFailed,

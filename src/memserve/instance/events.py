@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memserve.mempool.jobs import PagesPulled, PagesSealed
+from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
 from memserve.serving import (
     ClockTicked,
     MessageArrived,

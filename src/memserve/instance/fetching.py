@@ -9,8 +9,8 @@ from __future__ import annotations
 from memserve.instance.orders import Orders
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Group, Phase
-from memserve.mempool.exchange import Exchange
-from memserve.mempool.outcomes import FetchEnded
+from memserve.kv_transfer.exchange import Exchange
+from memserve.kv_transfer.outcomes import FetchEnded
 from memserve.messages import Holder
 from memserve.policy.decision import Prefix
 from memserve.policy.reuse import FetchChoice, worth_fetching

@@ -21,7 +21,7 @@ from memserve.instance.frontdesk import FrontDesk
 from memserve.instance.orders import Orders
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Group, Phase, Sequence
-from memserve.mempool.exchange import Exchange
+from memserve.kv_transfer.exchange import Exchange
 from memserve.types import Request, TransferMode
 from memserve.units import ceil_div
 

@@ -44,7 +44,7 @@ from memserve.instance.roster import Roster
 from memserve.instance.sequence import Phase
 from memserve.instance.stats import InstanceStats
 from memserve.instance.views import instance_stats, memory_report, request_story
-from memserve.mempool.jobs import PagesPulled, PagesSealed
+from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
 from memserve.policy.batching import context_tokens, running_max

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memserve.mempool.exchange import Exchange
-from memserve.mempool.outcomes import Outcome
+from memserve.kv_transfer.exchange import Exchange
+from memserve.kv_transfer.outcomes import Outcome
 from memserve.messages import ROUTER, AnyMessage, Peer, PeerInfo, Welcome
 
 

@@ -13,8 +13,8 @@ from memserve.instance.frontdesk import FrontDesk
 from memserve.instance.orders import Orders
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Fact, Group, Phase, Sequence
-from memserve.mempool.exchange import Exchange
-from memserve.mempool.outcomes import HandoffArrived, HandoffFailed, HandoffOffered
+from memserve.kv_transfer.exchange import Exchange
+from memserve.kv_transfer.outcomes import HandoffArrived, HandoffFailed, HandoffOffered
 from memserve.serving import RejectRequest
 from memserve.types import FinishReason, TokenArray
 

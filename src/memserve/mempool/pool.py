@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from memserve import _core
 from memserve.config import PoolConfig
 from memserve.errors import InvariantError
+from memserve.mempool.block_access import BlockAccessLog
 from memserve.mempool.copylog import CopyLog
 from memserve.mempool.events import EventLog, KvEvent, KvHoldings
 from memserve.mempool.identity import NAMES_MAX, block_identities, namespace_id
 from memserve.mempool.report import PoolReport, TierReport
-from memserve.mempool.touches import Touches
 from memserve.types import CopyBlocks, Tier, TokenArray, tenant_of
 
 
@@ -63,7 +63,7 @@ class BlockPool:
         self._copies = CopyLog()
         self._events = EventLog(event_capacity)
         #: kept where others than plans touch blocks (see ``fences``)
-        self.touches: Touches | None = None
+        self.access: BlockAccessLog | None = None
 
     @property
     def namespace(self) -> str:
@@ -118,8 +118,8 @@ class BlockPool:
         done = self._index.insert(name, tokens, blocks, pin=True, owner=self._owners[tenant])
         self._index.unpin(lease.pin)
         lease.pin = done.pin
-        if self.touches is not None:  # an index grows at its ends: what is new comes last, but for what was in DRAM
-            self.touches.filled(blocks if len(done.adopted_dram) else blocks[len(blocks) - done.added :], written_by)
+        if self.access is not None:  # an index grows at its ends: what is new comes last, but for what was in DRAM
+            self.access.filled(blocks if len(done.adopted_dram) else blocks[len(blocks) - done.added :], written_by)
         if self._events.enabled:
             self._tell_published(name, tokens, done)
         return done.added
@@ -229,8 +229,8 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less on each block; a block without references is free."""
-        if self.touches is not None:
-            self.touches.let_go(blocks)
+        if self.access is not None:
+            self.access.let_go(blocks)
         self._hbm.release(blocks)
 
     def retain_dram(self, dram_blocks: Sequence[int]) -> None:
@@ -351,8 +351,8 @@ class BlockPool:
 
     def _copy(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
         self._copies.record(src_tier, src, dst_tier, dst)
-        if self.touches is not None:
-            self.touches.copied(src_tier, src, dst_tier, dst)
+        if self.access is not None:
+            self.access.copied(src_tier, src, dst_tier, dst)
 
     def _name(self, tenant: str) -> bytes:
         name = self._names.get(tenant)

@@ -17,10 +17,8 @@ from msgspec.structs import replace
 
 from memserve import _core
 from memserve.errors import UserError
-from memserve.mempool.addresses import Addresses
-from memserve.mempool.exchange import Exchange
-from memserve.mempool.mempool import AddressList, MemPool
-from memserve.mempool.outcomes import (
+from memserve.kv_transfer.exchange import Exchange
+from memserve.kv_transfer.outcomes import (
     Delivered,
     FetchEnded,
     HandoffOffered,
@@ -29,6 +27,8 @@ from memserve.mempool.outcomes import (
     Released,
     RemoteAllocated,
 )
+from memserve.mempool.addresses import Addresses
+from memserve.mempool.mempool import AddressList, MemPool
 from memserve.messages import Expelled, Heartbeat, Leave, Load, Peer, PeerInfo, PeerJoined
 from memserve.runtime.pool_words import Arrived, Call, Lost, Met, PoolAction, PoolEvent, Reborn, Transferred
 from memserve.serving import ClockTicked, MessageArrived, Send

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from memserve.mempool.exchange import ExchangeAction
-from memserve.mempool.jobs import PagesPulled, PagesSealed
-from memserve.mempool.outcomes import Delivered, Inserted
+from memserve.kv_transfer.exchange import ExchangeAction
+from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
+from memserve.kv_transfer.outcomes import Delivered, Inserted
 from memserve.messages import Peer, PeerInfo
 from memserve.serving import ClockTicked, MessageArrived
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
-from memserve.mempool.jobs import PageJob, PagesPulled, PagesSealed
+from memserve.kv_transfer.jobs import PageJob, PagesPulled, PagesSealed
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.links.outbox import MailboxCounters
 

@@ -25,7 +25,7 @@ from memserve.errors import check
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
 from memserve.instance.machine import Instance
-from memserve.mempool.jobs import CancelPulls, PullPages, SealPages
+from memserve.kv_transfer.jobs import CancelPulls, PullPages, SealPages
 from memserve.messages import AnyMessage, Dispatch, Peer, PeerInfo
 from memserve.serving import RequestArrived
 from memserve.sim.clock import Clock

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import RowFailed, StepFailed, StepFinished
 from memserve.instance.sequence import Phase
-from memserve.mempool.exports import Export
-from memserve.mempool.jobs import PullPages
+from memserve.kv_transfer.jobs import PullPages
+from memserve.kv_transfer.sender import Export
 from memserve.messages import AnyMessage, Peer, Ready
 from memserve.sim.fuzz.literal_device import fail_row
 from memserve.sim.fuzz.truth import Violation
@@ -109,7 +109,7 @@ class FuzzedInstance(InstanceNode):
 
     def _open_offers(self) -> dict[str, Export]:
         link = self.machine._link
-        return link.exchange._exports.open if link is not None else {}
+        return link.exchange._sender.open if link is not None else {}
 
 
 class FuzzedDevice:

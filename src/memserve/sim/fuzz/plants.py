@@ -17,11 +17,11 @@ from memserve.cluster.trees import Feed, Trees
 from memserve.errors import UserError
 from memserve.instance.member import MemberMachine
 from memserve.instance.router_addresses import RouterAddresses
+from memserve.kv_transfer.context import Deadlines, Mortal
+from memserve.kv_transfer.jobs import PagesPulled
+from memserve.kv_transfer.receiver import Receiver
 from memserve.mempool import pool as pool_module
-from memserve.mempool.desk import Deadlines, Mortal
 from memserve.mempool.identity import DEFAULT_KEY, namespace_id
-from memserve.mempool.imports import Imports
-from memserve.mempool.jobs import PagesPulled
 from memserve.messages import AskEvents, Expelled, Peer
 from memserve.meta.store import Store
 
@@ -74,16 +74,16 @@ def _fsync() -> list[Swap]:
     return [(Store, "sync", _lies)]
 
 
-def _believes(self: Imports, event: PagesPulled) -> None:
+def _believes(self: Receiver, event: PagesPulled) -> None:
     _pulled(self, replace(event, error=""))
 
 
-_pulled = Imports.pulled
+_pulled = Receiver.pulled
 
 
 def _checksum() -> list[Swap]:
     """Pages are taken as they come, whatever was wrong with them."""
-    return [(Imports, "pulled", _believes)]
+    return [(Receiver, "pulled", _believes)]
 
 
 def _goes_through(self: DurabilityGate, actions: Iterable[ClusterAction]) -> list[ClusterAction | Write]:

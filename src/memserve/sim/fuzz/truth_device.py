@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import PagesSealed, StepFailed, StepFinished
-from memserve.mempool.jobs import PullPages, SealPages
+from memserve.kv_transfer.jobs import PullPages, SealPages
 from memserve.sim.fuzz.literal_device import Cells, LiteralDevice, Slot
 from memserve.sim.fuzz.truth import Violation, mix
 from memserve.types import Tier, TokenLogprobs

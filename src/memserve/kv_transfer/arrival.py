@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from memserve.mempool.desk import Place
+from memserve.kv_transfer.context import Place
 from memserve.mempool.pool import Lease
 from memserve.messages import Handoff, Offer, Peer, Ready
 from memserve.types import Tier, TokenArray

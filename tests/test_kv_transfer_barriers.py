@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve.config import PoolConfig
-from memserve.mempool.desk import Place
-from memserve.mempool.fences import Fences
+from memserve.kv_transfer.barriers import Barriers
+from memserve.kv_transfer.context import Place
+from memserve.mempool.block_access import BlockAccessLog, LastPlans
 from memserve.mempool.pool import BlockPool, Lease
-from memserve.mempool.touches import LastPlans, Touches
 from memserve.types import CopyBlocks, Tier
 
 BLOCK = 4
@@ -70,7 +70,7 @@ class Life:
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)
         self.pool = BlockPool(PoolConfig(random.choice([8, 12, 20]), random.choice([0, 4, 12])), BLOCK, "m")
-        self.fences = Fences(self.pool)
+        self.fences = Barriers(self.pool)
         self.memory: dict[Place, Tokens] = {}  # what lies in a block: a prompt up to its last token there
         self.plans: deque[Plan] = deque()
         self.seqs: list[Seq] = []
@@ -209,7 +209,7 @@ class Life:
 
     def heed(self, fence: int) -> int:
         """Count what a fence by block is worth."""
-        now, finished = self.fences.now(), self.fences.finished
+        now, finished = self.fences.all_settled(), self.fences.finished
         assert fence <= now, "waiting for more than everything"
         self.at_once += fence <= finished < now
         self.sooner += finished < fence < now
@@ -222,14 +222,14 @@ class Life:
         if got is not None:
             tokens = (100 + self.random.randrange(3),) * count * BLOCK
             places = [(tier, block) for block in got]
-            self.imports.append(Import(tokens, places, self.heed(self.fences.alone(tier, list(got)))))
+            self.imports.append(Import(tokens, places, self.heed(self.fences.safe_to_overwrite(tier, list(got)))))
 
     def lend(self) -> None:
         tokens = self.random.choice([self.prompt(), *(seq.tokens for seq in self.seqs)])
         hbm, dram = self.pool.lend("", array(tokens))
         places = [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
         if places:
-            self.lent.append((tokens, places, self.heed(self.fences.final(places))))
+            self.lent.append((tokens, places, self.heed(self.fences.safe_to_read(places))))
 
     def go_on(self) -> None:
         """Whoever may does his part: not before he may, and not always at once."""
@@ -317,14 +317,14 @@ def test_most_need_not_wait() -> None:
 
 @pytest.mark.parametrize("safeguard", ["let_go", "copied", "filled"])
 def test_without_one_of_the_accounts_somebody_is_wrong(safeguard: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Touches, safeguard, lambda *_: None)
+    monkeypatch.setattr(BlockAccessLog, safeguard, lambda *_: None)
     with pytest.raises(AssertionError, match=r"reads wrong KV|is not there|somebody wrote"):
         lives(range(40))
 
 
-@pytest.mark.parametrize("question", ["alone", "final"])
+@pytest.mark.parametrize("question", ["safe_to_overwrite", "safe_to_read"])
 def test_who_does_not_ask_is_wrong(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fences, question, lambda *_: 0)
+    monkeypatch.setattr(Barriers, question, lambda *_: 0)
     with pytest.raises(AssertionError, match=r"reads wrong KV|is not there|somebody wrote"):
         lives(range(40))
 

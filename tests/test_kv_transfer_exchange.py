@@ -13,10 +13,10 @@ from msgspec import structs
 
 from exchange_world import BLOCK, GEOMETRY, LAYERS, LEASE_NS, Node, World, array, raw_label
 from memserve.errors import InvariantError
-from memserve.mempool.desk import Deadlines
-from memserve.mempool.fences import Fences
-from memserve.mempool.jobs import PagesPulled, PagesSealed
-from memserve.mempool.outcomes import (
+from memserve.kv_transfer.barriers import Barriers
+from memserve.kv_transfer.context import Deadlines
+from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
+from memserve.kv_transfer.outcomes import (
     Delivered,
     FetchEnded,
     HandoffArrived,
@@ -1177,10 +1177,10 @@ def test_deadlines_are_those_of_a_sorted_list() -> None:
 
 def test_fences_open_in_order_and_only_when_their_plan_has_finished() -> None:
     random, pool = Random(6), World().add("n").pool
-    fences, waiting, opened = Fences(pool), [], []
+    fences, waiting, opened = Barriers(pool), [], []
     for at in range(2000):
         if random.random() < 0.5:
-            fence = random.choice([0, fences.finished, fences.made, fences.now()])
+            fence = random.choice([0, fences.finished, fences.made, fences.all_settled()])
             fences.when_passed(fence, partial(opened.append, (fence, at)))
             waiting.append((fence, at))
         elif random.random() < 0.5:

@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 
 from memserve.errors import check
-from memserve.mempool.arrival import Fetching
-from memserve.mempool.desk import Deadlines, Desk, Place, is_gone
-from memserve.mempool.outcomes import FetchEnded
-from memserve.mempool.placing import give_up
+from memserve.kv_transfer.arrival import Fetching
+from memserve.kv_transfer.context import Deadlines, Place, TransferContext, is_gone
+from memserve.kv_transfer.outcomes import FetchEnded
+from memserve.kv_transfer.placing import give_up
 from memserve.messages import Fetch, Offer, Peer, Release
 from memserve.types import Tier, TokenArray
 
@@ -18,30 +18,30 @@ from memserve.types import Tier, TokenArray
 class Fetches:
     """Fetches without an offer yet. With its offer a fetch becomes an import, which answers for it then."""
 
-    def __init__(self, desk: Desk, deadlines: Deadlines) -> None:
-        self._desk = desk
+    def __init__(self, context: TransferContext, deadlines: Deadlines) -> None:
+        self._context = context
         self._deadlines = deadlines
         self.open: dict[str, Fetching] = {}
 
     def ask(self, holder: Peer, tenant: str, tokens: TokenArray, blocks: tuple[int, int], deadline_ns: int) -> str:
         """Ask for blocks ``[begin, end)`` of ``tokens``; what is cached before them is pinned."""
-        desk, block_tokens = self._desk, self._desk.pool.block_tokens
+        context, block_tokens = self._context, self._context.pool.block_tokens
         check(0 <= blocks[0] < blocks[1] <= len(tokens) // block_tokens, f"no blocks {blocks} to fetch")
         tokens = tokens[: blocks[1] * block_tokens]
-        lease = desk.pool.acquire(tenant, tokens[: blocks[0] * block_tokens])
-        fetching = Fetching(desk.new_transfer_id(), holder, tenant, tokens, blocks[0], deadline_ns, lease)
+        lease = context.pool.acquire(tenant, tokens[: blocks[0] * block_tokens])
+        fetching = Fetching(context.new_transfer_id(), holder, tenant, tokens, blocks[0], deadline_ns, lease)
         self.open[fetching.transfer_id] = fetching
         self._deadlines.add(fetching)
-        desk.counters.fetches += 1
-        desk.send(holder, Fetch(fetching.transfer_id, tenant, tokens, *blocks))
+        context.counters.fetches += 1
+        context.send(holder, Fetch(fetching.transfer_id, tenant, tokens, *blocks))
         return fetching.transfer_id
 
     def may_answer(self, sender: Peer, offer: Offer) -> bool:
         """Whether an offer answers nothing that was asked of somebody else, or is wanted no longer (it is sent back
         then)."""
         fetching = self.open.get(offer.transfer_id)
-        if fetching is None and self._desk.is_mine(offer.transfer_id):
-            self._desk.send(sender, Release(offer.transfer_id, False, "no longer wanted"))
+        if fetching is None and self._context.is_mine(offer.transfer_id):
+            self._context.send(sender, Release(offer.transfer_id, False, "no longer wanted"))
             return False
         return fetching is None or fetching.holder == sender
 
@@ -65,7 +65,7 @@ class Fetches:
 
     def expire(self, fetching: Fetching) -> None:
         """No offer came in time."""
-        self._desk.counters.fetch_timeouts += 1
+        self._context.counters.fetch_timeouts += 1
         self._fail(fetching, "no offer in time")
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
@@ -85,12 +85,12 @@ class Fetches:
 
     def _fail(self, fetching: Fetching, reason: str) -> None:
         self._end(fetching)
-        self._desk.outcomes.append(FetchEnded(fetching.transfer_id, False, 0, reason))
+        self._context.outcomes.append(FetchEnded(fetching.transfer_id, False, 0, reason))
 
     def _end(self, fetching: Fetching) -> None:
         del self.open[fetching.transfer_id]
         fetching.over = True
-        give_up(self._desk, fetching.lease)
+        give_up(self._context, fetching.lease)
 
     def references(self) -> Counter[Place]:
         """Every reference that fetches hold."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from memserve.errors import check
-from memserve.mempool.desk import Deadlines, Desk, Place, is_gone, runs
-from memserve.mempool.fences import Fences
-from memserve.mempool.jobs import PagesSealed, SealPages
-from memserve.mempool.outcomes import Released
+from memserve.kv_transfer.barriers import Barriers
+from memserve.kv_transfer.context import Deadlines, Place, TransferContext, is_gone, runs
+from memserve.kv_transfer.jobs import PagesSealed, SealPages
+from memserve.kv_transfer.outcomes import Released
 from memserve.messages import Fetch, Handoff, MoreBlocks, Offer, Peer, Ready, Release, Wanted, Withdraw
 from memserve.types import Tier
 
@@ -61,12 +61,12 @@ class Pages:
     end_layer: int
 
 
-class Exports:
+class Sender:
     """All own offers."""
 
-    def __init__(self, desk: Desk, fences: Fences, deadlines: Deadlines) -> None:
-        self._desk = desk
-        self._fences = fences
+    def __init__(self, context: TransferContext, barriers: Barriers, deadlines: Deadlines) -> None:
+        self._context = context
+        self._barriers = barriers
         self._deadlines = deadlines
         self.open: dict[str, Export] = {}
         self._sealing: dict[int, Pages] = {}  # job -> what it seals
@@ -75,12 +75,12 @@ class Exports:
 
     def begin(self, to: Peer, offer: Offer, places: list[Place], now: int) -> None:
         """Say ``offer``; a reference on each of ``places`` is the export's already."""
-        desk = self._desk
+        context = self._context
         export = Export(offer.transfer_id, to, offer.first_block, places, now + offer.lease_ns)
         self.open[offer.transfer_id] = export
         self._deadlines.add(export)
-        desk.counters.offers += 1
-        desk.send(to, offer)
+        context.counters.offers += 1
+        context.send(to, offer)
 
     def extend(self, transfer_id: str, blocks: Sequence[int]) -> None:
         """The owner has got further HBM blocks."""
@@ -88,8 +88,8 @@ class Exports:
         if export is None or not blocks:
             return
         check(export.handoff is None, f"{export!r} gets blocks after its handoff")
-        self._desk.retain(Tier.HBM, blocks)
-        self._desk.send(export.to, MoreBlocks(transfer_id, export.end_block, tuple(blocks)))
+        self._context.retain(Tier.HBM, blocks)
+        self._context.send(export.to, MoreBlocks(transfer_id, export.end_block, tuple(blocks)))
         export.places += [(Tier.HBM, block) for block in blocks]
 
     def computed(
@@ -101,12 +101,12 @@ class Exports:
             return
         check(export.handoff is None, f"{export!r} announces pages after its handoff")
         check(export.first_block <= blocks[0] <= blocks[1] <= export.end_block, f"{export!r} has no blocks {blocks}")
-        check(0 <= layers[0] <= layers[1] <= self._desk.geometry.num_layers, f"{export!r} has no layers {layers}")
+        check(0 <= layers[0] <= layers[1] <= self._context.geometry.num_layers, f"{export!r} has no layers {layers}")
         if blocks[0] == blocks[1] or layers[0] == layers[1]:
             return
         pages = Pages(export, *blocks, *layers)
         export.unannounced += 1
-        self._fences.when_passed(self._fences.now() if fence is None else fence, partial(self._seal, pages))
+        self._barriers.when_passed(self._barriers.all_settled() if fence is None else fence, partial(self._seal, pages))
 
     def hand_off(self, transfer_id: str, first_tokens: tuple[tuple[int, ...], ...], ended: tuple[int, ...]) -> None:
         """Every page has been named: ``Handoff`` goes behind the last ``Ready``."""
@@ -120,47 +120,47 @@ class Exports:
         """Take the offer back."""
         export = self.open.get(transfer_id)
         if export is not None:
-            self._desk.counters.withdrawn += 1
-            self._desk.send(export.to, Withdraw(transfer_id, reason))
+            self._context.counters.withdrawn += 1
+            self._context.send(export.to, Withdraw(transfer_id, reason))
             self._end(export)
 
     def answer(self, sender: Peer, fetch: Fetch, now: int) -> None:
         """A peer asks for cached blocks: offer what is there of them, where it lies."""
-        desk = self._desk
+        context = self._context
         if fetch.transfer_id in self.open:
             return
-        reason = desk.misfit(sender)
+        reason = context.misfit(sender)
         places = self._lend(fetch) if reason is None else []
         if not places:
-            desk.send(sender, Withdraw(fetch.transfer_id, reason or "not cached here (any more)"))
+            context.send(sender, Withdraw(fetch.transfer_id, reason or "not cached here (any more)"))
             return
         end_block = fetch.first_block + len(places)
-        tokens = fetch.tokens[: end_block * desk.pool.block_tokens]
+        tokens = fetch.tokens[: end_block * context.pool.block_tokens]
         in_hbm = [block for tier, block in places if tier == Tier.HBM]
         in_dram = [block for tier, block in places if tier == Tier.DRAM]
         offer = Offer(
             transfer_id=fetch.transfer_id,
             tenant=fetch.tenant,
             tokens=tokens,
-            identity=desk.pool.identity(fetch.tenant, tokens),
+            identity=context.pool.identity(fetch.tenant, tokens),
             tier=Tier.HBM if in_hbm else Tier.DRAM,
             first_block=fetch.first_block,
             blocks=tuple(in_hbm or in_dram),
-            lease_ns=desk.config.lease_ns,
+            lease_ns=context.config.lease_ns,
             dram_blocks=tuple(in_dram if in_hbm else ()),
         )
         self.begin(sender, offer, places, now)
-        layers = 0, desk.geometry.num_layers
-        self.computed(fetch.transfer_id, (fetch.first_block, end_block), layers, self._fences.final(places))
+        layers = 0, context.geometry.num_layers
+        self.computed(fetch.transfer_id, (fetch.first_block, end_block), layers, self._barriers.safe_to_read(places))
 
     def _lend(self, fetch: Fetch) -> list[Place]:
         """Cached blocks ``[first_block, end_block)`` of the wanted tokens, as far as there are, a reference each."""
-        desk = self._desk
-        tokens = fetch.tokens[: fetch.end_block * desk.pool.block_tokens]
-        hbm, dram = desk.pool.lend(fetch.tenant, tokens)
+        context = self._context
+        tokens = fetch.tokens[: fetch.end_block * context.pool.block_tokens]
+        hbm, dram = context.pool.lend(fetch.tenant, tokens)
         first, in_hbm = fetch.first_block, len(hbm)
-        desk.pool.release(hbm[: min(first, in_hbm)])
-        desk.pool.release_dram(dram[: max(0, first - in_hbm)])
+        context.pool.release(hbm[: min(first, in_hbm)])
+        context.pool.release_dram(dram[: max(0, first - in_hbm)])
         places = [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
         return places[first:]
 
@@ -174,11 +174,11 @@ class Exports:
         first = max(pages.first_block, export.wanted_from)
         wanted = export.places[first - export.first_block : pages.end_block - export.first_block]
         for tier, position, blocks in runs(wanted):
-            job_id, begin = self._desk.new_job_id(), first + position
+            job_id, begin = self._context.new_job_id(), first + position
             run = Pages(export, begin, begin + len(blocks), pages.first_layer, pages.end_layer)
             self._sealing[job_id] = run
             export.unannounced += 1
-            self._desk.actions.append(SealPages(job_id, tier, tuple(blocks), pages.first_layer, pages.end_layer))
+            self._context.actions.append(SealPages(job_id, tier, tuple(blocks), pages.first_layer, pages.end_layer))
         export.unannounced -= 1
         self._say_handoff(export)
 
@@ -190,15 +190,15 @@ class Exports:
         check(len(event.checksums) == count, f"job {event.job_id}: {len(event.checksums)} checksums of {count} blocks")
         if export.over:
             return
-        self._desk.counters.sealed_pages += count * (pages.end_layer - pages.first_layer)
+        self._context.counters.sealed_pages += count * (pages.end_layer - pages.first_layer)
         ready = Ready(export.transfer_id, pages.first_block, pages.first_layer, pages.end_layer, event.checksums)
-        self._desk.send(export.to, ready)
+        self._context.send(export.to, ready)
         export.unannounced -= 1
         self._say_handoff(export)
 
     def _say_handoff(self, export: Export) -> None:
         if export.handoff is not None and export.unannounced == 0:
-            self._desk.send(export.to, export.handoff)
+            self._context.send(export.to, export.handoff)
 
     # -- what the taker says, or no longer says
 
@@ -214,14 +214,14 @@ class Exports:
         if export is None or export.to != sender:
             return
         if message.used:
-            self._desk.counters.released += 1
+            self._context.counters.released += 1
         else:
-            self._desk.counters.refused += 1
+            self._context.counters.refused += 1
         self._finish(export, message.used, message.reason)
 
     def expire(self, export: Export, reason: str) -> None:
         """Nobody will release it."""
-        self._desk.counters.expired += 1
+        self._context.counters.expired += 1
         self._finish(export, False, reason)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
@@ -233,7 +233,7 @@ class Exports:
         """Take everything back, and say so to the owner too."""
         for export in list(self.open.values()):
             self.withdraw(export.transfer_id, reason)
-            self._desk.outcomes.append(Released(export.transfer_id, export.to, False, reason))
+            self._context.outcomes.append(Released(export.transfer_id, export.to, False, reason))
 
     def drop_all(self) -> None:
         """Everything ends without a word."""
@@ -242,14 +242,14 @@ class Exports:
 
     def _finish(self, export: Export, used: bool, reason: str) -> None:
         self._end(export)
-        self._desk.outcomes.append(Released(export.transfer_id, export.to, used, reason))
+        self._context.outcomes.append(Released(export.transfer_id, export.to, used, reason))
 
     def _end(self, export: Export) -> None:
         """The references go back. What is being sealed is forgotten: reading a block that is free harms nobody."""
         del self.open[export.transfer_id]
         export.over = True
         for tier, _, blocks in runs(export.places):
-            self._desk.release(tier, blocks)
+            self._context.release(tier, blocks)
 
     # -- books
 

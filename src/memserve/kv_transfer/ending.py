@@ -3,57 +3,57 @@
 from __future__ import annotations
 
 from memserve.errors import check
-from memserve.mempool.arrival import Import, Placement
-from memserve.mempool.desk import Desk
-from memserve.mempool.outcomes import Delivered, FetchEnded, HandoffArrived, HandoffFailed, Inserted
-from memserve.mempool.placing import give_up
+from memserve.kv_transfer.arrival import Import, Placement
+from memserve.kv_transfer.context import TransferContext
+from memserve.kv_transfer.outcomes import Delivered, FetchEnded, HandoffArrived, HandoffFailed, Inserted
+from memserve.kv_transfer.placing import give_up
 from memserve.mempool.pool import Lease
 from memserve.messages import Handoff, Release
 from memserve.types import Tier
 
 
-def completed(desk: Desk, imported: Import, placed: Placement, reason: str = "") -> None:
+def completed(context: TransferContext, imported: Import, placed: Placement, reason: str = "") -> None:
     """Everything that was wanted has come (of a fetch, perhaps only the beginning): whose it is now."""
-    counters = desk.counters
+    counters = context.counters
     pulled = placed.unbroken_blocks
     counters.imports_done += 1
     counters.pulled_blocks += pulled
     counters.reused_blocks += len(placed.lease.blocks)
-    desk.send(imported.sender, Release(imported.transfer_id))
+    context.send(imported.sender, Release(imported.transfer_id))
     if imported.handoff is not None:
-        _hand_over(desk, imported, placed, imported.handoff)
+        _hand_over(context, imported, placed, imported.handoff)
     elif imported.offer.insert:
-        _insert(desk, imported, placed, reason)
+        _insert(context, imported, placed, reason)
     else:
         delivered = Delivered(imported.transfer_id, imported.sender, imported.offer, placed.blocks)
-        desk.outcomes.append(delivered)  # its references are the receiver's
+        context.outcomes.append(delivered)  # its references are the receiver's
 
 
-def ended_badly(desk: Desk, imported: Import, reason: str) -> None:
+def ended_badly(context: TransferContext, imported: Import, reason: str) -> None:
     """Tell the owner that what it waits for will not come."""
     if imported.offer.request is not None:
         failed = HandoffFailed(imported.transfer_id, imported.sender, imported.offer, reason)
-        desk.outcomes.append(failed)
+        context.outcomes.append(failed)
     elif imported.fetching is not None:
-        desk.outcomes.append(FetchEnded(imported.transfer_id, False, 0, reason))
+        context.outcomes.append(FetchEnded(imported.transfer_id, False, 0, reason))
 
 
-def give_back(desk: Desk, imported: Import) -> None:
+def give_back(context: TransferContext, imported: Import) -> None:
     """Drop every reference and pin of an import; pulls under way keep their own."""
     if imported.fetching is not None:
-        give_up(desk, imported.fetching.lease)
+        give_up(context, imported.fetching.lease)
     if imported.placed is not None:
         own = imported.placed.own
-        give_up(desk, imported.placed.lease)
-        desk.release(imported.placed.tier, own)
+        give_up(context, imported.placed.lease)
+        context.release(imported.placed.tier, own)
 
 
-def _hand_over(desk: Desk, imported: Import, placed: Placement, handoff: Handoff) -> None:
+def _hand_over(context: TransferContext, imported: Import, placed: Placement, handoff: Handoff) -> None:
     """The blocks go to whoever decodes; whole ones into the index, if the request may use it."""
     lease: Lease | None = None
     blocks, pulled, reused = placed.blocks, len(placed.own), len(placed.lease.blocks)
     if imported.uses_index:
-        lease, blocks = _share(desk, imported, placed)
+        lease, blocks = _share(context, imported, placed)
     outcome = HandoffArrived(
         transfer_id=imported.transfer_id,
         sender=imported.sender,
@@ -65,16 +65,16 @@ def _hand_over(desk: Desk, imported: Import, placed: Placement, handoff: Handoff
         pulled_blocks=pulled,
         reused_blocks=reused,
     )
-    desk.outcomes.append(outcome)
+    context.outcomes.append(outcome)
 
 
-def _share(desk: Desk, imported: Import, placed: Placement) -> tuple[Lease, list[int]]:
+def _share(context: TransferContext, imported: Import, placed: Placement) -> tuple[Lease, list[int]]:
     """Publish the whole blocks and take the index's in their stead.
 
     Mostly they are the same. Where somebody else has brought or computed the same tokens meanwhile, the index keeps
     what it has, and one copy is enough: ours are free.
     """
-    offer, pool = imported.offer, desk.pool
+    offer, pool = imported.offer, context.pool
     whole = len(offer.tokens) // pool.block_tokens
     if not pool.config.caching or whole == 0:
         return placed.lease, placed.blocks
@@ -87,16 +87,16 @@ def _share(desk: Desk, imported: Import, placed: Placement) -> tuple[Lease, list
     return lease, lease.blocks + placed.blocks[whole:]
 
 
-def _insert(desk: Desk, imported: Import, placed: Placement, reason: str) -> None:
+def _insert(context: TransferContext, imported: Import, placed: Placement, reason: str) -> None:
     """The blocks go into the index; nobody holds them otherwise."""
     offer, pulled = imported.offer, placed.unbroken_blocks
     end = placed.pull_from + pulled
     in_hbm = end if placed.tier == Tier.HBM else placed.pull_from
-    tokens = offer.tokens[: end * desk.pool.block_tokens]
-    desk.pool.insert(offer.tenant, tokens, placed.blocks[:end], in_hbm)
-    give_back(desk, imported)
+    tokens = offer.tokens[: end * context.pool.block_tokens]
+    context.pool.insert(offer.tenant, tokens, placed.blocks[:end], in_hbm)
+    give_back(context, imported)
     if imported.fetching is None:
-        desk.outcomes.append(Inserted(imported.transfer_id, imported.sender, offer, len(tokens), pulled))
+        context.outcomes.append(Inserted(imported.transfer_id, imported.sender, offer, len(tokens), pulled))
     else:
-        desk.counters.fetched_blocks += pulled
-        desk.outcomes.append(FetchEnded(imported.transfer_id, True, len(tokens), reason, pulled))
+        context.counters.fetched_blocks += pulled
+        context.outcomes.append(FetchEnded(imported.transfer_id, True, len(tokens), reason, pulled))

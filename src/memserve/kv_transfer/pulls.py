@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memserve.errors import check
-from memserve.mempool.arrival import Import, Placement
-from memserve.mempool.desk import Desk, Place, is_gone
-from memserve.mempool.jobs import CancelPulls, PagesPulled, PullPages
+from memserve.kv_transfer.arrival import Import, Placement
+from memserve.kv_transfer.context import Place, TransferContext, is_gone
+from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PullPages
 from memserve.messages import Peer
 from memserve.policy.fairness import FairQueue
 from memserve.types import Tier, TransferMode, tenant_of
@@ -47,8 +47,8 @@ class Pulls:
     any moment and give back what it holds: what the host still writes to is given away only when it has stopped.
     """
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: TransferContext) -> None:
+        self._context = context
         self._queue: FairQueue[tuple[str, Pull]] = FairQueue()  # with its key there
         self._added = 0
         self._under_way: dict[int, tuple[Pull, PullPages]] = {}  # by job
@@ -61,7 +61,7 @@ class Pulls:
 
     def start(self) -> None:
         """Give jobs to the host, as many as it may have."""
-        while len(self._under_way) < self._desk.config.pulls_in_flight and (first := self._queue.head()) is not None:
+        while len(self._under_way) < self._context.config.pulls_in_flight and (first := self._queue.head()) is not None:
             key, pull = first
             if pull.imported.over:
                 self._queue.remove(key)  # its tenant does not pay for it
@@ -72,7 +72,7 @@ class Pulls:
     def _start(self, pull: Pull) -> None:
         placed = pull.placed
         job = PullPages(
-            job_id=self._desk.new_job_id(),
+            job_id=self._context.new_job_id(),
             peer=pull.imported.sender,
             src_tier=pull.src_tier,
             src_blocks=tuple(pull.src_blocks),
@@ -83,17 +83,17 @@ class Pulls:
             checksums=pull.checksums,
             by_page=pull.imported.offer.mode != TransferMode.BY_REQUEST_AGG,
         )
-        self._desk.retain(job.dst_tier, job.dst_blocks)
+        self._context.retain(job.dst_tier, job.dst_blocks)
         self._under_way[job.job_id] = pull, job
-        self._desk.counters.pulls += 1
-        self._desk.actions.append(job)
+        self._context.counters.pulls += 1
+        self._context.actions.append(job)
 
     def ended(self, event: PagesPulled) -> Pull:
         """The host is done with a job, whether or not anybody still wants what it brought."""
         check(event.job_id in self._under_way, f"job {event.job_id} pulls nothing")
         pull, job = self._under_way.pop(event.job_id)
-        self._desk.release(job.dst_tier, job.dst_blocks)
-        counters = self._desk.counters
+        self._context.release(job.dst_tier, job.dst_blocks)
+        counters = self._context.counters
         counters.pulled_bytes += event.pulled_bytes
         counters.pulled_dram_bytes += event.pulled_bytes if job.src_tier == Tier.DRAM else 0
         counters.pulls_failed += bool(event.error)
@@ -103,7 +103,7 @@ class Pulls:
     def cancel(self, gone: Peer) -> None:
         """A peer is gone: what the host has not begun need not begin."""
         peers = {job.peer: None for _, job in self._under_way.values() if is_gone(job.peer, gone)}
-        self._desk.actions += [CancelPulls(peer) for peer in peers]
+        self._context.actions += [CancelPulls(peer) for peer in peers]
 
     def references(self) -> Counter[Place]:
         """Every reference that jobs hold."""
@@ -111,7 +111,7 @@ class Pulls:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when the queue contradicts itself."""
-        check(len(self._under_way) <= self._desk.config.pulls_in_flight, "more pulls at once than may be")
+        check(len(self._under_way) <= self._context.config.pulls_in_flight, "more pulls at once than may be")
         self._queue.check_invariants()
-        limit = self._desk.config.pulls_in_flight
+        limit = self._context.config.pulls_in_flight
         check(not self._queue or len(self._under_way) == limit, "a pull waits although the host has room for it")

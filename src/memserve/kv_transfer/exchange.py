@@ -1,4 +1,4 @@
-"""All dealings of one pool with the pools of other processes (level 1): offers, pulls, fetches, leases, fences.
+"""All dealings of one pool with the pools of other processes (level 1): offers, pulls, fetches, leases, barriers.
 
 Accounting and protocol only: no bytes move here. Messages, sealed and pulled pages go in through :meth:`handle`; what
 is to be sent, sealed and pulled comes out of :meth:`take_actions`, what it means for the owner as outcomes.
@@ -15,15 +15,15 @@ from collections.abc import Sequence
 
 from memserve.config import ExchangeConfig
 from memserve.errors import check
-from memserve.mempool.arrival import Fetching, Import
-from memserve.mempool.desk import Deadlines, Desk, ExchangeAction, Place, Standing
-from memserve.mempool.exports import Export, Exports
-from memserve.mempool.fences import Fences
-from memserve.mempool.imports import Imports
-from memserve.mempool.jobs import PagesPulled, PagesSealed
-from memserve.mempool.outcomes import ExchangeCounters, Outcome
+from memserve.kv_transfer.arrival import Fetching, Import
+from memserve.kv_transfer.barriers import Barriers
+from memserve.kv_transfer.context import Deadlines, ExchangeAction, Place, Standing, TransferContext
+from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
+from memserve.kv_transfer.outcomes import ExchangeCounters, Outcome
+from memserve.kv_transfer.receiver import Receiver
+from memserve.kv_transfer.remote_allocation import Allocation, Call, Remote
+from memserve.kv_transfer.sender import Export, Sender
 from memserve.mempool.pool import BlockPool
-from memserve.mempool.remote import Allocation, Call, Remote
 from memserve.messages import (
     Alloc,
     Allocated,
@@ -46,14 +46,15 @@ from memserve.types import KVGeometry, Request, Tier, TokenArray, TransferMode
 class Exchange:
     """Gives blocks of one pool to peers and takes theirs; the messages' story is told in ``memserve.messages``.
 
-    =============  ==========================================================================================
-    ``exports``    own offers: references, seals, ``Ready``, leases
-    ``imports``    offers of others and fetches: room, pages, checks; ``placing`` and ``ending`` are its ends
-    ``fetches``    KV that peers were asked for, until they offer it
-    ``pulls``      jobs for the host, and the hold that each has on what it writes to
-    ``remote``     blocks allocated for peers, and at peers
-    ``fences``     when blocks may be touched by others than plans
-    =============  ==========================================================================================
+    =====================  ==================================================================================
+    ``sender``             own offers: references, seals, ``Ready``, leases
+    ``receiver``           offers of others and fetches: room, pages, checks; ``placing`` and ``ending`` are its ends
+    ``fetches``            KV that peers were asked for, until they offer it
+    ``pulls``              jobs for the host, and the hold that each has on what it writes to
+    ``remote_allocation``  blocks allocated for peers, and at peers
+    ``barriers``           which plan must have finished before blocks are read or written beside plans
+    ``context``            what all of these share: pool, peers, configuration, counters, actions
+    =====================  ==================================================================================
 
     Every method that may end a transfer returns outcomes. After each call the owner takes the actions.
     """
@@ -63,13 +64,13 @@ class Exchange:
     ) -> None:
         """``namespace`` and ``geometry`` are those that this process tells in its own ``PeerInfo``: peers with others
         are refused. ``namespace`` ``None`` = the pool's."""
-        desk = Desk(pool, geometry, config, me, pool.namespace if namespace is None else namespace)
-        self._desk = desk
-        self._fences = Fences(pool)
+        context = TransferContext(pool, geometry, config, me, pool.namespace if namespace is None else namespace)
+        self._context = context
+        self._barriers = Barriers(pool)
         self._deadlines = Deadlines()
-        self._exports = Exports(desk, self._fences, self._deadlines)
-        self._remote = Remote(desk, self._deadlines)
-        self._imports = Imports(desk, self._fences, self._deadlines, self._remote)
+        self._sender = Sender(context, self._barriers, self._deadlines)
+        self._remote = Remote(context, self._deadlines)
+        self._receiver = Receiver(context, self._barriers, self._deadlines, self._remote)
 
     # -- the owner of blocks
 
@@ -100,17 +101,17 @@ class Exchange:
         caller's references stay the caller's. The taker hears of pages by :meth:`computed`. With ``request`` it is a
         handoff of all of ``tokens``, whose blocks may come later (:meth:`more_blocks`); without, this is all.
         """
-        desk = self._desk
-        transfer_id, tokens = desk.new_transfer_id(), tokens.copy()
+        context = self._context
+        transfer_id, tokens = context.new_transfer_id(), tokens.copy()
         offer = Offer(
             transfer_id=transfer_id,
             tenant=tenant,
             tokens=tokens,
-            identity=desk.pool.identity(tenant, tokens),
+            identity=context.pool.identity(tenant, tokens),
             tier=tier,
             first_block=first_block,
             blocks=tuple(blocks),
-            lease_ns=desk.config.lease_ns,
+            lease_ns=context.config.lease_ns,
             mode=mode,
             insert=insert,
             request=request,
@@ -121,16 +122,16 @@ class Exchange:
             private=private,
             dram_blocks=tuple(dram_blocks),
         )
-        desk.retain(tier, blocks)
-        desk.retain(Tier.DRAM, dram_blocks)
+        context.retain(tier, blocks)
+        context.retain(Tier.DRAM, dram_blocks)
         places = [(tier, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
-        self._exports.begin(to, offer, places, now)
+        self._sender.begin(to, offer, places, now)
         return transfer_id
 
     def more_blocks(self, transfer_id: str, blocks: Sequence[int]) -> None:
         """A handoff goes on with HBM ``blocks`` behind those that it has (a reference each). Ignored when it has
         ended."""
-        self._exports.extend(transfer_id, blocks)
+        self._sender.extend(transfer_id, blocks)
 
     def computed(
         self,
@@ -148,19 +149,19 @@ class Exchange:
         now (that plan, or that layer of it, has finished). ``end_layer`` ``None`` = all. Nobody writes to those pages
         while the offer lives. Each page is named once. Ignored when the offer has ended.
         """
-        end_layer = self._desk.geometry.num_layers if end_layer is None else end_layer
-        self._exports.computed(transfer_id, (first_block, end_block), (first_layer, end_layer), fence)
+        end_layer = self._context.geometry.num_layers if end_layer is None else end_layer
+        self._sender.computed(transfer_id, (first_block, end_block), (first_layer, end_layer), fence)
 
     def hand_off(
         self, transfer_id: str, first_tokens: tuple[tuple[int, ...], ...], ended: tuple[int, ...] = ()
     ) -> None:
         """The prefill is done, every page of the offer has been named by :meth:`computed`: ``Handoff`` follows the
         last ``Ready``. Ignored when the offer has ended."""
-        self._exports.hand_off(transfer_id, first_tokens, ended)
+        self._sender.hand_off(transfer_id, first_tokens, ended)
 
     def withdraw(self, transfer_id: str, reason: str) -> None:
         """Take an offer back. Ignored when it has ended."""
-        self._exports.withdraw(transfer_id, reason)
+        self._sender.withdraw(transfer_id, reason)
 
     # -- the taker
 
@@ -181,21 +182,21 @@ class Exchange:
         order is kept.
         """
         blocks = first_block, end_block
-        return self._imports.fetches.ask(holder, tenant, tokens.copy(), blocks, max(now, deadline_ns))
+        return self._receiver.fetches.ask(holder, tenant, tokens.copy(), blocks, max(now, deadline_ns))
 
     def give_up(self, transfer_id: str, reason: str) -> None:
         """An import or a fetch is no longer wanted: nothing is held for it any more, no outcome follows. Ignored when
         it has ended."""
-        self._imports.give_up(transfer_id, reason)
+        self._receiver.give_up(transfer_id, reason)
 
     @property
     def headroom_blocks(self) -> int:
         """HBM blocks that an import, or an allocation for a peer, leaves available; set by the owner as it likes."""
-        return self._imports.headroom_blocks
+        return self._receiver.headroom_blocks
 
     @headroom_blocks.setter
     def headroom_blocks(self, blocks: int) -> None:
-        self._imports.headroom_blocks = blocks
+        self._receiver.headroom_blocks = blocks
 
     # -- memory at a peer (MemServe Table 1 with an instance id)
 
@@ -213,10 +214,10 @@ class Exchange:
         """A peer said something, or the host has done what it was asked for. Other messages are ignored, and so is
         whoever is gone."""
         if isinstance(event, PagesSealed):
-            self._exports.sealed(event)
+            self._sender.sealed(event)
         elif isinstance(event, PagesPulled):
-            self._imports.pulled(event)
-        elif self._desk.peers.standing(event.sender) is not Standing.GONE:
+            self._receiver.pulled(event)
+        elif self._context.peers.standing(event.sender) is not Standing.GONE:
             self._hear(event, now)
         return self._settle()
 
@@ -224,21 +225,21 @@ class Exchange:
         sender, message = event.sender, event.message
         match message:
             case Offer():
-                self._imports.heard_offer(sender, message, now)
+                self._receiver.heard_offer(sender, message, now)
             case MoreBlocks():
-                self._imports.heard_more(sender, message)
+                self._receiver.heard_more(sender, message)
             case Ready():
-                self._imports.heard_ready(sender, message)
+                self._receiver.heard_ready(sender, message)
             case Handoff():
-                self._imports.heard_handoff(sender, message)
+                self._receiver.heard_handoff(sender, message)
             case Withdraw():
-                self._imports.heard_withdraw(sender, message)
+                self._receiver.heard_withdraw(sender, message)
             case Wanted():
-                self._exports.heard_wanted(sender, message)
+                self._sender.heard_wanted(sender, message)
             case Release():
-                self._exports.heard_release(sender, message)
+                self._sender.heard_release(sender, message)
             case Fetch():
-                self._exports.answer(sender, message, now)
+                self._sender.answer(sender, message, now)
             case Alloc():
                 self._remote.heard_alloc(sender, message, now, self.headroom_blocks)
             case Allocated():
@@ -254,11 +255,11 @@ class Exchange:
         while (thing := self._deadlines.pop_due(now)) is not None:
             match thing:
                 case Export():
-                    self._exports.expire(thing, "the lease has ended")
+                    self._sender.expire(thing, "the lease has ended")
                 case Import():
-                    self._imports.expire(thing)
+                    self._receiver.expire(thing)
                 case Fetching():
-                    self._imports.fetches.expire(thing)
+                    self._receiver.fetches.expire(thing)
                 case Allocation():
                     self._remote.take_back(thing)
                 case Call():
@@ -269,59 +270,59 @@ class Exchange:
 
     def plan_made(self, step_id: int) -> None:
         """Plan ``step_id`` has been made, with all copies that the pool had recorded (``pool.take_copies``)."""
-        self._fences.plan_made(step_id)
+        self._barriers.plan_made(step_id)
 
     def plan_finished(self, step_id: int, now: int) -> list[Outcome]:
         """Plan ``step_id``, and so each before it, touches no memory any more: it was executed, or it failed."""
-        self._fences.plan_finished(step_id)
+        self._barriers.plan_finished(step_id)
         return self._settle()
 
     def everything_failed(self, now: int) -> list[Outcome]:
         """A step failed, no KV can be relied upon: all offers are withdrawn, all imports fail. Afterwards the exchange
         holds no pin: call it before the cache is cleared. Pulls under way keep their blocks until they end, and peers
         the blocks that they allocated here."""
-        self._exports.withdraw_all("a step failed")
-        self._imports.fail_all("a step failed")
+        self._sender.withdraw_all("a step failed")
+        self._receiver.fail_all("a step failed")
         return self._settle()
 
     def reborn(self, me: Peer) -> None:
         """The owner was expelled: everything ends, silently for the owner, and peers are forgotten; from now on it is
         ``me``. Pulls under way keep their blocks until they end."""
-        self._exports.drop_all()
-        self._imports.drop_all()
+        self._sender.drop_all()
+        self._receiver.drop_all()
         self._remote.drop_all()
-        self._desk.peers.forget_all()
-        self._desk.me = me
+        self._context.peers.forget_all()
+        self._context.me = me
 
     def peer_joined(self, info: PeerInfo, now: int) -> list[Outcome]:
         """``info.peer`` is a member. An older generation of the same name is gone."""
-        older = self._desk.peers.join(info)
+        older = self._context.peers.join(info)
         if older is not None:
             self._end_peer(older, f"{older.name} has started anew")
-        self._imports.peer_joined(info.peer)
+        self._receiver.peer_joined(info.peer)
         return self._settle()
 
     def peer_gone(self, peer: Peer, now: int) -> list[Outcome]:
         """``peer`` is dead or has left: everything with it ends."""
-        self._desk.peers.leave(peer)
+        self._context.peers.leave(peer)
         self._end_peer(peer, f"{peer.name} is gone")
         return self._settle()
 
     def _end_peer(self, peer: Peer, reason: str) -> None:
-        self._exports.peer_gone(peer, reason)
-        self._imports.peer_gone(peer, reason)
+        self._sender.peer_gone(peer, reason)
+        self._receiver.peer_gone(peer, reason)
         self._remote.peer_gone(peer)
 
     def _settle(self) -> list[Outcome]:
         """Whatever happened may have made room or freed a job."""
-        self._imports.try_waiting()
-        self._imports.pulls.start()
-        outcomes, self._desk.outcomes = self._desk.outcomes, []
+        self._receiver.try_waiting()
+        self._receiver.pulls.start()
+        outcomes, self._context.outcomes = self._context.outcomes, []
         return outcomes
 
     def take_actions(self) -> list[ExchangeAction]:
         """What the host shall do, in order."""
-        actions, self._desk.actions = self._desk.actions, []
+        actions, self._context.actions = self._context.actions, []
         return actions
 
     # -- views
@@ -329,39 +330,39 @@ class Exchange:
     @property
     def counters(self) -> ExchangeCounters:
         """Totals since the start."""
-        return self._desk.counters
+        return self._context.counters
 
     @property
     def fence(self) -> int:
         """The plan that has to finish before everything decided so far is true in memory: the last one made, or the
         next one while copies are recorded that no plan carries yet."""
-        return self._fences.now()
+        return self._barriers.all_settled()
 
     def fence_of_cached(self, blocks: Sequence[int]) -> int:
         """The plan that has to finish before cached HBM ``blocks`` hold their final bytes: mostly it has."""
-        return self._fences.final([(Tier.HBM, block) for block in blocks])
+        return self._barriers.safe_to_read([(Tier.HBM, block) for block in blocks])
 
     def plans_before_pull(self, blocks: int) -> int:
         """How many plans a pull into so many new HBM blocks is expected to wait for. Blocks that are free, or that can
         be dropped, have mostly been left alone for long; what goes down to DRAM goes with the next plan."""
-        pool = self._desk.pool
-        under_way = self._fences.made - self._fences.finished
+        pool = self._context.pool
+        under_way = self._barriers.made - self._barriers.finished
         return under_way + 1 if under_way and pool.config.dram_blocks and blocks > pool.blocks_free else 0
 
     @property
     def wants_plan(self) -> bool:
         """Something waits for copies that no plan carries yet: make one, be it with nothing but copies."""
-        return self._fences.wants_plan
+        return self._barriers.wants_plan
 
     @property
     def holds_back(self) -> bool:
         """Something waits for a plan to finish."""
-        return self._fences.holds
+        return self._barriers.holds
 
     def glided(self, steps: int) -> None:
         """So many further plans were made, without copies, and as many have finished; nothing waits for any."""
-        self._fences.plan_made(self._fences.made + steps)
-        self._fences.plan_finished(self._fences.finished + steps)
+        self._barriers.plan_made(self._barriers.made + steps)
+        self._barriers.plan_finished(self._barriers.finished + steps)
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -371,26 +372,26 @@ class Exchange:
     @property
     def transfers_open(self) -> int:
         """Offers, imports and fetches that have not ended."""
-        return len(self._exports.open) + len(self._imports.open) + len(self._imports.fetches.open)
+        return len(self._sender.open) + len(self._receiver.open) + len(self._receiver.fetches.open)
 
     def references(self) -> Counter[Place]:
         """Every reference that the exchange holds, by block."""
-        return self._exports.references() + self._imports.references() + self._remote.references()
+        return self._sender.references() + self._receiver.references() + self._remote.references()
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when the books do not balance. For tests; slow."""
-        pool = self._desk.pool
+        pool = self._context.pool
         for (tier, block), count in self.references().items():
             held = pool.ref_count(tier, block)
             check(held >= count, f"{tier.name} block {block}: {count} references of the exchange, {held} in all")
-        self._fences.check_invariants()
-        self._exports.check_invariants()
-        self._imports.check_invariants()
-        check(not self._desk.outcomes, f"outcomes that nobody was told: {self._desk.outcomes}")
+        self._barriers.check_invariants()
+        self._sender.check_invariants()
+        self._receiver.check_invariants()
+        check(not self._context.outcomes, f"outcomes that nobody was told: {self._context.outcomes}")
 
     def __repr__(self) -> str:
-        exports, imports, fetches = len(self._exports.open), len(self._imports.open), len(self._imports.fetches.open)
-        return f"<Exchange {self._desk.me.name} exports={exports} imports={imports} fetches={fetches}>"
+        exports, imports, fetches = len(self._sender.open), len(self._receiver.open), len(self._receiver.fetches.open)
+        return f"<Exchange {self._context.me.name} exports={exports} imports={imports} fetches={fetches}>"
 
 
 __all__ = ["Exchange", "ExchangeAction"]

@@ -10,8 +10,8 @@ from operator import itemgetter
 from typing import Protocol
 
 from memserve.config import ExchangeConfig
-from memserve.mempool.jobs import CancelPulls, PullPages, SealPages
-from memserve.mempool.outcomes import ExchangeCounters, Outcome
+from memserve.kv_transfer.jobs import CancelPulls, PullPages, SealPages
+from memserve.kv_transfer.outcomes import ExchangeCounters, Outcome
 from memserve.mempool.pool import BlockPool
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.serving import Send
@@ -130,7 +130,7 @@ class Peers:
         self._gone.clear()
 
 
-class Desk:
+class TransferContext:
     """Shared by the parts of one exchange."""
 
     def __init__(self, pool: BlockPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer, namespace: str) -> None:

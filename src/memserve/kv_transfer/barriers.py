@@ -1,4 +1,4 @@
-"""When a decision has become true in memory: fences between plans and page jobs (level 1).
+"""When a decision has become true in memory: barriers between plans and page jobs (level 1).
 
 The device executes plans strictly in order, and everything that it does to memory is part of a plan: rows write K and
 V, recorded copies (evictions to DRAM, blocks brought up, copies on write) ride at the head of the next plan. So plans
@@ -16,9 +16,9 @@ All of that was decided before the block was allocated: nothing decided later to
 import. Rows (1, 2) use only blocks on which their sequence holds a reference, and it gives none back while the plan
 that is being made has a row of it. So when it lets go of a block, the plans made by then are the last whose rows touch
 the block for its sake; and all have let go, or the block could not have been allocated. Copies (3) are in the next plan
-after they were recorded. ``touches`` writes down both moments. Hence, right after the allocation,
+after they were recorded. ``mempool/block_access.py`` writes down both moments. Hence, right after the allocation,
 
-    ``alone(blocks)`` = the last plan, under way or to be made next, that touches one of them
+    ``safe_to_overwrite(blocks)`` = the last plan, under way or to be made next, that touches one of them
 
 and once it has finished, and with it all plans before, the pull is alone with its destination. Mostly there is no such
 plan: what is free, or cached and used by nobody, was let go of long ago.
@@ -27,12 +27,12 @@ The owner of blocks that a peer shall pull asks for less. A reference keeps them
 harm, and what is cached never changes; it only has to be there. The index is filled when plans are *made*: then it was
 told which plan writes the blocks last. And what was brought up, or went down to DRAM, is written by its copy. Hence
 
-    ``final(blocks)`` = the last plan, under way or to be made next, that writes one of these cached blocks
+    ``safe_to_read(blocks)`` = the last plan, under way or to be made next, that writes one of these cached blocks
 
 after which they may be sealed and read. Of blocks that are neither cached nor newly allocated (rows of a sequence that
 runs, or has just ended) nothing is written down; for those there is
 
-    ``now()`` = the last plan made, + 1 when copies are recorded that no plan carries
+    ``all_settled()`` = the last plan made, + 1 when copies are recorded that no plan carries
 
 after which everything that was decided so far is true. With nothing under way and nothing recorded all three have
 passed already, and nobody waits. With copies recorded and no work, no plan would ever come: ``wants_plan`` asks for
@@ -45,24 +45,24 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from memserve.errors import check
-from memserve.mempool.desk import Place, runs
+from memserve.kv_transfer.context import Place, runs
+from memserve.mempool.block_access import BlockAccessLog
 from memserve.mempool.pool import BlockPool
-from memserve.mempool.touches import Touches
 from memserve.types import Tier
 
 Resume = Callable[[], None]
 """What is to be done once a fence has passed."""
 
 
-class Fences:
+class Barriers:
     """What waits for plans to finish, and for which."""
 
-    __slots__ = ("_held", "_highest", "_order", "_pool", "_touches")
+    __slots__ = ("_access", "_held", "_highest", "_order", "_pool")
 
     def __init__(self, pool: BlockPool) -> None:
         """From now on the pool keeps accounts of what plans touch."""
         self._pool = pool
-        self._touches = pool.touches = Touches()
+        self._access = pool.access = BlockAccessLog()
         self._held: list[tuple[int, int, Resume]] = []  # heap of (fence, order of arrival, what to do)
         self._order = 0
         self._highest = 0  # of all fences that something waited for
@@ -70,24 +70,24 @@ class Fences:
     @property
     def made(self) -> int:
         """The last plan made; 0 = none."""
-        return self._touches.made
+        return self._access.made
 
     @property
     def finished(self) -> int:
         """The last plan that touches memory no more."""
-        return self._touches.finished
+        return self._access.finished
 
-    def now(self) -> int:
+    def all_settled(self) -> int:
         """The plan after which everything decided so far is true in memory."""
         return self.made + 1 if self._pool.has_copies else self.made
 
-    def alone(self, tier: Tier, blocks: Sequence[int]) -> int:
+    def safe_to_overwrite(self, tier: Tier, blocks: Sequence[int]) -> int:
         """The plan after which nobody but their holder touches ``blocks``, which nobody else held when he got them."""
-        return self._touches.last_touch(tier, blocks)
+        return self._access.last_touch(tier, blocks)
 
-    def final(self, places: Sequence[Place]) -> int:
+    def safe_to_read(self, places: Sequence[Place]) -> int:
         """The plan after which cached blocks hold what the index says."""
-        return max([self._touches.last_write(tier, blocks) for tier, _, blocks in runs(places)], default=0)
+        return max([self._access.last_write(tier, blocks) for tier, _, blocks in runs(places)], default=0)
 
     def passed(self, fence: int) -> bool:
         """Whether plan ``fence`` has finished."""
@@ -104,11 +104,11 @@ class Fences:
 
     def plan_made(self, step_id: int) -> None:
         """Plan ``step_id`` carries everything that was recorded."""
-        self._touches.plan_made(step_id)
+        self._access.plan_made(step_id)
 
     def plan_finished(self, step_id: int) -> None:
-        """Plan ``step_id`` and each before it have finished: what waited for that is done, in order of fences."""
-        self._touches.plan_finished(step_id)
+        """Plan ``step_id`` and each before it have finished: what waited for that is done, in order of barriers."""
+        self._access.plan_finished(step_id)
         while self._held and self._held[0][0] <= step_id:
             heapq.heappop(self._held)[2]()
 

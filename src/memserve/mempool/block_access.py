@@ -1,4 +1,4 @@
-"""What plans that have not finished may still do to blocks (level 1): the accounts behind ``fences``.
+"""What plans that have not finished may still do to blocks (level 1): the accounts behind ``kv_transfer/barriers.py``.
 
 Nothing is written down for blocks that stay with a sequence, however many plans use them. Three moments tell the rest:
 
@@ -41,8 +41,8 @@ class LastPlans:
                 del self._blocks[plan]
 
 
-class Touches:
-    """Plans made and finished, and what they may still touch: kept by the pool, asked by the fences."""
+class BlockAccessLog:
+    """Plans made and finished, and what they may still touch: kept by the pool, asked by the barriers."""
 
     __slots__ = ("_accounts", "_touched", "_written", "finished", "made")
 

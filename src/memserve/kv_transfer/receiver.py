@@ -17,16 +17,16 @@ from collections import Counter
 from functools import partial
 
 from memserve.errors import check
-from memserve.mempool.arrival import Fetching, Import, end_block_of
-from memserve.mempool.desk import Deadlines, Desk, Place, Standing, is_gone, runs
-from memserve.mempool.ending import completed, ended_badly, give_back
-from memserve.mempool.fences import Fences
-from memserve.mempool.fetches import Fetches, answers
-from memserve.mempool.jobs import PagesPulled
-from memserve.mempool.outcomes import HandoffOffered
-from memserve.mempool.placing import Never, objection, place
-from memserve.mempool.pulls import Pull, Pulls
-from memserve.mempool.remote import Remote
+from memserve.kv_transfer.arrival import Fetching, Import, end_block_of
+from memserve.kv_transfer.barriers import Barriers
+from memserve.kv_transfer.context import Deadlines, Place, Standing, TransferContext, is_gone, runs
+from memserve.kv_transfer.ending import completed, ended_badly, give_back
+from memserve.kv_transfer.fetches import Fetches, answers
+from memserve.kv_transfer.jobs import PagesPulled
+from memserve.kv_transfer.outcomes import HandoffOffered
+from memserve.kv_transfer.placing import Never, objection, place
+from memserve.kv_transfer.pulls import Pull, Pulls
+from memserve.kv_transfer.remote_allocation import Remote
 from memserve.messages import Handoff, MoreBlocks, Offer, Peer, Ready, Release, Wanted, Withdraw
 from memserve.policy.fairness import FairQueue
 from memserve.types import Tier, tenant_of
@@ -35,16 +35,16 @@ _REMEMBERED = 4096
 """Transfers that have ended whose ids are still known: a late message about them starts nothing anew."""
 
 
-class Imports:
+class Receiver:
     """All offers of peers, and what they were asked for."""
 
-    def __init__(self, desk: Desk, fences: Fences, deadlines: Deadlines, remote: Remote) -> None:
-        self._desk = desk
-        self._fences = fences
+    def __init__(self, context: TransferContext, barriers: Barriers, deadlines: Deadlines, remote: Remote) -> None:
+        self._context = context
+        self._barriers = barriers
         self._deadlines = deadlines
         self._remote = remote
-        self.pulls = Pulls(desk)
-        self.fetches = Fetches(desk, deadlines)
+        self.pulls = Pulls(context)
+        self.fetches = Fetches(context, deadlines)
         self.open: dict[str, Import] = {}
         self._waiting: FairQueue[Import] = FairQueue()  # for room
         self._strangers: list[Import] = []  # for news of their sender; may name such as have ended
@@ -57,16 +57,16 @@ class Imports:
         """Blocks are offered, perhaps because they were asked for."""
         transfer_id = offer.transfer_id
         if transfer_id in self._ended:
-            self._desk.send(sender, Release(transfer_id, False, "it has ended"))
+            self._context.send(sender, Release(transfer_id, False, "it has ended"))
         if transfer_id in self.open or transfer_id in self._ended or not self.fetches.may_answer(sender, offer):
             return
         imported = self._begin(sender, offer, self.fetches.claim(transfer_id), now)
-        reason = objection(self._desk, offer)
+        reason = objection(self._context, offer)
         if imported.fetching is not None and not answers(offer, imported.fetching):
             reason = "not what was asked for"
         if reason is not None:
             self._refuse(imported, reason)
-        elif self._desk.peers.standing(sender) is Standing.STRANGER:
+        elif self._context.peers.standing(sender) is Standing.STRANGER:
             self._strangers = [other for other in self._strangers if not other.over] + [imported]
         else:
             self._wait(imported)
@@ -76,13 +76,13 @@ class Imports:
         deadline_ns = now + offer.lease_ns
         if fetching is not None:
             deadline_ns = min(deadline_ns, fetching.deadline_ns)
-        end_block = end_block_of(offer, self._desk.pool.block_tokens)
+        end_block = end_block_of(offer, self._context.pool.block_tokens)
         imported = Import(sender, offer, deadline_ns, fetching, end_block, sources)
         self.open[offer.transfer_id] = imported
         self._deadlines.add(imported)
-        self._desk.counters.imports += 1
+        self._context.counters.imports += 1
         if offer.request is not None:
-            self._desk.outcomes.append(HandoffOffered(offer.transfer_id, sender, offer))
+            self._context.outcomes.append(HandoffOffered(offer.transfer_id, sender, offer))
         return imported
 
     def heard_more(self, sender: Peer, message: MoreBlocks) -> None:
@@ -103,7 +103,7 @@ class Imports:
         imported = self._from(sender, message.transfer_id)
         if imported is None:
             return
-        if not 0 <= message.first_layer < message.end_layer <= self._desk.geometry.num_layers:
+        if not 0 <= message.first_layer < message.end_layer <= self._context.geometry.num_layers:
             self._fail(imported, f"layers {message.first_layer} to {message.end_layer}")
         elif message.first_block < imported.offer.first_block or _end(message) > imported.sources_end:
             self._fail(imported, f"block {_end(message) - 1} is ready, nobody said where it is: a message is lost")
@@ -153,7 +153,7 @@ class Imports:
 
     def _try_place(self, imported: Import) -> bool:
         """``False`` = no room now."""
-        placed = place(self._desk, self._remote, self._fences, imported, self.headroom_blocks)
+        placed = place(self._context, self._remote, self._barriers, imported, self.headroom_blocks)
         if placed is None:
             return False
         if isinstance(placed, Never):
@@ -161,7 +161,7 @@ class Imports:
             return True
         imported.placed = placed
         if placed.pull_from > imported.offer.first_block:
-            self._desk.send(imported.sender, Wanted(imported.transfer_id, placed.pull_from))
+            self._context.send(imported.sender, Wanted(imported.transfer_id, placed.pull_from))
         early, imported.early = imported.early, []
         for message in early:
             self._announce(imported, message)
@@ -191,7 +191,7 @@ class Imports:
         for tier, at, blocks in runs(imported.sources[first - begin : end - begin]):
             sums = checksums[at : at + len(blocks)]
             pull = Pull(imported, placed, row + at, tier, blocks, ready.first_layer, ready.end_layer, sums)
-            self._fences.when_passed(placed.fence, partial(self.pulls.add, pull))
+            self._barriers.when_passed(placed.fence, partial(self.pulls.add, pull))
 
     def pulled(self, event: PagesPulled) -> None:
         """The host is done with a pull."""
@@ -218,7 +218,7 @@ class Imports:
                 return
         if placed.complete:
             self._close(imported)
-            completed(self._desk, imported, placed)
+            completed(self._context, imported, placed)
 
     # -- ends
 
@@ -227,7 +227,7 @@ class Imports:
         self.fetches.give_up(transfer_id)
         imported = self.open.get(transfer_id)
         if imported is not None:
-            self._desk.counters.imports_given_up += 1
+            self._context.counters.imports_given_up += 1
             self._drop(imported, Release(transfer_id, False, reason))
 
     def expire(self, imported: Import) -> None:
@@ -235,10 +235,10 @@ class Imports:
         if imported.fetching is None:
             self._fail(imported, "the lease has ended")
             return
-        self._desk.counters.fetch_timeouts += 1
+        self._context.counters.fetch_timeouts += 1
         if imported.placed is not None and imported.placed.unbroken_blocks > 0:
             self._close(imported)
-            completed(self._desk, imported, imported.placed, "a part, in time")
+            completed(self._context, imported, imported.placed, "a part, in time")
         else:
             self._fail(imported, "not in time")
 
@@ -262,20 +262,20 @@ class Imports:
             self._drop(imported, None)
 
     def _refuse(self, imported: Import, reason: str) -> None:
-        self._desk.counters.imports_refused += 1
+        self._context.counters.imports_refused += 1
         self._drop(imported, Release(imported.transfer_id, False, reason))
-        ended_badly(self._desk, imported, reason)
+        ended_badly(self._context, imported, reason)
 
     def _fail(self, imported: Import, reason: str) -> None:
-        self._desk.counters.imports_failed += 1
+        self._context.counters.imports_failed += 1
         self._drop(imported, Release(imported.transfer_id, False, reason))
-        ended_badly(self._desk, imported, reason)
+        ended_badly(self._context, imported, reason)
 
     def _drop(self, imported: Import, word: Release | None) -> None:
         self._close(imported)
-        give_back(self._desk, imported)
+        give_back(self._context, imported)
         if word is not None:
-            self._desk.send(imported.sender, word)
+            self._context.send(imported.sender, word)
 
     def _close(self, imported: Import) -> None:
         del self.open[imported.transfer_id]

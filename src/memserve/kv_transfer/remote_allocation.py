@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memserve.mempool.desk import Deadlines, Desk, Place, Standing, is_gone
-from memserve.mempool.outcomes import RemoteAllocated
+from memserve.kv_transfer.context import Deadlines, Place, Standing, TransferContext, is_gone
+from memserve.kv_transfer.outcomes import RemoteAllocated
 from memserve.messages import Alloc, Allocated, Free, Peer
 from memserve.types import Tier
 
@@ -44,8 +44,8 @@ class Call:
 class Remote:
     """Allocations for peers, and at peers."""
 
-    def __init__(self, desk: Desk, deadlines: Deadlines) -> None:
-        self._desk = desk
+    def __init__(self, context: TransferContext, deadlines: Deadlines) -> None:
+        self._context = context
         self._deadlines = deadlines
         #: own blocks that peers hold, by holder and its call id
         self._lent: dict[tuple[Peer, str], Allocation] = {}
@@ -58,18 +58,18 @@ class Remote:
 
     def heard_alloc(self, sender: Peer, message: Alloc, now: int, headroom_blocks: int) -> None:
         """Allocate for a member; heard twice, it gets the same answer twice."""
-        desk, key = self._desk, (sender, message.call_id)
+        context, key = self._context, (sender, message.call_id)
         if key not in self._lent:
-            may = desk.peers.standing(sender) is Standing.MEMBER and message.count > 0
+            may = context.peers.standing(sender) is Standing.MEMBER and message.count > 0
             may = may and message.tier in (Tier.HBM, Tier.DRAM)
-            blocks = desk.allocate(message.tier, message.count, headroom_blocks) if may else None
+            blocks = context.allocate(message.tier, message.count, headroom_blocks) if may else None
             if blocks is None:
-                desk.send(sender, Allocated(message.call_id, None))
+                context.send(sender, Allocated(message.call_id, None))
                 return
             self._lent[key] = Allocation(sender, message.call_id, message.tier, blocks, now + message.lease_ns)
             self._deadlines.add(self._lent[key])
-            desk.counters.remote_allocations += len(blocks)
-        desk.send(sender, Allocated(message.call_id, tuple(self._lent[key].blocks)))
+            context.counters.remote_allocations += len(blocks)
+        context.send(sender, Allocated(message.call_id, tuple(self._lent[key].blocks)))
 
     def heard_free(self, sender: Peer, message: Free) -> None:
         """The holder gives an allocation back."""
@@ -81,7 +81,7 @@ class Remote:
         """The lease has ended, or the holder."""
         del self._lent[allocation.peer, allocation.call_id]
         allocation.over = True
-        self._desk.release(allocation.tier, allocation.blocks)
+        self._context.release(allocation.tier, allocation.blocks)
 
     def refusal(self, peer: Peer, tier: Tier, blocks: Sequence[int]) -> str | None:
         """Why ``peer`` may not have ``blocks`` written to; ``None`` = it may.
@@ -93,7 +93,7 @@ class Remote:
         lent = [held.blocks for held in self._lent.values() if held.peer == peer and held.tier == tier]
         if not set(blocks) <= {block for held in lent for block in held}:
             return "destinations that were not allocated for the sender"
-        if any(self._desk.pool.ref_count(tier, block) > 1 for block in blocks):
+        if any(self._context.pool.ref_count(tier, block) > 1 for block in blocks):
             return "destinations that are in use: transferred to before, and not given up"
         return None
 
@@ -101,10 +101,10 @@ class Remote:
 
     def call(self, peer: Peer, count: int, tier: Tier, deadline_ns: int) -> str:
         """Ask ``peer`` for blocks."""
-        call = Call(peer, self._desk.new_transfer_id(), tier, deadline_ns)
+        call = Call(peer, self._context.new_transfer_id(), tier, deadline_ns)
         self._calls[call.call_id] = call
         self._deadlines.add(call)
-        self._desk.send(peer, Alloc(call.call_id, count, tier, self._desk.config.lease_ns))
+        self._context.send(peer, Alloc(call.call_id, count, tier, self._context.config.lease_ns))
         return call.call_id
 
     def heard_allocated(self, sender: Peer, message: Allocated) -> None:
@@ -115,7 +115,7 @@ class Remote:
                 self._borrowed[call.call_id] = sender
             self._end_call(call, message.blocks)
         elif message.blocks is not None and message.call_id not in self._borrowed:
-            self._desk.send(sender, Free(message.call_id))
+            self._context.send(sender, Free(message.call_id))
 
     def give_back(self, call_id: str) -> None:
         """End a call, answered or not."""
@@ -124,17 +124,17 @@ class Remote:
         if call is not None:
             call.over, peer = True, call.peer
         if peer is not None:
-            self._desk.send(peer, Free(call_id))
+            self._context.send(peer, Free(call_id))
 
     def time_out(self, call: Call) -> None:
         """No answer came in time; should it still come, the blocks go back."""
-        self._desk.send(call.peer, Free(call.call_id))
+        self._context.send(call.peer, Free(call.call_id))
         self._end_call(call, None)
 
     def _end_call(self, call: Call, blocks: tuple[int, ...] | None) -> None:
         del self._calls[call.call_id]
         call.over = True
-        self._desk.outcomes.append(RemoteAllocated(call.call_id, call.peer, call.tier, blocks))
+        self._context.outcomes.append(RemoteAllocated(call.call_id, call.peer, call.tier, blocks))
 
     # -- ends
 
