@@ -48,7 +48,8 @@ class SchedulerConfig:
     max_waiting: int = 4096
     """Requests that may queue; more are rejected with a retry hint."""
     steps_in_flight: int = 2
-    """Plans given to the device at once; 2 = the next step is prepared while one runs."""
+    """Plans given to the device at once; 2: the next step is planned while one runs, shortly before its end if it is
+    long."""
     preemption: str = "auto"
     """``swap``, ``recompute``, or ``auto`` = the cheaper by the measured cost of each."""
 

@@ -50,6 +50,11 @@ from memserve.messages import Load, Peer
 from memserve.policy.batching import context_tokens, running_max
 from memserve.policy.preemption import PreemptionCosts, PreemptionModel
 from memserve.types import KVGeometry, NamedPrefix, Request, TokenOutput
+from memserve.units import NS_PER_MS
+
+AHEAD_MAX_NS = 10 * NS_PER_MS
+"""The next step is planned when the work that the device has is expected to end within this time: early enough to keep
+it busy, and so late that a request which arrives meanwhile waits for one step and not for two."""
 
 
 class Instance:
@@ -91,6 +96,8 @@ class Instance:
         self._results = Results(self._roster, holds_tokens)
         self._holds_tokens = holds_tokens
         self._outstanding: deque[Outstanding] = deque()
+        self._ends_ns = 0  # when the last of them is expected to be done, as far as that is known
+        self._plan_at_ns: int | None = None
         self._link: ClusterLink | None = None
         if me is not None:
             check(geometry is not None, "a member of a cluster must know the geometry of its KV")
@@ -106,7 +113,7 @@ class Instance:
         actions: list[Action] = []
         link = self._link
         if isinstance(event, StepFinished):
-            self._results.apply(self._take_outstanding(event.step_id), event)
+            self._results.apply(self._take_outstanding(event.step_id, now), event)
             if link is not None:
                 link.step_ended(event.step_id, now)
         elif isinstance(event, RequestArrived):
@@ -154,9 +161,14 @@ class Instance:
             check(isinstance(event, ClockTicked), f"unknown event {event!r}")
 
     def _plan(self, now: int, actions: list[Action]) -> None:
-        """Keep the device busy: as many plans as it may have. They come before outputs, which can wait for it."""
+        """Keep the device busy: as many plans as it may have, but none long before it is needed. Plans come before
+        outputs, which can wait for the device."""
         outstanding, link = self._outstanding, self._link
+        self._plan_at_ns = None
         while len(outstanding) < self.config.scheduler.steps_in_flight:
+            if outstanding and self._ends_ns - now > AHEAD_MAX_NS:
+                self._plan_at_ns = self._ends_ns - AHEAD_MAX_NS
+                return
             copies_only = link is not None and link.exchange.wants_plan
             made = self._planner.make(now, nothing_under_way=not outstanding, copies_only=copies_only)
             if made is None:
@@ -164,17 +176,22 @@ class Instance:
             plan, memo = made
             if link is not None:
                 link.planned(plan, now)
+            self._ends_ns = (max(now, self._ends_ns) if outstanding else now) + self._expected_ns(memo)
             outstanding.append(memo)
             actions.append(RunStep(plan))
 
-    def _take_outstanding(self, step_id: int) -> Outstanding:
+    def _expected_ns(self, memo: Outstanding) -> int:
+        return self._roster.costs.step_ns(memo.prefill_tokens, memo.decode_rows, memo.prefill_pairs)
+
+    def _take_outstanding(self, step_id: int, now: int) -> Outstanding:
         check(self._outstanding, f"step {step_id} reported, but no plan is under way")
         oldest = self._outstanding.popleft()
         check(oldest.step_id == step_id, f"step {step_id} reported, but {oldest.step_id} is the oldest under way")
+        self._ends_ns = now + sum(map(self._expected_ns, self._outstanding))
         return oldest
 
     def _fail(self, event: StepFailed, now: int) -> None:
-        failed = self._take_outstanding(event.step_id)
+        failed = self._take_outstanding(event.step_id, now)
         if not failed.void:
             self._pins.release_all()
             if self._link is not None:
@@ -240,8 +257,9 @@ class Instance:
     @property
     def next_deadline_ns(self) -> int | None:
         """When a ``ClockTicked`` is worth sending; ``None`` = no deadlines."""
-        soonest = self._desk.next_deadline_ns
-        for deadline in (self._pins.next_deadline_ns, self._link.next_deadline_ns if self._link is not None else None):
+        soonest, link = self._desk.next_deadline_ns, self._link
+        others = self._pins.next_deadline_ns, self._plan_at_ns, link.next_deadline_ns if link is not None else None
+        for deadline in others:
             if deadline is not None and (soonest is None or deadline < soonest):
                 soonest = deadline
         return soonest

@@ -66,6 +66,12 @@ class PreemptionModel:
         self.samples += 1
         self.model = self._known.scaled(self._scale)
 
+    def step_ns(self, prefill_tokens: int, decode_rows: int, prefill_pairs: int) -> int:
+        """How long a step with so much prefill will take; 0: it has none, or no such step was measured yet."""
+        if not (prefill_tokens and self.samples):
+            return 0
+        return self.model.prefill.step(prefill_tokens + decode_rows, prefill_pairs)
+
     @property
     def prefill_ns_per_token(self) -> int:
         """Of a prompt of typical length."""
