@@ -21,7 +21,7 @@ round with every round. A neighbour is a process of its own; refused, it asks ag
 | forks | one request of n = 4 after the other | 32 clients with n = 8 |
 | priority | four rows of 40 tokens | 64 clients with the most urgent priority |
 | sessions | four clients with a session each | 32 clients, each request a new session that is kept for an hour |
-| documents | two clients that put a document now and then | 8 clients that put and list documents without a pause |
+| documents | one client that puts a document, lists all, and so on | 8 such clients |
 | tokenizing | two clients with prompts of 3 KB | 8 clients with texts of 60 KB and 4 with 4 MB |
 | parsing | one client with bodies of 16 KB | 8 clients with bodies of 8 MB, no request among them |
 | output text | four streams of 40 tokens | 32 streams of n = 8 with logprobs and four long stop strings |
@@ -180,17 +180,12 @@ def talks(answer_tokens: int) -> Load:
     return load
 
 
-def documents(pause_s: float) -> Load:
+async def documents(tenant: Tenant, client: int) -> None:
     """Puts a document, lists all."""
-
-    async def load(tenant: Tenant, client: int) -> None:
-        for turn in itertools.count():
-            body = json.dumps({"text": words(40), "endpoint": "completions", "ttl_s": 60}).encode()
-            await tenant.status(tenant.message("PUT", f"/v1/documents/d{client}-{turn % 100}", body))
-            await tenant.status(tenant.message("GET", "/v1/documents", b""))
-            await asyncio.sleep(pause_s)
-
-    return load
+    for turn in itertools.count():
+        body = json.dumps({"text": words(40), "endpoint": "completions", "ttl_s": 60}).encode()
+        await tenant.status(tenant.message("PUT", f"/v1/documents/d{client}-{turn % 100}", body))
+        await tenant.status(tenant.message("GET", "/v1/documents", b""))
 
 
 def bodies(size_bytes: int) -> Load:
@@ -256,7 +251,7 @@ RESOURCES = (
     Resource("forks", (1, asks(20, 40, n=4)), (32, asks(20, 200, n=8))),
     Resource("priority", FOUR_ROWS, (64, asks(20, 40, priority=-(1 << 31)))),
     Resource("sessions", (4, asks(60, 8, session="own")), (32, NEW_SESSIONS)),
-    Resource("documents", (2, documents(0.5)), (8, documents(0.0))),
+    Resource("documents", (1, documents), (8, documents)),
     Resource("tokenizing", (2, revisits(1, 500, 20)), (12, texts), prefixes=1, prefix_tokens=514),
     Resource("parsing", (1, bodies(16 << 10)), (8, bodies(8 << 20))),
     Resource("output text", (4, asks(20, 40, stream=True)), (32, asks(20, 200, **HEAVY))),

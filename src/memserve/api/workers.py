@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 INLINE_BYTES_MAX = 2048
 """Tokenizing this much (0.5 ms) costs less than a trip to a thread and back."""
 
-SHORT_BYTES_MAX = 64 * 1024
-"""Tokenizing this much takes tens of milliseconds: as long as a step of the engine."""
+SHORT_BYTES_MAX = 16 * 1024
+"""Tokenizing this much takes less than ten milliseconds: less than a step of the engine."""
 
 
 class Workers:
