@@ -501,6 +501,19 @@ def test_a_prefix_is_fetched_instead_of_computed():
     fleet.finish()
 
 
+@pytest.mark.parametrize("unreachable", ["p", "d"])
+def test_kv_in_the_memory_of_a_gpu_is_neither_given_nor_fetched(unreachable):
+    """Two such instances in one cluster: each computes for itself, whoever the router names as a holder."""
+    configs = {name: fleet_config() for name in "pd"}
+    configs[unreachable] = replace(configs[unreachable], exchange=ExchangeConfig(shares_kv=False))
+    fleet = Fleet(**configs)
+    fleet.submit(request("a", PROMPT[:17], max_tokens=3), "p")
+    fleet.run()
+    fetching(fleet)
+    assert computed(fleet, "d") == 18 + 2 and stats(fleet, "d").fetched_tokens == 0
+    fleet.finish()
+
+
 def test_a_prefix_that_went_down_to_dram_is_fetched_from_there():
     """The holder's HBM is full of other things; the blocks lie in its host memory."""
     fleet = pair({"hbm": 8, "dram": 12}, {})

@@ -83,6 +83,8 @@ class ExchangeConfig:
     """Pull jobs given to the host at once."""
     event_capacity: int = 65536
     """KV events kept for a router that missed some; older ones are answered with a snapshot. 0 = no KV events."""
+    shares_kv: bool = True
+    """False: other processes can neither read nor write the KV here, since it lies in the memory of a GPU."""
 
     def __post_init__(self) -> None:
         for name in ("lease_ns", "fetch_deadline_ns", "pulls_in_flight"):

@@ -40,7 +40,7 @@ class Fetches:
         request, orders = group.request, group.orders
         if orders is None or not orders.holders or not request.use_cache or group.prompt_logprobs is not None:
             return False
-        if not self._roster.memory.pool.config.caching:
+        if not (self._roster.memory.pool.config.caching and self._exchange.shares_kv):
             return False
         orders.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
         orders.fetch_until_ns = now + self._wait_max_ns

@@ -167,6 +167,8 @@ class TransferContext:
     def misfit(self, peer: Peer) -> str | None:
         """Why KV cannot be shared with ``peer``; ``None`` when it can."""
         info = self.peers.info(peer)
+        if not self.config.shares_kv:
+            return "no other process can reach the KV here"
         if info is None:
             return f"{peer.name} is not a member"
         if info.namespace != self.namespace:

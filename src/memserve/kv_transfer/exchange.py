@@ -64,6 +64,7 @@ class Exchange:
     ) -> None:
         """``namespace`` and ``geometry`` are those that this process tells in its own ``PeerInfo``: peers with others
         are refused. ``namespace`` ``None`` = the pool's."""
+        self.shares_kv = config.shares_kv
         context = TransferContext(pool, geometry, config, me, pool.namespace if namespace is None else namespace)
         self._context = context
         self._barriers = Barriers(pool)

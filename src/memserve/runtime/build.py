@@ -61,7 +61,8 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
         raise UserError("KV in the memory of a GPU cannot be handed over to another process", hint=hint, param="device")
     geometry = model.geometry
     config = options.instance_config(geometry, model.max_model_tokens, model.fingerprint, model.vocab_size)
-    config = dataclasses.replace(config, role=role)
+    exchange = dataclasses.replace(config.exchange, shares_kv=model.device.type == "cpu")
+    config = dataclasses.replace(config, role=role, exchange=exchange)
     check_host_memory(options.dram_memory_bytes + (options.kv_memory_bytes if model.device.type == "cpu" else 0))
     costs = load_profile(model.fingerprint, geometry, model.device.type, options.threads)
     known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
