@@ -37,7 +37,7 @@ from memserve.bench.servers import Servers
 from memserve.bench.settings import Setting, parse_setting
 from memserve.cli.sim_options import profiled
 from memserve.cli.sim_results import simulate
-from memserve.config import ClusterConfig, EngineOptions, SchedulerConfig
+from memserve.config import STEP_TOKENS_CPU, ClusterConfig, EngineOptions, SchedulerConfig
 from memserve.policy.curves import DecodeCurve, PrefillCurve
 from memserve.sim.hardware import Machine
 from memserve.sim.replay.scripts import Frame, Script
@@ -239,7 +239,7 @@ def foretell(out: Path, data: Path | None, rate: float, model: str, real: list[R
     assert meter is not None, "a model was named"
     frame, records = chat_frame(meter), []
     scheduler = SchedulerConfig(
-        OPTIONS.max_running, OPTIONS.max_step_tokens, OPTIONS.prefill_chunk_tokens, OPTIONS.max_waiting,
+        OPTIONS.max_running, STEP_TOKENS_CPU, STEP_TOKENS_CPU, OPTIONS.max_waiting,
         OPTIONS.steps_in_flight,
     )  # fmt: skip
 

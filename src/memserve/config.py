@@ -271,6 +271,9 @@ POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity", "best-fi
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The bundled model: found in the installed package, no download."""
 
+STEP_TOKENS_CPU, STEP_TOKENS_GPU = 512, 2048
+"""Token budget of a step, where none is given."""
+
 DEFAULT_MAX_TOKENS = 1024
 """Longest answer to a chat that names no ``max_tokens``: a model that repeats itself would fill its whole context."""
 
@@ -310,10 +313,11 @@ class EngineOptions:
     """Reuse the KV of shared prefixes."""
     max_running: int = 64
     """Sequences computed together."""
-    max_step_tokens: int = 2048
-    """Token budget of one step."""
-    prefill_chunk_tokens: int = 2048
-    """Largest piece of one prompt computed in one step."""
+    max_step_tokens: int | None = None
+    """Token budget of one step; None: 512 on a CPU, where a larger step would keep others waiting for a second, and
+    2,048 on a GPU."""
+    prefill_chunk_tokens: int | None = None
+    """Largest piece of one prompt computed in one step; None: a whole step."""
     max_waiting: int = 4096
     """Requests that may queue."""
     steps_in_flight: int = 2
@@ -328,9 +332,15 @@ class EngineOptions:
     """CPU threads of the device; default: every core."""
 
     def instance_config(
-        self, geometry: KVGeometry, model_max_tokens: int, namespace: str, vocab_size: int = VOCAB_MAX
+        self,
+        geometry: KVGeometry,
+        model_max_tokens: int,
+        namespace: str,
+        vocab_size: int = VOCAB_MAX,
+        *,
+        on_gpu: bool = False,
     ) -> InstanceConfig:
-        """The machine's part of these options, for a model with ``geometry``.
+        """The machine's part of these options, for a model with ``geometry`` on a GPU or a CPU.
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
@@ -342,14 +352,15 @@ class EngineOptions:
                 hint=f"give at least --kv-memory {need}",
                 param="kv_memory",
             )
+        step_tokens = self.max_step_tokens or (STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU)
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
             namespace=namespace,
             pool=PoolConfig(hbm_blocks, self.dram_memory_bytes // geometry.block_bytes, self.caching),
             scheduler=SchedulerConfig(
                 max_running=self.max_running,
-                max_step_tokens=self.max_step_tokens,
-                prefill_chunk_tokens=self.prefill_chunk_tokens,
+                max_step_tokens=step_tokens,
+                prefill_chunk_tokens=self.prefill_chunk_tokens or step_tokens,
                 max_waiting=self.max_waiting,
                 steps_in_flight=self.steps_in_flight,
                 preemption=self.preemption,

@@ -25,8 +25,12 @@ DramMemory = Annotated[str, typer.Option(help="Second tier behind it: evicted pr
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Do not reuse the KV of shared prefixes.")]
 MaxRunning = Annotated[int, typer.Option(min=1, help="Sequences computed together.")]
 MaxWaiting = Annotated[int, typer.Option(min=1, help="Requests that may queue; more get 429.")]
-MaxStepTokens = Annotated[int, typer.Option(min=1, help="Token budget of one step.")]
-PrefillChunk = Annotated[int, typer.Option(min=1, help="Largest piece of one prompt in one step.")]
+MaxStepTokens = Annotated[
+    int | None, typer.Option(min=1, help="Token budget of one step; default: 512 on a CPU, 2048 on a GPU.")
+]
+PrefillChunk = Annotated[
+    int | None, typer.Option(min=1, help="Largest piece of one prompt in one step; default: a whole step.")
+]
 Preemption = Annotated[str, typer.Option(help="auto, swap or recompute: what happens when memory runs out.")]
 MaxModelTokens = Annotated[int | None, typer.Option(min=1, help="Context limit; default: the model's own.")]
 BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens a block of KV holds.")]

@@ -56,14 +56,17 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     model = load_model(
         options.model, options.dtype, options.device, block_tokens=options.block_tokens, threads=options.threads
     )
-    if model.device.type != "cpu" and role in (Role.PREFILL, Role.DECODE):
+    on_gpu = model.device.type != "cpu"
+    if on_gpu and role in (Role.PREFILL, Role.DECODE):
         hint = "use --colocated 1, or --device cpu"
         raise UserError("KV in the memory of a GPU cannot be handed over to another process", hint=hint, param="device")
     geometry = model.geometry
-    config = options.instance_config(geometry, model.max_model_tokens, model.fingerprint, model.vocab_size)
-    exchange = dataclasses.replace(config.exchange, shares_kv=model.device.type == "cpu")
+    config = options.instance_config(
+        geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu
+    )
+    exchange = dataclasses.replace(config.exchange, shares_kv=not on_gpu)
     config = dataclasses.replace(config, role=role, exchange=exchange)
-    check_host_memory(options.dram_memory_bytes + (options.kv_memory_bytes if model.device.type == "cpu" else 0))
+    check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
     costs = load_profile(model.fingerprint, geometry, model.device.type, options.threads)
     known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
     machine = Instance(config, geometry.block_tokens, known, me=me, geometry=geometry)
@@ -72,7 +75,7 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     served = dataclasses.replace(model, max_model_tokens=machine.context_tokens, context_note=note, kv_tokens=kv_tokens)
     bound = memory_bound(model_sizes(model), geometry, config, in_cluster=me is not None)  # it has its weights still
     device = ModelDevice(served, config, best_forward(model.module), shared=me is not None)
-    if model.device.type == "cpu":
+    if not on_gpu:
         device.bound_bytes = bound.total_bytes
         log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)
     return Parts(served, config, device, machine, costs)
