@@ -123,6 +123,7 @@ class Planner:
             {**roster.working.tenants, **dict.fromkeys(roster.waiting.tenants)},
             key=lambda tenant: (roster.first_urgency(tenant), turns.at(tenant)),
         )
+        budget = self._budget_beside_others(tenants, budget, opens)
         weights = sum([turns.weight(tenant) for tenant in tenants])
         kept: list[tuple[str, int]] = []  # for the waiting line
         for tenant in tenants:
@@ -139,6 +140,18 @@ class Planner:
             budget -= share - left + keep
         if not (stalled or starved):
             self._admit(rows, budget, kept, now)
+
+    def _budget_beside_others(self, tenants: list[str], budget: int, opens: bool) -> int:
+        """Where several tenants have prompts to compute, the one with most fills at most half of the step beside the
+        others' tokens: a short prompt of another tenant is not to wait for as long a step as there can be."""
+        working, waiting = self.roster.working, self.roster.waiting
+        wanted = [
+            _core.count_tokens(working.of(tenant)[:_LOOKS_AHEAD])[1]
+            + (_core.count_tokens(waiting.line(tenant)[:_LOOKS_AHEAD])[1] if opens else 0)
+            for tenant in tenants
+        ]
+        others = sum(wanted) - max(wanted)
+        return min(budget, others + max(1, budget // 2)) if others else budget
 
     def _seal(self, rows: RowWriter) -> tuple[StepPlan, Outstanding]:
         """Publish, fork, and hand over everything that has to happen on the device before the rows."""
