@@ -150,7 +150,7 @@ class Planner:
             + (_core.count_tokens(waiting.line(tenant)[:_LOOKS_AHEAD])[1] if opens else 0)
             for tenant in tenants
         ]
-        others = sum(wanted) - max(wanted)
+        others = sum(wanted) - max(wanted, default=0)
         return min(budget, others + max(1, budget // 2)) if others else budget
 
     def _seal(self, rows: RowWriter) -> tuple[StepPlan, Outstanding]:
