@@ -21,7 +21,7 @@ round with every round. A neighbour is a process of its own; refused, it asks ag
 | forks | one request of n = 4 after the other | 32 clients with n = 8 |
 | priority | four rows of 40 tokens | 64 clients with the most urgent priority |
 | sessions | four clients with a session each | 32 clients, each request a new session that is kept for an hour |
-| documents | one client that puts a document, lists all, and so on | 8 such clients |
+| documents | one client that puts a document of 200 tokens, lists all, and so on | 8 such clients |
 | tokenizing | two clients with prompts of 3 KB | 8 clients with texts of 60 KB and 4 with 4 MB |
 | parsing | one client with bodies of 16 KB | 8 clients with bodies of 8 MB, no request among them |
 | output text | four streams of 40 tokens | 32 streams of n = 8 with logprobs and four long stop strings |
@@ -183,7 +183,7 @@ def talks(answer_tokens: int) -> Load:
 async def documents(tenant: Tenant, client: int) -> None:
     """Puts a document, lists all."""
     for turn in itertools.count():
-        body = json.dumps({"text": words(40), "endpoint": "completions", "ttl_s": 60}).encode()
+        body = json.dumps({"text": words(200), "endpoint": "completions", "ttl_s": 60}).encode()
         await tenant.status(tenant.message("PUT", f"/v1/documents/d{client}-{turn % 100}", body))
         await tenant.status(tenant.message("GET", "/v1/documents", b""))
 

@@ -134,6 +134,34 @@ def test_small_work_is_done_at_once_and_short_work_passes_long_work() -> None:
     asyncio.run(main())
 
 
+def test_of_a_burst_one_request_begins_in_each_round_of_the_loop() -> None:
+    """Another tenant's request is next but one, and what else the loop has to do is done in between."""
+
+    async def main() -> list[str]:
+        workers, order = Workers(), list[str]()
+
+        async def request(tenant: str) -> None:
+            await workers.turn(tenant)
+            order.append(tenant)
+            if tenant == "a" and order.count("a") == 1:
+                asyncio.get_running_loop().call_soon(order.append, "another callback")
+
+        await request("alone")
+        burst = [asyncio.create_task(request("a")) for _ in range(5)]
+        burst += [asyncio.create_task(request("b")), asyncio.create_task(request("left"))]
+        await asyncio.sleep(0)
+        burst[3].cancel()
+        burst[-1].cancel()
+        await asyncio.gather(*burst, return_exceptions=True)
+        await request("alone")
+        workers.close()
+        return order
+
+    order = asyncio.run(main())
+    assert order[0] == order[-1] == "alone" and order.count("a") == 4 and "left" not in order
+    assert order.index("b") <= 4 and order.index("another callback") <= 3, order
+
+
 def test_tenants_take_turns_and_who_leaves_loses_none_of_the_others_turns() -> None:
     async def main() -> list[str]:
         workers, done, go_on, begun = Workers(), [], threading.Event(), threading.Event()
@@ -158,7 +186,7 @@ def test_tenants_take_turns_and_who_leaves_loses_none_of_the_others_turns() -> N
         await asyncio.gather(*tasks, return_exceptions=True)
         tasks = [enter("a", "again")]
         await asyncio.gather(*tasks)
-        assert not workers._long._waiting and not workers._long._taken
+        assert not workers._long._waiting._lines and not workers._long._taken
         workers.close()
         return done
 

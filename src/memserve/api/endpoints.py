@@ -52,6 +52,7 @@ class CompletionPlanner:
     async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine requests for a body, one a prompt."""
         workers = self._encoder.workers
+        await workers.turn(caller.tenant)
         body = await workers.run(caller.tenant, len(data), lambda: parse_body(data, CompletionBody))
         _check_model(body.model, self._names)
         if not isinstance(body.prompt, (str, list)):
@@ -81,6 +82,7 @@ class ChatPlanner:
     async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine request for a body: one prompt, through the chat template."""
         workers = self._encoder.workers
+        await workers.turn(caller.tenant)
         body = await workers.run(caller.tenant, len(data), lambda: parse_body(data, ChatBody))
         _check_model(body.model, self._names)
         document = _document(body, caller, self._documents, "chat")

@@ -27,6 +27,11 @@ class Workers:
 
     def __init__(self) -> None:
         self._short, self._long = _Line("short"), _Line("long")
+        self._turns = _Turns()
+
+    async def turn(self, tenant: str) -> None:
+        """Wait until the event loop may begin with a request of a tenant: at once, unless many come in one moment."""
+        await self._turns.wait(tenant)
 
     async def run(self, tenant: str, text_bytes: int, work: Callable[[], Result]) -> Result:
         """The result of ``work`` on so much text of a tenant's client."""
@@ -41,28 +46,74 @@ class Workers:
         self._long.close()
 
 
+class _Waiting:
+    """Futures in lines by tenant, of which the next turn is another tenant's, where another one waits."""
+
+    def __init__(self) -> None:
+        #: the first tenant has the next turn
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+
+    def add(self, tenant: str) -> asyncio.Future[None]:
+        """At the end of the tenant's line."""
+        turn = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(tenant, deque()).append(turn)
+        return turn
+
+    def pass_on(self) -> bool:
+        """Give the next one its turn; False: nothing waits."""
+        while self._lines:
+            tenant = next(iter(self._lines))
+            turns = self._lines.pop(tenant)
+            turn = turns.popleft()
+            if turns:
+                self._lines[tenant] = turns
+            if not turn.done():  # else its client has left
+                turn.set_result(None)
+                return True
+        return False
+
+
+class _Turns:
+    """Requests that come in one moment begin one in each round of the event loop, tenants in turn. So a burst of one
+    tenant holds no other up: between two of its requests the loop reads what else has come."""
+
+    def __init__(self) -> None:
+        self._waiting = _Waiting()
+        self._is_taken = False
+
+    async def wait(self, tenant: str) -> None:
+        if self._is_taken:
+            await self._waiting.add(tenant)
+        else:
+            self._is_taken = True
+            asyncio.get_running_loop().call_soon(self._next_round)
+
+    def _next_round(self) -> None:
+        self._is_taken = self._waiting.pass_on()
+        if self._is_taken:
+            asyncio.get_running_loop().call_soon(self._next_round)
+
+
 class _Line:
     """One thread, and those that wait for it."""
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"memserve-{name}-texts")
         self._taken = False
-        #: by tenant; the first has the next turn
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting = _Waiting()
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
         loop = asyncio.get_running_loop()
         if self._taken:
-            await self._turn(tenant, loop)
+            await self._turn(tenant)
         self._taken = True
         try:
             return await loop.run_in_executor(self._executor, work)
         finally:
             self._pass_on()
 
-    async def _turn(self, tenant: str, loop: asyncio.AbstractEventLoop) -> None:
-        turn = loop.create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
+    async def _turn(self, tenant: str) -> None:
+        turn = self._waiting.add(tenant)
         try:
             await turn
         except asyncio.CancelledError:
@@ -71,17 +122,7 @@ class _Line:
             raise
 
     def _pass_on(self) -> None:
-        """The next turn is another tenant's, where another one waits."""
-        while self._waiting:
-            tenant = next(iter(self._waiting))
-            turns = self._waiting.pop(tenant)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[tenant] = turns
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._taken = False
+        self._taken = self._waiting.pass_on()
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
