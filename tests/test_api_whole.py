@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from hostile_requests import HostileCase, check_answer, hostile_cases, send
 from hostile_storm import fresh_seed, storm
 from memserve.config import EngineOptions
 from memserve.instance.stats import InstanceStats
+from memserve.model.sampling import sampler
 from memserve.runtime.build import build_engine
 from memserve.units import KIB
 from waiting import eventually
@@ -143,6 +145,21 @@ def test_the_same_seed_gives_the_same_answer_streamed_or_not(whole: WholeWorld) 
         chunks = client.completions.create(model=NAME, prompt="hello", max_tokens=30, seed=7, stop="e", stream=True)
         texts.append("".join(chunk.choices[0].text for chunk in chunks))
     assert len(set(texts)) == 1 and "e" not in texts[0]
+    whole.check_nothing_is_held()
+
+
+def test_a_request_that_excludes_every_token_is_the_clients_mistake(
+    whole: WholeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is answered as one: 400, not 500."""
+
+    def ruin(row: torch.Tensor, tokens: Any, *_: object) -> None:
+        row[torch.tensor(tokens.tolist())] = torch.inf  # as a tiny divisor would
+
+    monkeypatch.setattr(sampler, "adjust_logits", ruin)
+    body = {"model": NAME, "prompt": "hello", "max_tokens": 3, "repetition_penalty": 1.1}
+    answer = whole.http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_token_left"), answer.text
     whole.check_nothing_is_held()
 
 

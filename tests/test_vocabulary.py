@@ -70,7 +70,7 @@ def test_the_last_id_is_good_and_so_are_arrays() -> None:
     [
         ("temperature", -1.0), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "1"),
         ("temperature", 10**400), ("top_p", 7.0), ("top_p", 0.0), ("top_p", -0.1), ("min_p", 1.5), ("min_p", True),
-        ("top_k", -2), ("top_k", 2**63), ("top_k", 1.5), ("repetition_penalty", 0.0),
+        ("top_k", -2), ("top_k", 2**63), ("top_k", 1.5), ("repetition_penalty", 0.0), ("repetition_penalty", 5e-324),
         ("repetition_penalty", float("inf")), ("presence_penalty", float("nan")), ("frequency_penalty", None),
         ("seed", 1.5), ("logprobs", -1), ("logprobs", "5"), ("logit_bias", ((5, float("nan")),)),
     ],

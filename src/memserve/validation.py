@@ -24,14 +24,14 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -math.inf, math.inf),
     ("frequency_penalty", -math.inf, math.inf),
-    ("repetition_penalty", 0.0, math.inf),
+    ("repetition_penalty", 0.01, 100.0),
 )
 """Field of :class:`SamplingParams`, least and greatest value; infinities are never values."""
 
 _COUNTS = (("n", 0), ("beam_width", 0), ("max_tokens", 0), ("min_tokens", 0), ("top_k", -1))
 """Field of :class:`Request` or of its parts, and least value."""
 
-_POSITIVE = ("top_p", "repetition_penalty")
+_POSITIVE = ("top_p",)
 
 _REMEMBERED = 1024
 """Combinations of numbers that were found to be in range: most requests have those of one before them."""

@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from memserve.errors import UserError
+from memserve.instance.events import NO_TOKEN_LEFT
 from memserve.runtime.engine import Refusal, Rejected
 
 ECHO_CHARS_MAX = 200
@@ -146,7 +147,9 @@ def deadline_passed() -> ApiError:
 
 
 def row_failed(reason: str) -> ApiError:
-    """500: this request failed alone, and would again; nothing else was touched."""
+    """This request failed alone, and would again; nothing else was touched. 400 where it asks for the impossible."""
+    if reason == NO_TOKEN_LEFT:
+        return ApiError(400, f"The request cannot be answered: {reason}", code="no_token_left")
     return ApiError(500, f"The request failed: {reason}", kind="server_error", code="request_failed")
 
 

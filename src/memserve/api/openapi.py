@@ -164,6 +164,7 @@ ERRORS = (
     Error(400, "unsupported_parameter", "the field asks for something that memserve does not do"),
     Error(400, "context_length_exceeded", "prompt and answer do not fit into the context; the message names the flag"),
     Error(400, "request_rejected", "the request could never run here"),
+    Error(400, "no_token_left", "penalties, biases and `min_tokens` exclude every token that could come next"),
     Error(400, None, "anything else that is wrong with the request itself"),
     Error(401, "invalid_api_key", "no key, or a wrong one"),
     Error(404, "model_not_found", "another model is served"),

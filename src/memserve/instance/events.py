@@ -29,6 +29,10 @@ class RowFailed:
     """The model gave no numbers for this row: KV that it has read or written may be the reason."""
 
 
+NO_TOKEN_LEFT = "penalties, biases and min_tokens leave no token that could come next"
+"""Reason of a row whose own request made every token impossible."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepFinished:
     """The device executed a plan."""

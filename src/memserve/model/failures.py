@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from memserve.errors import InvariantError
-from memserve.instance.events import RowFailed
+from memserve.instance.events import NO_TOKEN_LEFT, RowFailed
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _OF_THE_STEP = (InvariantError, MemoryError, torch.OutOfMemoryError, torch.Accel
 NOT_NUMBERS = RowFailed("the model gave no finite number for any next token", kv_is_suspect=True)
 """Not a number or infinity among the logits, or every token impossible, before anything was done to them."""
 
-NOTHING_LEFT = RowFailed("penalties, biases and min_tokens leave no token that could come next")
+NOTHING_LEFT = RowFailed(NO_TOKEN_LEFT)
 """The same after they were changed as the request wants it."""
 
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 GENERATION_DEFAULTS: dict[str, tuple[float, float]] = {
-    "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (-1, 1 << 30), "min_p": (0, 1), "repetition_penalty": (1e-9, 10)
+    "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (-1, 1 << 30), "min_p": (0, 1), "repetition_penalty": (0.01, 10)
 }  # fmt: skip
 """What a model may recommend for requests that do not say, within the ranges of what they may say. ``do_sample`` is not
 asked, as in vLLM."""
