@@ -16,14 +16,14 @@ import httpx
 import pytest
 
 from instant_server import Asked, Script, instant_server
-from memserve.bench.child import ServedChild
 from memserve.bench.load.client import Target
 from memserve.bench.load.driver import Driver, drive
 from memserve.bench.load.prompts import Manner
 from memserve.bench.load.record import Outcome, read_records
-from memserve.bench.load.synthetic import uniform_workload
+from memserve.bench.servers import ServedChild
 from memserve.units import NS_PER_S
 from memserve.workloads.arrivals import Constant, by_session
+from memserve.workloads.sessions import uniform_workload
 from tiny_models import VOCAB, save_folder, tiny_module
 
 WAIT_S = 60.0

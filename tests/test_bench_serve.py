@@ -8,24 +8,23 @@ from pathlib import Path
 import pytest
 
 from instant_server import Asked, InstantServer, Script, instant_server
-from memserve.bench import plots
+from memserve.bench import report_writer
 from memserve.bench.campaign import Plan, orders_of
 from memserve.bench.catalogue import build
-from memserve.bench.child import serving
-from memserve.bench.comparison import beside_the_paper
 from memserve.bench.load.record import RequestRecord, read_records
 from memserve.bench.metrics import Slo
-from memserve.bench.paper import CACHING, DISAGGREGATION, POLICY, compare, kind_and_ratio, rankings, steps
-from memserve.bench.report import write_report
-from memserve.bench.results import Pass, Results, sum_up
-from memserve.bench.servers import furthest
-from memserve.bench.settings import parse_setting, parse_settings
-from memserve.bench.studies import (
+from memserve.bench.paper import CACHING, DISAGGREGATION, POLICY, beside_the_paper, compare, rankings, steps
+from memserve.bench.results import Label, Pass, Results, sum_up
+from memserve.bench.serve import DRAWINGS, ServeReport
+from memserve.bench.servers import furthest, serving
+from memserve.bench.settings import (
     Size,
+    levels_compared,
+    parse_setting,
+    parse_settings,
     parse_studies,
-    policies_study,
-    settings_study,
-    turns_study,
+    policies_compared,
+    settings_compared,
 )
 from memserve.cli.main import run
 from memserve.errors import UserError
@@ -104,9 +103,17 @@ def test_changes_are_relative() -> None:
     assert step.changes["tpot mean"] == pytest.approx(0)
 
 
-def test_ratios_stand_in_the_name() -> None:
-    assert kind_and_ratio("documents x2.5") == ("documents", 2.5)
-    assert kind_and_ratio("documents") == ("documents", None)
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("documents", Label("documents")),
+        ("documents x2.5", Label("documents", 2.5)),
+        ("long chat at 0.75/s", Label("long chat", None, 0.75)),
+        ("documents x2 at 1.5/s", Label("documents", 2.0, 1.5)),
+    ],
+)
+def test_labels_say_what_is_varied(text: str, label: Label) -> None:
+    assert Label.parse(text) == label and str(label) == text
 
 
 def paired(before_ms: list[float], after_ms: list[float], name: str = "1P1D-CC") -> Results:
@@ -117,7 +124,12 @@ def paired(before_ms: list[float], after_ms: list[float], name: str = "1P1D-CC")
         for at, ms in enumerate(times)
     ]
     results = sum_up(records, [], Slo(), "a command")
-    return compare(results, records)
+    compare(results, records)
+    return results
+
+
+def page_of(results: Results) -> str:
+    return "\n".join(line for table in beside_the_paper(results) for line in table.markdown())
 
 
 def test_pairs_of_sessions_tell_small_changes_apart() -> None:
@@ -137,12 +149,12 @@ def test_pairs_of_sessions_tell_small_changes_apart() -> None:
     ],
 )
 def test_verdicts(after_ms: list[float], says: str) -> None:
-    page = "\n".join(beside_the_paper(paired([100, 1000, 5000], after_ms)))
+    page = page_of(paired([100, 1000, 5000], after_ms))
     assert says in page and "(-78.5%)" in page, "the paper's own figure stands beside"
 
 
 def test_disaggregation_that_does_not_pay_says_why() -> None:
-    page = "\n".join(beside_the_paper(results_of(("react", "2PD", 70.0), ("react", "1P1D", 90.0))))
+    page = page_of(results_of(("react", "2PD", 70.0), ("react", "1P1D", 90.0)))
     assert "see below" in page or "compared" in page
     assert "take the same cores from each other" in page
 
@@ -150,7 +162,7 @@ def test_disaggregation_that_does_not_pay_says_why() -> None:
 def test_orders_of_the_paper() -> None:
     levels = [("long chat", "1P1D-CC1", 90.0), ("long chat", "1P1D-CC2", 60.0), ("long chat", "1P1D-CC3", 50.0)]
     policies = [("documents x2", f"3PD-CC/{name}", ms) for name, ms in (("session", 50.0), ("prompt-tree", 70.0))]
-    found = {(r.workload, r.judged): r for r in rankings(results_of(*levels, *policies))}
+    found = {(r.members[0].workload, r.judged): r for r in rankings(results_of(*levels, *policies))}
     assert set(found) == {("long chat", "ttft mean"), ("long chat", "jct mean"), ("documents x2", "ttft p99")}
     caching, policy = found["long chat", "ttft mean"], found["documents x2", "ttft p99"]
     assert [f.setting for f in caching.members] == ["1P1D-CC3", "1P1D-CC2", "1P1D-CC1"] and caching.holds
@@ -161,10 +173,10 @@ def test_orders_of_the_paper() -> None:
 
 
 def plan(**fields: object) -> Plan:
-    size = Size(sessions=2, turns_max=2, prompt_tokens_max=100, output_tokens_max=4, rate=5.0)
+    size = Size(sessions=2, turns_max=2, prompt_tokens_max=100, output_tokens_max=4, rates=(5.0,))
     two = parse_settings("a=http://one,b=http://two", 2)
-    first = settings_study(two, "sharegpt,loogle", (1.0,), size, None)
-    second = settings_study(two[:1], "react", (1.0, 2.0), size, None)
+    first = settings_compared(two, "sharegpt,loogle", (1.0,), size, None)
+    second = settings_compared(two[:1], "react", (1.0, 2.0), size, None)
     return Plan((first, second), **fields)
 
 
@@ -189,10 +201,10 @@ def test_studies_by_name() -> None:
     assert parse_studies("policies, settings") == ("settings", "policies")
     with pytest.raises(UserError, match="unknown study 'poems'"):
         parse_studies("poems")
-    size = Size(sessions=3, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rate=0.8)
-    (long,) = turns_study(size, None).recipes.values()
+    size = Size(sessions=3, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rates=(0.8,))
+    (long,) = levels_compared(size, None).recipes.values()
     assert {len(session.turns) for session in build(long).sessions} == {6}
-    study = policies_study(size, None)
+    study = policies_compared(size, None)
     assert [s.name.rpartition("/")[2] for s in study.settings] == ["least-load", "session", "prompt-tree"]
     assert [len(build(recipe).sessions) for recipe in study.recipes.values()] == [3, 6, 12]
 
@@ -208,20 +220,20 @@ def test_the_report_shows_all_that_there_is(tmp_path: Path) -> None:
         ("chat", "2PD", 70.0),
         ("chat", "2PD-CC", 35.0),
     ]
-    write_report(results_of(*names, turns=2), tmp_path)
+    ServeReport(results_of(*names, turns=2)).write(tmp_path)
     page = (tmp_path / "report.md").read_text()
-    for name in ("settings", "turns", "share-ratio"):
+    for name in ("settings", "turns", "figure-14"):
         assert f"({name}.png)" in page
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
-    assert "(workloads.png)" not in page, "nobody told what the workloads are like"
+    assert "(figure-7.png)" not in page, "nobody told what the workloads are like"
     assert "| 2PD | 8 | 0 | 71.5 |" in page and "| chat | caching: 2PD to 2PD-CC | -49% |" in page
     assert "TTFT <= 100 ms" in page and "Partial" not in page
 
 
 def test_bars_are_as_high_as_the_figures() -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib (extra: bench) is not installed")
-    figure = plots.DRAWINGS["settings"](pyplot, results_of(("chat", "2PD", 70.0), ("chat", "2PD-CC", 35.0)))
+    figure = DRAWINGS["settings"].draw(pyplot, results_of(("chat", "2PD", 70.0), ("chat", "2PD-CC", 35.0)))
     assert figure is not None
     ttft = figure.axes[0]
     assert [bar.get_height() for bar in ttft.patches] == pytest.approx([71.5, 72.97, 36.5, 37.97])
@@ -233,11 +245,11 @@ def test_bars_are_as_high_as_the_figures() -> None:
 
 
 def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "can_draw", lambda: False)
-    write_report(results_of(("chat", "2PD", 70.0)), tmp_path)
+    monkeypatch.setattr(report_writer, "can_draw", lambda: False)
+    ServeReport(results_of(("chat", "2PD", 70.0))).write(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "matplotlib is not installed" in page and ".png" not in page
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.md", "results.json"]
 
 
 # -- the command
@@ -267,7 +279,7 @@ def test_all_settings_get_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
     records = read_records(tmp_path / "records.jsonl.gz")
     assert {r.workload for r in records} == {"chat"} and {r.seed for r in records} == {0, 1}
     assert sum(p["planned"] for p in results["passes"]) == len(records)
-    assert "(workloads.png)" in (tmp_path / "report.md").read_text()
+    assert "(figure-7.png)" in (tmp_path / "report.md").read_text()
 
 
 def test_what_takes_too_long_is_left_out_and_said(tmp_path: Path) -> None:

@@ -400,17 +400,19 @@ def test_a_run_says_what_arrives_when_and_where(tmp_path, capsys) -> None:
 
 def test_figures_of_a_simulation_name_the_simulated_machine() -> None:
     from memserve.bench.metrics import Slo
-    from memserve.bench.plots import _subject
-    from memserve.bench.results import machine, sum_up
+    from memserve.bench.results import sum_up
+    from memserve.bench.serve import _subject
+    from memserve.bench.study import machine
 
-    simulated = sum_up([], [], Slo(), "memserve sim run", simulated="llama-3-8b on h100")
-    assert _subject(simulated) == "simulated: llama-3-8b on h100"
-    assert machine()["processor"] in _subject(sum_up([], [], Slo(), "memserve bench"))
+    results = sum_up([], [], Slo(), "memserve sim run")
+    results.machine = {"simulated": "llama-3-8b on h100"}
+    assert _subject(results) == "simulated: llama-3-8b on h100"
+    results.machine = machine()
+    assert machine()["processor"] in _subject(results)
 
 
 def test_compare_takes_folders_and_settings(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)
-    monkeypatch.setattr("memserve.cli.sim_results.can_draw", lambda: False)
+    monkeypatch.setattr("memserve.bench.report_writer.can_draw", lambda: False)
     out = tmp_path / "one"
     common = ["--workload", "chat", "--sessions", "6", "--rate", "10"]
     assert run(["sim", "run", *common, "--instances", "colocated=2", "--out", str(out)]) == 0

@@ -1,6 +1,18 @@
-"""Workloads by name (level 4): from a folder of data sets, from a user's file, or out of nothing.
+"""Workloads by name (level 4): from a folder of data sets, from a user's file, or from a seed alone.
 
-``build`` is the one door: it reads, generates, samples, scales, caps, copies and sets the times, in this order.
+``build`` reads, generates, samples, scales, caps, copies and sets the times, in this order. The form of a user's JSONL
+file is recognised by the first line's fields; all lines of a file have one form, and ``id`` and, of chats, ``group``
+are optional everywhere:
+
+========================================================  =============================================
+fields of a line                                          becomes
+========================================================  =============================================
+``messages`` or ``conversations`` or ``turns``            a chat: turns, the model's own answers between
+``document``, ``questions``                               a document and its questions
+``prompt``, ``output``?                                   one request of plain text
+``timestamp``, ``input_length``, ``output_length``,       one request of a trace (Mooncake's form)
+``hash_ids``
+========================================================  =============================================
 """
 
 from __future__ import annotations
@@ -11,10 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memserve.bench import datasets
-from memserve.bench.own import own_workload
+from memserve.bench.rows import BadRow, Row, read_json_lines
 from memserve.errors import UserError
 from memserve.workloads import builtin
-from memserve.workloads.agents import react_workload
 from memserve.workloads.arrivals import (
     OVERLAP_DEFAULT,
     Bursty,
@@ -26,10 +37,16 @@ from memserve.workloads.arrivals import (
     closed_loop,
     trace_time,
 )
-from memserve.workloads.chats import chat_workload
-from memserve.workloads.documents import DOCUMENT_TOKENS, Layout, document_workload
-from memserve.workloads.groups import group_workload
-from memserve.workloads.records import Conversation, Document
+from memserve.workloads.records import Call, CallLog, Conversation, Document
+from memserve.workloads.sessions import (
+    DOCUMENT_TOKENS,
+    Layout,
+    chat_workload,
+    document_workload,
+    group_workload,
+    react_workload,
+    uniform_workload,
+)
 from memserve.workloads.shape import Caps, capped, leading, sampled, shared, with_block_tokens, with_turns
 from memserve.workloads.tokens import Meter
 from memserve.workloads.traces import from_windows, replay, replay_calls, replay_sessions
@@ -38,6 +55,7 @@ from memserve.workloads.words import Workload
 BUILTIN_SESSIONS = 100
 GROUP_USERS = 5
 GROUP_PREFIX_TOKENS = 6000
+UNIFORM_PROMPT_TOKENS, UNIFORM_OUTPUT_TOKENS = 1024, 32  # MemServe figure 12
 NO_CAPS = Caps()
 
 
@@ -226,6 +244,15 @@ def _groups(recipe: Recipe, meter: Meter | None) -> Workload:
     return group_workload(seed=recipe.seed, groups=groups, users=GROUP_USERS, prefix_tokens=prefix_tokens, meter=meter)
 
 
+def _uniform(recipe: Recipe, meter: Meter | None) -> Workload:
+    return uniform_workload(
+        recipe.sessions or BUILTIN_SESSIONS,
+        prompt_tokens=recipe.caps.prompt_tokens_max or UNIFORM_PROMPT_TOKENS,
+        output_tokens=recipe.caps.output_tokens_max or UNIFORM_OUTPUT_TOKENS,
+        seed=recipe.seed,
+    )
+
+
 def _mooncake(name: str) -> Callable[[Recipe, Meter | None], Workload]:
     def make(recipe: Recipe, meter: Meter | None) -> Workload:
         rows = datasets.read_mooncake(_path(recipe, f"traces/{name}.jsonl.gz"))
@@ -268,6 +295,60 @@ def _calls(name: str) -> Callable[[Recipe, Meter | None], Workload]:
     return make
 
 
+# -- a user's own file
+
+
+def own_workload(path: Path, meter: Meter | None = None) -> Workload:
+    """The requests of ``path``. :class:`UserError` names file and line of what can't be read."""
+    form = read_json_lines(path, _form)[0]
+    return FORMS[form](path, meter)
+
+
+def _form(row: Row) -> str:
+    for form, fields in FIELDS.items():
+        if any(field in row for field in fields):
+            return form
+    raise BadRow(f"none of the known forms; fields: {row.keys()}")
+
+
+def _own_chats(path: Path, meter: Meter | None) -> Workload:
+    return chat_workload(datasets.read_conversations(path), kind="file", source=path.name, meter=meter)
+
+
+def _own_documents(path: Path, meter: Meter | None) -> Workload:
+    return document_workload(datasets.read_documents(path), kind="file", source=path.name, meter=meter)
+
+
+def _own_prompts(path: Path, meter: Meter | None) -> Workload:
+    logs = read_json_lines(path, lambda row: CallLog(row.name("id", ""), (_call(row),)))
+    named = [CallLog(log.record_id or f"{path.name}-{number}", log.calls) for number, log in enumerate(logs, 1)]
+    return replay_calls(named, kind="file", source=path.name, meter=meter)
+
+
+def _call(row: Row) -> Call:
+    return Call(row.text("prompt"), row.text("output") if "output" in row else None)
+
+
+def _own_trace(path: Path, meter: Meter | None) -> Workload:
+    return replay(
+        datasets.read_mooncake(path), kind="file", source=path.name, block_tokens=datasets.MOONCAKE_BLOCK_TOKENS
+    )
+
+
+FIELDS = {
+    "documents": ("document",),
+    "chats": ("messages", "conversations", "turns", "nodes", "transcript"),
+    "trace": ("hash_ids",),
+    "prompts": ("prompt",),
+}
+FORMS: dict[str, Callable[[Path, Meter | None], Workload]] = {
+    "documents": _own_documents,
+    "chats": _own_chats,
+    "trace": _own_trace,
+    "prompts": _own_prompts,
+}
+
+
 def _file(recipe: Recipe, meter: Meter | None) -> Workload:
     if recipe.file is None:
         raise UserError("workload 'file' needs a file", hint="name your JSONL with --file")
@@ -279,6 +360,7 @@ KINDS: dict[str, Kind] = {
     "documents": Kind("a long document, several questions (LooGLE type)", _documents),
     "react": Kind("an agent that thinks, acts, observes (ReAct type)", _react),
     "groups": Kind("system prompts shared in groups: 150 groups of 5 users", _groups),
+    "uniform": Kind("prompts of 1,024 tokens that share nothing, answers of 32", _uniform),
     "trace": Kind("Mooncake's conversation trace, or one like it", _trace, is_trace=True),
     "synthetic": Kind("Mooncake's synthetic trace", _mooncake("mooncake_synthetic_first_half"), is_trace=True),
     "toolagent": Kind("Mooncake's tool and agent trace", _mooncake("mooncake_toolagent_fragment"), is_trace=True),
@@ -296,5 +378,5 @@ KINDS: dict[str, Kind] = {
     "file": Kind("your own JSONL", _file),
 }
 """Every workload by name."""
-BUILT_IN = ("chat", "documents", "react", "groups", "trace")
-"""Those that are made from the seed where there is no ``data``."""
+BUILT_IN = ("chat", "documents", "react", "groups", "uniform", "trace")
+"""Made from the seed where there is no ``data``."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from memserve.bench.rows import BadRow, Row, read_csv, read_json_lines
 from memserve.errors import UserError
 from memserve.units import ceil_div
-from memserve.workloads.recorded import blocks_from_ids
 from memserve.workloads.records import (
     Call,
     CallLog,
@@ -30,6 +29,7 @@ from memserve.workloads.records import (
     Step,
     Window,
 )
+from memserve.workloads.tokens import blocks_from_ids
 from memserve.workloads.words import Message, Span
 
 MOONCAKE_BLOCK_TOKENS = 512

@@ -23,16 +23,16 @@ BaseUrl = Annotated[str, typer.Option(help="The server's address, with or withou
 ModelName = Annotated[str | None, typer.Option("--model", help="Model to ask for; default: the server's first.")]
 ApiKey = Annotated[str | None, typer.Option(help="Sent as a bearer token.", envvar="OPENAI_API_KEY")]
 Rate = Annotated[float | None, typer.Option(min=0, help="Open loop: requests a second, at random (Poisson).")]
-Users = Annotated[int | None, typer.Option(min=1, help="Closed loop: so many at a time.")]
-Timeout = Annotated[float, typer.Option(min=0.1, help="A request's longest time.")]
+Users = Annotated[int | None, typer.Option(min=1, help="Closed loop: concurrent sessions.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Give a request up after this time.")]
 SloTtft = Annotated[
     float | None, typer.Option("--slo-ttft-ms", min=0, help="For goodput: longest time to the first token.")
 ]
-SloTpot = Annotated[float | None, typer.Option("--slo-tpot-ms", min=0, help="For goodput: longest time a token.")]
-SloJct = Annotated[float | None, typer.Option("--slo-jct-ms", min=0, help="For goodput: longest time in all.")]
+SloTpot = Annotated[float | None, typer.Option("--slo-tpot-ms", min=0, help="For goodput: longest time per token.")]
+SloJct = Annotated[float | None, typer.Option("--slo-jct-ms", min=0, help="For goodput: longest time to the end.")]
 VocabSize = Annotated[
     int | None,
-    typer.Option(min=100, help="Prompts known by their length only are token ids below it; default: the model's own."),
+    typer.Option(min=100, help="Token ids of length-only prompts are below it; default: the model's own."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder for results.json and records.jsonl.gz.")]
 
@@ -43,21 +43,21 @@ def load(
     api_key: ApiKey = None,
     rate: Rate = None,
     users: Users = None,
-    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 100,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 100,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 128,
-    shared_tokens: Annotated[int, typer.Option(min=0, help="Of them shared by all.")] = 0,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with.")] = 0,
     output_tokens: Annotated[int, typer.Option(min=1, help="Length of every answer.")] = 16,
     vocab_size: Annotated[int, typer.Option(min=100, help="Prompts are token ids below it.")] = 32_000,
-    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the arrivals.")] = 0,
     timeout_s: Timeout = 600.0,
-    max_s: Annotated[float | None, typer.Option(min=0.1, help="End the run after so long.")] = None,
+    max_s: Annotated[float | None, typer.Option(min=0.1, help="End the run after this time.")] = None,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
     slo_jct_ms: SloJct = None,
     out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="The results as one JSON object.")] = False,
 ) -> None:
-    """Load any OpenAI-compatible server with requests of one length, and say what they felt."""
+    """Load any OpenAI-compatible server with requests of one length, and report their latency."""
     from memserve.bench.load.client import Target
 
     workload = _workload(rate, users, requests, prompt_tokens, shared_tokens, output_tokens, seed)
@@ -77,8 +77,8 @@ def read_slo(ttft_ms: float | None, tpot_ms: float | None, jct_ms: float | None)
 def _workload(
     rate: float | None, users: int | None, requests: int, prompt: int, shared: int, output: int, seed: int
 ) -> Workload:
-    from memserve.bench.load.synthetic import uniform_workload
     from memserve.workloads.arrivals import Poisson, by_session, closed_loop
+    from memserve.workloads.sessions import uniform_workload
 
     if (rate is None) == (users is None):
         raise UserError("say how requests come", hint="either --rate N a second, or --users N at a time")
@@ -96,18 +96,19 @@ def _run(
     from memserve.bench.load.client import first_model
     from memserve.bench.load.driver import Driver, Labels, drive
     from memserve.bench.load.prompts import Manner
-    from memserve.bench.results import Pass, RunFolder, sum_up
-    from memserve.bench.text import describe
+    from memserve.bench.results import Pass, describe, sum_up
+    from memserve.bench.study import RunFolder, write_json
 
     manner = Manner(model or first_model(target), vocab_size)
     folder = RunFolder(out) if out is not None else None
-    labels = Labels(target.base_url, workload.kind, seed)
     writer = folder.writer if folder is not None else None
+    labels = Labels(target.base_url, workload.kind, seed)
     run = drive(lambda: Driver(workload, target, manner, writer=writer, labels=labels, limit_s=max_s))
     done = Pass.of(run, workload.kind, target.base_url, seed)
     results = sum_up(run.records, [done], slo, shlex.join(["memserve", *sys.argv[1:]]), workload.notes)
     if folder is not None:
-        folder.finish(results)
+        with folder:
+            write_json(results, folder.path)
     if as_json:
         import msgspec
 

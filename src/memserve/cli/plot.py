@@ -55,7 +55,7 @@ def plot_profile(profile: Profile, title: str, file: Path) -> None:
 
 def plot_shapes(shapes: Sequence[Shape], file: Path) -> None:
     """Figure 7's form: what workloads are like, a line each. Raises :class:`UserError` as :func:`plot_profile` does."""
-    from memserve.bench.plots import draw_shapes
+    from memserve.bench.serve import draw_shapes
 
     require_matplotlib()
     matplotlib = importlib.import_module("matplotlib")

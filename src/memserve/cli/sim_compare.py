@@ -15,7 +15,8 @@ from memserve.errors import UserError
 from memserve.types import Caching, TransferMode
 
 if TYPE_CHECKING:
-    from memserve.bench.metrics import Figures, Spread
+    from memserve.bench.metrics import Figures
+    from memserve.workloads.statistics import Spread
 
 A = Annotated[str, typer.Argument(help="A folder with results, or a setting: colocated=8/session/pd-caching-1 ...")]
 SPREADS = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("JCT", "jct_s"))
@@ -63,7 +64,7 @@ def read_figures(folder: Path) -> dict[str, Figures]:
     """Of every workload in a folder of results. Raises :class:`UserError` where there is none."""
     from memserve.bench.load.record import read_records
     from memserve.bench.metrics import by_setting, figures
-    from memserve.bench.results import RECORDS
+    from memserve.bench.study import RECORDS
 
     file = folder / RECORDS
     if not file.is_file():

@@ -34,7 +34,7 @@ def run(
 ) -> None:
     """Replay a workload on a simulated cluster: the same records, figures and report as a measured one."""
     from memserve.bench.catalogue import build
-    from memserve.bench.text import describe
+    from memserve.bench.results import describe
     from memserve.cli.sim_results import simulate, summed_up, write_folder
 
     setup, made = wanted.setup(gate.config()), build(workload.recipe())

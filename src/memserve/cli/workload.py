@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from memserve.bench.catalogue import BUILT_IN, KINDS, Arrivals, Recipe, build
-from memserve.bench.meters import model_meter
-from memserve.bench.results import Shape
-from memserve.bench.shapes import BLOCK_TOKENS, shape_of
-from memserve.bench.studies import kind_of
+from memserve.bench.load.prompts import model_meter
+from memserve.bench.results import BLOCK_TOKENS, Shape, shape_of
+from memserve.bench.settings import kind_of
 from memserve.cli.plot import plot_shapes, require_matplotlib
 from memserve.workloads.shape import Caps
 from memserve.workloads.statistics import Measured, Spread, Summary, measure, summarize
@@ -27,9 +26,9 @@ def workload(
     kind: Annotated[str, typer.Option(help=f"Comma-separated; any of {', '.join(KINDS)}.")] = "chat",
     data: Annotated[Path | None, typer.Option(help="Folder of data sets. Without: made from the seed.")] = None,
     file: Annotated[Path | None, typer.Option(help="Your own JSONL, for the kind 'file'.")] = None,
-    sessions: Annotated[Count, typer.Option(min=1, help="So many sessions of it.")] = None,
+    sessions: Annotated[Count, typer.Option(min=1, help="Sessions: sampled, a trace's first, or generated.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes everything that is drawn.")] = 0,
-    share_ratio: Annotated[float, typer.Option(min=1, help="Every session so many times.")] = 1.0,
+    share_ratio: Annotated[float, typer.Option(min=1, help="Copies of every session.")] = 1.0,
     prompt_tokens_max: Annotated[Count, typer.Option(min=1, help="Cut prompts, history included.")] = None,
     output_tokens_max: Annotated[Count, typer.Option(min=1, help="Cut answers.")] = None,
     turns_max: Annotated[Count, typer.Option(min=1, help="Cut sessions.")] = None,
@@ -37,8 +36,8 @@ def workload(
     arrivals: Annotated[Arrivals, typer.Option(help="What sets the times.")] = Arrivals.RECORDED,
     rate: Annotated[float, typer.Option(help="Requests a second.")] = 1.0,
     users: Annotated[int, typer.Option(min=1, help="Users of a closed loop.")] = 1,
-    speed: Annotated[float, typer.Option(help="Recorded times, so many times as fast.")] = 1.0,
-    model: Annotated[str | None, typer.Option(help="Weigh text with this model's tokenizer, not by bytes.")] = None,
+    speed: Annotated[float, typer.Option(help="Speed-up of recorded times.")] = 1.0,
+    model: Annotated[str | None, typer.Option(help="Count tokens with its tokenizer; default: by bytes.")] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -92,5 +91,5 @@ def _lines(summary: Summary) -> list[str]:
 
 
 def _row(name: str, spread: Spread, digits: int = 0) -> str:
-    values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.largest)
+    values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
     return f"{name:<28}" + "".join(f"{value:>10.{digits}f}" for value in values)

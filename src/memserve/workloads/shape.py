@@ -9,8 +9,7 @@ import numpy as np
 
 from memserve.errors import UserError, check
 from memserve.workloads.draws import draws
-from memserve.workloads.recorded import said_tokens
-from memserve.workloads.tokens import ByteMeter, Meter
+from memserve.workloads.tokens import ByteMeter, Meter, said_tokens
 from memserve.workloads.words import Blocks, Chat, History, Message, Says, Session, Span, Text, Turn, Workload
 
 MESSAGE_MARGIN_TOKENS = 8

@@ -9,9 +9,9 @@ from itertools import count
 import numpy as np
 
 from memserve.units import ceil_div
-from memserve.workloads.chats import ANSWER_TOKENS_DEFAULT
 from memserve.workloads.draws import Draws, draws
 from memserve.workloads.records import Call, CallLog, Client, LengthLog, Lengths, Window
+from memserve.workloads.sessions import ANSWER_TOKENS_DEFAULT
 from memserve.workloads.tokens import ByteMeter, Meter
 from memserve.workloads.words import Blocks, History, Session, Span, Text, Turn, Workload
 

@@ -1,8 +1,8 @@
 """Sends a workload at the times it asks for (level 4).
 
-Open loop: a turn is sent when it is due, whatever became of the others; only its own session holds it back, since its
-prompt contains the answer before (MemServe 8.2, "causal order"). Closed loop: ``users`` sessions at a time, each
-followed by the next when it has ended. A request that goes out late still counts from when it was due.
+Open loop: a turn is sent when it is due, whatever became of other sessions; only its own session holds it back, since
+its prompt contains the answer before (MemServe 8.2, "causal order"). Closed loop: ``users`` sessions at a time; when
+one ends, the next begins. The latency of a request that goes out late still counts from when it was due.
 """
 
 from __future__ import annotations
@@ -10,19 +10,64 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TextIO
 
 import msgspec
 
 from memserve.bench.load.client import Client, Clock, Target
-from memserve.bench.load.progress import Progress
 from memserve.bench.load.prompts import Dialogue, Manner
 from memserve.bench.load.record import Outcome, RecordWriter, RequestRecord
 from memserve.units import NS_PER_S, ns_from_s
 from memserve.workloads.words import History, Session, Workload
+
+BAR_CHARS = 24
+EVERY_NS = NS_PER_S // 5
+
+
+class Progress:
+    """One line on stderr that is written over again; silent where stderr is no terminal."""
+
+    def __init__(self, planned: int, title: str = "", stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._shows = self._stream.isatty()
+        self._planned, self._title = planned, title
+        self._ended = self._failed = self._under_way = 0
+        self._shown_ns = -EVERY_NS
+
+    def sent(self) -> None:
+        """One more is under way."""
+        self._under_way += 1
+
+    def ended(self, record: RequestRecord, now_ns: int) -> None:
+        """One has ended."""
+        self._under_way -= 1
+        self._ended += 1
+        self._failed += record.outcome is not Outcome.OK
+        if self._shows and now_ns - self._shown_ns >= EVERY_NS:
+            self._shown_ns = now_ns
+            self._stream.write("\r" + self.line(now_ns) + "\x1b[K")
+            self._stream.flush()
+
+    def line(self, now_ns: int) -> str:
+        """For example ``sharegpt [######........]  120/480  8 under way  12.5 s``."""
+        filled = BAR_CHARS * self._ended // max(self._planned, 1)
+        bar = "#" * filled + "." * (BAR_CHARS - filled)
+        failed = f"  {self._failed} failed" if self._failed else ""
+        head = f"{self._title} " if self._title else ""
+        seconds = now_ns / NS_PER_S
+        return f"{head}[{bar}]  {self._ended}/{self._planned}  {self._under_way} under way{failed}  {seconds:.1f} s"
+
+    def close(self) -> None:
+        """Make room for other output."""
+        if self._shows:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
 
 LEAD_NS = NS_PER_S // 50
 """A request is put into words so long before it is due, not when every microsecond counts."""

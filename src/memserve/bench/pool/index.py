@@ -14,22 +14,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from memserve import _core
-from memserve.bench.pool.prompts import TREE_PROMPT_TOKENS, Prompts
-from memserve.bench.pool.results import IndexPoint
-from memserve.bench.sheet import Spent
+from memserve.bench.pool.calls import TREE_PROMPT_TOKENS, Prompts
 from memserve.config import PoolConfig
 from memserve.errors import check
 from memserve.mempool.pool import BlockPool
 from memserve.types import TokenArray
 from memserve.units import NS_PER_S
+from memserve.workloads.statistics import Spread, spread_of
 
 POINT_S = 0.4
 """A point is repeated no longer than this, but at least :data:`ROUNDS_MIN` times."""
 ROUNDS_MIN = 3
 Keys = Callable[[Sequence[int], int], Iterator[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexPoint:
+    """Times of an index for one request (figure 10)."""
+
+    index: str
+    prompt_tokens: int
+    cached_ratio: float
+    match_ns: Spread
+    insert_ns: Spread
+    check_ns: Spread
+    """Both together: the paper's "check index"."""
 
 
 def chained_keys(tokens: Sequence[int], block_tokens: int) -> Iterator[int]:
@@ -174,7 +187,7 @@ def race(block_tokens: int, works: Sequence[tuple[int, float]], tree_prompts: in
                 spent[name].append(_one(index, prompt, block_tokens, ratio))
         for name, times in spent.items():
             columns = ([match for match, _ in times], [insert for _, insert in times], [sum(both) for both in times])
-            yield IndexPoint(name, tokens, ratio, *(Spent.of(column) for column in columns))
+            yield IndexPoint(name, tokens, ratio, *(spread_of(column) for column in columns))
 
 
 def _one(index: Index, prompt: TokenArray, block_tokens: int, ratio: float) -> tuple[int, int]:
