@@ -115,6 +115,38 @@ def test_a_handoff_pays_for_its_bytes() -> None:
     assert waits[1] - waits[0] == pytest.approx(moved_ns, rel=0.02)
 
 
+@pytest.mark.parametrize("link_share", [0.5, 3.0])
+def test_by_layer_hides_the_transfer_behind_the_prefill(link_share: float) -> None:
+    """``link_share``: how long the prompt's KV is on its way, beside the time of its prefill. By request all of it is
+    waited for; by layer only what the prefill was too short for, and the last layer."""
+    tokens = 4096
+    prefill_ns = H100.costs.prefill_ns(tokens, 0)
+    byte_ns = link_share * prefill_ns / (tokens * H100.geometry.token_bytes)
+    link = dataclasses.replace(H100.costs.network, start_ns=0.0, piece_ns=0.0, byte_ns=byte_ns)
+    hardware = dataclasses.replace(H100, roof=None, costs=dataclasses.replace(H100.costs, network=link))
+    scheduler = SchedulerConfig(8, 8192, 8192)
+    waits = {}
+    for mode in TransferMode:
+        cluster = ClusterConfig(Caching.OFF, "cost", mode)
+        setup = Setup({Role.PREFILL: 1, Role.DECODE: 1}, hardware, cluster, scheduler, AROUND)
+        served = played(setup, blocks_workload([(0.0, 1, tokens, 5)])).clients.served[0]
+        assert served.first_ns == prefill_ns and served.answered
+        waits[mode] = served.token_ns[1] - served.token_ns[0] - H100.costs.decode_step_ns(1, tokens)
+    moved_ns = link_share * prefill_ns
+    layer_ns = max(moved_ns, prefill_ns) / H100.geometry.num_layers
+    expected_ns = max(0.0, moved_ns - prefill_ns) + layer_ns
+    for mode in (TransferMode.BY_REQUEST, TransferMode.BY_REQUEST_AGG):
+        assert waits[mode] == pytest.approx(moved_ns, rel=0.1)
+    assert waits[TransferMode.BY_LAYER] == pytest.approx(expected_ns, abs=2 * layer_ns + 0.05 * moved_ns)
+
+
+def test_by_layer_is_refused_where_the_end_of_a_layer_is_not_known() -> None:
+    with pytest.raises(UserError, match="by-layer") as caught:
+        Setup({Role.PREFILL: 1, Role.DECODE: 1}, H100, ClusterConfig(transfer=TransferMode.BY_LAYER),
+              around=Surroundings(beside=(0.5, 0.5)))  # fmt: skip
+    assert "by-request-agg" in (caught.value.hint or "")
+
+
 def test_two_pulls_share_a_link() -> None:
     """Two handoffs from one instance at once take twice as long as one."""
     from memserve.sim.links import Fabric
@@ -180,13 +212,17 @@ requests = st.lists(
 
 @given(rows=requests, mix=st.sampled_from(["1", "2", "prefill=1,decode=2", "prefill=2,decode=1,colocated=1"]),
        policy=st.sampled_from(["least-load", "session", "prompt-tree", "cost"]), caching=st.sampled_from(list(Caching)),
-       blocks=st.integers(30, 200))  # fmt: skip
+       blocks=st.integers(30, 200), transfer=st.sampled_from(list(TransferMode)))  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_gliding_changes_nothing_that_a_client_sees(rows, mix, policy, caching, blocks) -> None:
+def test_gliding_changes_nothing_that_a_client_sees(rows, mix, policy, caching, blocks, transfer) -> None:
     """Every request ends with its full length, the same with and without many steps in one go."""
     instance = dataclasses.replace(SMALL, hbm_blocks=blocks)
     setup = Setup(
-        parse_instances(mix), instance, ClusterConfig(caching, policy), SchedulerConfig(8, 256, 128), Surroundings()
+        parse_instances(mix),
+        instance,
+        ClusterConfig(caching, policy, transfer),
+        SchedulerConfig(8, 256, 128),
+        Surroundings(),
     )
     workload = blocks_workload(rows)
     glided = played(setup, workload)

@@ -47,7 +47,7 @@ confidence interval (bootstrap over pairs of equal sessions)."""
 ONE_SEED = """
 There is one seed, so one pass each: what the machine did meanwhile is part of the change, and of no interval."""
 SHARED_CORES = """
-Why disaggregation is another matter here: prefill and decode instances take the cores from each other that the
+Why disaggregation is another matter here: prefill and decode instances take the same cores from each other that the
 colocated ones had, so decoding is not freed from prefills; only some of the instances compute prompts, each with its
 share of the cores; and each prompt's KV is handed over. In the paper every instance has GPUs of its own."""
 LEVELS_ABOUT = """

@@ -21,25 +21,22 @@ if TYPE_CHECKING:
 
 WorkloadName = Annotated[str, typer.Option(help="A name of `memserve bench workload`, e.g. chat, trace, agentic.")]
 Trace = Annotated[Path | None, typer.Option(help="A trace in Mooncake's form, or your own JSONL of sessions.")]
-Data = Annotated[Path | None, typer.Option(help="Folder of data sets. Without: made from the seed.")]
+Data = Annotated[Path | None, typer.Option(help="Folder of data sets. Default: workloads made from the seed.")]
 Instances = Annotated[str, typer.Option(help="For example prefill=2,decode=6 or colocated=8.")]
 ModelName = Annotated[str, typer.Option("--model", help="A model by name, e.g. llama-3-8b.")]
 DeviceKind = Annotated[str, typer.Option("--device", help="h100, h200, a100, l40s or cpu; several: h100x4.")]
 ProfileFile = Annotated[
-    Path | None, typer.Option(help="What `memserve profile` has saved or printed with --json: instead of --device.")
+    Path | None, typer.Option(help="A file of `memserve profile` (saved, or --json): instead of --device.")
 ]
-KvBlocks = Annotated[int | None, typer.Option(min=2, help="Blocks of KV in HBM; default: what the weights leave.")]
+KvBlocks = Annotated[int | None, typer.Option(min=2, help="Blocks of KV in HBM; default: the memory beside the weights.")]
 DramMemory = Annotated[str, typer.Option(help="Second tier of each instance, e.g. 64GiB.")]
-Sessions = Annotated[int | None, typer.Option(min=1, help="So many sessions of the workload.")]
+Sessions = Annotated[int | None, typer.Option(min=1, help="Sessions: sampled, a trace's first, or generated.")]
 Rate = Annotated[float | None, typer.Option(min=0.001, help="Requests a second (Poisson); default: recorded times.")]
-Speed = Annotated[float, typer.Option(min=0.001, help="Recorded times, so many times as fast.")]
-Seed = Annotated[int, typer.Option(min=0, help="Fixes the workload.")]
+Speed = Annotated[float, typer.Option(min=0.001, help="Speed-up of recorded times.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the workload.")]
 Faults = Annotated[str, typer.Option(help="kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3: at second, for seconds.")]
-HeartbeatMs = Annotated[int, typer.Option(min=1, help="How often instances say that they live.")]
+HeartbeatMs = Annotated[int, typer.Option(min=1, help="Milliseconds between two heartbeats of an instance.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for records, results, report, timeline and plots.")]
-
-PAPER_NAMES = {"sharegpt": "chat", "loogle": "documents"}
-
 
 _CLUSTER = ClusterConfig()
 
@@ -59,8 +56,9 @@ class WorkloadFlags:
     def recipe(self) -> Recipe:
         """Of the workload."""
         from memserve.bench.catalogue import Arrivals, Recipe
+        from memserve.bench.settings import kind_of
 
-        kind = "file" if self.trace is not None else PAPER_NAMES.get(self.workload, self.workload)
+        kind = "file" if self.trace is not None else kind_of(self.workload)
         arrivals = Arrivals.RECORDED if self.rate is None else Arrivals.POISSON
         return Recipe(
             kind=kind, data=self.data, file=self.trace, sessions=self.sessions, seed=self.seed, arrivals=arrivals,
@@ -114,6 +112,7 @@ class Wanted:
     def name(self) -> str:
         """The setting in short."""
         parts = [self.instances, self.policy, self.caching.value]
+        parts += [self.transfer.value] if self.transfer is not _CLUSTER.transfer else []
         return "/".join(parts) + (f" on {self.device}" if self.profile is None else "")
 
 

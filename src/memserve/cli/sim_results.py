@@ -18,13 +18,11 @@ from memserve.bench.report_writer import Cell, Drawing, Table
 from memserve.bench.results import Pass, Results, sum_up
 from memserve.bench.serve import ServeReport
 from memserve.bench.study import RunFolder
-from memserve.sim.replay.clients import MakeScript
-from memserve.sim.replay.costing import Usage, usage
+from memserve.sim.replay.clients import MakeScript, Served
 from memserve.sim.replay.scripts import Script
-from memserve.sim.replay.served import Served
 from memserve.sim.replay.setup import Setup
 from memserve.sim.replay.timeline import Look
-from memserve.sim.replay.world import ReplayWorld
+from memserve.sim.replay.world import ReplayWorld, Usage, usage
 from memserve.types import Role
 from memserve.workloads.words import Workload
 

@@ -25,7 +25,7 @@ def run(
     workload: sim.WorkloadFlags,
     wanted: sim.Wanted,
     gate: opt.GateFlags,
-    limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after so much virtual time.")] = None,
+    limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after this virtual time, in seconds.")] = None,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
     slo_jct_ms: SloJct = None,

@@ -1,40 +1,52 @@
-"""Instances whose devices only know how long things take."""
+"""Instances whose devices only know how long steps take, and the world that hosts them."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from memserve.messages import ROUTER, AnyMessage, Dispatch, Peer, Tokens
+from memserve.sim.cores import Cores
+from memserve.sim.host import Host
 from memserve.sim.nodes import InstanceNode
-from memserve.sim.timed_device import TimedDevice
-
-if TYPE_CHECKING:
-    from memserve.sim.cores import Cores
-    from memserve.sim.replay.world import ReplayWorld
-    from memserve.types import Role
+from memserve.sim.replay.setup import Setup
+from memserve.sim.timed_device import Moments, TimedDevice
+from memserve.types import Role
 
 TELLS_UNTIL_STALLED = 2
-"""So often the router hears of an attempt before it takes it for stalled."""
+"""Messages about an attempt within the time after which the router takes it for stalled."""
+
+
+class ReplayHost(Host, Protocol):
+    """What instances and clients need of their world."""
+
+    @property
+    def setup(self) -> Setup:
+        """The cluster that is simulated."""
+
+    @property
+    def moments(self) -> Moments:
+        """When tokens were drawn."""
 
 
 class ReplayNode(InstanceNode):
-    """An instance that glides: while nothing can happen to it but further tokens, it is not looked at.
+    """An instance that glides: while it only draws further tokens, its steps are not handled one by one.
 
-    The moments at which its steps end are known in advance (``_ends_ns``). Whatever comes before the last of them is
-    preceded by :meth:`catch_up`, which tells the machine of all the steps that have ended by then.
+    The moments at which its steps end are known in advance (``_ends_ns``). Before an event that comes sooner than the
+    last of them, :meth:`catch_up` tells the machine of all the steps that have ended by then.
 
-    Its machine holds tokens: they reach the router late, and the client reads off them when they were drawn
-    (``timed_device.Moments``). The router looks at tokens where an attempt fails, and counts how long it has had none.
-    So it gets them all before the instance is called off, and often enough that nobody seems to stall (:meth:`tell`).
+    The machine holds tokens: they reach the router late, and the client reads off them when they were drawn
+    (``timed_device.Moments``). The router looks at tokens when an attempt fails, and counts the time without any. So it
+    gets all tokens before the instance is called off, and often enough that no attempt seems to stall (:meth:`tell`).
 
-    An instance that is to be killed or paused does none of this: when that is noticed depends on its very last message.
+    An instance that is to be killed or paused neither glides nor holds tokens: when its end is noticed depends on its
+    last message.
     """
 
-    host: ReplayWorld
+    host: ReplayHost
     device: TimedDevice
 
-    def __init__(self, host: ReplayWorld, name: str, role: Role, place: int, cores: Cores | None) -> None:
+    def __init__(self, host: ReplayHost, name: str, role: Role, place: int, cores: Cores | None) -> None:
         self._cores = cores
         self.glides = host.setup.glides and not any(fault.stops(name) for fault in host.setup.faults)
         super().__init__(host, name, role, place)
@@ -53,12 +65,16 @@ class ReplayNode(InstanceNode):
         if self._working or not self.plans:
             return
         self._working = True
-        spent_ns = self.device.step_ns(self.plans[0])
-        now = self.host.clock.now
+        plan, now = self.plans[0], self.host.clock.now
+        spent_ns = self.device.step_ns(plan)
         if self._cores is not None:
             self._share_cores(self._cores, spent_ns)
-        else:
-            self._await_end(now, now + spent_ns)
+            return
+        if plan.report_layers:  # by-layer: the KV of a layer leaves while the next ones are computed
+            layers = self.device.layers
+            for layer in range(layers):
+                self.later(spent_ns * (layer + 1) // (layers + 1), self._finish_layer, plan, layer)
+        self._await_end(now, now + spent_ns)
 
     def _share_cores(self, cores: Cores, spent_ns: int) -> None:
         plan, beside = self.plans[0], self.host.setup.around.beside or (1.0, 1.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from memserve.config import ClusterConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.sim.hardware import Machine
-from memserve.types import Caching, Role
+from memserve.types import Caching, Role, TransferMode
 from memserve.units import NS_PER_MS, NS_PER_US
 
 GPU_SCHEDULER = SchedulerConfig(max_running=256, max_step_tokens=8192, prefill_chunk_tokens=8192)
@@ -46,7 +46,7 @@ class Fault:
     factor: float = 1.0
 
     def stops(self, name: str) -> bool:
-        """Whether the instance of that name stops working, and not only slows down."""
+        """Whether the instance of that name is killed or paused."""
         return self.name == name and self.kind != "slow"
 
 
@@ -66,6 +66,10 @@ class Setup:
     def __post_init__(self) -> None:
         if not sum(self.instances.values()):
             raise UserError("a cluster without instances", hint="for example --instances prefill=2,decode=6")
+        if self.around.beside is not None and self.cluster.transfer is TransferMode.BY_LAYER:
+            # how long a layer takes is not known in advance there
+            message = "by-layer transfer is not modelled between instances that share cores"
+            raise UserError(message, hint="by-request or by-request-agg, or instances with devices of their own")
 
     @property
     def devices(self) -> int:
