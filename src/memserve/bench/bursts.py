@@ -1,4 +1,4 @@
-"""Bursts of requests, all due at the same moment, as llm-serving-cache's validation has them (level 4).
+"""Bursts of requests, all requests due at once, as in llm-serving-cache's validation (level 4).
 
 ========== ============================================================================
 cold       all requests have one prompt, which the server has not seen before
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from memserve.bench import metrics
 from memserve.bench.load.client import Target
-from memserve.bench.load.driver import Driver, Labels, LoadRun, Progress, drive
+from memserve.bench.load.driver import Labels, LoadRun, send
 from memserve.bench.load.prompts import Manner
 from memserve.bench.load.record import Outcome, RecordWriter, RequestRecord
 from memserve.bench.metrics import Timing, timing
@@ -67,7 +67,7 @@ def contenders_of(setting: Setting, limit: Limit | None, others: tuple[Setting, 
 
 @dataclass(frozen=True, slots=True)
 class BurstPlan:
-    """What is sent, and to which servers."""
+    """Bursts and their contenders."""
 
     contenders: tuple[Setting, ...]
     concurrencies: tuple[int, ...]
@@ -118,7 +118,7 @@ class Story:
         return Workload(scenario, "built-in", tuple(sessions), self.seed, "all at once")
 
 
-# -- what comes of it
+# -- results
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +260,4 @@ def _sent(
     plan: BurstPlan, burst: Workload, address: Address, labels: Labels, salt: str, writer: RecordWriter
 ) -> LoadRun:
     manner = Manner(address.model, ignore_eos=plan.ignore_eos, name_sessions=False, salt=salt)
-    progress = Progress(burst.request_count, f"{labels.setting} {labels.workload}")
-    target = Target(address.url, timeout_s=plan.timeout_s)
-    return drive(lambda: Driver(burst, target, manner, writer=writer, progress=progress, labels=labels))
+    return send(burst, Target(address.url, timeout_s=plan.timeout_s), manner, labels, writer=writer)

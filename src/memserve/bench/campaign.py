@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from memserve.bench.catalogue import build
 from memserve.bench.load.client import Target
-from memserve.bench.load.driver import Driver, Labels, LoadRun, Progress, drive
+from memserve.bench.load.driver import Labels, LoadRun, send
 from memserve.bench.load.prompts import VOCAB_SIZE_DEFAULT, Manner
 from memserve.bench.load.record import Outcome, RequestRecord
 from memserve.bench.results import Pass
@@ -167,13 +167,8 @@ class _Campaign:
         label = re.sub(r"[^a-z0-9]", "-", order.label)
         salt = f"{self._salt}-{label}-{order.seed}-" if plan.salted else ""
         manner = Manner(address.model, plan.vocab_size, plan.ignore_eos, salt=salt)
-        progress = Progress(workload.request_count, f"{name} {order.label}")
         target, labels = Target(address.url, timeout_s=plan.timeout_s), Labels(name, order.label, order.seed)
-        return drive(
-            lambda: Driver(
-                workload, target, manner, writer=self._folder.writer, progress=progress, labels=labels
-            )
-        )  # fmt: skip
+        return send(workload, target, manner, labels, writer=self._folder.writer)
 
 
 def _told(run: LoadRun) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from memserve.bench.catalogue import Arrivals, Recipe, build
 from memserve.bench.load.client import Target
-from memserve.bench.load.driver import INTERRUPTED, Driver, Labels, Progress, drive
+from memserve.bench.load.driver import INTERRUPTED, Labels, send
 from memserve.bench.load.prompts import Manner
 from memserve.bench.load.record import RecordWriter, RequestRecord
 from memserve.bench.metrics import Figures, Slo, figures
@@ -176,16 +176,10 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, tell: 
         def try_rate(rate: float) -> Probe | None:
             seed = next(seeds)
             workload = workload_at(plan, rate, seed)
-            progress = Progress(workload.request_count, f"{setting.name} at {rate:.2f}/s")
             labels = Labels(setting.name, str(Label(plan.recipe.kind, rate=rate)), seed)
             manner = replace(plan.manner, model=address.model, salt=f"{salt}-{seed}-")
             limit_s = last_due_s(workload) + OVERTIME * plan.probe_s
-            run = drive(
-                lambda: Driver(
-                    workload, Target(address.url), manner,
-                    writer=writer, progress=progress, labels=labels, limit_s=limit_s,
-                )
-            )  # fmt: skip
+            run = send(workload, Target(address.url), manner, labels, writer=writer, limit_s=limit_s)
             if run.partial is not None and not run.partial.startswith("time is up"):
                 ended.append(run.partial)
                 return None

@@ -123,7 +123,7 @@ class ConcurrencyStudy(Study[BurstResults]):
         send_bursts(self._plan, self._folder.writer, self.results, tell)
 
     def head(self) -> Iterator[str]:
-        """What was sent."""
+        """Lengths, arrival and the limit."""
         results = self.results
         yield f"* prompts of {results.prompt_tokens_mean:.0f} tokens on average, answers of {results.output_tokens}"
         yield "* the requests of a burst are all due at the same moment, and latency counts from it"

@@ -118,7 +118,7 @@ class Prompts:
 
 @dataclass(slots=True)
 class Measurement:
-    """Times of one device, which nobody else uses meanwhile: first all ``measure_...``, then what follows."""
+    """Times of one device that runs nothing else: first all ``measure_...``, then the results."""
 
     geometry: KVGeometry
     config: InstanceConfig
@@ -171,7 +171,7 @@ class Measurement:
             except UserError as error:
                 self._missing[curve] = str(error)
 
-    # -- what follows
+    # -- results
 
     def measured(self) -> Measured:
         """The samples that curves are fitted to: those of ``memserve profile``."""
@@ -196,7 +196,7 @@ class Measurement:
         return Measured(samples, missing)
 
     def held_out(self, costs: CostModel) -> Iterator[Foretold]:
-        """The other points, beside what ``costs`` says of them."""
+        """The other points, beside the times that ``costs`` expects."""
         fitted = set(self._fitted_prompts())
         for point in [point for point in self._prompts if point not in fitted]:
             blocks = self._swapped_blocks(point)

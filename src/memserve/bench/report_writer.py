@@ -1,6 +1,6 @@
-"""What every report is written with (level 4): tables for Markdown and for a terminal, and the parts of plots.
+"""Parts of every report (level 4): tables for Markdown and for a terminal, and the parts of plots.
 
-matplotlib is optional (extra ``bench``): without it a report says so and has its tables all the same.
+matplotlib is optional (extra ``bench``): without it a report has its tables only, and says so.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What came of workloads that were sent to settings, summed up from records (level 4): ``results.json`` of ``bench
-serve``, ``bench load`` and ``sim run``.
+"""Figures of workloads on settings, summed up from records (level 4): ``results.json`` of ``bench serve``, ``bench
+load`` and ``sim run``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUANTITIES: dict[str, Callable[[Timing], float | None]] = {
     "jct": lambda felt: felt.jct_s,
     "tpot": lambda felt: felt.tpot_s,
 }
-"""Name -> what it reads of a :class:`Timing`: the quantities of MemServe's figure 8."""
+"""Name -> value of a :class:`Timing`: the quantities of MemServe's figure 8."""
 STATISTICS: dict[str, metrics.Statistic] = {"mean": metrics.mean, "p99": metrics.p99}
 _LABEL = re.compile(r"(.*?)(?: x([\d.]+))?(?: at ([\d.e+-]+)/s)?")
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from memserve.bench.load.client import Target, first_model
-from memserve.bench.load.driver import INTERRUPTED, Driver, Progress, drive
+from memserve.bench.load.driver import INTERRUPTED, Labels, LoadRun, send
 from memserve.bench.load.prompts import Manner
 from memserve.bench.settings import Setting
 from memserve.errors import UserError
@@ -66,16 +66,16 @@ class ServedChild:
         raise UserError(f"memserve serve did not start: {said}", hint="try its flags by hand: memserve serve")
 
     def ask_to_end(self) -> None:
-        """Let it begin to end; :meth:`end` waits. Several servers end together when all are asked first."""
+        """Send SIGTERM; :meth:`end` waits. Several servers end together when all are asked first."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it without a word, as an accident would."""
+        """Send SIGKILL, as an accident would."""
         self._process.kill()
 
     def end(self) -> None:
-        """End it, with force where it does not want to."""
+        """End the server, after 30 s by SIGKILL."""
         self.ask_to_end()
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -89,9 +89,9 @@ class ServedChild:
 
 @contextmanager
 def _signals_held() -> Iterator[Callable[[], None]]:
-    """Until the end of the block SIGINT and SIGTERM wait; the function that it gives lets them have their way then.
+    """SIGINT and SIGTERM wait until the end of the block; the yielded function raises those that came.
 
-    One that came while a process is being started would leave a process that nobody knows of.
+    A signal during the start of a process would leave that process without an owner.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None  # signals are the main thread's
@@ -121,21 +121,21 @@ def serving(flags: Sequence[str]) -> Iterator[ServedChild]:
 
 
 WARM_REQUESTS, WARM_OUTPUT_TOKENS = 4, 4
-"""The first requests of a process pay for what it had put off; they are sent before anything is measured."""
+"""The first requests of a process pay for its lazy initialisation; they are sent before anything is measured."""
 ROOM_FACTOR = 2.0
-"""A server is started where there is room for the largest so far this many times: caches fill up later."""
+"""A server starts where this many times the largest server so far fits: caches fill up later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a setting answers."""
+    """Address and model of a setting's server."""
 
     url: str
     model: str
 
 
 class Servers:
-    """A context manager; whoever leaves it leaves no process behind."""
+    """A context manager: on exit every server has ended."""
 
     def __init__(self, flags: Sequence[str], say: Callable[[str], None]) -> None:
         """``flags``: given to every server of ours."""
@@ -165,7 +165,7 @@ class Servers:
         if (known := self._addresses.get(setting.name)) is not None:
             return known
         found = self._start(setting, coming)
-        warm = drive(lambda: warm_up(found))
+        warm = warm_up(found)
         if warm.partial == INTERRUPTED:
             raise KeyboardInterrupt
         if failed := next((record for record in warm.records if not record.ok), None):
@@ -208,9 +208,9 @@ def furthest(names: Sequence[str], coming: Sequence[str]) -> str:
     return max(names, key=lambda name: places.get(name, len(coming)))
 
 
-def warm_up(address: Address) -> Driver:
-    """Short text about nothing that a workload speaks of."""
+def warm_up(address: Address) -> LoadRun:
+    """Short requests that share no prefix with any workload."""
     turns = (Turn(Text("one two three four five six seven eight nine ten " * 6), WARM_OUTPUT_TOKENS),)
     sessions = tuple(Session(f"warm-up-{number}", turns) for number in range(WARM_REQUESTS))
     workload = Workload("warm-up", "", sessions, users=2)
-    return Driver(workload, Target(address.url), Manner(address.model), progress=Progress(WARM_REQUESTS, "warm-up"))
+    return send(workload, Target(address.url), Manner(address.model), Labels(workload="warm-up"))

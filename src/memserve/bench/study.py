@@ -30,21 +30,21 @@ from memserve.errors import UserError
 
 RECORDS, RESULTS, REPORT = "records.jsonl.gz", "results.json", "report.md"
 Tell = Callable[[str], None]
-"""Takes a line about the progress."""
+"""Takes one line of progress."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StudyResults:
-    """What ``results.json`` holds of every study."""
+    """Fields of ``results.json`` that all studies share."""
 
     command: str = ""
     models: list[str] = field(default_factory=list)
-    """What was served, by the servers' own names."""
+    """Served models, by the servers' own names."""
     notes: list[str] = field(default_factory=list)
     partial: str | None = None
     """Why the run ended early. None: the run is complete."""
     machine: dict[str, Any] = field(default_factory=dict)
-    """What the run ran on. Empty: this machine."""
+    """The machine of the run. Empty: this machine."""
     version: str = __version__
 
     @property
@@ -68,7 +68,7 @@ class Study(ABC, Generic[Results]):
 
     @abstractmethod
     def measure(self, tell: Tell) -> None:
-        """Fill ``results``. May raise ``KeyboardInterrupt`` and :class:`UserError`: what is there is kept."""
+        """Fill ``results``; they are kept when ``KeyboardInterrupt`` or :class:`UserError` ends it early."""
 
     @abstractmethod
     def tables(self) -> Iterator[Table]:

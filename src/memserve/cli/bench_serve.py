@@ -49,7 +49,7 @@ def serve(
     timeout_s: Timeout = 600.0,
     out: by.Folder = None,
 ) -> None:
-    """Measure settings side by side on the same workloads; write results, records, a report and plots."""
+    """Measure settings side by side on equal workloads; write results, records, a report and plots."""
     from memserve.bench.campaign import Plan, build_all
     from memserve.bench.load.client import require_aiohttp
     from memserve.bench.load.prompts import weighing

@@ -94,7 +94,7 @@ def _run(
     slo: Slo, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     from memserve.bench.load.client import first_model
-    from memserve.bench.load.driver import Driver, Labels, drive
+    from memserve.bench.load.driver import Labels, send
     from memserve.bench.load.prompts import Manner
     from memserve.bench.results import Pass, describe, sum_up
     from memserve.bench.study import RunFolder, write_json
@@ -103,7 +103,7 @@ def _run(
     folder = RunFolder(out) if out is not None else None
     writer = folder.writer if folder is not None else None
     labels = Labels(target.base_url, workload.kind, seed)
-    run = drive(lambda: Driver(workload, target, manner, writer=writer, labels=labels, limit_s=max_s))
+    run = send(workload, target, manner, labels, writer=writer, limit_s=max_s)
     done = Pass.of(run, workload.kind, target.base_url, seed)
     results = sum_up(run.records, [done], slo, shlex.join(["memserve", *sys.argv[1:]]), workload.notes)
     if folder is not None:

@@ -1,7 +1,7 @@
 """Plots of single commands (level 4): figure 13, time to the first token against the cached ratio, a line a
 prompt length; and figure 7, what workloads are like.
 
-matplotlib is optional; whoever wants a plot without it is told so before anything is measured.
+matplotlib is optional; without it ``--plot`` is refused before anything is measured.
 """
 
 from __future__ import annotations

@@ -26,9 +26,11 @@ Instances = Annotated[str, typer.Option(help="For example prefill=2,decode=6 or 
 ModelName = Annotated[str, typer.Option("--model", help="A model by name, e.g. llama-3-8b.")]
 DeviceKind = Annotated[str, typer.Option("--device", help="h100, h200, a100, l40s or cpu; several: h100x4.")]
 ProfileFile = Annotated[
-    Path | None, typer.Option(help="A file of `memserve profile` (saved, or --json): instead of --device.")
+    Path | None, typer.Option(help="Output of `memserve profile`, saved or --json: instead of --device.")
 ]
-KvBlocks = Annotated[int | None, typer.Option(min=2, help="Blocks of KV in HBM; default: the memory beside the weights.")]
+KvBlocks = Annotated[
+    int | None, typer.Option(min=2, help="Blocks of KV in HBM; default: the memory beside the weights.")
+]
 DramMemory = Annotated[str, typer.Option(help="Second tier of each instance, e.g. 64GiB.")]
 Sessions = Annotated[int | None, typer.Option(min=1, help="Sessions: sampled, a trace's first, or generated.")]
 Rate = Annotated[float | None, typer.Option(min=0.001, help="Requests a second (Poisson); default: recorded times.")]
@@ -43,7 +45,7 @@ _CLUSTER = ClusterConfig()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkloadFlags:
-    """What is sent, when."""
+    """The workload and its arrivals."""
 
     workload: WorkloadName = "chat"
     trace: Trace = None

@@ -32,7 +32,7 @@ def run(
     out: sim.Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="The results as one JSON object.")] = False,
 ) -> None:
-    """Replay a workload on a simulated cluster: the same records, figures and report as a measured one."""
+    """Replay a workload on a simulated cluster; records, figures and report as of a measured one."""
     from memserve.bench.catalogue import build
     from memserve.bench.results import describe
     from memserve.cli.sim_results import simulate, summed_up, write_folder
@@ -58,7 +58,7 @@ def run(
 
 
 def what_comes(made: Workload, wanted: sim.Wanted, machine: Machine) -> list[str]:
-    """What is sent, when, and to what: the figures mean nothing without it."""
+    """Workload, arrivals and cluster: the context of all figures."""
     due_s = [turn.due_s for session in made.sessions for turn in session.turns if turn.due_s is not None]
     if not any(due_s):
         when = "every session arrives at 0 s, the worst case; --rate R spreads the requests, R a second"
@@ -73,7 +73,7 @@ def what_comes(made: Workload, wanted: sim.Wanted, machine: Machine) -> list[str
 
 
 def told(done: Simulated) -> list[str]:
-    """What a simulation used, and how long it took."""
+    """Devices, links and wall time of a simulation."""
     used = done.usage
     return [
         f"{used.devices} devices for {used.simulated_s:.1f} s: {used.device_hours:.3f} device hours, "

@@ -33,7 +33,7 @@ def search(
     policy: opt.Policy = CLUSTER.policy,
     caching: opt.CachingLevel = CLUSTER.caching,
     instances_max: Annotated[int, typer.Option(min=1, help="Largest cluster to try.")] = 64,
-    violations_max: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that may miss the SLO.")] = 0.01,
+    violations_max: Annotated[float, typer.Option(min=0, max=1, help="Share that may miss the SLO.")] = 0.01,
     heartbeat_ms: sim.HeartbeatMs = 500,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,

@@ -99,7 +99,7 @@ class SourceDevice:
         return False
 
     def run(self, plan: StepPlan) -> StepFinished:
-        """It has ended: every token is the same."""
+        """The step has ended: every token is 1."""
         return StepFinished(plan.step_id, [1] * sum(map(len, plan.sample_slots)), self._spent_ns)
 
 
@@ -172,7 +172,7 @@ class SourceWorld:
         return NoPort()
 
     def peer_info(self, node: InstanceNode) -> PeerInfo:
-        """What it tells of itself when it joins."""
+        """Its description when it joins."""
         pool, name = self._config().pool, node.peer.name
         context = node.machine.context_tokens
         return PeerInfo(

@@ -155,7 +155,7 @@ def _answer_tokens(session: Session, number: int, meter: Meter, vocab_size: int)
 def as_blocks(workload: Workload, *, block_tokens: int, meter: Meter | None = None) -> Workload:
     """The same requests without text: whole prompts as blocks of ``block_tokens``, equal prefix, equal identities.
 
-    What is given in blocks already keeps its own block size.
+    Prompts that are blocks already keep their own block size.
     """
     names = _BlockNames(block_tokens)
     given = (s if _is_in_blocks(s) else _session_as_blocks(s, names, meter) for s in workload.sessions)

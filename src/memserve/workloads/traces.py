@@ -22,7 +22,7 @@ LOCAL_BLOCKS = 1 << 32
 
 
 class _FreshBlocks:
-    """Identities that nobody else has."""
+    """Block identities that occur once."""
 
     def __init__(self) -> None:
         self._next = FRESH_BLOCK_BASE
@@ -35,7 +35,7 @@ class _FreshBlocks:
 
 
 def replay(rows: Sequence[Lengths], *, kind: str, source: str, block_tokens: int) -> Workload:
-    """One session a row, due at its recorded time (Mooncake, Azure): such traces don't say who asked.
+    """One session a row, due at its recorded time (Mooncake, Azure): such traces name no sessions.
 
     A row without blocks shares nothing with any other (Azure publishes none).
     """

@@ -116,7 +116,7 @@ class Target:
     """With or without the final ``/v1``."""
     api_key: str | None = None
     timeout_s: float | None = None
-    """A request's longest time on the wire; ``None``: as long as it takes."""
+    """A request's longest time on the wire. None: no limit."""
     headers: dict[str, str] = field(default_factory=dict)
 
     def url(self, path: str) -> str:
@@ -188,7 +188,7 @@ class Client:
         raise UserError(f"{url} {problem}", hint="give the server's address, e.g. --base-url http://127.0.0.1:8000")
 
     async def alive(self) -> bool:
-        """Whether anybody answers HTTP there."""
+        """Whether a server answers HTTP there."""
         import aiohttp
 
         try:
@@ -229,7 +229,7 @@ class Client:
 
 
 def first_model(target: Target) -> str:
-    """The model to ask for when nobody named one. Raises :class:`UserError` when the server cannot be asked."""
+    """The first model that the server names. Raises :class:`UserError` when the server cannot be asked."""
 
     async def ask() -> str:
         async with Client(target, Clock()) as client:
@@ -291,13 +291,13 @@ class _Answer:
             self._record.output_tokens = self._record.output_tokens or len(self._record.token_ns)
 
     def fail(self, outcome: Outcome, error: str) -> None:
-        """It ended now, without an answer."""
+        """The request ended now, without an answer."""
         self._record.end_ns = self._clock.now_ns()
         self._record.outcome, self._record.error = outcome, error[:ERROR_CHARS_MAX]
 
 
 def _facts(explanation: dict[str, Any]) -> dict[str, list[Any]]:
-    """Name -> what the story says about it, in order."""
+    """Name -> values of that fact in the story, in order."""
     facts: dict[str, list[Any]] = {}
     for fact in explanation.get("story") or ():
         facts.setdefault(str(fact.get("fact")), []).append(fact.get("value"))

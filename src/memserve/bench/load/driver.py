@@ -70,9 +70,9 @@ class Progress:
 
 
 LEAD_NS = NS_PER_S // 50
-"""A request is put into words so long before it is due, not when every microsecond counts."""
+"""A request is encoded this long before it is due, not when every microsecond counts."""
 PREPARED_BYTES_MAX = 1 << 28
-"""So many bytes of first turns are put into words before the clock starts."""
+"""First turns are encoded before the clock starts, up to this many bytes."""
 INTERRUPTED = "interrupted"
 """Why a run is partial that Ctrl-C (or SIGTERM) ended."""
 PROBES = 4
@@ -82,19 +82,19 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class LoadRun:
-    """What came of it."""
+    """Records of a run."""
 
     records: list[RequestRecord] = field(default_factory=list)
     planned: int = 0
     """Requests of the whole workload."""
     wall_ns: int = 0
     partial: str | None = None
-    """Why it was ended early; ``None``: it was not."""
+    """Why the run ended early. None: the run is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What every record of a run says about the run."""
+    """Fields that all records of a run share."""
 
     setting: str = ""
     workload: str = ""
@@ -102,7 +102,7 @@ class Labels:
 
 
 class Driver:
-    """One run. ``stop`` may be called at any time: what is under way is given up, what has ended is kept."""
+    """One run. ``stop`` may be called at any time: requests under way are dropped, records of ended ones are kept."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Driver:
                 await asyncio.wait([self._crew], timeout=self._limit_s)
                 self.stop(f"time is up: {self._limit_s} s")
                 if self._probe is not None:
-                    await self._probe  # the last requests may have failed because nobody is there
+                    await self._probe  # the last requests may have failed because the server is gone
             finally:
                 await self._end()
         return self._run
@@ -181,7 +181,7 @@ class Driver:
             await self._hold(session, self._clock.now_ns())
 
     async def _hold(self, session: Session, free_ns: int = 0) -> None:
-        """All turns of a session; ``free_ns``: nobody is there to ask before."""
+        """Send all turns of a session; ``free_ns``: the earliest start (closed loop)."""
         ready = self._prepared.pop(id(session), None)
         dialogue = ready[0] if ready is not None else Dialogue(session, self._manner)
         for number, turn in enumerate(session.turns):
@@ -202,7 +202,7 @@ class Driver:
             ready = None  # its bytes are sent
             free_ns = record.end_ns or due_ns
             if not record.ok and session.history is History.CLOSED:
-                return  # the next prompt would contain an answer that there is not
+                return  # the next prompt would contain an answer that is missing
 
     async def _sleep_until(self, due_ns: int) -> None:
         while (left_ns := due_ns - self._clock.now_ns()) > 0:
@@ -242,6 +242,22 @@ def drive(make: Callable[[], Driver]) -> LoadRun:
             return await driver.run()
 
     return asyncio.run(main())
+
+
+def send(
+    workload: Workload,
+    target: Target,
+    manner: Manner,
+    labels: Labels,
+    *,
+    writer: RecordWriter | None = None,
+    limit_s: float | None = None,
+) -> LoadRun:
+    """Send ``workload`` to its end or for ``limit_s``, with a line of progress, as :func:`drive` does."""
+    progress = Progress(workload.request_count, f"{labels.setting} {labels.workload}".strip())
+    return drive(
+        lambda: Driver(workload, target, manner, writer=writer, progress=progress, labels=labels, limit_s=limit_s)
+    )
 
 
 @contextmanager

@@ -19,18 +19,18 @@ VOCAB_SIZE_DEFAULT = 32_000
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How requests are worded, for a whole run."""
+    """Options of every request body of a run."""
 
     model: str
     vocab_size: int = VOCAB_SIZE_DEFAULT
     """Ids below it may be sent for prompts that are known by their length only."""
     ignore_eos: bool = False
-    """Every answer runs to its full length: equal work in all settings, whatever the model wants to say."""
+    """Every answer runs to its full length: equal work in all settings."""
     name_sessions: bool = True
     """Send ``prompt_cache_key``: OpenAI's word for "these belong together"."""
     salt: str = ""
-    """Sent as ``cache_salt``, where there is one: requests of another salt share no cache with these (memserve, vLLM
-    and SGLang know it), and no session by name. Letters, digits and dashes: vLLM takes no more."""
+    """Sent as ``cache_salt``, if not empty: requests of another salt share no cache with these (memserve, vLLM and
+    SGLang know the field), and no session by name. Letters, digits and dashes: vLLM takes no more."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of every body."""
 
@@ -83,7 +83,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def weighing(model: str | None) -> tuple[TokenizerMeter | None, int]:
-    """The meter of ``model``, and how many tokens it knows; no meter and the usual number where there is no model.
+    """The meter of ``model`` and the size of its vocabulary. No model: no meter, and the default size.
 
     ``model``: a folder, a .gguf file, a hub id or the bundled model's name. Loads the tokenizer, not the weights.
     :class:`UserError` where there is none.
@@ -94,7 +94,7 @@ def weighing(model: str | None) -> tuple[TokenizerMeter | None, int]:
 
     folder = resolve_source(model, "auto")
     file = folder.path / TOKENIZER_FILE
-    if file.is_file():  # transformers would take seconds to be imported, and count the same
+    if file.is_file():  # counts as transformers does, without the seconds of its import
         return _weighing_by(file)
     from memserve.model.loading.loader import load_tokenizer
 

@@ -34,11 +34,11 @@ SECRET = "a secret of this bench alone"
 TRANSFER, BY_PAGE, WITH_INSERT = "transfer", "transfer, by page", "transfer_with_insert"
 ALLOCATE = "alloc_mem at a peer"
 Question = tuple[int, float | None]
-"""Blocks; cached ratio at the receiver, or ``None``: raw transfers."""
+"""Blocks; cached ratio at the receiver. None: raw transfers."""
 
 
 class Prompts:
-    """Random prompts, the same ones for the same seed; no two begin alike unless that is asked for."""
+    """Random prompts, equal for equal seeds; no two share a prefix but those of :meth:`sharing`."""
 
     def __init__(self, seed: int = 5) -> None:
         self._rng = np.random.default_rng(seed)
@@ -48,7 +48,7 @@ class Prompts:
         return self._rng.integers(1, VOCABULARY, tokens, dtype=np.int32)
 
     def sharing(self, tokens: TokenArray, shared: int) -> TokenArray:
-        """As long as ``tokens``; the first ``shared`` are the same, the next one differs for sure."""
+        """A prompt as long as ``tokens`` that shares exactly its first ``shared`` tokens."""
         other = self.fresh(len(tokens))
         other[:shared] = tokens[:shared]
         if shared < len(tokens):
@@ -57,7 +57,7 @@ class Prompts:
 
 
 def plant_tree(pool: BlockPool, prompts: Prompts, count: int, tokens: int = TREE_PROMPT_TOKENS) -> list[TokenArray]:
-    """Let the index hold ``count`` other prompts, as in a cache that is in use; what was planted."""
+    """Put ``count`` other prompts into the index, as in a cache in use; returns them."""
     planted = [prompts.fresh(tokens) for _ in range(count)]
     for prompt in planted:
         blocks = pool.allocate_ids(tokens // pool.block_tokens)
@@ -87,7 +87,7 @@ class Times:
         self._ns: dict[Key, list[int]] = {}
 
     def __call__(self, key: Key, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``call`` returns; how long it took is noted under ``key``."""
+        """The result of ``call``; its duration is noted under ``key``."""
         begin_ns = time.perf_counter_ns()
         result = call(*arguments)
         self.add(key, time.perf_counter_ns() - begin_ns)
@@ -98,11 +98,11 @@ class Times:
         self._ns.setdefault(key, []).append(spent_ns)
 
     def forget(self) -> None:
-        """What was noted so far was a warm-up."""
+        """Drop all times: they were a warm-up."""
         self._ns.clear()
 
     def points(self, link: str = "") -> list[CallPoint]:
-        """What was noted, in the order in which it first came."""
+        """All points, in the order of their first times."""
         return [CallPoint(call, blocks, ratio, spread_of(ns), link) for (call, blocks, ratio), ns in self._ns.items()]
 
 

@@ -94,7 +94,7 @@ class Pair:
 
 
 class Failed:
-    """What a taker says when it cannot."""
+    """A taker's answer when the link fails."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -110,7 +110,7 @@ def serve(told: Connection, answer: Callable[[Any], Any]) -> None:
             return
         try:
             told.send(answer(question))
-        except Exception as error:  # told to the parent, who decides
+        except Exception as error:  # told to the parent, which decides
             told.send(Failed(f"{type(error).__name__}: {error}"))
 
 
@@ -119,7 +119,7 @@ def _run(environment: dict[str, str], work: Side, *arguments: Any) -> None:
     try:
         work(*arguments)
     except (EOFError, KeyboardInterrupt, BrokenPipeError):
-        return  # the other one, or the person, has ended it
+        return  # the other side, or Ctrl-C, has ended it
     except Exception as error:
         if isinstance(arguments[0], Connection):
             arguments[0].send(Failed(f"{type(error).__name__}: {error}"))
@@ -151,7 +151,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be moved."""
+    """One transfer to time."""
 
     layout: str
     piece_bytes: int
@@ -235,12 +235,12 @@ def _arena(nbytes: int) -> _core.SharedArena:
 
 
 def _own(taker: Connection, geometry: KVGeometry, link: str, arena_bytes: int) -> None:
-    """The owner's process: whatever it hears, it seals a page, as before real reads."""
+    """The owner's process: any message makes it seal a page, as before real reads."""
     sealed: SimpleQueue[PagesSealed | PagesPulled] = SimpleQueue()
     port = open_data_port(link, geometry, {Tier.HBM: _arena(arena_bytes)}, sealed.put)
     try:
         taker.send(wire.encode(Join(port.describe(_info(_OWNER, Role.PREFILL, geometry)))))
-        port.add_peer(_info(_TAKER, Role.DECODE, geometry, nixl_agent=b"-"))  # somebody will read
+        port.add_peer(_info(_TAKER, Role.DECODE, geometry, nixl_agent=b"-"))  # a reader, so that pages are sealed
         while True:
             taker.recv()
             port.start(SealPages(1, Tier.HBM, (0,), 0, 1))

@@ -275,7 +275,7 @@ class PoolStudy(Study[PoolResults]):
             results.moves.extend(measure_moves(pairs, moved, plan.copy_rounds))
 
     def told(self) -> Iterator[str]:
-        """What was left out."""
+        """Links that were left out."""
         yield from self.results.notes
 
     def head(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The clients of a workload in virtual time: as ``bench/load`` sends it over HTTP, with the same records.
+"""The clients of a workload in virtual time: what ``bench/load`` does over HTTP, with equal records.
 
 Open loop: a turn is sent when it is due, whatever became of others; only its own session holds it back. Closed loop:
 ``users`` sessions at a time; when one ends, the next begins.

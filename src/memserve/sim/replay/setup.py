@@ -1,4 +1,4 @@
-"""What is simulated: instances and their machines, the cluster's configuration, and the world around them."""
+"""A simulated cluster: instances and their machines, its configuration, and the world around them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPU_SCHEDULER = SchedulerConfig(max_running=256, max_step_tokens=8192, prefill_c
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What lies between clients and machines."""
+    """Delays between clients and machines, and shared hosts."""
 
     front_ns: int = 1 * NS_PER_MS
     """From the client's send to the router's decision: connection, JSON, tokenizer."""
@@ -28,15 +28,15 @@ class Surroundings:
     heartbeat_ns: int = 500 * NS_PER_MS
     """As ``runtime/member`` beats."""
     instances_per_host: int = 1
-    """They share the host's processors, and see each other's memory."""
+    """Instances of one host share its processors and see each other's memory."""
     beside: tuple[float, float] | None = None
     """How fast steps that compute prompts, and those that only decode, are while another instance of the host computes
-    too, 1 = as alone; ``None``: each instance has devices of its own."""
+    too; 1: as alone. None: each instance has devices of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something goes wrong with an instance for a while."""
+    """A fault of one instance, for a time."""
 
     kind: str
     """``kill`` (it starts again afterwards), ``pause``, or ``slow`` (its steps take ``factor`` times as long)."""
@@ -61,7 +61,7 @@ class Setup:
     around: Surroundings = field(default_factory=Surroundings)
     faults: tuple[Fault, ...] = ()
     glides: bool = True
-    """Tell machines many like steps at once (``instance/gliding``): the same results, sooner."""
+    """Tell machines many like steps at once (``instance/gliding``): equal results, sooner."""
 
     def __post_init__(self) -> None:
         if not sum(self.instances.values()):
@@ -99,7 +99,7 @@ _FAULT = re.compile(r"(kill|pause|slow):([\w-]+)@([\d.]+)\+([\d.]+)(?:x([\d.]+))
 
 
 def parse_faults(text: str, instances: dict[Role, int]) -> tuple[Fault, ...]:
-    """``kill:d0@60+10,slow:p1@20+5x3``: what, whom, at which second, for how many, how many times slower.
+    """``kill:d0@60+10,slow:p1@20+5x3``: kind, instance, start and duration in seconds, slowdown.
 
     Raises :class:`UserError`, also for instances that do not exist.
     """

@@ -169,7 +169,7 @@ class ReplayWorld:
         self.timeline.look()
 
     def _break_off(self, end_ns: int) -> None:
-        """Time is up: tokens drawn by then are the clients', also those that nobody has told yet."""
+        """Time is up: clients get the tokens drawn by then, also those that no message has carried yet."""
         self.clock.now = end_ns
         for node in self.instances:
             node.tell()
