@@ -11,6 +11,7 @@ from memserve.bench.paper import beside_the_paper, compare
 from memserve.bench.report_writer import MS, Cell, Drawing, Table, draw_intervals, in_ms, legend_beside, plain_log_axis
 from memserve.bench.results import Found, Label, Results, Shape, describe, describe_slo, shapes_of
 from memserve.bench.study import RECORDS, RESULTS, RunFolder, Study, Tell
+from memserve.types import TransferMode
 
 AXES = {
     "ttft": "time to first token (ms)",
@@ -22,8 +23,8 @@ TURN_SHIFT = 0.04
 """Lines stand side by side, so that their error bars can be told from each other."""
 TURN_REQUESTS_MIN = 3
 """A turn that fewer requests reached is not drawn."""
-TRANSFER_KIND = "uniform"
-"""The workload of figure 12."""
+TRANSFER_MODES = tuple(f"/{mode}" for mode in TransferMode)
+"""Endings of the settings of figure 12."""
 CONFIDENCE = "95 % confidence (bootstrap over sessions)"
 
 
@@ -90,27 +91,28 @@ def _shape_label(shape: Shape) -> str:
 
 
 def _end_to_end(pyplot: Any, results: Results) -> Any | None:
-    return _over_rates(pyplot, results, "Settings over the request rate", lambda kind: kind != TRANSFER_KIND)
+    found = [one for one in results.found if not one.setting.endswith(TRANSFER_MODES)]
+    return _over_rates(pyplot, results, found, "Settings over the request rate")
 
 
 def _transfer(pyplot: Any, results: Results) -> Any | None:
-    return _over_rates(pyplot, results, "Transfer modes over the request rate", lambda kind: kind == TRANSFER_KIND)
+    found = [one for one in results.found if one.setting.endswith(TRANSFER_MODES)]
+    return _over_rates(pyplot, results, found, "Transfer modes over the request rate")
 
 
-def _over_rates(pyplot: Any, results: Results, title: str, wanted: Callable[[str], bool]) -> Any | None:
+def _over_rates(pyplot: Any, results: Results, members: Sequence[Found], title: str) -> Any | None:
     """TTFT, JCT and TPOT, mean and P99, one line per setting; a row of panels per workload. None: one rate only."""
-    rates: dict[str, set[float]] = {}
-    for found in results.found:
-        label = found.label
-        if label.rate is not None and wanted(label.kind):
-            rates.setdefault(str(Label(label.kind, label.ratio)), set()).add(label.rate)
-    names = [name for name, known in rates.items() if len(known) > 1]
+    groups: dict[str, list[Found]] = {}
+    for one in members:
+        if one.label.rate is not None:
+            groups.setdefault(str(Label(one.label.kind, one.label.ratio)), []).append(one)
+    names = [name for name, own in groups.items() if len({one.label.rate for one in own}) > 1]
     if not names:
         return None
     size = (19, 3.6 * len(names) + 1.2)
     figure, grid = pyplot.subplots(len(names), 3, figsize=size, squeeze=False, layout="constrained")
     for row, name in zip(grid, names, strict=True):
-        members = [f for f in results.found if str(Label(f.label.kind, f.label.ratio)) == name and f.label.rate]
+        members, rates = groups[name], sorted({one.label.rate or 0.0 for one in groups[name]})
         for axes, (quantity, unit) in zip(row, AXES.items(), strict=True):
             for number, setting in enumerate(dict.fromkeys(found.setting for found in members)):
                 for statistic, style in (("mean", "-"), ("p99", "--")):
@@ -119,7 +121,7 @@ def _over_rates(pyplot: Any, results: Results, title: str, wanted: Callable[[str
                     _line(axes, own, f"{quantity} {statistic}", told, color=f"C{number}", linestyle=style)
             axes.set(title=name, xlabel="request rate (requests/s, all instances)", ylabel=unit, yscale="log")
             plain_log_axis(axes.yaxis)
-            axes.set_xticks(sorted(rates[name]))
+            axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
             axes.grid(alpha=0.3)
         legend_beside(row[2])
     figure.suptitle(f"{title}: {_subject(results)}\nbars: {CONFIDENCE}")
