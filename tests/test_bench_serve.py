@@ -25,6 +25,7 @@ from memserve.bench.settings import (
     parse_studies,
     policies_compared,
     settings_compared,
+    transfer_compared,
 )
 from memserve.cli.main import run
 from memserve.errors import UserError
@@ -169,6 +170,15 @@ def test_orders_of_the_paper() -> None:
     assert [f.setting for f in policy.members] == ["3PD-CC/prompt-tree", "3PD-CC/session"] and not policy.holds
 
 
+def test_aggregated_transfer_is_best_in_the_paper_whatever_the_order_of_the_others() -> None:
+    modes = ["by-request-agg", "by-layer", "by-request"]
+    for times, holds in (((50.0, 90.0, 70.0), True), ((50.0, 70.0, 90.0), True), ((60.0, 50.0, 90.0), False)):
+        pairs = [("uniform at 2/s", f"1P1D/{mode}", ms) for mode, ms in zip(modes, times, strict=True)]
+        (order,) = rankings(results_of(*pairs))
+        assert (order.name, order.judged, order.holds) == ("transfer", "jct mean", holds)
+    assert "| uniform at 2/s | 1P1D/by-layer | 82 |" in page_of(results_of(*pairs)), "first token, then 30 ms"
+
+
 # -- the plan
 
 
@@ -207,6 +217,30 @@ def test_studies_by_name() -> None:
     study = policies_compared(size, None)
     assert [s.name.rpartition("/")[2] for s in study.settings] == ["least-load", "session", "prompt-tree"]
     assert [len(build(recipe).sessions) for recipe in study.recipes.values()] == [3, 6, 12]
+    assert all(s.flags[:6] == ("--caching", "pd-caching-3", "--prefill", "3", "--decode", "1") for s in study.settings)
+
+
+def test_figure_12_sends_one_length_at_every_rate_on_every_transfer_mode() -> None:
+    size = Size(sessions=8, turns_max=1, prompt_tokens_max=1024, output_tokens_max=32, rates=(0.5, 2.0))
+    found = transfer_compared(size)
+    assert [s.flags[-1] for s in found.settings] == ["by-layer", "by-request", "by-request-agg"]
+    assert list(found.recipes) == ["uniform at 0.5/s", "uniform at 2/s"]
+    for recipe in found.recipes.values():
+        workload = build(recipe)
+        turns = [turn for session in workload.sessions for turn in session.turns]
+        assert len(turns) == 8 and {turn.output_tokens_max for turn in turns} == {32}
+        assert {turn.says.tokens for turn in turns} == {1024}
+        blocks = [block for turn in turns for block in turn.says.ids()]
+        assert len(set(blocks)) == len(blocks), "no prompt shares anything"
+
+
+def test_rates_and_ratios_stand_in_the_label_where_they_are_varied() -> None:
+    size = Size(sessions=2, turns_max=1, prompt_tokens_max=64, output_tokens_max=2, rates=(1.0, 2.0))
+    settings = parse_settings("PD", 2)
+    assert list(settings_compared(settings, "sharegpt", (1.0,), size, None).recipes) == ["chat at 1/s", "chat at 2/s"]
+    both = settings_compared(settings, "loogle", (1.0, 2.0), size, None).recipes
+    assert list(both) == [f"documents x{ratio} at {rate}/s" for ratio in (1, 2) for rate in (1, 2)]
+    assert [(recipe.share_ratio, recipe.requests_per_s) for recipe in both.values()] == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 # -- the report
@@ -242,6 +276,30 @@ def test_bars_are_as_high_as_the_figures() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["mean", "P99"]
     assert len(ttft.containers) >= 4 + 4, "a bar and an error bar each"
     pyplot.close(figure)
+
+
+def test_figure_8_has_a_line_over_the_rates_for_every_setting() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib (extra: bench) is not installed")
+    settings = [(f"{kind} at {rate}/s", setting, 50.0 * rate) for kind in ("chat", "react") for rate in (1, 2, 4)
+                for setting in ("2PD", "1P1D-CC")]  # fmt: skip
+    transfers = [(f"uniform at {rate}/s", f"1P1D/{mode}", 50.0 * rate) for rate in (1, 2)
+                 for mode in ("by-layer", "by-request", "by-request-agg")]  # fmt: skip
+    results = results_of(*settings, *transfers)
+    figure = DRAWINGS["figure-8"].draw(pyplot, results)
+    assert [axes.get_title() for axes in figure.axes] == ["chat"] * 3 + ["react"] * 3
+    ttft = figure.axes[0]
+    mean = next(line for line in ttft.get_lines() if line.get_linestyle() == "-")
+    assert list(mean.get_xdata()) == [1, 2, 4] and list(mean.get_ydata()) == pytest.approx([51.5, 101.5, 201.5])
+    names = [f"{name}: {statistic}" for name in ("2PD", "1P1D-CC") for statistic in ("mean", "P99")]
+    assert [text.get_text() for text in figure.axes[2].get_legend().get_texts()] == names
+    assert "rate" in ttft.get_xlabel() and "(ms)" in ttft.get_ylabel()
+    pyplot.close(figure)
+    figure = DRAWINGS["figure-12"].draw(pyplot, results)
+    assert [axes.get_title() for axes in figure.axes] == ["uniform"] * 3
+    assert len(figure.axes[2].get_legend().get_texts()) == 6
+    pyplot.close(figure)
+    assert DRAWINGS["settings"].draw(pyplot, results) is None, "bars are for one rate"
+    assert DRAWINGS["figure-8"].draw(pyplot, results_of(("chat", "2PD", 70.0))) is None, "lines are for several"
 
 
 def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +340,22 @@ def test_all_settings_get_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "(figure-7.png)" in (tmp_path / "report.md").read_text()
 
 
+def test_several_rates_are_passes_of_one_run(tmp_path: Path) -> None:
+    with instant_server() as server:
+        sizes = ["--sessions", "3", "--turns-max", "2", "--prompt-tokens-max", "200", "--seeds", "1"]
+        command = ["bench", "serve", "--quick", *sizes, "--settings", "", *at(server, "one"), "--workload", "react"]
+        assert run([*command, "--rate", "100,400", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [one["workload"] for one in results["passes"]] == ["react at 100/s", "react at 400/s"]
+    last_ns = {
+        label: max(r.scheduled_ns for r in read_records(tmp_path / "records.jsonl.gz") if r.workload == label)
+        for label in ("react at 100/s", "react at 400/s")
+    }
+    assert last_ns["react at 100/s"] > 2 * last_ns["react at 400/s"]
+    page = (tmp_path / "report.md").read_text()
+    assert "## react\n" in page and "| one | 100 |" in page and "| one | 400 |" in page
+
+
 def test_what_takes_too_long_is_left_out_and_said(tmp_path: Path) -> None:
     with instant_server(lambda asked: Script(pauses_s=[0.05, 0, 0])) as server:
         command = ["--settings", "", *at(server, "one"), "--workload", "react", "--seeds", "50"]
@@ -315,6 +389,8 @@ def test_a_server_that_dies_leaves_a_partial_report(tmp_path: Path, capsys: pyte
         (["--settings", "1P1P"], "1P1P"),
         (["--workload", "novels"], "novels"),
         (["--share-ratio", "two"], "two"),
+        (["--rate", "1,fast"], "1,fast"),
+        (["--rate", "0"], "'0'"),
         (["--studies", "poems"], "poems"),
         (["--model", "/no/such/model"], "/no/such/model"),
         (["--data", "/no/such"], "/no/such"),

@@ -119,8 +119,12 @@ def _over_rates(pyplot: Any, results: Results, members: Sequence[Found], title: 
                     own = {f.label.rate or 0.0: f for f in members if f.setting == setting}
                     told = f"{setting}: {statistic.replace('p99', 'P99')}"
                     _line(axes, own, f"{quantity} {statistic}", told, color=f"C{number}", linestyle=style)
-            axes.set(title=name, xlabel="request rate (requests/s, all instances)", ylabel=unit, yscale="log")
-            plain_log_axis(axes.yaxis)
+            axes.set(title=name, xlabel="request rate (requests/s, all instances)", ylabel=unit)
+            if quantity == "tpot":
+                axes.set_ylim(0, None)
+            else:  # a queue that grows makes these a hundred times as long
+                axes.set_yscale("log")
+                plain_log_axis(axes.yaxis)
             axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
             axes.grid(alpha=0.3)
         legend_beside(row[2])
