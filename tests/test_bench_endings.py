@@ -104,7 +104,7 @@ def test_sigterm_in_capacity_keeps_what_was_found(tmp_path: Path) -> None:
     assert bench[0].returncode == 1 and "Traceback" not in said
     assert re.search(r"one: \d+\.\d+ requests/s \(partial: ", printed), printed
     assert "two" not in printed, "nothing was asked of it"
-    (found,) = json.loads((tmp_path / "run" / "capacity.json").read_text())["found"]
+    (found,) = json.loads((tmp_path / "run" / "results.json").read_text())["found"]
     assert found["partial"] == "interrupted" and found["probes"][0]["borne"]
     assert "**Partial:** one: interrupted" in (tmp_path / "run" / "report.md").read_text()
     assert read_records(tmp_path / "run" / "records.jsonl.gz")
