@@ -193,7 +193,6 @@ class BurstResults(StudyResults):
 
     @property
     def is_empty(self) -> bool:
-        """No burst was sent."""
         return not self.cells
 
     @property

@@ -209,7 +209,6 @@ class CapacityResults(StudyResults):
 
     @property
     def is_empty(self) -> bool:
-        """No search has ended."""
         return not self.found
 
 
@@ -263,7 +262,6 @@ class CapacityStudy(Study[CapacityResults]):
         self._plan, self._settings, self._folder = plan, settings, folder
 
     def measure(self, tell: Tell) -> None:
-        """Search, setting by setting."""
         found = self.results.found
         for setting in self._settings:
             try:
@@ -279,20 +277,17 @@ class CapacityStudy(Study[CapacityResults]):
                 return
 
     def told(self) -> Iterator[str]:
-        """The capacities."""
         for one in self.results.found:
             rate = f"{one.rate:.2f} requests/s" if one.rate is not None else "no rate was borne"
             yield f"{one.setting}: {rate}" + (f" (partial: {one.partial})" if one.partial else "")
 
     def head(self) -> Iterator[str]:
-        """When a rate is borne."""
         results = self.results
         yield f"* {results.workload}; a rate is borne when the queue stays bounded and at most"
         yield f"  {results.violations_max:.0%} of the requests miss the SLO ({describe_slo(results.slo)})"
         yield f"* requests come for {results.probe_s:g} s at each rate"
 
     def tables(self) -> Iterator[Table]:
-        """The capacities, and every rate that was tried."""
         rows: list[list[Cell]] = [
             [one.setting, f"{one.rate:.2f}" if one.rate else "none found", one.partial or ""]
             for one in self.results.found

@@ -119,11 +119,9 @@ class ConcurrencyStudy(Study[BurstResults]):
         self._plan, self._folder = plan, folder
 
     def measure(self, tell: Tell) -> None:
-        """Send all bursts."""
         send_bursts(self._plan, self._folder.writer, self.results, tell)
 
     def head(self) -> Iterator[str]:
-        """Lengths, arrival and the limit."""
         results = self.results
         yield f"* prompts of {results.prompt_tokens_mean:.0f} tokens on average, answers of {results.output_tokens}"
         yield "* the requests of a burst are all due at the same moment, and latency counts from it"
@@ -131,7 +129,6 @@ class ConcurrencyStudy(Study[BurstResults]):
             yield f"* the limit: {results.limit}; a rejection comes at once, and counts in no latency"
 
     def tables(self) -> Iterator[Table]:
-        """One request at a time, overload, and every scenario."""
         yield self._alone()
         if len(self.results.measured) > 1:
             yield self._overload()

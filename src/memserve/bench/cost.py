@@ -44,7 +44,6 @@ class CostResults(StudyResults):
 
     @property
     def is_empty(self) -> bool:
-        """No point was measured."""
         return not self.points
 
 
@@ -215,7 +214,6 @@ class CostStudy(Study[CostResults]):
             results.saved = str(path)
 
     def told(self) -> Iterator[str]:
-        """Accuracy by curve, and the profile's file."""
         for curve, found in self.results.accuracy.items():
             errors = f"off by {found.error.p50:.1%}, worst {found.error.max:.1%}"
             yield f"{curve:<20}{found.error.count:>4} points, {errors}"
@@ -223,7 +221,6 @@ class CostStudy(Study[CostResults]):
             yield f"profile: {self.results.saved}"
 
     def head(self) -> Iterator[str]:
-        """The model, and what became of the profile."""
         if self.results.profile:
             yield f"* {self.results.profile['model']}"
         kept = f"kept in `{self.results.saved}`: `serve` and `instance` read it from there"
@@ -231,7 +228,6 @@ class CostStudy(Study[CostResults]):
         yield "* medians; no point below is one that the curves were fitted to; both were measured in the same rounds"
 
     def tables(self) -> Iterator[Table]:
-        """Accuracy, the paper's conclusions, what follows, and every point."""
         results = self.results
         yield self._accuracy()
         about = "What MemServe's section 8.4 takes from its figure 13 (Llama2-13B, H800), and what was measured here."

@@ -144,7 +144,6 @@ class Results(StudyResults):
 
     @property
     def is_empty(self) -> bool:
-        """No request was sent."""
         return not self.found
 
     def add(self, records: Sequence[RequestRecord], passes: Sequence[Pass]) -> None:

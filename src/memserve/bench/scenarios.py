@@ -25,7 +25,6 @@ class LlmServingCache(Study[ScenarioResults]):
     title = "memserve sim --scenario llm-serving-cache"
 
     def measure(self, tell: Tell) -> None:
-        """Play every case in virtual time."""
         results = self.results
         for case in CASES:
             answers, world = play(case)
@@ -42,7 +41,6 @@ class LlmServingCache(Study[ScenarioResults]):
             results.overload.append((name, *counts, str(outcome(answers).p95_ms), f"{served_per_s:.2f}"))
 
     def tables(self) -> Iterator[Table]:
-        """The source's table, and overload."""
         title = "llm-serving-cache: 5 ms routing, 1 ms a token, 10 tokens a MB, 16 MB a block, 500 MB free"
         columns = ("scenario", "mean (ms)", "p95 (ms)", "hit rate", "rejected")
         yield Table(title, columns, self.results.cases, below="\n".join(self.results.notes))

@@ -269,16 +269,13 @@ class ServeReport(Study[Results]):
         """Nothing is left to measure."""
 
     def told(self) -> Iterator[str]:
-        """The figures of every workload and setting."""
         yield from describe(self.results)
 
     def head(self) -> Iterator[str]:
-        """The SLO, and how latency counts."""
         yield f"* SLO: {describe_slo(self.results.slo)}"
         yield "* latency counts from the moment at which the workload wanted the request sent"
 
     def tables(self) -> Iterator[Table]:
-        """Every workload, what the paper says, and the passes."""
         groups: dict[str, list[Found]] = {}
         for found in self.results.found:
             groups.setdefault(str(Label(found.label.kind, found.label.ratio)), []).append(found)
@@ -328,7 +325,6 @@ class ServeStudy(ServeReport):
         self._plan, self._workloads, self._folder = plan, workloads, folder
 
     def measure(self, tell: Tell) -> None:
-        """Send every workload to every setting of its comparison."""
         measured, results = Measured(), self.results
         try:
             measure(self._plan, self._workloads, self._folder, tell, measured)

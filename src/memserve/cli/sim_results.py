@@ -112,7 +112,6 @@ class SimulatedReport(ServeReport):
         self.drawings = {**ServeReport.drawings, **lines}
 
     def tables(self) -> Iterator[Table]:
-        """Those of a measured run, and the devices."""
         yield from super().tables()
         rows: list[list[Cell]] = [
             [run.setting, run.usage.devices, f"{run.usage.device_hours:.3f}", f"{run.usage.busy_share:.0%}",

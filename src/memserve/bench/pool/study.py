@@ -95,7 +95,6 @@ class PoolResults(StudyResults):
 
     @property
     def is_empty(self) -> bool:
-        """No call was timed."""
         return not self.calls
 
 
@@ -243,7 +242,6 @@ class PoolStudy(Study[PoolResults]):
         results.tree_prompts = plan.tree_prompts
 
     def measure(self, tell: Tell) -> None:
-        """Raises :class:`UserError` for a model that cannot be served."""
         plan, results = self._plan, self.results
         with ExitStack() as stack:
             tell("loading the model ...")
@@ -275,11 +273,9 @@ class PoolStudy(Study[PoolResults]):
             results.moves.extend(measure_moves(pairs, moved, plan.copy_rounds))
 
     def told(self) -> Iterator[str]:
-        """Links that were left out."""
         yield from self.results.notes
 
     def head(self) -> Iterator[str]:
-        """The blocks, and what is in the index."""
         geometry = self.results.geometry
         yield f"* a block is {geometry.block_tokens} tokens in {geometry.dtype}, {geometry.num_layers} layers,"
         yield f"  {human_bytes(geometry.block_bytes)}"
@@ -287,7 +283,6 @@ class PoolStudy(Study[PoolResults]):
         yield "* medians; P10 to P90 in brackets"
 
     def tables(self) -> Iterator[Table]:
-        """The paper's figures, and ours."""
         results = self.results
         about = """
 MemServe section 8.4 (Llama2-13B, eight H800, blocks of 16 tokens). The machines differ: only the shape compares."""
