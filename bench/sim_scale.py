@@ -66,7 +66,7 @@ def trace(data: Path) -> Workload:
 
 
 def agentic(data: Path) -> Workload:
-    """Coding agents, all of whom begin within ten minutes, with a tenth of their think times (some last for hours)."""
+    """Coding agents that all begin within ten minutes, with a tenth of their think times (some last for hours)."""
     made = trace_time(build(Recipe(kind="agentic", data=data)), speed=10.0)
     gap_s = 600 / len(made.sessions)
     sessions = [

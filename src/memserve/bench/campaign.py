@@ -18,7 +18,7 @@ from memserve.bench.load.client import Target
 from memserve.bench.load.driver import Labels, LoadRun, send
 from memserve.bench.load.prompts import VOCAB_SIZE_DEFAULT, Manner
 from memserve.bench.load.record import Outcome, RequestRecord
-from memserve.bench.results import Pass
+from memserve.bench.results import Label, Pass
 from memserve.bench.servers import Address, Servers
 from memserve.bench.settings import Comparison, Setting
 from memserve.bench.study import RunFolder, Tell
@@ -148,7 +148,9 @@ class _Campaign:
         address = servers.address(order.setting, coming)
         workload = self._workloads[order.label, order.seed]
         if order.seed == self._plan.seeds[0]:
-            self._measured.notes += [f"{order.label}: {note}" for note in workload.notes]
+            label = Label.parse(order.label)
+            name = Label(label.kind, label.ratio)  # a rate changes no note
+            self._measured.notes += [f"{name}: {note}" for note in workload.notes]
         if order.setting.base_url is not None:
             self._measured.notes.append(f"{order.setting.name} is a server that ran already, at {address.url}")
         if address.model not in self._measured.models:
