@@ -53,24 +53,25 @@ def a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- several workers (pytest-xdist, `make test`): a file is one's, and those that start servers have one for them all
 
 ONE_BY_ONE = (
-    "test_failure_matrix",
-    "test_cluster_families",
-    "test_bench_endings",
-    "test_bench_concurrency",
-    "test_bench_serve",
-    "test_cluster_processes",
-    "test_meta_processes",
-    "test_bench_load",
-    "test_cli_commands",
-    "test_pool_peer",
-    "test_links_data",
+    "process/test_failure_matrix",
+    "process/test_cluster_families",
+    "process/bench/test_endings",
+    "process/bench/test_concurrency",
+    "process/bench/test_serve",
+    "process/test_cluster_processes",
+    "process/test_meta_processes",
+    "process/bench/test_load",
+    "process/cli/test_commands",
+    "process/runtime/test_pool_peer",
+    "process/runtime/links/test_data",
 )
 """Files whose tests start several processes each: two of them side by side would only wait for each other. They come
 first, the longest before all; whoever has none of them does the rest in the meantime."""
 
 
 def _file(nodeid: str) -> str:
-    return Path(nodeid.split("::", 1)[0]).stem
+    """The file's path below ``tests``, without its ending."""
+    return nodeid.split("::", 1)[0].removeprefix("tests/").removesuffix(".py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

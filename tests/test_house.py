@@ -18,10 +18,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
+TESTS = ROOT / "tests"
 PACKAGE = SRC / "memserve"
 
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
+TEST_FILE_LINES_MAX = 600
+TO_BE_SPLIT = {
+    "tests/stories/cluster/test_stories.py",
+    "tests/stories/instance/test_cluster.py",
+    "tests/stories/kv_transfer/test_exchange.py",
+}
+"""Longer than a test file may be: they are split where the machines that they tell of are rewritten."""
+
+TEST_KINDS = ("unit", "twins", "stories", "process")
+AT_THE_ROOT = ("test_house.py", "test_docs.py")
+NATIVE_FOLDERS = {"core": "memserve._core", "kernels": "memserve._kernels"}
 
 # Level 0 is every module right under the package, and the native modules. `llm`, `llm_call` and `__init__` are edges.
 LEVELS = {
@@ -127,6 +139,51 @@ def test_functions_fit_their_budget() -> None:
         and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES_MAX
     ]
     report(long, f"No function is longer than {FUNCTION_LINES_MAX} lines: name its steps and call them.")
+
+
+def test_test_files_fit_their_budget() -> None:
+    long = [
+        f"{where(path)} has {lines} lines"
+        for path in tracked("tests/*.py")
+        if (lines := text(path).count("\n")) > TEST_FILE_LINES_MAX and where(path) not in TO_BE_SPLIT
+    ]
+    report(long, f"No test file is longer than {TEST_FILE_LINES_MAX} lines: give one subject a file of its own.")
+
+
+def concerns(path: Path) -> set[str]:
+    """The modules of ours that a test imports, those of the helpers that it imports included."""
+    found: set[str] = set()
+    for target in {target for _, target in imports(path)}:
+        helper = TESTS / "support" / f"{target}.py"
+        found |= concerns(helper) if helper.is_file() else {target}
+    return {target for target in found if target.startswith("memserve")}
+
+
+def misplaced(path: Path) -> str | None:
+    """What is wrong with the place of a test file; ``None``: nothing."""
+    kind, *folders = path.relative_to(TESTS).parts[:-1] or [None]
+    if kind is None:
+        return None if path.name in AT_THE_ROOT else f"lies in no folder: {', '.join(TEST_KINDS)}"
+    if kind not in TEST_KINDS:
+        return "is no test of a kind that has a folder"
+    folder = "/".join(folders)
+    if folder:
+        package = NATIVE_FOLDERS.get(folder, ".".join(["memserve", *folders]))
+        if not (PACKAGE / folder).is_dir() and not (folder in NATIVE_FOLDERS and (SRC / folder).is_dir()):
+            return f"lies in a folder that src does not have: {folder}"
+        if not any(f"{target}.".startswith(f"{package}.") for target in concerns(path)):
+            return f"imports nothing of {package}"
+        return None
+    own = {target.split(".")[1] for _, target in imports(path) if target.startswith("memserve.")}
+    # Names of the package itself (`from memserve import LLM`) are a subject, too; commands are how others are called.
+    subjects = {name for name in own if name[0].isupper() or level_of(f"memserve.{name}")} - {"cli"}
+    only = subjects.pop() if len(subjects) == 1 else ""
+    return f"concerns only {only}: its folder is {kind}/{only}" if (PACKAGE / only).is_dir() and only else None
+
+
+def test_a_test_lies_in_the_folder_of_what_it_tests() -> None:
+    problems = [f"{where(p)} {wrong}" for p in tracked("tests/**/test_*.py") if (wrong := misplaced(p))]
+    report(problems, "A test file's place is tests/<kind>/<folder of src>/test_<subject>.py (CONTRIBUTING.md).")
 
 
 def test_arrows_only_point_down() -> None:

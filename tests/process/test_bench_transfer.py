@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parent.parent / "bench" / "transfer.py"
+from places import ROOT
+
+SCRIPT = ROOT / "bench" / "transfer.py"
 
 
 def test_every_contender_gets_every_work(tmp_path: Path) -> None:

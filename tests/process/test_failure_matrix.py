@@ -1,4 +1,4 @@
-"""Cells of the failure matrix on real processes, drawn by a seed; ``tests/failure_matrix.py`` runs all of them."""
+"""Cells of the failure matrix on real processes, drawn by a seed; ``support/failure_matrix.py`` runs all of them."""
 
 from __future__ import annotations
 

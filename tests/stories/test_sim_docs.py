@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from memserve.cli.main import run
+from places import ROOT
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "SIMULATOR.md"
+PAGE = ROOT / "docs" / "SIMULATOR.md"
 
 
 def test_the_simulators_commands_run_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -1,7 +1,7 @@
 """The failure matrix on real processes: a role, a fault, a phase; what clients see, and what is left behind.
 
-    python tests/failure_matrix.py [--roles prefill,decode] [--faults kill,stop] [--phases decoding] [--pause-s 30]
-                                   [--sample N --seed S] [--table FILE]
+    python tests/support/failure_matrix.py [--roles prefill,decode] [--faults kill,stop] [--phases decoding]
+                                           [--pause-s 30] [--sample N --seed S] [--table FILE]
 
 For each role a router and healthy instances are started, once; for each case one more instance of that role, which
 fails by itself at the chosen moment (``faulty_instance.py``), while a crowd of clients streams. Every answer must be
@@ -324,7 +324,6 @@ def all_cases() -> list[Case]:
 
 def run_matrix(cases: list[Case], pause_s: float, clients: int = 10, seed: int = 0) -> Iterator[Result]:
     """Run ``cases``, those of one role on one fleet."""
-    sys.path.insert(0, str(HERE))
     from tiny_models import save_folder, tiny_module
 
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
 """A real instance process that fails at a chosen moment: the launcher of the failure matrix, not a test.
 
-    python tests/faulty_instance.py --fault kill --phase transferring [--skip 1] -- instance --join HOST:PORT ...
+    python tests/support/faulty_instance.py --fault kill --phase transferring [--skip 1] -- instance --join ...
 
 Everything after ``--`` is the command line of ``memserve``. The process watches its own machine; when it comes into
 ``phase`` (for the ``skip + 1``-th time) the fault happens, once:

@@ -316,7 +316,7 @@ def fresh_seed() -> int:
 
 
 def main() -> None:
-    """Show one attack: ``python tests/hostile_storm.py SEED NUMBER MODEL CONTEXT_TOKENS VOCAB_SIZE``."""
+    """Show one attack: ``python tests/support/hostile_storm.py SEED NUMBER MODEL CONTEXT_TOKENS VOCAB_SIZE``."""
     import sys
 
     seed, number, model, context_tokens, vocab_size = sys.argv[1:6]

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
+from places import ROOT
+
+BENCH = ROOT / "bench"
 
 
 def load(name: str) -> types.ModuleType:

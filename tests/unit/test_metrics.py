@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+from places import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
 
 from reference import metric_families
 
-REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "REFERENCE.md"
+REFERENCE = ROOT / "docs" / "REFERENCE.md"
 
 FAMILIES = {family.name: family for family in metric_families()}
 

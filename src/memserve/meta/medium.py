@@ -16,7 +16,7 @@ class Medium(Protocol):
     """One journal at a time: a run of bytes that grows, and that another one can replace.
 
     Implementations: a file (``runtime/meta_file.py``), etcd (``runtime/meta_etcd.py``), memory with faults
-    (``meta/faulty.py``). All pass ``tests/test_meta_media.py``.
+    (``meta/faulty.py``). All pass ``tests/process/meta/test_media.py``.
     """
 
     @property

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench_records import record
 from instant_server import Asked, Script, instant_server
 from memserve.bench.capacity import Capacity, Probe, backlog, judge, search
 from memserve.bench.catalogue import Recipe
@@ -17,7 +18,6 @@ from memserve.bench.metrics import Slo, figures
 from memserve.bench.probing import Search, last_due_s, workload_at
 from memserve.cli.main import run
 from memserve.workloads.shape import Caps
-from test_bench_metrics import record
 
 
 def queue(rate: float, service_s: float, count: int = 120) -> list[RequestRecord]:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench_records import record
 from instant_server import Asked, InstantServer, Script, instant_server
 from memserve.bench.concurrency import run as concurrency_run
 from memserve.bench.concurrency.plots import DRAWINGS
@@ -23,7 +24,6 @@ from memserve.bench.metrics import mean
 from memserve.bench.settings import Setting
 from memserve.cli.main import run
 from memserve.workloads.words import Text, Workload
-from test_bench_metrics import record
 from tiny_models import save_folder, tiny_module
 
 # -- what is sent

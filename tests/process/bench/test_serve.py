@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench_records import record
 from instant_server import Asked, InstantServer, Script, instant_server
 from memserve.bench import plots
 from memserve.bench.campaign import Plan, orders_of
@@ -29,7 +30,6 @@ from memserve.bench.studies import (
 )
 from memserve.cli.main import run
 from memserve.errors import UserError
-from test_bench_metrics import record
 from tiny_models import VOCAB, save_folder, tiny_module
 
 SMALL = ["--quick", "--rate", "200", "--sessions", "3", "--turns-max", "2", "--prompt-tokens-max", "200"]

@@ -25,8 +25,8 @@ from memserve.cli.main import run
 from memserve.config import EngineOptions
 from memserve.errors import InvariantError, UserError
 from memserve.model.loading import sources
+from places import ROOT, SUPPORT
 
-TESTS = Path(__file__).parent
 GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
 
 # -- usage
@@ -330,7 +330,7 @@ main(["serve", "--in-process", "--port", "0", "--served-model-name", {model!r}])
 
 @pytest.fixture
 def server_process():
-    code = SERVE.format(tests=str(TESTS), model=MODEL)
+    code = SERVE.format(tests=str(SUPPORT), model=MODEL)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -386,6 +386,6 @@ except EndAsked as asked:
 
 
 def test_nohup_is_obeyed_and_a_start_is_interrupted_once() -> None:
-    code = NOHUP.format(src=str(TESTS.parent / "src"))
+    code = NOHUP.format(src=str(ROOT / "src"))
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout == "SIGHUP ['all']\n", run.stderr

@@ -15,7 +15,7 @@ import pytest
 from memserve.cli.credentials import api_keys, read_secret
 from memserve.cli.main import run
 from memserve.errors import UserError
-from served_cluster import Server
+from served_cluster import Server, processes_below
 from tiny_models import save_folder, tiny_module
 
 KEYS = ("in-a-file-0123456789", "in-a-variable-0123456789")
@@ -102,15 +102,6 @@ def test_a_key_on_the_command_line_is_warned_of(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         api_keys(["sk-very-secret"], None)
     assert "--api-key-file" in caplog.text and "sk-very-secret" not in caplog.text
-
-
-def processes_below(pid: int) -> list[int]:
-    """The process and all that it has started, and they."""
-    found = [pid]
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            found += processes_below(int(child))
-    return found
 
 
 @pytest.fixture(scope="module")

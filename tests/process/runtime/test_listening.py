@@ -15,8 +15,7 @@ from memserve.cli.instance import _listens_at
 from memserve.runtime.links import devices, nixl_agent
 from memserve.runtime.links.devices import device_of, own_address, ucx_devices
 from ports import free_port
-from served_cluster import Server
-from test_cli_credentials import processes_below
+from served_cluster import Server, processes_below
 from tiny_models import save_folder, tiny_module
 
 NIXL = pytest.mark.skipif(not nixl_agent.nixl_is_installed(), reason="NIXL (extra: nixl) is not installed")

@@ -17,6 +17,7 @@ from memserve.runtime import supervisor as supervisor_module
 from memserve.runtime.meta_children import ChildrenFile
 from memserve.runtime.supervisor import ChildOrder, ChildStats, Supervisor
 from memserve.types import Role
+from places import SUPPORT
 from waiting import eventually
 
 CHILD = """
@@ -123,8 +124,8 @@ def test_a_child_that_ignores_the_end_is_killed(world) -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, {tests!r})
-from test_runtime_supervisor import World
+sys.path[:0] = {paths!r}
+from test_supervisor import World
 World("from memserve.runtime.instance_host import die_with; die_with(greeting['parent_pid']); "
       "print('armed', file=open(sys.argv[1] + '.armed', 'w'), flush=True); time.sleep(60)", Path({log!r}))
 time.sleep(60)
@@ -133,7 +134,7 @@ time.sleep(60)
 
 def test_no_child_outlives_a_parent_that_is_killed_not_even_one_that_stands_still(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    code = PARENT.format(tests=str(Path(__file__).parent), log=str(log))
+    code = PARENT.format(paths=[str(Path(__file__).parent), str(SUPPORT)], log=str(log))
     parent = subprocess.Popen([sys.executable, "-c", code])
     try:
         eventually(Path(f"{log}.armed").exists)
@@ -283,10 +284,10 @@ def test_no_child_is_started_again_once_the_end_has_begun(world) -> None:
 DESCRIPTORS = """
 import logging, os, resource, signal, sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {paths!r}
 logging.basicConfig(level="WARNING", stream=sys.stdout, format="%(message)s")
 from memserve.runtime import supervisor as module
-from test_runtime_supervisor import World
+from test_supervisor import World
 from waiting import eventually
 module.BACKOFF_S = (0.01, 0.02)
 it = World("time.sleep(60)", Path({log!r}))
@@ -311,7 +312,7 @@ it.supervisor.close()
 
 
 def test_an_instance_is_back_when_descriptors_are_free_again(tmp_path: Path) -> None:
-    code = DESCRIPTORS.format(tests=str(Path(__file__).parent), log=str(tmp_path / "log"))
+    code = DESCRIPTORS.format(paths=[str(Path(__file__).parent), str(SUPPORT)], log=str(tmp_path / "log"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1:] == ["1 again"], done.stdout + done.stderr
     assert "instance x1 cannot be started: Too many open files; the next attempt" in done.stdout

@@ -1,4 +1,4 @@
-"""The radix index alone: contract, the global tree's twin, deletion's twin. (Eviction: test_mempool_pool_twin.py.)"""
+"""The radix index alone: contract, the global tree's twin, deletion's twin. (Eviction: twins/mempool/test_pool.py.)"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random lives of two to four instances: messages are lost, peers die, are expelled, and fail; every token is right.
 
-python tests/test_instance_cluster_random.py 17 [18 ...]     these seeds
-python tests/test_instance_cluster_random.py --count 2000    many
+PYTHONPATH=tests/support python tests/twins/instance/test_cluster_random.py 17 [18 ...]     these seeds
+PYTHONPATH=tests/support python tests/twins/instance/test_cluster_random.py --count 2000    many
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from memserve.policy.fit import Sample
 from memserve.runtime.profile import StepProfiler, all_rounds, fit_profile, prefill_grid
 from memserve.runtime.profile_store import load_profile
 from memserve.types import KVGeometry
-from test_profile import CONFIG, GEOMETRY, PLANTED, VOCAB, PlantedDevice
+from planted_device import CONFIG, GEOMETRY, PLANTED, PlantedDevice
+from tiny_models import VOCAB
 
 MODEL = types.SimpleNamespace(
     geometry=GEOMETRY, device=types.SimpleNamespace(type="cpu"), fingerprint="f", name="planted"

@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_gate import Crowded, gate_of, gated, running
+from test_stories import cached
 
 from cluster_world import a_request
 from memserve.cluster.events import ClockTicked, PrefixPinned, PrefixUnpinned, RequestArrived
@@ -13,8 +15,6 @@ from memserve.messages import Dispatch, Pin, Pinned, Unpin
 from memserve.serving import Send
 from memserve.types import Admission, Caching, Role
 from memserve.units import NS_PER_S
-from test_cluster_gate import Crowded, gate_of, gated, running
-from test_cluster_stories import cached
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from captured_families import VOCAB, tiny
 from memserve.model.attention.context import attending
 from memserve.model.capture import fused_linear
 from memserve.model.capture.forward import capture_forward, release_weights
@@ -15,7 +16,6 @@ from memserve.model.capture.fused_linear import ROWS_NATIVE_MAX, bucket_rows, in
 from memserve.model.forward import EagerForward
 from memserve.model.loading.probe import DenseAttention
 from memserve.runtime.threads import PRIMITIVES_MAX
-from test_model_capture import VOCAB, tiny
 
 STEP_TOKENS_MAX = 2048
 LINEARS = (

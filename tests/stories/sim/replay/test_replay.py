@@ -29,6 +29,7 @@ from memserve.types import Caching, Role, TransferMode
 from memserve.units import NS_PER_MS
 from memserve.workloads.tokens import ByteMeter
 from memserve.workloads.words import Blocks, Chat, History, Message, Session, Span, Text, Turn, Workload
+from places import ROOT, SUPPORT
 
 H100 = machine("llama-3-8b", "h100")
 SMALL = dataclasses.replace(H100, hbm_blocks=200, context_tokens=4000)
@@ -259,7 +260,7 @@ def test_too_long_a_prompt_is_refused() -> None:
 
 
 STORY = """
-import hashlib, test_sim_replay as t
+import hashlib, test_replay as t
 setup = t.Setup(t.parse_instances("prefill=2,decode=2"), t.SMALL, faults=(t.Fault("kill", "p0", 0.5, 1.0),))
 world = t.played(setup, t.blocks_workload([(0.03 * at, 1 + at % 5, 100 + 7 * at, 20) for at in range(60)]))
 print(hashlib.sha256(repr(t.outcome(world)).encode()).hexdigest(), world.clock.steps)
@@ -269,8 +270,9 @@ print(hashlib.sha256(repr(t.outcome(world)).encode()).hexdigest(), world.clock.s
 def test_another_process_and_another_hash_seed_see_the_same() -> None:
     """Down to the nanosecond, faults included."""
     found = []
+    here = os.pathsep.join(map(str, (Path(__file__).parent, SUPPORT, ROOT / "src")))
     for seed in ("1", "77"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent)}
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": here}
         done = subprocess.run(
             [sys.executable, "-c", STORY], check=True, env=environment, capture_output=True, text=True
         )

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from api_world import CONTEXT_TOKENS, EOS, running_server, tiny_tokenizer
+from gguf_files import write_gguf
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.model.loading import cache, gguf
@@ -23,7 +24,6 @@ from memserve.model.loading.loader import LoadedModel, fingerprint, load_model
 from memserve.runtime.build import build_engine
 from memserve.units import KIB
 from mutations import mutated
-from test_model_loader import write_gguf
 from tiny_models import tiny_module
 
 WEIGHTS = "model.safetensors"
