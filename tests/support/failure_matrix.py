@@ -1,12 +1,12 @@
-"""The failure matrix on real processes: a role, a fault, a phase; what clients see, and what is left behind.
+"""The failure matrix on real processes: a role, a fault, a phase, a link; what clients see, and what is left behind.
 
     python tests/support/failure_matrix.py [--roles prefill,decode] [--faults kill,stop] [--phases decoding]
-                                           [--pause-s 30] [--sample N --seed S] [--table FILE]
+                                           [--links shm] [--pause-s 30] [--sample N --seed S] [--table FILE]
 
-For each role a router and healthy instances are started, once; for each case one more instance of that role, which
-fails by itself at the chosen moment (``faulty_instance.py``), while a crowd of clients streams. Every answer must be
-exactly what one engine alone gives, or one clean error within the deadline; afterwards no block may be held anywhere.
-The model is tiny and random, everything else is what users run.
+For each role and link a router and healthy instances are started, once; for each case one more instance of that role,
+which fails by itself at the chosen moment (``faulty_instance.py``), while a crowd of clients streams. Every answer must
+be exactly what one engine alone gives, or one clean error within the deadline; afterwards no block may be held
+anywhere. The model is tiny and random, everything else is what users run.
 """
 
 from __future__ import annotations
@@ -35,17 +35,35 @@ import httpx
 from ports import free_port
 
 HERE = Path(__file__).resolve().parent
-ROLES = ("prefill", "decode", "colocated", "holder")
-FAULTS = ("kill", "stop", "cut", "corrupt", "restart")
-PHASES = ("queued", "prefilling", "transferring", "decoding", "returning")
-UNREACHABLE = {
-    # role -> phases that it never is in
-    "prefill": {"decoding"},
-    "decode": {"prefilling"},
-    "colocated": {"transferring", "returning"},
-    "holder": {"decoding"},
+ROLES = ("prefill", "decode", "colocated", "holder", "fetcher")
+"""``holder``: an instance with a prefix that another one fetches; ``fetcher``: the one that does. Both are
+colocated."""
+FAULTS = ("kill", "stop", "cut", "cut-data", "corrupt", "restart")
+"""``cut``: no messages; ``cut-data``: no KV."""
+PHASES = ("queued", "prefilling", "asking", "transferring", "decoding", "returning")
+"""``asking``: a fetch was asked for and nothing offered yet. ``returning``: PD-Caching-3."""
+LINKS = ("shm", "nixl")
+MOMENTS = {
+    ("prefill", "queued"): "queued",
+    ("prefill", "prefilling"): "prefilling",
+    ("prefill", "transferring"): "handing-over",
+    ("prefill", "returning"): "coming-home",
+    ("decode", "queued"): "queued",
+    ("decode", "transferring"): "taking-over",
+    ("decode", "decoding"): "decoding",
+    ("decode", "returning"): "sending-home",
+    ("colocated", "queued"): "queued",
+    ("colocated", "prefilling"): "prefilling",
+    ("colocated", "decoding"): "decoding",
+    ("holder", "asking"): "fetch-heard",
+    ("holder", "transferring"): "lending",
+    ("fetcher", "asking"): "fetch-asked",
+    ("fetcher", "transferring"): "fetching",
 }
-"""A prefill instance draws one token and a decode instance computes no prompts; colocated ones hand nothing over."""
+"""When the fault happens (``faulty_instance.MOMENTS``); there are no other phases that a role is in."""
+MOVING = ("transferring", "returning")
+PULLING = ("taking-over", "coming-home", "fetching")
+"""Moments in which the failing instance itself reads pages."""
 DEADLINE_S = 90.0
 SETTLE_S = 75.0
 ENGINE = ("--dtype", "float32", "--kv-memory", "256KiB", "--prefill-chunk-tokens", "64", "--threads", "1")
@@ -58,15 +76,22 @@ class Case:
     role: str
     fault: str
     phase: str
+    link: str = "shm"
+
+    @property
+    def moment(self) -> str | None:
+        """When the instance fails; ``None``: it is never in this phase."""
+        return MOMENTS.get((self.role, self.phase))
 
     @property
     def possible(self) -> bool:
-        """A corrupted payload needs somebody who pulls: the taker's own phases while it transfers."""
-        if self.phase in UNREACHABLE[self.role]:
+        """What befalls pages befalls whoever reads them; connections, which only NIXL has, have two ends. Over NIXL
+        there are the cases in which KV moves: the others have nothing to do with the link."""
+        if self.moment is None or (self.link == "nixl" and self.phase not in MOVING):
             return False
-        if self.fault == "corrupt":
-            return self.role in ("prefill", "decode") and self.phase in ("transferring", "returning")
-        return True
+        if self.fault == "corrupt" or (self.fault == "cut-data" and self.link == "shm"):
+            return self.moment in PULLING
+        return self.fault != "cut-data" or self.phase in MOVING
 
 
 @dataclass
@@ -93,7 +118,7 @@ class Result:
         what = f"{self.right} right, {len(self.errors)} errors, slowest {self.slowest_s:.1f} s"
         notes = [] if self.reached else ["the fault did not happen"]
         notes += [*self.wrong[:2], *self.errors[:2], self.leaks]
-        name = f"{self.case.role:<10} {self.case.fault:<8} {self.case.phase:<13}"
+        name = f"{self.case.role:<10} {self.case.fault:<8} {self.case.phase:<13} {self.case.link:<5}"
         return f"{verdict} {name} {what:<38} {self.seconds:6.1f} s  {'; '.join(filter(None, notes))[:300]}"
 
 
@@ -153,8 +178,12 @@ def expected(model: Path, bodies: list[dict[str, Any]]) -> list[str]:
 class Fleet:
     """A router, healthy instances of some roles, and one more that will fail."""
 
-    def __init__(self, model: Path, folder: Path, roles: list[str]) -> None:
-        self.model, self.folder = model, folder
+    def __init__(self, model: Path, folder: Path, roles: list[str], link: str) -> None:
+        self.model, self.folder, self.link = model, folder, link
+        first = free_port() // 2  # below the ports that servers of tests are given
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if link == "nixl":  # as between hosts; the range tells its connections from those of messages
+            self.environment |= {"UCX_TLS": "tcp,self", "UCX_TCP_PORT_RANGE": f"{first}-{first + 199}"}
         self.secret = folder / "secret"
         self.secret.write_text(secrets.token_urlsafe(32))
         self.join = f"127.0.0.1:{free_port()}"
@@ -162,10 +191,12 @@ class Fleet:
         self.url = f"http://127.0.0.1:{self.http}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._launch("router", [sys.executable, "-m", "memserve", *self._serve()])
+        self.healthy = 0
         for number, role in enumerate(roles):
             self.start(f"{role}-{number}", role)
-        self.healthy = len(roles)
-        self.wait_for(lambda: self.up() == len(roles), 180, "the healthy instances did not join")
+            self.healthy += 1
+        if roles:  # without an instance the router does not know its model, and has no metrics
+            self.wait_for(lambda: self.up() == self.healthy, 180, "the healthy instances did not join")
 
     def _serve(self) -> list[str]:
         port = self.join.rpartition(":")[2]
@@ -174,21 +205,20 @@ class Fleet:
         name = ["--served-model-name", "tiny", "--port", str(self.http), "--metadata", "none"]
         return ["serve", "--model", str(self.model), *counts, *cluster, *name, *ENGINE]
 
-    def start(self, name: str, role: str, fault: tuple[str, str, int] | None = None) -> None:
-        """Start an instance; with ``fault`` = (fault, phase, skip) one that will fail."""
+    def start(self, name: str, role: str, *flags: str, fault: tuple[str, str, int] | None = None) -> None:
+        """Start an instance; with ``fault`` = (fault, moment, skip) one that will fail."""
         options = ["--join", self.join, "--cluster-secret-file", str(self.secret), "--role", role, "--name", name]
+        options += ["--link", self.link, *flags]
         command = ["instance", *options, "--model", str(self.model), *ENGINE, "--dram-memory", "1MiB"]
         launcher = [sys.executable, "-m", "memserve"]
         if fault:
-            armed = ["--fault", fault[0], "--phase", fault[1], "--skip", str(fault[2])]
+            armed = ["--fault", fault[0], "--moment", fault[1], "--skip", str(fault[2])]
             launcher = [sys.executable, str(HERE / "faulty_instance.py"), *armed, "--"]
         self._launch(name, [*launcher, *command])
 
     def _launch(self, name: str, command: list[str]) -> None:
         log = (self.folder / f"{name}.log").open("ab")
-        self.processes[name] = subprocess.Popen(
-            command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
 
     def log(self, name: str) -> str:
         """What an instance has written."""
@@ -205,11 +235,6 @@ class Fleet:
     def up(self) -> int:
         """Members of the cluster."""
         return int(self.metrics().get("memserve_router_instances", 0))
-
-    def woke(self, name: str, fault: str, earliest: float) -> bool:
-        """Whether a paused process runs again; a cut one does all the time, so for that only time tells."""
-        state = Path(f"/proc/{self.processes[name].pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        return state != "T" and (fault == "stop" or time.monotonic() > earliest)
 
     def left_behind(self) -> str:
         """What is still held although nothing runs; empty: nothing."""
@@ -246,11 +271,11 @@ class Fleet:
 
 
 @contextmanager
-def fleet_for(role: str, model: Path) -> Iterator[Fleet]:
-    """The healthy ones beside an instance of ``role``."""
-    roles = ["colocated"] if role == "colocated" else ["prefill", "decode"]
+def fleet_for(role: str, link: str, model: Path) -> Iterator[Fleet]:
+    """The healthy ones beside an instance of ``role``. A holder is alone at first: so nobody else has what it has."""
+    beside = {"colocated": ["colocated"], "fetcher": ["colocated"], "holder": []}
     with tempfile.TemporaryDirectory(prefix="memserve-matrix-") as folder:
-        fleet = Fleet(model, Path(folder), roles)
+        fleet = Fleet(model, Path(folder), beside.get(role, ["prefill", "decode"]), link)
         try:
             yield fleet
         finally:
@@ -259,17 +284,28 @@ def fleet_for(role: str, model: Path) -> Iterator[Fleet]:
 
 # -- one case
 
+NEWCOMER = "newcomer"
+
 
 def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[str], pause_s: float) -> Result:
     """Let the victim join, send the crowd, look what they got and what is left."""
     started, result = time.monotonic(), Result(case)
     victim = f"victim-{case.role}-{case.fault}-{case.phase}"
-    fault = f"{case.fault}:{pause_s}" if case.fault in ("stop", "cut") else case.fault.replace("restart", "kill")
-    role = "prefill" if case.role == "holder" else case.role
+    lasting = case.fault in ("stop", "cut", "cut-data")
+    fault = f"{case.fault}:{pause_s}" if lasting else case.fault.replace("restart", "kill")
+    role = "colocated" if case.role in ("holder", "fetcher") else case.role
+    flags = ["--max-running", "1"] if case.phase == "queued" else []  # the second request waits
     skip = {"decoding": 6, "prefilling": 1}.get(case.phase, 0)
-    fleet.start(victim, role, (fault, case.phase, skip))
+    if case.role == "fetcher":  # what the healthy one has, and the victim has not
+        _send_crowd(fleet, bodies, want, result)
+    fleet.start(victim, role, *flags, fault=(fault, case.moment or "", skip))
     try:
         fleet.wait_for(lambda: fleet.up() > fleet.healthy, 120, "the victim did not join")
+        if case.role == "holder":  # what the victim has, and the newcomer has not
+            _send_crowd(fleet, bodies, want, result)
+            fleet.start(NEWCOMER, role)
+            fleet.healthy += 1
+            fleet.wait_for(lambda: fleet.up() > fleet.healthy, 120, "the newcomer did not join")
         nurse = threading.Thread(target=_restart_when_dead, args=(fleet, victim, role), daemon=True)
         if case.fault == "restart":
             nurse.start()
@@ -280,10 +316,8 @@ def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[
                 break
         if case.fault == "restart":
             nurse.join(60)
-        if case.fault in ("stop", "cut") and result.reached:  # it comes back, and must do no harm
-            fleet.wait_for(
-                lambda: fleet.woke(victim, case.fault, started + pause_s), pause_s + 60, "it did not wake up"
-            )
+        if lasting and result.reached:  # it comes back, and must do no harm
+            fleet.wait_for(lambda: "fault over" in fleet.log(victim), pause_s + 60, "it did not wake up")
             fleet.wait_for(lambda: fleet.up() > fleet.healthy, 60, "the victim did not join again")
             _send_crowd(fleet, bodies, want, result)
         fleet.wait_for(lambda: not fleet.left_behind(), SETTLE_S, "not everything was given back")
@@ -291,6 +325,9 @@ def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[
         result.leaks = f"{str(problem).splitlines()[0]}: {fleet.left_behind()}"
     finally:
         fleet.stop(victim)
+        if NEWCOMER in fleet.processes:
+            fleet.stop(NEWCOMER)
+            fleet.healthy -= 1
         fleet.wait_for(lambda: fleet.up() == fleet.healthy, 60, "the victim's end was not noticed")
     result.seconds = time.monotonic() - started
     return result
@@ -319,11 +356,11 @@ def _send_crowd(fleet: Fleet, bodies: list[dict[str, Any]], want: list[str], res
 
 def all_cases() -> list[Case]:
     """Every cell that can happen."""
-    return [case for combo in itertools.product(ROLES, FAULTS, PHASES) if (case := Case(*combo)).possible]
+    return [case for combo in itertools.product(ROLES, FAULTS, PHASES, LINKS) if (case := Case(*combo)).possible]
 
 
 def run_matrix(cases: list[Case], pause_s: float, clients: int = 10, seed: int = 0) -> Iterator[Result]:
-    """Run ``cases``, those of one role on one fleet."""
+    """Run ``cases``, those of one role and link on one fleet."""
     from tiny_models import save_folder, tiny_module
 
     with ExitStack() as stack:
@@ -331,21 +368,22 @@ def run_matrix(cases: list[Case], pause_s: float, clients: int = 10, seed: int =
         save_folder(tiny_module("llama"), model)
         bodies = requests(clients, seed)
         want = expected(model, bodies)
-        for role, group in itertools.groupby(sorted(cases, key=lambda c: ROLES.index(c.role)), key=lambda c: c.role):
-            with fleet_for(role, model) as fleet:
+        ordered = sorted(cases, key=lambda case: (ROLES.index(case.role), case.link))
+        for (role, link), group in itertools.groupby(ordered, key=lambda case: (case.role, case.link)):
+            with fleet_for(role, link, model) as fleet:
                 for case in group:
                     yield run_case(fleet, case, bodies, want, pause_s)
 
 
 def markdown(results: list[Result]) -> str:
-    """The table for the docs."""
-    lines = ["| role | fault | phase | right | clean errors | wrong | left behind | slowest answer |"]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for result in results:
-        case = result.case
-        counts = f"{result.right} | {len(result.errors)} | {len(result.wrong)}"
-        cells = (case.role, case.fault, case.phase, counts, result.leaks or "0", f"{result.slowest_s:.1f} s")
-        lines.append("| " + " | ".join(cells) + " |")
+    """The table for the docs: the slowest answer of each cell."""
+    lines = ["| role | link | fault | " + " | ".join(PHASES) + " |", "| --- " * (3 + len(PHASES)) + "|"]
+    found = {(r.case.role, r.case.link, r.case.fault, r.case.phase): r for r in results}
+    for role, link, fault in itertools.product(ROLES, LINKS, FAULTS):
+        row = [found.get((role, link, fault, phase)) for phase in PHASES]
+        if any(row):
+            cells = ["-" if r is None else f"{r.slowest_s:.1f} s" if r.good and not r.errors else "MISS" for r in row]
+            lines.append("| " + " | ".join([role, link, fault, *cells]) + " |")
     return "\n".join(lines)
 
 
@@ -355,17 +393,15 @@ def main() -> int:
     parser.add_argument("--roles", default=",".join(ROLES))
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--phases", default=",".join(PHASES))
-    parser.add_argument("--pause-s", type=float, default=8.0, help="how long stop and cut last")
+    parser.add_argument("--links", default=",".join(LINKS))
+    parser.add_argument("--pause-s", type=float, default=8.0, help="how long stop and the cuts last")
     parser.add_argument("--sample", type=int, default=0, help="only so many cells, drawn from --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
-    chosen = [
-        case
-        for case in all_cases()
-        if case.role in args.roles.split(",") and case.fault in args.faults and case.phase in args.phases
-    ]
+    combos = set(itertools.product(*(w.split(",") for w in (args.roles, args.faults, args.phases, args.links))))
+    chosen = [case for case in all_cases() if (case.role, case.fault, case.phase, case.link) in combos]
     if args.sample:
         chosen = random.Random(args.seed).sample(chosen, min(args.sample, len(chosen)))
     results = []
