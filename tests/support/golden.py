@@ -12,7 +12,7 @@ import msgspec
 
 from memserve.instance.actions import RunStep
 from memserve.kv_transfer.jobs import PullPages, SealPages
-from memserve.messages import Dispatch, Message, Offer, Peer
+from memserve.messages import Dispatch, Fetch, Message, Offer, Peer, Ready
 from memserve.serving import ClockTicked, EmitTokens, RejectRequest, Send
 from memserve.types import CopyBlocks, TokenOutput
 from memserve.units import NS_PER_MS
@@ -62,8 +62,11 @@ def _message(message: Message) -> str:
             words += [f"behind {_tokens(tokens)}" for tokens in message.generated if tokens]
             words += [f"fetch from {holder.peer.name}" for holder in message.holders]
         case Offer():
-            of = message.request.request_id if message.request else "kv"
-            words = [of, f"{_list(message.blocks)} from block {message.first_block}"]
+            words = [message.transfer_id, message.request.request_id if message.request else "", _list(message.blocks)]
+        case Ready():
+            words = [message.transfer_id, f"{len(message.checksums)} blocks from block {message.first_block}"]
+        case Fetch():
+            words = [message.transfer_id, f"blocks {message.first_block} to {message.end_block}"]
         case _:
             words = [_word(value) for value in msgspec.structs.astuple(message)]
     return " ".join(filter(None, [type(message).__name__, ", ".join(filter(None, words))]))
