@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 
 import pytest
 
 import faulty_instance
 from failure_matrix import FAULTS, LINKS, MOMENTS, PHASES, ROLES, Case, all_cases, run_matrix
-from memserve.runtime.links.nixl_agent import nixl_is_installed
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -26,7 +26,7 @@ def test_every_role_fault_phase_and_link_has_a_cell() -> None:
 def drawn(count: int, seed: int) -> list[Case]:
     """Cells of one role and link, so that one fleet is enough; each with another fault."""
     rng = random.Random(seed)
-    role, link = rng.choice(ROLES), rng.choice(LINKS if nixl_is_installed() else LINKS[:1])
+    role, link = rng.choice(ROLES), rng.choice(LINKS if importlib.util.find_spec("nixl_cu12") else LINKS[:1])
     faults = rng.sample(FAULTS, len(FAULTS))
     cells = [[c for c in all_cases() if (c.role, c.link, c.fault) == (role, link, fault)] for fault in faults]
     return [rng.choice(cell) for cell in cells if cell][:count]
