@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import shutil
 import subprocess
@@ -101,8 +102,13 @@ def level_of(module: str) -> int:
     return 0 if part is None else LEVELS[part]
 
 
-def imports(path: Path, *, also_for_typing: bool = True) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports(path: Path, *, also_for_typing: bool = True) -> list[tuple[int, str]]:
     """``(line, module)`` of every import in a file, those inside functions included."""
+    return list(_imports(path, also_for_typing))
+
+
+def _imports(path: Path, also_for_typing: bool) -> Iterator[tuple[int, str]]:
     typing_only = {
         id(child)
         for node in ast.walk(tree(path))
@@ -150,6 +156,7 @@ def test_test_files_fit_their_budget() -> None:
     report(long, f"No test file is longer than {TEST_FILE_LINES_MAX} lines: give one subject a file of its own.")
 
 
+@functools.cache
 def concerns(path: Path) -> set[str]:
     """The modules of ours that a test imports, those of the helpers that it imports included."""
     found: set[str] = set()
@@ -199,6 +206,43 @@ def test_arrows_only_point_down() -> None:
             if any(part != their_part and {part, their_part} <= apart for apart in APART):
                 problems.append(f"{where(path, line)} imports {target}: these two never import each other")
     report(problems, "Imports point down: pass the object in, post an event, or move the word to memserve.types.")
+
+
+def import_graph() -> dict[str, dict[str, int]]:
+    """Module of ours -> the modules of ours that it imports, and where; for typing alone and in functions, too."""
+    names = {module_name(path) for path in SOURCES} - {"memserve"}
+    graph: dict[str, dict[str, int]] = {name: {} for name in names}
+    for path in SOURCES:
+        for line, target in imports(path):
+            while target and target not in names:
+                target = target.rpartition(".")[0]
+            if target and module_name(path) in names - {target}:
+                graph[module_name(path)].setdefault(target, line)
+    return graph
+
+
+def circles(graph: dict[str, dict[str, int]]) -> list[list[str]]:
+    """Of each module that imports itself by way of others the shortest way round, once a circle."""
+    found: dict[frozenset[str], list[str]] = {}
+    for start in sorted(graph):
+        ways, seen = [[start]], {start}
+        while ways:
+            ways = [[*way, target] for way in ways for target in graph[way[-1]]]
+            if closed := next((way for way in ways if way[-1] == start), None):
+                found.setdefault(frozenset(closed), closed)
+                break
+            ways = [way for way in ways if way[-1] not in seen and not seen.add(way[-1])]
+    return list(found.values())
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    graph = import_graph()
+    problems = [
+        "; ".join(f"{one} (line {graph[one][other]}) -> {other}" for one, other in itertools.pairwise(way))
+        for way in circles(graph)
+    ]
+    advice = "Move the word that both need below both, or say in a Protocol what the lower one needs of the upper one."
+    report(problems, advice)
 
 
 def test_thinking_is_separate_from_doing() -> None:

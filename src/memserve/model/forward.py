@@ -37,14 +37,3 @@ class EagerForward:
             out = self._module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **kept)
             logits: Tensor = out.logits[0] if self._selects_rows else out.logits[0, logits_rows]
             return logits.float()
-
-
-def best_forward(module: Any) -> Forward:
-    """The captured forward where ``module`` can be captured (which takes its weights away), else the module itself."""
-    from memserve.model.capture.forward import capture_forward, release_weights
-
-    captured = capture_forward(module)
-    if captured is None:
-        return EagerForward(module)
-    release_weights(module)
-    return captured

@@ -25,7 +25,7 @@ from memserve.model.capture.passes_linear import normalise_linears, pack_linears
 from memserve.model.capture.passes_match import match_gates, match_residuals, match_rms_norms, match_rotary
 from memserve.model.capture.passes_simplify import has_mutation, simplify
 from memserve.model.capture.record import CaptureRefused, generalise, record
-from memserve.model.forward import EagerForward
+from memserve.model.forward import EagerForward, Forward
 from memserve.model.loading.probe import DenseAttention
 
 log = logging.getLogger(__name__)
@@ -162,3 +162,12 @@ def _compare(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     error = float((logits - expected).square().mean().sqrt() / expected.std())
     if logits.shape != expected.shape or not error <= _TOLERANCE[dtype]:
         raise CaptureRefused(f"the captured forward differs by {error:.2g} of the logits' spread at {len(logits)} rows")
+
+
+def best_forward(module: Any) -> Forward:
+    """The captured forward where ``module`` can be captured (which takes its weights away), else the module itself."""
+    captured = capture_forward(module)
+    if captured is None:
+        return EagerForward(module)
+    release_weights(module)
+    return captured

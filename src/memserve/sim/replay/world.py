@@ -48,15 +48,16 @@ class ReplayWorld:
         self.fabric, self.links = Fabric(self.clock), LinkTotals()
         self._steps = step_times(setup.machine)
         self._cores: dict[str, Cores] = {}
-        self.clients = Clients(self, workload, make_script)
-        self.timeline = Timeline(self, max(NS_PER_S, ns_from_s(_last_due_s(workload) / LOOKS)))
         self.router = RouterNode(self)
+        self.clients = Clients(self.clock, setup.around, self.moments, self.router.submit, workload, make_script)
         self.network.nodes[self.router.peer.name] = self.router
         self.instances: list[ReplayNode] = []
         for place, (name, role) in enumerate(names_of(setup.instances)):
             node = ReplayNode(self, name, role, place, self._cores_of(place))
             self.instances.append(node)
             self.network.nodes[name] = node
+        every_ns = max(NS_PER_S, ns_from_s(_last_due_s(workload) / LOOKS))
+        self.timeline = Timeline(self.clock, self.instances, lambda: self.clients.answered, every_ns)
         self.start_ns = 0
 
     # -- what nodes are made of
