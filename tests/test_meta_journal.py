@@ -14,9 +14,8 @@ from memserve.errors import UserError
 from memserve.messages import Peer
 from memserve.meta.book import GONE_MAX, Book
 from memserve.meta.entries import tier_of, times_of
-from memserve.meta.faulty import FaultyMedium
 from memserve.meta.journal import JournalWriter, read_journal, records_of
-from memserve.meta.medium import MediumFailed
+from memserve.meta.medium import FaultyMedium, MediumFailed
 from memserve.meta.store import Store
 from memserve.remembered import AnyRecord, HandlePinned, MemberGone, RouterStarted
 from meta_records import BookTwin, Drawn, info

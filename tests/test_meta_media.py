@@ -20,15 +20,12 @@ import pytest
 
 from memserve.errors import UserError
 from memserve.messages import Peer
-from memserve.meta.faulty import FaultyMedium
-from memserve.meta.medium import Medium, MediumFailed
+from memserve.meta.medium import FaultyMedium, Medium, MediumFailed
 from memserve.meta.store import Store
 from memserve.remembered import HandleDropped, RouterStarted, SessionRouted
 from memserve.runtime.meta_children import ChildrenFile
-from memserve.runtime.meta_file import FileMedium
-from memserve.runtime.meta_keeper import MetaKeeper
-from memserve.runtime.meta_open import MetadataPlace, metadata_place, open_metadata
-from memserve.runtime.meta_state import StateFolder, default_folder, is_locked
+from memserve.runtime.meta_folder import FileMedium, StateFolder, default_folder, is_locked
+from memserve.runtime.metadata import MetadataPlace, MetaKeeper, metadata_place, open_metadata
 from meta_etcd_server import ETCD, running_etcd
 from meta_records import Drawn
 from waiting import eventually
@@ -138,7 +135,7 @@ def test_a_lease_that_ran_out_while_nobody_waited_is_taken_again(etcd: str) -> N
     medium.elect("me", lambda who: None, lost.set)
     medium.replace(b"a")
     before = medium._created
-    medium._do(medium._client.revoke_lease(medium._lease.id))
+    medium._do(lambda client: client.revoke_lease(medium._lease_id))
     with pytest.raises(MediumFailed):
         medium.replace(b"b")
     eventually(lambda: medium._created > before)
@@ -177,7 +174,7 @@ def test_a_file_that_is_cut_off_or_full_is_no_surprise(tmp_path: Path) -> None:
 
 
 def test_a_state_folder_belongs_to_one_process(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from memserve.runtime.meta_state import *; f = pathlib.Path(sys.argv[1])\n"
+    code = "import sys, pathlib; from memserve.runtime.meta_folder import *; f = pathlib.Path(sys.argv[1])\n"
     hold = code + "s = StateFolder(f); print(s.secret(), flush=True); sys.stdin.read()"
     look = code + "print(is_locked(f))"
     other = subprocess.Popen(
@@ -283,10 +280,10 @@ def copy_of(medium: FaultyMedium) -> FaultyMedium:
 
 
 def test_a_full_disk_stops_nobody_and_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    from memserve.runtime import meta_keeper
+    from memserve.runtime import metadata
 
-    monkeypatch.setattr(meta_keeper, "REPAIR_S", 0.05)
-    monkeypatch.setattr(meta_keeper, "NOTES_SYNC_S", 0.05)
+    monkeypatch.setattr(metadata, "REPAIR_S", 0.05)
+    monkeypatch.setattr(metadata, "NOTES_SYNC_S", 0.05)
     medium, done = FaultyMedium(), queue.Queue()
     keeper = MetaKeeper(medium)
     medium.room_bytes = 60
@@ -309,7 +306,7 @@ import itertools, sys
 from pathlib import Path
 from memserve.meta.store import Store
 from memserve.remembered import SessionRouted
-from memserve.runtime.meta_file import FileMedium
+from memserve.runtime.meta_folder import FileMedium
 store = Store(FileMedium(Path(sys.argv[1])), checkpoint_bytes_min=2000)
 for number in itertools.count(len(store.book.sessions)):
     store.write([SessionRouted("", f"s{number}", ())])

@@ -16,8 +16,7 @@ from memserve.config import ExchangeConfig
 from memserve.errors import UserError
 from memserve.kv_transfer.exchange import Exchange
 from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.mempool.addresses import Address
-from memserve.mempool.mempool import MemPool
+from memserve.mempool.mempool import Address, MemPool
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.pool_machine import PoolMachine
 from memserve.runtime.pool_words import Arrived, Call, Lost, Met, Reborn

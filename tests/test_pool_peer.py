@@ -15,7 +15,7 @@ import pytest
 
 import memserve
 from memserve.errors import UserError
-from memserve.mempool.addresses import Address
+from memserve.mempool.mempool import Address
 from memserve.runtime.links.nixl_agent import nixl_is_installed
 from memserve.runtime.pool_peer import Delivery, PoolPeer, TransferFlag
 from memserve.types import KVGeometry, Tier

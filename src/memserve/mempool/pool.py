@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from memserve import _core
 from memserve.config import PoolConfig
 from memserve.errors import InvariantError
-from memserve.mempool.block_access import BlockAccessLog
-from memserve.mempool.copylog import CopyLog
-from memserve.mempool.events import EventLog, KvEvent, KvHoldings
+from memserve.mempool.block_access import BlockAccessLog, CopyLog
+from memserve.mempool.events import EventLog, KvEvent, KvHoldings, PoolReport, TierReport
 from memserve.mempool.identity import NAMES_MAX, block_identities, namespace_id
-from memserve.mempool.report import PoolReport, TierReport
 from memserve.types import CopyBlocks, Tier, TokenArray, tenant_of
 
 

@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 
 from memserve.messages import Peer
-from memserve.runtime.meta_state import OUT_OF_RESOURCES, is_locked, write_private
+from memserve.runtime.meta_folder import OUT_OF_RESOURCES, is_locked, write_private
 
 log = logging.getLogger(__name__)
 

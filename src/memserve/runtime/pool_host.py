@@ -21,8 +21,7 @@ from memserve.errors import UserError
 from memserve.kv_transfer.exchange import Exchange
 from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
 from memserve.kv_transfer.outcomes import Delivered, ExchangeCounters, Inserted
-from memserve.mempool.addresses import Addresses
-from memserve.mempool.mempool import AddressList, MemPool
+from memserve.mempool.mempool import Addresses, AddressList, MemPool
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox

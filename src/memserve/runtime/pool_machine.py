@@ -27,8 +27,7 @@ from memserve.kv_transfer.outcomes import (
     Released,
     RemoteAllocated,
 )
-from memserve.mempool.addresses import Addresses
-from memserve.mempool.mempool import AddressList, MemPool
+from memserve.mempool.mempool import Addresses, AddressList, MemPool
 from memserve.messages import Expelled, Heartbeat, Leave, Load, Peer, PeerInfo, PeerJoined
 from memserve.runtime.pool_words import Arrived, Call, Lost, Met, PoolAction, PoolEvent, Reborn, Transferred
 from memserve.serving import ClockTicked, MessageArrived, Send

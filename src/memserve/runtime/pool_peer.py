@@ -30,9 +30,8 @@ from memserve import _core
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
 from memserve.kv_transfer.outcomes import Delivered, ExchangeCounters, Inserted
-from memserve.mempool.addresses import Address, Addresses
-from memserve.mempool.mempool import AddressList, MemPool, as_tokens
-from memserve.mempool.report import PoolReport
+from memserve.mempool.events import PoolReport
+from memserve.mempool.mempool import Address, Addresses, AddressList, MemPool, as_tokens
 from memserve.messages import Peer
 from memserve.runtime.pool_host import PoolHost
 from memserve.runtime.pool_words import Transferred

@@ -13,8 +13,7 @@ from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember, StateRecovered
 from memserve.messages import ROUTER, Peer
 from memserve.meta.book import Book
-from memserve.meta.faulty import FaultyMedium
-from memserve.meta.medium import MediumFailed
+from memserve.meta.medium import FaultyMedium, MediumFailed
 from memserve.meta.store import Store
 from memserve.remembered import AnyRecord
 from memserve.sim.fuzz.truth import Violation

@@ -1,11 +1,14 @@
-"""The folder in which one ``memserve serve`` keeps what outlives it (level 3).
+"""The folder in which one ``memserve serve`` keeps what outlives it, and the journal in it (level 3).
 
 ::
 
-    lock             locked by the router's process; the kernel unlocks it when that ends, however it ends
-    secret           of the cluster, unless it was given one: instances that live on know it
-    journal          what the router remembers (runtime/meta_file.py)
-    children.json    whom it has started (runtime/meta_children.py)
+    lock             locked by the router's process; the kernel unlocks it when that process ends, however it ends
+    secret           the cluster's, unless it was given one: instances that outlive the router know it
+    journal          what the router remembers, the embedded default of ``memserve serve --metadata``
+    journal.new      a journal that is being written to take the place of ``journal``; of no use after a crash
+    children.json    the instances that the router has started (runtime/meta_children.py)
+
+All of them are readable by their owner alone: documents of tenants are in the journal.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ import logging
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from struct import Struct
+from typing import TypeVar
 
 from memserve.errors import UserError
+from memserve.meta.medium import MediumFailed
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +39,7 @@ _FLOCK = Struct("hhqqi4x")
 
 
 class StateFolder:
-    """Belongs to this process as long as it is open."""
+    """The folder, locked for this process as long as it is open."""
 
     def __init__(self, path: Path) -> None:
         """Raises :class:`UserError` when the folder cannot be used, or another process uses it."""
@@ -55,7 +61,7 @@ class StateFolder:
             raise UserError(f"the metadata in {path} is in use", hint=hint, param="metadata") from None
 
     def secret(self) -> str:
-        """The cluster's, made when there is none yet. Raises :class:`UserError` for a file that holds none."""
+        """The cluster's secret, made when there is none yet. Raises :class:`UserError` for a file that holds none."""
         path = self.path / SECRET
         try:
             secret = path.read_text(encoding="utf-8").strip()
@@ -70,7 +76,7 @@ class StateFolder:
         return secret
 
     def close(self) -> None:
-        """Another router may come."""
+        """Unlock the folder."""
         os.close(self._lock_fd)
 
 
@@ -84,7 +90,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Make the folder and what we keep there readable for their owner alone, whatever a copy or an older memserve left.
+    """Make the folder and what we keep there readable by their owner alone, whatever a copy or an older memserve left.
 
     A folder in which others keep files as well (``/tmp``, a home) is left as it is: ours are closed each by itself.
     """
@@ -98,7 +104,7 @@ def _close_to_others(folder: Path) -> None:
 
 
 def default_folder(port: int) -> Path:
-    """Of the server at an HTTP port, in the user's state folder (XDG)."""
+    """The folder of the server at an HTTP port, in the user's state folder (XDG)."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "memserve" / f"port-{port}"
 
@@ -115,3 +121,83 @@ def is_locked(folder: Path) -> bool:
         return bool(_FLOCK.unpack(asked)[0] != fcntl.F_UNLCK)
     finally:
         os.close(fd)
+
+
+JOURNAL = "journal"
+Result = TypeVar("Result")
+
+
+class FileMedium:
+    """A :class:`memserve.meta.medium.Medium` in a folder of the local file system, used by this process alone."""
+
+    def __init__(self, folder: Path, *, fsync: Callable[[int], None] = os.fdatasync) -> None:
+        """``folder`` must exist. ``fsync``: how bytes get safe; a test may give one that does nothing."""
+        self._fsync = fsync
+        self._path, self._fresh = folder / JOURNAL, folder / f"{JOURNAL}.new"
+        self._fd: int | None = None
+        self._folder_fd = _guarded(lambda: os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+
+    @property
+    def name(self) -> str:
+        """As :class:`Medium`."""
+        return str(self._path)
+
+    def load(self) -> bytes | None:
+        """As :class:`Medium`."""
+        self._fresh.unlink(missing_ok=True)  # of a crash: documents that are deleted by now may be in it
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND)
+            with open(self._fd, "rb", closefd=False) as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise MediumFailed(f"cannot read {self._path}: {error.strerror}") from None
+
+    def append(self, data: bytes) -> None:
+        """As :class:`Medium`."""
+        if self._fd is None:
+            raise MediumFailed("there is no journal yet")
+        self._write(self._fd, data)
+
+    def sync(self) -> None:
+        """As :class:`Medium`."""
+        if self._fd is not None:
+            _guarded(lambda: self._fsync(self._fd or 0))
+
+    def replace(self, data: bytes) -> None:
+        """As :class:`Medium`: written beside it, made safe, and renamed."""
+        fresh = self._fresh
+        fd = _guarded(lambda: os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600))
+        try:
+            self._write(fd, data)
+            _guarded(lambda: self._fsync(fd))
+            _guarded(lambda: os.rename(fresh, self._path))
+            _guarded(lambda: self._fsync(self._folder_fd))
+        except MediumFailed:
+            os.close(fd)
+            fresh.unlink(missing_ok=True)
+            raise
+        old, self._fd = self._fd, fd
+        if old is not None:
+            os.close(old)
+
+    def close(self) -> None:
+        """As :class:`Medium`."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        os.close(self._folder_fd)
+
+    def _write(self, fd: int, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            written = _guarded(lambda: os.write(fd, rest))  # noqa: B023  # called at once
+            rest = rest[written:]
+
+
+def _guarded(call: Callable[[], Result]) -> Result:
+    try:
+        return call()
+    except OSError as error:
+        raise MediumFailed(error.strerror or str(error)) from None
