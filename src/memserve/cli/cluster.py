@@ -206,13 +206,14 @@ def _open_router(options: ClusterOptions, secret: str, kept: Metadata) -> Router
 
 def _router_at(options: ClusterOptions, secret: str, kept: Metadata, port: int) -> RouterEngine:
     from memserve.cluster.machine import Cluster
+    from memserve.mempool.identity import identity_key
     from memserve.runtime.links.mailbox import ZmqMailbox
     from memserve.runtime.member import new_generation
     from memserve.runtime.router import RouterEngine
 
     me = kept.router(ROUTER, new_generation())
     return RouterEngine(
-        Cluster(options.config, remembers=kept.keeper is not None),
+        Cluster(options.config, remembers=kept.keeper is not None, identity_key=identity_key(secret)),
         lambda on_message: ZmqMailbox(me, secret, options.host, port, on_message),
         keeper=kept.keeper,
         me=me,

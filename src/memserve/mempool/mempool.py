@@ -122,13 +122,14 @@ class MemPool:
         generation: int | None = None,
         copy_threads: int = 1,
         new_arena: Callable[[int], _core.Arena | _core.SharedArena] = _core.Arena,
+        identity_key: bytes | None = None,
     ) -> None:
         """Room for as many whole blocks as the bytes hold. Raises :class:`UserError` when that is none.
 
         ``namespace`` names model and weights; dtype and shapes come from ``geometry``. Pools share KV only where
         ``tenant``, ``namespace`` and ``geometry`` are equal. Addresses carry ``generation``, by default one that no
         other pool of this process has; ``new_arena`` makes the memory of a tier from its bytes
-        (:class:`memserve.PoolPeer` lets other processes read it).
+        (:class:`memserve.PoolPeer` lets other processes read it). ``identity_key`` as in :class:`PoolConfig`.
         """
         self.geometry = geometry
         self.tenant = tenant
@@ -141,7 +142,7 @@ class MemPool:
                 hint=f"give at least {block_bytes} bytes",
                 param="hbm_bytes",
             )
-        config = PoolConfig(hbm_bytes // block_bytes, dram_bytes // block_bytes)
+        config = PoolConfig(hbm_bytes // block_bytes, dram_bytes // block_bytes, identity_key=identity_key)
         self._pool = BlockPool(config, geometry.block_tokens, f"{namespace}|{geometry!r}")
         self.arenas = {Tier.HBM: new_arena(config.hbm_blocks * block_bytes)}
         if config.dram_blocks:

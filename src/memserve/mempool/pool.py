@@ -19,7 +19,7 @@ from memserve.config import PoolConfig
 from memserve.errors import InvariantError
 from memserve.mempool.block_access import BlockAccessLog, CopyLog
 from memserve.mempool.events import EventLog, KvEvent, KvHoldings, PoolReport, TierReport
-from memserve.mempool.identity import NAMES_MAX, block_identities, namespace_id
+from memserve.mempool.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id
 from memserve.types import CopyBlocks, Tier, TokenArray, tenant_of
 
 
@@ -53,6 +53,7 @@ class BlockPool:
         self.config = config
         self.block_tokens = geometry_block_tokens
         self._namespace = namespace
+        self._key = config.identity_key or DEFAULT_KEY
         self._names: dict[str, bytes] = {}  # isolation -> namespace id
         self._owners: dict[str, bytes] = {}  # isolation -> namespace id of its tenant
         self._hbm = _core.BlockAllocator(config.hbm_blocks)
@@ -71,7 +72,7 @@ class BlockPool:
     def identity(self, tenant: str, tokens: TokenArray) -> bytes:
         """Identity of the last whole block of ``tokens`` (16 bytes; b"" when there is none): names namespace, tenant
         and every token up to there."""
-        identities = block_identities(self._name(tenant), tokens, self.block_tokens)
+        identities = block_identities(self._name(tenant), tokens, self.block_tokens, self._key)
         return identities[-1] if identities else b""
 
     # -- prefix cache
@@ -358,8 +359,8 @@ class BlockPool:
             if len(self._names) >= NAMES_MAX:  # salts come and go; a name is quick to compute
                 self._names.clear()
                 self._owners.clear()
-            name = self._names[tenant] = namespace_id(tenant, self._namespace)
-            self._owners[tenant] = namespace_id(tenant_of(tenant), self._namespace)
+            name = self._names[tenant] = namespace_id(tenant, self._namespace, self._key)
+            self._owners[tenant] = namespace_id(tenant_of(tenant), self._namespace, self._key)
         return name
 
     def _evict(self, count: int) -> int:
@@ -394,5 +395,5 @@ class BlockPool:
         found = self._index.match_blocks(name, tokens)
         hbm, dram = found.hbm, found.dram.tolist()
         first = 0 if adopted or dram else len(hbm) - done.added  # an index grows at its ends: what is new comes last
-        identities = block_identities(name, tokens, self.block_tokens, first=first)
+        identities = block_identities(name, tokens, self.block_tokens, self._key, first)
         self._events.published(hbm[first:].tolist(), dram, identities, adopted)

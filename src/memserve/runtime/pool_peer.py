@@ -31,6 +31,7 @@ from memserve.config import ExchangeConfig
 from memserve.errors import UserError
 from memserve.kv_transfer.outcomes import Delivered, ExchangeCounters, Inserted
 from memserve.mempool.events import PoolReport
+from memserve.mempool.identity import identity_key
 from memserve.mempool.mempool import Address, Addresses, AddressList, MemPool, as_tokens
 from memserve.messages import Peer
 from memserve.runtime.pool_host import PoolHost
@@ -101,6 +102,7 @@ class PoolPeer:
             namespace=namespace,
             generation=generation,
             new_arena=_core.SharedArena,
+            identity_key=identity_key(secret),
         )
         self._host = PoolHost(
             self._memory,
