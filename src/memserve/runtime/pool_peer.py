@@ -5,7 +5,7 @@
         held = a.alloc_mem(4)
         a.view(held[0])[...] = ...
         a.transfer_with_insert("b", tokens, held)         # b's index has the prefix: `match` finds it there
-        there = a.alloc_mem(4, id="b")                    # memory of b, held by a
+        there = a.alloc_mem(4, id="b")                    # memory of b, held by a: both transfers take it as `dst`
         a.transfer("b", held, there, private=b"for b's application")
         a.free_mem(there)
         a.free_mem(held)
@@ -47,7 +47,7 @@ class TransferFlag(enum.Flag):
 
     NONE = 0
     TO_DRAM = enum.auto()
-    """The receiver allocates in its DRAM (raw transfers; what is inserted lies in HBM)."""
+    """The receiver allocates in its DRAM. What is inserted lies there until the receiver's ``match`` brings it up."""
     BY_PAGE = enum.auto()
     """Move each layer of each block on its own, as a layout without aggregation has to."""
 
@@ -238,29 +238,37 @@ class PoolPeer:
         id: str,
         tokens: TokenArray,
         src_addresses: AddressList,
+        dst_addresses: AddressList | None = None,
         flags: TransferFlag = TransferFlag.NONE,
         private: bytes = b"",
     ) -> Transferred:
         """As :meth:`transfer`, and the peer's index has the whole blocks of ``tokens`` when this returns.
 
-        One message carries tokens, addresses and ``private``; what the peer has already is not moved.
+        One message carries tokens, addresses and ``private``. Where the peer allocates, what it has already is not
+        moved. With ``dst_addresses`` all blocks are moved there, and the peer's index takes those whose tokens it
+        does not have; the caller's hold on them stays the caller's.
         """
-        return self.transfer_with_insert_later(id, tokens, src_addresses, flags, private).result()
+        return self.transfer_with_insert_later(id, tokens, src_addresses, dst_addresses, flags, private).result()
 
     def transfer_with_insert_later(
         self,
         id: str,
         tokens: TokenArray,
         src_addresses: AddressList,
+        dst_addresses: AddressList | None = None,
         flags: TransferFlag = TransferFlag.NONE,
         private: bytes = b"",
     ) -> Future[Transferred]:
         """As :meth:`transfer_with_insert`, without waiting."""
         tokens, block_tokens = as_tokens(tokens), self._memory.geometry.block_tokens
         whole = len(tokens) // block_tokens
-        if whole < 1 or len(src_addresses) < whole:
-            raise UserError(f"{len(src_addresses)} addresses for {whole} blocks of tokens", hint="one a whole block")
-        return self._offer(id, tokens[: whole * block_tokens], src_addresses[:whole], None, flags, private)
+        for addresses in (src_addresses, dst_addresses):
+            if whole < 1 or (addresses is not None and len(addresses) < whole):
+                raise UserError(
+                    f"{len(addresses or ())} addresses for {whole} blocks of tokens", hint="one a whole block"
+                )
+        dst = None if dst_addresses is None else dst_addresses[:whole]
+        return self._offer(id, tokens[: whole * block_tokens], src_addresses[:whole], dst, flags, private)
 
     def fetch(self, id: str, tokens: TokenArray, timeout_s: float = 5.0) -> int:
         """Get into the own index what the peer ``id`` has of ``tokens``; returns the cached prefix in tokens then.
@@ -313,6 +321,8 @@ class PoolPeer:
             dst_tier, dst_blocks = _blocks_of(to, dst)
             if len(dst_blocks) != len(blocks):
                 raise UserError(f"{len(blocks)} blocks to {len(dst_blocks)} addresses", hint="as many as there are")
+            if TransferFlag.TO_DRAM in flags and dst_tier is not Tier.DRAM:
+                raise UserError("TO_DRAM, and addresses in HBM", hint="leave the flag out: addresses name their tier")
         elif TransferFlag.TO_DRAM in flags:
             dst_tier = Tier.DRAM
         return self._host.offer(
