@@ -18,10 +18,10 @@ from memserve.messages import Peer
 from memserve.meta.medium import FaultyMedium, MediumFailed
 from memserve.meta.store import Store
 from memserve.remembered import AnyRecord, DocumentDropped, DocumentPut, HandleDropped, HandlePinned, RouterStarted
-from memserve.runtime import metadata
+from memserve.runtime import meta_keeper
 from memserve.runtime.meta_children import ChildrenFile
 from memserve.runtime.meta_folder import FileMedium, StateFolder
-from memserve.runtime.metadata import MetadataPlace, MetaKeeper, metadata_place, open_metadata
+from memserve.runtime.meta_keeper import MetadataPlace, MetaKeeper, metadata_place, open_metadata
 from meta_etcd_server import ETCD, running_etcd
 from meta_records import Drawn
 from mutations import mutated
@@ -177,8 +177,8 @@ WAYS_TO_GO = {
 @pytest.mark.parametrize("way", WAYS_TO_GO)
 def test_deleted_text_is_soon_in_no_file(way: str, used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After ``ERASE_S``, here 50 ms; nothing else has to happen for it."""
-    monkeypatch.setattr(metadata, "ERASE_S", 0.05)
-    monkeypatch.setattr(metadata, "NOTES_SYNC_S", 0.02)
+    monkeypatch.setattr(meta_keeper, "ERASE_S", 0.05)
+    monkeypatch.setattr(meta_keeper, "NOTES_SYNC_S", 0.02)
     came, went = WAYS_TO_GO[way]
     keeper = MetaKeeper(FileMedium(used))
     keep(keeper, came)
@@ -198,8 +198,8 @@ def test_deleted_text_does_not_outlive_the_router_that_deleted_it(way: str, used
 
 
 def test_text_whose_time_is_over_goes_like_deleted_text(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "ERASE_S", 0.0)
-    monkeypatch.setattr(metadata, "NOTES_SYNC_S", 0.02)
+    monkeypatch.setattr(meta_keeper, "ERASE_S", 0.0)
+    monkeypatch.setattr(meta_keeper, "NOTES_SYNC_S", 0.02)
     now_ns = [1000]
     keeper = MetaKeeper(FileMedium(used), wall_ns=lambda: now_ns[0])
     keep(keeper, document(expires_ns=2000))
@@ -212,7 +212,7 @@ def test_text_whose_time_is_over_goes_like_deleted_text(used: Path, monkeypatch:
 
 def test_a_crash_leaves_no_deleted_text_for_ever(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the journal as it was, and in a checkpoint that was being written."""
-    monkeypatch.setattr(metadata, "ERASE_S", 0.0)
+    monkeypatch.setattr(meta_keeper, "ERASE_S", 0.0)
     medium = FileMedium(used)
     store = Store(medium)
     store.write(WAYS_TO_GO["deleted"])

@@ -25,7 +25,7 @@ from memserve.meta.store import Store
 from memserve.remembered import HandleDropped, RouterStarted, SessionRouted
 from memserve.runtime.meta_children import ChildrenFile
 from memserve.runtime.meta_folder import FileMedium, StateFolder, default_folder, is_locked
-from memserve.runtime.metadata import MetadataPlace, MetaKeeper, metadata_place, open_metadata
+from memserve.runtime.meta_keeper import MetadataPlace, MetaKeeper, metadata_place, open_metadata
 from meta_etcd_server import ETCD, running_etcd
 from meta_records import Drawn
 from waiting import eventually
@@ -280,10 +280,10 @@ def copy_of(medium: FaultyMedium) -> FaultyMedium:
 
 
 def test_a_full_disk_stops_nobody_and_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    from memserve.runtime import metadata
+    from memserve.runtime import meta_keeper
 
-    monkeypatch.setattr(metadata, "REPAIR_S", 0.05)
-    monkeypatch.setattr(metadata, "NOTES_SYNC_S", 0.05)
+    monkeypatch.setattr(meta_keeper, "REPAIR_S", 0.05)
+    monkeypatch.setattr(meta_keeper, "NOTES_SYNC_S", 0.05)
     medium, done = FaultyMedium(), queue.Queue()
     keeper = MetaKeeper(medium)
     medium.room_bytes = 60

@@ -27,7 +27,7 @@ from memserve.policy.shape import (
 )
 from memserve.runtime.links.devices import own_address
 from memserve.runtime.memory import available_memory_bytes, usable_cores
-from memserve.runtime.metadata import Metadata, MetadataPlace, open_metadata
+from memserve.runtime.meta_keeper import Metadata, MetadataPlace, open_metadata
 from memserve.types import Admission, Caching, Role
 
 if TYPE_CHECKING:

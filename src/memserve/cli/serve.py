@@ -21,7 +21,7 @@ from memserve.cli.grouped import grouped
 from memserve.cli.logs import set_up_logging
 from memserve.config import DEFAULT_MAX_TOKENS, AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
 from memserve.errors import UserError
-from memserve.runtime.metadata import metadata_place
+from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.signals import EndAsked, on_ending_signals, signals_raise
 from memserve.types import Admission, Caching
 

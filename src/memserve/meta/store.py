@@ -7,7 +7,7 @@
     store.write(records)                      for each Remember and Note, in order
     store.sync()                              before anything behind a Remember is done
 
-In the runtime a thread does this (``runtime/metadata.py``), one ``sync`` for all that came meanwhile. A simulator
+In the runtime a thread does this (``runtime/meta_keeper.py``), one ``sync`` for all that came meanwhile. A simulator
 calls it in virtual time on a ``meta/medium.py`` medium.
 
 The journal is replaced by a checkpoint of the book when it has grown to three times the last one, and by its host

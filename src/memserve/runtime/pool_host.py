@@ -18,6 +18,7 @@ import msgspec
 from memserve import _core
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
+from memserve.instance.member_actions import MeetPeer, PartFromPeer, Reborn
 from memserve.kv_transfer.exchange import Exchange
 from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
 from memserve.kv_transfer.outcomes import Delivered, ExchangeCounters, Inserted
@@ -26,15 +27,14 @@ from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.loop import MachineLoop
-from memserve.runtime.pool_machine import PoolMachine
-from memserve.runtime.pool_words import Arrived, Call, Lost, Met, PoolAction, PoolEvent, Reborn, Transferred
+from memserve.runtime.pool_machine import Arrived, Call, PoolAction, PoolEvent, PoolMachine, Transferred
 from memserve.serving import MessageArrived, Send
 from memserve.types import Role, Tier, TokenArray
 
 log = logging.getLogger(__name__)
 
 _CALL_S = 30.0
-"""How long a call waits for the loop, which never waits for anybody."""
+"""How long a call waits for the loop, which itself never waits."""
 
 Answer = TypeVar("Answer")
 
@@ -165,21 +165,22 @@ class PoolHost:
 
     def _perform(self, event: PoolEvent, actions: list[PoolAction], spent_ns: int) -> None:
         for action in actions:
-            if isinstance(action, Send):
-                self._mailbox.send(action.to, action.message)
-            elif isinstance(action, Met):
-                self._mailbox.connect(action.info.peer, action.info.address)
-                self._data.add_peer(action.info)
-            elif isinstance(action, Lost):
-                self._data.remove_peer(action.peer)
-                self._mailbox.disconnect(action.peer)
-            elif isinstance(action, Reborn):
-                self._mailbox.become(action.info.peer)
-                self._data.describe(action.info)
-            elif isinstance(action, Arrived):
-                self._deliveries.submit(self._deliver, action.outcome)
-            else:
-                self._data.start(action)
+            match action:
+                case Send(to, message):
+                    self._mailbox.send(to, message)
+                case MeetPeer(info):
+                    self._mailbox.connect(info.peer, info.address)
+                    self._data.add_peer(info)
+                case PartFromPeer(peer):
+                    self._data.remove_peer(peer)
+                    self._mailbox.disconnect(peer)
+                case Reborn(info):
+                    self._mailbox.become(info.peer)
+                    self._data.describe(info)
+                case Arrived(outcome):
+                    self._deliveries.submit(self._deliver, outcome)
+                case _:
+                    self._data.start(action)
 
     def _deliver(self, outcome: Delivered | Inserted) -> None:
         try:
@@ -188,7 +189,7 @@ class PoolHost:
             log.exception("the application's delivery callback raised")
 
     def _broken(self) -> None:
-        """The loop has ended: nobody shall wait for it."""
+        """The loop has ended: later calls are refused."""
         self._closed = True
 
 

@@ -35,7 +35,7 @@ from memserve.mempool.identity import identity_key
 from memserve.mempool.mempool import Address, Addresses, AddressList, MemPool, as_tokens
 from memserve.messages import Peer
 from memserve.runtime.pool_host import PoolHost
-from memserve.runtime.pool_words import Transferred
+from memserve.runtime.pool_machine import Transferred
 from memserve.types import KVGeometry, Tier, TokenArray, TransferMode
 from memserve.units import ns_from_s
 

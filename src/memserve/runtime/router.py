@@ -43,7 +43,7 @@ from memserve.remembered import DocumentDropped, DocumentPut
 from memserve.runtime.clients import Clients, Sink
 from memserve.runtime.loop import MachineLoop
 from memserve.runtime.member_log import MemberLog
-from memserve.runtime.metadata import Durability, MetaKeeper
+from memserve.runtime.meta_keeper import Durability, MetaKeeper
 from memserve.runtime.ports import Mailbox, OnMessage
 from memserve.runtime.stats import RouterStats
 from memserve.runtime.supervisor import ChildStats

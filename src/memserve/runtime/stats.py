@@ -16,7 +16,7 @@ from memserve.cluster.report import ClusterStats, InstanceView
 from memserve.instance.stats import InstanceStats
 from memserve.runtime.links.outbox import MailboxCounters
 from memserve.runtime.memory import resident_bytes
-from memserve.runtime.metadata import Durability
+from memserve.runtime.meta_keeper import Durability
 from memserve.runtime.supervisor import ChildStats
 
 WINDOW_STEPS = 512
