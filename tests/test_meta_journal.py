@@ -6,6 +6,8 @@ import random
 from struct import pack_into
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +19,8 @@ from memserve.meta.entries import tier_of, times_of
 from memserve.meta.journal import JournalWriter, read_journal, records_of
 from memserve.meta.medium import FaultyMedium, MediumFailed
 from memserve.meta.store import Store
-from memserve.remembered import AnyRecord, HandlePinned, MemberGone, RouterStarted
+from memserve.remembered import AnyRecord, EntriesKept, HandlePinned, MemberEntered, MemberGone, RouterStarted
+from memserve.types import Tier
 from meta_records import BookTwin, Drawn, info
 
 
@@ -38,7 +41,8 @@ def view_of(book: Book | BookTwin) -> dict[str, Any]:
         entries = {}
         for key, stamp in page.entries.stamps.items():
             created, used = times_of(stamp)
-            entries[key] = {"tier": tier_of(stamp), "created": created, "used": used}
+            hits = page.entries.hits.get(key, 0)
+            entries[key] = {"tier": tier_of(stamp), "created": created, "used": used, "hits": hits}
         members.append((page.info, page.is_draining, page.entries.next_event, entries))
     return {
         "router": book.router,
@@ -79,6 +83,39 @@ def test_what_is_remembered_is_on_the_new_clock_and_by_tier() -> None:
     for page, member in zip(book.members.values(), given_to.members, strict=True):
         tiers = [sum(tier_of(stamp) == tier for stamp in page.entries.stamps.values()) for tier in (0, 1)]
         assert [len(member.hbm) // 16, len(member.dram) // 16] == tiers
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=20, deadline=None)
+def test_what_was_cached_comes_back_with_its_history_the_least_recently_used_first(seed: int) -> None:
+    """Through the journal, and through a checkpoint: the next router can evict in the order of use."""
+    drawn, twin, medium = Drawn(seed), BookTwin(), FaultyMedium()
+    store = Store(medium)
+    for _ in range(200):
+        record = drawn.record()
+        store.write([record])
+        twin.apply(record)
+    store.sync()
+    after_replay = Store(medium).book.remembered(0).members
+    store.checkpoint()
+    assert after_replay == Store(medium).book.remembered(0).members
+    for member in after_replay:
+        known = twin.members[member.info.peer.name]["entries"]
+        names = [(member.hbm + member.dram)[at : at + 16] for at in range(0, 16 * len(known), 16)]
+        told = np.frombuffer(member.history, "<u4").reshape(-1, 3).tolist()
+        assert told == [[known[name]["created"], known[name]["used"], known[name]["hits"]] for name in names]
+        in_hbm = len(member.hbm) // 16
+        for tier, part in ((Tier.HBM, names[:in_hbm]), (Tier.DRAM, names[in_hbm:])):
+            assert {known[name]["tier"] for name in part} <= {tier}
+            assert [known[name]["used"] for name in part] == sorted(known[name]["used"] for name in part)
+
+
+def test_a_checkpoint_of_an_older_memserve_without_hits_is_read() -> None:
+    book, peer = Book(), Peer("a", 1)
+    book.apply([MemberEntered(info(peer), 0), EntriesKept(peer, 3, b"x" * 16, bytes(8))])
+    body = msgspec.msgpack.encode([["EntriesKept", ["a", 1], 3, b"y" * 16, bytes(8)]])
+    book.apply(records_of(body))
+    assert book.members["a"].entries.stamps == {b"y" * 16: 0} and not book.members["a"].entries.hits
 
 
 def test_incarnations_that_are_gone_stay_gone_as_far_as_is_kept() -> None:

@@ -81,12 +81,15 @@ class EntriesReplaced(Record, frozen=True, tag=True):
 
 
 class EntriesKept(Record, frozen=True, tag=True):
-    """The same with the entries' times, in a checkpoint: eight bytes (``<u8``) an entry, see ``meta/entries.py``."""
+    """All that a member has cached, with its history, in a checkpoint."""
 
     peer: Peer
     next_event: Natural
     identities: bytes
     stamps: bytes
+    """Tier and times, eight bytes (``<u8``) an entry, see ``meta/entries.py``."""
+    hits: bytes = b""
+    """Of entries that were used: place in ``identities``, and how often; ``<u4`` each."""
 
 
 class EntryUsed(Record, frozen=True, tag=True):
@@ -154,7 +157,10 @@ class RememberedMember:
     """All of its KV events before this one are in ``hbm`` and ``dram``."""
     hbm: bytes
     dram: bytes
-    """Identities of its cached blocks, 16 bytes each."""
+    """Identities of its cached blocks, 16 bytes each, from the least recently used to the last."""
+    history: bytes = b""
+    """Of each block of ``hbm``, then of ``dram``: when it was created, when a prefix that ends with it was last used (s
+    since 1970), and how often such a one was; ``<u4`` each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,8 +185,8 @@ class Book:
         """Everything, for a router whose clock shows ``clock_offset_ns`` less than the ns since 1970."""
         members = []
         for page in self.members.values():
-            hbm, dram = page.entries.by_tier()
-            members.append(RememberedMember(page.info, page.is_draining, page.entries.next_event, hbm, dram))
+            cached = page.entries.by_tier()
+            members.append(RememberedMember(page.info, page.is_draining, page.entries.next_event, *cached))
         handles = (replace(pin, expires_ns=pin.expires_ns - clock_offset_ns) for pin in self.handles.values())
         return Remembered(
             self.router,
