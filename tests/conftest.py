@@ -60,6 +60,7 @@ ONE_BY_ONE = (
     "test_bench_serve",
     "test_cluster_processes",
     "test_meta_processes",
+    "test_meta_etcd",
     "test_bench_load",
     "test_cli_commands",
     "test_pool_peer",

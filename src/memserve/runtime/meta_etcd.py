@@ -85,7 +85,7 @@ class EtcdMedium:
         self._root = f"/memserve/{name}/"
         self._access = access or EtcdAccess()
         self._rpc, self._t = aetcd.rpc, aetcd.client.Transactions()
-        self._number = self._pieces = 0
+        self._number = self._tried = self._pieces = 0
         self._pending: list[bytes] = []
         self._lease_id: int | None = None
         self._created = 0  # the revision at which our key was created
@@ -212,13 +212,20 @@ class EtcdMedium:
         self._pieces += -(-len(data) // PIECE_BYTES)
 
     def replace(self, data: bytes) -> None:
-        """As :class:`Medium`: the new journal is there before its number is."""
-        t, old, new = self._t, self._number, self._number + 1
-        self._guarded([t.delete(self._journal(new), self._journal(new)[:-1] + b"0")])  # what a failed attempt has left
+        """As :class:`Medium`: the new journal is there before its number is.
+
+        Each attempt has a number of its own: an earlier one whose answer was lost may be the current journal by now,
+        or become it, as long as no other has.
+        """
+        t, current = self._t, self._key("current")
+        known = self._do(lambda client: client.get(current))
+        new = self._tried = 1 if known is None else max(self._number, self._tried) + 1
+        self._guarded([t.delete(self._journal(new), self._journal(new)[:-1] + b"0")])  # of another router's attempt
         self._put(new, 0, data)
-        self._guarded([t.put(self._key("current"), str(new).encode())])
+        revision = 0 if known is None else known.mod_revision
+        self._guarded([t.put(current, str(new).encode())], t.mod(current) == revision)
         self._number, self._pieces, self._pending = new, -(-len(data) // PIECE_BYTES), []
-        self._guarded([t.delete(self._journal(old), self._journal(old)[:-1] + b"0")])
+        self._guarded([t.delete(self._journal(0), self._journal(new))])
 
     def close(self) -> None:
         """End the lease, so that another router is active at once."""
@@ -240,11 +247,10 @@ class EtcdMedium:
             some = enumerate(pieces[at : at + _PIECES_A_TXN], first + at)
             self._guarded([t.put(prefix + b"%016x" % place, piece) for place, piece in some])
 
-    def _guarded(self, operations: list[Any]) -> None:
+    def _guarded(self, operations: list[Any], *conditions: Any) -> None:
         """Only as long as this is the active router."""
-        t, key = self._t, self._key("router")
-        unchanged = [t.create(key) == self._created]
-        done, _ = self._do(lambda client: client.transaction(unchanged, operations, []))
+        mine = self._t.create(self._key("router")) == self._created
+        done, _ = self._do(lambda client: client.transaction([mine, *conditions], operations, []))
         if not done:
             raise MediumFailed("another router is active")
 
