@@ -38,13 +38,13 @@ class KvHoldings:
     """Identities of every block that an index holds, 16 bytes each, in no particular order."""
 
     next_event: int
-    """Number that the next event will have: those before it, also such as nobody has taken yet, are part of this."""
+    """Number that the next event will have: the events before it, whether taken or not, are part of this."""
     hbm: bytes
     dram: bytes
 
 
 class EventLog:
-    """A bounded buffer of :class:`KvEvent`; knows which identity lies in which block.
+    """A bounded buffer of :class:`KvEvent` that knows which identity lies in which block.
 
     With ``capacity`` 0 it is off and costs nothing. When the buffer overflows the oldest event goes, and the next
     ``take`` opens with a ``LOST`` event.

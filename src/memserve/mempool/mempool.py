@@ -4,7 +4,7 @@
     held = pool.alloc_mem(4)                    # addresses, or None: no room
     pool.view(held[0])[...] = ...               # the block's bytes
     pool.insert(tokens, held)                   # the index takes references of its own
-    pool.free_mem(held)                         # ours are gone; the blocks stay until eviction needs them
+    pool.free_mem(held)                         # the caller's hold is gone; the blocks stay until eviction needs them
     again = pool.match(tokens)                  # back in HBM if they had gone down to DRAM
     pool.free_mem(again)
 
@@ -156,9 +156,9 @@ class MemPool:
     # -- memory blocks
 
     def alloc_mem(self, count: int, tier: Tier = Tier.HBM) -> Addresses | None:
-        """``count`` blocks, held by the caller until :meth:`free_mem`. ``None`` = no room, nothing changed.
+        """``count`` blocks, held by the caller until :meth:`free_mem`. None: no room, nothing changed.
 
-        Cached blocks that nobody holds make room, least recently used first: from HBM they move to DRAM, from DRAM
+        Cached blocks that no caller holds make room, least recently used first: from HBM they move to DRAM, from DRAM
         they go. Contents are whatever the block had before.
         """
         if count < 0:
@@ -190,7 +190,7 @@ class MemPool:
 
         They are the block's until it is freed or swapped: a view kept longer shows what lies there then.
         """
-        self._require_ours(address.generation)
+        self._require_own(address.generation)
         self.require_held([(address.tier, (address.block,))])
         return self.bytes_of(address.tier, address.block)
 
@@ -235,17 +235,17 @@ class MemPool:
     # -- tiers
 
     def swap_out(self, num_blocks: int) -> int:
-        """Move up to ``num_blocks`` cached blocks that nobody holds from HBM to DRAM; returns how many moved."""
+        """Move up to ``num_blocks`` cached blocks that no caller holds from HBM to DRAM; returns how many moved."""
         moved = self._pool.demote(num_blocks)
         self.run_copies()
         return moved
 
     def swap_out_blocks(self, addresses: AddressList) -> Addresses | None:
-        """Move blocks that the caller holds to DRAM; returns their new addresses. ``None`` = no room there."""
+        """Move blocks that the caller holds to DRAM; returns their new addresses. None: no room there."""
         return self._move(Tier.HBM, addresses, Tier.DRAM, self._pool.swap_out)
 
     def swap_in(self, addresses: AddressList) -> Addresses | None:
-        """Move DRAM blocks that the caller holds to HBM; returns their new addresses. ``None`` = no room there."""
+        """Move DRAM blocks that the caller holds to HBM; returns their new addresses. None: no room there."""
         return self._move(Tier.DRAM, addresses, Tier.HBM, self._pool.swap_in)
 
     # -- state
@@ -324,7 +324,7 @@ class MemPool:
                 param="addresses",
             )
 
-    def _require_ours(self, generation: int) -> None:
+    def _require_own(self, generation: int) -> None:
         if generation != self.generation:
             raise UserError(
                 f"an address of generation {generation}, this pool is generation {self.generation}",
@@ -335,10 +335,10 @@ class MemPool:
     def _by_tier(self, addresses: AddressList) -> list[tuple[Tier, Sequence[int]]]:
         """Runs of neighbouring addresses on one tier."""
         if isinstance(addresses, Addresses):
-            self._require_ours(addresses.generation)
+            self._require_own(addresses.generation)
             return [(addresses.tier, addresses.blocks)] if len(addresses) else []
         for address in addresses:
-            self._require_ours(address.generation)
+            self._require_own(address.generation)
         return [(tier, [a.block for a in run]) for tier, run in groupby(addresses, key=lambda a: a.tier)]
 
     def _only(self, tier: Tier, addresses: AddressList) -> list[int]:

@@ -36,9 +36,9 @@ from memserve.remembered import (
 )
 
 SESSIONS_MAX = 100_000
-"""Of more, the one that was silent longest is forgotten; the router does the same."""
+"""Of more, the session that was silent longest is forgotten, here and in the router."""
 GONE_MAX = 1024
-"""Dead incarnations that are known as such, as in the router's registry."""
+"""Dead incarnations that are remembered, as many as in the router's registry."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class MemberPage:
 
 
 class Book:
-    """Applies records, one by one and in order. Whatever comes twice, late or for nobody changes nothing."""
+    """Applies records, one by one and in order. One that comes twice, late or for a member that is gone is ignored."""
 
     def __init__(self) -> None:
         self.router: Peer | None = None

@@ -88,7 +88,7 @@ class EtcdMedium:
         self._number = self._tried = self._pieces = 0
         self._pending: list[bytes] = []
         self._lease_id: int | None = None
-        self._created = 0  # the revision at which our key was created
+        self._created = 0  # the revision at which this router's key was created
         self._refresher: Any = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="memserve-etcd", daemon=True)

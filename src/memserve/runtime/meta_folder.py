@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 LOCK, SECRET = "lock", "secret"
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors that say nothing about the thing that was asked for, only that this process may not ask now."""
-_OURS = {LOCK, SECRET, "secret.new", "journal", "journal.new", "children.json", "children.new"}
+_FILES = {LOCK, SECRET, "secret.new", "journal", "journal.new", "children.json", "children.new"}
 _SECRET_HINT = "restore it, or remove it: instances that still run do not know the new one, and end by themselves"
 _FLOCK = Struct("hhqqi4x")
 """``struct flock`` on 64-bit Linux: type, whence, start, length, pid."""
@@ -90,14 +90,14 @@ def write_private(path: Path, text: str) -> None:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Make the folder and what we keep there readable by their owner alone, whatever a copy or an older memserve left.
+    """Make the folder and memserve's files in it readable by their owner alone, whatever modes a copy has left.
 
-    A folder in which others keep files as well (``/tmp``, a home) is left as it is: ours are closed each by itself.
+    A folder in which others keep files as well (``/tmp``, a home) is left as it is; the files are closed one by one.
     """
     found = set(os.listdir(folder))
-    for name in found & _OURS:
+    for name in found & _FILES:
         os.chmod(folder / name, 0o600)
-    if found <= _OURS:
+    if found <= _FILES:
         os.chmod(folder, 0o700)
     elif stat.S_IMODE(folder.stat().st_mode) & 0o022:
         log.warning("other users may write to %s, and take files of the metadata away: chmod 700 it", folder)

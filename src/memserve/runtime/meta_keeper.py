@@ -79,7 +79,7 @@ class MetaKeeper:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Reads what is there. Raises :class:`UserError` when it cannot be read, or is damaged."""
+        """Read what is on ``medium``. Raises :class:`UserError` when it cannot be read, or is damaged."""
         self.clock_offset_ns = wall_ns() - clock_ns()
         """Nanoseconds since 1970, minus the machine's clock."""
         try:
@@ -97,7 +97,7 @@ class MetaKeeper:
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
         self._unsafe_since_ns: int | None = None
-        """When the oldest record came that is not durable; ``None``: all are."""
+        """When the oldest record came that is not durable. None: all are."""
         self._failures = 0
         self._inbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._wall_ns = wall_ns
@@ -194,7 +194,7 @@ class MetaKeeper:
             self._attempt(self._store.checkpoint)
 
     def _attempt(self, call: Callable[[], None]) -> bool:
-        """Whether ``call`` came through. Whatever is wrong with it, those who wait must be told."""
+        """Whether ``call`` came through. It raises nothing: actions that wait for it are released in any case."""
         was_broken = self._store.is_broken
         try:
             call()

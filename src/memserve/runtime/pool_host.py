@@ -96,7 +96,7 @@ class PoolHost:
         try:
             answered.result(timeout_s)
         except (TimeoutError, CancelledError) as error:
-            hint = "is it running, and has it the same secret?"
+            hint = "is it running, and does it have this peer's secret?"
             raise UserError(f"no answer from {info.peer.name} at {info.address}", hint=hint, param="info") from error
         return info.peer.name
 

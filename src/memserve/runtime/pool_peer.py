@@ -43,7 +43,7 @@ _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 class TransferFlag(enum.Flag):
-    """How a transfer is to be done."""
+    """Where a transfer goes, and in which pieces."""
 
     NONE = 0
     TO_DRAM = enum.auto()
@@ -54,11 +54,12 @@ class TransferFlag(enum.Flag):
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a peer has sent of its own accord."""
+    """Blocks or cached KV that a peer has sent unasked."""
 
     sender: str
     addresses: Addresses | None
-    """Of a raw transfer: the receiver holds these blocks until ``free_mem``. ``None``: inserted, so ``match`` them."""
+    """Of a raw transfer: the receiver holds these blocks until ``free_mem``. None: they were inserted, so
+    ``match`` them."""
     tokens: TokenArray
     """What was inserted; empty for a raw transfer."""
     private: bytes
@@ -84,7 +85,7 @@ class PoolPeer:
         silent_s: float = 5.0,
         on_delivery: Callable[[Delivery], None] | None = None,
     ) -> None:
-        """Memory in shared arenas, a mailbox at ``host:port`` (0 = any) that takes peers with the same ``secret``.
+        """Memory in shared arenas, a mailbox at ``host:port`` (0: any port) that takes peers with this ``secret``.
 
         ``link`` is how pages come here: ``auto``, ``shm`` or ``nixl``. What a peer holds here, or was offered and has
         not taken, goes back after ``lease_s``, or when it was not heard of for ``silent_s``. ``on_delivery`` is called,
@@ -130,8 +131,8 @@ class PoolPeer:
     def connect(self, info: bytes, timeout_s: float = 5.0) -> str:
         """Get to know a peer, and be known to it; returns its name, the ``id`` of the other calls.
 
-        Raises :class:`UserError` when ``info`` is none, when its KV has another shape or namespace, and when nobody
-        answers (it is gone, or has another secret).
+        Raises :class:`UserError` when ``info`` is no peer's, when that peer's KV has another shape or namespace, and
+        when there is no answer: the peer is gone, or has another secret.
         """
         return self._host.connect(info, timeout_s)
 
@@ -148,7 +149,7 @@ class PoolPeer:
     def alloc_mem(
         self, size: int, tier: Tier = Tier.HBM, id: str | None = None, timeout_s: float = 5.0
     ) -> Addresses | None:
-        """``size`` blocks here or, with ``id``, of a peer, held until :meth:`free_mem`. ``None`` = no room.
+        """``size`` blocks here or, with ``id``, of a peer, held until :meth:`free_mem`. None: no room.
 
         Blocks of a peer also go back when their lease (``lease_s`` of this peer) ends. Raises :class:`UserError` when
         there is no peer ``id``; a peer that does not answer in time has no room.
