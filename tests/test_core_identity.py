@@ -116,9 +116,10 @@ def cached_by(secret: str | None) -> bytes:
     key = None if secret is None else identity_key(secret)
     pool = BlockPool(PoolConfig(8, identity_key=key), 4, "model", event_capacity=16)
     pool.insert("tenant", np.arange(12, dtype=np.int32), pool.allocate(3), 3)
-    assert b"".join(name for event in pool.take_events() for name in event.identities) == pool.holdings().hbm
-    assert pool.cached_identities(Tier.HBM)[-16:] == pool.identity("tenant", np.arange(12, dtype=np.int32))
-    return pool.holdings().hbm
+    cached = pool.cached_identities(Tier.HBM)
+    assert b"".join(name for event in pool.take_events() for name in event.identities) == cached
+    assert cached[-16:] == pool.identity("tenant", np.arange(12, dtype=np.int32))
+    return cached
 
 
 def looked_up_by(secret: str) -> bytes:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from memserve.errors import UserError
 from memserve.messages import Peer
 from memserve.meta.book import GONE_MAX, Book
-from memserve.meta.entries import tier_of, times_of
 from memserve.meta.journal import JournalWriter, read_journal, records_of
 from memserve.meta.medium import FaultyMedium, MediumFailed
 from memserve.meta.store import Store
@@ -37,13 +36,12 @@ def view_of(book: Book | BookTwin) -> dict[str, Any]:
         }
     book.check_invariants()
     members = []
-    for page in book.members.values():
-        entries = {}
-        for key, stamp in page.entries.stamps.items():
-            created, used = times_of(stamp)
-            hits = page.entries.hits.get(key, 0)
-            entries[key] = {"tier": tier_of(stamp), "created": created, "used": used, "hits": hits}
-        members.append((page.info, page.is_draining, page.entries.next_event, entries))
+    for member in book.remembered(0).members:
+        entries, names = {}, member.hbm + member.dram
+        for at, (created, used, hits) in enumerate(np.frombuffer(member.history, "<u4").reshape(-1, 3).tolist()):
+            tier = Tier.HBM if 16 * at < len(member.hbm) else Tier.DRAM
+            entries[names[16 * at : 16 * at + 16]] = {"tier": tier, "created": created, "used": used, "hits": hits}
+        members.append((member.info, member.is_draining, member.next_event, entries))
     return {
         "router": book.router,
         "members": members,
@@ -81,8 +79,7 @@ def test_what_is_remembered_is_on_the_new_clock_and_by_tier() -> None:
     assert given_to.entries == book.entries and given_to.router == book.router
     assert [pin.expires_ns + 1000 for pin in given_to.handles] == [pin.expires_ns for pin in book.handles.values()]
     for page, member in zip(book.members.values(), given_to.members, strict=True):
-        tiers = [sum(tier_of(stamp) == tier for stamp in page.entries.stamps.values()) for tier in (0, 1)]
-        assert [len(member.hbm) // 16, len(member.dram) // 16] == tiers
+        assert len(member.hbm + member.dram) == 16 * len(page.entries)
 
 
 @given(st.integers(0, 2**32))

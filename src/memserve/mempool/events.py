@@ -33,16 +33,6 @@ class KvEvent:
     identities: tuple[bytes, ...]  # 16 bytes each
 
 
-@dataclass(frozen=True, slots=True)
-class KvHoldings:
-    """Identities of every block that an index holds, 16 bytes each, in no particular order."""
-
-    next_event: int
-    """Number that the next event will have: the events before it, whether taken or not, are part of this."""
-    hbm: bytes
-    dram: bytes
-
-
 class EventLog:
     """A bounded buffer of :class:`KvEvent` that knows which identity lies in which block.
 
@@ -104,14 +94,6 @@ class EventLog:
             events.insert(0, KvEvent(events[0].sequence - 1, KvEventKind.LOST, Tier.HBM, ()))
             self._lost = False
         return events
-
-    def holdings(self) -> KvHoldings:
-        """Everything that the index holds now. Changes nothing."""
-        by_tier = {
-            tier: b"".join(identity for (where, _), identity in self._identity.items() if where == tier)
-            for tier in (Tier.HBM, Tier.DRAM)
-        }
-        return KvHoldings(self._sequence, by_tier[Tier.HBM], by_tier[Tier.DRAM])
 
     @property
     def next_number(self) -> int:

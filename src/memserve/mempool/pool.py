@@ -18,7 +18,7 @@ from memserve import _core
 from memserve.config import PoolConfig
 from memserve.errors import InvariantError
 from memserve.mempool.block_access import BlockAccessLog, CopyLog
-from memserve.mempool.events import EventLog, KvEvent, KvHoldings, PoolReport, TierReport
+from memserve.mempool.events import EventLog, KvEvent, PoolReport, TierReport
 from memserve.mempool.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id
 from memserve.types import CopyBlocks, Tier, TokenArray, tenant_of
 
@@ -294,10 +294,6 @@ class BlockPool:
     def take_events(self) -> list[KvEvent]:
         """KV events since the last call, in order (none when the pool was built without a buffer for them)."""
         return self._events.take()
-
-    def holdings(self) -> KvHoldings:
-        """Everything that the index holds now, for a follower that missed events. Needs a buffer for events."""
-        return self._events.holdings()
 
     @property
     def next_event(self) -> int:

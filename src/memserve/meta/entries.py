@@ -35,16 +35,6 @@ def stamp_of(tier: Tier, created_ns: int, used_ns: int) -> int:
     return (_DRAM if tier is Tier.DRAM else 0) | created_s << 32 | used_s
 
 
-def tier_of(stamp: int) -> Tier:
-    """Where the entry lies."""
-    return Tier.DRAM if stamp & _DRAM else Tier.HBM
-
-
-def times_of(stamp: int) -> tuple[int, int]:
-    """When it was created and last used, whole seconds since 1970."""
-    return stamp >> 32 & _SECONDS, stamp & _SECONDS
-
-
 def split(identities: bytes) -> tuple[bytes, ...]:
     """The identities in a run of them."""
     count = len(identities) // IDENTITY_BYTES

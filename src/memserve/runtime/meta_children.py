@@ -2,8 +2,8 @@
 
 A supervisor with a state folder writes down the instances that it has started. When the supervisor is killed, they live
 on and keep their KV; each asks the kernel now and then whether a process holds the folder's lock, and ends when none
-has held it for ``ORPHAN_S``. The next supervisor with this folder takes over the instances that run the command that it would run
-itself, and ends the others.
+has held it for ``ORPHAN_S``. The next supervisor with this folder takes over the instances that run the command that it
+would run itself, and ends the others.
 """
 
 from __future__ import annotations
