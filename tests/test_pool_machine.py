@@ -163,21 +163,21 @@ class PoolWorld:
         elif kind in ("send", "raw"):
             self.offer(node, other, tokens, kind == "send")
         elif kind == "fetch":
-            node.call(lambda now: machine.start_fetch(self.waiter(), machine.known(other), tokens, now, 200 * MS))
+            self.count(node.call(lambda now: machine.start_fetch(other, tokens, now, 200 * MS)))
         elif kind == "there":
-            waiter = self.waiter()
-            waiter.add_done_callback(lambda got: node.held.append(list(got.result() or ())))
             tier = random.choice([Tier.HBM, Tier.DRAM])
-            node.call(lambda now: machine.start_allocation(waiter, machine.known(other), 2, tier, now, 200 * MS))
+            got = self.count(node.call(lambda now: machine.start_allocation(other, 2, tier, now, 200 * MS)))
+            got.add_done_callback(lambda got: node.held.append(list(got.result() or ())))
         elif node.held:
             self.free(node, node.held.pop(random.randrange(len(node.held))))
 
-    def waiter(self) -> Future[Any]:
-        waiter: Future[Any] = Future()
-        waiter.add_done_callback(self.count)
-        return waiter
+    def count(self, call: Future[Any] | None) -> Future[Any]:
+        """A call that was refused never ends."""
+        call = call or Future()
+        call.add_done_callback(self.add)
+        return call
 
-    def count(self, ended: Future[Any]) -> None:
+    def add(self, ended: Future[Any]) -> None:
         self.done += bool(ended.result())
 
     def store(self, memory: MemPool, tokens: np.ndarray) -> None:
@@ -203,9 +203,11 @@ class PoolWorld:
         if blocks:
             terms = {"insert": insert, "tier": Tier.HBM}
             machine, empty = node.machine, tokens[:0]
-            node.call(
-                lambda now: machine.start_offer(
-                    self.waiter(), machine.known(other), blocks, now, tokens if insert else empty, **terms
+            self.count(
+                node.call(
+                    lambda now: machine.start_offer(
+                        machine.known(other), blocks, now, tokens if insert else empty, **terms
+                    )
                 )
             )
         node.memory.free_mem(found)

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, TypeVar
-
-import msgspec
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from memserve import _core
 from memserve.config import ExchangeConfig
@@ -21,15 +18,15 @@ from memserve.errors import UserError
 from memserve.instance.member_actions import MeetPeer, PartFromPeer, Reborn
 from memserve.kv_transfer.exchange import Exchange
 from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
-from memserve.kv_transfer.outcomes import Delivered, ExchangeCounters, Inserted
-from memserve.mempool.mempool import Addresses, AddressList, MemPool
+from memserve.kv_transfer.outcomes import Delivered, Inserted
+from memserve.mempool.mempool import MemPool
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.loop import MachineLoop
-from memserve.runtime.pool_machine import Arrived, Call, PoolAction, PoolEvent, PoolMachine, Transferred
+from memserve.runtime.pool_machine import Arrived, Call, PoolAction, PoolEvent, PoolMachine
 from memserve.serving import MessageArrived, Send
-from memserve.types import Role, Tier, TokenArray
+from memserve.types import Role, Tier
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +60,9 @@ class PoolHost:
         self._mailbox = ZmqMailbox(me, secret, *address, self._heard)
         info = self._data.describe(_info(memory, me, namespace, self._mailbox.address))
         exchange = Exchange(memory.pool, memory.geometry, config, me, namespace)
-        self._machine = PoolMachine(memory, exchange, info, silent_ns)
+        self.machine = PoolMachine(memory, exchange, info, silent_ns)
         self._loop: MachineLoop[PoolEvent] = MachineLoop(
-            self._machine, self._perform, on_broken=self._broken, name="memserve-pool-peer"
+            self.machine, self._perform, on_broken=self._broken, name="memserve-pool-peer"
         )
         self._loop.start()
 
@@ -80,75 +77,11 @@ class PoolHost:
         answer: Answer = call.answer.result(_CALL_S)
         return answer
 
-    def info_bytes(self) -> bytes:
-        """See :meth:`PoolPeer.info`."""
-        return msgspec.msgpack.encode(self._machine.info)
-
-    def connect(self, packed: bytes, timeout_s: float) -> str:
-        """See :meth:`PoolPeer.connect`."""
-        try:
-            info = msgspec.msgpack.decode(packed, type=PeerInfo)
-        except (msgspec.MsgspecError, UserError) as error:
-            raise UserError(
-                f"not a peer's info: {error}", hint="give the bytes of PoolPeer.info()", param="info"
-            ) from error
-        answered = self.ask(lambda now: self._machine.meet(info, now))
-        try:
-            answered.result(timeout_s)
-        except (TimeoutError, CancelledError) as error:
-            hint = "is it running, and does it have this peer's secret?"
-            raise UserError(f"no answer from {info.peer.name} at {info.address}", hint=hint, param="info") from error
-        return info.peer.name
-
-    def leave(self, name: str) -> None:
-        """See :meth:`PoolPeer.disconnect`."""
-        self.ask(lambda now: self._machine.leave(name, now))
-
-    def names(self) -> list[str]:
-        """See :meth:`PoolPeer.peers`."""
-        return self.ask(lambda now: self._machine.names())
-
-    def known(self, name: str) -> Peer:
-        """The peer of that name; raises :class:`UserError` when there is none."""
-        return self.ask(lambda now: self._machine.known(name))
-
-    def offer(self, to: Peer, blocks: Sequence[int], **terms: Any) -> Future[Transferred]:
-        """Offer own blocks; ``terms`` as in :meth:`Exchange.offer`."""
-        waiter: Future[Transferred] = Future()
-        self.ask(lambda now: self._machine.start_offer(waiter, to, blocks, now, **terms))
-        return waiter
-
-    def fetch(self, name: str, tokens: TokenArray, within_ns: int) -> Future[int]:
-        """Ask a peer for cached KV."""
-        waiter: Future[int] = Future()
-        self.ask(lambda now: self._machine.start_fetch(waiter, self._machine.known(name), tokens, now, within_ns))
-        return waiter
-
-    def allocate_at(self, name: str, count: int, tier: Tier, within_ns: int) -> Future[Addresses | None]:
-        """Ask a peer for blocks."""
-        waiter: Future[Addresses | None] = Future()
-        machine = self._machine
-        self.ask(lambda now: machine.start_allocation(waiter, machine.known(name), count, tier, now, within_ns))
-        return waiter
-
-    def free_at(self, generation: int, addresses: AddressList) -> None:
-        """Give up blocks of a peer."""
-        self.ask(lambda now: self._machine.free_at(generation, addresses))
-
-    def counters(self) -> ExchangeCounters:
-        """A copy of the totals."""
-        return self.ask(lambda now: replace(self._machine.exchange.counters))
-
-    def check_invariants(self) -> None:
-        """Of the memory and of the exchange."""
-        self.ask(lambda now: self._machine.memory.check_invariants())
-        self.ask(lambda now: self._machine.exchange.check_invariants())
-
     def close(self) -> None:
-        """Say goodbye, stop threads and ports. Later calls raise; waiting ones get their "no"."""
+        """Leave all peers, stop threads and ports. Calls that wait end; later ones raise :class:`UserError`."""
         if self._closed:
             return
-        self.ask(lambda now: self._machine.close(now))
+        self.ask(lambda now: self.machine.close(now))
         self._closed = True
         self._loop.close(_CALL_S)
         self._mailbox.close()

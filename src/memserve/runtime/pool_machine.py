@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -62,6 +62,7 @@ class Arrived:
 PoolEvent = Call | MessageArrived | PagesSealed | PagesPulled | ClockTicked
 PoolAction = ExchangeAction | MeetPeer | PartFromPeer | Reborn | Arrived
 
+Answer = TypeVar("Answer")
 RemotePlace = tuple[int, Tier, int]
 """A block of a peer: its generation, tier, block."""
 
@@ -261,32 +262,38 @@ class PoolMachine:
     # -- calls of the application
 
     def start_offer(
-        self, waiter: Future[Transferred], to: Peer, blocks: Sequence[int], now: int, tokens: TokenArray, **terms: Any
-    ) -> None:
+        self, to: Peer, blocks: Sequence[int], now: int, tokens: TokenArray, **terms: Any
+    ) -> Future[Transferred]:
         """Offer blocks that hold their final bytes; ``terms`` as in :meth:`Exchange.offer`."""
         if self.known(to.name) != to:
             raise UserError(f"{to.name} has been restarted", hint="connect to it again", param="id")
         self.memory.require_held([(terms["tier"], blocks)])
         transfer_id = self.exchange.offer(to, self.memory.tenant, tokens, blocks, now, **terms)
-        self._waiting[transfer_id] = lambda ended: _settle(waiter, _transferred(ended))
+        ended = self._wait_for(transfer_id, _transferred)
         self.exchange.computed(transfer_id, 0, len(blocks), fence=0)
+        return ended
 
-    def start_fetch(self, waiter: Future[int], holder: Peer, tokens: TokenArray, now: int, within_ns: int) -> None:
-        """Ask a peer for what is not here of the whole blocks of ``tokens``."""
-        memory, block_tokens = self.memory, self.memory.geometry.block_tokens
+    def start_fetch(self, name: str, tokens: TokenArray, now: int, within_ns: int) -> Future[int]:
+        """Ask a peer for what is not here of the whole blocks of ``tokens``; gives the cached prefix, in tokens."""
+        memory, block_tokens, holder = self.memory, self.memory.geometry.block_tokens, self.known(name)
         first, end = memory.cached_tokens(tokens) // block_tokens, len(tokens) // block_tokens
         if first >= end:
-            _settle(waiter, first * block_tokens)
-            return
+            nothing: Future[int] = Future()
+            nothing.set_result(first * block_tokens)
+            return nothing
         transfer_id = self.exchange.fetch(holder, memory.tenant, tokens, first, end, now, now + within_ns)
-        self._waiting[transfer_id] = lambda _: _settle(waiter, memory.cached_tokens(tokens))
+        return self._wait_for(transfer_id, lambda _: memory.cached_tokens(tokens))
 
-    def start_allocation(
-        self, waiter: Future[Addresses | None], at: Peer, count: int, tier: Tier, now: int, within_ns: int
-    ) -> None:
+    def start_allocation(self, name: str, count: int, tier: Tier, now: int, within_ns: int) -> Future[Addresses | None]:
         """Ask a peer for blocks."""
-        call_id = self.exchange.allocate_at(at, count, tier, now, now + within_ns)
-        self._waiting[call_id] = lambda answer: _settle(waiter, self._allocated(answer))
+        call_id = self.exchange.allocate_at(self.known(name), count, tier, now, now + within_ns)
+        return self._wait_for(call_id, self._allocated)
+
+    def _wait_for(self, call_id: str, result: Callable[[Any], Answer]) -> Future[Answer]:
+        """What ``result`` makes of the outcome of a call, when that is there."""
+        waiter: Future[Answer] = Future()
+        self._waiting[call_id] = lambda outcome: _settle(waiter, result(outcome))
+        return waiter
 
     def free_at(self, generation: int, addresses: AddressList) -> None:
         """Give up blocks of a peer; a call's blocks go back when the last of them is given up.

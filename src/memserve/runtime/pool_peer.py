@@ -18,11 +18,13 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,7 +35,7 @@ from memserve.kv_transfer.outcomes import Delivered, ExchangeCounters, Inserted
 from memserve.mempool.events import PoolReport
 from memserve.mempool.identity import identity_key
 from memserve.mempool.mempool import Address, Addresses, AddressList, MemPool, as_tokens
-from memserve.messages import Peer
+from memserve.messages import Peer, PeerInfo
 from memserve.runtime.pool_host import PoolHost
 from memserve.runtime.pool_machine import Transferred
 from memserve.types import KVGeometry, Tier, TokenArray, TransferMode
@@ -116,6 +118,7 @@ class PoolPeer:
             silent_ns=ns_from_s(silent_s),
             on_arrival=self._arrived,
         )
+        self._machine = self._host.machine
 
     # -- peers
 
@@ -126,7 +129,7 @@ class PoolPeer:
 
     def info(self) -> bytes:
         """What another process needs for :meth:`connect`."""
-        return self._host.info_bytes()
+        return msgspec.msgpack.encode(self._machine.info)
 
     def connect(self, info: bytes, timeout_s: float = 5.0) -> str:
         """Get to know a peer, and be known to it; returns its name, the ``id`` of the other calls.
@@ -134,15 +137,27 @@ class PoolPeer:
         Raises :class:`UserError` when ``info`` is no peer's, when that peer's KV has another shape or namespace, and
         when there is no answer: the peer is gone, or has another secret.
         """
-        return self._host.connect(info, timeout_s)
+        try:
+            peer_info = msgspec.msgpack.decode(info, type=PeerInfo)
+        except (msgspec.MsgspecError, UserError) as error:
+            hint = "give the bytes of PoolPeer.info()"
+            raise UserError(f"not a peer's info: {error}", hint=hint, param="info") from error
+        name = peer_info.peer.name
+        answered = self._host.ask(lambda now: self._machine.meet(peer_info, now))
+        try:
+            answered.result(timeout_s)
+        except (TimeoutError, CancelledError) as error:
+            hint = "is it running, and does it have this peer's secret?"
+            raise UserError(f"no answer from {name} at {peer_info.address}", hint=hint, param="info") from error
+        return name
 
     def disconnect(self, id: str) -> None:
         """End all dealings with a peer: each side frees what the other held."""
-        self._host.leave(id)
+        self._host.ask(lambda now: self._machine.leave(id, now))
 
     def peers(self) -> list[str]:
         """Names of the peers that are known and not silent."""
-        return self._host.names()
+        return self._host.ask(lambda now: self._machine.names())
 
     # -- Table 1: memory blocks
 
@@ -158,7 +173,8 @@ class PoolPeer:
             return self._host.ask(lambda now: self._memory.alloc_mem(size, tier))
         if size < 1:
             raise UserError(f"cannot allocate {size} blocks at {id!r}", hint="size must be positive", param="size")
-        return self._host.allocate_at(id, size, tier, ns_from_s(timeout_s)).result()
+        within_ns = ns_from_s(timeout_s)
+        return self._host.ask(lambda now: self._machine.start_allocation(id, size, tier, now, within_ns)).result()
 
     def free_mem(self, addresses: AddressList) -> None:
         """Give up blocks from :meth:`alloc_mem`, :meth:`match` or a delivery, wherever they lie.
@@ -170,7 +186,7 @@ class PoolPeer:
             if generation == self._me.generation:
                 self._host.ask(partial(self._free_own, group))
             else:
-                self._host.free_at(generation, group)
+                self._host.ask(partial(self._free_remote, generation, group))
 
     def view(self, address: Address) -> NDArray[np.uint8]:
         """The bytes of an own block, ``[num_layers, page_bytes]`` uint8, writable, without a copy."""
@@ -276,7 +292,8 @@ class PoolPeer:
 
         What does not come in time, or with a wrong checksum, is not there.
         """
-        return self._host.fetch(id, as_tokens(tokens), ns_from_s(timeout_s)).result()
+        wanted, within_ns = as_tokens(tokens), ns_from_s(timeout_s)
+        return self._host.ask(lambda now: self._machine.start_fetch(id, wanted, now, within_ns)).result()
 
     # -- state
 
@@ -286,11 +303,12 @@ class PoolPeer:
 
     def counters(self) -> ExchangeCounters:
         """What was exchanged so far."""
-        return self._host.counters()
+        return self._host.ask(lambda now: replace(self._machine.exchange.counters))
 
     def check_invariants(self) -> None:
         """Raise :class:`memserve.errors.InvariantError` when the books do not balance."""
-        self._host.check_invariants()
+        self._host.ask(lambda now: self._memory.check_invariants())
+        self._host.ask(lambda now: self._machine.exchange.check_invariants())
 
     def close(self) -> None:
         """Tell the peers, stop the threads, give the memory back. Waiting calls end."""
@@ -317,7 +335,7 @@ class PoolPeer:
         private: bytes,
     ) -> Future[Transferred]:
         tier, blocks = self._own_blocks(src)
-        to, dst_tier, dst_blocks = self._host.known(id), Tier.HBM, tuple[int, ...]()
+        to, dst_tier, dst_blocks = self._host.ask(lambda now: self._machine.known(id)), Tier.HBM, tuple[int, ...]()
         if dst is not None:
             dst_tier, dst_blocks = _blocks_of(to, dst)
             if len(dst_blocks) != len(blocks):
@@ -326,20 +344,22 @@ class PoolPeer:
                 raise UserError("TO_DRAM, and addresses in HBM", hint="leave the flag out: addresses name their tier")
         elif TransferFlag.TO_DRAM in flags:
             dst_tier = Tier.DRAM
-        return self._host.offer(
-            to,
-            blocks,
-            tokens=tokens,
-            tier=tier,
-            mode=TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
-            insert=len(tokens) > 0,
-            private=private,
-            dst_blocks=dst_blocks,
-            dst_tier=dst_tier,
-        )
+        terms: dict[str, Any] = {
+            "tokens": tokens,
+            "tier": tier,
+            "mode": TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
+            "insert": len(tokens) > 0,
+            "private": private,
+            "dst_blocks": dst_blocks,
+            "dst_tier": dst_tier,
+        }
+        return self._host.ask(lambda now: self._machine.start_offer(to, blocks, now, **terms))
 
     def _free_own(self, addresses: AddressList, now: int) -> None:
         self._memory.free_mem(addresses)
+
+    def _free_remote(self, generation: int, addresses: AddressList, now: int) -> None:
+        self._machine.free_at(generation, addresses)
 
     def _own_blocks(self, src: AddressList) -> tuple[Tier, tuple[int, ...]]:
         if not len(src):
