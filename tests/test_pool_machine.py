@@ -145,7 +145,7 @@ class PoolWorld:
         self.random, self.clock, self.rebirths = Random(seed), Clock(), 0
         self.network = FaultyNetwork(self.clock, self.random, (MS // 10, 5 * MS))
         self.nodes = [PoolNode(self, name, self.random.randint(6, 14), self.random.choice([0, 4])) for name in "abc"]
-        self.verified = self.done = 0
+        self.verified = self.done = self.chosen = 0
 
     def act(self, node: PoolNode) -> None:
         random, memory, machine = self.random, node.memory, node.machine
@@ -201,7 +201,13 @@ class PoolWorld:
         found = node.memory.match(tokens)
         blocks, tokens = [address.block for address in found], tokens[: 4 * len(found)]
         if blocks:
-            terms = {"insert": insert, "tier": Tier.HBM}
+            terms: dict[str, Any] = {"insert": insert, "tier": Tier.HBM}
+            there = self.random.choice([None, *self.held_at(node, other)])
+            if there is not None:
+                blocks, tokens = blocks[: len(there)], tokens[: 4 * len(there)]
+                chosen = there[: len(blocks)]
+                terms |= {"dst_blocks": tuple(each.block for each in chosen), "dst_tier": chosen[0].tier}
+                self.chosen += insert
             machine, empty = node.machine, tokens[:0]
             self.count(
                 node.call(
@@ -211,6 +217,11 @@ class PoolWorld:
                 )
             )
         node.memory.free_mem(found)
+
+    def held_at(self, node: PoolNode, other: str) -> list[list[Address]]:
+        """What ``node`` has allocated at ``other``, call by call."""
+        generation = self.network.nodes[other].peer.generation
+        return [held for held in node.held if held and held[0].generation == generation]
 
     def free(self, node: PoolNode, addresses: list[Address]) -> None:
         for address in addresses:
@@ -274,6 +285,7 @@ def test_random_histories(first: int) -> None:
     for world in worlds:
         world.run()
     assert sum(world.verified for world in worlds) > 200 and sum(world.done for world in worlds) > 100
+    assert sum(world.chosen for world in worlds) > 50
     assert sum(world.rebirths for world in worlds) > 0  # else nobody was ever taken to be gone
 
 

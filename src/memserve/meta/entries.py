@@ -15,6 +15,7 @@ from __future__ import annotations
 from struct import unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memserve.errors import check
 from memserve.mempool.events import KvEventKind
@@ -102,18 +103,27 @@ class Entries:
         count = len(self.stamps)
         keys, stamps = np.frombuffer(b"".join(self.stamps), "V16"), np.fromiter(self.stamps.values(), np.uint64, count)
         created, used = (stamps >> np.uint64(at) & np.uint64(_SECONDS) for at in (32, 0))
-        hits = np.fromiter((self.hits.get(identity, 0) for identity in self.stamps), np.uint32, count)
-        order = np.lexsort((created, used, stamps >= np.uint64(_DRAM)))
-        hbm_count = count - np.count_nonzero(stamps >= np.uint64(_DRAM))
-        history = np.stack((created, used, hits), axis=1)[order].astype("<u4")
-        return keys[order[:hbm_count]].tobytes(), keys[order[hbm_count:]].tobytes(), history.tobytes()
+        in_dram = stamps >= np.uint64(_DRAM)
+        order = np.argsort(in_dram.astype(np.uint64) << np.uint64(62) | used << np.uint64(31) | created, kind="stable")
+        history = np.empty((count, 3), "<u4")
+        history[:, 0], history[:, 1], history[:, 2] = created, used, 0
+        places, counts = self._hits_by_place().T
+        history[places, 2] = counts
+        hbm_count = count - np.count_nonzero(in_dram)
+        return keys[order[:hbm_count]].tobytes(), keys[order[hbm_count:]].tobytes(), history[order].tobytes()
+
+    def _hits_by_place(self) -> NDArray[np.uint32]:
+        """Of blocks that were used: their place among all, and how often. ``[n, 2]``."""
+        hits = self.hits
+        found = [(at, hits[name]) for at, name in enumerate(self.stamps) if name in hits] if hits else []
+        return np.array(found, "<u4").reshape(-1, 2)
 
     def record(self, peer: Peer) -> EntriesKept:
         """All of it for a checkpoint."""
         stamps = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps)).astype("<u8")
-        hits = [(at, self.hits[identity]) for at, identity in enumerate(self.stamps) if identity in self.hits]
-        kept = b"".join(self.stamps), stamps.tobytes(), np.array(hits, "<u4").tobytes()
-        return EntriesKept(peer, self.next_event, *kept)
+        return EntriesKept(
+            peer, self.next_event, b"".join(self.stamps), stamps.tobytes(), self._hits_by_place().tobytes()
+        )
 
     def restore(self, kept: EntriesKept) -> None:
         """What :meth:`record` gave."""
