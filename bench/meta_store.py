@@ -37,12 +37,12 @@ from memserve.config import ClusterConfig
 from memserve.messages import Dispatch, Join, KvChange, Peer, PeerInfo
 from memserve.meta.faulty import FaultyMedium
 from memserve.meta.store import Store
-from memserve.remembered import (
+from memserve.metadata import (
     AnyRecord,
     EntriesChanged,
     MemberEntered,
-    Remembered,
-    RememberedMember,
+    RecoveredMember,
+    RecoveredState,
     RouterStarted,
     SessionRouted,
 )
@@ -115,7 +115,7 @@ class Journal:
         """Forget everything."""
         self.store.close()
 
-    def read(self) -> Remembered:
+    def read(self) -> RecoveredState:
         """Everything, from the files."""
         self.store = Store(FileMedium(self.folder))
         return self.store.book.remembered(0)
@@ -170,7 +170,7 @@ class Sqlite:
         """Forget everything."""
         self.base.close()
 
-    def read(self) -> Remembered:
+    def read(self) -> RecoveredState:
         """Everything, from the files."""
         self.base = sqlite3.connect(self.path, isolation_level=None)
         held: dict[str, list[bytes]] = {}
@@ -181,8 +181,8 @@ class Sqlite:
             info = PeerInfo(
                 Peer(name, generation), Role.COLOCATED, "tcp://h:1", "weights", GEOMETRY, 4096, 0, 8192, True
             )
-            members.append(RememberedMember(info, False, next_event, b"".join(held.get(name, [])), b""))
-        return Remembered(ROUTER, "tcp://h:2", tuple(members))
+            members.append(RecoveredMember(info, False, next_event, b"".join(held.get(name, [])), b""))
+        return RecoveredState(ROUTER, "tcp://h:2", tuple(members))
 
     def disk_bytes(self) -> int:
         """What it takes."""
@@ -213,7 +213,7 @@ def decide(router: Cluster, world: World, prompt: int) -> Peer | None:
     return next((a.to for a in sent if isinstance(a.message, Dispatch)), None)
 
 
-def share_kept(router: Cluster, world: World, remembered: Remembered) -> float:
+def share_kept(router: Cluster, world: World, remembered: RecoveredState) -> float:
     """Of a sample of prompts: those that are found whole where they lie."""
     for member in remembered.members:
         router.handle(MessageArrived(member.info.peer, Join(member.info)), 3)

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from memserve.messages import KvChange, Peer, PeerInfo
-from memserve.remembered import (
+from memserve.metadata import (
     AnyRecord,
     DocumentDropped,
     DocumentPut,

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from memserve.errors import UserError
 from memserve.messages import Peer
-from memserve.meta.book import GONE_MAX, Book
 from memserve.meta.entries import tier_of, times_of
 from memserve.meta.faulty import FaultyMedium
 from memserve.meta.journal import JournalWriter, read_journal, records_of
 from memserve.meta.medium import MediumFailed
+from memserve.meta.state import GONE_MAX, MetadataState
 from memserve.meta.store import Store
-from memserve.remembered import AnyRecord, HandlePinned, MemberGone, RouterStarted
+from memserve.metadata import AnyRecord, HandlePinned, MemberGone, RouterStarted
 from meta_records import BookTwin, Drawn, info
 
 
-def view_of(book: Book | BookTwin) -> dict[str, Any]:
+def view_of(book: MetadataState | BookTwin) -> dict[str, Any]:
     """All that can be seen of either."""
     if isinstance(book, BookTwin):
         members = [(p["info"], p["draining"], p["next"], p["entries"]) for p in book.members.values()]
@@ -53,7 +53,7 @@ def view_of(book: Book | BookTwin) -> dict[str, Any]:
 
 
 def folded(records: list[AnyRecord]) -> dict[str, Any]:
-    book = Book()
+    book = MetadataState()
     book.apply(records)
     return view_of(book)
 
@@ -61,7 +61,7 @@ def folded(records: list[AnyRecord]) -> dict[str, Any]:
 @given(st.integers(0, 2**32), st.integers(1, 120))
 @settings(max_examples=80, deadline=None)
 def test_the_book_is_what_the_records_mean_and_its_checkpoint_says_the_same(seed: int, count: int) -> None:
-    drawn, book, twin = Drawn(seed), Book(), BookTwin()
+    drawn, book, twin = Drawn(seed), MetadataState(), BookTwin()
     for _ in range(count):
         record = drawn.record()
         book.apply([record])
@@ -71,7 +71,7 @@ def test_the_book_is_what_the_records_mean_and_its_checkpoint_says_the_same(seed
 
 
 def test_what_is_remembered_is_on_the_new_clock_and_by_tier() -> None:
-    drawn, book = Drawn(5), Book()
+    drawn, book = Drawn(5), MetadataState()
     while not (book.handles and book.entries > 4):
         book.apply([drawn.record()])
     given_to = book.remembered(1000)
@@ -83,7 +83,7 @@ def test_what_is_remembered_is_on_the_new_clock_and_by_tier() -> None:
 
 
 def test_incarnations_that_are_gone_stay_gone_as_far_as_is_kept() -> None:
-    book = Book()
+    book = MetadataState()
     book.apply(MemberGone(Peer("a", number)) for number in range(GONE_MAX + 5))
     assert len(book.remembered(0).gone) == GONE_MAX
 
@@ -242,7 +242,7 @@ def test_journals_are_replaced_when_they_have_grown_and_say_the_same() -> None:
 
 
 def test_pins_survive_a_change_of_clocks() -> None:
-    book = Book()
+    book = MetadataState()
     book.apply([RouterStarted(Peer("router", 1), "", 500), HandlePinned("t", "h", b"", 100)])
     book.apply([RouterStarted(Peer("router", 2), "", 90), HandlePinned("t", "g", b"", 100)])
     assert [pin.expires_ns for pin in book.remembered(90).handles] == [510, 100]

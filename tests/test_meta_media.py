@@ -23,7 +23,7 @@ from memserve.messages import Peer
 from memserve.meta.faulty import FaultyMedium
 from memserve.meta.medium import Medium, MediumFailed
 from memserve.meta.store import Store
-from memserve.remembered import HandleDropped, RouterStarted, SessionRouted
+from memserve.metadata import HandleDropped, RouterStarted, SessionRouted
 from memserve.runtime.meta_children import ChildrenFile
 from memserve.runtime.meta_file import FileMedium
 from memserve.runtime.meta_keeper import MetaKeeper
@@ -308,7 +308,7 @@ WRITER = """
 import itertools, sys
 from pathlib import Path
 from memserve.meta.store import Store
-from memserve.remembered import SessionRouted
+from memserve.metadata import SessionRouted
 from memserve.runtime.meta_file import FileMedium
 store = Store(FileMedium(Path(sys.argv[1])), checkpoint_bytes_min=2000)
 for number in itertools.count(len(store.book.sessions)):

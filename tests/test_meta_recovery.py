@@ -33,6 +33,7 @@ from memserve.messages import (
     Expelled,
     Heartbeat,
     Join,
+    JoinAccepted,
     KvChange,
     KvEvents,
     KvSnapshot,
@@ -41,13 +42,12 @@ from memserve.messages import (
     Peer,
     PeerGone,
     Pin,
-    Recall,
     Refused,
+    RejoinRequest,
     Tokens,
-    Welcome,
 )
-from memserve.meta.book import Book
-from memserve.remembered import MemberGone, RouterStarted
+from memserve.meta.state import MetadataState
+from memserve.metadata import MemberGone, RouterStarted
 from memserve.types import Admission, FinishReason, Request, SamplingParams, StopParams, Tier, TokenOutput
 from memserve.units import NS_PER_MS, NS_PER_S
 from meta_records import identities, info
@@ -61,8 +61,8 @@ class World:
 
     config = CONFIG
 
-    def __init__(self, book: Book | None = None, generation: int = 1, now: int = 0) -> None:
-        self.me, self.now, self.book = Peer("router", generation), now, book or Book()
+    def __init__(self, book: MetadataState | None = None, generation: int = 1, now: int = 0) -> None:
+        self.me, self.now, self.book = Peer("router", generation), now, book or MetadataState()
         self.machine = Cluster(self.config, remembers=True)
         self.sent: list[Send] = []
         self.order: list[str] = []
@@ -90,7 +90,7 @@ class World:
 
     def successor(self, downtime_ns: int = 0) -> Self:
         """The router is killed; the next one finds the book."""
-        found = Book()
+        found = MetadataState()
         found.apply(self.book.records())
         return type(self)(found, self.me.generation + 1, self.now + downtime_ns)
 
@@ -177,11 +177,11 @@ def test_what_must_be_durable_stands_before_what_is_said(world: World) -> None:
 def test_the_first_decision_of_the_next_router_goes_by_the_recovered_entries(world: World) -> None:
     assert world.ask("before") == P2
     after = world.successor()
-    assert {send.to for send in after.told(Recall)} == {P1, P2}
-    assert all(send.message.address == "tcp://r:2" for send in after.told(Recall))
+    assert {send.to for send in after.told(RejoinRequest)} == {P1, P2}
+    assert all(send.message.address == "tcp://r:2" for send in after.told(RejoinRequest))
     assert after.ask("early") is None  # nobody has answered yet: it waits
     after.hear(P2, Join(info(P2)))
-    assert after.told(Welcome)[0].to == P2 and after.told(Dispatch)[0].to == P2
+    assert after.told(JoinAccepted)[0].to == P2 and after.told(Dispatch)[0].to == P2
     after.hear(P1, Join(info(P1)))
     assert after.ask("later") == P2, "no snapshot has come, and the entries are known"
     stats = after.machine.stats()
@@ -224,7 +224,7 @@ def test_who_does_not_answer_is_gone_and_stays_gone(world: World) -> None:
     assert [view.peer for view in after.machine.instances()] == [P1]
     assert MemberGone(P2) in list(after.book.records())
     again = after.successor()
-    assert {send.to for send in again.told(Recall)} == {P1}
+    assert {send.to for send in again.told(RejoinRequest)} == {P1}
     assert isinstance(again.hear(P2, Join(info(P2)))[0].message, Expelled)
 
 
@@ -232,8 +232,10 @@ def test_a_lost_recall_is_repeated_at_the_next_sign_of_life(world: World) -> Non
     after = world.successor()
     for _ in range(2):
         [answer] = after.hear(P1, Heartbeat(Load()), after_ns=100 * NS_PER_MS)
-        assert answer == Send(P1, Recall("tcp://r:2"))
-    assert after.hear(P1, stored(0, identities(1)))[0].message == Recall("tcp://r:2"), "old news: nothing is applied"
+        assert answer == Send(P1, RejoinRequest("tcp://r:2"))
+    assert after.hear(P1, stored(0, identities(1)))[0].message == RejoinRequest("tcp://r:2"), (
+        "old news: nothing is applied"
+    )
 
 
 def test_whoever_was_draining_goes_on_draining(world: World) -> None:

@@ -10,7 +10,7 @@ know, and nothing of it is needed by instances to stay right: each message may b
     Gate         who is let in             policy.admission, .fairness, .bestfit, .pressure
     Placer       who runs a request        policy.routing
     Lifecycle    attempts of each request  Jobs
-    OutputDesk   what the client gets
+    OutputMerger   what the client gets
     Handles      named prefixes
 """
 
@@ -41,7 +41,7 @@ from memserve.cluster.lifecycle import Lifecycle
 from memserve.cluster.loads import LoadTable
 from memserve.cluster.membership import Membership
 from memserve.cluster.outbox import Outbox
-from memserve.cluster.outputs import OutputDesk
+from memserve.cluster.outputs import OutputMerger
 from memserve.cluster.placement import Placer
 from memserve.cluster.recording import entries_record
 from memserve.cluster.registry import Member, MemberState, Registry
@@ -69,9 +69,9 @@ from memserve.messages import (
     StopSequence,
     Tokens,
 )
+from memserve.metadata import RouterStarted
 from memserve.policy.admission import on_terms
 from memserve.policy.costs import CostModel
-from memserve.remembered import RouterStarted
 from memserve.types import FinishReason, NamedPrefix, Request, TokenOutput
 
 
@@ -108,7 +108,7 @@ class Cluster:
             config, registry, trees, loads, gate, placer, sessions, handles, timers, outbox, counters
         )
         self._membership = Membership(config, registry, trees, loads, lifecycle, handles, timers, outbox, counters)
-        self._desk = OutputDesk(lifecycle, timers, outbox, counters)
+        self._desk = OutputMerger(lifecycle, timers, outbox, counters)
 
     # -- the one mutator
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from memserve.meta.book import Book
 from memserve.meta.journal import JournalWriter, read_journal, records_of
 from memserve.meta.medium import Medium, MediumFailed
-from memserve.remembered import AnyRecord, DocumentDropped, DocumentPut, HandleDropped
+from memserve.meta.state import MetadataState
+from memserve.metadata import AnyRecord, DocumentDropped, DocumentPut, HandleDropped
 from memserve.units import MIB
 
 CHECKPOINT_BYTES_MIN = 4 * MIB
@@ -41,7 +41,7 @@ class Store:
         :class:`MediumFailed`."""
         self._medium = medium
         self._checkpoint_bytes_min = checkpoint_bytes_min
-        self.book = Book()
+        self.book = MetadataState()
         self.torn_bytes = 0
         """Of a last write that had not got through when this store was opened."""
         self.checkpoints = 0

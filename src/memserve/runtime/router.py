@@ -36,10 +36,10 @@ from memserve.cluster.events import (
 from memserve.cluster.machine import Cluster
 from memserve.cluster.report import InstanceView, RouteStory
 from memserve.errors import InvariantError, UserError
-from memserve.messages import AnyMessage, Join, Peer, PeerInfo, Welcome
+from memserve.messages import AnyMessage, Join, JoinAccepted, Peer, PeerInfo
+from memserve.metadata import DocumentDropped, DocumentPut
 from memserve.model.loading.card import ModelCard
 from memserve.policy.costs import CostModel
-from memserve.remembered import DocumentDropped, DocumentPut
 from memserve.runtime.clients import Clients, Sink
 from memserve.runtime.loop import MachineLoop
 from memserve.runtime.member_log import MemberLog
@@ -255,7 +255,9 @@ class RouterEngine:
     def _follow_members(self, event: MessageArrived, actions: list[Any]) -> None:
         """Lines follow membership: whoever is welcome can be spoken to from now on."""
         message = event.message
-        if isinstance(message, Join) and any(isinstance(a, Send) and isinstance(a.message, Welcome) for a in actions):
+        if isinstance(message, Join) and any(
+            isinstance(a, Send) and isinstance(a.message, JoinAccepted) for a in actions
+        ):
             self._connect(message.info)
             with self._changed:
                 self._members[event.sender.name] = message.info

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember, StateRecovered
 from memserve.messages import ROUTER, Peer
-from memserve.meta.book import Book
 from memserve.meta.faulty import FaultyMedium
 from memserve.meta.medium import MediumFailed
+from memserve.meta.state import MetadataState
 from memserve.meta.store import Store
-from memserve.remembered import AnyRecord
+from memserve.metadata import AnyRecord
 from memserve.sim.fuzz.truth import Violation
 from memserve.sim.nodes import RouterNode
 
@@ -32,7 +32,7 @@ class Promises:
     it, in order."""
 
     def __init__(self) -> None:
-        self._kept = Book()
+        self._kept = MetadataState()
         self._pending: list[Sequence[AnyRecord]] = []
         #: by identity: actions that have not left, each with what must be safe before that; and what is not safe yet
         self._needs: dict[int, tuple[ClusterAction, Sequence[AnyRecord]]] = {}
@@ -69,11 +69,11 @@ class Promises:
             self._unsafe.pop(id(records), None)
         self._pending.clear()
 
-    def check(self, found: Book) -> None:
+    def check(self, found: MetadataState) -> None:
         """Raise :class:`Violation` unless ``found`` keeps the promise. What it has beyond that may yet be lost: it was
         read, and not made safe."""
         there = list(found.records())
-        book = Book()
+        book = MetadataState()
         book.apply(self._kept.records())
         for count in range(len(self._pending) + 1):
             if list(book.records()) == there:

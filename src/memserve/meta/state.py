@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from memserve.errors import check
 from memserve.messages import Peer, PeerInfo
 from memserve.meta.entries import Entries
-from memserve.remembered import (
+from memserve.metadata import (
     AnyRecord,
     DocumentDropped,
     DocumentPut,
@@ -29,8 +29,8 @@ from memserve.remembered import (
     MemberDrained,
     MemberEntered,
     MemberGone,
-    Remembered,
-    RememberedMember,
+    RecoveredMember,
+    RecoveredState,
     RouterStarted,
     SessionRouted,
 )
@@ -52,7 +52,7 @@ class MemberPage:
     entries: Entries = field(default_factory=Entries)
 
 
-class Book:
+class MetadataState:
     """Applies records, one by one and in order. Whatever comes twice, late or for nobody changes nothing."""
 
     def __init__(self) -> None:
@@ -181,14 +181,14 @@ class Book:
         if self.router is not None:
             yield RouterStarted(self.router, self.address, self._offset_ns)
 
-    def remembered(self, clock_offset_ns: int) -> Remembered:
+    def remembered(self, clock_offset_ns: int) -> RecoveredState:
         """Everything, for a router whose clock shows ``clock_offset_ns`` less than the ns since 1970."""
         members = []
         for page in self.members.values():
             hbm, dram = page.entries.by_tier()
-            members.append(RememberedMember(page.info, page.is_draining, page.entries.next_event, hbm, dram))
+            members.append(RecoveredMember(page.info, page.is_draining, page.entries.next_event, hbm, dram))
         handles = (replace(pin, expires_ns=pin.expires_ns - clock_offset_ns) for pin in self.handles.values())
-        return Remembered(
+        return RecoveredState(
             self.router,
             self.address,
             tuple(members),
