@@ -118,7 +118,7 @@ class Journal:
     def read(self) -> RecoveredState:
         """Everything, from the files."""
         self.store = Store(FileMedium(self.folder))
-        return self.store.book.remembered(0)
+        return self.store.state.recovered(0)
 
     def disk_bytes(self) -> int:
         """What it takes."""
@@ -193,10 +193,10 @@ def restart(store: Journal | Sqlite, world: World) -> tuple[Cluster, float]:
     """A new router up to its first decision, and the seconds that took."""
     prompt = len(world.prompts) // 2
     started = time.perf_counter()
-    remembered = store.read()
+    recovered = store.read()
     router = Cluster(ClusterConfig(), remembers=True)
-    router.handle(StateRecovered(remembered, Peer("router", 2), "tcp://h:3"), 0)
-    info = next(m.info for m in remembered.members if m.info.peer == world.peer(prompt))
+    router.handle(StateRecovered(recovered, Peer("router", 2), "tcp://h:3"), 0)
+    info = next(m.info for m in recovered.members if m.info.peer == world.peer(prompt))
     router.handle(MessageArrived(info.peer, Join(info)), 1)
     chosen = decide(router, world, prompt)
     seconds = time.perf_counter() - started
@@ -213,9 +213,9 @@ def decide(router: Cluster, world: World, prompt: int) -> Peer | None:
     return next((a.to for a in sent if isinstance(a.message, Dispatch)), None)
 
 
-def share_kept(router: Cluster, world: World, remembered: RecoveredState) -> float:
+def share_kept(router: Cluster, world: World, recovered: RecoveredState) -> float:
     """Of a sample of prompts: those that are found whole where they lie."""
-    for member in remembered.members:
+    for member in recovered.members:
         router.handle(MessageArrived(member.info.peer, Join(member.info)), 3)
     sample = random.Random(1).sample(range(len(world.prompts)), min(SAMPLE, len(world.prompts)))
     trees, found = router._trees, 0
@@ -268,7 +268,7 @@ def lost_at_kill_points(points: int) -> int:
         tail = medium.unsafe_bytes
         hole = rng.randint(0, tail)
         medium.lose_power(rng.randint(0, tail), [(hole, hole + rng.randrange(40))])
-        found = {name for _, name in Store(medium).book.sessions}
+        found = {name for _, name in Store(medium).state.sessions}
         lost += sum(f"s{number}" not in found for number in range(1, acknowledged + 1))
     return lost
 

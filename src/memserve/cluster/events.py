@@ -56,7 +56,7 @@ class StateRecovered:
     answered.
     """
 
-    remembered: RecoveredState
+    recovered: RecoveredState
     router: Peer
     address: str
     """Where members reach this router."""

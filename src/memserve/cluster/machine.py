@@ -155,13 +155,13 @@ class Cluster:
         check(not len(self._registry) and not self._lifecycle.jobs.by_id, "what is remembered comes first")
         self._address = event.address
         self._outbox.remember(RouterStarted(event.router, event.address, event.clock_offset_ns))
-        remembered = event.remembered
-        self._registry.remember_dead(remembered.gone)
-        for member in remembered.members:
+        recovered = event.recovered
+        self._registry.remember_dead(recovered.gone)
+        for member in recovered.members:
             self._membership.recall(member, event.address, now)
-        for way in remembered.sessions:
+        for way in recovered.sessions:
             self._sessions.recall(way.tenant, way.session, way.peers)
-        for pin in remembered.handles:
+        for pin in recovered.handles:
             self._handles.recall(pin, now)
 
     def _excuse_own_sleep(self, now: int) -> None:

@@ -1,6 +1,6 @@
 """Records folded into the state that they make (level 2): what a journal's checkpoint holds, and what recovery gives.
 
-The book lives in the store's thread, beside the machine's own state, so that writing a checkpoint costs the machine
+The state lives in the store's thread, beside the machine's own state, so that writing a checkpoint costs the machine
 nothing. Times in records are on a router's clock; in here they are ns since 1970.
 """
 
@@ -166,7 +166,7 @@ class MetadataState:
     # -- what it gives
 
     def records(self) -> Iterator[AnyRecord]:
-        """The shortest way to tell all of it: a checkpoint. Applied to an empty book they make an equal one."""
+        """The shortest way to tell all of it: a checkpoint. Applied to an empty state they make an equal one."""
         if self.router is not None:  # first with a clock that needs no correction, last as it was
             yield RouterStarted(self.router, self.address, 0)
         yield from (MemberGone(peer) for peer in self._gone)
@@ -181,7 +181,7 @@ class MetadataState:
         if self.router is not None:
             yield RouterStarted(self.router, self.address, self._offset_ns)
 
-    def remembered(self, clock_offset_ns: int) -> RecoveredState:
+    def recovered(self, clock_offset_ns: int) -> RecoveredState:
         """Everything, for a router whose clock shows ``clock_offset_ns`` less than the ns since 1970."""
         members = []
         for page in self.members.values():

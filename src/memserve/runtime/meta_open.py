@@ -66,18 +66,18 @@ class Metadata:
 
     folder: Path | None
     keeper: MetaKeeper | None
-    """``None``: nothing is remembered."""
+    """``None``: nothing is recovered."""
     secret: str | None
     """The cluster's, from the folder."""
 
     @property
-    def remembered(self) -> RecoveredState:
+    def recovered(self) -> RecoveredState:
         """What the last router knew."""
-        return self.keeper.remembered if self.keeper is not None else RecoveredState()
+        return self.keeper.recovered if self.keeper is not None else RecoveredState()
 
     def router(self, name: str, generation: int) -> Peer:
         """The name of the next router: of ``generation``, or one more than the last, whatever the clock says."""
-        last = self.remembered.router
+        last = self.recovered.router
         return Peer(name, max(generation, last.generation + 1) if last is not None else generation)
 
 

@@ -88,7 +88,7 @@ class RouterEngine:
         self._gate = DurabilityGate() if keeper is not None else None
         self._mailbox = open_mailbox(self._message_arrived)
         if keeper is not None and me is not None:
-            recovered = StateRecovered(keeper.remembered, me, self._mailbox.address, keeper.clock_offset_ns)
+            recovered = StateRecovered(keeper.recovered, me, self._mailbox.address, keeper.clock_offset_ns)
             self._loop.post(recovered)
             self._is_listening = True
         self._loop.start()
@@ -182,7 +182,7 @@ class RouterEngine:
 
     def documents(self) -> tuple[DocumentPut, ...]:
         """Those that the last router knew."""
-        return self._keeper.remembered.documents if self._keeper is not None else ()
+        return self._keeper.recovered.documents if self._keeper is not None else ()
 
     def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
         """Make ``record`` durable; whether it is so. Without metadata it is not, and nobody is told that it would be:
@@ -219,7 +219,7 @@ class RouterEngine:
         if isinstance(event, MessageArrived):
             self._follow_members(event, actions)
         elif isinstance(event, StateRecovered):
-            for member in event.remembered.members:
+            for member in event.recovered.members:
                 self._connect(member.info)
         for action in self._gate.admit(actions) if self._gate is not None else actions:
             self._do(action)
