@@ -17,7 +17,7 @@ from memserve.errors import UserError
 from memserve.messages import Peer
 from memserve.meta.medium import FaultyMedium, MediumFailed
 from memserve.meta.store import Store
-from memserve.remembered import AnyRecord, DocumentDropped, DocumentPut, HandleDropped, HandlePinned, RouterStarted
+from memserve.metadata import AnyRecord, DocumentDropped, DocumentPut, HandleDropped, HandlePinned, RouterStarted
 from memserve.runtime import meta_keeper
 from memserve.runtime.meta_children import ChildrenFile
 from memserve.runtime.meta_folder import FileMedium, StateFolder

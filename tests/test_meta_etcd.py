@@ -18,7 +18,7 @@ from memserve.cli.credentials import etcd_access
 from memserve.errors import UserError
 from memserve.meta.medium import MediumFailed
 from memserve.meta.store import Store
-from memserve.remembered import SessionRouted
+from memserve.metadata import SessionRouted
 from memserve.runtime import meta_etcd, meta_keeper
 from memserve.runtime.meta_etcd import EtcdAccess, EtcdMedium
 from memserve.runtime.meta_keeper import MetaKeeper, metadata_place
@@ -109,7 +109,7 @@ def test_one_member_dies_and_then_another_and_one_comes_back(three: EtcdCluster,
     keeper.close()
     wins.join(WAIT_S)
     assert not wins.is_alive()
-    known = {name for _, name in Store(second).book.sessions}
+    known = {name for _, name in Store(second).state.sessions}
     assert set(journal.acknowledged) <= known and {f"n{number}" for number in range(10)} <= known
     second.close()
 
@@ -224,7 +224,7 @@ def test_tls_with_a_certificate_of_the_client_and_a_user(tmp_path: Path, certifi
         eventually(journal.write, WAIT_S)
         journal.keeper.close()
         again = elected(cluster, right)
-        assert set(journal.acknowledged) <= {name for _, name in Store(again).book.sessions}
+        assert set(journal.acknowledged) <= {name for _, name in Store(again).state.sessions}
         again.close()
     finally:
         cluster.close()

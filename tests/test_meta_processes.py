@@ -21,8 +21,8 @@ import pytest
 
 from memserve import LLM
 from memserve.mempool.identity import DEFAULT_KEY, block_identities, identity_key, namespace_id
-from memserve.meta.book import Book, MemberPage
 from memserve.meta.journal import read_journal, records_of
+from memserve.meta.state import MemberPage, MetadataState
 from memserve.types import SamplingParams
 from meta_etcd_server import ETCD, running_etcd
 from ports import free_port
@@ -167,10 +167,10 @@ def test_cached_blocks_are_named_by_the_secret_of_the_cluster_which_a_restart_ke
     key = identity_key((running.state / "secret").read_text().strip())
 
     def members() -> list[MemberPage]:
-        book = Book()
+        state = MetadataState()
         for body in read_journal((running.state / "journal").read_bytes()).bodies:
-            book.apply(records_of(body))
-        return list(book.members.values())
+            state.apply(records_of(body))
+        return list(state.members.values())
 
     def names(key: bytes) -> set[bytes]:
         namespace = namespace_id("", members()[0].info.namespace, key)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from memserve.errors import check
 from memserve.mempool.events import KvEventKind
 from memserve.messages import KvChange
+from memserve.metadata import EntriesKept
 from memserve.peers import Peer
-from memserve.remembered import EntriesKept
 from memserve.types import Tier
 from memserve.units import NS_PER_S
 
@@ -99,7 +99,7 @@ class Entries:
 
     def by_tier(self) -> tuple[bytes, bytes, bytes]:
         """Identities in HBM, those in DRAM, each from the least recently used to the last; and the history of all of
-        them, see :class:`RememberedMember`."""
+        them, see :class:`RecoveredMember`."""
         count = len(self.stamps)
         keys, stamps = np.frombuffer(b"".join(self.stamps), "V16"), np.fromiter(self.stamps.values(), np.uint64, count)
         created, used = (stamps >> np.uint64(at) & np.uint64(_SECONDS) for at in (32, 0))

@@ -9,8 +9,8 @@ latest: a checkpoint takes the journal's place.
 
 When the medium fails (disk full, etcd without a quorum) the router goes on: what waits is released and told that it is
 not durable, one line is logged, and a whole checkpoint is tried every ``REPAIR_S`` until one gets through. Until then
-records change the book in memory and are written nowhere, so an outage of any length costs no more memory than the
-book.
+records change the state in memory and are written nowhere, so an outage of any length costs no memory beyond that
+state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from memserve.errors import UserError
 from memserve.messages import Peer
 from memserve.meta.medium import Medium, MediumFailed
 from memserve.meta.store import Store
-from memserve.remembered import AnyRecord, Remembered
+from memserve.metadata import AnyRecord, RecoveredState
 from memserve.runtime.meta_etcd import EtcdAccess, EtcdMedium
 from memserve.runtime.meta_folder import JOURNAL, FileMedium, StateFolder, default_folder
 
@@ -92,7 +92,7 @@ class MetaKeeper:
             raise UserError(f"{medium.name}: {error.message}", hint=_LOSS_HINT, param="metadata") from None
         if self._store.torn_bytes:
             log.warning("the last write to the metadata did not get through: %d bytes dropped", self._store.torn_bytes)
-        self.remembered: Remembered = self._store.book.remembered(self.clock_offset_ns)
+        self.recovered: RecoveredState = self._store.state.recovered(self.clock_offset_ns)
         """What the last router knew."""
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
@@ -263,19 +263,19 @@ class Metadata:
 
     folder: Path | None
     keeper: MetaKeeper | None
-    """None: nothing is remembered."""
+    """None: nothing is kept."""
     secret: str | None
     """The cluster's secret that the folder holds. None: there is no folder."""
 
     @property
-    def remembered(self) -> Remembered:
+    def recovered(self) -> RecoveredState:
         """What the last router knew."""
-        return self.keeper.remembered if self.keeper is not None else Remembered()
+        return self.keeper.recovered if self.keeper is not None else RecoveredState()
 
     def router(self, name: str, generation: int) -> Peer:
         """The name of the next router: of ``generation``, or of one more than the last router's, where the clock stands
         behind that."""
-        last = self.remembered.router
+        last = self.recovered.router
         return Peer(name, max(generation, last.generation + 1) if last is not None else generation)
 
 
