@@ -80,8 +80,7 @@ class EtcdMedium:
         except ImportError as error:
             hint = "pip install 'memserve[etcd]'"
             raise UserError(f"etcd needs the package aetcd: {error}", hint=hint, param="metadata") from None
-        for host in hosts:
-            _check_host(host)
+        _check_hosts(hosts)
         self._root = f"/memserve/{name}/"
         self._access = access or EtcdAccess()
         self._rpc, self._t = aetcd.rpc, aetcd.client.Transactions()
@@ -112,12 +111,12 @@ class EtcdMedium:
         thread, when another router is active: the lease could not be kept in time. Raises :class:`MediumFailed` when
         etcd cannot be asked even once.
         """
-        told, is_away = "", False
+        told, is_away = "", None  # None: etcd has not answered yet
         while True:
             try:
                 active = self._wait_for(self._campaign(me), _CALL_S)
             except MediumFailed as error:
-                if not told:
+                if is_away is None:
                     raise
                 if not is_away:
                     log.warning("%s: this router stands by until etcd answers", error)
@@ -126,14 +125,15 @@ class EtcdMedium:
             is_away = False
             if active is None:
                 break
-            if active != told:
+            if active not in ("", told):
                 on_waiting(active)
                 told = active
             time.sleep(_LOOK_S)
         self._refresher = asyncio.run_coroutine_threadsafe(self._keep_lease(me, on_lost), self._loop)
 
     async def _campaign(self, me: str, try_s: float = _CALL_S) -> str | None:
-        """Create the key, if there is none. None: it is this router's. Else the name of the active one."""
+        """Create the key, if there is none. None: it is this router's. Empty: the one that
+        was there has just ended. Else: the name of the active one."""
         if self._lease_id is None or not await self._refresh(try_s):
             self._lease_id = (await self._ask(lambda client: client.lease(LEASE_S), try_s)).id
         key, t, lease_id = self._key("router"), self._t, self._lease_id
@@ -141,7 +141,7 @@ class EtcdMedium:
         await self._ask(lambda client: client.transaction([t.version(key) == 0], [put], []), try_s)
         found = await self._ask(lambda client: client.get(key), try_s)
         if found is None:
-            return "no router"
+            return ""
         if found.lease == lease_id:  # also where it was created by a call whose answer was lost
             self._created = found.create_revision
             return None
@@ -289,7 +289,6 @@ class EtcdMedium:
             except Exception as error:
                 if "token" not in str(error) and "auth" not in str(error):
                     raise
-        client.metadata = None
         login = self._rpc.AuthenticateRequest(name=self._access.user, password=self._access.password)
         client.metadata = (("token", (await client.auth_stub.Authenticate(login)).token),)
         return await call(client)
@@ -331,13 +330,18 @@ def _channel(rpc: Any, host: str, access: EtcdAccess) -> Any:
     return rpc.secure_channel(host, trust, options=_CHANNEL.items())
 
 
-def _check_host(host: str) -> None:
-    """Raises :class:`UserError` where ``host`` is no ``HOST:PORT``, or has no address."""
-    name, _, port = host.rpartition(":")
-    if not name or not port.isdigit():
-        raise UserError(f"etcd wants HOST:PORT, got {host!r}", hint="etcd://10.0.0.1:2379", param="metadata")
-    try:
-        socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        message = f"there is no way to {host}: {error.strerror or error}"
-        raise UserError(message, hint="check --metadata", param="metadata") from None
+def _check_hosts(hosts: Sequence[str]) -> None:
+    """Raises :class:`UserError` where one is no ``HOST:PORT``, and where none has an address."""
+    found, problem = 0, None
+    for host in hosts:
+        name, _, port = host.rpartition(":")
+        if not name or not port.isdigit():
+            raise UserError(f"etcd wants HOST:PORT, got {host!r}", hint="etcd://10.0.0.1:2379", param="metadata")
+        try:
+            socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            found += 1
+        except OSError as error:
+            problem = error
+    if problem is not None and not found:
+        message = f"there is no way to {', '.join(hosts)}: {problem.strerror or problem}"
+        raise UserError(message, hint="check --metadata", param="metadata")
