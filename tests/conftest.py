@@ -60,6 +60,7 @@ ONE_BY_ONE = (
     "process/bench/test_serve",
     "process/test_cluster_processes",
     "process/test_meta_processes",
+    "process/meta/test_etcd",
     "process/bench/test_load",
     "process/cli/test_commands",
     "process/runtime/test_pool_peer",

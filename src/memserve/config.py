@@ -28,6 +28,8 @@ class PoolConfig:
     """Blocks in host memory behind it; 0 = no second tier."""
     caching: bool = True
     """Keep finished prefixes for reuse."""
+    identity_key: bytes | None = field(default=None, repr=False)
+    """What the identities of cached blocks are keyed with, 16 bytes. None: a public key, for a pool alone."""
 
     def __post_init__(self) -> None:
         _positive("hbm_blocks", self.hbm_blocks, "give the pool more memory, e.g. --kv-memory 512MiB")

@@ -27,7 +27,7 @@ from memserve.policy.shape import (
 )
 from memserve.runtime.links.devices import own_address
 from memserve.runtime.memory import available_memory_bytes, usable_cores
-from memserve.runtime.meta_open import Metadata, MetadataPlace, open_metadata
+from memserve.runtime.meta_keeper import Metadata, MetadataPlace, open_metadata
 from memserve.types import Admission, Caching, Role
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _check_memory(engine_options: EngineOptions, instances: int) -> None:
 
 def _open_router(options: ClusterOptions, secret: str, kept: Metadata) -> RouterEngine:
     """Where the last one was, if that can be: its instances ask there first."""
-    last_host, _, last_port = kept.remembered.address.removeprefix("tcp://").rpartition(":")
+    last_host, _, last_port = kept.recovered.address.removeprefix("tcp://").rpartition(":")
     if options.port is None and last_host == options.host:
         try:
             return _router_at(options, secret, kept, int(last_port))
@@ -206,13 +206,14 @@ def _open_router(options: ClusterOptions, secret: str, kept: Metadata) -> Router
 
 def _router_at(options: ClusterOptions, secret: str, kept: Metadata, port: int) -> RouterEngine:
     from memserve.cluster.machine import Cluster
+    from memserve.mempool.identity import identity_key
     from memserve.runtime.links.mailbox import ZmqMailbox
     from memserve.runtime.member import new_generation
     from memserve.runtime.router import RouterEngine
 
     me = kept.router(ROUTER, new_generation())
     return RouterEngine(
-        Cluster(options.config, remembers=kept.keeper is not None),
+        Cluster(options.config, remembers=kept.keeper is not None, identity_key=identity_key(secret)),
         lambda on_message: ZmqMailbox(me, secret, options.host, port, on_message),
         keeper=kept.keeper,
         me=me,

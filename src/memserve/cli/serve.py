@@ -21,7 +21,7 @@ from memserve.cli.grouped import grouped
 from memserve.cli.logs import set_up_logging
 from memserve.config import DEFAULT_MAX_TOKENS, AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
 from memserve.errors import UserError
-from memserve.runtime.meta_open import metadata_place
+from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.signals import EndAsked, on_ending_signals, signals_raise
 from memserve.types import Admission, Caching
 
@@ -82,6 +82,7 @@ def serve(
     cluster_port: opt.ClusterPort = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
     metadata: opt.Metadata = "auto",
+    metadata_credentials: credentials.MetadataCredentials = None,
     in_process: Annotated[bool, typer.Option(help="One engine in this very process, and no cluster.")] = False,
 ) -> None:
     """Serve a model over the OpenAI HTTP API: a router, and one colocated instance, or a prefill and a decode instance
@@ -96,7 +97,8 @@ def serve(
         run_server(_alone(engine_options, admission, prefill, decode, colocated, cluster_port), http, None)
         return
     config = ClusterConfig(Caching.OFF if engine.no_cache else caching, policy, transfer, admission=admission)
-    shape, kept_in = choose_counts(prefill, decode, colocated, engine_options), metadata_place(metadata, port)
+    shape = choose_counts(prefill, decode, colocated, engine_options)
+    kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_port, cluster_secret_file)
     members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape))
     run_server(

@@ -47,6 +47,7 @@ from memserve.messages import (
     Drain,
     Expelled,
     HandedOver,
+    JoinAccepted,
     KvEvents,
     KvSnapshot,
     Load,
@@ -57,7 +58,6 @@ from memserve.messages import (
     Pinned,
     StopSequence,
     Unpin,
-    Welcome,
     Withdraw,
 )
 from memserve.policy.batching import headroom_blocks
@@ -95,7 +95,7 @@ class ClusterLink:
         self._outbox: list[Action] = []
         self._lost: list[Outcome] = []  # what becomes of transfers after a failed step
         self._orders: dict[type, Callable[[Any, int], None]] = {
-            Welcome: self._welcome, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
+            JoinAccepted: self._welcome, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
             Expelled: self._expelled, Drain: self._drain, Dispatch: self._dispatch, Cancel: self._cancel,
             StopSequence: self._stop, Pin: self._pin, Unpin: self._unpin, AskEvents: self._ask_events,
             AskAttempts: self._ask_attempts,
@@ -233,7 +233,7 @@ class ClusterLink:
 
     # -- orders
 
-    def _welcome(self, message: Welcome, now: int) -> None:
+    def _welcome(self, message: JoinAccepted, now: int) -> None:
         self._act(self.members.welcome(message, now), now)
         if self._publishes and self.feed.next_event:
             self._settle_feed()

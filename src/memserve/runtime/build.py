@@ -37,11 +37,14 @@ class Parts:
     """Measured on this machine, or the defaults."""
 
 
-def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = Role.COLOCATED) -> Parts:
+def build_parts(
+    options: EngineOptions, *, me: Peer | None = None, role: Role = Role.COLOCATED, identity_key: bytes | None = None
+) -> Parts:
     """Load the model and build its device and its machine. Imports torch, so it takes seconds.
 
-    ``me``: its name in a cluster, where its KV lies in memory that peers may read; ``None``: it is alone. Raises
-    :class:`UserError` when the model cannot be served or the memory cannot hold it.
+    ``me``: None: the engine is alone. Else: its name in a cluster, where its KV lies in memory that peers may read, and
+    ``identity_key`` is the cluster's. Raises :class:`UserError` when the model cannot be served or the memory cannot
+    hold it.
     """
     set_thread_environment()
     from memserve.instance.machine import Instance
@@ -65,7 +68,8 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
         geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu
     )
     exchange = dataclasses.replace(config.exchange, shares_kv=not on_gpu)
-    config = dataclasses.replace(config, role=role, exchange=exchange)
+    pool = dataclasses.replace(config.pool, identity_key=identity_key)
+    config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool)
     check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
     costs = load_profile(model.fingerprint, geometry, model.device.type, options.threads)
     known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from memserve.config import EngineOptions
 from memserve.errors import UserError
+from memserve.mempool.identity import identity_key
 from memserve.messages import Peer, PeerInfo
 from memserve.runtime.build import Parts, build_parts
 from memserve.runtime.links.data import open_data_port
@@ -81,7 +82,7 @@ def run_instance(
         end_when_orphaned(outlive, lambda: members[0].router if members else None)
     with objects_that_stay():
         leave_triton_out(options.device)
-        parts = build_parts(options, me=me, role=place.role)
+        parts = build_parts(options, me=me, role=place.role, identity_key=identity_key(place.secret))
     member = _open_member(parts, place, me)
     members.append(member)
     _forget_tokenizer(parts)

@@ -1,7 +1,7 @@
 """What a cluster must remember, as records, and what it remembers, as one value (level 0, row C1).
 
 The ``Cluster`` machine says what has happened in records; ``meta/`` keeps them and folds them into a
-:class:`Remembered`, from which a router that was started anew goes on. Records are facts, each right by itself:
+:class:`RecoveredState`, from which a router that was started anew goes on. Records are facts, each right by itself:
 repeated or late ones do no harm.
 
 Some look like messages (``peers`` are members there as well), and are none: a message lives for a moment between
@@ -81,12 +81,15 @@ class EntriesReplaced(Record, frozen=True, tag=True):
 
 
 class EntriesKept(Record, frozen=True, tag=True):
-    """The same with the entries' times, in a checkpoint: eight bytes (``<u8``) an entry, see ``meta/entries.py``."""
+    """All that a member has cached, with its history, in a checkpoint."""
 
     peer: Peer
     next_event: Natural
     identities: bytes
     stamps: bytes
+    """Tier and times, eight bytes (``<u8``) an entry, see ``meta/entries.py``."""
+    hits: bytes = b""
+    """Of entries that were used: place in ``identities``, and how often; ``<u4`` each."""
 
 
 class EntryUsed(Record, frozen=True, tag=True):
@@ -145,7 +148,7 @@ AnyRecord: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class RememberedMember:
+class RecoveredMember:
     """One member, and what it had cached."""
 
     info: PeerInfo
@@ -154,18 +157,21 @@ class RememberedMember:
     """All of its KV events before this one are in ``hbm`` and ``dram``."""
     hbm: bytes
     dram: bytes
-    """Identities of its cached blocks, 16 bytes each."""
+    """Identities of its cached blocks, 16 bytes each, from the least recently used to the last."""
+    history: bytes = b""
+    """Of each block of ``hbm``, then of ``dram``: when it was created, when a prefix that ends with it was last used (s
+    since 1970), and how often such a one was; ``<u4`` each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class RecoveredState:
     """Everything that the last router knew and a new one needs. Times are on the new one's clock."""
 
     router: Peer | None = None
     """The last one; ``None``: there was none, and nothing is remembered."""
     address: str = ""
     """Where it listened."""
-    members: tuple[RememberedMember, ...] = ()
+    members: tuple[RecoveredMember, ...] = ()
     """In the order in which they joined."""
     gone: tuple[Peer, ...] = ()
     """Incarnations that must not come back, oldest first; bounded."""
