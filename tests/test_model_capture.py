@@ -11,8 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from memserve.model.attention.backends import choose_attention
-from memserve.model.attention.context import attending
-from memserve.model.attention.interface import ATTENTION_NAME, register_attention
+from memserve.model.attention.context import ATTENTION_NAME, attending, register_attention
 from memserve.model.capture import forward as capture
 from memserve.model.capture import fused
 from memserve.model.capture.forward import capture_forward, release_weights

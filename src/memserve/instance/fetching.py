@@ -124,7 +124,7 @@ class Fetches:
         self._link_ns[orders.fetch_id] = choice.link_ns
 
     def _plans_ns(self, blocks: int) -> int:
-        """Steps that have to end before so many blocks may be pulled into."""
+        """Time until ``blocks`` free blocks may be pulled into: steps under way may still use them."""
         plans = self._exchange.plans_before_pull(blocks)
         if not plans:
             return 0

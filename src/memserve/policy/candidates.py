@@ -85,7 +85,7 @@ class Route(NamedTuple):
 
 
 Policy = Callable[[Ask, Sequence[Candidate], Sequence[Candidate]], Route]
-"""From what is asked, who may compute the prompt and who may decode, to a route."""
+"""From what is asked, the instances that may compute the prompt and those that may decode, to a route."""
 
 
 def load_rank(ask: Ask, candidate: Candidate) -> tuple[int, bool, int]:

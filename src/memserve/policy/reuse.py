@@ -279,7 +279,7 @@ class PreemptionCosts:
 
 
 class PreemptionModel:
-    """Costs in nanoseconds; learns from finished steps how quickly prompts are computed right now."""
+    """Costs in nanoseconds; learns from finished steps how quickly prompts are computed now."""
 
     __slots__ = ("_block_bytes", "_is_measured", "_known", "_scale", "model", "samples")
 
@@ -306,7 +306,7 @@ class PreemptionModel:
         self.model = self._known.scaled(self._scale)
 
     def step_ns(self, prefill_tokens: int, decode_rows: int, prefill_pairs: int) -> int:
-        """How long a step with so much prefill will take; 0: it has none, or no such step was measured yet."""
+        """Expected time of a step; 0: it has no prefill, or no step with prefill was measured yet."""
         if not (prefill_tokens and self.samples):
             return 0
         return self.model.prefill.step(prefill_tokens + decode_rows, prefill_pairs)

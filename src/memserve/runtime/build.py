@@ -45,8 +45,8 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     """
     set_thread_environment()
     from memserve.instance.machine import Instance
+    from memserve.model.capture.forward import best_forward
     from memserve.model.device import ModelDevice
-    from memserve.model.forward import best_forward
     from memserve.model.loading.loader import load_model, model_sizes
     from memserve.policy.capacity import context_note
     from memserve.policy.reuse import PreemptionCosts

@@ -88,7 +88,7 @@ class Profile:
 
 
 class StepProfiler:
-    """Times single steps of one device, which nobody else uses meanwhile."""
+    """Times single steps of one device, which has no other user meanwhile."""
 
     def __init__(self, device: Device, config: InstanceConfig, block_tokens: int, vocab_size: int) -> None:
         self._device = device
@@ -112,7 +112,7 @@ class StepProfiler:
     def prompts_ns(self, batch: int, new_tokens: int, context_tokens: int, from_dram: bool = False) -> int:
         """One step that computes ``new_tokens`` of each of ``batch`` prompts behind ``context_tokens`` each.
 
-        ``from_dram``: the whole blocks of the contexts are brought up from DRAM in the same step, before it computes.
+        ``from_dram``: the whole blocks of the contexts are brought up from DRAM in that step, before it computes.
         """
         return self._run(batch, context_tokens + new_tokens, new_tokens, context_tokens if from_dram else 0)
 

@@ -38,9 +38,9 @@ from memserve.messages import AnyMessage, Join, Peer, PeerInfo, Welcome
 from memserve.remembered import DocumentDropped, DocumentPut
 from memserve.runtime.clients import Clients, Sink
 from memserve.runtime.loop import MachineLoop
-from memserve.runtime.member_log import MemberLog
 from memserve.runtime.meta_keeper import Durability, MetaKeeper
 from memserve.runtime.ports import Mailbox, OnMessage
+from memserve.runtime.rated import MemberLog
 from memserve.runtime.stats import RouterStats
 from memserve.runtime.supervisor import ChildStats
 from memserve.types import NamedPrefix, Request, TokenArray

@@ -1,4 +1,4 @@
-"""The model's card (level 3): what the edge must know of a model that other processes have loaded.
+"""The model's card: what the edge must know of a model that other processes have loaded.
 
 A router tokenizes and renders chats, and computes nothing: it needs neither weights nor torch, which would cost it
 seconds and hundreds of megabytes. What only a loaded model tells for certain comes from its instances, as the card.
