@@ -29,15 +29,15 @@ class Candidate(msgspec.Struct, frozen=True):
     prefill_tokens: int = 0
     """Uncomputed prompt tokens before this request."""
     sequences: int = 0
-    """That decode there."""
+    """Sequences that decode there."""
     context_tokens: int = 0
-    """In their contexts: what each decode step reads."""
+    """Tokens in the contexts of those sequences: what each decode step reads."""
     room_tokens: int = 1 << 40
-    """KV that it has memory for, its evictable cache included."""
+    """Tokens of KV that fit, evictable cache included."""
     matched_tokens: int = 0
     """The prompt's prefix in its cache, HBM and DRAM."""
     dram_tokens: int = 0
-    """Of them: in DRAM."""
+    """Of ``matched_tokens``: in DRAM."""
     costs: CostModel = DEFAULT_COSTS
     """What computing and moving cost there, by its own profile."""
 
@@ -63,11 +63,11 @@ class Ask(msgspec.Struct, frozen=True):
     max_tokens: int = 16
     sequences: int = 1
     token_bytes: int = 0
-    """Of KV."""
+    """Bytes of KV of one token."""
     favourites: tuple[int, ...] = ()
     """Instances that know the session, or have its prefix pinned."""
     holdings: tuple[Holding, ...] = ()
-    """Longest first."""
+    """Instances that hold much of the prompt, most of it first."""
     block_tokens: int = 1
     """Prefixes are cached, and KV is moved, in whole blocks of this size."""
     handoff_pieces: int = 1

@@ -22,7 +22,7 @@ class _Kept(NamedTuple, Generic[Value]):
 
 
 class TenantStore(Generic[Value]):
-    """Values by tenant and name, all together of a cost of at most ``cost_max`` (but for one that alone is larger)."""
+    """Values by tenant and name, with a total cost of at most ``cost_max`` (one value alone may exceed it)."""
 
     __slots__ = ("_costs", "_kept", "_total", "cost_max")
 
@@ -35,7 +35,7 @@ class TenantStore(Generic[Value]):
         self._total = 0
 
     def put(self, tenant: str, name: str, value: Value, cost: int = 1) -> list[Value]:
-        """Keep ``value``, in the place of an earlier one of that name. Returns what had to go for it."""
+        """Keep ``value``, in the place of an earlier one of that name. Returns the values that were evicted for it."""
         self.pop(tenant, name)
         self._kept.setdefault(tenant, OrderedDict())[name] = _Kept(value, cost)
         self._costs[tenant] = self._costs.get(tenant, 0) + cost

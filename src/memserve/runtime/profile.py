@@ -51,7 +51,7 @@ ROUNDS_MAX = 5
 SAMPLES_MIN = 5
 """With fewer a curve cannot be fitted to two thirds of them and tried on the rest."""
 SHARES = {"prefill": 0.55, "decode": 0.25, "swap": 0.1, "transfer": 0.1}
-"""Of the time that a profile may take."""
+"""Shares of the time that a profile may take."""
 
 ARENA_BYTES_MAX = 128 * MIB
 _START_S = 30.0
