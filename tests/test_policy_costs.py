@@ -290,7 +290,7 @@ def test_a_model_survives_json(model: CostModel) -> None:
 
 @pytest.mark.parametrize(
     "change", [{"version": 0}, {"prefill": 3}, {"prefill": {"step_ns": -1.0}}, {"swap_in": {"start_ns": 1.0}},
-               {"decode": {"row_ns": float("nan")}}]
+               {"decode": {"row_ns": float("nan")}}, {"network": {"start_ns": 0.0, "piece_ns": 0.0, "byte_ns": 1e300}}]
 )  # fmt: skip
 def test_what_is_not_a_profile_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(UserError, match="cost profile"):

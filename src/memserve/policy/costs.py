@@ -13,7 +13,6 @@ The defaults take computing to be quick and moving to be slow: without a profile
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -29,6 +28,8 @@ from memserve.units import NS_PER_MS, ceil_div
 VERSION = 1
 """Of the dictionary form."""
 
+_NS_MAX = 1e15
+"""A coefficient beyond 11 days is no measurement, and with large ones sums would not be finite."""
 _REFITS = 8
 _FAR = 1.5
 """Errors beyond this multiple of the median error weigh less in a fit."""
@@ -153,7 +154,7 @@ class CostModel:
         except msgspec.ValidationError as error:
             raise UserError(f"not a cost profile: {error}", hint="run: memserve profile") from None
         curves = (model.prefill, model.decode, model.swap_in, model.swap_out, model.same_host, model.network)
-        if not all(math.isfinite(value) and value >= 0 for curve in curves for value in asdict(curve).values()):
+        if not all(0 <= value <= _NS_MAX for curve in curves for value in asdict(curve).values()):
             raise UserError("a cost profile with impossible times", hint="run: memserve profile")
         return model
 
