@@ -38,7 +38,7 @@ from memserve.bench.settings import Setting, parse_setting
 from memserve.cli.sim_options import profiled
 from memserve.cli.sim_results import simulate
 from memserve.config import STEP_TOKENS_CPU, ClusterConfig, EngineOptions, SchedulerConfig
-from memserve.policy.curves import DecodeCurve, PrefillCurve
+from memserve.policy.costs import DecodeCurve, PrefillCurve
 from memserve.sim.hardware import Machine
 from memserve.sim.replay.scripts import Frame, Script
 from memserve.sim.replay.setup import Setup, Surroundings

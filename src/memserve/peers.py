@@ -72,6 +72,8 @@ class PeerInfo(Message, frozen=True):
     """Whether it reports KV events; if not, the trees live by what was dispatched, with a TTL."""
     model_card: bytes = b""
     """What the edge must know of the model, as JSON (``model/loading/card.py``): the router itself loads no model."""
+    costs: bytes = b""
+    """What computing and moving KV cost there (``CostModel.encode``); empty: nothing was measured."""
 
 
 class Load(Message, frozen=True):

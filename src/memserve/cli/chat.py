@@ -90,7 +90,7 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help=f"Longest answer; default: {DEFAULT_MAX_TOKENS}, or as the server says.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answers.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Equal seeds draw equal answers from equal logits.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key of the server.", envvar="MEMSERVE_CHAT_KEY")] = None,
     dtype: opt.Dtype = opt.DEFAULTS.dtype,
     kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,

@@ -16,7 +16,7 @@ from memserve.cli import options as opt
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, PeerInfo
-from memserve.policy.shape import (
+from memserve.policy.capacity import (
     APART_CORES_MIN,
     CLIENT_TOKENS,
     Machine,
@@ -96,7 +96,7 @@ class ClusterOptions:
 def choose_counts(prefill: int | None, decode: int | None, colocated: int | None, engine: EngineOptions) -> Shape:
     """How many instances of each role: what was asked for; a prefill and a decode instance go together.
 
-    Nothing asked for: what suits this machine (:func:`memserve.policy.shape.choose_shape`), with the reason.
+    Nothing asked for: what suits this machine (:func:`memserve.policy.capacity.choose_shape`), with the reason.
     """
     if prefill is decode is colocated is None:
         return shape_here(engine)

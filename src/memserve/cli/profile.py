@@ -14,7 +14,7 @@ from memserve.config import EngineOptions
 from memserve.units import MIB, NS_PER_MS, NS_PER_US, human_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from memserve.policy.fit import Quality
+    from memserve.policy.costs import Quality
     from memserve.runtime.profile import Profile
     from memserve.types import KVGeometry
 
@@ -49,7 +49,7 @@ def profile(
         threads=threads, block_tokens=block_tokens,
     )  # fmt: skip
     from memserve.runtime.cpu_use import CpuWatch, busy_note, watched
-    from memserve.runtime.profile_values import profile_values
+    from memserve.runtime.profile_store import profile_values
 
     if (note := busy_note(watched())) is not None:
         _tell(f"warning: {note}")
@@ -79,9 +79,8 @@ def _distrust(found: Profile) -> str | None:
 
 
 def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometry, Path]:
-    from memserve.runtime.profile import SHARES, fit_profile, measure_steps, open_profiler
+    from memserve.runtime.profile import SHARES, fit_profile, measure_steps, open_profiler, with_transfers
     from memserve.runtime.profile_store import machine_name, model_name, profile_path
-    from memserve.runtime.profile_transfer import with_transfers
 
     _tell(f"loading {options.model} ...")
     model, config, profiler = open_profiler(options)
@@ -97,7 +96,7 @@ def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometr
 
 
 def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[str]:
-    from memserve.runtime.profile_values import EXAMPLE_TOKENS
+    from memserve.runtime.profile_store import EXAMPLE_TOKENS
 
     costs = found.costs
     lines = [f"{values['model']}", f"on {values['machine']}", ""]

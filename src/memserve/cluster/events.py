@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from memserve.messages import Peer
 from memserve.metadata import AnyRecord, RecoveredState
-from memserve.policy.costs import CostModel
 from memserve.serving import (
     ClockTicked,
     EmitTokens,
@@ -39,13 +38,6 @@ class InstanceDied:
     name: str
     how: str
     """``was ended by signal 9``: a sentence without its subject."""
-
-
-@dataclass(frozen=True, slots=True)
-class CostsMeasured:
-    """A member has told what computing and moving cost on its machine: decisions go by that from now on."""
-
-    costs: CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +103,6 @@ ClusterEvent = (
     | InstanceDied
     | PrefixPinned
     | PrefixUnpinned
-    | CostsMeasured
     | StateRecovered
 )
 ClusterAction = Send | EmitTokens | RejectRequest | Remember | Note | ReportMember
@@ -120,7 +111,6 @@ __all__ = [
     "ClockTicked",
     "ClusterAction",
     "ClusterEvent",
-    "CostsMeasured",
     "EmitTokens",
     "InstanceDied",
     "InstanceDrained",

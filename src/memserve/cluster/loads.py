@@ -7,13 +7,16 @@ two counts. A burst between two heartbeats is spread by what was sent; a stuck q
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memserve.errors import check
 from memserve.messages import Load
+from memserve.policy.candidates import DEFAULT_COSTS
+from memserve.policy.costs import CostModel
+from memserve.policy.routing import native_prices
 from memserve.types import Role
 
 Ints = NDArray[np.int64]
@@ -22,6 +25,8 @@ Mask = NDArray[np.bool_]
 ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE)
 ROLE_CODE = {role: code for code, role in enumerate(ROLES)}
 _NOBODY = -1
+
+_Value = TypeVar("_Value", str, CostModel)
 
 
 class Work(NamedTuple):
@@ -49,12 +54,15 @@ class LoadTable:
         "_host_codes",
         "_numbers",
         "_own",
+        "_profile_codes",
         "_reported",
         "_since",
         "context_limit",
         "context_limit_min",
         "hosts",
         "is_open",
+        "prices",
+        "profiles",
         "role",
         "room_blocks",
         "tables",
@@ -75,9 +83,13 @@ class LoadTable:
         self.context_limit_min = 0
         #: free or evictable blocks of HBM at the last heartbeat
         self.room_blocks = np.zeros(8, np.int64)
-        #: code of the host, the same for those on the same one; 0 = unknown
+        #: code of the host, equal for those on one host; 0: unknown
         self.hosts = np.zeros(8, np.int64)
         self._host_codes: dict[str, int] = {}
+        #: place of its costs in ``prices``
+        self.profiles = np.zeros(8, np.int64)
+        self._profile_codes = {CostModel(): 0}
+        self.prices = native_prices(self._profile_codes)
         self._numbers: dict[Role, Ints] = {}
         self._members_changed()
 
@@ -85,7 +97,15 @@ class LoadTable:
         """Numbers that there are rows for."""
         return len(self.role)
 
-    def enter(self, number: int, role: Role, context_tokens: int, hbm_blocks: int, host_id: str = "") -> None:
+    def enter(
+        self,
+        number: int,
+        role: Role,
+        context_tokens: int,
+        hbm_blocks: int,
+        host_id: str = "",
+        costs: CostModel = DEFAULT_COSTS,
+    ) -> None:
         """A member without work. ``host_id`` empty: it may be anywhere."""
         while number >= len(self):
             self._grow()
@@ -93,7 +113,12 @@ class LoadTable:
         self.is_open[number] = True
         self.context_limit[number] = context_tokens
         self.room_blocks[number] = hbm_blocks
-        self.hosts[number] = self._code_of(host_id) if host_id else 0
+        self.hosts[number] = _code_of(host_id, self._host_codes, self.hosts, 1) if host_id else 0
+        if costs not in self._profile_codes:
+            _code_of(costs, self._profile_codes, self.profiles, 0)
+            by_code = {code: known for known, code in self._profile_codes.items()}
+            self.prices = native_prices(by_code.get(code, costs) for code in range(max(by_code) + 1))
+        self.profiles[number] = self._profile_codes[costs]
         self._members_changed()
 
     def close(self, number: int) -> None:
@@ -106,18 +131,9 @@ class LoadTable:
         check(not any(self.own_of(number)), f"instance {number} left with {self.own_of(number)}")
         self.role[number] = _NOBODY
         self.is_open[number] = False
-        self.hosts[number] = 0
+        self.hosts[number] = self.profiles[number] = 0
         self.tables[:, :, number] = 0
         self._members_changed()
-
-    def _code_of(self, host_id: str) -> int:
-        """Codes stay below the number of columns: those of hosts without a member are given again."""
-        code = self._host_codes.get(host_id)
-        if code is None:
-            used = set(self.hosts.tolist())
-            self._host_codes = {name: code for name, code in self._host_codes.items() if code in used}
-            code = self._host_codes[host_id] = min(set(range(1, len(self) + 1)) - used)
-        return code
 
     def _members_changed(self) -> None:
         self._numbers = {role: np.flatnonzero(self.is_open & (self.role == ROLE_CODE[role])) for role in ROLES}
@@ -179,3 +195,16 @@ class LoadTable:
         self.context_limit = np.concatenate((self.context_limit, np.zeros(old, np.int64)))
         self.room_blocks = np.concatenate((self.room_blocks, np.zeros(old, np.int64)))
         self.hosts = np.concatenate((self.hosts, np.zeros(old, np.int64)))
+        self.profiles = np.concatenate((self.profiles, np.zeros(old, np.int64)))
+
+
+def _code_of(value: _Value, codes: dict[_Value, int], column: Ints, first: int) -> int:
+    """A small number for ``value``, from ``first`` on. Codes of values that no member has are given again, so that they
+    stay within the number of columns."""
+    code = codes.get(value)
+    if code is None:
+        used = set(column.tolist())
+        for gone in [known for known, code in codes.items() if code not in used]:
+            del codes[gone]
+        code = codes[value] = min(set(range(first, len(column) + 1)) - used)
+    return code

@@ -22,7 +22,6 @@ from memserve.cluster.events import (
     ClockTicked,
     ClusterAction,
     ClusterEvent,
-    CostsMeasured,
     InstanceDied,
     InstanceDrained,
     MessageArrived,
@@ -71,7 +70,6 @@ from memserve.messages import (
 )
 from memserve.metadata import RouterStarted
 from memserve.policy.admission import on_terms
-from memserve.policy.costs import CostModel
 from memserve.types import FinishReason, NamedPrefix, Request, TokenOutput
 
 
@@ -82,16 +80,9 @@ class Cluster:
     ``RejectRequest``, whatever its instances do.
     """
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        costs: CostModel | None = None,
-        *,
-        identity_key: bytes = DEFAULT_KEY,
-        remembers: bool = False,
-    ) -> None:
-        """``costs``: default: the conservative ones. ``identity_key``: 16 bytes, that of the instances' pools.
-        ``remembers``: it asks its host to ``Remember`` and to ``Note``, and its first event is a ``StateRecovered``."""
+    def __init__(self, config: ClusterConfig, *, identity_key: bytes = DEFAULT_KEY, remembers: bool = False) -> None:
+        """``identity_key``: 16 bytes, that of the instances' pools. ``remembers``: it asks its host to ``Remember`` and
+        to ``Note``, and its first event is a ``StateRecovered``."""
         self.config = config
         self._address = ""  # where members reach this router; known to machines that remember
         self._counters = counters = Counters()
@@ -101,9 +92,7 @@ class Cluster:
         gate = Gate(config.admission, config.policy, registry, loads)
         self._handles = handles = Handles(registry, trees, loads, gate, timers, outbox, config)
         self._sessions = sessions = Sessions(registry, outbox)
-        self._placer = placer = Placer(
-            config, costs or CostModel(), registry, trees, loads, sessions, handles, gate.memory
-        )
+        placer = Placer(config, registry, trees, loads, sessions, handles, gate.memory)
         self._lifecycle = lifecycle = Lifecycle(
             config, registry, trees, loads, gate, placer, sessions, handles, timers, outbox, counters
         )
@@ -139,8 +128,6 @@ class Cluster:
             self._handles.pin(event, now)
         elif isinstance(event, PrefixUnpinned):
             self._handles.unpin(event)
-        elif isinstance(event, CostsMeasured):
-            self._placer.costs = event.costs
         elif isinstance(event, StateRecovered):
             self._recover(event, now)
         elif not isinstance(event, ClockTicked):

@@ -112,7 +112,8 @@ class Membership:
         info = message.info
         is_back = self._registry.newest_dead(info.peer.name) is not None
         member = self._register(info, now)
-        self._outbox.report(MemberChange.RETURNED if is_back else MemberChange.JOINED, info.peer, info.address)
+        change = MemberChange.RETURNED if is_back else MemberChange.JOINED
+        self._outbox.report(change, info.peer, info.address, member.costs_note)
         self._outbox.remember(MemberEntered(info, now))
         self._counters.members_joined += 1
         self._introduce(member, message.sent_to, now)
@@ -120,7 +121,7 @@ class Membership:
     def _register(self, info: PeerInfo, now: int) -> Member:
         """Into all the books; a timer watches it from now on."""
         member = self._registry.enter(info, now)
-        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id)
+        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id, member.costs)
         self._trees.enter(member.number, publishes=info.publishes_events)
         self._lifecycle.gate.enter(member)
         self._timers.arm(now + self._config.dead_after_ns, ("member", member.peer))
@@ -151,8 +152,9 @@ class Membership:
     def _readopt(self, member: Member, message: Join, now: int) -> None:
         """It lives, with everything that it had cached: the trees know of that already."""
         info = message.info
-        member.info, member.state = info, MemberState.LIVE
-        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id)
+        member.introduce(info)
+        member.state = MemberState.LIVE
+        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id, member.costs)
         self._lifecycle.gate.reconsider()
         self._counters.members_readopted += 1
         self._outbox.report(MemberChange.RETURNED, info.peer, info.address, "with the KV that it had cached")

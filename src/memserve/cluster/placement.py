@@ -21,11 +21,9 @@ from memserve.cluster.sessions import Sessions
 from memserve.cluster.trees import Matches, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Holder
-from memserve.policy.candidates import Ask, Candidate, Holding, Route
-from memserve.policy.costs import CostModel
-from memserve.policy.routing import OVERLOAD_FACTOR, OVERLOAD_TOKENS, POLICY, teams
-from memserve.policy.weighing import DECODE_WINDOW, native_prices
-from memserve.types import Caching, Role, Tier
+from memserve.policy.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate, Holding, Route
+from memserve.policy.routing import DECODE_WINDOW, POLICY, teams
+from memserve.types import Caching, Role, Tier, TransferMode
 
 ALL_OF = 6
 """So many instances of a role are all looked at; of more the best in each respect."""
@@ -66,12 +64,11 @@ class Placement(NamedTuple):
 class Placer:
     """Decides; changes nothing."""
 
-    __slots__ = ("_config", "_costs", "_handles", "_loads", "_memory", "_prices", "_registry", "_sessions", "_trees")
+    __slots__ = ("_config", "_handles", "_loads", "_memory", "_registry", "_sessions", "_trees")
 
     def __init__(
         self,
         config: ClusterConfig,
-        costs: CostModel,
         registry: Registry,
         trees: Trees,
         loads: LoadTable,
@@ -81,18 +78,8 @@ class Placer:
     ) -> None:
         """``memory``: what the gate knows of it; those without room for a request are then left out."""
         self._config, self._memory = config, memory
-        self.costs = costs
         self._registry, self._trees, self._loads = registry, trees, loads
         self._sessions, self._handles = sessions, handles
-
-    @property
-    def costs(self) -> CostModel:
-        """What is known of the members' machines."""
-        return self._costs
-
-    @costs.setter
-    def costs(self, costs: CostModel) -> None:
-        self._costs, self._prices = costs, native_prices(costs)
 
     def place(self, job: Job) -> Placement | None:
         """Who runs ``job``; ``None`` = nobody takes requests that it has not tried, with room for its prompt.
@@ -111,7 +98,7 @@ class Placer:
         most = self._most(matches)
         ask = self._ask(job, prompt_tokens, most)
         first_of, *decoders = self._candidates(ask, crowds, matches)
-        decided = POLICY[self._config.policy](ask, first_of, decoders[0] if decoders else (), self.costs)
+        decided = POLICY[self._config.policy](ask, first_of, decoders[0] if decoders else ())
         first = self._registry.numbered(decided.first.number)
         decode_at = decided.decode_at and self._registry.numbered(decided.decode_at.number)
         holders = self._holders(ask, decided.first, most) if first.info.caching else ()
@@ -165,6 +152,7 @@ class Placer:
             favourites,
             self._longest(most),
             self._block_tokens(),
+            1 if geometry is None or self._config.transfer is TransferMode.BY_REQUEST_AGG else geometry.num_layers,
         )
 
     def _most(self, matches: Matches) -> list[Most]:
@@ -204,8 +192,9 @@ class Placer:
         rows = _core.cheapest(
             [(numbers, role is not Role.PREFILL or not others) for role, numbers in first],
             [numbers for crowd in others for _, numbers in crowd],
-            loads.tables, loads.room_blocks, matches.columns, loads.hosts, ask.favourites, self._prices,
-            (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens),
+            loads.tables, loads.room_blocks, matches.columns, loads.hosts, ask.favourites, loads.prices,
+            loads.profiles,
+            (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens, ask.handoff_pieces),
             holding, DECODE_WINDOW,
         )  # fmt: skip
         return [[self._candidate(ask.block_tokens, *row)] for row in rows if row is not None]
@@ -213,7 +202,8 @@ class Placer:
     def _candidate(self, block_tokens: int, number: int, *row: int) -> Candidate:
         """From a row of the core, where room and matches are in blocks."""
         prefill, sequences, context, room, sent, matched, dram = row
-        info = self._registry.numbered(number).info
+        member = self._registry.numbered(number)
+        info = member.info
         return Candidate(
             number,
             info.peer.name,
@@ -225,6 +215,7 @@ class Placer:
             room_tokens=room * block_tokens - sent,  # the last heartbeat did not know of what was sent since
             matched_tokens=matched * block_tokens,
             dram_tokens=dram * block_tokens,
+            costs=member.costs,
         )
 
     def _holders(self, ask: Ask, first: Candidate, most: list[Most]) -> tuple[Holder, ...]:

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from memserve.errors import InvariantError, check
+from memserve.errors import InvariantError, UserError, check
 from memserve.messages import Load, Peer, PeerInfo, members_digest
+from memserve.policy.costs import CostModel
 from memserve.types import KVGeometry
 
 _REMEMBERED = 1024
@@ -65,6 +66,22 @@ class Member:
     attempts: dict[str, None] = field(default_factory=dict)
     """All and only the attempts that fail when it dies, in order of dispatch."""
     reckoning: Reckoning = field(default_factory=Reckoning)
+
+    costs: CostModel = field(init=False)
+    """Its own profile, or the conservative defaults."""
+    costs_note: str = field(init=False)
+    """Why its profile is not used; empty: it is, or there is none."""
+
+    def __post_init__(self) -> None:
+        self.introduce(self.info)
+
+    def introduce(self, info: PeerInfo) -> None:
+        """What it says of itself when it joins, or joins again."""
+        self.info, self.costs, self.costs_note = info, CostModel(), ""
+        try:
+            self.costs = CostModel.decoded(info.costs) if info.costs else self.costs
+        except UserError as error:
+            self.costs_note = f"its costs are not used: {error}"
 
     @property
     def peer(self) -> Peer:

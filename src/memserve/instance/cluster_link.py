@@ -60,7 +60,7 @@ from memserve.messages import (
     Unpin,
     Withdraw,
 )
-from memserve.policy.batching import headroom_blocks
+from memserve.policy.capacity import headroom_blocks
 from memserve.serving import MessageArrived, RejectRequest, Send
 from memserve.types import KVGeometry
 
@@ -147,6 +147,7 @@ class ClusterLink:
     def settle(self, now: int) -> None:
         """End what goes with requests that have ended, let imports go on, and forget what has outlived its lease."""
         self._end_transfers(now)
+        self.fetches.settle(now)
         if self._roster.homeward:
             self.blocks_sent_home += self.takeovers.send_home(now)
         self.exchange.headroom_blocks = headroom_blocks(len(self._roster.decoding))
@@ -348,5 +349,6 @@ class ClusterLink:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When something outlives its lease or its time."""
-        return self.exchange.next_deadline_ns
+        """When something outlives its lease or its time, or fetches are decided."""
+        ends = (self.exchange.next_deadline_ns, self.fetches.decide_at_ns)
+        return min([end for end in ends if end is not None], default=None)

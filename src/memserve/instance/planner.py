@@ -26,7 +26,7 @@ from memserve.instance.roster import Roster
 from memserve.instance.rows import RowWriter
 from memserve.instance.sequence import Phase, Sequence
 from memserve.instance.sharing import Sharing
-from memserve.policy.batching import chunk_tokens
+from memserve.policy.capacity import chunk_tokens
 
 _LOOKS_AHEAD = 8  # of a line: how many of those that wait the budget of a step is kept for
 

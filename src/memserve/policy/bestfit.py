@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve.errors import check
-from memserve.policy.byload import load_rank, with_decoder
-from memserve.policy.candidates import Ask, Candidate, Route, RoutingCosts
+from memserve.policy.candidates import Ask, Candidate, Route, load_rank, with_decoder
 from memserve.units import ceil_div
 
 Ints = NDArray[np.int64]
@@ -57,7 +56,7 @@ def best_fit(nodes: Ints, blocks_left: Ints, load: Ints) -> Ints:
     return nodes[fitting[order[:1]]]
 
 
-def best_fit_route(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> Route:
+def best_fit_route(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
     """The least room left over, for the prompt and for decoding; whoever has most of it when none has enough."""
 
     def left(candidate: Candidate) -> int:

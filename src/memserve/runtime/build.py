@@ -51,8 +51,8 @@ def build_parts(
     from memserve.model.capture.forward import best_forward
     from memserve.model.device import ModelDevice
     from memserve.model.loading.loader import load_model, model_sizes
-    from memserve.policy.batching import context_note
-    from memserve.policy.preemption import PreemptionCosts
+    from memserve.policy.capacity import context_note
+    from memserve.policy.reuse import PreemptionCosts
     from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes
     from memserve.runtime.profile_store import load_profile
 

@@ -194,5 +194,6 @@ def _introduce(parts: Parts, place: MemberOptions, me: Peer) -> PeerInfo:
         context_tokens=parts.machine.context_tokens,
         caching=config.pool.caching,
         publishes_events=config.exchange.event_capacity > 0,
-        model_card=ModelCard.of(parts.model, parts.costs).encode(),
+        model_card=ModelCard.of(parts.model).encode(),
+        costs=parts.costs.encode() if parts.costs.is_measured else b"",
     )

@@ -8,7 +8,6 @@ client threads --submit--> inbox --> [router thread: Cluster.handle] --Send--> m
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,6 @@ from typing import Any
 
 from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import (
-    CostsMeasured,
     EmitTokens,
     InstanceDied,
     InstanceDrained,
@@ -35,21 +33,17 @@ from memserve.cluster.events import (
 )
 from memserve.cluster.machine import Cluster
 from memserve.cluster.report import InstanceView, RouteStory
-from memserve.errors import InvariantError, UserError
+from memserve.errors import InvariantError
 from memserve.messages import AnyMessage, Join, JoinAccepted, Peer, PeerInfo
 from memserve.metadata import DocumentDropped, DocumentPut
-from memserve.model.loading.card import ModelCard
-from memserve.policy.costs import CostModel
 from memserve.runtime.clients import Clients, Sink
 from memserve.runtime.loop import MachineLoop
-from memserve.runtime.member_log import MemberLog
 from memserve.runtime.meta_keeper import Durability, MetaKeeper
 from memserve.runtime.ports import Mailbox, OnMessage
+from memserve.runtime.rated import MemberLog
 from memserve.runtime.stats import RouterStats
 from memserve.runtime.supervisor import ChildStats
 from memserve.types import NamedPrefix, Request, TokenArray
-
-log = logging.getLogger(__name__)
 
 MEMBERS_LOOK_S = 1.0
 """How often the lines to instances are compared with the members."""
@@ -262,8 +256,6 @@ class RouterEngine:
             with self._changed:
                 self._members[event.sender.name] = message.info
                 self._changed.notify_all()
-            if (costs := _measured_costs(message.info)) is not None:
-                self._loop.post(CostsMeasured(costs))
 
     def _connect(self, info: PeerInfo) -> None:
         self._mailbox.connect(info.peer, info.address)
@@ -281,15 +273,3 @@ class RouterEngine:
         for peer in [peer for peer in self._lines if peer not in live]:
             del self._lines[peer]
             self._mailbox.disconnect(peer)
-
-
-def _measured_costs(info: PeerInfo) -> CostModel | None:
-    """What a member has measured on its machine, if it has."""
-    if not info.model_card:
-        return None
-    try:
-        costs = ModelCard.decode(info.model_card).costs
-        return CostModel.from_dict(costs) if costs else None
-    except UserError as error:
-        log.warning("the costs of %s are not used: %s", info.peer.name, error)
-        return None

@@ -19,7 +19,7 @@ from hostile_requests import HostileCase, check_answer, hostile_cases, send
 from hostile_storm import fresh_seed, storm
 from memserve.config import EngineOptions
 from memserve.instance.stats import InstanceStats
-from memserve.model.sampling import sampler
+from memserve.model import sampling
 from memserve.runtime.build import build_engine
 from memserve.units import KIB
 from waiting import eventually
@@ -156,7 +156,7 @@ def test_a_request_that_excludes_every_token_is_the_clients_mistake(
     def ruin(row: torch.Tensor, tokens: Any, *_: object) -> None:
         row[torch.tensor(tokens.tolist())] = torch.inf  # as a tiny divisor would
 
-    monkeypatch.setattr(sampler, "adjust_logits", ruin)
+    monkeypatch.setattr(sampling, "adjust_logits", ruin)
     body = {"model": NAME, "prompt": "hello", "max_tokens": 3, "repetition_penalty": 1.1}
     answer = whole.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_token_left"), answer.text

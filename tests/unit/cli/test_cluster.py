@@ -13,7 +13,7 @@ from memserve.cli.options import engine_flags, split_address
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.model.loading.sources import weight_bytes
-from memserve.policy.shape import Machine, Shape, choose_shape
+from memserve.policy.capacity import Machine, Shape, choose_shape
 from memserve.runtime import memory
 from memserve.types import Caching, Role
 from memserve.units import GIB

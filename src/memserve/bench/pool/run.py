@@ -15,8 +15,7 @@ from memserve.bench.pool.results import ForwardPoint, PoolResults
 from memserve.bench.sheet import Spent
 from memserve.config import EngineOptions
 from memserve.errors import UserError
-from memserve.runtime.profile import StepProfiler, open_profiler
-from memserve.runtime.profile_transfer import NETWORK_ENVIRONMENT
+from memserve.runtime.profile import NETWORK_ENVIRONMENT, StepProfiler, open_profiler
 from memserve.types import KVGeometry
 from memserve.units import MIB
 

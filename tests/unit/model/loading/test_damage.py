@@ -19,7 +19,7 @@ from api_world import CONTEXT_TOKENS, EOS, running_server, tiny_tokenizer
 from gguf_files import write_gguf
 from memserve.config import EngineOptions
 from memserve.errors import UserError
-from memserve.model.loading import cache, gguf
+from memserve.model.loading import cache, sources
 from memserve.model.loading.loader import LoadedModel, fingerprint, load_model
 from memserve.runtime.build import build_engine
 from memserve.units import KIB
@@ -332,10 +332,10 @@ def test_a_gguf_file_that_was_changed_in_its_middle_is_converted_anew(tmp_path: 
         return tmp_path
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "cached_folder", seen)
-        gguf.converted_folder(file, "float32")
+        patch.setattr(sources, "cached_folder", seen)
+        sources.converted_folder(file, "float32")
         edit_in_place(file, 2_000_000, 1_500_000)
-        gguf.converted_folder(file, "float32")
+        sources.converted_folder(file, "float32")
     assert len(set(keys)) == 2
 
 

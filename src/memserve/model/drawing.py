@@ -1,7 +1,10 @@
-"""Drawing tokens from logits by given uniform numbers (level 3): temperature, top-k, top-p, min-p.
+"""Drawing tokens from logits: temperature, top-k, top-p, min-p, by one uniform number a row.
 
-Inverse transform sampling over the tokens in order of their id: one uniform number a row decides, and the result moves
-only if rounding moves a boundary across it. So a sequence draws the same tokens alone and in a crowd.
+Inverse transform sampling over the tokens in order of their id: the number decides, and the result moves only if
+rounding moves a boundary across it. The number comes from Philox-4x32-10 (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011) and needs no state: it depends on the sequence's seed, its index and the token's position,
+never on other rows of the batch, and never on whether the sequence was preempted or moved. So of equal logits a
+sequence draws equal tokens, alone and in a crowd.
 
 The rule exists twice: :func:`draw` in torch, for any device, and :func:`draw_native` in C++, which takes a fraction of
 the time on a CPU. Both sum in float64 over float32 weights; they give the same token unless the uniform number, or the
@@ -23,7 +26,7 @@ from memserve import _kernels
 _HEAD_TOKENS = 256
 """Top-k and top-p usually keep fewer; rows that keep more are sorted whole."""
 _CHUNK_TOKENS = 256
-_SLICE_ROWS = 4
+_DRAWN_ROWS = 4
 """Rows drawn at a time on a CPU, so that their weights stay in its cache."""
 
 
@@ -49,8 +52,8 @@ def draw(logits: Tensor, how: Truncation) -> Tensor:
 
     Order of the filters: temperature, top-k, top-p over what top-k kept, min-p relative to the best token.
     """
-    if logits.device.type == "cpu" and len(logits) > _SLICE_ROWS:
-        pieces = [slice(first, first + _SLICE_ROWS) for first in range(0, len(logits), _SLICE_ROWS)]
+    if logits.device.type == "cpu" and len(logits) > _DRAWN_ROWS:
+        pieces = [slice(first, first + _DRAWN_ROWS) for first in range(0, len(logits), _DRAWN_ROWS)]
         return torch.cat([draw(logits[piece], how.rows(piece)) for piece in pieces])
     weights = logits - logits.amax(-1, keepdim=True)  # before the temperature: no overflow however small that is
     weights = weights.div_(how.temperature[:, None]).exp_()
@@ -133,3 +136,33 @@ def _first_beyond(cumulated: Tensor, target: Tensor) -> Tensor:
     added nothing."""
     below = torch.nextafter(cumulated[:, -1], torch.zeros_like(target))
     return torch.searchsorted(cumulated, torch.minimum(target, below)[:, None], right=True)[:, 0]
+
+
+# -- uniform numbers
+
+_ROUNDS = 10
+_MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+UInt64s = NDArray[np.uint64]
+
+
+def philox4x32(counter: tuple[UInt64s, UInt64s, UInt64s, UInt64s], key: tuple[UInt64s, UInt64s]) -> tuple[UInt64s, ...]:
+    """Four 32-bit words for each row. All arrays ``[n]`` uint64 holding 32-bit values."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
+        c0, c1, c2, c3 = (p1 >> _HALF) ^ c1 ^ k0, p1 & _LOW, (p0 >> _HALF) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _WEYL_0) & _LOW, (k1 + _WEYL_1) & _LOW
+    return c0, c1, c2, c3
+
+
+def uniforms(seed: UInt64s, index: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in ``[0, 1)`` (53 random bits) a row, for the key ``(seed, index)`` and the counter ``position``."""
+    position_bits, index_bits = position.astype(np.uint64), index.astype(np.uint64)
+    counter = (position_bits & _LOW, position_bits >> _HALF, index_bits & _LOW, index_bits >> _HALF)
+    high, low, _, _ = philox4x32(counter, (seed & _LOW, seed >> _HALF))
+    bits = ((high << _HALF) | low) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
