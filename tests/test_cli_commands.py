@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from memserve.cli.main import run
 from memserve.config import EngineOptions
 from memserve.errors import InvariantError, UserError
 from memserve.model.loading import sources
+from memserve.options import options_of
 
 TESTS = Path(__file__).parent
 GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
@@ -306,14 +306,13 @@ def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch)
         "steps_in_flight": ("--steps-in-flight", "1", 1), "block_tokens": ("--block-tokens", "16", 16),
         "max_model_tokens": ("--max-model-tokens", "9", 9), "threads": ("--threads", "1", 1),
     }  # fmt: skip
-    assert set(flags) == {field.name for field in dataclasses.fields(EngineOptions)}
+    assert set(flags) == {one.name for one in options_of(EngineOptions)}
     seen: list[EngineOptions] = []
     monkeypatch.setattr("memserve.cli.serve.run_server", lambda options, http, cluster: seen.append(options))
     assert run(["serve", *(word for flag in flags.values() for word in flag[:2] if word is not None)]) == 0
     wanted = {name: flag[-1] for name, flag in flags.items()}
-    assert dataclasses.asdict(seen[0]) == wanted
-    default = EngineOptions()
-    assert all(getattr(default, name) != value for name, value in wanted.items())
+    assert {one.name: one.default for one in options_of(seen[0])} == wanted
+    assert all(one.default != wanted[one.name] for one in options_of(EngineOptions))
 
 
 SERVE = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import math
 import weakref
@@ -26,10 +25,10 @@ from memserve.api.schema import ChatBody, CompletionBody
 from memserve.config import DEFAULT_MODEL, EngineOptions
 from memserve.errors import UserError
 from memserve.llm_call import Call, Completion
+from memserve.options import from_keywords, unknown_name
 from memserve.runtime.build import build_engine
 from memserve.runtime.stats import EngineStats
 from memserve.types import SamplingParams
-from memserve.units import parse_bytes
 
 ELSEWHERE = ("prompt_logprobs", "logit_bias")
 """Fields of ``SamplingParams`` that are no fields of the HTTP API, or have another form there."""
@@ -85,26 +84,14 @@ class LLM:
     >>> with LLM() as llm:
     ...     print(llm.chat([{"role": "user", "content": "What is the capital of France?"}], temperature=0).text)
 
-    ``options`` are the fields of :class:`memserve.config.EngineOptions`; ``kv_memory="512MiB"`` and
-    ``dram_memory="4GiB"`` are accepted as well. Raises :class:`UserError` on anything that cannot be served. Every
-    method may be called from any thread. Memory and threads are given back by :meth:`close`, at the end of ``with``,
-    or when the object is collected.
+    ``options`` are those of ``memserve serve``, named as the fields of :class:`memserve.config.EngineOptions` and its
+    scheduler (``max_running=8``), as the flags (``kv_memory="512MiB"``), or as in vLLM (``max_num_seqs=8``). None: the
+    default. Raises :class:`UserError` on anything that cannot be served. Every method may be called from any thread.
+    Memory and threads are given back by :meth:`close`, at the end of ``with``, or when the object is collected.
     """
 
-    def __init__(
-        self,
-        model: str = DEFAULT_MODEL,
-        *,
-        kv_memory: str | int | None = None,
-        dram_memory: str | int | None = None,
-        **options: Any,
-    ) -> None:
-        if kv_memory is not None:
-            options["kv_memory_bytes"] = parse_bytes(kv_memory)
-        if dram_memory is not None:
-            options["dram_memory_bytes"] = parse_bytes(dram_memory)
-        _refuse_unknown(options, [f.name for f in dataclasses.fields(EngineOptions)])
-        self._engine, self.model = build_engine(EngineOptions(model=model, **options))
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        self._engine, self.model = build_engine(from_keywords(EngineOptions(model=model), options))
         self._free = weakref.finalize(self, self._engine.close)
         self._encoder = PromptEncoder(self.model)
         self._ids = itertools.count()
@@ -220,7 +207,8 @@ def _caller(tenant: str) -> Caller:
 def _fields(options: Mapping[str, Any], sampling: SamplingParams | None, kind: type) -> dict[str, Any]:
     """The fields of the HTTP API that a caller asks for. Raises :class:`UserError` for what is none."""
     known = kind.__annotations__ if kind is SamplingOptions else SamplingOptions.__annotations__ | kind.__annotations__
-    _refuse_unknown(options, known)
+    if unknown := [name for name in options if name not in known]:
+        raise unknown_name(unknown[0], known)
     if sampling is not None and not isinstance(sampling, SamplingParams):
         raise UserError(
             f"sampling is a {type(sampling).__name__}", hint="give keywords (temperature=0) or SamplingParams(...)"
@@ -247,17 +235,6 @@ def _bias_of(sampling: SamplingParams) -> dict[str, float]:
         return {str(token): _plain(bias) for token, bias in dict(sampling.logit_bias).items()}
     except (TypeError, ValueError):
         raise UserError("logit_bias is no mapping", hint="for example {1234: -100}", param="logit_bias") from None
-
-
-def _refuse_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise UserError(
-                f"unknown option {name!r}",
-                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}",
-                param=name,
-            )
 
 
 def _plain(value: Any) -> Any:

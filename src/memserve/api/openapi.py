@@ -11,7 +11,7 @@ import msgspec
 
 from memserve import __version__
 from memserve.api.schema import ChatBody, CompletionBody, DocumentBody, StreamOptions
-from memserve.documented import field_docs
+from memserve.options import field_docs
 
 Json = dict[str, Any]
 SCHEMA_PLACE = "#/components/schemas/{name}"

@@ -12,6 +12,7 @@ import typer
 from memserve.cli import bench_capacity, bench_concurrency, bench_cost, bench_pool, bench_serve, load
 from memserve.cli import options as opt
 from memserve.cli.workload import workload
+from memserve.config import EngineOptions
 
 if TYPE_CHECKING:
     from memserve.bench.engine import Figure
@@ -40,10 +41,10 @@ app.command()(workload)
 
 
 @app.command()
+@opt.grouped
 def engine(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    dtype: opt.Dtype = opt.DEFAULTS.dtype,
-    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
+    *,
+    options: Annotated[EngineOptions, opt.Only("model", "dtype", "kv_memory_bytes")],
     repeats: Annotated[int, typer.Option(min=1, help="Runs a figure; medians are printed.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
@@ -57,7 +58,7 @@ def engine(
     from memserve.runtime.cpu_use import CpuWatch, busy_note
 
     watch = CpuWatch()
-    with LLM(model, dtype=dtype, kv_memory=kv_memory) as llm:
+    with LLM(options.model, dtype=options.dtype, kv_memory=options.kv_memory_bytes) as llm:
         ready_s = time.perf_counter() - started
         head = {**describe(llm), "ready_s": round(ready_s, 2)}
         typer.echo(json.dumps(head) if as_json else "  ".join(f"{k}={v}" for k, v in head.items()))

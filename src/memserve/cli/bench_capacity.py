@@ -12,6 +12,7 @@ import typer
 from memserve.cli import bench_options as by
 from memserve.cli import options as opt
 from memserve.cli.load import SloJct, SloTpot, VocabSize, read_slo
+from memserve.config import DEFAULT_MODEL
 from memserve.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def capacity(
     settings: Annotated[str, typer.Option(help="Comma-separated, as in `memserve bench serve`.")] = "PD,PD-CC,1P1D-CC",
     instances: by.Instances = 2,
     base_url: by.Servers = None,
-    model: opt.Model = opt.DEFAULT_MODEL,
+    model: opt.Model = DEFAULT_MODEL,
     data: by.Data = None,
     slo_ttft_ms: Annotated[float, typer.Option(min=0, help="Longest time to the first token.")] = 2000.0,
     slo_tpot_ms: SloTpot = None,

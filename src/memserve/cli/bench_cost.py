@@ -11,20 +11,15 @@ from typing import Annotated
 import typer
 
 from memserve.cli import options as opt
-from memserve.cli.profile import DRAM_BYTES
-from memserve.config import EngineOptions
-from memserve.units import parse_bytes
+from memserve.cli.profile import PROFILED, ProfiledEngine
 
 SECONDS, QUICK_SECONDS = 180.0, 24.0
 
 
+@opt.grouped
 def cost(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    dtype: opt.Dtype = opt.DEFAULTS.dtype,
-    device: opt.DeviceName = opt.DEFAULTS.device,
-    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
-    threads: opt.Threads = None,
-    block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
+    *,
+    engine: ProfiledEngine = PROFILED,
     seconds: Annotated[float | None, typer.Option(min=1, help="About how long to measure.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less exact: under a minute.")] = False,
     save: Annotated[bool, typer.Option(help="Keep the profile for serve and instance, in the cache folder.")] = True,
@@ -42,15 +37,11 @@ def cost(
     from memserve.bench.report import REPORT
     from memserve.bench.results import new_folder
 
-    options = EngineOptions(
-        model=model, dtype=dtype, device=device, kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=DRAM_BYTES,
-        threads=threads, block_tokens=block_tokens,
-    )  # fmt: skip
     plan = CostPlan(seconds or (QUICK_SECONDS if quick else SECONDS), save, QUICK if quick else FULL)
     results = CostResults(shlex.join(["memserve", *sys.argv[1:]]))
     folder = new_folder(out or default_folder())
     begin = time.monotonic()
-    measure(plan, options, results, lambda line: typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}", err=True))
+    measure(plan, engine, results, lambda line: typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}", err=True))
     write_cost(results, folder)
     for curve, found in results.accuracy.items():
         errors = f"off by {found.median_error:.1%}, worst {found.worst_error:.1%}"

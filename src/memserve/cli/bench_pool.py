@@ -14,14 +14,14 @@ import typer
 from memserve.cli import options as opt
 from memserve.config import EngineOptions
 from memserve.errors import UserError
-from memserve.units import parse_bytes
+
+ON_CPU = EngineOptions(device="cpu")
 
 
+@opt.grouped
 def pool(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    dtype: opt.Dtype = opt.DEFAULTS.dtype,
-    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
-    block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
+    *,
+    engine: Annotated[EngineOptions, opt.Only("model", "dtype", "kv_memory_bytes", "block_tokens")] = ON_CPU,
     blocks: Annotated[str | None, typer.Option(help="Comma-separated: blocks of a call.")] = None,
     prompt_tokens: Annotated[str | None, typer.Option(help="Comma-separated: lengths at which indexes race.")] = None,
     tree_prompts: Annotated[int | None, typer.Option(min=0, help="Other prompts in the index, 4,096 tokens each.")] = (
@@ -47,13 +47,10 @@ def pool(
         "tree_prompts": tree_prompts, "rounds": rounds, "copy_rounds": copy_rounds,
     }  # fmt: skip
     plan = dataclasses.replace(QUICK if quick else FULL, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]  # the keys are its fields
-    options = EngineOptions(
-        model=model, dtype=dtype, device="cpu", kv_memory_bytes=parse_bytes(kv_memory), block_tokens=block_tokens
-    )
     results = empty_results(shlex.join(["memserve", *sys.argv[1:]]), plan)
     folder = new_folder(out or default_folder())
     begin = time.monotonic()
-    measure(plan, options, results, lambda line: typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}", err=True))
+    measure(plan, engine, results, lambda line: typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}", err=True))
     write_pool(results, folder)
     for note in results.notes:
         typer.echo(note, err=True)

@@ -14,6 +14,7 @@ from memserve.bench.studies import STUDIES, Size, Study
 from memserve.cli import bench_options as by
 from memserve.cli import options as opt
 from memserve.cli.load import SloJct, SloTpot, SloTtft, Timeout, VocabSize, read_slo
+from memserve.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from memserve.bench.campaign import Plan
@@ -35,7 +36,7 @@ def serve(
     studies: by.Studies = None,
     instances: by.Instances = 2,
     base_url: by.Servers = None,
-    model: opt.Model = opt.DEFAULT_MODEL,
+    model: opt.Model = DEFAULT_MODEL,
     data: by.Data = None,
     quick: by.Quick = False,
     seeds: by.Seeds = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import typer
@@ -14,7 +14,6 @@ from memserve.cli import options as opt
 from memserve.cli.chat_backends import Account, ChatBackend, ChatOptions, EngineBackend, Message, ServerBackend
 from memserve.config import DEFAULT_MAX_TOKENS, EngineOptions
 from memserve.errors import UserError
-from memserve.units import parse_bytes
 
 HELP = """\
 /help            this text
@@ -79,8 +78,10 @@ class Conversation:
         self.messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
 
 
+@opt.grouped
 def chat(
     question: Annotated[str | None, typer.Argument(help="Ask this, print the answer, and leave.")] = None,
+    *,
     url: Annotated[str | None, typer.Option(help="A running server; without it the model runs in here.")] = None,
     model: Annotated[str | None, typer.Option(help="The model's name at the server, or what to load.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
@@ -92,16 +93,12 @@ def chat(
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answers.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key of the server.", envvar="MEMSERVE_CHAT_KEY")] = None,
-    dtype: opt.Dtype = opt.DEFAULTS.dtype,
-    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
+    engine: Annotated[EngineOptions, opt.Only("dtype", "kv_memory_bytes")],
     quiet: Annotated[bool, typer.Option("--quiet", help="No notes about tokens and times.")] = False,
 ) -> None:
     """Talk to a model, in this process or on a running server."""
     options = ChatOptions(temperature, max_tokens, seed)
-    engine_options = EngineOptions(
-        model=model or opt.DEFAULT_MODEL, dtype=dtype, kv_memory_bytes=parse_bytes(kv_memory)
-    )
-    with _backend(url, model, api_key, engine_options) as backend:
+    with _backend(url, model, api_key, replace(engine, model=model or engine.model)) as backend:
         conversation = Conversation(backend, options, _say, _ignore if quiet else _note, system)
         if question is not None:
             conversation.turn(question)

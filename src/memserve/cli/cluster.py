@@ -12,10 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memserve.cli import options as opt
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, PeerInfo
+from memserve.options import command_line_of
 from memserve.policy.shape import (
     APART_CORES_MIN,
     CLIENT_TOKENS,
@@ -227,7 +227,7 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
     orders = []
     for role, count in counts.items():
         own = dataclasses.replace(engine_options, caching=engine_options.caching and options.caches(role))
-        flags = ("--join", address, "--link", link, "--log-level", log_level, *opt.engine_flags(own))
+        flags = ("--join", address, "--link", link, "--log-level", log_level, *command_line_of(own))
         orders += [ChildOrder(f"{role.value[0]}{number}", role, flags) for number in range(1, count + 1)]
     return orders
 
@@ -272,7 +272,7 @@ def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: En
         most = f", at most {gate.active_max} at once" if gate.active_max is not None else ""
         text += f"; admission {gate.mode.value}{most}, {gate.waiting_max} may wait"
     text += f"; others may join at port {options.port}" if options.port is not None else ""
-    return f"{text}\n{_room(infos, model.max_model_tokens, engine_options.max_running)}"
+    return f"{text}\n{_room(infos, model.max_model_tokens, engine_options.scheduler.max_running)}"
 
 
 def _room(infos: list[PeerInfo], context_tokens: int, running_max: int) -> str:

@@ -13,14 +13,15 @@ import typer
 from memserve.cli import checks
 from memserve.cli import options as opt
 from memserve.cli.checks import Finding, Status
+from memserve.config import DEFAULT_MODEL
 
 _MARKS = {Status.OK: ("ok  ", "green"), Status.WARN: ("warn", "yellow"), Status.FAIL: ("FAIL", "red")}
 
 
 def doctor(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address that serve would listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port that serve would listen on.")] = 8000,
+    model: opt.Model = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address that serve would listen on.")] = opt.DEFAULT_HOST,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port that serve would listen on.")] = opt.DEFAULT_PORT,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Check this machine, the model and the installation. Ends with 1 when something essential is missing."""
@@ -54,7 +55,7 @@ def examine(model: str, host: str, port: int) -> Iterator[Finding]:
 def _serve_command(model: str, findings: list[Finding]) -> str:
     """What to type next: with the model that was asked for, and a free port when the usual one is taken."""
     taken = any(finding.name == "port" and finding.status is not Status.OK for finding in findings)
-    command = "memserve serve" + (f" --model {shlex.quote(model)}" if model != opt.DEFAULT_MODEL else "")
+    command = "memserve serve" + (f" --model {shlex.quote(model)}" if model != DEFAULT_MODEL else "")
     return command + (" --port 0" if taken else "")
 
 

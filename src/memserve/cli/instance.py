@@ -16,8 +16,6 @@ import typer
 
 from memserve.cli import credentials
 from memserve.cli import options as opt
-from memserve.cli.grouped import grouped
-from memserve.cli.logs import set_up_logging
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.links.devices import own_address
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 SECRET_HINT = "give the file that `memserve serve --cluster-secret-file` was given"
 
 
-@grouped
+@opt.grouped
 def instance(
     *,
     join: Annotated[
@@ -47,28 +45,27 @@ def instance(
         typer.Option(help="HOST:PORT by which the others reach it; default: found by the way to the router."),
     ] = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
-    link: opt.Link = "auto",
-    engine: opt.EngineFlags,
-    drain_s: Annotated[float, typer.Option(min=0, help="How long it may go on after SIGTERM or SIGHUP.")] = 20.0,
-    log_level: opt.LogLevel = "warning",
+    link: opt.Link = opt.DEFAULT_LINK,
+    engine: EngineOptions,
+    drain_s: opt.DrainS = opt.DEFAULT_DRAIN_S,
+    log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
     supervised: Annotated[bool, typer.Option(hidden=True, help="It is a child of `memserve serve`.")] = False,
 ) -> None:
     """Run one instance of a cluster: it joins a router, serves it, and leaves on SIGTERM, SIGHUP or Ctrl-C."""
-    engine_options = engine.options()
     if supervised:
-        _run_supervised(engine_options, join, role, name or role.value, link, log_level)
+        _run_supervised(engine, join, role, name or role.value, link, log_level)
         return
-    set_up_logging(log_level)
+    opt.set_up_logging(log_level)
     place = dataclasses.replace(_place(join, role, name, advertise, cluster_secret_file, link), drain_s=drain_s)
     started = time.perf_counter()
-    typer.echo(f"loading {engine_options.model} ...", err=True)
+    typer.echo(f"loading {engine.model} ...", err=True)
     from memserve.runtime.instance_host import run_instance
 
-    run_instance(engine_options, place, lambda: _say_ready(place, started), say=lambda line: typer.echo(line, err=True))
+    run_instance(engine, place, lambda: _say_ready(place, started), say=lambda line: typer.echo(line, err=True))
     _end_at_once()
 
 
-def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
+def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
     """The child of a ``memserve serve``: the secret comes through stdin; stdout is for last words."""
     last_words = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not be taken for them
@@ -80,10 +77,10 @@ def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: 
         outlive = Path(greeting["folder"]) if "folder" in greeting else None
         if outlive is None:
             die_with(greeting["parent_pid"])
-        set_up_logging(log_level, name)
+        opt.set_up_logging(log_level, name)
         here, _ = opt.split_address(join, "--join")  # the router's host is this one
         place = MemberOptions(role, name, (join,), greeting["secret"], here, link=link, is_supervised=True)
-        run_instance(engine_options, place, lambda: None, outlive=outlive)
+        run_instance(engine, place, lambda: None, outlive=outlive)
         _end_at_once()
     except UserError as error:
         print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)

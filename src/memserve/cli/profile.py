@@ -11,7 +11,7 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.config import EngineOptions
-from memserve.units import MIB, NS_PER_MS, NS_PER_US, human_bytes, parse_bytes
+from memserve.units import MIB, NS_PER_MS, NS_PER_US, human_bytes
 
 if TYPE_CHECKING:
     from memserve.policy.fit import Quality
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 BUSY_ERROR = 0.12
 """Median error of foretold prompts from which on the measurement is not to be trusted."""
-DRAM_BYTES = 128 * MIB
-"""Second tier of the measured engine, so that there is something to swap."""
+PROFILED = EngineOptions(dram_memory_bytes=128 * MIB)
+"""The measured engine has a second tier, so that there is something to swap."""
+ProfiledEngine = Annotated[
+    EngineOptions, opt.Only("model", "dtype", "device", "kv_memory_bytes", "threads", "block_tokens")
+]
 
 
+@opt.grouped
 def profile(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    dtype: opt.Dtype = opt.DEFAULTS.dtype,
-    device: opt.DeviceName = opt.DEFAULTS.device,
-    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
-    threads: opt.Threads = None,
-    block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
+    *,
+    engine: ProfiledEngine = PROFILED,
     seconds: Annotated[float, typer.Option(min=1, help="About how long to measure.")] = 60.0,
     save: Annotated[bool, typer.Option(help="Keep it for serve and instance, in the cache folder.")] = True,
     even_if_busy: Annotated[
@@ -44,17 +44,13 @@ def profile(
         from memserve.cli.plot import require_matplotlib
 
         require_matplotlib()
-    options = EngineOptions(
-        model=model, dtype=dtype, device=device, kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=DRAM_BYTES,
-        threads=threads, block_tokens=block_tokens,
-    )  # fmt: skip
     from memserve.runtime.cpu_use import CpuWatch, busy_note, watched
     from memserve.runtime.profile_values import profile_values
 
     if (note := busy_note(watched())) is not None:
         _tell(f"warning: {note}")
     started, watch = time.perf_counter(), CpuWatch()
-    found, geometry, path = _measure(options, seconds)
+    found, geometry, path = _measure(engine, seconds)
     values = profile_values(found, geometry) | {"seconds": round(time.perf_counter() - started, 1)}
     others_cores = watch.others_cores()
     values["others_cores"] = None if others_cores is None else round(others_cores, 2)

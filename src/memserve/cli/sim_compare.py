@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from memserve.cli import options as opt
 from memserve.cli import sim_options as sim
-from memserve.cli.grouped import grouped
 from memserve.config import POLICIES
 from memserve.errors import UserError
+from memserve.options import with_values
 from memserve.types import Caching, TransferMode
 
 if TYPE_CHECKING:
@@ -23,22 +24,18 @@ STATISTICS = ("mean", "p50", "p90", "p99")
 MS = 1e3
 
 
-@grouped
+@opt.grouped
 def compare(
     first: A,
     second: A,
+    *,
     workload: sim.WorkloadFlags,
-    model: sim.ModelName = "llama-3-8b",
-    device: sim.DeviceKind = "h100",
-    profile: sim.ProfileFile = None,
-    kv_blocks: sim.KvBlocks = None,
-    heartbeat_ms: sim.HeartbeatMs = 500,
+    wanted: Annotated[sim.Wanted, opt.Only("model", "device", "profile", "kv_blocks", "heartbeat_ms")],
 ) -> None:
     """Two result folders (of sim or of bench), or two settings on one workload: every figure, and how it changes.
 
     A setting is INSTANCES, then any of a policy, caching level, transfer mode and device: prefill=1,decode=3/session.
     """
-    wanted = sim.Wanted(model=model, device=device, profile=profile, kv_blocks=kv_blocks, heartbeat_ms=heartbeat_ms)
     one, other = (_figures_of(text, workload, wanted) for text in (first, second))
     for name in [name for name in one if name in other] or [""]:
         before = one.get(name) or next(iter(one.values()))
@@ -79,11 +76,11 @@ def parse_setting(text: str, wanted: sim.Wanted) -> sim.Wanted:
     chosen = dataclasses.replace(wanted, instances=instances)
     for word in words:
         if word in POLICIES:
-            chosen = dataclasses.replace(chosen, policy=word)
+            chosen = with_values(chosen, {("cluster", "policy"): word})
         elif word in list(Caching):
-            chosen = dataclasses.replace(chosen, caching=Caching(word))
+            chosen = with_values(chosen, {("cluster", "caching"): Caching(word)})
         elif word in list(TransferMode):
-            chosen = dataclasses.replace(chosen, transfer=TransferMode(word))
+            chosen = with_values(chosen, {("cluster", "transfer"): TransferMode(word)})
         else:
             chosen = dataclasses.replace(chosen, device=word)
     return chosen

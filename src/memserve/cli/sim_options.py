@@ -9,52 +9,40 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memserve.cli import options as opt
-from memserve.config import AdmissionConfig, ClusterConfig
+from memserve.config import ClusterConfig, SchedulerConfig
 from memserve.errors import UserError
-from memserve.units import NS_PER_MS, parse_bytes
+from memserve.options import SIZE, option
+from memserve.sim.replay.setup import GPU_SCHEDULER
+from memserve.units import NS_PER_MS
 
 if TYPE_CHECKING:
     from memserve.bench.catalogue import Recipe
     from memserve.sim.hardware import Machine
     from memserve.sim.replay.setup import Setup
 
-WorkloadName = Annotated[str, typer.Option(help="A name of `memserve bench workload`, e.g. chat, trace, agentic.")]
-Trace = Annotated[Path | None, typer.Option(help="A trace in Mooncake's form, or your own JSONL of sessions.")]
-Data = Annotated[Path | None, typer.Option(help="Folder of data sets. Without: made from the seed.")]
-Instances = Annotated[str, typer.Option(help="For example prefill=2,decode=6 or colocated=8.")]
-ModelName = Annotated[str, typer.Option("--model", help="A model by name, e.g. llama-3-8b.")]
-DeviceKind = Annotated[str, typer.Option("--device", help="h100, h200, a100, l40s or cpu; several: h100x4.")]
-ProfileFile = Annotated[
-    Path | None, typer.Option(help="What `memserve profile` has saved or printed with --json: instead of --device.")
-]
-KvBlocks = Annotated[int | None, typer.Option(min=2, help="Blocks of KV in HBM; default: what the weights leave.")]
-DramMemory = Annotated[str, typer.Option(help="Second tier of each instance, e.g. 64GiB.")]
-Sessions = Annotated[int | None, typer.Option(min=1, help="So many sessions of the workload.")]
-Rate = Annotated[float | None, typer.Option(min=0.001, help="Requests a second (Poisson); default: recorded times.")]
-Speed = Annotated[float, typer.Option(min=0.001, help="Recorded times, so many times as fast.")]
-Seed = Annotated[int, typer.Option(min=0, help="Fixes the workload.")]
-Faults = Annotated[str, typer.Option(help="kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3: at second, for seconds.")]
-HeartbeatMs = Annotated[int, typer.Option(min=1, help="How often instances say that they live.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for records, results, report, timeline and plots.")]
 
 PAPER_NAMES = {"sharegpt": "chat", "loogle": "documents"}
-
-
-_CLUSTER = ClusterConfig()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkloadFlags:
     """What is sent, when."""
 
-    workload: WorkloadName = "chat"
-    trace: Trace = None
-    data: Data = None
-    sessions: Sessions = None
-    rate: Rate = None
-    speed: Speed = 1.0
-    seed: Seed = 0
+    workload: str = option("chat")
+    """A name of ``memserve bench workload``, e.g. chat, trace, agentic."""
+    trace: Path | None = option(None)
+    """A trace in Mooncake's form, or your own JSONL of sessions."""
+    data: Path | None = option(None)
+    """Folder of data sets. None: sessions are made from the seed."""
+    sessions: int | None = option(None, least=1)
+    """Sessions of the workload. None: all of them."""
+    rate: float | None = option(None, least=0.001)
+    """Requests a second (Poisson). None: recorded times."""
+    speed: float = option(1.0, least=0.001)
+    """Recorded times pass this many times as fast."""
+    seed: int = option(0, least=0)
+    """Fixes the workload."""
 
     def recipe(self) -> Recipe:
         """Of the workload."""
@@ -72,19 +60,28 @@ class WorkloadFlags:
 class Wanted:
     """The cluster that the options say, not looked at yet."""
 
-    instances: Instances = "prefill=1,decode=1"
-    model: ModelName = "llama-3-8b"
-    device: DeviceKind = "h100"
-    profile: ProfileFile = None
-    kv_blocks: KvBlocks = None
-    dram_memory: DramMemory = "0"
-    policy: opt.Policy = _CLUSTER.policy
-    caching: opt.CachingLevel = _CLUSTER.caching
-    transfer: opt.Transfer = _CLUSTER.transfer
-    faults: Faults = ""
-    heartbeat_ms: HeartbeatMs = 500
+    instances: str = option("prefill=1,decode=1")
+    """For example prefill=2,decode=6 or colocated=8."""
+    model: str = option("llama-3-8b")
+    """A model by name, e.g. llama-3-8b."""
+    device: str = option("h100")
+    """h100, h200, a100, l40s or cpu; several: h100x4."""
+    profile: Path | None = option(None)
+    """What ``memserve profile`` has saved or printed with --json: instead of --device."""
+    kv_blocks: int | None = option(None, least=2)
+    """Blocks of KV in HBM. None: what the weights leave."""
+    dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE)
+    """Second tier of each instance, e.g. 64GiB. 0: no second tier."""
+    faults: str = option("")
+    """kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3: at second, for seconds."""
+    heartbeat_ms: int = option(500, least=1)
+    """Milliseconds between two heartbeats of an instance."""
+    scheduler: SchedulerConfig = GPU_SCHEDULER
+    """Batching of each instance."""
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    """What the router decides by."""
 
-    def setup(self, admission: AdmissionConfig = _CLUSTER.admission) -> Setup:
+    def setup(self) -> Setup:
         """Of the cluster. Raises :class:`UserError` for what cannot be."""
         from memserve.sim.replay.setup import Setup, Surroundings, parse_faults, parse_instances
 
@@ -92,7 +89,8 @@ class Wanted:
         return Setup(
             instances,
             self.machine(),
-            ClusterConfig(self.caching, self.policy, self.transfer, admission=admission),
+            self.cluster,
+            self.scheduler,
             around=Surroundings(heartbeat_ns=self.heartbeat_ms * NS_PER_MS),
             faults=parse_faults(self.faults, instances),
         )
@@ -101,19 +99,18 @@ class Wanted:
         """What each instance runs on."""
         from memserve.sim.hardware import machine
 
-        dram_bytes = parse_bytes(self.dram_memory)
         if self.profile is not None:
-            found = profiled(self.profile, self.model, dram_bytes)
+            found = profiled(self.profile, self.model, self.dram_memory_bytes)
         else:
             kind, _, count = self.device.partition("x")
             if count and not (count.isdecimal() and int(count)):
                 raise UserError(f"cannot read {self.device!r} as devices", hint="for example h100 or h100x4")
-            found = machine(self.model, kind, int(count or 1), dram_bytes)
+            found = machine(self.model, kind, int(count or 1), self.dram_memory_bytes)
         return found if self.kv_blocks is None else dataclasses.replace(found, hbm_blocks=self.kv_blocks)
 
     def name(self) -> str:
         """The setting in short."""
-        parts = [self.instances, self.policy, self.caching.value]
+        parts = [self.instances, self.cluster.policy, self.cluster.caching.value]
         return "/".join(parts) + (f" on {self.device}" if self.profile is None else "")
 
 

@@ -11,7 +11,6 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.cli import sim_options as sim
-from memserve.cli.grouped import grouped
 from memserve.cli.load import SloJct, SloTpot, SloTtft, read_slo
 
 if TYPE_CHECKING:
@@ -20,11 +19,11 @@ if TYPE_CHECKING:
     from memserve.workloads.words import Workload
 
 
-@grouped
+@opt.grouped
 def run(
+    *,
     workload: sim.WorkloadFlags,
-    wanted: sim.Wanted,
-    gate: opt.GateFlags,
+    wanted: Annotated[sim.Wanted, opt.Without("weights")],  # simulated requests have no tenants
     limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after so much virtual time.")] = None,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
@@ -37,7 +36,7 @@ def run(
     from memserve.bench.text import describe
     from memserve.cli.sim_results import simulate, summed_up, write_folder
 
-    setup, made = wanted.setup(gate.config()), build(workload.recipe())
+    setup, made = wanted.setup(), build(workload.recipe())
     head = what_comes(made, wanted, setup.machine)
     for line in () if as_json else head:
         typer.echo(line)

@@ -10,9 +10,7 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.cli import sim_options as sim
-from memserve.cli.grouped import grouped
 from memserve.cli.load import SloJct, SloTpot, SloTtft, read_slo
-from memserve.config import ClusterConfig
 from memserve.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,21 +18,17 @@ if TYPE_CHECKING:
     from memserve.sim.search import Mix, Trial
     from memserve.workloads.words import Workload
 
-CLUSTER = ClusterConfig()
 
-
-@grouped
+@opt.grouped
 def search(
+    *,
     workload: sim.WorkloadFlags,
-    model: sim.ModelName = "llama-3-8b",
+    wanted: Annotated[sim.Wanted, opt.Only("model", "policy", "caching", "heartbeat_ms")],
     devices: Annotated[str, typer.Option(help="Kinds of device to try, comma-separated: h100,a100,h100x2.")] = "h100",
     prices: Annotated[str, typer.Option(help="Of a device hour, e.g. h100=3,a100=1.5; default: 1 each.")] = "",
     mixes: Annotated[str, typer.Option(help="colocated, and prefill to decode, e.g. 1:1.")] = "colocated,1:3,1:1",
-    policy: opt.Policy = CLUSTER.policy,
-    caching: opt.CachingLevel = CLUSTER.caching,
     instances_max: Annotated[int, typer.Option(min=1, help="Largest cluster to try.")] = 64,
     violations_max: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that may miss it.")] = 0.01,
-    heartbeat_ms: sim.HeartbeatMs = 500,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
     slo_jct_ms: SloJct = None,
@@ -47,7 +41,6 @@ def search(
     slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
     if slo == read_slo(None, None, None):
         raise UserError("no SLO to hold", hint="for example --slo-ttft-ms 500 --slo-tpot-ms 50")
-    wanted = sim.Wanted(model=model, policy=policy, caching=caching, heartbeat_ms=heartbeat_ms)
     made, known = build(workload.recipe()), read_prices(prices)
     found: list[tuple[str, Trial | None]] = []
     for kind in (kind.strip() for kind in devices.split(",")):

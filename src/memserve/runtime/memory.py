@@ -89,7 +89,7 @@ def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig
     from memserve.runtime.threads import PRIMITIVES_MAX
 
     scheduler, pool = config.scheduler, config.pool
-    step_tokens = max(scheduler.max_step_tokens, scheduler.max_running)
+    step_tokens = max(scheduler.step_tokens, scheduler.max_running)
     longest = min(config.max_model_tokens, pool.hbm_blocks * geometry.block_tokens)
     return MemoryBound(
         program_bytes=PROGRAM_BYTES,
