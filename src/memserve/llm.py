@@ -17,11 +17,10 @@ from msgspec import structs
 
 from memserve.api.errors import ApiError
 from memserve.api.messages import check_messages
-from memserve.api.parse import body_of
 from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
 from memserve.api.prompts import Prompt as EncodedPrompt
 from memserve.api.prompts import PromptEncoder
-from memserve.api.schema import ChatBody, CompletionBody
+from memserve.api.schema import ChatBody, CompletionBody, body_of
 from memserve.config import DEFAULT_MODEL, EngineOptions
 from memserve.errors import UserError
 from memserve.llm_call import Call, Completion

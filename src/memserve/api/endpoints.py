@@ -10,22 +10,19 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from memserve.api.body import TENANT_KEY, json_body
 from memserve.api.documents import Document, Documents, size_of
-from memserve.api.edge import Edge
+from memserve.api.edge import TENANT_KEY, Edge, json_body
 from memserve.api.errors import bad_request, model_not_found
+from memserve.api.guard import REPLY_KEY
 from memserve.api.hub import Hub
 from memserve.api.messages import check_messages
 from memserve.api.metrics import ApiMetrics
-from memserve.api.parse import parse_body
 from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
 from memserve.api.prompts import Prompt, PromptEncoder
 from memserve.api.reply import Reply
-from memserve.api.request_log import REPLY_KEY
-from memserve.api.respond import answer, new_envelope
-from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
+from memserve.api.respond import Shape, answer, new_envelope
+from memserve.api.schema import ChatBody, CompletionBody, GenerationBody, parse_body
 from memserve.api.served import ModelNames, PinningEngine, ServedModel, ServingEngine
-from memserve.api.shapes import Shape
 
 EXPLAIN_HEADER = "x-memserve-explain"
 

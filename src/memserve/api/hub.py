@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from memserve.api.body import ClientGone
+from memserve.api.edge import ClientGone
 from memserve.api.errors import client_too_slow, shutting_down
 from memserve.api.metrics import ApiMetrics
 from memserve.api.served import ServingEngine
