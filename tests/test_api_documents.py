@@ -25,7 +25,8 @@ from memserve.config import InstanceConfig, PoolConfig
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
 from memserve.instance.machine import Instance
-from memserve.runtime.engine import Engine, EngineStopped
+from memserve.runtime.engine import Engine
+from memserve.runtime.loop import EngineStopped
 from memserve.sim.fuzz.literal_device import LiteralDevice
 from memserve.types import NamedPrefix, TokenArray
 from memserve.units import NS_PER_S, ns_from_s

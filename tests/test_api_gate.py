@@ -21,7 +21,7 @@ from memserve.cluster.report import ClusterStats, Counters, GateStats
 from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions, SchedulerConfig
 from memserve.errors import UserError
 from memserve.messages import ROUTER, Peer
-from memserve.runtime.clients import Refusal, Rejected
+from memserve.runtime.engine import Refusal, Rejected
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.router import RouterEngine
 from memserve.runtime.stats import RouterStats

@@ -21,7 +21,7 @@ from memserve.api.errors import ApiError
 from memserve.api.prompts import INLINE_BYTES_MAX, Prompt, PromptEncoder
 from memserve.api.server import bind
 from memserve.errors import UserError
-from memserve.runtime.engine import EngineStopped
+from memserve.runtime.loop import EngineStopped
 
 STREAM = {"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": 200, "ignore_eos": True}
 

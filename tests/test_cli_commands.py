@@ -364,7 +364,7 @@ def test_serve_says_it_is_ready_serves_and_ends_gently(server_process: subproces
 NOHUP = """
 import signal, sys
 sys.path.insert(0, {src!r})
-from memserve.runtime.signals import EndAsked, ending_signals, ignore_terminal, on_ending_signals, signals_raise
+from memserve.runtime.process import EndAsked, ending_signals, ignore_terminal, on_ending_signals, signals_raise
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 assert signal.SIGHUP not in ending_signals()
 with signals_raise():

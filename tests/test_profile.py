@@ -295,7 +295,7 @@ def test_the_command_measures_shows_and_saves(
 
     monkeypatch.setattr("memserve.runtime.profile_transfer.measure_transfer", transfer)
     others = [0.0]
-    monkeypatch.setattr("memserve.runtime.cpu_use.CpuWatch.others_cores", lambda watch: others[0])
+    monkeypatch.setattr("memserve.runtime.process.CpuWatch.others_cores", lambda watch: others[0])
     assert run(["profile", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["missing"] == {"network": "NIXL is not installed"}

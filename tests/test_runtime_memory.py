@@ -12,7 +12,7 @@ import pytest
 from memserve.config import EngineOptions, SchedulerConfig
 from memserve.errors import UserError
 from memserve.runtime import memory
-from memserve.runtime.threads import PRIMITIVES_MAX
+from memserve.runtime.process import PRIMITIVES_MAX
 from memserve.types import KVGeometry
 from memserve.units import GIB, MIB
 

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 
 from memserve.api.plan import Generation
 from memserve.errors import UserError
-from memserve.runtime.clients import Refusal, Rejected
-from memserve.runtime.engine import Engine
+from memserve.runtime.engine import Engine, Refusal, Rejected
 from memserve.runtime.text import Stops, TextStream
 from memserve.types import FinishReason, Request, TokenLogprobs, TokenOutput
 

@@ -31,7 +31,7 @@ from memserve.api.prompts import PromptEncoder
 from memserve.api.respond import ChatShape, CompletionShape
 from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.config import EdgeConfig
-from memserve.runtime.engine import EngineStopped
+from memserve.runtime.loop import EngineStopped
 from memserve.types import RequestLogFormat
 
 

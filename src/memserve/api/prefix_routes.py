@@ -24,7 +24,8 @@ from memserve.api.reply import failure
 from memserve.api.respond import abandon_on_disconnect
 from memserve.api.schema import DocumentBody, parse_body
 from memserve.api.served import PinningEngine, ServingEngine
-from memserve.runtime.clients import EngineStopped, Rejected
+from memserve.runtime.engine import Rejected
+from memserve.runtime.loop import EngineStopped
 from memserve.types import NamedPrefix, Request, SamplingParams, StopParams
 from memserve.units import NS_PER_S, ns_from_s
 

@@ -18,7 +18,7 @@ from memserve.api.connection import Connection
 from memserve.api.edge import Edge
 from memserve.api.hub import Hub
 from memserve.errors import UserError
-from memserve.runtime.signals import Askings
+from memserve.runtime.process import Askings
 from memserve.units import KIB
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ def bench(context: typer.Context) -> None:
     """Measure memserve on this machine."""
     if context.invoked_subcommand == workload.__name__:
         return  # it measures nothing
-    from memserve.runtime.cpu_use import busy_note, watched
+    from memserve.runtime.process import busy_note, watched
 
     if (note := busy_note(watched())) is not None:
         typer.echo(f"warning: {note}", err=True)
@@ -50,12 +50,12 @@ def engine(
 ) -> None:
     """Prefill, decode, TTFT, the scheduler's share of a step, and the memory report."""
     started = time.perf_counter()
-    from memserve.runtime.threads import set_thread_environment
+    from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
     from memserve.bench.engine import Figure, bench_engine, describe
     from memserve.llm import LLM
-    from memserve.runtime.cpu_use import CpuWatch, busy_note
+    from memserve.runtime.process import CpuWatch, busy_note
 
     watch = CpuWatch()
     with LLM(options.model, dtype=options.dtype, kv_memory=options.kv_memory_bytes) as llm:

@@ -26,7 +26,7 @@ def cost(
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")] = None,
 ) -> None:
     """Fit the cost model on this machine, and hold it against measurements that it has not seen (figure 13)."""
-    from memserve.runtime.threads import set_thread_environment
+    from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
     from memserve.bench.campaign import default_folder

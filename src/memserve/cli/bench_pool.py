@@ -33,7 +33,7 @@ def pool(
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")] = None,
 ) -> None:
     """Measure MemPool's calls, its index beside hash indexes, and aggregated against discrete transfer."""
-    from memserve.runtime.threads import set_thread_environment
+    from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
     from memserve.bench.campaign import default_folder

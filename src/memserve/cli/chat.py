@@ -115,7 +115,7 @@ def _backend(url: str | None, model: str | None, api_key: str | None, options: E
         finally:
             server.close()
         return
-    from memserve.runtime.threads import set_thread_environment
+    from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
     typer.echo(f"loading {options.model} ...", err=True)

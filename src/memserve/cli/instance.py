@@ -19,7 +19,7 @@ from memserve.cli import options as opt
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.links.devices import own_address
-from memserve.runtime.signals import ignore_terminal
+from memserve.runtime.process import ignore_terminal
 from memserve.types import Role
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ def profile(
         from memserve.cli.plot import require_matplotlib
 
         require_matplotlib()
-    from memserve.runtime.cpu_use import CpuWatch, busy_note, watched
+    from memserve.runtime.process import CpuWatch, busy_note, watched
     from memserve.runtime.profile_values import profile_values
 
     if (note := busy_note(watched())) is not None:

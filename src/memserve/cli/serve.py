@@ -20,7 +20,7 @@ from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, runni
 from memserve.config import DEFAULT_MAX_TOKENS, AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.meta_open import metadata_place
-from memserve.runtime.signals import EndAsked, on_ending_signals, signals_raise
+from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
 from memserve.types import Admission, Caching
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _engine(options: EngineOptions) -> Iterator[_Served]:
-    from memserve.runtime.threads import set_thread_environment
+    from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
     from memserve.runtime.build import build_engine

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from memserve.config import EngineOptions, InstanceConfig
 from memserve.errors import UserError
 from memserve.messages import Peer
-from memserve.runtime.threads import set_thread_environment
+from memserve.runtime.process import set_thread_environment
 from memserve.types import Role
 from memserve.units import human_bytes
 

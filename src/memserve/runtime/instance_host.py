@@ -22,7 +22,7 @@ from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.memory import keep_heap_small, leave_triton_out, objects_that_stay, trim_heap
 from memserve.runtime.meta_children import end_when_orphaned
-from memserve.runtime.signals import Askings, on_ending_signals
+from memserve.runtime.process import Askings, on_ending_signals
 from memserve.types import Role
 
 JOIN_TIMEOUT_S = 30.0

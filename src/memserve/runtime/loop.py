@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from memserve.runtime.clients import EngineStopped
 from memserve.serving import ClockTicked
 from memserve.units import NS_PER_S
 
@@ -29,6 +28,10 @@ ANSWER_TIMEOUT_S = 5.0
 
 EventT = TypeVar("EventT", contravariant=True)
 Answer = TypeVar("Answer")
+
+
+class EngineStopped(Exception):
+    """The engine was closed or broke, so it cannot say anything about itself."""
 
 
 class Machine(Protocol[EventT]):
@@ -171,7 +174,7 @@ class MachineLoop(Generic[EventT]):
 
 
 def _complain(answer: Future[Any]) -> None:
-    """Nobody looks at the answer of a call: what went wrong is at least in the log."""
+    """No caller looks at the answer of a posted call: an error is at least in the log."""
     error = answer.exception()
     if error is not None and not isinstance(error, EngineStopped):
         log.error("a call in the machine's thread failed", exc_info=error)
