@@ -35,8 +35,8 @@ from memserve.bench.meters import weighing
 from memserve.bench.metrics import Figures, figures
 from memserve.bench.servers import Servers
 from memserve.bench.settings import Setting, parse_setting
-from memserve.cli.sim_options import profiled
 from memserve.cli.sim_results import simulate
+from memserve.cli.sim_run import profiled
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.policy.curves import DecodeCurve, PrefillCurve
 from memserve.sim.hardware import Machine

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import memserve.cli.plot as plot_module
+import memserve.cli.profile as plot_module
 from memserve.cli.main import run
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, InstanceConfig, PoolConfig, SchedulerConfig

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli.load import Timeout
+from memserve.cli.bench_load import Timeout
 from memserve.errors import UserError
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,13 +14,15 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.config import EngineOptions
-from memserve.units import MIB, NS_PER_MS, NS_PER_US, human_bytes
+from memserve.errors import UserError
+from memserve.units import MIB, NS_PER_MS, NS_PER_S, NS_PER_US, human_bytes
 
 if TYPE_CHECKING:
     from memserve.policy.fit import Quality
     from memserve.runtime.profile import Profile
     from memserve.types import KVGeometry
 
+RATIO_STEPS = 40
 BUSY_ERROR = 0.12
 """Median error of foretold prompts from which on the measurement is not to be trusted."""
 PROFILED = EngineOptions(dram_memory_bytes=128 * MIB)
@@ -41,8 +46,6 @@ def profile(
 ) -> None:
     """Measure prefill, decode, swap and transfer on this machine, and fit the costs that decisions are made by."""
     if plot is not None:
-        from memserve.cli.plot import require_matplotlib
-
         require_matplotlib()
     from memserve.runtime.process import CpuWatch, busy_note, watched
     from memserve.runtime.profile_values import profile_values
@@ -61,8 +64,6 @@ def profile(
         save_profile(path, values)
         values["saved"] = str(path)
     if plot is not None:
-        from memserve.cli.plot import plot_profile
-
         plot_profile(found, f"{values['model'].split(':')[0]} on {values['machine']}", Path(plot))
         values["plot"] = plot
     typer.echo(json.dumps(values) if as_json else "\n".join(_text(found, geometry, values)))
@@ -137,6 +138,52 @@ def _ms(ns: float) -> str:
 
 def _us(ns: float) -> str:
     return f"{ns / NS_PER_US:.2f} us"
+
+
+def require_matplotlib() -> None:
+    """Raise :class:`UserError` when matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib, which is not installed", hint="pip install matplotlib", param="plot")
+
+
+def save_plot(draw: Callable[[Any], Any], file: Path) -> None:
+    """Save the figure that ``draw(pyplot)`` returns; the ending of ``file`` says the format.
+
+    Raises :class:`UserError` for an ending that matplotlib does not know, and where it may not write.
+    """
+    require_matplotlib()
+    importlib.import_module("matplotlib").use("Agg")  # no window
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure = draw(pyplot)
+    try:
+        figure.savefig(file, bbox_inches="tight", dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot draw {file}: {error}", hint="give a .png, .svg or .pdf file", param="plot") from None
+    finally:
+        pyplot.close(figure)
+
+
+def plot_profile(profile: Profile, title: str, file: Path) -> None:
+    """MemServe's figure 13: time to the first token against the cached ratio, a line a prompt length; dots are
+    measured. Raises as :func:`save_plot`."""
+    save_plot(lambda pyplot: _drawn(pyplot, profile, title), file)
+
+
+def _drawn(pyplot: Any, profile: Profile, title: str) -> Any:
+    figure, axes = pyplot.subplots(figsize=(8, 5.5))
+    samples = profile.measured.samples["prefill"]
+    for number, length in enumerate(sorted({sample.first + sample.second for sample in samples})):
+        dots = [sample for sample in samples if sample.first + sample.second == length]
+        ratios = [step / RATIO_STEPS for step in range(RATIO_STEPS)]
+        cached = [round(length * ratio) for ratio in ratios]
+        fitted = [profile.costs.prefill_ns(length - count, count) / NS_PER_S for count in cached]
+        axes.plot(ratios, fitted, color=f"C{number}", label=f"{length} tokens")
+        shares = [sample.second / length for sample in dots]
+        axes.scatter(shares, [sample.ns / NS_PER_S for sample in dots], color=f"C{number}", s=18)
+    axes.set(xlabel="cached ratio", ylabel="time to first token (s)", title=title, yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend(title="prompt", loc="lower left", ncols=2)
+    return figure
 
 
 def _tell(line: str) -> None:

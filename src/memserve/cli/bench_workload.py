@@ -11,10 +11,11 @@ import typer
 
 from memserve.bench.catalogue import BUILT_IN, KINDS, Arrivals, Recipe, build
 from memserve.bench.meters import model_meter
+from memserve.bench.plots import draw_shapes
 from memserve.bench.results import Shape
 from memserve.bench.shapes import BLOCK_TOKENS, shape_of
 from memserve.bench.studies import kind_of
-from memserve.cli.plot import plot_shapes, require_matplotlib
+from memserve.cli.profile import require_matplotlib, save_plot
 from memserve.workloads.shape import Caps
 from memserve.workloads.statistics import Measured, Spread, Summary, measure, summarize
 from memserve.workloads.tokens import Meter
@@ -67,7 +68,7 @@ def workload(
                 stand_in, measured = _measured(dataclasses.replace(recipe, data=None), meter)
                 shapes.append(shape_of(f"{name}, {stand_in.source}", stand_in.source, [measured]))
     if plot is not None:
-        plot_shapes(shapes, plot)
+        save_plot(lambda pyplot: draw_shapes(pyplot, shapes), plot)
 
 
 def _measured(recipe: Recipe, meter: Meter | None) -> tuple[Workload, Measured]:
