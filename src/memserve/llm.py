@@ -77,8 +77,7 @@ class ChatOptions(SamplingOptions, total=False):
 
 
 class LLM:
-    """Loads a model and generates, in process; the same engine, and the same checks of what is asked, as
-    ``memserve serve``.
+    """Loads a model and generates, in process; with the engine and the checks of ``memserve serve``.
 
     >>> with LLM() as llm:
     ...     print(llm.chat([{"role": "user", "content": "What is the capital of France?"}], temperature=0).text)

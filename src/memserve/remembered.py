@@ -1,4 +1,4 @@
-"""What a cluster must remember, as records, and what it remembers, as one value (level 0, row C1).
+"""What a cluster must remember, as records, and what it remembers, as one value (level 0).
 
 The ``Cluster`` machine says what has happened in records; ``meta/`` keeps them and folds them into a
 :class:`Remembered`, from which a router that was started anew goes on. Records are facts, each right by itself:
@@ -81,7 +81,8 @@ class EntriesReplaced(Record, frozen=True, tag=True):
 
 
 class EntriesKept(Record, frozen=True, tag=True):
-    """The same with the entries' times, in a checkpoint: eight bytes (``<u8``) an entry, see ``meta/entries.py``."""
+    """All that a member has cached, with times, in a checkpoint: eight bytes (``<u8``) an entry, see
+    ``meta/entries.py``."""
 
     peer: Peer
     next_event: Natural

@@ -225,7 +225,7 @@ TENANT_KEY = "memserve.tenant"
 
 
 class ClientGone(Exception):
-    """The client closed the connection: nobody is left to answer."""
+    """The client closed the connection before its answer was complete."""
 
 
 @asynccontextmanager

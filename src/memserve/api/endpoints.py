@@ -96,14 +96,14 @@ class ChatPlanner:
 
 def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoint: str) -> Document | None:
     """What the request begins with. Raises :class:`ApiError` 404 when the caller has no such document, 400 when its
-    form for ``endpoint`` was not computed: nothing of it would be found in the cache."""
+    form for ``endpoint`` was not computed: the cache has none of its KV."""
     if body.document is None:
         return None
     if body.cache_salt is not None:
         raise bad_request("cache_salt and document exclude each other: a salt hides what is cached", "cache_salt")
     document = documents.get(caller.tenant, body.document)
     if document.endpoint != endpoint:
-        message = f"The document {document.document_id!r} is for {document.endpoint}: nothing of it is cached for"
+        message = f"The document {document.document_id!r} is for {document.endpoint}: none of its KV is cached for"
         raise bad_request(f'{message} {endpoint}; put one with "endpoint": "{endpoint}" under another id', "document")
     return document
 

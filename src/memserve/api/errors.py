@@ -129,7 +129,7 @@ def rejected(news: Rejected) -> ApiError:
 
 
 def engine_silent() -> ApiError:
-    """503: the engine does not say what it was asked."""
+    """503: the engine does not answer."""
     headers = {"retry-after": "1"}
     return ApiError(503, "The engine does not answer now", kind="server_error", code="overloaded", headers=headers)
 

@@ -136,7 +136,7 @@ OPERATIONS = (
         examples=(Example("What is served"),),
     ),
     Operation(
-        "GET", "/v1/models/{name}", "The same by name; names may contain slashes.", "`id`, `max_model_len`",
+        "GET", "/v1/models/{name}", "The served model by name; names may contain slashes.", "`id`, `max_model_len`",
         errors=(404,), parameters=(("name", "the model's name or an alias"),),
     ),
     Operation(

@@ -30,8 +30,8 @@ from memserve.types import NamedPrefix, Request, SamplingParams, StopParams
 from memserve.units import NS_PER_S, ns_from_s
 
 PIN_ANSWER_S = 2.0
-"""How long ``PUT`` waits to learn how much is pinned; it is pinned all the same. A document's time counts from the
-answer, so it is pinned for so much longer."""
+"""How long ``PUT`` waits to learn how much is pinned; the document is pinned in any case. Its time counts from the
+answer, so it is pinned for this much longer."""
 _POLL_S = 0.02
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")

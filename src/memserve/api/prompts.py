@@ -43,7 +43,7 @@ class Prompt:
 
 
 class PromptEncoder:
-    """Tokenizes for one model, for the tenants whose clients' texts they are."""
+    """Tokenizes texts of clients for one model, in turns of their tenants."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -155,7 +155,7 @@ class PromptEncoder:
         return str(text)
 
     def _refuse_hopeless(self, text: str) -> None:
-        """A text so long that no tokenization fits the context is not worth seconds of tokenizing."""
+        """Refuse a text that is too long for any tokenization to fit the context: tokenizing it would take seconds."""
         most_bytes = self._model.max_model_tokens * (self._token_bytes_max or sys.maxsize)
         if len(text) > most_bytes or len(text.encode()) > most_bytes:
             raise context_exceeded(self._model, f"a prompt of {len(text)} characters")
@@ -232,7 +232,7 @@ class Workers:
         await self._turns.wait(tenant)
 
     async def run(self, tenant: str, text_bytes: int, work: Callable[[], Result]) -> Result:
-        """The result of ``work`` on so much text of a tenant's client."""
+        """The result of ``work`` on ``text_bytes`` of a tenant's text."""
         if text_bytes <= INLINE_BYTES_MAX:
             return work()
         line = self._short if text_bytes <= SHORT_BYTES_MAX else self._long

@@ -199,7 +199,7 @@ FINGERPRINT = f"memserve-{__version__}"
 _DONE = b"data: [DONE]\n\n"
 
 SLICE_PIECES = 32
-"""Logprobs of so many tokens (a millisecond, with 20 alternatives each) are written in one go."""
+"""Tokens whose logprobs are written in one go: a millisecond, with 20 alternatives each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def new_envelope(response_id: str, model: str) -> Envelope:
 async def answer(hub: Hub, reply: Reply, shape: Shape, envelope: Envelope, receive: Receive, send: Send) -> None:
     """Run ``reply.plan`` in the engine and answer the client.
 
-    Whatever happens, nothing of the call stays in the engine. Raises :class:`ApiError` as long as no byte was sent,
+    The engine keeps none of its requests, however the call ends. Raises :class:`ApiError` as long as no byte was sent,
     and :class:`ClientGone` when the client left.
     """
     call = hub.open(reply.plan.requests)

@@ -77,7 +77,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
 
     # Hints: where it runs and what stays cached, never the answer.
     prompt_cache_key: str | None = None
-    """Requests with the same key run where their prefix is cached, as with `session`."""
+    """Requests with one key run where their prefix is cached, as with `session`."""
 
     # Tolerated: the official client sends them, they cannot change the answer here.
     user: str | None = None
@@ -157,7 +157,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw
     echo: bool | None = None
     """Put the prompt in front of the answer."""
     logprobs: LogprobCount | None = None
-    """Report the chosen tokens' log probabilities and those of so many alternatives."""
+    """Report the log probabilities of the chosen tokens, and of this many alternatives to each."""
     suffix: str | None = None
     """Refused unless empty."""
     add_special_tokens: bool | None = None
@@ -173,11 +173,11 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
     max_tokens: TokenCount | None = None
     """Longest answer. Default: the server's `--default-max-tokens`, and what the context has room for."""
     max_completion_tokens: TokenCount | None = None
-    """The same, by OpenAI's newer name."""
+    """OpenAI's newer name of `max_tokens`."""
     logprobs: bool | None = None
     """Report the chosen tokens' log probabilities."""
     top_logprobs: LogprobCount | None = None
-    """And those of so many alternatives. Only with `logprobs`."""
+    """Alternatives to each token whose log probabilities are reported. Only with `logprobs`."""
 
     # Extensions.
     add_generation_prompt: bool | None = None

@@ -30,14 +30,16 @@ ON_CPU = EngineOptions(device="cpu")
 def pool(
     *,
     engine: Annotated[EngineOptions, opt.Only("model", "dtype", "kv_memory_bytes", "block_tokens")] = ON_CPU,
-    blocks: Annotated[str | None, typer.Option(help="Comma-separated: blocks of a call.")] = None,
-    prompt_tokens: Annotated[str | None, typer.Option(help="Comma-separated: lengths at which indexes race.")] = None,
+    blocks: Annotated[str | None, typer.Option(help="Comma-separated: blocks of one call.")] = None,
+    prompt_tokens: Annotated[
+        str | None, typer.Option(help="Comma-separated: prompt lengths at which indexes are compared.")
+    ] = None,
     tree_prompts: Annotated[int | None, typer.Option(min=0, help="Other prompts in the index, 4,096 tokens each.")] = (
         None
     ),
     rounds: Annotated[int | None, typer.Option(min=3, help="Repetitions of calls that move no bytes.")] = None,
-    copy_rounds: Annotated[int | None, typer.Option(min=2, help="Repetitions of calls that do.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller: under a minute.")] = False,
+    copy_rounds: Annotated[int | None, typer.Option(min=2, help="Repetitions of calls that move bytes.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller measurements: under a minute.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")] = None,
 ) -> None:
     """Measure MemPool's calls, its index beside hash indexes, and aggregated against discrete transfer."""
@@ -86,12 +88,12 @@ SECONDS, QUICK_SECONDS = 180.0, 24.0
 def cost(
     *,
     engine: ProfiledEngine = PROFILED,
-    seconds: Annotated[float | None, typer.Option(min=1, help="About how long to measure.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Less exact: under a minute.")] = False,
-    save: Annotated[bool, typer.Option(help="Keep the profile for serve and instance, in the cache folder.")] = True,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Seconds to measure, about.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A less exact fit: under a minute.")] = False,
+    save: Annotated[bool, typer.Option(help="Save the profile in the cache folder, for serve and instance.")] = True,
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")] = None,
 ) -> None:
-    """Fit the cost model on this machine, and hold it against measurements that it has not seen (figure 13)."""
+    """Fit the cost model on this machine, and compare it with measurements that it has not seen (figure 13)."""
     from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
@@ -132,7 +134,7 @@ app.command("concurrency")(bench_concurrency.concurrency)
 def bench(context: typer.Context) -> None:
     """Measure memserve on this machine."""
     if context.invoked_subcommand == workload.__name__:
-        return  # it measures nothing
+        return  # measures nothing: other programs may run
     from memserve.runtime.process import busy_note, watched
 
     if (note := busy_note(watched())) is not None:
@@ -147,7 +149,7 @@ app.command()(workload)
 def engine(
     *,
     options: Annotated[EngineOptions, opt.Only("model", "dtype", "kv_memory_bytes")],
-    repeats: Annotated[int, typer.Option(min=1, help="Runs a figure; medians are printed.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs for each figure; medians are printed.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Prefill, decode, TTFT, the scheduler's share of a step, and the memory report."""

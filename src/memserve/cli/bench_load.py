@@ -1,4 +1,4 @@
-"""``memserve bench load``: requests of one length against any server; ``capacity``: the largest rate that settings bear
+"""``memserve bench load``: requests of one length to any server; ``capacity``: the largest rate that settings sustain
 (level 4)."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memserve.workloads.words import Workload
 
 
-Instances = Annotated[int, typer.Option(min=1, help="How many a PD without a number has.")]
+Instances = Annotated[int, typer.Option(min=1, help="Instances of a setting without a number, such as PD.")]
 Servers = Annotated[
     list[str] | None, typer.Option(help="A further setting: NAME=URL of any server that runs; repeatable.")
 ]
@@ -40,8 +40,8 @@ BaseUrl = Annotated[str, typer.Option(help="The server's address, with or withou
 ModelName = Annotated[str | None, typer.Option("--model", help="Model to ask for; default: the server's first.")]
 ApiKey = Annotated[str | None, typer.Option(help="Sent as a bearer token.", envvar="OPENAI_API_KEY")]
 Rate = Annotated[float | None, typer.Option(min=0, help="Open loop: requests a second, at random (Poisson).")]
-Users = Annotated[int | None, typer.Option(min=1, help="Closed loop: so many at a time.")]
-Timeout = Annotated[float, typer.Option(min=0.1, help="A request's longest time.")]
+Users = Annotated[int | None, typer.Option(min=1, help="Closed loop: requests under way at a time.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request counts as failed.")]
 SloTtft = Annotated[
     float | None, typer.Option("--slo-ttft-ms", min=0, help="For goodput: longest time to the first token.")
 ]
@@ -60,21 +60,23 @@ def load(
     api_key: ApiKey = None,
     rate: Rate = None,
     users: Users = None,
-    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 100,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 128,
-    shared_tokens: Annotated[int, typer.Option(min=0, help="Of them shared by all.")] = 0,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Length of every answer.")] = 16,
-    vocab_size: Annotated[int, typer.Option(min=100, help="Prompts are token ids below it.")] = 32_000,
-    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 100,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every prompt.")] = 128,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="First tokens that all prompts share.")] = 0,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 16,
+    vocab_size: Annotated[
+        int, typer.Option(min=100, help="Prompts are drawn from the token ids below this one.")
+    ] = 32_000,
+    seed: Annotated[int, typer.Option(help="Seed of the arrival times.")] = 0,
     timeout_s: Timeout = 600.0,
-    max_s: Annotated[float | None, typer.Option(min=0.1, help="End the run after so long.")] = None,
+    max_s: Annotated[float | None, typer.Option(min=0.1, help="End the run after this many seconds.")] = None,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
     slo_jct_ms: SloJct = None,
     out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="The results as one JSON object.")] = False,
 ) -> None:
-    """Load any OpenAI-compatible server with requests of one length, and say what they felt."""
+    """Load any OpenAI-compatible server with requests of one length, and report their latencies."""
     from memserve.bench.load.client import Target
 
     workload = _workload(rate, users, requests, prompt_tokens, shared_tokens, output_tokens, seed)
@@ -98,7 +100,7 @@ def _workload(
     from memserve.workloads.arrivals import Poisson, by_session, closed_loop
 
     if (rate is None) == (users is None):
-        raise UserError("say how requests come", hint="either --rate N a second, or --users N at a time")
+        raise UserError("no rate of requests is given", hint="give --rate N (a second), or --users N (at a time)")
     workload = uniform_workload(requests, prompt_tokens=prompt, shared_tokens=shared, output_tokens=output)
     if users is not None:
         return closed_loop(workload, users=users)
@@ -136,7 +138,7 @@ def _run(
 
 
 def capacity(
-    workload: Annotated[str, typer.Option(help="What is sent; `memserve bench workload` knows more.")] = "sharegpt",
+    workload: Annotated[str, typer.Option(help="The workload; `memserve bench workload` lists more.")] = "sharegpt",
     settings: Annotated[str, typer.Option(help="Comma-separated, as in `memserve bench serve`.")] = "PD,PD-CC,1P1D-CC",
     instances: Instances = 2,
     base_url: Servers = None,
@@ -149,17 +151,21 @@ def capacity(
         float, typer.Option(min=0, max=1, help="Share of requests that may miss the SLO.")
     ] = 0.01,
     start: Annotated[float, typer.Option(min=0.01, help="First rate, in requests a second.")] = 1.0,
-    precision: Annotated[float, typer.Option(min=0.001, max=0.5, help="Stop when the rate is known so well.")] = 0.1,
-    probe_s: Annotated[float, typer.Option(min=0.1, help="How long requests come at each rate.")] = 30.0,
+    precision: Annotated[
+        float, typer.Option(min=0.001, max=0.5, help="Relative error of the rate at which the search stops.")
+    ] = 0.1,
+    probe_s: Annotated[float, typer.Option(min=0.1, help="Seconds of arrivals at each rate.")] = 30.0,
     prompt_tokens_max: Annotated[int, typer.Option(min=16, help="Cut prompts, history included.")] = 2048,
     output_tokens_max: Annotated[int, typer.Option(min=1, help="Cut answers.")] = 32,
     turns_max: Annotated[int, typer.Option(min=1, help="Cut sessions.")] = 4,
     vocab_size: VocabSize = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first rate's sample; later rates count on.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the first rate's sample; each later rate takes the next one.")
+    ] = 0,
     serve_flags: ServeFlags = "",
     out: Folder = None,
 ) -> None:
-    """Search the largest rate with a bounded queue and a kept SLO, setting by setting, by bisection."""
+    """Search, by bisection, the largest rate at which a setting keeps its queue bounded and its SLO."""
     from memserve.bench.campaign import default_folder
     from memserve.bench.catalogue import Recipe
     from memserve.bench.load.client import require_aiohttp
@@ -214,7 +220,7 @@ def _tell(found: list[Capacity], plan: Search, folder: RunFolder) -> None:
     folder.writer.close()
     write_capacity(found, plan, shlex.join(["memserve", *sys.argv[1:]]), folder.path)
     for one in found:
-        told = f"{one.rate:.2f} requests/s" if one.rate is not None else "no rate was borne"
+        told = f"{one.rate:.2f} requests/s" if one.rate is not None else "no rate was sustained"
         typer.echo(f"{one.setting}: {told}" + (f" (partial: {one.partial})" if one.partial else ""))
     typer.echo(f"report: {folder.path / REPORT}")
     if found and found[-1].partial is not None:

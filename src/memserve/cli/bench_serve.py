@@ -38,7 +38,7 @@ DEFAULT_WORKLOADS = "sharegpt,loogle,react"
 Count = int | None
 Workloads = Annotated[
     str | None,
-    typer.Option(help=f"Comma-separated; `memserve bench workload` knows more.  [default: {DEFAULT_WORKLOADS}]"),
+    typer.Option(help=f"Comma-separated; `memserve bench workload` lists more.  [default: {DEFAULT_WORKLOADS}]"),
 ]
 Settings = Annotated[
     str | None,
@@ -49,26 +49,26 @@ Studies = Annotated[
     typer.Option(help=f"Any of {', '.join(STUDIES)}. Default: all; settings only where you chose any or --quick."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Few and short requests, one seed: under three minutes.")]
-Seeds = Annotated[Count, typer.Option(min=1, help="So many repetitions, each with its own sample.  [default: 3]")]
+Seeds = Annotated[Count, typer.Option(min=1, help="Repetitions, each with a sample of its own.  [default: 3]")]
 Minutes = Annotated[
-    float | None, typer.Option(min=0.01, help="Begin no seed that would not end within so long.  [default: 28]")
+    float | None, typer.Option(min=0.01, help="Start no repetition that would end later than this.  [default: 28]")
 ]
 Sessions = Annotated[Count, typer.Option(min=1, help="Sessions of each workload.")]
 Rate = Annotated[float | None, typer.Option(min=0.001, help="Requests a second (Poisson).")]
-ShareRatio = Annotated[str | None, typer.Option(help="Comma-separated: every session so many times.")]
+ShareRatio = Annotated[str | None, typer.Option(help="Comma-separated: copies of every session.")]
 PromptTokensMax = Annotated[Count, typer.Option(min=16, help="Cut prompts, history included.")]
 OutputTokensMax = Annotated[Count, typer.Option(min=1, help="Cut answers.")]
 TurnsMax = Annotated[Count, typer.Option(min=1, help="Cut sessions.")]
 IgnoreEos = Annotated[bool, typer.Option(help="Every answer has its full length: equal work for all.")]
 CacheSalt = Annotated[
-    bool, typer.Option(help="No pass finds another's cache: a salt of its own goes with its requests.")
+    bool, typer.Option(help="Send a salt of its own with each pass, so that none finds the cache of another.")
 ]
 QUICK_SETTINGS = "PD,PD-CC,1P1D,1P1D-CC2,1P1D-CC3"
 FULL_SEEDS, FULL_MINUTES = 3, 28.0
 
 QUICK = Size(sessions=3, turns_max=3, prompt_tokens_max=1024, output_tokens_max=8, rate=3.0)
 FULL = Size(sessions=5, turns_max=4, prompt_tokens_max=1536, output_tokens_max=48, rate=1.5)
-"""What two cores and the bundled model can bear; a larger machine wants larger figures."""
+"""What two cores and the bundled model sustain; a larger machine needs larger figures."""
 TURNS = Size(sessions=4, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rate=0.8)
 POLICIES = Size(sessions=6, turns_max=2, prompt_tokens_max=1536, output_tokens_max=8, rate=2.5)
 
@@ -130,7 +130,7 @@ def serve(
 def _studies(
     names: str, contenders: str, instances: int, workloads: str, share_ratios: str, size: Size, data: Path | None
 ) -> tuple[Study, ...]:
-    """What the user chose goes to the study of settings; the two others are what they are."""
+    """The options of the command go to the study of settings; the two others are fixed."""
     from memserve.bench.settings import parse_settings
     from memserve.bench.studies import parse_ratios, parse_studies, policies_study, settings_study, turns_study
 
@@ -152,7 +152,7 @@ def _run(plan: Plan, out: Path | None, slo: Slo) -> None:
     from memserve.bench.shapes import shapes_of
     from memserve.bench.text import describe
 
-    workloads = build_all(plan)  # reads the data: what is wrong with it is said before anything is started
+    workloads = build_all(plan)  # reads the data: its errors are reported before anything is started
     shapes = shapes_of(workloads, plan.meter)
     folder = RunFolder(out or default_folder())
     with sigterm_interrupts():

@@ -34,7 +34,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How to answer. ``None``: as the model's authors recommend, and the server bounds."""
+    """Sampling of the answers. None: the model's recommendation, within the server's limits."""
 
     temperature: float | None
     max_tokens: int | None
@@ -43,7 +43,7 @@ class ChatOptions:
 
 @dataclass(slots=True)
 class Account:
-    """What one answer cost."""
+    """Tokens and times of one answer."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -67,11 +67,11 @@ class ChatBackend(Protocol):
         """The answer in pieces; fills in ``account``. Raises :class:`UserError` when there can be none."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release connections and threads."""
 
 
 class ServerBackend:
-    """Talks to a running server; any OpenAI server will do."""
+    """Asks a running server, any that speaks OpenAI's API."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
         import httpx
@@ -203,7 +203,7 @@ class EngineBackend:
                 self._engine.cancel(request.request_id)
 
     def close(self) -> None:
-        """Stop the tokenizing threads. The engine belongs to whoever built it."""
+        """Stop the tokenizing threads. The engine stays open: its builder closes it."""
         self._encoder.close()
 
     def _request(self, messages: list[Message], options: ChatOptions) -> Request:
@@ -300,8 +300,10 @@ class Conversation:
 def chat(
     question: Annotated[str | None, typer.Argument(help="Ask this, print the answer, and leave.")] = None,
     *,
-    url: Annotated[str | None, typer.Option(help="A running server; without it the model runs in here.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name at the server, or what to load.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="URL of a running server. Default: the model runs in this process.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name at the server, or the model to load.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0, max=2, help="0: always the likeliest token; default: the model's own.")
@@ -309,7 +311,7 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help=f"Longest answer; default: {DEFAULT_MAX_TOKENS}, or as the server says.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answers.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Fixes the random draws: an answer can be repeated.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key of the server.", envvar="MEMSERVE_CHAT_KEY")] = None,
     engine: Annotated[EngineOptions, opt.Only("dtype", "kv_memory_bytes")],
     quiet: Annotated[bool, typer.Option("--quiet", help="No notes about tokens and times.")] = False,
@@ -349,7 +351,7 @@ def _backend(url: str | None, model: str | None, api_key: str | None, options: E
 
 
 def _converse(conversation: Conversation) -> None:
-    """Read lines until there are no more. An answer that fails is said, and the conversation goes on."""
+    """Read lines until there are no more. At a terminal the conversation goes on after an error."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         _enable_line_editing()

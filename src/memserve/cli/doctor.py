@@ -79,7 +79,7 @@ def check_native() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """What serving imports is installed."""
+    """The packages that serving imports are installed."""
     for name in ("torch", "transformers", "tokenizers", "uvicorn", "starlette", "msgspec", "prometheus-client"):
         try:
             yield Finding(name, Status.OK, metadata.version(name))
@@ -241,7 +241,7 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
 
 
 def check_extras() -> Iterator[Finding]:
-    """What is nice to have."""
+    """Optional packages, and room for shared memory."""
     for name, use in (("openai", "the official client, for examples and tests"), ("triton", "the CUDA kernel")):
         here = importlib.util.find_spec(name) is not None
         yield Finding(f"optional {name}", Status.OK, use if here else f"not installed ({use})")
@@ -277,7 +277,7 @@ def doctor(
 
 
 def examine(model: str, host: str, port: int) -> Iterator[Finding]:
-    """Everything, in the order of the report."""
+    """All findings, in the order of the report."""
     yield from check_python()
     yield from check_native()
     yield from check_packages()
@@ -290,7 +290,7 @@ def examine(model: str, host: str, port: int) -> Iterator[Finding]:
 
 
 def _serve_command(model: str, findings: list[Finding]) -> str:
-    """What to type next: with the model that was asked for, and a free port when the usual one is taken."""
+    """The command to type next: with the model that was asked for, and any free port where the usual one is taken."""
     taken = any(finding.name == "port" and finding.status is not Status.OK for finding in findings)
     command = "memserve serve" + (f" --model {shlex.quote(model)}" if model != DEFAULT_MODEL else "")
     return command + (" --port 0" if taken else "")

@@ -34,22 +34,26 @@ def instance(
     join: Annotated[
         str,
         typer.Option(
-            help="HOST:PORT of the router: what `memserve serve --cluster-port` opened. Several, with commas between:"
-            " a router and its standbys, which are tried in turn."
+            help="HOST:PORT of the router, as opened by `memserve serve --cluster-port`. A router and its standbys:"
+            " separated by commas, and tried in turn."
         ),
     ],
-    role: Annotated[Role, typer.Option(help="What it does.")] = Role.COLOCATED,
-    name: Annotated[str | None, typer.Option(help="Unique in the cluster; default: role, host and process.")] = None,
+    role: Annotated[Role, typer.Option(help="Role of the instance.")] = Role.COLOCATED,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the instance, unique in the cluster. Default: role, host and process.")
+    ] = None,
     advertise: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT by which the others reach it; default: found by the way to the router."),
+        typer.Option(
+            help="HOST:PORT by which other hosts reach the instance. Default: found by the way to the router."
+        ),
     ] = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
     link: opt.Link = opt.DEFAULT_LINK,
     engine: EngineOptions,
     drain_s: opt.DrainS = opt.DEFAULT_DRAIN_S,
     log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
-    supervised: Annotated[bool, typer.Option(hidden=True, help="It is a child of `memserve serve`.")] = False,
+    supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
 ) -> None:
     """Run one instance of a cluster: it joins a router, serves it, and leaves on SIGTERM, SIGHUP or Ctrl-C."""
     if supervised:
@@ -66,9 +70,9 @@ def instance(
 
 
 def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
-    """The child of a ``memserve serve``: the secret comes through stdin; stdout is for last words."""
+    """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
     last_words = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not be taken for them
+    os.dup2(2, 1)  # what a library prints must not be taken for that error
     greeting = json.loads(sys.stdin.readline())
     try:
         ignore_terminal()
@@ -88,7 +92,7 @@ def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, lin
 
 
 def _end_at_once() -> None:
-    """Everything has been given back; to take torch and transformers apart, object by object, would cost seconds."""
+    """End without taking torch and transformers apart, object by object: that would cost seconds, and frees nothing."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
@@ -116,13 +120,13 @@ def _place(
 
 
 def _listens_at(advertised: str) -> str:
-    """The advertised address, if it is this host's. Behind a translation of addresses it is not: then all are."""
+    """Where to listen: at the advertised address where it is this host's; behind a translation of addresses, at all."""
     own = own_address(advertised)
     return own if own is not None and ":" not in own else "0.0.0.0"
 
 
 def _own_address(router_host: str) -> str:
-    """The address of this host on the way to the router. Nothing is sent."""
+    """The address of this host on the way to the router, found without sending anything."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((router_host, 9))

@@ -34,7 +34,7 @@ DEFAULT_LOG_LEVEL = "warning"
 
 DrainS = Annotated[float, typer.Option(min=0, help="Seconds that streams may go on after SIGTERM or SIGHUP.")]
 Link = Annotated[str, typer.Option(help="How KV moves: auto, shm (same host) or nixl.")]
-LogLevel = Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))]
+LogLevel = Annotated[str, typer.Option(help=f"Least severe lines that are logged: {', '.join(LOG_LEVELS)}.")]
 
 
 class Only:
@@ -143,7 +143,7 @@ Model = Annotated[str, flag(EngineOptions, "model")]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` as Typer shall see it: a parameter that is a config is replaced by the flags of its options."""
+    """``command`` as Typer sees it: a parameter that is a config is replaced by the flags of its options."""
     signature = inspect.signature(command, eval_str=True)
     found = {name: _Group.of(parameter) for name, parameter in signature.parameters.items()}
     groups = {name: group for name, group in found.items() if group is not None}

@@ -1,4 +1,4 @@
-"""``memserve profile``: what things cost on this machine, for those who have to choose between them (level 4)."""
+"""``memserve profile``: what prefill, decode, swaps and transfers cost on this machine (level 4)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ ProfiledEngine = Annotated[
 def profile(
     *,
     engine: ProfiledEngine = PROFILED,
-    seconds: Annotated[float, typer.Option(min=1, help="About how long to measure.")] = 60.0,
-    save: Annotated[bool, typer.Option(help="Keep it for serve and instance, in the cache folder.")] = True,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds to measure, about.")] = 60.0,
+    save: Annotated[bool, typer.Option(help="Save the profile in the cache folder, for serve and instance.")] = True,
     even_if_busy: Annotated[
-        bool, typer.Option("--even-if-busy", help="Keep it even if other programs used the machine meanwhile.")
+        bool, typer.Option("--even-if-busy", help="Save the profile even if other programs used the machine meanwhile.")
     ] = False,
     plot: Annotated[str | None, typer.Option(help="Draw TTFT against the cached ratio into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -114,7 +114,7 @@ def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[
     lines += [f"  {where:<18} {reason}" for where, reason in values["decisions"].items()]
     if values["busy"] is not None:
         lines += ["", f"not to be trusted: {values['busy']}; measure again when it is idle"]
-        lines += [] if "saved" in values else ["not saved (--even-if-busy saves it all the same)"]
+        lines += [] if "saved" in values else ["not saved (--even-if-busy saves it nevertheless)"]
     if "saved" in values:
         lines += ["", f"saved: {values['saved']} ({values['seconds']} s)"]
     return lines

@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 ENGINE_CLOSE_S = 5.0
 Count = Annotated[
     int | None,
-    typer.Option(min=0, max=64, help="Instances of this role on this host; default: what suits the machine."),
+    typer.Option(min=0, max=64, help="Instances of this role on this host. Default: what suits the machine."),
 ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """How the server meets its clients."""
+    """The HTTP server: where it listens, its keys, its answers' defaults and limits."""
 
     host: str
     port: int
@@ -56,15 +56,21 @@ class HttpOptions:
 @opt.grouped
 def serve(
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = (opt.DEFAULT_HOST),
+    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = (opt.DEFAULT_HOST),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one.")] = opt.DEFAULT_PORT,
     engine: EngineOptions,
-    served_model_name: Annotated[str | None, typer.Option(help="Name that clients see; default: the model's.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name under which clients ask for the model. Default: the model's own.")
+    ] = None,
     generation_config: Annotated[
         bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
     ] = True,
     default_max_tokens: Annotated[
-        int, typer.Option(min=0, help="Longest chat answer where a request names no max_tokens; 0: the context's rest.")
+        int,
+        typer.Option(
+            min=0,
+            help="Longest chat answer of a request without max_tokens, in tokens. 0: what the context has room for.",
+        ),
     ] = DEFAULT_MAX_TOKENS,
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
@@ -109,7 +115,7 @@ def serve(
 
 
 def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:
-    """One engine has a line of its own, and looks at its memory in any case: its limits are those of the gate."""
+    """The options of an engine whose own queue takes the place of admission; it looks at its memory anyway."""
     if any(option is not None for option in cluster_options):
         raise UserError(
             "--in-process runs one engine without a cluster",
@@ -122,15 +128,16 @@ def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: obje
         return options
     if gate.mode is not Admission.BOUNDED or gate.active_max is None or gate.waiting_max < 1:
         hint = "use --admission bounded with a queue, or leave out --in-process"
-        raise UserError("one engine alone admits by memory anyway, and turns away who cannot wait", hint=hint)
+        raise UserError("one engine alone admits by memory anyway, and needs a queue", hint=hint)
     running = min(options.scheduler.max_running, gate.active_max)
     limits = dataclasses.replace(options.scheduler, max_running=running, max_waiting=gate.waiting_max)
     return dataclasses.replace(options, scheduler=limits)
 
 
 def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: ClusterOptions | None) -> None:
-    """Bind, load, serve, drain; ``None``: without a cluster. Raises :class:`UserError` before loading whatever can be
-    known before."""
+    """Bind, load, serve, drain. ``cluster`` None: one engine in this process.
+
+    Raises :class:`UserError`, before anything is loaded for what can be known then."""
     started = time.perf_counter()
     from memserve.api.auth import KeyRing
     from memserve.api.server import bind
@@ -156,7 +163,7 @@ class _Served:
     engine: ServingEngine
     model: LoadedModel | RemoteModel
     text: str = ""
-    """A line about it, for the person who started it."""
+    """What is printed about it at the start."""
     on_end: Callable[[], None] = lambda: None
     """Called when the server begins to end."""
 

@@ -34,7 +34,7 @@ PAPER_NAMES = {"sharegpt": "chat", "loogle": "documents"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkloadFlags:
-    """What is sent, when."""
+    """The workload: its sessions, and when their requests arrive."""
 
     workload: str = option("chat")
     """A name of ``memserve bench workload``, e.g. chat, trace, agentic."""
@@ -47,7 +47,7 @@ class WorkloadFlags:
     rate: float | None = option(None, least=0.001)
     """Requests a second (Poisson). None: recorded times."""
     speed: float = option(1.0, least=0.001)
-    """Recorded times pass this many times as fast."""
+    """Speed-up of recorded times."""
     seed: int = option(0, least=0)
     """Fixes the workload."""
 
@@ -65,14 +65,14 @@ class WorkloadFlags:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """The cluster that the options say, not looked at yet."""
+    """The simulated cluster as the options name it; :meth:`setup` checks them."""
 
     instances: str = option("prefill=1,decode=1")
-    """For example prefill=2,decode=6 or colocated=8."""
+    """Instances of each role, e.g. prefill=2,decode=6 or colocated=8."""
     model: str = option("llama-3-8b")
     """A model by name, e.g. llama-3-8b."""
     device: str = option("h100")
-    """h100, h200, a100, l40s or cpu; several: h100x4."""
+    """Device of each instance: h100, h200, a100, l40s or cpu; several: h100x4."""
     profile: Path | None = option(None)
     """What ``memserve profile`` has saved or printed with --json: instead of --device."""
     kv_blocks: int | None = option(None, least=2)
@@ -80,7 +80,7 @@ class Wanted:
     dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE)
     """Second tier of each instance, e.g. 64GiB. 0: no second tier."""
     faults: str = option("")
-    """kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3: at second, for seconds."""
+    """For example kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3: at a second, for seconds, 3 times as slow."""
     heartbeat_ms: int = option(500, least=1)
     """Milliseconds between two heartbeats of an instance."""
     scheduler: SchedulerConfig = GPU_SCHEDULER
@@ -89,7 +89,7 @@ class Wanted:
     """What the router decides by."""
 
     def setup(self) -> Setup:
-        """Of the cluster. Raises :class:`UserError` for what cannot be."""
+        """The cluster to simulate. Raises :class:`UserError` for one that cannot be."""
         from memserve.sim.replay.setup import Setup, Surroundings, parse_faults, parse_instances
 
         instances = parse_instances(self.instances)
@@ -103,7 +103,7 @@ class Wanted:
         )
 
     def machine(self) -> Machine:
-        """What each instance runs on."""
+        """The machine of each instance."""
         from memserve.sim.hardware import machine
 
         if self.profile is not None:
@@ -144,7 +144,7 @@ def run(
     *,
     workload: WorkloadFlags,
     wanted: Annotated[Wanted, opt.Without("weights")],  # simulated requests have no tenants
-    limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after so much virtual time.")] = None,
+    limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after this many seconds of virtual time.")] = None,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
     slo_jct_ms: SloJct = None,
@@ -177,7 +177,7 @@ def run(
 
 
 def what_comes(made: Workload, wanted: Wanted, machine: Machine) -> list[str]:
-    """What is sent, when, and to what: the figures mean nothing without it."""
+    """Lines about the workload, its arrivals and the cluster: figures mean nothing without them."""
     due_s = [turn.due_s for session in made.sessions for turn in session.turns if turn.due_s is not None]
     if not any(due_s):
         when = "every session arrives at 0 s, the worst case; --rate R spreads the requests, R a second"
@@ -192,7 +192,7 @@ def what_comes(made: Workload, wanted: Wanted, machine: Machine) -> list[str]:
 
 
 def told(done: Simulated) -> list[str]:
-    """What a simulation used, and how long it took."""
+    """Lines about what a simulation used, and how long it took."""
     used = done.usage
     return [
         f"{used.devices} devices for {used.simulated_s:.1f} s: {used.device_hours:.3f} device hours, "

@@ -62,7 +62,7 @@ def _figures_of(text: str, workload: sim.WorkloadFlags, wanted: sim.Wanted) -> d
 
 
 def read_figures(folder: Path) -> dict[str, Figures]:
-    """Of every workload in a folder of results. Raises :class:`UserError` where there is none."""
+    """The figures of every workload in a folder of results. Raises :class:`UserError` where there is none."""
     from memserve.bench.load.record import read_records
     from memserve.bench.metrics import by_setting, figures
     from memserve.bench.results import RECORDS
@@ -120,10 +120,14 @@ def search(
     workload: sim.WorkloadFlags,
     wanted: Annotated[sim.Wanted, opt.Only("model", "policy", "caching", "heartbeat_ms")],
     devices: Annotated[str, typer.Option(help="Kinds of device to try, comma-separated: h100,a100,h100x2.")] = "h100",
-    prices: Annotated[str, typer.Option(help="Of a device hour, e.g. h100=3,a100=1.5; default: 1 each.")] = "",
-    mixes: Annotated[str, typer.Option(help="colocated, and prefill to decode, e.g. 1:1.")] = "colocated,1:3,1:1",
+    prices: Annotated[str, typer.Option(help="Price of a device hour, e.g. h100=3,a100=1.5. Default: 1 each.")] = "",
+    mixes: Annotated[
+        str, typer.Option(help="Mixes of roles: colocated, or prefill to decode, e.g. 1:1.")
+    ] = "colocated,1:3,1:1",
     instances_max: Annotated[int, typer.Option(min=1, help="Largest cluster to try.")] = 64,
-    violations_max: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that may miss it.")] = 0.01,
+    violations_max: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of requests that may miss the SLO.")
+    ] = 0.01,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
     slo_jct_ms: SloJct = None,

@@ -43,7 +43,7 @@ class Refusal(enum.Enum):
 
     IMPOSSIBLE = "impossible"  # it could never run here
     BUSY = "busy"  # too many wait already: try again later
-    OVERLOADED = "overloaded"  # it has waited in vain: there is too much to do, whoever asks
+    OVERLOADED = "overloaded"  # it waited in vain: there is too much to do, whatever the tenant
     CLOSING = "closing"  # the engine is going away, or broke: try another server
 
 
@@ -62,7 +62,7 @@ Sink = Callable[[TokenOutput | Rejected], None]
 
 @dataclass(slots=True)
 class _Waiter:
-    """Who waits for a request, and which of its sequences have not ended."""
+    """The sink of a request, and its sequences that have not ended."""
 
     sink: Sink
     running: list[int]
@@ -101,7 +101,7 @@ class Clients:
             return list(self._waiters)
 
     def deliver(self, outputs: list[TokenOutput]) -> None:
-        """Give each output to whoever waits for it."""
+        """Give each output to the sink of its request."""
         for output in outputs:
             self._deliver(output)
 
@@ -303,7 +303,7 @@ class Engine:
         self._instance.close(timeout_s)
 
     def _perform(self, action: Action) -> None:
-        """Does the machine's bidding, in the engine thread. Without peers it has nothing to say to any."""
+        """Perform an action of the machine, in the engine thread. Without peers no action is a message."""
         if isinstance(action, EmitTokens):
             self._clients.deliver(action.outputs)
         elif isinstance(action, RejectRequest):

@@ -24,7 +24,7 @@ TICK_MIN_S = 0.001
 """The shortest sleep before a deadline: one that lies in the past cannot make the loop spin."""
 
 ANSWER_TIMEOUT_S = 5.0
-"""How long somebody who asks waits for the loop."""
+"""How long a caller waits for the loop's answer."""
 
 EventT = TypeVar("EventT", contravariant=True)
 Answer = TypeVar("Answer")
@@ -51,7 +51,7 @@ class _Close:
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """Inbox item: someone wants to look at the machine between two events, so that what he sees is consistent."""
+    """Inbox item: a look at the machine between two events, where its state is consistent."""
 
     question: Callable[[], Any]
     answer: Future[Any]
@@ -106,7 +106,7 @@ class MachineLoop(Generic[EventT]):
         """
         ask = _Ask(question, Future())
         self._inbox.put(ask)
-        if self._stopped:  # set before the inbox is emptied for the last time: nobody asks in vain
+        if self._stopped:  # set before the inbox is emptied for the last time: no question stays without an answer
             raise EngineStopped
         answer: Answer = ask.answer.result(timeout=timeout_s)
         return answer

@@ -193,7 +193,7 @@ class RouterEngine:
         """Whether new requests are refused: the router is closing, or its machine broke."""
         return self._clients.closing
 
-    # -- for whoever runs the cluster
+    # -- for the process that runs the cluster
 
     @property
     def address(self) -> str:
@@ -236,8 +236,7 @@ class RouterEngine:
         return self._keeper.remembered.documents if self._keeper is not None else ()
 
     def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
-        """Make ``record`` durable; whether it is so. Without metadata it is not, and nobody is told that it would be:
-        ``True``."""
+        """Make ``record`` durable. The future says whether it is. Without metadata: True, as no client is promised more."""
         kept: Future[bool] = Future()
         if self._keeper is None:
             kept.set_result(True)
@@ -304,7 +303,7 @@ class RouterEngine:
         keeper.keep(write.records, lambda _durable: self._loop.call(release))
 
     def _follow_members(self, event: MessageArrived, actions: list[Any]) -> None:
-        """Lines follow membership: whoever is welcome can be spoken to from now on."""
+        """Lines follow membership: a process that is welcome can be sent to from now on."""
         message = event.message
         if isinstance(message, Join) and any(isinstance(a, Send) and isinstance(a.message, Welcome) for a in actions):
             self._connect(message.info)
@@ -319,7 +318,7 @@ class RouterEngine:
         self._lines[info.peer] = None
 
     def _forget_gone(self) -> None:
-        """Now and then: those who are no members any more need no line."""
+        """Now and then: processes that are no members any more need no line."""
         if time.monotonic() < self._look_again_s:
             return
         self._look_again_s = time.monotonic() + MEMBERS_LOOK_S
