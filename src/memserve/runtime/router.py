@@ -236,7 +236,7 @@ class RouterEngine:
         return self._keeper.remembered.documents if self._keeper is not None else ()
 
     def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
-        """Make ``record`` durable. The future says whether it is. Without metadata: True, as no client is promised more."""
+        """Make ``record`` durable. The future says whether it is; True without metadata: no client is promised more."""
         kept: Future[bool] = Future()
         if self._keeper is None:
             kept.set_result(True)
