@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from typing import Annotated, Any
 
 import pytest
@@ -202,3 +204,18 @@ def test_keywords_of_llm() -> None:
         from_keywords(engine, {"gpu_memory_utilization": 0.9})
     with pytest.raises(UserError, match=r"unknown option 'max_runing'.*did you mean 'max_running'"):
         from_keywords(engine, {"max_runing": 3})
+
+
+HELP = """
+import sys
+from memserve.cli.main import run
+for command in ([], ["serve"], ["instance"], ["chat"], ["profile"], ["doctor"], ["sim", "run"], ["bench", "serve"]):
+    assert run([*command, "--help"]) == 0, command
+heavy = {"torch", "transformers", "tokenizers", "starlette", "uvicorn", "zmq", "httpx", "aiohttp", "matplotlib"}
+print("loaded:", *sorted(heavy & sys.modules.keys()))
+"""
+
+
+def test_help_loads_nothing_that_is_slow_to_load() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "loaded:"

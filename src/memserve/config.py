@@ -25,6 +25,9 @@ STEP_TOKENS_CPU, STEP_TOKENS_GPU = 512, 2048
 DEFAULT_MAX_TOKENS = 1024
 """Longest answer to a chat that names no ``max_tokens``: a model that repeats itself would fill its whole context."""
 
+DRAIN_S = 20.0
+"""How long streams may go on after the first signal."""
+
 POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity", "best-fit")
 
 

@@ -11,7 +11,6 @@ import typer
 
 from memserve.bench.catalogue import BUILT_IN, KINDS, Arrivals, Recipe, build
 from memserve.bench.meters import model_meter
-from memserve.bench.plots import draw_shapes
 from memserve.bench.results import Shape
 from memserve.bench.shapes import BLOCK_TOKENS, shape_of
 from memserve.bench.studies import kind_of
@@ -71,6 +70,8 @@ def workload(
                 stand_in, measured = _measured(dataclasses.replace(recipe, data=None), meter)
                 shapes.append(shape_of(f"{name}, {stand_in.source}", stand_in.source, [measured]))
     if plot is not None:
+        from memserve.bench.plots import draw_shapes
+
         save_plot(lambda pyplot: draw_shapes(pyplot, shapes), plot)
 
 

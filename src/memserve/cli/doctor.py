@@ -127,14 +127,16 @@ def check_memory_bound(model: str) -> Iterator[Finding]:
     if not bundled and not (Path(model).expanduser() / "config.json").is_file():
         return  # it would have to be fetched or converted first
     try:
-        folder = resolve_source(model, "bfloat16").path
+        options, folder = EngineOptions(), resolve_source(model, "bfloat16").path
         config = json.loads((folder / "config.json").read_text())
         weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         sizes, heads = sizes_from_config(config, weights), config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         kv_heads = config.get("num_key_value_heads") or heads
-        geometry = KVGeometry(config["num_hidden_layers"], kv_heads, head_dim, head_dim, "bfloat16", 32)
-        machine = EngineOptions().instance_config(geometry, config.get("max_position_embeddings", 8192), "doctor")
+        geometry = KVGeometry(
+            config["num_hidden_layers"], kv_heads, head_dim, head_dim, "bfloat16", options.block_tokens
+        )
+        machine = options.instance_config(geometry, config.get("max_position_embeddings", 8192), "doctor")
     except (UserError, OSError, ValueError, KeyError, TypeError):
         return  # the model's own check says what is wrong with it
     bound = memory_bound(sizes, geometry, machine, in_cluster=True)

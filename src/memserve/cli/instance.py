@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ import typer
 
 from memserve.cli import credentials
 from memserve.cli import options as opt
-from memserve.config import EngineOptions
+from memserve.config import DRAIN_S, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.links.devices import own_address
 from memserve.runtime.process import ignore_terminal
@@ -51,7 +50,7 @@ def instance(
     cluster_secret_file: credentials.ClusterSecretFile = None,
     link: opt.Link = opt.DEFAULT_LINK,
     engine: EngineOptions,
-    drain_s: opt.DrainS = opt.DEFAULT_DRAIN_S,
+    drain_s: opt.DrainS = DRAIN_S,
     log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
     supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
 ) -> None:
@@ -60,7 +59,7 @@ def instance(
         _run_supervised(engine, join, role, name or role.value, link, log_level)
         return
     opt.set_up_logging(log_level)
-    place = dataclasses.replace(_place(join, role, name, advertise, cluster_secret_file, link), drain_s=drain_s)
+    place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s)
     started = time.perf_counter()
     typer.echo(f"loading {engine.model} ...", err=True)
     from memserve.runtime.instance_host import run_instance
@@ -83,7 +82,7 @@ def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, lin
             die_with(greeting["parent_pid"])
         opt.set_up_logging(log_level, name)
         here, _ = opt.split_address(join, "--join")  # the router's host is this one
-        place = MemberOptions(role, name, (join,), greeting["secret"], here, link=link, is_supervised=True)
+        place = MemberOptions(role, name, (join,), greeting["secret"], 0.0, here, link=link, is_supervised=True)
         run_instance(engine, place, lambda: None, outlive=outlive)
         _end_at_once()
     except UserError as error:
@@ -99,7 +98,13 @@ def _end_at_once() -> None:
 
 
 def _place(
-    join: str, role: Role, name: str | None, advertise: str | None, secret_file: Path | None, link: str
+    join: str,
+    role: Role,
+    name: str | None,
+    advertise: str | None,
+    secret_file: Path | None,
+    link: str,
+    drain_s: float,
 ) -> MemberOptions:
     from memserve.runtime.instance_host import MemberOptions
 
@@ -112,6 +117,7 @@ def _place(
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
         join=tuple(f"tcp://{router}:{its_port}" for router, its_port in routers),
         secret=credentials.read_secret(secret_file),
+        drain_s=drain_s,
         host=_listens_at(here),
         port=port,
         advertise=here,

@@ -27,7 +27,6 @@ from memserve.errors import UserError
 from memserve.options import Option, contradiction, options_of, refuse, refused_names, with_values
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-DEFAULT_DRAIN_S = 20.0
 DEFAULT_LINK = "auto"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_LOG_LEVEL = "warning"

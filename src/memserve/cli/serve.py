@@ -17,7 +17,7 @@ import typer
 from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, running_cluster, shape_text
-from memserve.config import DEFAULT_MAX_TOKENS, AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
+from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.meta_open import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
@@ -75,7 +75,7 @@ def serve(
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
     metrics_key: credentials.MetricsKey = None,
-    drain_s: opt.DrainS = opt.DEFAULT_DRAIN_S,
+    drain_s: opt.DrainS = DRAIN_S,
     edge: EdgeConfig,
     log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
     prefill: Count = None,

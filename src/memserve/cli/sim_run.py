@@ -13,7 +13,7 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.cli.bench_load import SloJct, SloTpot, SloTtft, read_slo
-from memserve.config import ClusterConfig, SchedulerConfig
+from memserve.config import ClusterConfig, EngineOptions, MemberConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.options import SIZE, option
 from memserve.sim.replay.setup import GPU_SCHEDULER
@@ -81,7 +81,7 @@ class Wanted:
     """Second tier of each instance, e.g. 64GiB. 0: no second tier."""
     faults: str = option("")
     """For example kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3: at a second, for seconds, 3 times as slow."""
-    heartbeat_ms: int = option(500, least=1)
+    heartbeat_ms: int = option(MemberConfig().beat_ns // NS_PER_MS, least=1)
     """Milliseconds between two heartbeats of an instance."""
     scheduler: SchedulerConfig = GPU_SCHEDULER
     """Batching of each instance."""
@@ -125,7 +125,6 @@ def profiled(file: Path, model: str, dram_bytes: int) -> Machine:
     """A machine as ``memserve profile`` has measured it. Raises :class:`UserError` for another file."""
     from memserve.policy.costs import CostModel
     from memserve.sim.hardware import MODELS, Machine, find
-    from memserve.units import MIB
 
     try:
         costs = CostModel.from_dict(json.loads(file.read_text())["costs"])
@@ -134,7 +133,7 @@ def profiled(file: Path, model: str, dram_bytes: int) -> Machine:
     shape = find(MODELS, model, "model")
     geometry = shape.geometry(dtype="float32" if "float32" in costs.model else "bfloat16")
     return Machine(
-        f"{costs.model} on {costs.machine}", geometry, shape.context_tokens, 384 * MIB // geometry.block_bytes,
+        f"{costs.model} on {costs.machine}", geometry, shape.context_tokens, EngineOptions().kv_memory_bytes // geometry.block_bytes,
         dram_bytes // geometry.block_bytes, costs, measured=True,
     )  # fmt: skip
 

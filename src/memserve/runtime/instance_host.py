@@ -47,6 +47,8 @@ class MemberOptions:
     """Where the router's mailbox may be, ``tcp://host:port`` each."""
     secret: str
     """The cluster's."""
+    drain_s: float
+    """How long it may finish what it has when it is told to end; what is left then goes on elsewhere."""
     host: str = "127.0.0.1"
     """Where its own mailbox listens."""
     port: int = 0
@@ -54,8 +56,6 @@ class MemberOptions:
     """The host by which others reach it."""
     link: str = "auto"
     """How KV moves: ``auto``, ``shm`` or ``nixl``."""
-    drain_s: float = 0.0
-    """How long it may finish what it has when it is told to end; what is left then goes on elsewhere."""
     is_supervised: bool = False
     """A ``memserve serve`` on this host has started it, and ends it."""
 
