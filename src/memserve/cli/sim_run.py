@@ -132,8 +132,9 @@ def profiled(file: Path, model: str, dram_bytes: int) -> Machine:
         raise UserError(f"cannot read {file} as a profile: {error}", hint="memserve profile --json > FILE") from None
     shape = find(MODELS, model, "model")
     geometry = shape.geometry(dtype="float32" if "float32" in costs.model else "bfloat16")
+    hbm_blocks = EngineOptions().kv_memory_bytes // geometry.block_bytes
     return Machine(
-        f"{costs.model} on {costs.machine}", geometry, shape.context_tokens, EngineOptions().kv_memory_bytes // geometry.block_bytes,
+        f"{costs.model} on {costs.machine}", geometry, shape.context_tokens, hbm_blocks,
         dram_bytes // geometry.block_bytes, costs, measured=True,
     )  # fmt: skip
 
