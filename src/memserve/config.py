@@ -119,19 +119,19 @@ class InstanceConfig:
     namespace: str = "default"
     """Model and weights fingerprint, dtype and layout: joined with the tenant into the index namespace."""
     pool: PoolConfig = field(default_factory=PoolConfig)
-    """Its memory."""
+    """Memory of the instance."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """Its batching."""
+    """Batching of the instance."""
     role: Role = Role.COLOCATED
-    """What it does in a cluster."""
+    """Role of the instance in a cluster."""
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
-    """Its dealings with other instances."""
+    """Limits of KV transfers with other instances."""
     vocab_size: int = VOCAB_MAX
     """Token ids that the model can read and draw: ``[0, vocab_size)``."""
 
 
 def _read_weights(texts: list[str]) -> tuple[tuple[str, int], ...]:
-    """Of ``NAME=2``, each. Raises :class:`UserError` for anything else."""
+    """Tenants and weights of texts ``NAME=2``. Raises :class:`UserError` for anything else."""
     weights = []
     for text in texts:
         name, _, weight = text.rpartition("=")
@@ -342,7 +342,7 @@ class EngineOptions:
     caching: bool = option(True, "--no-cache", form=NEGATED, vllm="enable_prefix_caching")
     """Reuse the KV of shared prefixes. False: Do not reuse the KV of shared prefixes."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """Its batching."""
+    """Batching of the engine."""
     max_model_tokens: int | None = option(None, least=1, vllm="max_model_len")
     """Context limit: tokens of a prompt and its answer together. None: the model's own."""
     block_tokens: int = option(32, least=1, vllm="block_size")

@@ -91,7 +91,7 @@ class Option:
     """Type of the flag's value."""
     form: Form | None
     default: Any
-    """Of the field."""
+    """The field's default."""
     least: float | None
     most: float | None
     vllm: str

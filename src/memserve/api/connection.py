@@ -71,7 +71,7 @@ class Connection(asyncio.BufferedProtocol):
         self._exchange: Exchange | None = None
         self._phase, self._since_s = _Phase.IDLE, self._loop.time()
         self._paused = False
-        self._linger_bytes = 0  # that may still come
+        self._linger_bytes = 0  # bytes that may still come
         self._writable = asyncio.Event()
         self._writable.set()
         self._written_bytes = self._taken_bytes = 0
@@ -93,7 +93,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(error, linger=False)  # refused connections must not fill the place, either
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The end, from either side."""
+        """The connection ended, from either side."""
         self._phase, self._closing = _Phase.CLOSED, True
         self._input_alarm.close()
         self._output_alarm.close()
@@ -135,7 +135,7 @@ class Connection(asyncio.BufferedProtocol):
         self._output_alarm.set(self._limits.write_timeout_s)
 
     def resume_writing(self) -> None:
-        """It took most of it."""
+        """The client took most of what it was sent."""
         self._output_alarm.clear()
         self._writable.set()
 

@@ -52,7 +52,7 @@ class Document:
 
     @property
     def handle(self) -> str:
-        """Its name in the engine, unique within the tenant."""
+        """Name of the document in the engine, unique within the tenant."""
         return document_handle(self.document_id)
 
     def before_prompts(self, prompts: list[Prompt]) -> list[Prompt]:
@@ -102,13 +102,13 @@ class Documents:
         return kept
 
     def begin_time(self, tenant: str, document: Document) -> None:
-        """Its time counts from now on, unless it was deleted or replaced meanwhile."""
+        """Start the document's time again from now, unless it was deleted or replaced meanwhile."""
         owned = self._documents.get(tenant, {})
         if owned.get(document.document_id) is document:
             owned[document.document_id] = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s))
 
     def restore(self, tenant: str, document: Document, left_ns: int) -> None:
-        """Remember it as an earlier server did, for the ``left_ns`` that it had left."""
+        """Remember a document of an earlier server for the ``left_ns`` that were left to it."""
         kept = replace(document, expires_ns=self._clock_ns() + left_ns)
         self._documents.setdefault(tenant, {})[document.document_id] = kept
 
@@ -125,7 +125,7 @@ class Documents:
         return document_id in self._live(tenant)
 
     def delete(self, tenant: str, document_id: str) -> Document:
-        """Forget it. Raises :class:`ApiError` 404."""
+        """Forget the tenant's document. Raises :class:`ApiError` 404."""
         document = self.get(tenant, document_id)
         del self._documents[tenant][document_id]
         return document
@@ -135,7 +135,7 @@ class Documents:
         return list(self._live(tenant).values())
 
     def expires_in_s(self, document: Document) -> float:
-        """Seconds that are left to it."""
+        """Seconds until the document expires."""
         return max(0.0, (document.expires_ns - self._clock_ns()) / NS_PER_S)
 
     def _live(self, tenant: str) -> dict[str, Document]:

@@ -62,7 +62,7 @@ class CompletionPlanner:
         return await workers.run(caller.tenant, len(data) + size_of(document), planned)
 
     def _prompts(self, body: CompletionBody, document: Document | None) -> list[Prompt]:
-        add_special_tokens = body.add_special_tokens is not False and document is None  # they stand in the document
+        add_special_tokens = body.add_special_tokens is not False and document is None  # the document begins with them
         echo = bool(body.echo)
         prompts = self._encoder.completion_prompts(body.prompt, add_special_tokens=add_special_tokens, echo=echo)
         return prompts if document is None else document.before_prompts(prompts)

@@ -43,7 +43,7 @@ class Operation:
     """Beside those that every operation may answer with."""
     examples: tuple[Example, ...] = ()
     parameters: tuple[tuple[str, str], ...] = ()
-    """Of the path: name and meaning."""
+    """Parameters of the path: name and meaning."""
     media_type: str = "application/json"
 
 

@@ -315,7 +315,7 @@ class _Line:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # its turn came as it left
+            if turn.done() and not turn.cancelled():  # the turn came as its client left
                 self._pass_on()
             raise
 

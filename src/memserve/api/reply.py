@@ -24,7 +24,7 @@ class Sequence:
 
     at: int
     index: int
-    choice: int  # its place among the response's choices
+    choice: int  # place among the response's choices
     stream: TextStream
     texts: list[str] = field(default_factory=list)  # all that may be shown, unless it is streamed
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token of ``stream.tokens`` when asked for

@@ -293,7 +293,7 @@ def _refuse_shape(data: bytes) -> None:
 
 
 def _explain(message: str, kind: type[Body]) -> ApiError:
-    if len(message) > _MESSAGE_CHARS_MAX:  # it repeats a value
+    if len(message) > _MESSAGE_CHARS_MAX:  # a message that repeats a value
         message = message[: _MESSAGE_CHARS_MAX // 2] + " ... " + message[-_MESSAGE_CHARS_MAX // 2 :]
     path = _PATH.search(message)
     param = path.group(1) if path else None

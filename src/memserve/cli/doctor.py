@@ -125,7 +125,7 @@ def check_memory_bound(model: str) -> Iterator[Finding]:
 
     bundled = model.lower() in ("default", DEFAULT_MODEL.lower())
     if not bundled and not (Path(model).expanduser() / "config.json").is_file():
-        return  # it would have to be fetched or converted first
+        return  # the model would have to be fetched or converted first
     try:
         options, folder = EngineOptions(), resolve_source(model, "bfloat16").path
         config = json.loads((folder / "config.json").read_text())

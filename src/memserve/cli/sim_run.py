@@ -52,7 +52,7 @@ class WorkloadFlags:
     """Fixes the workload."""
 
     def recipe(self) -> Recipe:
-        """Of the workload."""
+        """How the workload is made."""
         from memserve.bench.catalogue import Arrivals, Recipe
 
         kind = "file" if self.trace is not None else PAPER_NAMES.get(self.workload, self.workload)

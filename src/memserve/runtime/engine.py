@@ -41,9 +41,9 @@ CLOSING_RETRY_S = 5.0
 class Refusal(enum.Enum):
     """Why an engine refuses a request."""
 
-    IMPOSSIBLE = "impossible"  # it could never run here
+    IMPOSSIBLE = "impossible"  # the request could never run here
     BUSY = "busy"  # too many wait already: try again later
-    OVERLOADED = "overloaded"  # it waited in vain: there is too much to do, whatever the tenant
+    OVERLOADED = "overloaded"  # the request waited in vain: there is too much to do, whatever the tenant
     CLOSING = "closing"  # the engine is going away, or broke: try another server
 
 

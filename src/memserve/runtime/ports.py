@@ -73,7 +73,7 @@ class DataPort(Protocol):
         """Prepare to read from ``info.peer``."""
 
     def remove_peer(self, peer: Peer) -> None:
-        """Its arenas are read no more; pulls from it fail."""
+        """Stop to read the arenas of ``peer``; pulls from it fail."""
 
     def start(self, job: PageJob) -> None:
         """Queue a job."""

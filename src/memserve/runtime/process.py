@@ -35,7 +35,7 @@ class Askings:
     def __init__(self) -> None:
         self.count = 0
         self.names: list[str] = []
-        """Of the signals that counted, in order."""
+        """Names of the signals that counted, in order."""
 
     def came(self, sig: int) -> bool:
         """A signal came; whether it counts."""
@@ -119,9 +119,9 @@ class Reading:
 
     at_s: float
     machine_s: float
-    """Of all processors together, idle time and waits for IO left out; time that a hypervisor took included."""
+    """Work of all processors together, without idle time and waits for IO; with time that a hypervisor took."""
     own_s: float
-    """Of this process and its descendants, those that have ended included."""
+    """Work of this process and its descendants, those that have ended included."""
 
 
 class CpuWatch:
@@ -166,7 +166,7 @@ def _read() -> Reading | None:
 
 
 def _own_ticks() -> int:
-    """Of this process and its living descendants; what ended ones used is in their parents' account."""
+    """Ticks of this process and its living descendants; those of ended ones are in their parents' account."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for entry in _PROC.iterdir():
@@ -174,7 +174,7 @@ def _own_ticks() -> int:
             try:
                 fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
             except OSError:
-                continue  # it ended meanwhile
+                continue  # that process ended meanwhile
             parents[int(entry.name)] = int(fields[1])
             ticks[int(entry.name)] = sum(int(text) for text in fields[11:15])  # utime, stime, cutime, cstime
     own = {os.getpid()}
