@@ -147,8 +147,8 @@ def deadline_passed() -> ApiError:
 
 
 def row_failed(reason: str) -> ApiError:
-    """500: computing this request failed, and would fail again; no other request was touched. 400 where the request asks
-    for the impossible."""
+    """500: computing this request failed, and would fail again; other requests are untouched. 400 where the request
+    asks for the impossible."""
     if reason == NO_TOKEN_LEFT:
         return ApiError(400, f"The request cannot be answered: {reason}", code="no_token_left")
     return ApiError(500, f"The request failed: {reason}", kind="server_error", code="request_failed")

@@ -75,7 +75,7 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     served = dataclasses.replace(model, max_model_tokens=machine.context_tokens, context_note=note, kv_tokens=kv_tokens)
     bound = memory_bound(
         model_sizes(model), geometry, config, in_cluster=me is not None
-    )  # the model still has its weights
+    )  # with its weights
     device = ModelDevice(served, config, best_forward(model.module), shared=me is not None)
     if not on_gpu:
         device.bound_bytes = bound.total_bytes
