@@ -1,4 +1,4 @@
-"""What a cluster must remember, as records, and what it remembers, as one value (level 0, row C1).
+"""What a cluster must remember, as records, and what it remembers, as one value (level 0).
 
 The ``Cluster`` machine says what has happened in records; ``meta/`` keeps them and folds them into a
 :class:`RecoveredState`, from which a router that was started anew goes on. Records are facts, each right by itself:
@@ -33,7 +33,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RouterStarted(Record, frozen=True, tag=True):
-    """A router begins. Always the first record that it writes."""
+    """A router starts: always its first record."""
 
     router: Peer
     address: str
@@ -50,13 +50,13 @@ class MemberEntered(Record, frozen=True, tag=True):
 
 
 class MemberDrained(Record, frozen=True, tag=True):
-    """It gets nothing new any more."""
+    """A member gets no new requests from now on."""
 
     peer: Peer
 
 
 class MemberGone(Record, frozen=True, tag=True):
-    """This incarnation is a member no more, and never again."""
+    """An incarnation is no member any more, and never will be again."""
 
     peer: Peer
 
@@ -101,7 +101,7 @@ class EntryUsed(Record, frozen=True, tag=True):
 
 
 class SessionRouted(Record, frozen=True, tag=True):
-    """A session's last request went there."""
+    """A session's last request was routed to these members."""
 
     tenant: str
     session: str
@@ -119,7 +119,7 @@ class HandlePinned(Record, frozen=True, tag=True):
 
 
 class HandleDropped(Record, frozen=True, tag=True):
-    """The name was given up, or its time is over."""
+    """A named prefix was given up, or its time is over."""
 
     tenant: str
     handle: str
@@ -135,7 +135,7 @@ class DocumentPut(Record, frozen=True, tag=True):
 
 
 class DocumentDropped(Record, frozen=True, tag=True):
-    """It was deleted, or its time is over."""
+    """A document was deleted, or its time is over."""
 
     tenant: str
     document_id: Name

@@ -22,7 +22,7 @@ ROUTER_GAUGES: Table = [
     (
         "router_requests_unplaced",
         GAUGE,
-        "Requests let in that no instance could take so far",
+        "Requests admitted that no instance could take so far",
         lambda s: s.requests_unplaced,
     ),
     ("router_instances", GAUGE, "Instances that are members of the cluster", lambda s: s.instances),
@@ -123,24 +123,24 @@ ROUTER_COUNTERS: Table = [
 
 #: from ``GateStats``
 GATE_METRICS: Table = [
-    ("gate_active", GAUGE, "Requests that the gate has let in and that have not ended", lambda g: g.active),
-    ("gate_admitted", COUNTER, "Requests that the gate has let in", lambda g: g.admitted),
+    ("gate_active", GAUGE, "Requests that are admitted and have not ended", lambda g: g.active),
+    ("gate_admitted", COUNTER, "Requests that were admitted", lambda g: g.admitted),
     (
         "gate_queued",
         COUNTER,
-        "Requests that had to wait at the gate, including requests turned away later",
+        "Requests that waited for admission, including requests rejected later",
         lambda g: g.queued,
     ),
     (
         "gate_waited_seconds",
         COUNTER,
-        "Seconds that requests waited at the gate before they were let in, added up",
+        "Seconds that requests waited before they were admitted, added up",
         lambda g: g.waited_ns / NS_PER_S,
     ),
     (
         "gate_evictions",
         COUNTER,
-        "Ended requests whose counted memory the gate gave to new requests",
+        "Finished requests whose counted memory went to newly admitted requests",
         lambda g: g.evictions,
     ),
 ]
@@ -359,7 +359,7 @@ def _single(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
 def _gate(gate: Any, names_tenants: bool) -> Iterator[Metric]:
     yield from families(GATE_METRICS, [((), gate)])
     waiting = GaugeMetricFamily(
-        "memserve_gate_waiting", "Requests that wait at the gate", labels=["tenant"] if names_tenants else []
+        "memserve_gate_waiting", "Requests that wait for admission", labels=["tenant"] if names_tenants else []
     )
     if names_tenants:
         for tenant, count in gate.waiting.items():
@@ -367,7 +367,7 @@ def _gate(gate: Any, names_tenants: bool) -> Iterator[Metric]:
     else:
         waiting.add_metric([], float(sum(gate.waiting.values())))
     rejected = _single(gate.rejected)
-    yield from (waiting, _counted("gate_rejected", "Requests that the gate turned away, by cause", rejected, "cause"))
+    yield from (waiting, _counted("gate_rejected", "Requests that admission rejected, by cause", rejected, "cause"))
 
 
 def _counters(members: Sequence[Any]) -> Iterator[Metric]:

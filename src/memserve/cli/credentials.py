@@ -63,7 +63,7 @@ ClusterSecretFile = Annotated[
 
 
 def api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
-    """Keys of the command line (else of ``MEMSERVE_API_KEY``) and of the file, which add up; ``()``: none was given.
+    """Keys of the command line (else of ``MEMSERVE_API_KEY``) and of the file, added up. Empty: no key is asked for.
 
     Raises :class:`UserError` for a file or a variable that holds no key: a server must not be open because a variable
     was empty.
@@ -80,7 +80,7 @@ def api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
 
 
 def metrics_key(given: str | None) -> str | None:
-    """The key of ``/metrics``, of the command line or else of the environment; ``None``: it is open.
+    """The key of ``/metrics``, of the command line or else of the environment. None: ``/metrics`` is open.
 
     Raises :class:`UserError` for an empty one.
     """
@@ -170,8 +170,8 @@ def _read_private(path: Path, what: str, hint: str, secret_bits: int = 0o044) ->
     """The text of a small file. Others may not write to it: they could add a key of their own. ``secret_bits`` 0: what
     is in it may be read by all.
 
-    That others may read it is only warned of. Containers mount secrets with mode 0444 on a read-only file system:
-    no other user is there, and the mode cannot be changed.
+    A file that others may read is only warned of: containers mount secrets with mode 0444 on a read-only file system,
+    where there is no other user and the mode cannot be changed.
     """
     try:
         with path.open("rb") as file:

@@ -66,8 +66,8 @@ def context_note(
 
 
 def running_max(config: SchedulerConfig) -> int:
-    """Device slots. More than ``max_step_tokens`` could not all decode in one step."""
-    return min(config.max_running, config.max_step_tokens)
+    """Device slots. More than ``step_tokens`` could not all decode in one step."""
+    return min(config.max_running, config.step_tokens)
 
 
 def impossible_reason(request: Request, context: int, slots: int) -> str | None:

@@ -23,7 +23,7 @@ from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.memory import keep_heap_small, leave_triton_out, objects_that_stay, trim_heap
 from memserve.runtime.meta_children import end_when_orphaned
-from memserve.runtime.signals import Askings, on_ending_signals
+from memserve.runtime.process import Askings, on_ending_signals
 from memserve.types import Role
 
 JOIN_TIMEOUT_S = 30.0
@@ -48,6 +48,8 @@ class MemberOptions:
     """Where the router's mailbox may be, ``tcp://host:port`` each."""
     secret: str
     """The cluster's."""
+    drain_s: float
+    """How long it may finish what it has when it is told to end; what is left then goes on elsewhere."""
     host: str = "127.0.0.1"
     """Where its own mailbox listens."""
     port: int = 0
@@ -55,8 +57,6 @@ class MemberOptions:
     """The host by which others reach it."""
     link: str = "auto"
     """How KV moves: ``auto``, ``shm`` or ``nixl``."""
-    drain_s: float = 0.0
-    """How long it may finish what it has when it is told to end; what is left then goes on elsewhere."""
     is_supervised: bool = False
     """A ``memserve serve`` on this host has started it, and ends it."""
 

@@ -170,7 +170,7 @@ def measure_steps(
             profiler.prefill_ns(new_tokens, 0)
     samples: dict[str, Sequence[Sample]] = {}
     tell("prefill: prompt lengths and cached ratios")
-    samples["prefill"] = _prefill_samples(profiler, config.scheduler.max_step_tokens, SHARES["prefill"] * seconds)
+    samples["prefill"] = _prefill_samples(profiler, config.scheduler.step_tokens, SHARES["prefill"] * seconds)
     tell("decode: batches and contexts")
     samples["decode"] = _decode_samples(profiler, SHARES["decode"] * seconds)
     blocks = [count for count in COPY_BLOCKS if count <= min(config.pool.hbm_blocks, config.pool.dram_blocks)]

@@ -36,7 +36,7 @@ from memserve.cluster.report import InstanceView, RouteStory
 from memserve.errors import InvariantError
 from memserve.messages import AnyMessage, Join, JoinAccepted, Peer, PeerInfo
 from memserve.metadata import DocumentDropped, DocumentPut
-from memserve.runtime.clients import Clients, Sink
+from memserve.runtime.engine import Clients, Sink
 from memserve.runtime.loop import MachineLoop
 from memserve.runtime.meta_keeper import Durability, MetaKeeper
 from memserve.runtime.ports import Mailbox, OnMessage
@@ -136,7 +136,7 @@ class RouterEngine:
         """Whether new requests are refused: the router is closing, or its machine broke."""
         return self._clients.closing
 
-    # -- for whoever runs the cluster
+    # -- for the process that runs the cluster
 
     @property
     def address(self) -> str:
@@ -179,8 +179,7 @@ class RouterEngine:
         return self._keeper.recovered.documents if self._keeper is not None else ()
 
     def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
-        """Make ``record`` durable; whether it is so. Without metadata it is not, and nobody is told that it would be:
-        ``True``."""
+        """Make ``record`` durable. The future says whether it is; True without metadata: no client is promised more."""
         kept: Future[bool] = Future()
         if self._keeper is None:
             kept.set_result(True)
@@ -247,7 +246,7 @@ class RouterEngine:
         keeper.keep(write.records, lambda _durable: self._loop.call(release))
 
     def _follow_members(self, event: MessageArrived, actions: list[Any]) -> None:
-        """Lines follow membership: whoever is welcome can be spoken to from now on."""
+        """Lines follow membership: a process that is welcome can be sent to from now on."""
         message = event.message
         if isinstance(message, Join) and any(
             isinstance(a, Send) and isinstance(a.message, JoinAccepted) for a in actions
@@ -262,7 +261,7 @@ class RouterEngine:
         self._lines[info.peer] = None
 
     def _forget_gone(self) -> None:
-        """Now and then: those who are no members any more need no line."""
+        """Now and then: processes that are no members any more need no line."""
         if time.monotonic() < self._look_again_s:
             return
         self._look_again_s = time.monotonic() + MEMBERS_LOOK_S

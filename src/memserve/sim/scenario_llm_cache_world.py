@@ -155,7 +155,7 @@ class SourceWorld:
 
     def _config(self) -> InstanceConfig:
         pool = PoolConfig(self.case.units * UNIT_TOKENS // BLOCK_TOKENS, 0, self.case.caching is not Caching.OFF)
-        whole = SchedulerConfig(max_step_tokens=1 << 20, prefill_chunk_tokens=1 << 20)
+        whole = SchedulerConfig(max_running=256, max_step_tokens=1 << 20)
         return InstanceConfig(CONTEXT_TOKENS, "source", pool, whole)
 
     def new_instance(self, node: InstanceNode) -> Instance:

@@ -9,8 +9,7 @@ import msgspec
 
 from api_world import MODEL, SCRIPT_TEXT, says, serve
 from fake_engine import FakeEngine
-from memserve.api.document_memory import DocumentMemory
-from memserve.api.documents import Documents
+from memserve.api.documents import DocumentMemory, Documents
 from memserve.metadata import DocumentDropped, DocumentPut
 
 

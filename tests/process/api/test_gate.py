@@ -15,14 +15,13 @@ from fake_instances import SECRET, FakeInstance
 from memserve.api.errors import rejected
 from memserve.api.metrics import ApiMetrics
 from memserve.cli.main import run
-from memserve.cli.options import admission_config
 from memserve.cli.serve import _alone
 from memserve.cluster.machine import Cluster
 from memserve.cluster.report import ClusterStats, Counters, GateStats
-from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions
+from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions, SchedulerConfig
 from memserve.errors import UserError
 from memserve.messages import ROUTER, Peer
-from memserve.runtime.clients import Refusal, Rejected
+from memserve.runtime.engine import Refusal, Rejected
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.router import RouterEngine
 from memserve.runtime.stats import RouterStats
@@ -74,18 +73,26 @@ def test_the_metrics_of_the_gate():
 # -- options
 
 
-def test_options_become_a_gate():
-    assert admission_config(Admission.NONE, None, 64, 10.0, None) == AdmissionConfig()
-    config = admission_config(Admission.CACHE, 32, 8, 2.5, 1)
+def gate_of(monkeypatch, *words):
+    seen = []
+    monkeypatch.setattr("memserve.cli.serve.run_server", lambda options, http, cluster: seen.append(cluster))
+    assert run(["serve", *words]) == 0
+    return seen[0].config.admission
+
+
+def test_options_become_a_gate(monkeypatch):
+    assert gate_of(monkeypatch) == AdmissionConfig()
+    words = ["--admission", "cache", "--max-active", "32", "--admission-queue", "8", "--admission-wait", "2.5"]
+    config = gate_of(monkeypatch, *words, "--admission-evictions", "1")
     assert (config.active_max, config.waiting_max, config.wait_ns, config.evictions_max) == (32, 8, 2_500_000_000, 1)
-    weighted = admission_config(Admission.BOUNDED, 4, 8, 1.0, None, ["a=3", "b=c=2"])
-    assert weighted.weights == (("a", 3), ("b=c", 2))
+    words = ["--admission", "bounded", "--max-active", "4", "--tenant-weight", "a=3", "--tenant-weight", "b=c=2"]
+    assert gate_of(monkeypatch, *words).weights == (("a", 3), ("b=c", 2))
 
 
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        (["--admission", "bounded"], "needs to know how many"),
+        (["--admission", "bounded"], "needs a number of requests"),
         (["--max-active", "3"], "--max-active does nothing without admission"),
         (["--in-process", "--tenant-weight", "a=3"], "one engine alone treats all tenants alike"),
         (["--admission", "memory", "--tenant-weight", "a"], "cannot read 'a' as a tenant's weight"),
@@ -102,10 +109,10 @@ def test_options_that_do_nothing_are_refused_before_anything_is_loaded(options, 
 
 
 def test_one_engine_takes_the_limits_of_the_gate_for_its_own():
-    options = EngineOptions(max_running=64)
+    options = EngineOptions(scheduler=SchedulerConfig(max_running=64))
     gate = AdmissionConfig(Admission.BOUNDED, 3, waiting_max=5)
     bounded = _alone(options, gate, None, None)
-    assert (bounded.max_running, bounded.max_waiting) == (3, 5)
+    assert (bounded.scheduler.max_running, bounded.scheduler.max_waiting) == (3, 5)
     assert _alone(options, AdmissionConfig(), None) == options
     with pytest.raises(UserError):
         _alone(options, gate, 1)

@@ -17,7 +17,7 @@ from api_world import CONTEXT_TOKENS, EOS, World, running_server, tiny_tokenizer
 from hostile_grammar import Target
 from hostile_requests import HostileCase, check_answer, hostile_cases, send
 from hostile_storm import fresh_seed, storm
-from memserve.config import EngineOptions
+from memserve.config import EngineOptions, SchedulerConfig
 from memserve.instance.stats import InstanceStats
 from memserve.model import sampling
 from memserve.runtime.build import build_engine
@@ -69,7 +69,13 @@ class WholeWorld:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeWorld]:
     folder = tmp_path_factory.mktemp("model") / NAME
     save_tiny_model(folder)
-    options = EngineOptions(model=str(folder), dtype="float32", kv_memory_bytes=KV_BYTES, max_running=16, threads=1)
+    options = EngineOptions(
+        model=str(folder),
+        dtype="float32",
+        kv_memory_bytes=KV_BYTES,
+        threads=1,
+        scheduler=SchedulerConfig(max_running=16),
+    )
     engine, model = build_engine(options)
     try:
         with (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import memserve.cli.plot as plot_module
+import memserve.cli.profile as plot_module
 from memserve.cli.main import run
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, InstanceConfig, PoolConfig, SchedulerConfig
@@ -230,7 +230,7 @@ def test_the_command_measures_shows_and_saves(
 
     monkeypatch.setattr("memserve.runtime.profile.measure_transfer", transfer)
     others = [0.0]
-    monkeypatch.setattr("memserve.runtime.cpu_use.CpuWatch.others_cores", lambda watch: others[0])
+    monkeypatch.setattr("memserve.runtime.process.CpuWatch.others_cores", lambda watch: others[0])
     assert run(["profile", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["missing"] == {"network": "NIXL is not installed"}

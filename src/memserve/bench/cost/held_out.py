@@ -177,7 +177,7 @@ class Measurement:
     # -- inside
 
     def _fitted_prompts(self) -> list[Prompts]:
-        grid = prefill_grid(self.profiler, self.config.scheduler.max_step_tokens)
+        grid = prefill_grid(self.profiler, self.config.scheduler.step_tokens)
         return [Prompts(1, new_tokens + cached, cached) for new_tokens, cached in grid]
 
     def _held_out_prompts(self) -> Iterator[Prompts]:
@@ -194,7 +194,7 @@ class Measurement:
 
     def _fits(self, point: Prompts) -> bool:
         step_tokens = point.batch * point.new_tokens
-        within = step_tokens <= self.config.scheduler.max_step_tokens
+        within = step_tokens <= self.config.scheduler.step_tokens
         swaps = self._swapped_blocks(point) <= self.config.pool.dram_blocks
         return within and swaps and self.profiler.fits(point.batch, point.tokens)
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from api_world import CONTEXT_TOKENS, EOS, running_server, tiny_tokenizer
 from gguf_files import write_gguf
-from memserve.config import EngineOptions
+from memserve.config import EngineOptions, SchedulerConfig
 from memserve.errors import UserError
 from memserve.model.loading import cache, sources
 from memserve.model.loading.loader import LoadedModel, fingerprint, load_model
@@ -398,7 +398,13 @@ def test_a_torn_gguf_file_is_refused_in_one_line(seed: int, tmp_path: Path) -> N
 
 def serves(folder: Path) -> None:
     """Two questions are answered, or refused with a reason."""
-    options = EngineOptions(model=str(folder), dtype="float32", kv_memory_bytes=160 * KIB, max_running=4, threads=1)
+    options = EngineOptions(
+        model=str(folder),
+        dtype="float32",
+        kv_memory_bytes=160 * KIB,
+        threads=1,
+        scheduler=SchedulerConfig(max_running=4),
+    )
     engine, model = build_engine(options)
     try:
         with running_server(engine, model) as world, httpx.Client(base_url=world.url, timeout=60) as http:

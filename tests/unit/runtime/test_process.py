@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memserve.runtime import cpu_use
-from memserve.runtime.cpu_use import CpuWatch, busy_note
+from memserve.runtime import process
+from memserve.runtime.process import CpuWatch, busy_note
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -23,8 +23,8 @@ class FakeProc:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.now_s = folder, 100.0
-        monkeypatch.setattr(cpu_use, "_PROC", folder)
-        monkeypatch.setattr(cpu_use.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(process, "_PROC", folder)
+        monkeypatch.setattr(process.time, "monotonic", lambda: self.now_s)
 
     def machine(self, user_s: float, idle_s: float = 0.0, iowait_s: float = 0.0, stolen_s: float = 0.0) -> None:
         columns = [user_s, 0, 0, idle_s, iowait_s, 0, 0, stolen_s, user_s, 0]  # guest time is user time again
@@ -77,4 +77,4 @@ def test_a_system_that_does_not_tell(proc: FakeProc) -> None:
 
 
 def test_this_machine_tells() -> None:
-    assert cpu_use._read() is not None
+    assert process._read() is not None

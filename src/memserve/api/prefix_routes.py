@@ -1,4 +1,5 @@
-"""``/v1/documents``: put a text or a conversation once, compute it once, begin many requests with it (level 4)."""
+"""Routes of named prefixes (level 4): ``/v1/documents``, computed once for many requests, and ``/v1/sessions``,
+conversations whose KV is kept."""
 
 from __future__ import annotations
 
@@ -14,23 +15,23 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive
 
-from memserve.api.body import TENANT_KEY, json_body
-from memserve.api.document_memory import DocumentMemory
-from memserve.api.documents import Document, Documents, prepare
+from memserve.api.documents import Document, DocumentMemory, Documents, prepare
+from memserve.api.edge import TENANT_KEY, json_body
 from memserve.api.endpoints import Shared
-from memserve.api.errors import bad_request, rejected
-from memserve.api.parse import parse_body
+from memserve.api.errors import ApiError, bad_request, echo, engine_silent, rejected
+from memserve.api.plan import session_of
 from memserve.api.reply import failure
 from memserve.api.respond import abandon_on_disconnect
-from memserve.api.schema import DocumentBody
-from memserve.api.served import PinningEngine
-from memserve.runtime.clients import EngineStopped, Rejected
-from memserve.types import Request, SamplingParams, StopParams
-from memserve.units import ns_from_s
+from memserve.api.schema import DocumentBody, parse_body
+from memserve.api.served import PinningEngine, ServingEngine
+from memserve.runtime.engine import Rejected
+from memserve.runtime.loop import EngineStopped
+from memserve.types import NamedPrefix, Request, SamplingParams, StopParams
+from memserve.units import NS_PER_S, ns_from_s
 
 PIN_ANSWER_S = 2.0
-"""How long ``PUT`` waits to learn how much is pinned; it is pinned all the same. A document's time counts from the
-answer, so it is pinned for so much longer."""
+"""How long ``PUT`` waits to learn how much is pinned; the document is pinned in any case. Its time counts from the
+answer, so it is pinned for this much longer."""
 _POLL_S = 0.02
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
@@ -65,14 +66,16 @@ class DocumentRoutes:
         self._pin(kept, tenant)
         pinned = await self._pinned_soon(kept, tenant)
         self._documents.begin_time(tenant, kept)
-        return _json(_card(kept, pinned, kept.ttl_s) | {"cached_tokens": cached_tokens}, 200 if known else 201)
+        return _json(_document_card(kept, pinned, kept.ttl_s) | {"cached_tokens": cached_tokens}, 200 if known else 201)
 
     async def list(self, request: HttpRequest) -> Response:
         """``GET /v1/documents``: the tenant's own, oldest first."""
         tenant = request.scope[TENANT_KEY]
         documents = self._documents.all(tenant)
         pinned = await self._pinned(documents, tenant)
-        cards = [_card(kept, tokens, self._left_s(kept)) for kept, tokens in zip(documents, pinned, strict=True)]
+        cards = [
+            _document_card(kept, tokens, self._left_s(kept)) for kept, tokens in zip(documents, pinned, strict=True)
+        ]
         return _json({"object": "list", "data": cards})
 
     async def get(self, request: HttpRequest) -> Response:
@@ -80,7 +83,7 @@ class DocumentRoutes:
         tenant = request.scope[TENANT_KEY]
         kept = self._documents.get(tenant, request.path_params["document_id"])
         (pinned,) = await self._pinned([kept], tenant)
-        return _json(_card(kept, pinned, self._left_s(kept)))
+        return _json(_document_card(kept, pinned, self._left_s(kept)))
 
     async def delete(self, request: HttpRequest) -> Response:
         """``DELETE /v1/documents/{id}``: its KV may be evicted from now on."""
@@ -150,7 +153,7 @@ class DocumentRoutes:
         return min(document.ttl_s, self._documents.expires_in_s(document))
 
 
-def _card(document: Document, pinned_tokens: int | None, left_s: float) -> dict[str, Any]:
+def _document_card(document: Document, pinned_tokens: int | None, left_s: float) -> dict[str, Any]:
     return {
         "id": document.document_id,
         "object": "document",
@@ -165,3 +168,44 @@ def _card(document: Document, pinned_tokens: int | None, left_s: float) -> dict[
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class SessionRoutes:
+    """The handlers. A session is visible to its tenant alone. Sessions of one name with different ``cache_salt`` are
+    listed each, and end together: a salt is never shown."""
+
+    def __init__(self, engine: ServingEngine) -> None:
+        self._engine = engine
+
+    async def list(self, request: HttpRequest) -> Response:
+        """``GET /v1/sessions``: those whose KV is kept, least recently used first."""
+        sessions, now_ns = await self._sessions(request), time.monotonic_ns()
+        cards = [_session_card(name, kept, now_ns) for name, kept in sessions]
+        return _json({"object": "list", "data": cards})
+
+    async def delete(self, request: HttpRequest) -> Response:
+        """``DELETE /v1/sessions/{name}``: its KV may be evicted from now on."""
+        name = request.path_params["name"]
+        handles = [kept.handle for session, kept in await self._sessions(request) if session == name]
+        if not handles:
+            message = f"There is no session {echo(name)!r}: it kept no KV, was ended, or has expired"
+            raise ApiError(404, message, param="name", code="session_not_found")
+        if isinstance(self._engine, PinningEngine):
+            for handle in handles:
+                self._engine.unpin(handle, request.scope[TENANT_KEY])
+        return _json({"id": name, "object": "session.deleted", "deleted": True})
+
+    async def _sessions(self, request: HttpRequest) -> Sequence[tuple[str, NamedPrefix]]:
+        """The tenant's sessions by name."""
+        if not isinstance(self._engine, PinningEngine):
+            return []
+        try:
+            prefixes = await asyncio.to_thread(self._engine.named_prefixes, request.scope[TENANT_KEY])
+        except (TimeoutError, EngineStopped):
+            raise engine_silent() from None
+        return [(name, kept) for kept in prefixes if (name := session_of(kept.handle)) is not None]
+
+
+def _session_card(name: str, kept: NamedPrefix, now_ns: int) -> dict[str, Any]:
+    left_s = max(0.0, (kept.expires_ns - now_ns) / NS_PER_S)
+    return {"id": name, "object": "session", "pinned_tokens": kept.pinned_tokens, "expires_in_s": round(left_s, 3)}

@@ -14,7 +14,7 @@ from memserve.bench.meters import model_meter
 from memserve.bench.results import Shape
 from memserve.bench.shapes import BLOCK_TOKENS, shape_of
 from memserve.bench.studies import kind_of
-from memserve.cli.plot import plot_shapes, require_matplotlib
+from memserve.cli.profile import require_matplotlib, save_plot
 from memserve.workloads.shape import Caps
 from memserve.workloads.statistics import Measured, Spread, Summary, measure, summarize
 from memserve.workloads.tokens import Meter
@@ -27,18 +27,21 @@ def workload(
     kind: Annotated[str, typer.Option(help=f"Comma-separated; any of {', '.join(KINDS)}.")] = "chat",
     data: Annotated[Path | None, typer.Option(help="Folder of data sets. Without: made from the seed.")] = None,
     file: Annotated[Path | None, typer.Option(help="Your own JSONL, for the kind 'file'.")] = None,
-    sessions: Annotated[Count, typer.Option(min=1, help="So many sessions of it.")] = None,
+    sessions: Annotated[Count, typer.Option(min=1, help="Sessions of the workload.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes everything that is drawn.")] = 0,
-    share_ratio: Annotated[float, typer.Option(min=1, help="Every session so many times.")] = 1.0,
+    share_ratio: Annotated[float, typer.Option(min=1, help="Copies of every session.")] = 1.0,
     prompt_tokens_max: Annotated[Count, typer.Option(min=1, help="Cut prompts, history included.")] = None,
     output_tokens_max: Annotated[Count, typer.Option(min=1, help="Cut answers.")] = None,
     turns_max: Annotated[Count, typer.Option(min=1, help="Cut sessions.")] = None,
     block_tokens: Annotated[Count, typer.Option(min=1, help="Scale a trace's blocks to this size.")] = None,
-    arrivals: Annotated[Arrivals, typer.Option(help="What sets the times.")] = Arrivals.RECORDED,
+    arrivals: Annotated[Arrivals, typer.Option(help="How arrival times are made.")] = Arrivals.RECORDED,
     rate: Annotated[float, typer.Option(help="Requests a second.")] = 1.0,
     users: Annotated[int, typer.Option(min=1, help="Users of a closed loop.")] = 1,
-    speed: Annotated[float, typer.Option(help="Recorded times, so many times as fast.")] = 1.0,
-    model: Annotated[str | None, typer.Option(help="Weigh text with this model's tokenizer, not by bytes.")] = None,
+    speed: Annotated[float, typer.Option(help="Speed-up of recorded times.")] = 1.0,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Count tokens with this model's tokenizer. Default: four bytes of text are a token."),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -47,7 +50,7 @@ def workload(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a workload.")] = False,
 ) -> None:
-    """A workload's lengths, turns and shared prefixes. Without --model, four bytes of text are a token."""
+    """Describe a workload: lengths, turns and shared prefixes."""
     if plot is not None:
         require_matplotlib()
     meter = model_meter(model) if model is not None else None
@@ -67,7 +70,9 @@ def workload(
                 stand_in, measured = _measured(dataclasses.replace(recipe, data=None), meter)
                 shapes.append(shape_of(f"{name}, {stand_in.source}", stand_in.source, [measured]))
     if plot is not None:
-        plot_shapes(shapes, plot)
+        from memserve.bench.plots import draw_shapes
+
+        save_plot(lambda pyplot: draw_shapes(pyplot, shapes), plot)
 
 
 def _measured(recipe: Recipe, meter: Meter | None) -> tuple[Workload, Measured]:
@@ -87,7 +92,7 @@ def _lines(summary: Summary) -> list[str]:
         _row("prompt per output token", summary.prompt_per_output, 1),
     ]
     lines += [_row("shared share of a request", summary.shared_share_of_request, 3)]
-    lines += [f"shared prefix, all blocks: {summary.shared_share:.3f} of {summary.blocks:,} (a cache without limit)"]
+    lines += [f"shared prefix, all blocks: {summary.shared_share:.3f} of {summary.blocks:,} (with an unlimited cache)"]
     return lines
 
 
