@@ -121,7 +121,7 @@ ROUTER_COUNTERS: Table = [
     ("router_prompt_tokens", COUNTER, "Prompt tokens of all attempts sent to instances", lambda c: c.prompt_tokens),
 ]
 
-#: from ``GateStats``
+#: from ``AdmissionStats``
 GATE_METRICS: Table = [
     ("gate_active", GAUGE, "Requests that the gate has let in and that have not ended", lambda g: g.active),
     ("gate_admitted", COUNTER, "Requests that the gate has let in", lambda g: g.admitted),
@@ -330,7 +330,7 @@ def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     children = [((name,), child) for name, child in stats.children.items()]
     yield from families(CHILD_METRICS, children, ("instance",))
     yield from _by_label(stats.cluster.counters)
-    yield from _gate(stats.cluster.gate, names_tenants)
+    yield from _gate(stats.cluster.admission, names_tenants)
     members = [((member.view.peer.name, member.view.role.value), member) for member in stats.members]
     yield from families(INSTANCE_GAUGES, members, ("instance", "role"))
     yield from _counters(stats.members)

@@ -1,4 +1,4 @@
-"""What may happen to the cluster, and what it asks its host to do (level 2).
+"""What may happen to the cluster, and what it asks its host to do.
 
 The words that instances use too are in :mod:`memserve.serving`; only what a router alone hears is declared here.
 """

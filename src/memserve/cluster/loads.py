@@ -1,4 +1,4 @@
-"""How much each instance has to do, in arrays by its number (level 2).
+"""How much each instance has to do, in arrays by its number.
 
 Two sources are put together. The router knows what it sent and what has not ended. A heartbeat knows how far the
 instance is, and of work that did not come from here, but it is old: so what was sent since is added. The larger of the
@@ -7,6 +7,8 @@ two counts. A burst between two heartbeats is spread by what was sent; a stuck q
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -161,9 +163,32 @@ class LoadTable:
         own, reported, since = self.tables[:, :, number]
         return Work(*np.maximum(own, reported + since).tolist())
 
+    def tokens(self, numbers: Ints) -> Ints:
+        """Outstanding work of each: tokens to be computed, and tokens to be read in each step."""
+        own, reported, since = self.tables[:, :, numbers]
+        prefill, _, context = np.maximum(own, reported + since)
+        tokens: Ints = prefill + context
+        return tokens
+
     def own_of(self, number: int) -> Work:
         """What was charged and not discharged."""
         return Work(*self.tables[0, :, number].tolist())
+
+    def check_invariants(self, charges: Iterable[Charge], members: Mapping[int, tuple[Role, bool]]) -> None:
+        """Raise :class:`InvariantError` unless every member is charged with exactly ``charges``. ``members``: by
+        number their role, and whether they take new requests."""
+        sums: dict[int, Counter[str]] = {}
+        for charge in charges:
+            sums.setdefault(charge.number, Counter()).update(charge.work._asdict())
+        for number, (role, is_open) in members.items():
+            expected = Work(**sums.pop(number, Counter()))
+            own = self.own_of(number)
+            check(own == expected, f"instance {number} is charged {own}, its attempts make {expected}")
+            check(self.role[number] == ROLE_CODE[role], f"instance {number} has another role in the arrays")
+            check(bool(self.is_open[number]) == is_open, f"instance {number} is open: {not is_open}")
+        check(not sums, f"instances that are gone are charged: {sums}")
+        for number in range(len(self)):
+            check(number in members or not self.is_open[number], f"{number} is open, and no member has that number")
 
     def _name_tables(self) -> None:
         """Views in which a single number is changed ten times as quickly as in an array."""

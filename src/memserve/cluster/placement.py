@@ -1,4 +1,4 @@
-"""From thousands of instances to the few that a policy looks at, and to a decision (level 2).
+"""From thousands of instances to the few that a policy looks at, and to a decision.
 
 Everything per instance is done on arrays, in one native pass for each role. What remains are, as far as the policy
 cares: the instance with the least work, the one with the longest prefix, the same among those that are not overloaded,
@@ -12,12 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from memserve import _core
-from memserve.cluster.gate_memory import GateMemory
-from memserve.cluster.handles import Handles
-from memserve.cluster.jobs import Job
 from memserve.cluster.loads import ROLE_CODE, Ints, LoadTable
+from memserve.cluster.memory import MemoryBudget
 from memserve.cluster.registry import Member, Registry
-from memserve.cluster.sessions import Sessions
+from memserve.cluster.requests import RequestState
+from memserve.cluster.sessions import Handles, Sessions
 from memserve.cluster.trees import Matches, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Holder
@@ -77,9 +76,8 @@ class Placer:
         loads: LoadTable,
         sessions: Sessions,
         handles: Handles,
-        memory: GateMemory | None = None,
+        memory: MemoryBudget,
     ) -> None:
-        """``memory``: what the gate knows of it; those without room for a request are then left out."""
         self._config, self._memory = config, memory
         self.costs = costs
         self._registry, self._trees, self._loads = registry, trees, loads
@@ -94,22 +92,22 @@ class Placer:
     def costs(self, costs: CostModel) -> None:
         self._costs, self._prices = costs, native_prices(costs)
 
-    def place(self, job: Job) -> Placement | None:
-        """Who runs ``job``; ``None`` = nobody takes requests that it has not tried, with room for its prompt.
+    def place(self, req: RequestState) -> Placement | None:
+        """Who runs ``req``; ``None`` = nobody takes requests that it has not tried, with room for its prompt.
 
         One that goes on needs room for what was generated, too; without it all that can be done is to end it there.
         """
-        prompt_tokens = max(1, len(job.request.prompt))
-        emitted_tokens = max(len(tokens) for tokens in job.emitted)
-        crowds = self._crowds(job, prompt_tokens + emitted_tokens)
+        prompt_tokens = max(1, len(req.request.prompt))
+        emitted_tokens = max(len(tokens) for tokens in req.emitted)
+        crowds = self._crowds(req, prompt_tokens + emitted_tokens)
         if not crowds and emitted_tokens:
-            crowds = self._crowds(job, prompt_tokens)
+            crowds = self._crowds(req, prompt_tokens)
         if not crowds:
             return None
-        matches = self._trees.match(self.identities(job), len(self._loads))
+        matches = self._trees.match(self.identities(req), len(self._loads))
         prompt_tokens += emitted_tokens
         most = self._most(matches)
-        ask = self._ask(job, prompt_tokens, most)
+        ask = self._ask(req, prompt_tokens, most)
         first_of, *decoders = self._candidates(ask, crowds, matches)
         decided = POLICY[self._config.policy](ask, first_of, decoders[0] if decoders else (), self.costs)
         first = self._registry.numbered(decided.first.number)
@@ -117,42 +115,40 @@ class Placer:
         holders = self._holders(ask, decided.first, most) if first.info.caching else ()
         return Placement(decided, first, decode_at or None, holders, prompt_tokens)
 
-    def _crowds(self, job: Job, prompt_tokens: int) -> list[Crowd]:
+    def _crowds(self, req: RequestState, prompt_tokens: int) -> list[Crowd]:
         """Who may compute the prompt, and who may decode (if that is not the same)."""
         roles = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
-        able = {role: numbers for role in roles if len(numbers := self._usable(job, role, prompt_tokens))}
+        able = {role: numbers for role in roles if len(numbers := self._usable(req, role, prompt_tokens))}
         return [[(role, able[role]) for role in team if role in able] for team in teams(able) if team]
 
-    def _usable(self, job: Job, role: Role, prompt_tokens: int) -> Ints:
-        """Numbers of those that ``job`` may be given to."""
+    def _usable(self, req: RequestState, role: Role, prompt_tokens: int) -> Ints:
+        """Numbers of those that ``req`` may be given to."""
         loads = self._loads
         numbers = loads.open_numbers(role)
         if prompt_tokens >= loads.context_limit_min:
             numbers = numbers[loads.context_limit[numbers] > prompt_tokens]
-        if job.avoid:
-            tried = [member.number for peer in job.avoid if (member := self._registry.get(peer)) is not None]
+        if req.avoid:
+            tried = [member.number for peer in req.avoid if (member := self._registry.get(peer)) is not None]
             numbers = numbers[~np.isin(numbers, tried)]
-        if self._memory is not None and len(numbers):
-            numbers = self._memory.narrow(job, role, numbers)
-        return numbers
+        return self._memory.narrow(req, role, numbers)
 
-    def identities(self, job: Job) -> bytes:
+    def identities(self, req: RequestState) -> bytes:
         """Of the whole blocks of its prompt, computed when they are needed first: before any member has joined, nobody
         knows of what model they are."""
-        if job.identities is None:
-            request, geometry = job.request, self._registry.geometry
+        if req.identities is None:
+            request, geometry = req.request, self._registry.geometry
             if self._config.caching is Caching.OFF or not request.use_cache or geometry is None:
                 return b""
             namespace = self._registry.namespace
-            job.identities = self._trees.identities(request.isolation, namespace, request.prompt, geometry.block_tokens)
-        return job.identities
+            req.identities = self._trees.identities(request.isolation, namespace, request.prompt, geometry.block_tokens)
+        return req.identities
 
     def _block_tokens(self) -> int:
         geometry = self._registry.geometry
         return geometry.block_tokens if geometry is not None else 1
 
-    def _ask(self, job: Job, prompt_tokens: int, most: list[Most]) -> Ask:
-        request, geometry = job.request, self._registry.geometry
+    def _ask(self, req: RequestState, prompt_tokens: int, most: list[Most]) -> Ask:
+        request, geometry = req.request, self._registry.geometry
         favourites = self._sessions.numbers(request.tenant, request.session)
         pinned = self._handles.place_of(request.tenant, request.session)
         if pinned is not None and pinned.number not in favourites:

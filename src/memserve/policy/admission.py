@@ -1,6 +1,6 @@
-"""Whether a request is let in now (level 1, row C6): the reasons in words, and when to come again.
+"""Whether a request is admitted now: what it needs, the reasons in words, and when to retry.
 
-Overload rejects quickly: a line that is longer than can be served in time only adds to everybody's tail.
+Overload rejects quickly: a queue that is longer than can be served in time only adds to every request's latency.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from typing import NamedTuple
 from msgspec import structs
 
 from memserve.config import AdmissionConfig
-from memserve.policy.bestfit import Need, required_blocks
-from memserve.types import Request
+from memserve.policy.ledger import Ints, Need, required_blocks
+from memserve.types import Request, Role
 from memserve.units import NS_PER_S
 
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
-IDENTITY_BYTES = 16
 _SMOOTHING = 8  # a new measurement weighs 1/8
 
 
@@ -54,24 +53,50 @@ def tokens_needed(request: Request, output_tokens_max: int, generated: int = 0) 
     return len(request.prompt), generated + to_come
 
 
-def full_need(request: Request, output_tokens_max: int, unit_tokens: int, generated: int = 0) -> Need:
+def whole_blocks(request: Request, output_tokens_max: int, unit_tokens: int, generated: int = 0) -> int:
     """Blocks of ``unit_tokens`` tokens for prompt and output. Sequences share the prompt's whole blocks (``n > 1``)."""
     shared, own = tokens_needed(request, output_tokens_max, generated)
     width = max(request.n, request.beam_width)
     whole = shared // unit_tokens if width > 1 else 0
-    return Need(whole + width * required_blocks(shared - whole * unit_tokens + own, unit_tokens))
+    return whole + width * required_blocks(shared - whole * unit_tokens + own, unit_tokens)
 
 
-def prompt_need(request: Request, unit_tokens: int, generated: int = 0) -> Need:
-    """The same where only the prompt is computed: a prefill instance."""
-    return Need(required_blocks(len(request.prompt) + generated, unit_tokens))
+def prompt_blocks(request: Request, unit_tokens: int, generated: int = 0) -> int:
+    """Blocks of ``unit_tokens`` tokens where only the prompt is computed: on a prefill instance."""
+    return required_blocks(len(request.prompt) + generated, unit_tokens)
 
 
-def with_reuse(need: Need, identities: bytes) -> Need:
-    """The same need where the prompt's whole blocks have names: shared with whoever holds the same prefix."""
-    count = min(len(identities) // IDENTITY_BYTES, need.blocks)
-    names = tuple(identities[at : at + IDENTITY_BYTES] for at in range(0, count * IDENTITY_BYTES, IDENTITY_BYTES))
-    return Need(need.blocks - count, names)
+Team = list[tuple[Role, Ints]]
+"""Instances that do one part of a request's work, by role and number; a request needs one of them."""
+
+
+class MemoryNeed(NamedTuple):
+    """What one request needs where it may run: computed once, and carried along by its ``RequestState`` until instances
+    or pins change, or it has generated tokens."""
+
+    prompt: int
+    """Blocks of the tokens that are known: where the prompt alone is computed."""
+    whole: dict[Role, int]
+    """Blocks with the output, where it is decoded, by the instance's role."""
+    names: tuple[bytes, ...]
+    """Blocks of the prompt that are counted once for all that share them."""
+    teams: list[Team]
+    """One team that does everything, or one that prefills and one that decodes."""
+    basis: tuple[int, int, bool]
+    """From which state it was computed."""
+
+    def at(self, role: Role, *, decodes: bool) -> Need:
+        """On an instance of ``role``. ``decodes``: it also generates the output."""
+        blocks = self.whole[role] if decodes else self.prompt
+        return Need(blocks - len(self.names), self.names)
+
+    def before_handover(self, role: Role) -> Need:
+        """On an instance of ``role`` that computes the prompt; it decodes too, unless a team of its own does that."""
+        return self.at(role, decodes=role is not Role.PREFILL or len(self.teams) < 2)
+
+    def by_team(self) -> list[list[tuple[Need, Ints]]]:
+        """For each team the needs by role, with the instances of that role."""
+        return [[(self.before_handover(role), numbers) for role, numbers in team] for team in self.teams]
 
 
 def cost_tokens(request: Request, output_tokens_max: int) -> int:

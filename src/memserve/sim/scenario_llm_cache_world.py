@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memserve.cluster.machine import Cluster
-from memserve.cluster.report import GateStats
+from memserve.cluster.report import AdmissionStats
 from memserve.config import AdmissionConfig, ClusterConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.errors import check
 from memserve.instance.actions import StepPlan
@@ -216,6 +216,6 @@ class SourceWorld:
     def say(self, line: str, what: object = "") -> None:
         """Nobody listens."""
 
-    def gate(self) -> GateStats:
+    def gate(self) -> AdmissionStats:
         """What the gate has counted."""
-        return self.router.machine.stats().gate
+        return self.router.machine.stats().admission

@@ -24,8 +24,8 @@ CAUSES = {
     "most allowed": "queue",
     "others are before it": "queue",
     "enough free KV memory": "queue",
-    "not let in within": "wait",
-    "and nobody runs": "pressure",
+    "not admitted within": "wait",
+    "and no request is running": "pressure",
     "no instance has more than": "memory",
 }
 """What a refusal says -> why. Later ones say more: the last that fits counts."""
@@ -110,12 +110,12 @@ class GateJudge:
         ran = [name for name, waiter in here.items() if not waiter.waits]
         for action in actions:
             self._ended(action, now)
-        gate = cluster._lifecycle.gate
+        gate = cluster._lifecycle.admission
         for name, waiter in here.items():
-            job = cluster._lifecycle.jobs.by_id[name]
-            attempt = job.attempt
+            req = cluster._lifecycle.requests.by_id[name]
+            attempt = req.attempt
             handed_over = attempt is not None and attempt.first not in attempt.involved
-            waiter.waits, waiter.left = waiter.waits and gate.holds_back(job), len(job.past) + handed_over
+            waiter.waits, waiter.left = waiter.waits and gate.is_waiting(req), len(req.past) + handed_over
         let_in = [name for name in waited if name in here and not here[name].waits]
         for action in actions:
             if isinstance(action, RejectRequest) and (cause := cause_of(action)):
@@ -208,7 +208,7 @@ class GateJudge:
         if active == config.active_max:
             return
         require(config.mode is not Admission.BOUNDED, f"{waiting} wait, and only {active} are active: {config}")
-        head = cluster._lifecycle.gate._queue.head()
+        head = cluster._lifecycle.admission._queue.head()
         if head is not None:
             fits = fits_surely(cluster, head.request, ended=self._kept(now))
             require(not fits, f"{head.request_id} waits, and there is room for it")
