@@ -19,6 +19,8 @@ from memserve.meta.medium import MediumFailed
 from memserve.meta.state import GONE_MAX, MetadataState
 from memserve.meta.store import Store
 from memserve.metadata import AnyRecord, HandlePinned, MemberGone, RouterStarted
+from memserve.types import Tier
+from memserve.units import NS_PER_S
 from meta_records import Drawn, StateTwin, info
 
 
@@ -80,6 +82,9 @@ def test_what_is_remembered_is_on_the_new_clock_and_by_tier() -> None:
     for page, member in zip(state.members.values(), given_to.members, strict=True):
         tiers = [sum(tier_of(stamp) == tier for stamp in page.entries.stamps.values()) for tier in (0, 1)]
         assert [len(member.hbm) // 16, len(member.dram) // 16] == tiers
+        in_hbm = (times_of(stamp) for stamp in page.entries.stamps.values() if tier_of(stamp) is Tier.HBM)
+        used = [used_s * NS_PER_S - 1000 for used_s, _ in sorted((used_s, created_s) for created_s, used_s in in_hbm)]
+        assert [used_ns for used_ns, blocks in member.used for _ in range(blocks)] == used
 
 
 def test_incarnations_that_are_gone_stay_gone_as_far_as_is_kept() -> None:

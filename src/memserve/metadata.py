@@ -155,6 +155,8 @@ class RecoveredMember:
     hbm: bytes
     dram: bytes
     """Identities of its cached blocks, 16 bytes each."""
+    used: tuple[tuple[int, int], ...] = ()
+    """When blocks of ``hbm`` were last used, and how many then: least recently used first."""
 
 
 @dataclass(frozen=True, slots=True)

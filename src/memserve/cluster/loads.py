@@ -170,6 +170,11 @@ class LoadTable:
         tokens: Ints = prefill + context
         return tokens
 
+    def room_tokens(self, numbers: Ints, block_tokens: int) -> Ints:
+        """Free or evictable room of each at its last heartbeat, less the contexts sent since."""
+        room: Ints = self.room_blocks[numbers] * block_tokens - self.tables[2, 2, numbers]
+        return room
+
     def own_of(self, number: int) -> Work:
         """What was charged and not discharged."""
         return Work(*self.tables[0, :, number].tolist())

@@ -212,6 +212,7 @@ class Membership:
             member.state, member.drains = MemberState.REJOINING, known.is_draining
             self._loads.close(member.number)
             self._trees.recover(member.number, known.next_event, known.hbm, known.dram)
+            self._lifecycle.admission.memory.recover(member, known.used, now)
             self.ask_to_rejoin(member)
 
     def ask_to_rejoin(self, member: Member) -> None:

@@ -11,6 +11,8 @@ newcomer's request evicts it (``policy.ledger``), or ``kept_ns`` have passed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memserve.cluster.loads import Ints, LoadTable
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.requests import Attempt, RequestPhase, RequestState
@@ -265,6 +267,18 @@ class MemoryBudget:
         if self.is_counting:
             info = member.info
             self.ledger.enter(member.number, info.hbm_blocks * info.geometry.block_tokens // self._unit_tokens())
+
+    def recover(self, member: Member, used: Sequence[tuple[int, int]], now: int) -> None:
+        """KV that requests of the last router used less than ``kept_ns`` ago still counts, and is evicted in the order
+        of its last use. ``used``: times and numbers of blocks, least recently used first."""
+        if not self.is_counting or self._config.evictions_max is None or not member.info.caching:
+            return
+        unit, block_tokens = self._unit_tokens(), member.info.geometry.block_tokens
+        for at, (used_ns, blocks) in enumerate(used):
+            until_ns, age = used_ns + self._config.kept_ns, min(used_ns - now, 0) - 1  # older than every attempt
+            if until_ns > now:
+                name, blocks = f"{member.name} recovered {at:09}", required_blocks(blocks * block_tokens, unit)
+                self.ledger.restore(name, member.number, blocks, age, until_ns)
 
     def leave(self, member: Member) -> None:
         """An instance is gone; attempts there must be over."""

@@ -36,7 +36,8 @@ _RESPECTS = {
     "affinity": (_IDLEST, _LONGEST_FAIR),
     "best-fit": (_IDLEST,),
 }
-"""What of ``_core.shortlist`` a policy may choose, or compares with. ``cost`` goes by ``_core.cheapest``."""
+"""What of ``_core.shortlist`` a policy may choose, or compares with. ``cost`` goes by ``_core.cheapest``; for
+``best-fit`` the list is made of instances that fit equally well."""
 HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
 
@@ -187,11 +188,21 @@ class Placer:
         found = []
         for crowd in crowds:
             numbers = [numbers for _, numbers in crowd]
+            if self._config.policy == "best-fit":
+                numbers = self._best_fitting(numbers, ask)
             rows = _core.shortlist(
                 numbers, loads.tables, loads.room_blocks, matches.columns, ask.favourites, respects, overload, ALL_OF
             )
             found.append([self._candidate(ask.block_tokens, *row) for row in rows])
         return found
+
+    def _best_fitting(self, numbers: list[Ints], ask: Ask) -> list[Ints]:
+        """Those with the least room left over; the most room where none has enough for the prompt."""
+        left = [self._loads.room_tokens(some, ask.block_tokens) - ask.prompt_tokens for some in numbers]
+        every = np.concatenate(left)
+        fitting = every[every >= 0]
+        best = fitting.min() if len(fitting) else every.max()
+        return [some[here == best] for some, here in zip(numbers, left, strict=True) if (here == best).any()]
 
     def _cheapest(self, ask: Ask, crowds: list[Crowd], matches: Matches) -> list[list[Candidate]]:
         """The best pair, or the best one that does all of it."""

@@ -107,6 +107,15 @@ class Entries:
         in_dram = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps)) >= np.uint64(_DRAM)
         return keys[~in_dram].tobytes(), keys[in_dram].tobytes()
 
+    def by_use(self) -> list[tuple[int, int]]:
+        """How many blocks in HBM were last used when: seconds since 1970 and a count, least recently used first; of one
+        second those that were created first come first."""
+        stamps = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps))
+        stamps = stamps[stamps < np.uint64(_DRAM)]
+        used, created = stamps & np.uint64(_SECONDS), stamps >> np.uint64(32)
+        order, counts = np.unique(used << np.uint64(32) | created, return_counts=True)
+        return list(zip((order >> np.uint64(32)).tolist(), counts.tolist(), strict=True))
+
     def record(self, peer: Peer) -> EntriesKept:
         """All of it for a checkpoint."""
         stamps = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps)).astype("<u8")

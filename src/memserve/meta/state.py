@@ -34,6 +34,7 @@ from memserve.metadata import (
     RouterStarted,
     SessionRouted,
 )
+from memserve.units import NS_PER_S
 
 SESSIONS_MAX = 100_000
 """Of more, the one that was silent longest is forgotten; the router does the same."""
@@ -186,7 +187,8 @@ class MetadataState:
         members = []
         for page in self.members.values():
             hbm, dram = page.entries.by_tier()
-            members.append(RecoveredMember(page.info, page.is_draining, page.entries.next_event, hbm, dram))
+            used = tuple((used_s * NS_PER_S - clock_offset_ns, blocks) for used_s, blocks in page.entries.by_use())
+            members.append(RecoveredMember(page.info, page.is_draining, page.entries.next_event, hbm, dram, used))
         handles = (replace(pin, expires_ns=pin.expires_ns - clock_offset_ns) for pin in self.handles.values())
         return RecoveredState(
             self.router,

@@ -189,6 +189,12 @@ class BlockLedger:
         insort(held.inactive, (age, request_id))
         self._ended.append((node, (age, request_id)))
 
+    def restore(self, request_id: str, node: int, blocks: int, age: int, until_ns: int) -> None:
+        """Blocks of ended requests that an earlier router knew: inactive, and expiring at ``until_ns``."""
+        self.allocate(request_id, node, Need(blocks))
+        insort(self._nodes[node].inactive, (age, request_id))
+        self._expiring = deque(sorted([*self._expiring, (until_ns, node, (age, request_id))]))
+
     # -- eviction
 
     def expire(self, now: int, kept_ns: int) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from memserve.cluster.events import ClusterAction, EmitTokens, RejectRequest, RequestArrived
+from memserve.cluster.events import ClusterAction, EmitTokens, RejectRequest, RequestArrived, StateRecovered
 from memserve.cluster.machine import Cluster
 from memserve.config import AdmissionConfig
+from memserve.messages import Peer
 from memserve.policy.admission import cost_tokens
+from memserve.policy.ledger import IDENTITY_BYTES
 from memserve.sim.fuzz.gate_room import fits_surely, is_too_large
 from memserve.sim.fuzz.truth import require
 from memserve.types import Admission, Request
@@ -94,14 +96,18 @@ class GateJudge:
         self._served: dict[tuple[str, str], int] = {}
         """Tokens that the first tenant was let in for, while the second one waited, since both wait."""
         self._cost_most = 0
-        #: (when, who) of those that have ended, once for each time that they may have left something behind
+        #: (when, which) of those that have ended, once for each time that they may have left something behind
         self._gone: list[tuple[int, Request]] = []
+        #: blocks that an earlier router's requests may have left at each member, and since when this one knows of them
+        self._recovered: tuple[int, dict[Peer, int]] = 0, {}
 
     def judge(self, cluster: Cluster, event: object, actions: Sequence[ClusterAction], now: int) -> None:
         """``cluster`` has handled ``event`` at ``now``, by its own clock."""
         if cluster is not self._cluster:
             self._cluster, self._config, self._here, self._served = cluster, cluster.config.admission, {}, {}
-            self._gone = []
+            self._gone, self._recovered = [], (0, {})
+        if isinstance(event, StateRecovered):
+            self._recovered = now, {m.info.peer: len(m.hbm) // IDENTITY_BYTES for m in event.recovered.members}
         here = self._here
         if isinstance(event, RequestArrived):
             here[event.request.request_id] = Waiter(event.request, now)
@@ -150,6 +156,12 @@ class GateJudge:
         moved = [waiter.request for waiter in self._here.values() for _ in range(waiter.left)]
         return [request for _, request in self._gone] + moved
 
+    def _room(self, now: int) -> dict[str, Any]:
+        """What else counts when a request is to find room."""
+        at_ns, blocks = self._recovered
+        counts = self._config.evictions_max is not None and now - at_ns < self._config.kept_ns
+        return {"ended": self._kept(now), "recovered": blocks if counts else {}}
+
     # -- whoever was turned away
 
     def _judge_refusal(self, cluster: Cluster, action: RejectRequest, cause: str, before: Before, now: int) -> None:
@@ -168,7 +180,7 @@ class GateJudge:
         elif cause == "pressure":
             still = [other for other in before.ran if other in self._here]
             require(not still, f"{name}: {still} run, and would have made room: {action.reason}")
-            fits = fits_surely(cluster, waiter.request, empty=True, ended=self._kept(now))
+            fits = fits_surely(cluster, waiter.request, empty=True, **self._room(now))
             require(not fits, f"{name} fits: {action.reason}")
         else:
             self._judge_crowd(action, before)
@@ -210,7 +222,7 @@ class GateJudge:
         require(config.mode is not Admission.BOUNDED, f"{waiting} wait, and only {active} are active: {config}")
         head = cluster._lifecycle.admission._queue.head()
         if head is not None:
-            fits = fits_surely(cluster, head.request, ended=self._kept(now))
+            fits = fits_surely(cluster, head.request, **self._room(now))
             require(not fits, f"{head.request_id} waits, and there is room for it")
 
     def _judge_turns(self, let_in: list[Request]) -> None:

@@ -7,20 +7,24 @@ itself fits surely not. Between the two only the gate knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from memserve.cluster.machine import Cluster
 from memserve.cluster.registry import Member, MemberState
 from memserve.cluster.requests import RequestState
+from memserve.messages import Peer
 from memserve.policy.admission import tokens_needed
 from memserve.policy.routing import teams
 from memserve.types import Admission, Request, Role
 from memserve.units import ceil_div
 
 
-def fits_surely(cluster: Cluster, request: Request, *, empty: bool = False, ended: Iterable[Request] = ()) -> bool:
-    """Whether of each team that ``request`` needs some member has room for it; ``empty``: were nobody else here, and
-    nothing pinned. ``ended``: those whose memory counts everywhere as if they still ran there."""
+def fits_surely(
+    cluster: Cluster, request: Request, *, empty: bool = False, ended: Iterable[Request], recovered: Mapping[Peer, int]
+) -> bool:
+    """Whether of each team that ``request`` needs some member has room for it; ``empty``: without other requests and
+    pins. ``ended``: requests whose memory counts everywhere as if they still ran there. ``recovered``: blocks of an
+    instance's own size that count besides."""
     sides = _sides(cluster, len(request.prompt))
     requests = [] if empty else list(cluster._lifecycle.requests.by_id.values())
     kept = sum(_all_of(cluster, gone) for gone in ended)
@@ -29,7 +33,8 @@ def fits_surely(cluster: Cluster, request: Request, *, empty: bool = False, ende
         decodes = {m: m.info.role is not Role.PREFILL or not paired for m in side}  # a colocated one does, in any team
         need = {m: kept + _most(cluster, request, 0, decodes=decodes[m]) for m in side}
         taken = {m: _used(cluster, requests, m) + (0 if empty else _claimed(cluster, requests, m)) for m in side}
-        if not any(_total(cluster, member) - taken[member] >= need[member] for member in side):
+        left = {m: recovered.get(m.peer, 0) * ceil_div(m.info.geometry.block_tokens, _unit(cluster)) for m in side}
+        if not any(_total(cluster, m) - taken[m] - left[m] >= need[m] for m in side):
             return False
     return bool(sides)
 
