@@ -7,14 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster_world import a_request
+from cluster_world import a_request, cached
 from memserve.cluster.events import ClockTicked, PrefixPinned, PrefixUnpinned, RequestArrived
 from memserve.messages import Dispatch, Pin, Pinned, Unpin
 from memserve.serving import Send
 from memserve.types import Admission, Caching, Role
 from memserve.units import NS_PER_S
 from test_cluster_gate import Crowded, gate_of, gated, running
-from test_cluster_stories import cached
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 

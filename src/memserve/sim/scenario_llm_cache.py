@@ -1,7 +1,7 @@
 """``memserve sim --scenario llm-serving-cache``: the table of llm-serving-cache, from the production machines (row C7).
 
-The source adds its constants up in a formula. Here its requests go through the ``Cluster`` machine (admission, placement
-by ``affinity``) and an ``Instance`` (index, pool, eviction), and what comes out is timed by a virtual clock
+The source adds its constants up in a formula. Here its requests go through the ``Cluster`` machine (admission, and
+placement by ``affinity``) and an ``Instance`` (index, pool, eviction), and what comes out is timed by a virtual clock
 (:mod:`memserve.sim.scenario_llm_cache_world`).
 """
 

@@ -6,8 +6,8 @@
               the dispatch    the prefill, whole               each token that is drawn
 
 KV of ten tokens is 1 MB. The source's block of 16 MB, 160 tokens, is what admission counts in; the instance's own
-blocks have 40 tokens, since whole blocks are reused and a hit of 840 tokens is not a whole number of 160. A prompt that is
-cached as a whole has its last token computed again, for its logits: that is what the first output token costs.
+blocks have 40 tokens, since whole blocks are reused and a hit of 840 tokens is not a whole number of 160. A prompt that
+is cached as a whole has its last token computed again, for its logits: that is what the first output token costs.
 """
 
 from __future__ import annotations
