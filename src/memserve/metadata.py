@@ -81,7 +81,8 @@ class EntriesReplaced(Record, frozen=True, tag=True):
 
 
 class EntriesKept(Record, frozen=True, tag=True):
-    """The same with the entries' times, in a checkpoint: eight bytes (``<u8``) an entry, see ``meta/entries.py``."""
+    """All that a member has cached, with the entries' times, in a checkpoint: eight bytes (``<u8``) an entry, see
+    ``meta/entries.py``."""
 
     peer: Peer
     next_event: Natural

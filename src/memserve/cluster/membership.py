@@ -1,4 +1,4 @@
-"""Joining, heartbeats, draining, leaving, dying, and who has to be told; and attempts that a member has lost."""
+"""Joining, heartbeats, draining, leaving, dying; and attempts that a member has lost."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ EARLY_OUTPUTS_MAX = 4096
 """Outputs of an attempt that wait for earlier ones; more of them are a failure."""
 
 _BROKEN = (FinishReason.ERROR, FinishReason.CANCELLED)
-"""Endings that are the instance's own affair, unless they name an error of the request: its device failed, or it goes
-away."""
+"""Endings that concern the instance alone, unless they name an error of the request: the device
+failed, for instance."""
 
 
 class OutputMerger:
-    """Takes outputs in and gives the client what is new of them, each token once and in order."""
+    """Merges the outputs of all attempts into one stream a sequence: each token once and in order."""
 
     __slots__ = ("_counters", "_lifecycle", "_outbox", "_timers")
 
@@ -35,7 +35,7 @@ class OutputMerger:
         self._lifecycle, self._timers, self._outbox, self._counters = lifecycle, timers, outbox, counters
 
     def take(self, sender: Member, message: Tokens, now: int) -> None:
-        """News from ``sender``."""
+        """Outputs from ``sender``."""
         strangers: dict[str, None] = {}
         by_attempt = self._lifecycle.requests.by_attempt
         for output in message.outputs:
@@ -47,11 +47,11 @@ class OutputMerger:
                 continue
             if not self._pass_on(req, req.attempt, output, now):
                 self._take(req, req.attempt, sender, output, now)
-        for attempt_id in strangers:  # it has not heard that nobody waits for these
+        for attempt_id in strangers:  # it has not heard that these are over
             self._outbox.send(sender.peer, Cancel(attempt_id))
 
     def gap_lasted(self, attempt_id: str, now: int) -> None:
-        """The timer of an attempt with outputs aside."""
+        """The timer of an attempt with early outputs."""
         req = self._lifecycle.requests.by_attempt.get(attempt_id)
         if req is None or req.attempt is None or req.attempt.gap_ns is None:
             return
@@ -182,6 +182,6 @@ class OutputMerger:
             prompt_logprobs=output.prompt_logprobs if first else None,
             cumulative_logprob=output.cumulative_logprob,
             queue_ns=None if queue_ns is None else queue_ns + attempt.dispatched_ns - req.arrived_ns,
-            story=told + output.story,  # who decodes tells what came to it with its first output, the client's second
+            story=told + output.story,  # a decode instance tells its part with its first output, the client's second
             offset=len(req.emitted[index]),
         )

@@ -5,7 +5,7 @@
     Join --> LIVE --Drain--> DRAINING --Leave--> gone
               |  ^              |
               |  +--Join-- REJOINING          known to a router that was started anew
-              +---- silence, or a newer incarnation of the same name ----> gone
+              +---- silence, or a newer incarnation of that name ----> gone
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Registry:
         return peer in self._dead
 
     def newest(self, name: str) -> int:
-        """The highest generation of ``name`` that is or was a member; 0 = there was none."""
+        """The highest generation of ``name`` that is or was a member; 0: there was none."""
         member = self._members.get(name)
         return max(self._newest_dead.get(name, 0), member.peer.generation if member is not None else 0)
 
@@ -148,7 +148,7 @@ class Registry:
         return self._newest_dead.get(name)
 
     def why_not(self, info: PeerInfo) -> str | None:
-        """Why ``info`` cannot be a member; ``None`` = it can."""
+        """Why ``info`` cannot be a member; ``None``: it can."""
         if info.context_tokens < 1:
             return f"its context makes no sense: {info.context_tokens} tokens"
         same_name = self._members.get(info.peer.name)

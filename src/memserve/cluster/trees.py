@@ -10,7 +10,7 @@ gap they are kept aside while the missing ones are asked for, and answered by a 
     Heartbeat(12)    expected 10: the tail was lost, AskEvents(10)
     KvSnapshot(12)   replaces all, unless it is older than what was applied
 
-What is dispatched is expected to be cached soon: it enters with a time to live, so that the next request with the same
+What is dispatched is expected to be cached soon: it enters with a time to live, so that the next request with that
 prompt follows the first one before any event has come.
 """
 

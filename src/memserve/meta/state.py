@@ -37,7 +37,7 @@ from memserve.metadata import (
 from memserve.units import NS_PER_S
 
 SESSIONS_MAX = 100_000
-"""Of more, the one that was silent longest is forgotten; the router does the same."""
+"""Of more, the one that was silent longest is forgotten, as in the router."""
 GONE_MAX = 1024
 """Dead incarnations that are known as such, as in the router's registry."""
 
@@ -54,7 +54,7 @@ class MemberPage:
 
 
 class MetadataState:
-    """Applies records, one by one and in order. Whatever comes twice, late or for nobody changes nothing."""
+    """Applies records, in order. One that comes twice, late or for an unknown member changes nothing."""
 
     def __init__(self) -> None:
         self.router: Peer | None = None

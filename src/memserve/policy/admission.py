@@ -20,7 +20,7 @@ _SMOOTHING = 8  # a new measurement weighs 1/8
 
 
 class Crowd(NamedTuple):
-    """How full it is."""
+    """How many requests are active and waiting."""
 
     active: int
     active_max: int | None
@@ -29,16 +29,16 @@ class Crowd(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """No more requests may run at once."""
+        """Whether no more requests may be active."""
         return self.active_max is not None and self.active >= self.active_max
 
     @property
     def overflows(self) -> bool:
-        """More wait than may."""
+        """Whether more wait than may."""
         return self.waiting > self.waiting_max
 
     def reason(self, room: str = "") -> str:
-        """Why a request waits, or is turned away. ``room``: why there is no memory for it."""
+        """Why a request waits, or is rejected. ``room``: why there is no memory for it."""
         why = f"{self.active} requests are active, the most allowed" if self.is_full else room or "others are before it"
         return f"{why}; {self.waiting} wait, at most {self.waiting_max} may" if self.overflows else why
 
@@ -47,7 +47,7 @@ def tokens_needed(request: Request, output_tokens_max: int, generated: int = 0) 
     """Tokens of KV that all sequences of ``request`` share, and those that each has for itself, in order.
 
     Of what it may still generate at most ``output_tokens_max`` count: nearly all answers end long before their limit,
-    and memory that is kept for what never comes serves nobody.
+    and memory that is kept for tokens that never come serves no request.
     """
     to_come = min(max(0, request.stop.max_tokens - generated), output_tokens_max)
     return len(request.prompt), generated + to_come
@@ -115,7 +115,7 @@ def on_terms(request: Request, config: AdmissionConfig) -> Request:
 
 
 class ServiceTimes:
-    """How long requests are active, learned from those that have ended: by it clients are told when to come again."""
+    """How long requests are active, learned from those that have ended: clients are told when to retry."""
 
     __slots__ = ("mean_ns", "samples")
 
@@ -124,17 +124,17 @@ class ServiceTimes:
         self.samples = 0
 
     def learn(self, active_ns: int) -> None:
-        """A request has ended that was active for so long."""
+        """A request has ended that was active for ``active_ns``."""
         self.samples += 1
         share = min(self.samples, _SMOOTHING)  # the first ones count as their mean
         self.mean_ns += (active_ns - self.mean_ns) // share
 
     def retry_after_s(self, ahead: int, at_once: int) -> float:
-        """When a place is expected to be free behind ``ahead`` others, ``at_once`` of which run together."""
+        """When a place is expected to be free behind ``ahead`` requests, ``at_once`` of which run together."""
         rounds = ahead // max(1, at_once) + 1
         return bounded_retry_s(rounds * self.mean_ns / NS_PER_S)
 
 
 def bounded_retry_s(seconds: float) -> float:
-    """What a client is told: a time that it takes seriously, and whole milliseconds that are not too few."""
+    """``seconds`` within the limits of what clients are told, rounded up to whole milliseconds."""
     return min(RETRY_MAX_S, max(RETRY_MIN_S, ceil(seconds * 1000) / 1000))

@@ -1,8 +1,8 @@
-"""Whether there is room for a request, reckoned as carelessly as can be: without a ledger, names, or shared blocks.
+"""Whether there is room for a request, estimated as roughly as can be: without a ledger, names, or shared blocks.
 
-Everybody is taken to need all that he could ever need, pins to be as long as was wished, and whatever has been read
-somewhere else to be lent by all who have it: what fits then fits surely. A prompt that is larger than any instance by
-itself fits surely not. Between the two only the gate knows.
+Every request is taken to need all that it could ever need, pins to be as long as was wished, and every prefix that may
+be fetched to be lent by all instances that have it: what fits then fits surely. A prompt that is larger than any
+instance by itself surely does not fit. Between the two only the router's ledger knows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_too_large(cluster: Cluster, request: Request) -> bool:
 
 
 def _sides(cluster: Cluster, prompt_tokens: int) -> list[Sequence[Member]]:
-    """Who computes such prompts, and, if others do that, who decodes."""
+    """Members that compute such prompts, and those that decode where others do that."""
     here = [m for m in cluster._registry if m.state is MemberState.LIVE and m.info.context_tokens > prompt_tokens]
     roles = teams({member.info.role for member in here})
     return [[member for member in here if member.info.role in team] for team in roles if team]
@@ -85,7 +85,7 @@ def _claimed(cluster: Cluster, requests: Sequence[RequestState], member: Member)
 
 
 def _used(cluster: Cluster, requests: Sequence[RequestState], member: Member) -> int:
-    """Blocks of all that run there. Who decodes may have a prompt twice, if somebody brought the same one meanwhile."""
+    """Blocks of all that run there. A decode instance may have a prompt twice, if another request brings it."""
     used = 0
     for req in requests:
         attempt, generated = req.attempt, max(len(tokens) for tokens in req.emitted)
