@@ -161,6 +161,8 @@ class RecoveredMember:
     history: bytes = b""
     """Of each block of ``hbm``, then of ``dram``: when it was created, when a prefix that ends with it was last used (s
     since 1970), and how often such a one was; ``<u4`` each."""
+    used: tuple[tuple[int, int], ...] = ()
+    """When blocks of ``hbm`` were last used (ns), and how many then: least recently used first."""
 
 
 @dataclass(frozen=True, slots=True)

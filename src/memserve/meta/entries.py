@@ -118,6 +118,15 @@ class Entries:
         found = [(at, hits[name]) for at, name in enumerate(self.stamps) if name in hits] if hits else []
         return np.array(found, "<u4").reshape(-1, 2)
 
+    def by_use(self) -> list[tuple[int, int]]:
+        """How many blocks in HBM were last used when: seconds since 1970 and a count, least recently used first; of one
+        second those that were created first come first."""
+        stamps = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps))
+        stamps = stamps[stamps < np.uint64(_DRAM)]
+        used, created = stamps & np.uint64(_SECONDS), stamps >> np.uint64(32)
+        order, counts = np.unique(used << np.uint64(32) | created, return_counts=True)
+        return list(zip((order >> np.uint64(32)).tolist(), counts.tolist(), strict=True))
+
     def record(self, peer: Peer) -> EntriesKept:
         """All of it for a checkpoint."""
         stamps = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps)).astype("<u8")

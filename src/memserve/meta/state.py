@@ -34,6 +34,7 @@ from memserve.metadata import (
     RouterStarted,
     SessionRouted,
 )
+from memserve.units import NS_PER_S
 
 SESSIONS_MAX = 100_000
 """Of more, the session that was silent longest is forgotten, here and in the router."""
@@ -185,8 +186,9 @@ class MetadataState:
         """Everything, for a router whose clock shows ``clock_offset_ns`` less than the ns since 1970."""
         members = []
         for page in self.members.values():
+            used = tuple((used_s * NS_PER_S - clock_offset_ns, blocks) for used_s, blocks in page.entries.by_use())
             cached = page.entries.by_tier()
-            members.append(RecoveredMember(page.info, page.is_draining, page.entries.next_event, *cached))
+            members.append(RecoveredMember(page.info, page.is_draining, page.entries.next_event, *cached, used))
         handles = (replace(pin, expires_ns=pin.expires_ns - clock_offset_ns) for pin in self.handles.values())
         return RecoveredState(
             self.router,

@@ -25,7 +25,6 @@ from dataclasses import astuple
 from typing import NamedTuple
 
 from memserve import _core
-from memserve.policy.bestfit import best_fit_route
 from memserve.policy.candidates import (
     Ask,
     Candidate,
@@ -37,6 +36,7 @@ from memserve.policy.candidates import (
     with_decoder,
 )
 from memserve.policy.costs import CopyCurve, CostModel
+from memserve.policy.ledger import best_fit_route
 from memserve.types import Role
 from memserve.units import NS_PER_MS
 

@@ -20,6 +20,7 @@ from memserve.meta.state import GONE_MAX, MetadataState
 from memserve.meta.store import Store
 from memserve.metadata import AnyRecord, EntriesKept, HandlePinned, MemberEntered, MemberGone, RouterStarted
 from memserve.types import Tier
+from memserve.units import NS_PER_S
 from meta_records import Drawn, StateTwin, info
 
 
@@ -79,7 +80,10 @@ def test_what_is_remembered_is_on_the_new_clock_and_by_tier() -> None:
     assert given_to.entries == state.entries and given_to.router == state.router
     assert [pin.expires_ns + 1000 for pin in given_to.handles] == [pin.expires_ns for pin in state.handles.values()]
     for page, member in zip(state.members.values(), given_to.members, strict=True):
-        assert len(member.hbm + member.dram) == 16 * len(page.entries)
+        told = np.frombuffer(member.history, "<u4").reshape(-1, 3).tolist()
+        assert len(told) == len(page.entries) == (len(member.hbm) + len(member.dram)) // 16
+        used = [used_s * NS_PER_S - 1000 for _, used_s, _ in told[: len(member.hbm) // 16]]
+        assert [used_ns for used_ns, blocks in member.used for _ in range(blocks)] == used
 
 
 @given(st.integers(0, 2**32))
