@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 import pytest
-from memserve.llm_call import Completion
 
 from memserve import LLM
+from memserve.llm import Completion
 from served_cluster import WAIT_S, Server, eventually
 from tiny_models import prompt, save_folder, tiny_module
 
