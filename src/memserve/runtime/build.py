@@ -73,9 +73,7 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
     kv_tokens = config.pool.hbm_blocks * geometry.block_tokens
     served = dataclasses.replace(model, max_model_tokens=machine.context_tokens, context_note=note, kv_tokens=kv_tokens)
-    bound = memory_bound(
-        model_sizes(model), geometry, config, in_cluster=me is not None
-    )  # with its weights
+    bound = memory_bound(model_sizes(model), geometry, config, in_cluster=me is not None)  # with its weights
     device = ModelDevice(served, config, best_forward(model.module), shared=me is not None)
     if not on_gpu:
         device.bound_bytes = bound.total_bytes
