@@ -17,17 +17,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memserve.config import ExchangeConfig, PoolConfig
-from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.kv_transfer.outcomes import (
+from memserve.kv_transfer.events import (
+    CancelPulls,
     Delivered,
     FetchEnded,
     HandoffArrived,
     HandoffFailed,
     HandoffOffered,
+    PagesPulled,
+    PagesSealed,
+    PullPages,
     Released,
     RemoteAllocated,
+    SealPages,
 )
+from memserve.kv_transfer.exchange import Exchange
 from memserve.mempool.pool import BlockPool, Lease
 from memserve.messages import Peer, PeerInfo
 from memserve.serving import MessageArrived, Send

@@ -27,9 +27,10 @@ PHASES = ("queued", "prefilling", "transferring", "decoding", "returning")
 
 def phases_of(event: Any, actions: list[Any]) -> set[str]:
     """Which phases of a request this event and these actions show."""
-    from memserve.instance.actions import PullPages, RunStep, Send
-    from memserve.instance.events import MessageArrived, StepFinished
+    from memserve.instance.events import RunStep, StepFinished
+    from memserve.kv_transfer.events import PullPages
     from memserve.messages import Dispatch, Fetch, Offer, Ready
+    from memserve.serving import MessageArrived, Send
 
     found: set[str] = set()
     said = [action.message for action in actions if isinstance(action, Send)]

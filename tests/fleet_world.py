@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from instance_world import VOCAB, config, lone_beams
-from memserve.instance.actions import CancelPulls, EmitTokens, PullPages, RejectRequest, RunStep, SealPages, Send
-from memserve.instance.events import ClockTicked, LayerFinished, MessageArrived, PagesPulled
+from memserve.instance.events import LayerFinished, RunStep
 from memserve.instance.machine import Instance
+from memserve.kv_transfer.events import CancelPulls, PagesPulled, PullPages, SealPages
 from memserve.messages import (
     ROUTER,
     Cancel,
@@ -28,6 +28,7 @@ from memserve.messages import (
     Tokens,
     Welcome,
 )
+from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
 from memserve.types import FinishReason, KVGeometry, Role, Tier, TransferMode
@@ -116,7 +117,7 @@ class Member:
 
     def stand_still(self):
         """As if nothing could move: everything is taken from everybody."""
-        self.machine._roster.preempt_all()
+        self.machine.state.preempt_all()
         return self.post(ClockTicked())
 
     def do_job(self):
@@ -139,7 +140,7 @@ class Member:
 
     def check_nothing_held(self):
         """Idle: every block is free but for the cache, and that can be dropped."""
-        assert self.machine.is_idle, f"{self.machine} {self.machine._link.exchange.transfers_open}"
+        assert self.machine.is_idle, f"{self.machine} {self.machine.link.exchange.transfers_open}"
         pool = self.machine.pool
         assert pool.available() == self.cfg.pool.hbm_blocks, pool.report()
         pool.clear_cache()

@@ -18,8 +18,7 @@ from memserve.bench.cost.results import Accuracy, CostResults, Foretold, accurac
 from memserve.bench.sheet import Spent
 from memserve.cli.main import run
 from memserve.errors import UserError
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.policy.costs import CostModel
 from memserve.policy.curves import attended_pairs
 from memserve.policy.fit import Sample

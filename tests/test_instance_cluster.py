@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from fleet_world import BLOCK, ROUTER_PEER, Fleet, TransferMode, fleet_config, story_of
 from instance_world import PROMPT, VOCAB, plans_of, request
 from memserve.config import ExchangeConfig, PoolConfig
-from memserve.instance.events import ClockTicked, MessageArrived
 from memserve.instance.machine import Instance
 from memserve.instance.pins import Pins
 from memserve.mempool.identity import block_identities, namespace_id
@@ -41,7 +40,7 @@ from memserve.messages import (
     Welcome,
     Withdraw,
 )
-from memserve.serving import Send
+from memserve.serving import ClockTicked, MessageArrived, Send
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason, Tier
 from memserve.units import NS_PER_S
@@ -700,7 +699,7 @@ def test_an_instance_says_which_attempts_it_has():
     assert (p.machine.load().dispatches_heard, p.machine.load().answers_told) == (0, 0)
     fleet.submit(request("here", PROMPT[:9], max_tokens=5), "p")
     fleet.submit(request("leaves", PROMPT[9:30], max_tokens=5), "p", "d")
-    fleet.run(until=lambda: "leaves#0" in p.machine._link.handoffs.left.values())
+    fleet.run(until=lambda: "leaves#0" in p.machine.link.sender.left.values())
     p.hear(AskAttempts(("lost#0", "here#0", "leaves#0"), 3))
     told = sum(isinstance(message, Tokens) for message in p.said)
     assert p.said[-1] == AttemptsUnknown(("lost#0",), dispatches=3, dispatches_heard=2, answers_told=told) and told

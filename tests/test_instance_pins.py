@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from instance_world import World, building_worlds, request
-from memserve.instance.events import ClockTicked, PrefixPinned, PrefixUnpinned
+from memserve.serving import ClockTicked, PrefixPinned, PrefixUnpinned
 
 PREFIX = list(range(1, 17))  # four blocks of four
 

@@ -15,14 +15,15 @@ from exchange_world import BLOCK, GEOMETRY, LAYERS, LEASE_NS, Node, World, array
 from memserve.errors import InvariantError
 from memserve.kv_transfer.barriers import Barriers
 from memserve.kv_transfer.context import Deadlines
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
-from memserve.kv_transfer.outcomes import (
+from memserve.kv_transfer.events import (
     Delivered,
     FetchEnded,
     HandoffArrived,
     HandoffFailed,
     HandoffOffered,
     Inserted,
+    PagesPulled,
+    PagesSealed,
     Released,
     RemoteAllocated,
 )

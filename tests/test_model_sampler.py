@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve import _kernels
-from memserve.instance.actions import OpenSequence
+from memserve.instance.events import OpenSequence
 from memserve.model.sampling.drawing import Truncation, draw, draw_native
 from memserve.model.sampling.logprobs import _best as best_logits
 from memserve.model.sampling.logprobs import best_logprobs, log_normalisers, report_logprobs

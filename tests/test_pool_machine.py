@@ -14,8 +14,8 @@ import pytest
 
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
+from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.mempool.addresses import Address
 from memserve.mempool.mempool import MemPool
 from memserve.messages import AnyMessage, Peer, PeerInfo

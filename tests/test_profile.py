@@ -17,8 +17,7 @@ from memserve.cli.main import run
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.errors import UserError
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.messages import Join, Peer, PeerInfo
 from memserve.model.loading.card import ModelCard
 from memserve.policy.costs import CostModel

@@ -1,16 +1,15 @@
 """Asking other instances for a prefix before a request is admitted (level 2).
 
-The request is EXPECTED until the KV is in the index, or the wait is over; then it lines up like any other, and finds
-what there is.
+The request is WAITING_FOR_REMOTE_KV until the KV is in the index, or the wait is over; then it waits for admission
+like any other, and finds in the index what has come.
 """
 
 from __future__ import annotations
 
-from memserve.instance.orders import Orders
-from memserve.instance.roster import Roster
-from memserve.instance.sequence import Group, Phase
+from memserve.instance.scheduler_state import SchedulerState
+from memserve.instance.sequence import Cause, Group, RemoteState
+from memserve.kv_transfer.events import FetchEnded
 from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.outcomes import FetchEnded
 from memserve.messages import Holder
 from memserve.policy.decision import Prefix
 from memserve.policy.reuse import FetchChoice, worth_fetching
@@ -20,10 +19,10 @@ from memserve.types import KVGeometry, TokenArray
 class Fetches:
     """All requests that wait for a prefix from elsewhere."""
 
-    __slots__ = ("_exchange", "_geometry", "_link_ns", "_roster", "_wait_max_ns", "asked", "far", "fetched_tokens")
+    __slots__ = ("_exchange", "_geometry", "_link_ns", "_state", "_wait_max_ns", "asked", "far", "fetched_tokens")
 
-    def __init__(self, roster: Roster, exchange: Exchange, geometry: KVGeometry, wait_max_ns: int) -> None:
-        self._roster = roster
+    def __init__(self, state: SchedulerState, exchange: Exchange, geometry: KVGeometry, wait_max_ns: int) -> None:
+        self._state = state
         self._exchange = exchange
         self._geometry = geometry
         self._wait_max_ns = wait_max_ns
@@ -37,30 +36,30 @@ class Fetches:
 
     def begin(self, group: Group, tokens: TokenArray, now: int) -> bool:
         """Ask the best holder of ``tokens`` if that pays; whether the request has to wait."""
-        request, orders = group.request, group.orders
-        if orders is None or not orders.holders or not request.use_cache or group.prompt_logprobs is not None:
+        request, remote = group.request, group.remote
+        if remote is None or not remote.holders or not request.use_cache or group.prompt_logprobs is not None:
             return False
-        if not (self._roster.memory.pool.config.caching and self._exchange.shares_kv):
+        if not (self._state.memory.pool.config.caching and self._exchange.shares_kv):
             return False
-        orders.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
-        orders.fetch_until_ns = now + self._wait_max_ns
-        return self._ask(group, orders, tokens, now)
+        remote.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
+        remote.fetch_until_ns = now + self._wait_max_ns
+        return self._ask(group, remote, tokens, now)
 
-    def _ask(self, group: Group, orders: Orders, tokens: TokenArray, now: int) -> bool:
+    def _ask(self, group: Group, remote: RemoteState, tokens: TokenArray, now: int) -> bool:
         """Ask the first of the remaining holders that has enough to offer."""
         isolation, block_tokens = group.isolation, self._geometry.block_tokens
-        own = self._roster.memory.pool.match(isolation, tokens)
-        while orders.holders and now < orders.fetch_until_ns:
-            holder = orders.holders.pop(0)
+        own = self._state.memory.pool.match(isolation, tokens)
+        while remote.holders and now < remote.fetch_until_ns:
+            holder = remote.holders.pop(0)
             theirs = min(holder.prefix_tokens, len(tokens)) // block_tokens * block_tokens
             if theirs <= own:
                 continue
-            choice = self._choose(len(tokens), own, theirs - own, holder.peer.name, orders.fetch_until_ns - now)
+            choice = self._choose(len(tokens), own, theirs - own, holder.peer.name, remote.fetch_until_ns - now)
             group.facts.append(("fetch_decision", choice.reason))
             if not choice.tokens:
                 continue
             end = own + choice.tokens
-            orders.fetch_id = self._exchange.fetch(
+            remote.fetch_id = self._exchange.fetch(
                 holder.peer,
                 isolation,
                 tokens[:end],
@@ -69,15 +68,15 @@ class Fetches:
                 now,
                 now + choice.wait_ns,
             )
-            self.asked[orders.fetch_id] = (group, holder)
-            self._link_ns[orders.fetch_id] = choice.link_ns
+            self.asked[remote.fetch_id] = (group, holder)
+            self._link_ns[remote.fetch_id] = choice.link_ns
             return True
         return False
 
     def _choose(self, known: int, own: int, remote: int, holder: str, wait_max_ns: int) -> FetchChoice:
-        learnt = self._roster.costs
+        learnt = self._state.costs
         prefix = Prefix(known, own, 0, remote, same_host=not self.far.get(holder, False))
-        queue_ns = learnt.queue_ns(self._roster.prefill_tokens_queued())
+        queue_ns = learnt.queue_ns(self._state.prefill_tokens_queued())
         before_ns = max(self._plans_ns(remote // self._geometry.block_tokens), sum(self._link_ns.values()))
         return worth_fetching(
             learnt.model, self._geometry, prefix, queue_ns=queue_ns, wait_max_ns=wait_max_ns, before_ns=before_ns
@@ -88,38 +87,33 @@ class Fetches:
         plans = self._exchange.plans_before_pull(blocks)
         if not plans:
             return 0
-        decoding = self._roster.decoding.items
+        decoding = self._state.decoding.items
         context = sum([sequence.computed for sequence in decoding])
-        return plans * self._roster.costs.model.decode_step_ns(len(decoding), context)
+        return plans * self._state.costs.model.decode_step_ns(len(decoding), context)
 
     def ended(self, outcome: FetchEnded, now: int) -> None:
         """The KV is in the index, or will not come; then the next holder may be asked."""
         group, holder = self.asked.pop(outcome.transfer_id)
         del self._link_ns[outcome.transfer_id]
-        orders = group.orders
-        if orders is None:
+        remote = group.remote
+        if remote is None:
             return
-        orders.fetch_id = None
+        remote.fetch_id = None
         if outcome.ok:
             tokens = outcome.pulled_blocks * self._geometry.block_tokens
             self.fetched_tokens += tokens
             group.facts += [("fetched_tokens", tokens), ("fetched_from", holder.peer.name)]
         else:
             group.facts.append(("fetch_failed", f"{holder.peer.name}: {outcome.reason}"))
-            if self._ask(group, orders, next(iter(group.sequences.values())).known_tokens(), now):
+            if self._ask(group, remote, next(iter(group.sequences.values())).known_tokens(), now):
                 return
         for sequence in group.sequences.values():
-            self._roster.move(sequence, Phase.WAITING)
+            self._state.move(sequence, Cause.FETCH_ENDED)
 
     def given_up(self, group: Group) -> None:
         """The request has ended."""
-        orders = group.orders
-        if orders is not None and orders.fetch_id is not None:
-            self._exchange.give_up(orders.fetch_id, "the request has ended")
-            del self.asked[orders.fetch_id], self._link_ns[orders.fetch_id]
-            orders.fetch_id = None
-
-    def clear(self) -> None:
-        """The instance was expelled: everything has ended."""
-        self.asked.clear()
-        self._link_ns.clear()
+        remote = group.remote
+        if remote is not None and remote.fetch_id is not None:
+            self._exchange.give_up(remote.fetch_id, "the request has ended")
+            del self.asked[remote.fetch_id], self._link_ns[remote.fetch_id]
+            remote.fetch_id = None

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from memserve import _core
 from memserve.config import InstanceConfig
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.model.arena import KvArenas
 from memserve.model.attention.backends import AttentionFactory, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve.errors import check
-from memserve.instance.actions import OpenSequence
-from memserve.instance.events import RowFailed
+from memserve.instance.events import OpenSequence, RowFailed
 from memserve.model.failures import Failures, stage
 from memserve.types import VOCAB_MAX, SamplingParams, StopParams
 from memserve.units import ceil_div

@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from memserve.instance.actions import Action, EmitTokens, RejectRequest
-from memserve.instance.events import PrefixPinned, PrefixUnpinned, RequestArrived, RequestCancelled, SequenceStopped
+from memserve.instance.events import Action
 from memserve.instance.machine import Instance
 from memserve.runtime.clients import Clients, Sink
 from memserve.runtime.clients import EngineStopped as EngineStopped
@@ -18,6 +17,15 @@ from memserve.runtime.clients import Rejected as Rejected
 from memserve.runtime.hosted import HostedInstance
 from memserve.runtime.ports import Device
 from memserve.runtime.stats import EngineStats
+from memserve.serving import (
+    EmitTokens,
+    PrefixPinned,
+    PrefixUnpinned,
+    RejectRequest,
+    RequestArrived,
+    RequestCancelled,
+    SequenceStopped,
+)
 from memserve.types import NamedPrefix, Request, TokenArray
 
 

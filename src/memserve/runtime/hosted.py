@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from memserve.instance.actions import Action, RunStep, StepPlan
-from memserve.instance.events import Event, LayerFinished, StepFailed, StepFinished
+from memserve.instance.events import Action, Event, LayerFinished, RunStep, StepFailed, StepFinished, StepPlan
 from memserve.instance.machine import Instance
 from memserve.runtime.loop import ANSWER_TIMEOUT_S, MachineLoop
 from memserve.runtime.ports import Device

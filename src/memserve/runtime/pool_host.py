@@ -18,9 +18,8 @@ import msgspec
 from memserve import _core
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
+from memserve.kv_transfer.events import Delivered, ExchangeCounters, Inserted, PagesPulled, PagesSealed
 from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
-from memserve.kv_transfer.outcomes import Delivered, ExchangeCounters, Inserted
 from memserve.mempool.addresses import Addresses
 from memserve.mempool.mempool import AddressList, MemPool
 from memserve.messages import AnyMessage, Peer, PeerInfo

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from memserve import _core
 from memserve.errors import UserError
-from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.outcomes import (
+from memserve.kv_transfer.events import (
     Delivered,
     FetchEnded,
     HandoffOffered,
@@ -27,6 +26,7 @@ from memserve.kv_transfer.outcomes import (
     Released,
     RemoteAllocated,
 )
+from memserve.kv_transfer.exchange import Exchange
 from memserve.mempool.addresses import Addresses
 from memserve.mempool.mempool import AddressList, MemPool
 from memserve.messages import Expelled, Heartbeat, Leave, Load, Peer, PeerInfo, PeerJoined

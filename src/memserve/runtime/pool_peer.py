@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from memserve import _core
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
-from memserve.kv_transfer.outcomes import Delivered, ExchangeCounters, Inserted
+from memserve.kv_transfer.events import Delivered, ExchangeCounters, Inserted
 from memserve.mempool.addresses import Address, Addresses
 from memserve.mempool.mempool import AddressList, MemPool, as_tokens
 from memserve.mempool.report import PoolReport

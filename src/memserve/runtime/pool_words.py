@@ -7,9 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from memserve.kv_transfer.exchange import ExchangeAction
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
-from memserve.kv_transfer.outcomes import Delivered, Inserted
+from memserve.kv_transfer.context import ExchangeAction
+from memserve.kv_transfer.events import Delivered, Inserted, PagesPulled, PagesSealed
 from memserve.messages import Peer, PeerInfo
 from memserve.serving import ClockTicked, MessageArrived
 

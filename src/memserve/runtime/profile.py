@@ -19,7 +19,7 @@ import numpy as np
 
 from memserve.config import EngineOptions, InstanceConfig
 from memserve.errors import UserError
-from memserve.instance.actions import OpenSequence, StepPlan
+from memserve.instance.events import OpenSequence, StepPlan
 from memserve.policy.costs import CostModel
 from memserve.policy.fit import Quality, Sample, fit_copy, fit_decode, fit_held_out, fit_prefill
 from memserve.runtime.build import build_parts

@@ -21,7 +21,7 @@ import numpy as np
 
 from memserve import _core
 from memserve.errors import UserError
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.kv_transfer.events import PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import Peer, PeerInfo
 from memserve.policy.fit import Sample
 from memserve.runtime.links.data import PagePort, open_data_port

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from memserve.cluster.machine import Cluster
 from memserve.config import MemberConfig
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFailed, StepFinished
+from memserve.instance.events import StepFailed, StepFinished, StepPlan
 from memserve.instance.machine import Instance
-from memserve.kv_transfer.jobs import CancelPulls, PullPages, SealPages
+from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
 from memserve.messages import PeerInfo
 from memserve.sim.clock import Clock
 from memserve.sim.network import Network

@@ -8,24 +8,12 @@ from collections.abc import Sequence
 from memserve.cluster.events import ClusterAction, ReportMember
 from memserve.cluster.machine import Cluster
 from memserve.errors import check
-from memserve.instance.actions import (
+from memserve.instance.events import (
     Action,
-    CancelPulls,
-    EmitTokens,
-    PullPages,
-    RejectRequest,
-    RunStep,
-    SealPages,
-    Send,
-    StepPlan,
-)
-from memserve.instance.events import LayerFinished, MessageArrived
-from memserve.instance.machine import Instance
-from memserve.instance.member import MemberMachine
-from memserve.instance.member_actions import (
     BecomeNew,
     Deliver,
     DialRouter,
+    LayerFinished,
     Left,
     LoadRead,
     MeetPeer,
@@ -35,9 +23,14 @@ from memserve.instance.member_actions import (
     PartFromPeer,
     ReadLoad,
     Reborn,
+    RunStep,
+    StepPlan,
 )
+from memserve.instance.machine import Instance
+from memserve.instance.member import MemberMachine
+from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
 from memserve.messages import ROUTER, AnyMessage, Expelled, Peer, RequestRefused, Tokens
-from memserve.serving import ClockTicked
+from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.sim.host import DataPort, Device, Host
 from memserve.sim.process import Process, Ticking
 from memserve.types import Role

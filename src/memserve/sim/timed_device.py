@@ -12,8 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.policy.costs import CostModel
 from memserve.policy.curves import attended_pairs
 from memserve.sim.clock import Clock

@@ -58,7 +58,7 @@ class Timeline:
             return
         waiting, running, used, busy = [], [], [], []
         for node in world.instances:
-            in_line, at_work = node.machine.crowd()
+            in_line, at_work = node.machine.state.waiting_and_running()
             total = world.setup.machine.hbm_blocks
             waiting.append(in_line)
             running.append(at_work)
