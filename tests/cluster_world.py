@@ -34,6 +34,7 @@ from memserve.messages import (
     HandedOver,
     Heartbeat,
     Join,
+    JoinAccepted,
     Leave,
     Load,
     Peer,
@@ -45,7 +46,6 @@ from memserve.messages import (
     StopSequence,
     Tokens,
     Unpin,
-    Welcome,
 )
 from memserve.types import FinishReason, KVGeometry, Request, Role, SamplingParams, StopParams, TokenOutput
 from memserve.units import NS_PER_MS, NS_PER_S
@@ -127,7 +127,7 @@ class FakeInstance:
 
     def hear(self, message) -> None:
         self.heard.append(message)
-        if isinstance(message, Welcome):
+        if isinstance(message, JoinAccepted):
             self.member = True
         elif isinstance(message, Expelled):
             self.running.clear()

@@ -1,4 +1,4 @@
-"""Records as a router writes them, drawn at random; and a simple twin of the book that folds them."""
+"""Records as a router writes them, drawn at random; and a simple twin of the state that folds them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from memserve.messages import KvChange, Peer, PeerInfo
-from memserve.remembered import (
+from memserve.metadata import (
     AnyRecord,
     DocumentDropped,
     DocumentPut,
@@ -120,7 +120,7 @@ class Drawn:
         return DocumentDropped(self.rng.choice("ab"), f"d{self.rng.randrange(9)}")
 
 
-class BookTwin:
+class StateTwin:
     """What the records mean, in the plainest way: lists and dicts, one entry a line."""
 
     def __init__(self) -> None:

@@ -23,6 +23,7 @@ from memserve.messages import (
     HandedOver,
     Heartbeat,
     Join,
+    JoinAccepted,
     KvChange,
     KvEvents,
     Leave,
@@ -37,8 +38,7 @@ from memserve.messages import (
     StopSequence,
     Tokens,
     Unpin,
-    Welcome,
-    roll_of,
+    members_digest,
 )
 from memserve.types import Caching, FinishReason, KVGeometry, NamedPrefix, Role, Tier, TokenLogprobs, TokenOutput
 from memserve.units import NS_PER_S
@@ -331,12 +331,13 @@ def test_everybody_is_told_that_a_member_is_dead_and_it_is_told_too_when_it_wake
 
 def test_who_missed_a_member_is_told_again(make):
     """A lost ``PeerJoined``: every handoff to the newcomer would wait for the end of its lease. One heartbeat with the
-    wrong roll may have crossed the news; two did not."""
+    wrong digest may have crossed the news; two did not."""
     world = make(("p", P), ("d", D))
     p, d = Peer("p", 1), Peer("d", 1)
-    for roll, welcomed in ((0, 0), (roll_of([p]), 0), (roll_of([d, p]), 0), (roll_of([p]), 0), (roll_of([p]), 1),
-                           (roll_of([p]), 0), (roll_of([p, d, Peer("ghost", 3)]), 1)):  # fmt: skip
-        answers = world.sent(world.hear(p, Heartbeat(Load(), roll=roll)), Welcome)
+    alone, both, ghosts = members_digest([p]), members_digest([d, p]), members_digest([p, d, Peer("ghost", 3)])
+    story = ((0, 0), (alone, 0), (both, 0), (alone, 0), (alone, 1), (alone, 0), (ghosts, 1))
+    for digest, welcomed in story:
+        answers = world.sent(world.hear(p, Heartbeat(Load(), members_digest=digest)), JoinAccepted)
         assert [[i.peer.name for i in welcome.peers] for _, welcome in answers] == [["d"]] * welcomed
 
 
@@ -348,7 +349,7 @@ def test_who_comes_from_the_past_is_told_which_generation_to_be(make):
     world.hear(Peer("d", 9), Leave())
     actions = world.hear(Peer("d", 4), Join(info("d", D, 4)))
     assert world.sent(actions, Expelled) == [("d", Expelled("this incarnation was taken to be dead", 9))]
-    assert world.sent(world.hear(Peer("d", 10), Join(info("d", D, 10))), Welcome)
+    assert world.sent(world.hear(Peer("d", 10), Join(info("d", D, 10))), JoinAccepted)
     actions = world.hear(Peer("d", 5), Join(info("d", D, 5)))  # again, and nobody knows yet that the tenth is dead
     assert world.sent(actions, Expelled) == [("d", Expelled("this incarnation was taken to be dead", 10))]
 
@@ -377,7 +378,7 @@ def test_a_restart_with_the_same_name_is_somebody_else(make):
     world.instances["c"].running.clear()
     world.instances["c"].generation = 2
     actions = world.hear(Peer("c", 2), Join(info("c", C, 2)))
-    assert isinstance(actions[0].message, Welcome)
+    assert isinstance(actions[0].message, JoinAccepted)
     ((_, order),) = dispatches(world, actions)
     assert order.generated == (tuple(client.got[0]),)
     assert world.sent(world.hear(Peer("c", 1), Heartbeat(Load())), Expelled)
@@ -631,11 +632,11 @@ def test_a_clock_that_runs_ahead_ends_no_request(make):
 def test_members_meet_each_other(make):
     world = make(("p", P))
     actions = world.hear(Peer("d", 1), Join(info("d", D)))
-    (welcome,) = [m for _, m in world.sent(actions, Welcome)]
+    (welcome,) = [m for _, m in world.sent(actions, JoinAccepted)]
     assert [i.peer.name for i in welcome.peers] == ["p"]
     assert [(to, m.info.peer.name) for to, m in world.sent(actions, PeerJoined)] == [("p", "d")]
     again = world.hear(Peer("d", 1), Join(info("d", D)))
-    assert world.sent(again, Welcome) and not world.sent(again, PeerJoined), "its welcome was lost"
+    assert world.sent(again, JoinAccepted) and not world.sent(again, PeerJoined), "its welcome was lost"
 
 
 def test_another_model_cannot_join(make):
@@ -648,7 +649,7 @@ def test_another_model_cannot_join(make):
     assert "speaks for" in refused.reason
     assert len(world.cluster.instances()) == 1
     world.hear(Peer("p", 1), Leave())
-    assert world.sent(world.hear(Peer("d", 1), Join(info("d", D, namespace="another"))), Welcome), "nobody is left"
+    assert world.sent(world.hear(Peer("d", 1), Join(info("d", D, namespace="another"))), JoinAccepted), "nobody is left"
 
 
 def test_a_geometry_that_cannot_be_is_refused(make):

@@ -28,6 +28,7 @@ from memserve.messages import (
     Fetch,
     Handoff,
     Holder,
+    JoinAccepted,
     KvEvents,
     KvSnapshot,
     Offer,
@@ -37,7 +38,6 @@ from memserve.messages import (
     StopSequence,
     Tokens,
     Unpin,
-    Welcome,
     Withdraw,
 )
 from memserve.serving import ClockTicked, MessageArrived, Send
@@ -797,7 +797,7 @@ def test_a_new_router_is_told_everything_at_once():
     fleet.submit(request("orphan", PROMPT[:9], max_tokens=30), "p")
     fleet.run(until=lambda: stats(fleet, "p").sequences_running == 1)
     newer = Peer(ROUTER_PEER.name, ROUTER_PEER.generation + 1)
-    actions = member.machine.handle(MessageArrived(newer, Welcome(())), fleet.now)
+    actions = member.machine.handle(MessageArrived(newer, JoinAccepted(())), fleet.now)
     sent = [action for action in actions if isinstance(action, Send)]
     assert any(isinstance(send.message, KvSnapshot) and send.to == newer for send in sent)
     assert stats(fleet, "p").requests_waiting == stats(fleet, "p").sequences_running == 0

@@ -18,7 +18,7 @@ from memserve.messages import Peer
 from memserve.meta.faulty import FaultyMedium
 from memserve.meta.medium import MediumFailed
 from memserve.meta.store import Store
-from memserve.remembered import AnyRecord, DocumentDropped, DocumentPut, HandleDropped, HandlePinned, RouterStarted
+from memserve.metadata import AnyRecord, DocumentDropped, DocumentPut, HandleDropped, HandlePinned, RouterStarted
 from memserve.runtime import meta_keeper
 from memserve.runtime.meta_children import ChildrenFile
 from memserve.runtime.meta_file import FileMedium

@@ -11,7 +11,7 @@ from api_world import MODEL, SCRIPT_TEXT, says, serve
 from fake_engine import FakeEngine
 from memserve.api.document_memory import DocumentMemory
 from memserve.api.documents import Documents
-from memserve.remembered import DocumentDropped, DocumentPut
+from memserve.metadata import DocumentDropped, DocumentPut
 
 
 class RememberingFake(FakeEngine):

@@ -26,16 +26,16 @@ class Peer(Message, frozen=True):
     generation: Natural
 
 
-_ROLL_KEY = b"memserve members"
+_MEMBERS_KEY = b"memserve members"
 
 
-def roll_of(peers: Iterable[Peer]) -> int:
+def members_digest(peers: Iterable[Peer]) -> int:
     """One number by which two processes see whether they know the same members, whatever the order: 56 bits."""
-    roll = 0
+    digest = 0
     for peer in peers:
-        name = _core.siphash128(_ROLL_KEY, f"{peer.generation} {peer.name}".encode("utf-8", "surrogatepass"))
-        roll ^= int.from_bytes(name[:7], "little")
-    return roll
+        name = _core.siphash128(_MEMBERS_KEY, f"{peer.generation} {peer.name}".encode("utf-8", "surrogatepass"))
+        digest ^= int.from_bytes(name[:7], "little")
+    return digest
 
 
 class ArenaPlace(Message, frozen=True):

@@ -14,7 +14,7 @@ from memserve.api.errors import ApiError
 from memserve.api.messages import Messages
 from memserve.api.prompts import Prompt
 from memserve.api.served import RememberingEngine, ServingEngine
-from memserve.remembered import DocumentDropped, DocumentPut
+from memserve.metadata import DocumentDropped, DocumentPut
 from memserve.units import ns_from_s
 
 

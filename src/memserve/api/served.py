@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tokenizers import Tokenizer
 
-from memserve.remembered import DocumentDropped, DocumentPut
+from memserve.metadata import DocumentDropped, DocumentPut
 from memserve.runtime.engine import Rejected
 from memserve.types import NamedPrefix, Request, SamplingParams, TokenArray, TokenOutput
 

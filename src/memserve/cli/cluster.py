@@ -195,7 +195,7 @@ def _check_memory(engine_options: EngineOptions, instances: int) -> None:
 
 def _open_router(options: ClusterOptions, secret: str, kept: Metadata) -> RouterEngine:
     """Where the last one was, if that can be: its instances ask there first."""
-    last_host, _, last_port = kept.remembered.address.removeprefix("tcp://").rpartition(":")
+    last_host, _, last_port = kept.recovered.address.removeprefix("tcp://").rpartition(":")
     if options.port is None and last_host == options.host:
         try:
             return _router_at(options, secret, kept, int(last_port))

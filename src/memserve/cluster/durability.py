@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember
 from memserve.errors import check
 from memserve.messages import Peer
-from memserve.remembered import AnyRecord
+from memserve.metadata import AnyRecord
 from memserve.serving import Send
 
 

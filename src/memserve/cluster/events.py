@@ -9,8 +9,8 @@ import enum
 from dataclasses import dataclass
 
 from memserve.messages import Peer
+from memserve.metadata import AnyRecord, RecoveredState
 from memserve.policy.costs import CostModel
-from memserve.remembered import AnyRecord, Remembered
 from memserve.serving import (
     ClockTicked,
     EmitTokens,
@@ -56,7 +56,7 @@ class StateRecovered:
     answered.
     """
 
-    remembered: Remembered
+    recovered: RecoveredState
     router: Peer
     address: str
     """Where members reach this router."""

@@ -23,8 +23,8 @@ from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.errors import check
 from memserve.messages import Pin, Pinned, Unpin
+from memserve.metadata import HandleDropped, HandlePinned
 from memserve.policy.quotas import TenantStore
-from memserve.remembered import HandleDropped, HandlePinned
 from memserve.types import Caching, NamedPrefix, Role, TokenArray, isolation
 from memserve.units import NS_PER_S
 

@@ -22,7 +22,7 @@ from memserve.cluster.timers import Timers
 from memserve.cluster.trees import IDENTITY_BYTES, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Cancel, RequestRefused
-from memserve.remembered import EntryUsed
+from memserve.metadata import EntryUsed
 from memserve.types import Caching, FinishReason, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 

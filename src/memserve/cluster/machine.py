@@ -10,7 +10,7 @@ know, and nothing of it is needed by instances to stay right: each message may b
     Gate         who is let in             policy.admission, .fairness, .bestfit, .pressure
     Placer       who runs a request        policy.routing
     Lifecycle    attempts of each request  Jobs
-    OutputDesk   what the client gets
+    OutputMerger   what the client gets
     Handles      named prefixes
 """
 
@@ -41,7 +41,7 @@ from memserve.cluster.lifecycle import Lifecycle
 from memserve.cluster.loads import LoadTable
 from memserve.cluster.membership import Membership
 from memserve.cluster.outbox import Outbox
-from memserve.cluster.outputs import OutputDesk
+from memserve.cluster.outputs import OutputMerger
 from memserve.cluster.placement import Placer
 from memserve.cluster.recording import entries_record
 from memserve.cluster.registry import Member, MemberState, Registry
@@ -69,9 +69,9 @@ from memserve.messages import (
     StopSequence,
     Tokens,
 )
+from memserve.metadata import RouterStarted
 from memserve.policy.admission import on_terms
 from memserve.policy.costs import CostModel
-from memserve.remembered import RouterStarted
 from memserve.types import FinishReason, NamedPrefix, Request, TokenOutput
 
 
@@ -108,7 +108,7 @@ class Cluster:
             config, registry, trees, loads, gate, placer, sessions, handles, timers, outbox, counters
         )
         self._membership = Membership(config, registry, trees, loads, lifecycle, handles, timers, outbox, counters)
-        self._desk = OutputDesk(lifecycle, timers, outbox, counters)
+        self._desk = OutputMerger(lifecycle, timers, outbox, counters)
 
     # -- the one mutator
 
@@ -155,13 +155,13 @@ class Cluster:
         check(not len(self._registry) and not self._lifecycle.jobs.by_id, "what is remembered comes first")
         self._address = event.address
         self._outbox.remember(RouterStarted(event.router, event.address, event.clock_offset_ns))
-        remembered = event.remembered
-        self._registry.remember_dead(remembered.gone)
-        for member in remembered.members:
+        recovered = event.recovered
+        self._registry.remember_dead(recovered.gone)
+        for member in recovered.members:
             self._membership.recall(member, event.address, now)
-        for way in remembered.sessions:
+        for way in recovered.sessions:
             self._sessions.recall(way.tenant, way.session, way.peers)
-        for pin in remembered.handles:
+        for pin in recovered.handles:
             self._handles.recall(pin, now)
 
     def _excuse_own_sleep(self, now: int) -> None:

@@ -18,18 +18,18 @@ from memserve.messages import (
     AttemptsUnknown,
     Drain,
     Expelled,
-    Heard,
     Heartbeat,
+    HeartbeatAck,
     Join,
+    JoinAccepted,
     Peer,
     PeerGone,
     PeerInfo,
     PeerJoined,
-    Recall,
     Refused,
-    Welcome,
+    RejoinRequest,
 )
-from memserve.remembered import MemberDrained, MemberEntered, MemberGone, RememberedMember
+from memserve.metadata import MemberDrained, MemberEntered, MemberGone, RecoveredMember
 
 
 class Membership:
@@ -106,7 +106,7 @@ class Membership:
 
     def _welcome(self, member: Member, joined_at: str = "") -> None:
         others = tuple(other.info for other in self._registry if other is not member)
-        self._outbox.send(member.peer, Welcome(others, joined_at))
+        self._outbox.send(member.peer, JoinAccepted(others, joined_at))
 
     def _enter(self, message: Join, now: int) -> None:
         info = message.info
@@ -134,7 +134,7 @@ class Membership:
 
     # -- members of an earlier router
 
-    def recall(self, known: RememberedMember, address: str, now: int) -> None:
+    def recall(self, known: RecoveredMember, address: str, now: int) -> None:
         """``known`` was a member of the last router. It counts, and gets work, when it has answered."""
         if self._registry.why_not(known.info) is not None:
             return  # of another model than those before it: it will be told when it speaks
@@ -142,11 +142,11 @@ class Membership:
         member.state, member.drains = MemberState.RECALLED, known.is_draining
         self._loads.close(member.number)
         self._trees.recall(member.number, known.next_event, known.hbm, known.dram)
-        self._outbox.send(member.peer, Recall(address))
+        self._outbox.send(member.peer, RejoinRequest(address))
 
     def call_again(self, member: Member, address: str) -> None:
         """It speaks as if nothing had happened: the call was lost. Its silence goes on until it has understood."""
-        self._outbox.send(member.peer, Recall(address))
+        self._outbox.send(member.peer, RejoinRequest(address))
 
     def _readopt(self, member: Member, message: Join, now: int) -> None:
         """It lives, with everything that it had cached: the trees know of that already."""
@@ -173,18 +173,18 @@ class Membership:
         self.ask(member, self._trees.heartbeat(member.number, message.next_event, now))
         if member.state is MemberState.DRAINING:
             self._outbox.send(member.peer, Drain())  # the first one may have been lost
-        if message.asks:
-            self._outbox.send(member.peer, Heard())
-        self._call_the_roll(member, message.roll)
+        if message.wants_ack:
+            self._outbox.send(member.peer, HeartbeatAck())
+        self._compare_members(member, message.members_digest)
         self._reckoner.heartbeat(member, message.load)
 
     def answer(self, member: Member, message: AttemptsUnknown, now: int) -> None:
         """It was asked for attempts, and does not have these."""
         self._reckoner.answer(member, message, now)
 
-    def _call_the_roll(self, member: Member, roll: int) -> None:
+    def _compare_members(self, member: Member, digest: int) -> None:
         """Who lacks a member, or takes one that is gone for there, waits for a lease's end at each handoff to it."""
-        differs = roll not in (0, self._registry.roll)
+        differs = digest not in (0, self._registry.members_digest)
         if differs and member.knows_others:
             self._welcome(member)
         member.knows_others = differs and not member.knows_others

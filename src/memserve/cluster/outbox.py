@@ -15,7 +15,7 @@ from memserve.cluster.events import (
     Send,
 )
 from memserve.messages import AnyMessage, Peer
-from memserve.remembered import AnyRecord
+from memserve.metadata import AnyRecord
 from memserve.types import TokenOutput
 
 

@@ -25,7 +25,7 @@ _BROKEN = (FinishReason.ERROR, FinishReason.CANCELLED)
 away."""
 
 
-class OutputDesk:
+class OutputMerger:
     """Takes outputs in and gives the client what is new of them, each token once and in order."""
 
     __slots__ = ("_counters", "_lifecycle", "_outbox", "_timers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memserve.cluster.registry import Member
 from memserve.cluster.trees import Trees
 from memserve.messages import KvEvents, KvSnapshot
-from memserve.remembered import EntriesChanged, EntriesReplaced
+from memserve.metadata import EntriesChanged, EntriesReplaced
 
 
 def entries_record(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from memserve.errors import InvariantError, check
-from memserve.messages import Load, Peer, PeerInfo, roll_of
+from memserve.messages import Load, Peer, PeerInfo, members_digest
 from memserve.types import KVGeometry
 
 _REMEMBERED = 1024
@@ -91,8 +91,8 @@ class Registry:
         "_members",
         "_newest_dead",
         "geometry",
+        "members_digest",
         "namespace",
-        "roll",
     )
 
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class Registry:
         self._dead: dict[Peer, None] = {}
         self._dead_order: deque[Peer] = deque()
         self._newest_dead: dict[str, int] = {}
-        #: ``roll_of`` the members
-        self.roll = 0
+        #: ``members_digest`` the members
+        self.members_digest = 0
         #: of the members, while there are any
         self.namespace = ""
         self.geometry: KVGeometry | None = None
@@ -175,7 +175,7 @@ class Registry:
         if not self._members:
             self.namespace, self.geometry = info.namespace, info.geometry
         self._members[member.name] = member
-        self.roll ^= roll_of([member.peer])
+        self.members_digest ^= members_digest([member.peer])
         return member
 
     def leave(self, member: Member) -> None:
@@ -184,7 +184,7 @@ class Registry:
         check(not member.attempts, f"{member} left while attempts depend on it")
         self._by_number[member.number] = None
         heapq.heappush(self._free, member.number)
-        self.roll ^= roll_of([member.peer])
+        self.members_digest ^= members_digest([member.peer])
         self._bury(member.peer)
 
     def _bury(self, peer: Peer) -> None:
@@ -214,7 +214,10 @@ class Registry:
             check(self._by_number[member.number] is member, f"{member} has not its own number")
             check(not self.is_dead(member.peer), f"{member} is dead")
             check(member.info.namespace == self.namespace, f"{member} has another namespace")
-        check(self.roll == roll_of(member.peer for member in self), "the roll is not that of the members")
+        check(
+            self.members_digest == members_digest(member.peer for member in self),
+            "the digest is not that of the members",
+        )
         used = sum(member is not None for member in self._by_number)
         check(used == len(self._members), f"{used} numbers are in use for {len(self)} members")
         free = sorted(n for n, member in enumerate(self._by_number) if member is None)

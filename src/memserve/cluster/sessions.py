@@ -5,8 +5,8 @@ from __future__ import annotations
 from memserve.cluster.outbox import Outbox
 from memserve.cluster.registry import Member, Registry
 from memserve.messages import Peer
+from memserve.metadata import SessionRouted
 from memserve.policy.quotas import TenantStore
-from memserve.remembered import SessionRouted
 
 SESSIONS_MAX = 100_000
 """Of more, the tenant with most loses the one that was silent longest."""

@@ -19,8 +19,8 @@ import numpy as np
 from memserve.errors import check
 from memserve.mempool.events import KvEventKind
 from memserve.messages import KvChange
+from memserve.metadata import EntriesKept
 from memserve.peers import Peer
-from memserve.remembered import EntriesKept
 from memserve.types import Tier
 from memserve.units import NS_PER_S
 

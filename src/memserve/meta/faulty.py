@@ -11,7 +11,7 @@ How a simulator uses it. Each router of a world has one ``FaultyMedium``, which 
 * bytes rot: :meth:`FaultyMedium.damage`: opening must raise ``UserError``, or lose nothing that was promised;
 * *planted fault*, the disk's cache lies: ``FaultyMedium(fsync_lies=True)``. ``sync`` returns and nothing is safe. A
   checker "durable is durable" keeps the records for which ``sync`` returned, and finds them missing in
-  ``Store(medium).book`` after :meth:`~FaultyMedium.lose_power`. A killed process alone does not show this fault.
+  ``Store(medium).state`` after :meth:`~FaultyMedium.lose_power`. A killed process alone does not show this fault.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ import msgspec
 
 from memserve import _core
 from memserve.errors import UserError
-from memserve.remembered import AnyRecord
+from memserve.metadata import AnyRecord
 
 FORMAT = 1
 """Raised whenever an older memserve would misread what is written. New records and fields at the end don't."""

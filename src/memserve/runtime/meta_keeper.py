@@ -24,7 +24,7 @@ from typing import Any
 from memserve.errors import UserError
 from memserve.meta.medium import Medium, MediumFailed
 from memserve.meta.store import Store
-from memserve.remembered import AnyRecord, Remembered
+from memserve.metadata import AnyRecord, RecoveredState
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class MetaKeeper:
             raise UserError(f"{medium.name}: {error.message}", hint=_LOSS_HINT, param="metadata") from None
         if self._store.torn_bytes:
             log.warning("the last write to the metadata did not get through: %d bytes dropped", self._store.torn_bytes)
-        self.remembered: Remembered = self._store.book.remembered(self.clock_offset_ns)
+        self.recovered: RecoveredState = self._store.state.recovered(self.clock_offset_ns)
         """What the last router knew."""
         self._clock_ns = clock_ns
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ from pathlib import Path
 from memserve.errors import UserError
 from memserve.messages import Peer
 from memserve.meta.medium import Medium, MediumFailed
-from memserve.remembered import Remembered
+from memserve.metadata import RecoveredState
 from memserve.runtime.meta_file import JOURNAL, FileMedium
 from memserve.runtime.meta_keeper import MetaKeeper
 from memserve.runtime.meta_state import StateFolder, default_folder
@@ -66,18 +66,18 @@ class Metadata:
 
     folder: Path | None
     keeper: MetaKeeper | None
-    """``None``: nothing is remembered."""
+    """``None``: nothing is recovered."""
     secret: str | None
     """The cluster's, from the folder."""
 
     @property
-    def remembered(self) -> Remembered:
+    def recovered(self) -> RecoveredState:
         """What the last router knew."""
-        return self.keeper.remembered if self.keeper is not None else Remembered()
+        return self.keeper.recovered if self.keeper is not None else RecoveredState()
 
     def router(self, name: str, generation: int) -> Peer:
         """The name of the next router: of ``generation``, or one more than the last, whatever the clock says."""
-        last = self.remembered.router
+        last = self.recovered.router
         return Peer(name, max(generation, last.generation + 1) if last is not None else generation)
 
 

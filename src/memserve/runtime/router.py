@@ -36,10 +36,10 @@ from memserve.cluster.events import (
 from memserve.cluster.machine import Cluster
 from memserve.cluster.report import InstanceView, RouteStory
 from memserve.errors import InvariantError, UserError
-from memserve.messages import AnyMessage, Join, Peer, PeerInfo, Welcome
+from memserve.messages import AnyMessage, Join, JoinAccepted, Peer, PeerInfo
+from memserve.metadata import DocumentDropped, DocumentPut
 from memserve.model.loading.card import ModelCard
 from memserve.policy.costs import CostModel
-from memserve.remembered import DocumentDropped, DocumentPut
 from memserve.runtime.clients import Clients, Sink
 from memserve.runtime.loop import MachineLoop
 from memserve.runtime.member_log import MemberLog
@@ -88,7 +88,7 @@ class RouterEngine:
         self._gate = DurabilityGate() if keeper is not None else None
         self._mailbox = open_mailbox(self._message_arrived)
         if keeper is not None and me is not None:
-            recovered = StateRecovered(keeper.remembered, me, self._mailbox.address, keeper.clock_offset_ns)
+            recovered = StateRecovered(keeper.recovered, me, self._mailbox.address, keeper.clock_offset_ns)
             self._loop.post(recovered)
             self._is_listening = True
         self._loop.start()
@@ -182,7 +182,7 @@ class RouterEngine:
 
     def documents(self) -> tuple[DocumentPut, ...]:
         """Those that the last router knew."""
-        return self._keeper.remembered.documents if self._keeper is not None else ()
+        return self._keeper.recovered.documents if self._keeper is not None else ()
 
     def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
         """Make ``record`` durable; whether it is so. Without metadata it is not, and nobody is told that it would be:
@@ -219,7 +219,7 @@ class RouterEngine:
         if isinstance(event, MessageArrived):
             self._follow_members(event, actions)
         elif isinstance(event, StateRecovered):
-            for member in event.remembered.members:
+            for member in event.recovered.members:
                 self._connect(member.info)
         for action in self._gate.admit(actions) if self._gate is not None else actions:
             self._do(action)
@@ -255,7 +255,9 @@ class RouterEngine:
     def _follow_members(self, event: MessageArrived, actions: list[Any]) -> None:
         """Lines follow membership: whoever is welcome can be spoken to from now on."""
         message = event.message
-        if isinstance(message, Join) and any(isinstance(a, Send) and isinstance(a.message, Welcome) for a in actions):
+        if isinstance(message, Join) and any(
+            isinstance(a, Send) and isinstance(a.message, JoinAccepted) for a in actions
+        ):
             self._connect(message.info)
             with self._changed:
                 self._members[event.sender.name] = message.info

@@ -1,7 +1,7 @@
 """What a cluster must remember, as records, and what it remembers, as one value (level 0, row C1).
 
 The ``Cluster`` machine says what has happened in records; ``meta/`` keeps them and folds them into a
-:class:`Remembered`, from which a router that was started anew goes on. Records are facts, each right by itself:
+:class:`RecoveredState`, from which a router that was started anew goes on. Records are facts, each right by itself:
 repeated or late ones do no harm.
 
 Some look like messages (``peers`` are members there as well), and are none: a message lives for a moment between
@@ -145,7 +145,7 @@ AnyRecord: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class RememberedMember:
+class RecoveredMember:
     """One member, and what it had cached."""
 
     info: PeerInfo
@@ -158,14 +158,14 @@ class RememberedMember:
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class RecoveredState:
     """Everything that the last router knew and a new one needs. Times are on the new one's clock."""
 
     router: Peer | None = None
     """The last one; ``None``: there was none, and nothing is remembered."""
     address: str = ""
     """Where it listened."""
-    members: tuple[RememberedMember, ...] = ()
+    members: tuple[RecoveredMember, ...] = ()
     """In the order in which they joined."""
     gone: tuple[Peer, ...] = ()
     """Incarnations that must not come back, oldest first; bounded."""

@@ -1,6 +1,6 @@
 """Records folded into the state that they make (level 2): what a journal's checkpoint holds, and what recovery gives.
 
-The book lives in the store's thread, beside the machine's own state, so that writing a checkpoint costs the machine
+The state lives in the store's thread, beside the machine's own state, so that writing a checkpoint costs the machine
 nothing. Times in records are on a router's clock; in here they are ns since 1970.
 """
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from memserve.errors import check
 from memserve.messages import Peer, PeerInfo
 from memserve.meta.entries import Entries
-from memserve.remembered import (
+from memserve.metadata import (
     AnyRecord,
     DocumentDropped,
     DocumentPut,
@@ -29,8 +29,8 @@ from memserve.remembered import (
     MemberDrained,
     MemberEntered,
     MemberGone,
-    Remembered,
-    RememberedMember,
+    RecoveredMember,
+    RecoveredState,
     RouterStarted,
     SessionRouted,
 )
@@ -52,7 +52,7 @@ class MemberPage:
     entries: Entries = field(default_factory=Entries)
 
 
-class Book:
+class MetadataState:
     """Applies records, one by one and in order. Whatever comes twice, late or for nobody changes nothing."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class Book:
     # -- what it gives
 
     def records(self) -> Iterator[AnyRecord]:
-        """The shortest way to tell all of it: a checkpoint. Applied to an empty book they make an equal one."""
+        """The shortest way to tell all of it: a checkpoint. Applied to an empty state they make an equal one."""
         if self.router is not None:  # first with a clock that needs no correction, last as it was
             yield RouterStarted(self.router, self.address, 0)
         yield from (MemberGone(peer) for peer in self._gone)
@@ -181,14 +181,14 @@ class Book:
         if self.router is not None:
             yield RouterStarted(self.router, self.address, self._offset_ns)
 
-    def remembered(self, clock_offset_ns: int) -> Remembered:
+    def recovered(self, clock_offset_ns: int) -> RecoveredState:
         """Everything, for a router whose clock shows ``clock_offset_ns`` less than the ns since 1970."""
         members = []
         for page in self.members.values():
             hbm, dram = page.entries.by_tier()
-            members.append(RememberedMember(page.info, page.is_draining, page.entries.next_event, hbm, dram))
+            members.append(RecoveredMember(page.info, page.is_draining, page.entries.next_event, hbm, dram))
         handles = (replace(pin, expires_ns=pin.expires_ns - clock_offset_ns) for pin in self.handles.values())
-        return Remembered(
+        return RecoveredState(
             self.router,
             self.address,
             tuple(members),
