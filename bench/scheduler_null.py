@@ -3,8 +3,8 @@
 ``handle(StepFinished)`` takes a finished step into account *and* makes the next plan, so its time is all that the
 machine costs per step. ``decode`` = every sequence decodes; ``held`` = as ``decode``, for a host that takes tokens
 late, as the simulator does; ``mixed`` = requests end and new ones with 1,024-token prompts (half of it shared) take
-their place, so that prefill chunks run in every step. ``us_per_row``: what a further row adds, from the fewest running to the
-most.
+their place, so that prefill chunks run in every step. ``us_per_row``: what a further row adds, from the fewest running
+to the most.
 
     python bench/scheduler_null.py [--json] [--steps 300] [--running 1 32 128 256]
 """

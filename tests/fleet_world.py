@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 from msgspec import structs
 
-from instance_world import VOCAB, config, lone_beams
+from instance_world import PROMPT, VOCAB, config, lone_beams
 from memserve.instance.events import LayerFinished, RunStep
 from memserve.instance.machine import Instance
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PullPages, SealPages
@@ -387,3 +388,19 @@ def story_of(job):
 
 
 __all__ = ["BLOCK", "Fleet", "Member", "Tier", "TransferMode", "fleet_config", "story_of"]
+
+
+def pair(p=None, d=None):
+    return Fleet(p=fleet_config(**(p or {})), d=fleet_config(**(d or {})))
+
+
+def computed(fleet, name):
+    return fleet.members[name].device.computed_tokens
+
+
+def stats(fleet, name):
+    return fleet.members[name].machine.stats()
+
+
+def tokens_of(count):
+    return np.asarray(PROMPT[:count], np.int32)
