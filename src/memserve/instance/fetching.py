@@ -26,9 +26,9 @@ class Fetches:
         self._exchange = exchange
         self._geometry = geometry
         self._wait_max_ns = wait_max_ns
-        #: fetch id -> the request that waits for it, and who was asked
+        #: fetch id -> the request that waits for it, and the holder that was asked
         self.asked: dict[str, tuple[Group, Holder]] = {}
-        #: fetch id -> how long the link is expected to be busy with it: those who come together share the link
+        #: fetch id -> how long the link is expected to be busy with it: concurrent fetches share the link
         self._link_ns: dict[str, int] = {}
         #: names of peers whose pages come over a network
         self.far: dict[str, bool] = {}
