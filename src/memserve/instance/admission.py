@@ -28,13 +28,13 @@ from memserve.policy.fairness import SCALE
 from memserve.units import ceil_div
 
 _HOLDS_PER_PLAN = 64  # how far behind held-back sequences one plan looks
-_HOLDS_PER_REQUEST = 256  # after so many the request no longer steps aside
+_HOLDS_PER_REQUEST = 256  # after N the request no longer steps aside
 
 Standing = tuple[int, int, int, int]
 """(urgency, what earlier sequences of the tenant hold, arrival, index): the highest gives way first."""
 
 
-class Admission:
+class SequenceAdmission:
     """Admits by turns of tenants, in rank order within one. The caller stops at the first sequence that does not fit,
     so that it is not overtaken for ever."""
 

@@ -67,8 +67,8 @@ from memserve.types import KVGeometry
 
 
 class ClusterLink:
-    """Follows the router, deals with other instances, and reports what the cache holds. It is what ``SchedulerState``
-    calls ``Transfers``."""
+    """Follows the router, deals with other instances, and reports what the cache holds; the ``Transfers`` of
+    ``SchedulerState``."""
 
     def __init__(
         self,

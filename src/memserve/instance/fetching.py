@@ -83,7 +83,7 @@ class Fetches:
         )
 
     def _plans_ns(self, blocks: int) -> int:
-        """Steps that have to end before so many blocks may be pulled into."""
+        """How long the steps take that have to end before ``blocks`` new blocks may be pulled into."""
         plans = self._exchange.plans_before_pull(blocks)
         if not plans:
             return 0

@@ -24,7 +24,7 @@ from memserve.instance.invariants import check_instance
 from memserve.instance.memory import SequenceMemory
 from memserve.instance.pins import Pins
 from memserve.instance.planner import Planner
-from memserve.instance.results import Results
+from memserve.instance.results import StepResults
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause
 from memserve.instance.stats import (
@@ -89,7 +89,7 @@ class Instance:
         self.intake = RequestIntake(self.state, config, self._context)
         self.pins = Pins(pool)
         self.planner = Planner(self.state, scheduler, self.pins)
-        self.results = Results(self.state)
+        self.results = StepResults(self.state)
         #: plans that the device has not answered, oldest first
         self.inflight: deque[InflightPlan] = deque()
         self._ends_ns = 0  # when the last of them is expected to be done, as far as that is known

@@ -18,7 +18,7 @@ from __future__ import annotations
 from memserve import _core
 from memserve.config import SchedulerConfig
 from memserve.errors import check
-from memserve.instance.admission import Admission, Sharing
+from memserve.instance.admission import SequenceAdmission, Sharing
 from memserve.instance.batch import BatchBuilder, InflightPlan
 from memserve.instance.events import StepPlan
 from memserve.instance.pins import Pins
@@ -41,7 +41,7 @@ class Planner:
         self.state = state
         self.config = config
         self.pins = pins
-        self.admission = Admission(state)
+        self.admission = SequenceAdmission(state)
         self.sharing = Sharing(state)
         #: the head of the line, when the last plan had no room for it
         self._no_room_for: Sequence | None = None

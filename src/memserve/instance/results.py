@@ -16,7 +16,7 @@ from memserve.types import FinishReason, TokenLogprobs, TokenOutput
 _RETRIES = 1  # a sequence survives one failed step
 
 
-class Results:
+class StepResults:
     """Applies what the device reports to the state."""
 
     __slots__ = ("state",)

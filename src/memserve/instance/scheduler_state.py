@@ -27,7 +27,7 @@ from memserve.types import FinishReason, TokenOutput
 
 
 @dataclass(slots=True)
-class Counters:
+class SchedulerCounters:
     """Running totals since the instance was made."""
 
     steps: int = 0
@@ -101,7 +101,7 @@ class SchedulerState:
         self.slots = slots
         self.preemption = preemption
         self.costs = memory.costs
-        self.counters = Counters()
+        self.counters = SchedulerCounters()
         #: None: outside a cluster, where no request has transfers
         self.transfers: Transfers | None = None
         #: all and only unfinished requests, in order of arrival

@@ -32,7 +32,7 @@ def runs(places: Sequence[Place]) -> Iterator[tuple[Tier, int, list[int]]]:
 
 
 def is_gone(peer: Peer, gone: Peer) -> bool:
-    """Whether the end of ``gone`` is the end of ``peer``: the same process, in this or an older generation."""
+    """Whether the end of ``gone`` is the end of ``peer``, which may be an older generation of it."""
     return peer.name == gone.name and peer.generation <= gone.generation
 
 
@@ -76,7 +76,7 @@ class Deadlines:
         return heapq.heappop(self._heap)[2] if first is not None and first <= now else None
 
 
-class Standing(Enum):
+class PeerStatus(Enum):
     """What is known of a peer."""
 
     MEMBER = "member"
@@ -112,18 +112,18 @@ class Peers:
         if member is not None and member.peer.generation <= peer.generation:
             del self._members[peer.name]
 
-    def standing(self, peer: Peer) -> Standing:
+    def status(self, peer: Peer) -> PeerStatus:
         """Whether ``peer``, in this generation, is a member."""
         member = self._members.get(peer.name)
         if member is not None and member.peer.generation >= peer.generation:
-            return Standing.MEMBER if member.peer.generation == peer.generation else Standing.GONE
+            return PeerStatus.MEMBER if member.peer.generation == peer.generation else PeerStatus.GONE
         if self._gone.get(peer.name, -1) >= peer.generation:
-            return Standing.GONE
-        return Standing.STRANGER
+            return PeerStatus.GONE
+        return PeerStatus.STRANGER
 
     def info(self, peer: Peer) -> PeerInfo | None:
         """What a member told of itself when it joined. None: ``peer`` is no member."""
-        return self._members[peer.name] if self.standing(peer) is Standing.MEMBER else None
+        return self._members[peer.name] if self.status(peer) is PeerStatus.MEMBER else None
 
     def members(self) -> list[Peer]:
         """All members, in the order in which they joined."""

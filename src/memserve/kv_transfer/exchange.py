@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from memserve.config import ExchangeConfig
 from memserve.errors import check
 from memserve.kv_transfer.barriers import Barriers
-from memserve.kv_transfer.context import Deadlines, ExchangeAction, Place, Standing, TransferContext
+from memserve.kv_transfer.context import Deadlines, ExchangeAction, PeerStatus, Place, TransferContext
 from memserve.kv_transfer.events import ExchangeCounters, Outcome, PagesPulled, PagesSealed
 from memserve.kv_transfer.imports import Fetching, Import
 from memserve.kv_transfer.receiver import Receiver
@@ -214,7 +214,7 @@ class Exchange:
             self._sender.sealed(event)
         elif isinstance(event, PagesPulled):
             self._receiver.pulled(event)
-        elif self._context.peers.standing(event.sender) is not Standing.GONE:
+        elif self._context.peers.status(event.sender) is not PeerStatus.GONE:
             self._hear(event, now)
         return self._settle()
 

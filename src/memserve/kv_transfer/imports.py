@@ -32,7 +32,7 @@ class ImportPhase(enum.Enum):
     """The news that its sender is a member is still on its way."""
     WAITING_FOR_ROOM = enum.auto()
     PULLING = enum.auto()
-    """It has blocks."""
+    """The import has blocks, into which its pages are pulled."""
     ENDED = enum.auto()
 
 
@@ -87,7 +87,7 @@ class Fetching:
 
 
 @dataclass(slots=True, eq=False)
-class Placement:
+class ImportPlacement:
     """Where an import goes. Block ``base + i`` of the tokens is ``blocks[i]``."""
 
     base: int
@@ -139,7 +139,7 @@ class Import:
     sources: list[Place]
     """The peer's blocks ``offer.first_block`` and following, as far as it has named them."""
     phase: ImportPhase = IMPORT.initial
-    placed: Placement | None = None
+    placed: ImportPlacement | None = None
     early: list[Ready] = field(default_factory=list)
     """Pages that were ready before there was a place for them."""
     handoff: Handoff | None = None
@@ -229,7 +229,7 @@ def _malformed(offer: Offer, block_tokens: int, num_blocks: dict[Tier, int]) -> 
 
 def place(
     context: TransferContext, remote: RemoteAllocation, barriers: Barriers, imported: Import, headroom_blocks: int
-) -> Placement | NoPlace | None:
+) -> ImportPlacement | NoPlace | None:
     """A place for an import to which there was no objection. None: no room now, and nothing is held.
 
     A handoff and an insertion begin at the first token: the cached prefix is pinned and referenced, the rest is
@@ -266,7 +266,7 @@ def give_up(context: TransferContext, lease: Lease) -> None:
 
 def _extend(
     context: TransferContext, barriers: Barriers, imported: Import, lease: Lease, base: int, headroom_blocks: int
-) -> Placement | None:
+) -> ImportPlacement | None:
     """The lease's blocks, which are block ``base`` and following, and new ones up to the import's end."""
     tier = imported.offer.dst_tier
     count = imported.end_block - base - len(lease.blocks)
@@ -280,7 +280,7 @@ def _extend(
             return None
         new = got
     pages = (count, context.geometry.num_layers)
-    return Placement(
+    return ImportPlacement(
         base=base,
         lease=lease,
         blocks=lease.blocks + new,
@@ -294,7 +294,7 @@ def _extend(
 # -- the end
 
 
-def complete(context: TransferContext, imported: Import, placed: Placement, reason: str = "") -> None:
+def complete(context: TransferContext, imported: Import, placed: ImportPlacement, reason: str = "") -> None:
     """Give the blocks that have come to their new holder. Of a fetch they may be the beginning only: ``reason``."""
     counters = context.counters
     counters.imports_done += 1
@@ -329,7 +329,7 @@ def give_back(context: TransferContext, imported: Import) -> None:
         context.release(imported.placed.tier, own)
 
 
-def _hand_over(context: TransferContext, imported: Import, placed: Placement, handoff: Handoff) -> None:
+def _hand_over(context: TransferContext, imported: Import, placed: ImportPlacement, handoff: Handoff) -> None:
     """The blocks go to the sequences that decode; whole ones into the index, if the request may use it."""
     lease: Lease | None = None
     blocks, pulled, reused = placed.blocks, len(placed.own), len(placed.lease.blocks)
@@ -349,7 +349,7 @@ def _hand_over(context: TransferContext, imported: Import, placed: Placement, ha
     context.outcomes.append(outcome)
 
 
-def _share(context: TransferContext, imported: Import, placed: Placement) -> tuple[Lease, list[int]]:
+def _share(context: TransferContext, imported: Import, placed: ImportPlacement) -> tuple[Lease, list[int]]:
     """Publish the whole blocks and take the index's in their stead.
 
     Mostly these are the blocks just published. Where the index has got the KV of these tokens from elsewhere meanwhile,
@@ -368,7 +368,7 @@ def _share(context: TransferContext, imported: Import, placed: Placement) -> tup
     return lease, lease.blocks + placed.blocks[whole:]
 
 
-def _insert(context: TransferContext, imported: Import, placed: Placement, reason: str) -> None:
+def _insert(context: TransferContext, imported: Import, placed: ImportPlacement, reason: str) -> None:
     """The blocks go into the index, which alone holds them."""
     offer, pulled = imported.offer, placed.unbroken_blocks
     end = placed.pull_from + pulled

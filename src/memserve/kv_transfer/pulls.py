@@ -11,7 +11,7 @@ import numpy as np
 from memserve.errors import check
 from memserve.kv_transfer.context import Deadlines, Place, TransferContext, is_gone
 from memserve.kv_transfer.events import CancelPulls, FetchEnded, PagesPulled, PullPages
-from memserve.kv_transfer.imports import Fetching, Import, Placement, give_up
+from memserve.kv_transfer.imports import Fetching, Import, ImportPlacement, give_up
 from memserve.messages import Fetch, Offer, Peer, Release
 from memserve.policy.fairness import FairQueue
 from memserve.types import Tier, TokenArray, TransferMode, tenant_of
@@ -116,7 +116,7 @@ class Pull:
     """Pages of an import that may be copied as soon as a job is free."""
 
     imported: Import
-    placed: Placement
+    placed: ImportPlacement
     first_row: int
     """The first row of ``placed.announced`` that it brings: a row for each source block."""
     src_tier: Tier

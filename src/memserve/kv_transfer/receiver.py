@@ -18,7 +18,7 @@ from functools import partial
 
 from memserve.errors import check
 from memserve.kv_transfer.barriers import Barriers
-from memserve.kv_transfer.context import Deadlines, Place, Standing, TransferContext, is_gone, runs
+from memserve.kv_transfer.context import Deadlines, PeerStatus, Place, TransferContext, is_gone, runs
 from memserve.kv_transfer.events import HandoffOffered, PagesPulled
 from memserve.kv_transfer.imports import (
     Fetching,
@@ -75,7 +75,7 @@ class Receiver:
             reason = "not what was asked for"
         if reason is not None:
             self._refuse(imported, reason)
-        elif self._context.peers.standing(sender) is Standing.STRANGER:
+        elif self._context.peers.status(sender) is PeerStatus.STRANGER:
             imported.move(ImportCause.SENDER_UNKNOWN)
             self._strangers = [other for other in self._strangers if not other.over] + [imported]
         else:

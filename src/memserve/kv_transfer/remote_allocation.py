@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memserve.kv_transfer.context import Deadlines, Place, Standing, TransferContext, is_gone
+from memserve.kv_transfer.context import Deadlines, PeerStatus, Place, TransferContext, is_gone
 from memserve.kv_transfer.events import RemoteAllocated
 from memserve.messages import Alloc, Allocated, Free, Peer
 from memserve.types import Tier
@@ -60,7 +60,7 @@ class RemoteAllocation:
         """Allocate for a member. A message heard twice is answered twice alike."""
         context, key = self._context, (sender, message.call_id)
         if key not in self._lent:
-            may = context.peers.standing(sender) is Standing.MEMBER and message.count > 0
+            may = context.peers.status(sender) is PeerStatus.MEMBER and message.count > 0
             may = may and message.tier in (Tier.HBM, Tier.DRAM)
             blocks = context.allocate(message.tier, message.count, headroom_blocks) if may else None
             if blocks is None:

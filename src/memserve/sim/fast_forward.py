@@ -19,7 +19,7 @@ from memserve.errors import check
 from memserve.instance.batch import InflightPlan
 from memserve.instance.events import Action, Event
 from memserve.instance.machine import Instance
-from memserve.instance.results import Results
+from memserve.instance.results import StepResults
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Phase, Sequence
 from memserve.serving import EmitTokens
@@ -29,7 +29,7 @@ _Emitted = dict[tuple[str, int], tuple[Sequence, int]]
 """(request id, index) -> a sequence that has emitted tokens here, and the number of its tokens that are emitted."""
 
 
-class _LateResults(Results):
+class _LateResults(StepResults):
     """Leaves out plain tokens of sequences that were decoding when the step began."""
 
     __slots__ = ("_emitted",)
