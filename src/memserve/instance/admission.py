@@ -133,7 +133,7 @@ class Sharing:
 
         First one whose last token is under way: it needs its blocks no more. Else the one that stands lowest, if that
         is below ``needy``; never one that is scheduled in this plan already, nor one that is being handed over: its
-        blocks are held for the taker as well, and it leaves soon.
+        blocks are held for the receiver as well, and it leaves soon.
         """
         for sequence in self._state.idle:
             leaves = sequence.group.tokens_here is not None
