@@ -4,9 +4,9 @@ Every message is a frozen struct with a tag; ``runtime/links`` puts it into an e
 and onto the wire. Machines get it as ``MessageArrived(sender, message)`` and answer with ``Send(to, message)``. No
 message needs an answer for the sender to stay right: every wait has a deadline.
 
-KV moves by *pulling*: the owner of blocks offers them and the receiver reads. So every arena has one writer, its owner; a
-peer that was paused and wakes up late can read old bytes, which its checksums tell, but can never write into blocks
-that belong to somebody else by then.
+KV moves by *pulling*: the owner of blocks offers them and the receiver reads. Every arena has one writer, its owner. A
+peer that was paused and wakes up late can read old bytes, which their checksums reveal, but can never write into blocks
+that have another holder by then.
 
 ::
 
