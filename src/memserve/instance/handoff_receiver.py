@@ -105,7 +105,7 @@ class HandoffReceiver:
         self.taken_over += 1
         tokens = len(outcome.offer.tokens)
         first = next(iter(group.sequences.values()))
-        self._state.memory.land(first, outcome.blocks, outcome.lease, tokens if group.beam is None else tokens - 1)
+        self._state.memory.adopt(first, outcome.blocks, outcome.lease, tokens if group.beam is None else tokens - 1)
         self._state.move(first, Cause.REMOTE_KV_ARRIVED)
         if group.beam is None:
             self._fork(group, first, outcome)

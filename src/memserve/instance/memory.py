@@ -58,7 +58,7 @@ class SequenceMemory:
         blocks = self.costs.reusable_blocks(len(tokens), self.block_tokens, hbm, dram)
         return len(tokens) if blocks == hbm + dram else blocks * self.block_tokens
 
-    def land(self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int) -> None:
+    def adopt(self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int) -> None:
         """Take over ``blocks`` with the KV of the first ``tokens`` tokens, their references, and the pin."""
         sequence.blocks, sequence.lease = blocks, lease
         sequence.published = lease.tokens if lease is not None else 0
@@ -137,7 +137,7 @@ class SequenceMemory:
         sequence.writable_until = len(sequence.blocks) * self.block_tokens
         return True
 
-    def loosen(self, sequence: Sequence) -> bool:
+    def unpin_published(self, sequence: Sequence) -> bool:
         """Give up the pin on the published prefix. False: there is none.
 
         Where the cache has other blocks for these tokens (they were computed twice, or copied on write), the pin keeps
@@ -197,7 +197,7 @@ class SequenceMemory:
             sequence.dram_blocks = []
         self._drop(sequence)
 
-    def distrust(self, sequence: Sequence) -> None:
+    def discard(self, sequence: Sequence) -> None:
         """Return every block, and remove the tokens from the index, except blocks that others hold at this moment: the
         next request with this prefix computes it."""
         request = sequence.group.request

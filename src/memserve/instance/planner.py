@@ -142,9 +142,9 @@ class Planner:
     def _budget_beside_others(self, tenants: list[str], budget: int, opens: bool) -> int:
         """Where several tenants have prompts to compute, the one with most fills at most half of the step beside the
         others' tokens: a short prompt of another tenant shall not wait for a step of full length."""
-        working, waiting = self.state.prefilling, self.state.waiting
+        prefilling, waiting = self.state.prefilling, self.state.waiting
         wanted = [
-            _core.count_tokens(working.of(tenant)[:_LOOKS_AHEAD])[1]
+            _core.count_tokens(prefilling.of(tenant)[:_LOOKS_AHEAD])[1]
             + (_core.count_tokens(waiting.line(tenant)[:_LOOKS_AHEAD])[1] if opens else 0)
             for tenant in tenants
         ]
@@ -191,7 +191,7 @@ class Planner:
             if victim is not None:
                 batch.forget(victim)
                 self.state.preempt(victim)
-            elif not self.state.memory.loosen(sequence):
+            elif not self.state.memory.unpin_published(sequence):
                 return False
         return True
 

@@ -177,7 +177,7 @@ class StepResults:
                 continue
             self.state.counters.rows_failed += 1
             if failure.kv_is_suspect:
-                self.state.memory.distrust(sequence)
+                self.state.memory.discard(sequence)
             if id(sequence) in reporting:  # prompt logprobs that its whole request waits for are lost
                 self.state.finish_group(sequence.group, FinishReason.ERROR, failure.reason)
             else:
