@@ -343,7 +343,7 @@ def test_a_row_that_the_plan_does_not_have_cannot_fail() -> None:
     world.arrive(request("a", PROMPT[:5]))
     event = world.device.run(world.plans.popleft())
     event.failed[5] = RowFailed("nobody's")
-    with pytest.raises(InvariantError, match="that it does not have"):
+    with pytest.raises(InvariantError, match="does not have the rows"):
         world.machine.handle(event, 1)
 
 
