@@ -35,7 +35,7 @@ from memserve.cluster.events import MessageArrived, Send, StateRecovered
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig
 from memserve.messages import Dispatch, Join, KvChange, Peer, PeerInfo
-from memserve.meta.faulty import FaultyMedium
+from memserve.meta.medium import FaultyMedium
 from memserve.meta.store import Store
 from memserve.metadata import (
     AnyRecord,
@@ -46,7 +46,7 @@ from memserve.metadata import (
     RouterStarted,
     SessionRouted,
 )
-from memserve.runtime.meta_file import FileMedium
+from memserve.runtime.meta_folder import FileMedium
 from memserve.serving import RequestArrived
 from memserve.types import KVGeometry, Request, Role, SamplingParams, StopParams, Tier
 

@@ -1,4 +1,4 @@
-"""What a cluster must remember, as records, and what it remembers, as one value (level 0, row C1).
+"""What a cluster must remember, as records, and what it remembers, as one value (level 0).
 
 The ``Cluster`` machine says what has happened in records; ``meta/`` keeps them and folds them into a
 :class:`RecoveredState`, from which a router that was started anew goes on. Records are facts, each right by itself:
@@ -33,7 +33,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RouterStarted(Record, frozen=True, tag=True):
-    """A router begins. Always the first record that it writes."""
+    """A router starts: always its first record."""
 
     router: Peer
     address: str
@@ -50,13 +50,13 @@ class MemberEntered(Record, frozen=True, tag=True):
 
 
 class MemberDrained(Record, frozen=True, tag=True):
-    """It gets nothing new any more."""
+    """A member gets no new requests from now on."""
 
     peer: Peer
 
 
 class MemberGone(Record, frozen=True, tag=True):
-    """This incarnation is a member no more, and never again."""
+    """An incarnation is no member any more, and never will be again."""
 
     peer: Peer
 
@@ -81,12 +81,15 @@ class EntriesReplaced(Record, frozen=True, tag=True):
 
 
 class EntriesKept(Record, frozen=True, tag=True):
-    """The same with the entries' times, in a checkpoint: eight bytes (``<u8``) an entry, see ``meta/entries.py``."""
+    """All that a member has cached, with its history, in a checkpoint."""
 
     peer: Peer
     next_event: Natural
     identities: bytes
     stamps: bytes
+    """Tier and times, eight bytes (``<u8``) an entry, see ``meta/entries.py``."""
+    hits: bytes = b""
+    """Of entries that were used: place in ``identities``, and how often; ``<u4`` each."""
 
 
 class EntryUsed(Record, frozen=True, tag=True):
@@ -98,7 +101,7 @@ class EntryUsed(Record, frozen=True, tag=True):
 
 
 class SessionRouted(Record, frozen=True, tag=True):
-    """A session's last request went there."""
+    """A session's last request was routed to these members."""
 
     tenant: str
     session: str
@@ -116,7 +119,7 @@ class HandlePinned(Record, frozen=True, tag=True):
 
 
 class HandleDropped(Record, frozen=True, tag=True):
-    """The name was given up, or its time is over."""
+    """A named prefix was given up, or its time is over."""
 
     tenant: str
     handle: str
@@ -132,7 +135,7 @@ class DocumentPut(Record, frozen=True, tag=True):
 
 
 class DocumentDropped(Record, frozen=True, tag=True):
-    """It was deleted, or its time is over."""
+    """A document was deleted, or its time is over."""
 
     tenant: str
     document_id: Name
@@ -154,7 +157,12 @@ class RecoveredMember:
     """All of its KV events before this one are in ``hbm`` and ``dram``."""
     hbm: bytes
     dram: bytes
-    """Identities of its cached blocks, 16 bytes each."""
+    """Identities of its cached blocks, 16 bytes each, from the least recently used to the last."""
+    history: bytes = b""
+    """Of each block of ``hbm``, then of ``dram``: when it was created, when a prefix that ends with it was last used (s
+    since 1970), and how often such a one was; ``<u4`` each."""
+    used: tuple[tuple[int, int], ...] = ()
+    """When blocks of ``hbm`` were last used (ns), and how many then: least recently used first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import numpy as np
 
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Phase, Sequence
-from memserve.policy.batching import headroom_blocks
+from memserve.policy.capacity import headroom_blocks
 from memserve.policy.fairness import SCALE
 from memserve.units import ceil_div
 

@@ -8,7 +8,7 @@ from memserve import _core
 from memserve.instance.events import OpenSequence, StepPlan
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Sequence
-from memserve.policy.curves import attended_pairs
+from memserve.policy.costs import attended_pairs
 from memserve.units import ceil_div
 
 

@@ -61,7 +61,7 @@ from memserve.messages import (
     Unpin,
     Withdraw,
 )
-from memserve.policy.batching import headroom_blocks
+from memserve.policy.capacity import headroom_blocks
 from memserve.serving import MessageArrived, RejectRequest, Send
 from memserve.types import KVGeometry
 
@@ -91,7 +91,7 @@ class ClusterLink:
         #: messages that only the router may send, from another process or an earlier router
         self.messages_ignored = 0
         self.blocks_come_home = 0
-        #: totals of this incarnation, which the router compares with its own (``cluster/reckoning.py``)
+        #: totals of this incarnation, which the router compares with its own (``LossDetector``)
         self.dispatches_heard = self.answers_told = 0
         self._state = state
         self._intake = intake
@@ -178,7 +178,8 @@ class ClusterLink:
     # -- between event and plans, and after
 
     def settle(self, now: int) -> None:
-        """Let imports go on, offer generated KV, and end what has outlived its lease."""
+        """Decide about fetches, offer generated KV, let imports go on, and end what has outlived its lease."""
+        self.fetches.settle(now)
         self.receiver.send_back(now)
         self.exchange.headroom_blocks = headroom_blocks(len(self._state.decoding))
         self._act(self.exchange.advance(now), now)
@@ -279,12 +280,8 @@ class ClusterLink:
         self.sender.begin(group, len(order.generated[0]) if resumed and request.n == 1 else 0, resumed)
         cause = Cause.REMOTE_KV_EXPECTED if order.holders else Cause.ENQUEUED
         self._intake.enqueue(group, cause, order.generated if resumed else (), order.ended)
-        sequences = list(group.sequences.values())
-        if order.holders and sequences:
-            tokens = sequences[0].known_tokens() if len(sequences) == 1 else group.request.prompt
-            if not self.fetches.begin(group, tokens, now):
-                for sequence in sequences:
-                    self._state.move(sequence, Cause.FETCH_ENDED)
+        if order.holders and group.sequences:
+            self.fetches.begin(group, now)
 
     def _ask_attempts(self, message: AskAttempts, now: int) -> None:
         """An attempt that has left is known until another instance has taken it over."""
@@ -360,5 +357,6 @@ class ClusterLink:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When the next lease or fetch ends. None: there is none."""
-        return self.exchange.next_deadline_ns
+        """When the next lease or fetch ends, or fetches are decided. None: there is none."""
+        ends = (self.exchange.next_deadline_ns, self.fetches.decide_at_ns)
+        return min([end for end in ends if end is not None], default=None)

@@ -13,7 +13,7 @@ from memserve.errors import UserError
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Group, RemoteState, Sequence
 from memserve.messages import Dispatch, Peer
-from memserve.policy.batching import impossible_reason
+from memserve.policy.capacity import impossible_reason
 from memserve.serving import RejectRequest
 from memserve.types import FinishReason, Request
 from memserve.units import NS_PER_S

@@ -45,7 +45,7 @@ def _check_link(state: SchedulerState, link: ClusterLink) -> None:
     check(all((o.offer_id, o.import_id, o.fetch_id).count(None) >= 2 for o in remote), "a request moves two ways")
     for group in state.groups.values():
         expected = [s for s in group.sequences.values() if s.phase is Phase.WAITING_FOR_REMOTE_KV]
-        waits = id(group) in coming or id(group) in asked
+        waits = id(group) in coming or id(group) in asked or group in link.fetches.undecided
         check(bool(expected) == waits, f"{group} waits for remote KV that does not come, or the reverse")
 
 

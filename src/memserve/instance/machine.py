@@ -38,8 +38,8 @@ from memserve.instance.stats import (
 from memserve.kv_transfer.events import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
-from memserve.policy.batching import context_tokens, running_max
-from memserve.policy.preemption import PreemptionCosts, PreemptionModel
+from memserve.policy.capacity import context_tokens, running_max
+from memserve.policy.reuse import PreemptionCosts, PreemptionModel
 from memserve.serving import (
     ClockTicked,
     EmitTokens,

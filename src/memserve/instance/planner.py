@@ -24,7 +24,7 @@ from memserve.instance.events import StepPlan
 from memserve.instance.pins import Pins
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Phase, Sequence
-from memserve.policy.batching import chunk_tokens
+from memserve.policy.capacity import chunk_tokens
 
 _LOOKS_AHEAD = 8  # of a line: how many of those that wait the budget of a step is kept for
 
@@ -87,7 +87,7 @@ class Planner:
         head, self._no_room_for = self._without_slot() or self._no_room_for, None
         has_room = head is None or self.sharing.make_way(head)
         batch = BatchBuilder(self.state, self.next_step_id)
-        budget = self.config.max_step_tokens
+        budget = self.config.step_tokens
         stalled = False
         if self.state.decoding.items:
             stalled = self._make_room_for_decodes(batch)
@@ -218,7 +218,7 @@ class Planner:
     def _chunk(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
         """Tokens of ``sequence`` for this plan. 0: it has to wait for the next one."""
         block_tokens = self.state.memory.block_tokens
-        chunk_max = self.config.prefill_chunk_tokens
+        chunk_max = self.config.chunk_tokens
         if batch.reports_prompt(sequence):
             chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
         return chunk_tokens(sequence.computed, sequence.known, chunk_max, budget, block_tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from memserve.instance.cluster_link import ClusterLink
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Group
-from memserve.mempool.report import PoolReport
+from memserve.mempool.events import PoolReport
 from memserve.types import Tier
 
 

@@ -34,11 +34,12 @@ from memserve.metadata import (
     RouterStarted,
     SessionRouted,
 )
+from memserve.units import NS_PER_S
 
 SESSIONS_MAX = 100_000
-"""Of more, the one that was silent longest is forgotten; the router does the same."""
+"""Of more, the session that was silent longest is forgotten, here and in the router."""
 GONE_MAX = 1024
-"""Dead incarnations that are known as such, as in the router's registry."""
+"""Dead incarnations that are remembered, as many as in the router's registry."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class MemberPage:
 
 
 class MetadataState:
-    """Applies records, one by one and in order. Whatever comes twice, late or for nobody changes nothing."""
+    """Applies records, one by one and in order. One that comes twice, late or for a member that is gone is ignored."""
 
     def __init__(self) -> None:
         self.router: Peer | None = None
@@ -185,8 +186,9 @@ class MetadataState:
         """Everything, for a router whose clock shows ``clock_offset_ns`` less than the ns since 1970."""
         members = []
         for page in self.members.values():
-            hbm, dram = page.entries.by_tier()
-            members.append(RecoveredMember(page.info, page.is_draining, page.entries.next_event, hbm, dram))
+            used = tuple((used_s * NS_PER_S - clock_offset_ns, blocks) for used_s, blocks in page.entries.by_use())
+            cached = page.entries.by_tier()
+            members.append(RecoveredMember(page.info, page.is_draining, page.entries.next_event, *cached, used))
         handles = (replace(pin, expires_ns=pin.expires_ns - clock_offset_ns) for pin in self.handles.values())
         return RecoveredState(
             self.router,

@@ -8,7 +8,7 @@
     store.sync()                              before anything behind a Remember is done
 
 In the runtime a thread does this (``runtime/meta_keeper.py``), one ``sync`` for all that came meanwhile. A simulator
-calls it in virtual time on a ``meta/faulty.py`` medium.
+calls it in virtual time on a ``FaultyMedium``.
 
 The journal is replaced by a checkpoint of the state when it has grown to three times the last one, and by its host
 (:meth:`Store.checkpoint`) some time after it :attr:`holds what was deleted <Store.holds_deleted>`. After a failure

@@ -3,9 +3,9 @@
 A simulator knows, in virtual time, that no event will come before the device has finished so many steps, and reads off
 each token when it was drawn (``timed_device.Moments``). So :class:`FastForwardInstance` is told of many steps at once,
 and emits further tokens of a sequence late. Afterwards it is exactly as if it had handled each ``StepFinished`` by
-itself; ``tests/test_sim_fast_forward.py`` holds it against an ``Instance`` that does. Only steps that are all alike are
-skipped: what ends a sequence, grows a table by eviction, copies, admits, hands over or has a deadline is left to
-:meth:`Instance.handle`.
+itself; ``tests/twins/sim/test_fast_forward.py`` holds it against an ``Instance`` that does. Only steps that are all
+alike are skipped: what ends a sequence, grows a table by eviction, copies, admits, hands over or has a deadline is
+left to :meth:`Instance.handle`.
 """
 
 from __future__ import annotations

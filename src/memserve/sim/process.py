@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from memserve.messages import AnyMessage, Peer
 from memserve.serving import ClockTicked
-from memserve.sim.host import Host
+from memserve.sim.clock import Clock
 from memserve.sim.network import Node
 
 TICK_MIN_NS = 1_000_000
@@ -40,10 +40,18 @@ class Ticking:
             self._tells()
 
 
+class Clocked(Protocol):
+    """A world, as far as a process must know it."""
+
+    @property
+    def clock(self) -> Clock:
+        """Virtual time."""
+
+
 class Process(Node):
     """A node that can be killed and paused: events wait then, or never happen."""
 
-    def __init__(self, host: Host, peer: Peer) -> None:
+    def __init__(self, host: Clocked, peer: Peer) -> None:
         self.host = host
         self.peer = peer
         self.alive = True

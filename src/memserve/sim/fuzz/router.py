@@ -7,21 +7,17 @@ it has promised to keep, and which actions must not leave before that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember, StateRecovered
+from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.messages import ROUTER, Peer
-from memserve.meta.faulty import FaultyMedium
-from memserve.meta.medium import MediumFailed
+from memserve.meta.medium import FaultyMedium, MediumFailed
 from memserve.meta.state import MetadataState
 from memserve.meta.store import Store
 from memserve.metadata import AnyRecord
+from memserve.sim.fuzz.instances import FuzzHost
 from memserve.sim.fuzz.truth import Violation
 from memserve.sim.nodes import RouterNode
-
-if TYPE_CHECKING:
-    from memserve.sim.fuzz.world import World
 
 CHECKPOINT_BYTES_MIN = 4096
 REPAIR_NS = 500_000_000
@@ -87,9 +83,9 @@ class Promises:
 class FuzzedRouter(RouterNode):
     """A router that may be killed, with or without what its disk had not yet made safe."""
 
-    host: World
+    host: FuzzHost
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FuzzHost) -> None:
         super().__init__(world)
         self.medium = FaultyMedium()
         self.disk_ns = 0

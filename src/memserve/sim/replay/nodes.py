@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from memserve.messages import ROUTER, AnyMessage, Dispatch, Peer, Tokens
+from memserve.sim.cores import Cores
 from memserve.sim.fast_forward import FastForwardInstance
-from memserve.sim.nodes import InstanceNode
-from memserve.sim.timed_device import TimedDevice
-
-if TYPE_CHECKING:
-    from memserve.sim.cores import Cores
-    from memserve.sim.replay.world import ReplayWorld
-    from memserve.types import Role
+from memserve.sim.nodes import Host, InstanceNode
+from memserve.sim.replay.setup import Setup
+from memserve.sim.timed_device import Moments, TimedDevice
+from memserve.types import Role
 
 SENDS_UNTIL_STALLED = 2
 """How often the router gets tokens of an attempt within the time after which it takes the attempt for stalled."""
+
+
+class ReplayHost(Host, Protocol):
+    """A world that replays a workload."""
+
+    @property
+    def setup(self) -> Setup:
+        """What it was built from."""
+
+    @property
+    def moments(self) -> Moments:
+        """When each token was drawn."""
 
 
 class ReplayNode(InstanceNode):
@@ -32,10 +42,10 @@ class ReplayNode(InstanceNode):
     An instance that is to be killed or paused does none of this: its last message decides when that is noticed.
     """
 
-    host: ReplayWorld
+    host: ReplayHost
     device: TimedDevice
 
-    def __init__(self, host: ReplayWorld, name: str, role: Role, place: int, cores: Cores | None) -> None:
+    def __init__(self, host: ReplayHost, name: str, role: Role, place: int, cores: Cores | None) -> None:
         self._cores = cores
         self.fast_forwards = host.setup.fast_forwards and not any(fault.stops(name) for fault in host.setup.faults)
         super().__init__(host, name, role, place)

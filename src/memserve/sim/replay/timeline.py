@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from memserve.sim.clock import Clock
+from memserve.sim.replay.nodes import ReplayNode
 from memserve.units import NS_PER_S
-
-if TYPE_CHECKING:
-    from memserve.sim.replay.world import ReplayWorld
 
 LOOKS_MAX = 400
 """More than a plot can show: then every other one is forgotten, and they become half as frequent."""
@@ -30,42 +29,45 @@ class Look:
 
 
 class Timeline:
-    """Looks at a world now and then, and changes nothing."""
+    """Looks at instances now and then, and changes nothing."""
 
-    def __init__(self, world: ReplayWorld, every_ns: int = NS_PER_S) -> None:
-        self._world = world
+    def __init__(
+        self, clock: Clock, instances: Sequence[ReplayNode], answered: Callable[[], int], every_ns: int = NS_PER_S
+    ) -> None:
+        """``answered``: how many requests have been, so far."""
+        self._clock, self._instances, self._answered = clock, instances, answered
         self._every_ns = every_ns
         self._busy_ns: dict[str, int] = {}
-        self._last_ns = 0
+        self._begun_ns = self._last_ns = 0
         self.looks: list[Look] = []
 
     def begin(self) -> None:
         """From now on."""
-        self._last_ns = self._world.clock.now
-        self._world.clock.after(self._every_ns, self._look_again)
+        self._begun_ns = self._last_ns = self._clock.now
+        self._clock.after(self._every_ns, self._look_again)
 
     def _look_again(self) -> None:
         self.look()
         if len(self.looks) >= LOOKS_MAX:
             del self.looks[::2]
             self._every_ns *= 2
-        self._world.clock.after(self._every_ns, self._look_again)
+        self._clock.after(self._every_ns, self._look_again)
 
     def look(self) -> None:
         """Once."""
-        world, now = self._world, self._world.clock.now
+        now = self._clock.now
         if now <= self._last_ns:
             return
         waiting, running, used, busy = [], [], [], []
-        for node in world.instances:
+        for node in self._instances:
             in_line, at_work = node.machine.state.waiting_and_running()
-            total = world.setup.machine.hbm_blocks
+            total = node.machine.config.pool.hbm_blocks
             waiting.append(in_line)
             running.append(at_work)
             used.append(round(1 - node.machine.pool.blocks_free / total, 4))
             before = self._busy_ns.get(node.peer.name, 0)
             self._busy_ns[node.peer.name] = node.device.busy_ns
             busy.append(round(min(1.0, max(0, node.device.busy_ns - before) / (now - self._last_ns)), 4))
-        at_s = round(world.elapsed_s, 3)
-        self.looks.append(Look(at_s, tuple(waiting), tuple(running), tuple(used), tuple(busy), world.clients.answered))
+        at_s = round((now - self._begun_ns) / NS_PER_S, 3)
+        self.looks.append(Look(at_s, tuple(waiting), tuple(running), tuple(used), tuple(busy), self._answered()))
         self._last_ns = now

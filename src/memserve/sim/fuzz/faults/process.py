@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from memserve.cluster.events import InstanceDrained
+from memserve.sim.fuzz.clients import Referee
+from memserve.sim.fuzz.instances import FuzzedInstance, FuzzHost
+from memserve.sim.fuzz.router import FuzzedRouter
 from memserve.sim.fuzz.scenario import MS, Fault
 
-if TYPE_CHECKING:
-    from memserve.sim.fuzz.instances import FuzzedInstance
-    from memserve.sim.fuzz.world import World
+
+class World(FuzzHost, Protocol):
+    """A world in which something can go wrong."""
+
+    referee: Referee
+    happened: Counter[str]
+    """Faults so far, by kind."""
+    instances: list[FuzzedInstance]
+    router_slept_ns: int
+
+    @property
+    def router(self) -> FuzzedRouter:
+        """The one router there is."""
+
+    def router_dies(self) -> None:
+        """Its clients get an error from the network."""
+
 
 Undo = Callable[[], None]
-Kind = Callable[["World", Fault, "FuzzedInstance", Random], Undo | None]
+Kind = Callable[[World, Fault, FuzzedInstance, Random], Undo | None]
 """Does the damage; returns what undoes it when the fault's time is over."""
 
 
