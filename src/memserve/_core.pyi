@@ -451,7 +451,6 @@ class SequenceRow:
     left: int
     scheduled_step: int
     writable_until: int
-    told: int
 
 _Row = TypeVar("_Row", bound=SequenceRow)
 
@@ -465,8 +464,8 @@ def plan_decodes(sequences: list[_Row], step_id: int) -> tuple[list[int], list[i
 
 def take_tokens(sequences: list[_Row], tokens: list[int], decoding: object, finished: object) -> list[int]:
     """Each sequence that is not in the phase ``finished`` gets its token, which is under way no more. Returns the
-    places of those that somebody has to look at, in order: all but those that are ``decoding``, cannot stop at a token,
-    and have told some before, so that this one is held.
+    places of those that do more than draw on, in order: they have their first token, or one of their ``stops``, or
+    another phase than ``decoding``.
     """
 
 def count_tokens(sequences: list[_Row]) -> tuple[int, int]:
