@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from memserve.cluster.timers import Timers
 
 from memserve import _core
 from memserve.cluster.outbox import Timers
