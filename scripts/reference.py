@@ -22,10 +22,15 @@ from memserve.api import openapi
 from memserve.api.metrics import ApiMetrics, Snapshot
 from memserve.cli.main import command_line
 from memserve.cluster.machine import Cluster
+from memserve.cluster.requests import REQUEST_PHASES
 from memserve.documented import field_docs
 from memserve.instance.stats import InstanceStats
 from memserve.runtime.stats import EngineStats, RouterStats
 from memserve.units import human_bytes
+
+MACHINES = (REQUEST_PHASES,)
+MACHINES_HEAD = """Each object moves through phases by a table of its own; a move that is not in the table is a bug, and
+raises an error."""
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE, HTTP_PAGE = DOCS / "REFERENCE.md", DOCS / "HTTP.md"
@@ -118,6 +123,7 @@ def page() -> str:
     sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(command_line()), "memserve")]
     sections += ["## Options and words", *(part for cls in options for part in class_section(cls))]
     table = "\n".join(["| metric | kind | |", "| --- | --- | --- |", *metric_rows()])
+    sections += ["## State machines", MACHINES_HEAD, *(machine.markdown() for machine in MACHINES)]
     sections += ["## Metrics", "What `GET /metrics` shows, in Prometheus' text form.", table]
     text = "\n\n".join(section for section in sections if section) + "\n"
     return text.replace("``", "`")  # docstrings are written in reStructuredText

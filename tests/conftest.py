@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+@pytest.fixture
+def make_cluster() -> Iterator[Callable[..., Any]]:
+    """Builds worlds of the cluster machine; at the end each must be repeatable and hold no work of ended requests."""
+    from cluster_world import World
+
+    worlds: list[World] = []
+
+    def build(*instances: Any, **config: Any) -> World:
+        worlds.append(World(instances, **config))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.check_repeatable()
+        if all(client.done for client in world.clients.values()):
+            assert world.cluster.stats().requests_live == 0
+            loads = world.cluster._loads
+            assert not any(any(loads.own_of(number)) for number in range(len(loads)))

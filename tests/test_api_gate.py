@@ -18,7 +18,7 @@ from memserve.cli.main import run
 from memserve.cli.options import admission_config
 from memserve.cli.serve import _alone
 from memserve.cluster.machine import Cluster
-from memserve.cluster.report import ClusterStats, Counters, GateStats
+from memserve.cluster.report import AdmissionStats, ClusterStats, Counters
 from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, Peer
@@ -50,7 +50,7 @@ def test_each_refusal_has_its_status_and_says_when_to_come_again(refusal, retry_
 
 
 def test_the_metrics_of_the_gate():
-    gate = GateStats(12, 9, 5, 3 * NS_PER_S, {"queue": 4, "wait": 2}, 1, 3, {"a": 2, "": 1})
+    gate = AdmissionStats(12, 9, 5, 3 * NS_PER_S, {"queue": 4, "wait": 2}, 1, 3, {"a": 2, "": 1})
     stats = RouterStats.of(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
     samples = {
         (sample.name, *sample.labels.values()): sample.value
@@ -138,6 +138,6 @@ def test_a_router_turns_away_at_once_who_cannot_wait_and_later_who_has_waited(ga
     second = news["waits"].get(timeout=WAIT_S)
     assert isinstance(second, Rejected) and second.refusal is Refusal.OVERLOADED and second.retry_after_s >= 1
     assert not isinstance(news["runs"].get(timeout=WAIT_S), Rejected)
-    gate = gated_router.stats().cluster.gate
+    gate = gated_router.stats().cluster.admission
     assert (gate.admitted, gate.queued, gate.rejected) == (1, 1, {"queue": 1, "wait": 1})
     gated_router.cancel("runs")

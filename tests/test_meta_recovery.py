@@ -47,7 +47,8 @@ from memserve.messages import (
     Tokens,
 )
 from memserve.meta.state import MetadataState
-from memserve.metadata import MemberGone, RouterStarted
+from memserve.metadata import EntryUsed, MemberGone, RouterStarted
+from memserve.policy.ledger import Need
 from memserve.types import Admission, FinishReason, Request, SamplingParams, StopParams, Tier, TokenOutput
 from memserve.units import NS_PER_MS, NS_PER_S
 from meta_records import identities, info
@@ -277,6 +278,31 @@ def test_every_router_has_a_higher_generation_on_record(world: World) -> None:
     after = world.successor()
     assert after.state.router == Peer("router", 2) and after.order[0] == "Remember"
     assert next(after.state.records()) == RouterStarted(Peer("router", 2), "tcp://r:2")
+
+
+class KeepingWorld(World):
+    """Of what has ended one request may be evicted for a newcomer, for a minute."""
+
+    config = replace(CONFIG, admission=AdmissionConfig(Admission.MEMORY, evictions_max=1, output_tokens_max=0))
+
+
+def test_what_was_used_last_is_evicted_last_by_the_next_router() -> None:
+    """The times of recovered entries: they count as used for a minute from their last use, and go in that order."""
+    world = KeepingWorld()
+    world.hear(P1, Join(info(P1)))
+    for first in range(3):  # the first two blocks are created at 0 s and 10 s, the third one in DRAM
+        world.hear(P1, stored(first, world.blocks()[first], tier=Tier(first // 2)), after_ns=first and 10 * NS_PER_S)
+    world.state.apply([EntryUsed(P1, world.blocks()[0], world.now)])  # at 20 s
+    after = world.successor(downtime_ns=5 * NS_PER_S)
+    after.hear(P1, Join(info(P1)))
+    ledger = after.machine._lifecycle.admission.memory.ledger
+    kept_last, used_last = ledger.inactive(0)
+    total = int(ledger.blocks_total(np.array([0]))[0])
+    assert ledger.blocks_free(0) == total - 2
+    assert ledger.relieve(Need(total - 1), [0], 1).evicted == (kept_last,), "used at 10 s"
+    for after_ns, free in ((54 * NS_PER_S, 1), (2 * NS_PER_S, 0)):  # until 79 s, and 81 s
+        after.hear(P1, Heartbeat(Load()), after_ns=after_ns)
+        assert ledger.blocks_free(0) == total - free and list(ledger.inactive(0)) == [used_last][:free]
 
 
 # -- at random: the state is the machine's twin

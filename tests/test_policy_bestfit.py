@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memserve.errors import InvariantError
-from memserve.policy.bestfit import BlockLedger, Need, best_fit, required_blocks
 from memserve.policy.candidates import Ask, Candidate
 from memserve.policy.costs import CostModel
+from memserve.policy.ledger import BlockLedger, Need, best_fit, required_blocks
 from memserve.policy.routing import route
 from memserve.types import Role
 

@@ -262,7 +262,8 @@ def crowd(policy: str, seed: int, prompt: list[int]) -> Cluster:
     for k in range(40):
         peer = Peer(f"i{k}", 1)
         prefill, context = rng.integers(0, 30_000, 2).tolist()
-        said = [Join(info(peer.name, (P, D, C)[k % 3])), Heartbeat(Load(0, k % 5, prefill, context, 1 << 20))]
+        room = (1 << 20) if policy != "best-fit" else int(rng.integers(0, 40))
+        said = [Join(info(peer.name, (P, D, C)[k % 3])), Heartbeat(Load(0, k % 5, prefill, context, room))]
         if rng.random() < 0.5:
             change = KvChange("stored", Tier(k % 2), b"".join(names[: int(rng.integers(1, len(names) + 1))]))
             said.append(KvEvents(0, (change,)))
@@ -297,7 +298,7 @@ def everybody(cluster: Cluster, prompt: list[int]) -> list[Candidate]:
     return list(dumped.values())
 
 
-@pytest.mark.parametrize("policy", ["least-load", "prompt-tree", "session", "affinity", "cost"])
+@pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_few_candidates_are_enough(policy, seed):

@@ -82,7 +82,7 @@ class ClusterLink:
         self.ignored_orders = 0
         self.blocks_sent_home = 0
         self.blocks_come_home = 0
-        #: totals of this incarnation, which the router compares with its own (``cluster/reckoning.py``)
+        #: totals of this incarnation, which the router compares with its own (``LossDetector``)
         self.dispatches_heard = self.answers_told = 0
         self._dispatching = Dispatching(roster, desk, self.handoffs, self.fetches)
         self._roster = roster

@@ -70,7 +70,7 @@ class MemberMachine:
         """The router that has accepted the instance; None: it is no member."""
         self.addresses = RouterAddresses(routers, config)
         self._config = config
-        self._recalled_by: Peer | None = None  # the newest router that took over: it is asked until it answers
+        self._rejoins_at: Peer | None = None  # the newest router that took over: it is asked until it answers
         self._peers: dict[str, PeerInfo] = {}  # the other members
         self._members_digest: int | None = None  # of all members; counted when it is asked for
         self._is_reborn = True  # False between BecomeNew and Reborn
@@ -145,7 +145,7 @@ class MemberMachine:
             case JoinAccepted():
                 self._welcome(sender, message, now)
             case RejoinRequest(address):
-                self._answer_recall(sender, address, now)
+                self._rejoin(sender, address, now)
             case Expelled():
                 self._leave_incarnation(sender, message)
             case Refused(reason):
@@ -167,7 +167,7 @@ class MemberMachine:
 
     def _is_outdated(self, router: Peer) -> bool:
         """Whether another router has taken the place of ``router``, as far as is known here."""
-        known = (self.router, self._recalled_by)
+        known = (self.router, self._rejoins_at)
         return any(peer is not None and router.generation < peer.generation for peer in known)
 
     def _welcome(self, sender: Peer, message: JoinAccepted, now: int) -> None:
@@ -186,12 +186,12 @@ class MemberMachine:
             self._do(Joined())
         self._do(Deliver(sender, message))
 
-    def _answer_recall(self, sender: Peer, address: str, now: int) -> None:
+    def _rejoin(self, sender: Peer, address: str, now: int) -> None:
         """Join the new router. Requests running here are orphaned, and dropped when its ``JoinAccepted`` arrives."""
-        if sender == (self.router or self._recalled_by) or self._is_outdated(sender):
+        if sender == (self.router or self._rejoins_at) or self._is_outdated(sender):
             return
         self._do(Notice(f"the router at {address} takes over: joining it"))
-        self.router, self._recalled_by = None, sender
+        self.router, self._rejoins_at = None, sender
         self.addresses.lead_to(address, now)
         self._do(DialRouter(ANY_ROUTER, address))
         self._next_beat_ns = now
@@ -238,7 +238,7 @@ class MemberMachine:
 
     def _send_heartbeat(self, read: LoadRead, now: int) -> None:
         if self.router is None or self._has_left:
-            return  # expelled or recalled meanwhile
+            return  # expelled or asked to rejoin meanwhile
         if self._members_digest is None:
             self._members_digest = members_digest([self.me, *(info.peer for info in self._peers.values())])
         heartbeat = Heartbeat(

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from memserve.policy.affinity import affinity
-from memserve.policy.bestfit import best_fit_route
 from memserve.policy.byload import OVERLOAD_FACTOR as OVERLOAD_FACTOR
 from memserve.policy.byload import OVERLOAD_TOKENS as OVERLOAD_TOKENS
 from memserve.policy.byload import is_overloaded, least_loaded, load_rank, with_decoder
 from memserve.policy.candidates import Ask, Candidate, Policy, Route, RoutingCosts
+from memserve.policy.ledger import best_fit_route
 from memserve.policy.weighing import cost
 from memserve.types import Role
 

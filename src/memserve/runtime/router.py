@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import (
     CostsMeasured,
     EmitTokens,
@@ -34,7 +33,9 @@ from memserve.cluster.events import (
     StateRecovered,
 )
 from memserve.cluster.machine import Cluster
-from memserve.cluster.report import InstanceView, RouteStory
+from memserve.cluster.outbox import DurabilityGate, Write
+from memserve.cluster.report import InstanceView
+from memserve.cluster.requests import RouteStory
 from memserve.errors import InvariantError, UserError
 from memserve.messages import AnyMessage, Join, JoinAccepted, Peer, PeerInfo
 from memserve.metadata import DocumentDropped, DocumentPut

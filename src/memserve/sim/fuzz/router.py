@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember, StateRecovered
+from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.messages import ROUTER, Peer
 from memserve.meta.medium import FaultyMedium, MediumFailed
 from memserve.meta.state import MetadataState

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memserve.cluster.gate_claims import Claims
-from memserve.policy.bestfit import BlockLedger, Need
+from memserve.policy.ledger import BlockLedger, Need
+from memserve.policy.reservations import Reservations
 
 TOTAL = 10
 NODES = (0, 1)
@@ -56,28 +56,28 @@ class Twin:
         return gone
 
 
-def play(claims: Claims, twin: Twin, step: tuple) -> None:
+def play(reservations: Reservations, twin: Twin, step: tuple) -> None:
     what, *rest = step
     if what == "pin":
-        claims.pin(rest[0], rest[1], Need(0, rest[2]))
+        reservations.pin(rest[0], rest[1], Need(0, rest[2]))
         twin.pin(*rest)
     elif what == "may_pin":
-        assert claims.may_pin(rest[0], rest[1], Need(0, rest[2])) == twin.may_pin(*rest)
+        assert reservations.may_pin(rest[0], rest[1], Need(0, rest[2])) == twin.may_pin(*rest)
     elif what == "unpin":
-        claims.unpin(*rest)
+        reservations.unpin(*rest)
         twin.pins.pop(rest[0], None)
     elif what == "lend" and (rest[0], rest[1]) not in twin.loans and rest[2]:
-        claims.lend(rest[0], rest[1], Need(0, rest[2]))
+        reservations.lend(rest[0], rest[1], Need(0, rest[2]))
         twin.loans[rest[0], rest[1]] = rest[2]
     elif what == "returned":
         theirs = [key for key in twin.loans if key[0] == rest[0]]
-        assert claims.returned(rest[0]) == bool(theirs)
+        assert reservations.returned(rest[0]) == bool(theirs)
         for key in theirs:
             del twin.loans[key]
     elif what == "give_way":
-        assert claims.give_way(*rest) == twin.give_way(*rest)
+        assert reservations.give_way(*rest) == twin.give_way(*rest)
     elif what == "leave":
-        claims.leave(*rest)
+        reservations.leave(*rest)
         twin.pins = {name: pin for name, pin in twin.pins.items() if pin[0] != rest[0]}
         twin.loans = {key: names for key, names in twin.loans.items() if key[1] != rest[0]}
 
@@ -87,16 +87,16 @@ def test_claims_are_sets_of_blocks(steps, asked):
     ledger, twin = BlockLedger(), Twin()
     for node in NODES:
         ledger.enter(node, TOTAL)
-    claims = Claims(ledger)
+    reservations = Reservations(ledger)
     for step in steps:
-        play(claims, twin, step)
-        claims.check_invariants({"x", "y"})
+        play(reservations, twin, step)
+        reservations.check_invariants({"x", "y"})
         ledger.check_invariants()
         assert [ledger.blocks_free(node) for node in NODES] == [twin.free(node) for node in NODES]
-        with claims.lifted():
+        with reservations.lifted():
             assert [ledger.blocks_free(node) for node in NODES] == [twin.free(node, lifted=True) for node in NODES]
         pinned = {name for _, names in twin.pins.values() for name in names}
-        assert claims.pinned_part(b"".join(asked)) == b"".join(name for name in asked if name in pinned)
-        assert claims.has_pins == bool(twin.pins)
+        assert reservations.pinned_part(b"".join(asked)) == b"".join(name for name in asked if name in pinned)
+        assert reservations.has_pins == bool(twin.pins)
         for node in NODES:
-            assert claims.holders(node) == set(ledger.holders(node))
+            assert reservations.holders(node) == set(ledger.holders(node))
