@@ -296,6 +296,7 @@ def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[
     role = "colocated" if case.role in ("holder", "fetcher") else case.role
     flags = ["--max-running", "1"] if case.phase == "queued" else []  # the second request waits
     skip = {"decoding": 6, "prefilling": 1}.get(case.phase, 0)
+    fleet.wait_for(lambda: fleet.up() == fleet.healthy, 60, "the end of the last victim was not noticed")
     if case.role == "fetcher":  # what the healthy one has, and the victim has not
         _send_crowd(fleet, bodies, want, result)
     fleet.start(victim, role, *flags, fault=(fault, case.moment or "", skip))
@@ -328,7 +329,6 @@ def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[
         if NEWCOMER in fleet.processes:
             fleet.stop(NEWCOMER)
             fleet.healthy -= 1
-        fleet.wait_for(lambda: fleet.up() == fleet.healthy, 60, "the victim's end was not noticed")
     result.seconds = time.monotonic() - started
     return result
 
