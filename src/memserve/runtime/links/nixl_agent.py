@@ -80,9 +80,12 @@ class Agent:
             return bytes(self._agent.get_agent_metadata())
 
     def register(self, address: int, nbytes: int) -> None:
-        """Let peers read, and READs write, these bytes."""
+        """Let peers read, and READs write, these bytes. Raises :class:`LinkError`."""
         with self._lock:
-            self._agent.register_memory([(address, nbytes, 0, "")], "DRAM")
+            try:
+                self._agent.register_memory([(address, nbytes, 0, "")], "DRAM")
+            except Exception as error:
+                raise LinkError(f"NIXL registers no memory: {error}") from error
 
     def add_peer(self, metadata: bytes) -> str:
         """The name of the peer's agent. Raises :class:`UnreachableError` when the metadata cannot be used."""

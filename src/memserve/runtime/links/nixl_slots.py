@@ -156,8 +156,13 @@ class SlotReader:
             if self._made == SLOTS_MAX:
                 raise LinkError(f"all {SLOTS_MAX} slots are held by reads that did not end")
             self._made += 1
-        slot = _core.Arena(self._slot_bytes)
-        self._agent.register(slot.address, self._slot_bytes)
+        try:
+            slot = _core.Arena(self._slot_bytes)
+            self._agent.register(slot.address, self._slot_bytes)
+        except BaseException:
+            with self._lock:
+                self._made -= 1
+            raise
         return slot
 
     def _give_back(self, slot: _core.Arena) -> None:
