@@ -397,16 +397,10 @@ def shortlist(
     """
 
 class RoutingPrices:
-    """The curves of ``policy.costs.CostModel``, each in three coefficients, in ns."""
+    """Curves of ``policy.costs.CostModel``, each in three coefficients, in ns: a table of profiles."""
 
-    def __init__(
-        self,
-        prefill: tuple[float, float, float],
-        decode: tuple[float, float, float],
-        swap_in: tuple[float, float, float],
-        same_host: tuple[float, float, float],
-        network: tuple[float, float, float],
-    ) -> None: ...
+    def __init__(self, profiles: Sequence[Sequence[tuple[float, float, float]]]) -> None:
+        """Each profile: ``prefill, decode, swap_in, same_host, network``."""
 
 def cheapest(
     first: Sequence[tuple[NDArray[np.int64], bool]],
@@ -417,17 +411,19 @@ def cheapest(
     hosts: NDArray[np.int64],
     favourites: Sequence[int],
     prices: RoutingPrices,
-    ask: tuple[int, int, int, int, int],
+    profiles: NDArray[np.int64],
+    ask: tuple[int, int, int, int, int, int],
     holding: tuple[int, int],
     window_steps: int,
 ) -> tuple[_LoadRow, _LoadRow | None]:
-    """Of all pairs of one of ``first`` and one of ``decoders`` the one that ``policy.weighing.cost`` would choose, in
+    """Of all pairs of one of ``first`` and one of ``decoders`` the one that ``policy.routing.cost`` would choose, in
     rows as :func:`shortlist` gives them. Those of ``first`` whose flag is set decode themselves: ``(row, None)``.
 
-    ``loads``, ``room`` and ``matches`` as there; ``hosts``: ``[n]``, a code up to ``n`` for each, 0 = unknown. ``ask``:
-    tokens of the prompt, tokens at most to be generated, sequences, bytes of KV a token, tokens a block. ``holding``:
-    who may be asked for a prefix, and for how many tokens of it (0: nobody). ``window_steps``: decode steps that count.
-    ``ValueError``: nobody to choose from, or numbers without a column.
+    ``loads``, ``room`` and ``matches`` as there; ``hosts``: ``[n]``, a code up to ``n`` for each, 0: unknown.
+    ``profiles``: ``[n]``, the place in ``prices`` of each. ``ask``: tokens of the prompt, tokens at most to be
+    generated, sequences, bytes of KV a token, tokens a block, pieces of a block in a handoff. ``holding``: the number
+    of an instance that may be asked for a prefix, and for how many tokens of it (0: none). ``window_steps``: decode
+    steps that count. ``ValueError``: no instances to choose from, or numbers without a column.
     """
 
 def most_of(

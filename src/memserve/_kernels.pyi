@@ -152,7 +152,7 @@ def draw(
     count: int,
 ) -> None:
     """Draw ``count`` tokens (addresses of float32, int64, float64 arrays ``[count]``), the i-th from row ``rows[i]`` of
-    ``logits`` (float32, ``stride`` elements a row). The rule is that of ``memserve.model.sampling.drawing``."""
+    ``logits`` (float32, ``stride`` elements a row). The rule is that of ``memserve.model.drawing``."""
 
 def log_normalisers(logits: int, stride: int, vocab: int, out: int, count: int) -> None:
     """``out[i] = log(sum(exp(logits[i])))``, float32."""

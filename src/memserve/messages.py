@@ -34,7 +34,7 @@ from memserve.peers import Name as Name
 from memserve.peers import Natural as Natural
 from memserve.peers import Peer as Peer
 from memserve.peers import PeerInfo as PeerInfo
-from memserve.peers import roll_of as roll_of
+from memserve.peers import members_digest as members_digest
 from memserve.types import Request, Tier, TokenArray, TokenOutput, TransferMode
 
 Checksum = Annotated[int, msgspec.Meta(ge=0)]
@@ -45,14 +45,14 @@ Checksum = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Join(Message, frozen=True, tag=True):
-    """An instance wants to be a member. Repeated until ``Welcome`` or ``Refused``."""
+    """An instance wants to be a member. Repeated until ``JoinAccepted`` or ``Refused``."""
 
     info: PeerInfo
     sent_to: str = ""
-    """The address at which the instance looks for a router; its ``Welcome`` repeats the address."""
+    """The address at which the instance looks for a router; its ``JoinAccepted`` repeats the address."""
 
 
-class Welcome(Message, frozen=True, tag=True):
+class JoinAccepted(Message, frozen=True, tag=True):
     """The instance is a member; these are the others."""
 
     peers: tuple[PeerInfo, ...]
@@ -60,7 +60,7 @@ class Welcome(Message, frozen=True, tag=True):
     """``Join.sent_to`` of the ``Join`` that this answers; empty: it answers none."""
 
 
-class Recall(Message, frozen=True, tag=True):
+class RejoinRequest(Message, frozen=True, tag=True):
     """The router was started anew, listens here, and remembers you: join again, as you are. Repeated until ``Join``."""
 
     address: str
@@ -108,14 +108,15 @@ class Heartbeat(Message, frozen=True, tag=True):
     next_event: Natural = 0
     stats: bytes = b""
     """The engine's statistics for ``/metrics``, msgpack of ``EngineStats``; not every heartbeat carries them."""
-    roll: Natural = 0
-    """``roll_of`` all members that it knows, itself included, so that a lost ``PeerJoined`` or ``PeerGone`` is noticed;
-    0: it does not say."""
-    asks: bool = False
-    """Whether it wants a word, ``Heard``: it has heard none for a while, and knows where else a router may be."""
+    members_digest: Natural = 0
+    """:func:`members_digest` of all members that the instance knows, itself included: a lost ``PeerJoined`` or
+    ``PeerGone`` is noticed. 0: not said."""
+    wants_ack: bool = False
+    """True: the router is to answer with ``HeartbeatAck``. The instance has heard no router for a while, and knows
+    another address."""
 
 
-class Heard(Message, frozen=True, tag=True):
+class HeartbeatAck(Message, frozen=True, tag=True):
     """The router lives, and so does the instance, as far as it knows."""
 
 
@@ -382,10 +383,10 @@ class Free(Message, frozen=True, tag=True):
 
 
 AnyMessage: TypeAlias = (
-    Join | Welcome | Recall | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat | Heard
-    | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver | RequestRefused
-    | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready | Handoff
-    | Withdraw | Release | Fetch | Alloc | Allocated | Free
+    Join | JoinAccepted | RejoinRequest | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
+    | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver
+    | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready
+    | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
 

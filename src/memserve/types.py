@@ -83,8 +83,9 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How the next token is drawn from the logits (OpenAI's meanings and ranges).
 
-    Drawing is stateless: token ``i`` of sequence ``k`` depends only on the logits and ``(seed, k, i)``, so a
-    sequence that is preempted or migrated continues exactly as it would have.
+    Drawing is stateless: token ``i`` of sequence ``k`` depends only on the logits and ``(seed, k, i)``. So a sequence
+    that is preempted or migrated continues as it would have: exactly in float32; in bfloat16 other rows of a step can
+    change how a logit is rounded.
     """
 
     temperature: float = 1.0  # 0 = greedy

@@ -16,9 +16,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from memserve import LLM
+from memserve.mempool.identity import DEFAULT_KEY, block_identities, identity_key, namespace_id
+from memserve.meta.journal import read_journal, records_of
+from memserve.meta.state import MemberPage, MetadataState
 from memserve.types import SamplingParams
 from meta_etcd_server import ETCD, running_etcd
 from ports import free_port
@@ -154,6 +158,29 @@ def test_after_kill_9_under_load_service_goes_on_and_the_cache_is_still_there(ru
     found = httpx.get(f"{running.server.url}/documents/manual", timeout=60).json()
     assert (found["tokens"], found["created"]) == (put.json()["tokens"], put.json()["created"])
     assert 0 < found["expires_in_s"] < put.json()["expires_in_s"]
+
+
+def test_cached_blocks_are_named_by_the_secret_of_the_cluster_which_a_restart_keeps(running: Running) -> None:
+    """The journal has the names under the folder's secret, and none that can be found without it."""
+    question = tokens(70, 99)
+    assert cached(running.server, [(question, 1)]) == 0
+    key = identity_key((running.state / "secret").read_text().strip())
+
+    def members() -> list[MemberPage]:
+        state = MetadataState()
+        for body in read_journal((running.state / "journal").read_bytes()).bodies:
+            state.apply(records_of(body))
+        return list(state.members.values())
+
+    def names(key: bytes) -> set[bytes]:
+        namespace = namespace_id("", members()[0].info.namespace, key)
+        return set(block_identities(namespace, np.array(question, np.int32), 32, key))
+
+    eventually(lambda: any(names(key) <= page.entries.stamps.keys() for page in members()))
+    assert len(names(key)) == 2 and not any(names(DEFAULT_KEY) & page.entries.stamps.keys() for page in members())
+    running.kill()
+    running.server = running.start()
+    assert cached(running.server, [(question, 1)]) == 64
 
 
 def test_a_second_server_is_refused_the_folder_and_the_first_ends_in_good_order(running: Running, model: Path) -> None:

@@ -18,9 +18,9 @@ from memserve.errors import InvariantError
 from memserve.instance.events import RowFailed
 from memserve.instance.machine import Instance
 from memserve.messages import Dispatch, Tokens
+from memserve.model import sampling
 from memserve.model.device import ModelDevice
 from memserve.model.forward import EagerForward
-from memserve.model.sampling import sampler
 from memserve.model.slots import SlotTable
 from memserve.runtime.engine import Engine
 from memserve.sim.fuzz.literal_device import fail_row
@@ -48,14 +48,14 @@ def opening(patch: pytest.MonkeyPatch) -> Iterator[SamplingParams]:
 
 @contextmanager
 def adjusting(patch: pytest.MonkeyPatch) -> Iterator[SamplingParams]:
-    original = sampler.adjust_logits
+    original = sampling.adjust_logits
 
     def adjust(row: Any, tokens: Any, prompt_tokens: int, sampling: SamplingParams, stop: StopParams) -> None:
         if sampling.seed == SEED_AT_FAULT:
             raises()
         original(row, tokens, prompt_tokens, sampling, stop)
 
-    patch.setattr(sampler, "adjust_logits", adjust)
+    patch.setattr(sampling, "adjust_logits", adjust)
     yield SamplingParams(temperature=0.0, frequency_penalty=0.5, logprobs=1, seed=SEED_AT_FAULT)
 
 
@@ -65,25 +65,25 @@ def _at_fault(table: SlotTable, slots: Any) -> bool:
 
 @contextmanager
 def drawing(patch: pytest.MonkeyPatch) -> Iterator[SamplingParams]:
-    original = sampler._draw
+    original = sampling._draw
 
     def draw(logits: Any, chosen: Any, slots: Any, table: SlotTable) -> Any:
         return raises() if _at_fault(table, slots) else original(logits, chosen, slots, table)
 
-    patch.setattr(sampler, "_draw", draw)
+    patch.setattr(sampling, "_draw", draw)
     yield SamplingParams(temperature=1.0, seed=SEED_AT_FAULT)
 
 
 @contextmanager
 def reporting(patch: pytest.MonkeyPatch) -> Iterator[SamplingParams]:
-    original = sampler._report
+    original = sampling._report
 
     def report(logits: Any, places: Any, slots: Any, table: SlotTable, drawn: Any) -> None:
         if _at_fault(table, slots[places]):
             raises()
         original(logits, places, slots, table, drawn)
 
-    patch.setattr(sampler, "_report", report)
+    patch.setattr(sampling, "_report", report)
     yield SamplingParams(temperature=0.0, logprobs=2, seed=SEED_AT_FAULT)
 
 
@@ -209,7 +209,7 @@ def test_errors_of_the_device_are_not_blamed_on_a_row(error: type, monkeypatch: 
     def fails(*_: object) -> None:
         raise error("planted")
 
-    monkeypatch.setattr(sampler, "_draw", fails)
+    monkeypatch.setattr(sampling, "_draw", fails)
     driver = Driver(loaded(tiny_module("llama")))
     with pytest.raises(error):
         driver.step([(0, 0, 20, (0,))], open=[sequence(0, prompt(20, 1), [0], SamplingParams(seed=1))])

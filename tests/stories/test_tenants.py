@@ -13,8 +13,8 @@ from instance_world import PROMPT, VOCAB, World, config, request
 from memserve.api.metrics import ApiMetrics
 from memserve.cluster.events import PrefixPinned
 from memserve.cluster.machine import Cluster
-from memserve.cluster.report import ClusterStats, Counters, GateStats
-from memserve.cluster.timers import Timers
+from memserve.cluster.outbox import Timers
+from memserve.cluster.report import AdmissionStats, ClusterStats, Counters
 from memserve.cluster.trees import Trees
 from memserve.config import AdmissionConfig, ClusterConfig, PoolConfig
 from memserve.instance.sequence import Group
@@ -458,7 +458,7 @@ def test_the_referee_notices_a_tenant_that_starves(monkeypatch: pytest.MonkeyPat
 
 
 def test_metrics_name_tenants_to_those_alone_that_may_know():
-    gate = GateStats(1, 1, 0, 0, {}, 1, 3, {"secret-a": 2, "": 1})
+    gate = AdmissionStats(1, 1, 0, 0, {}, 1, 3, {"secret-a": 2, "": 1})
     stats = RouterStats.of(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
     metrics = ApiMetrics()
     metrics.answered("secret-a", 7, 3)

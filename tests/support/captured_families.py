@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from memserve.model.attention.interface import ATTENTION_NAME, register_attention
+from memserve.model.attention.context import ATTENTION_NAME, register_attention
 
 VOCAB = 131
 LLAMA_LIKE = {

@@ -24,6 +24,7 @@ from memserve.cluster.events import (
 )
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig
+from memserve.mempool.identity import block_identities, namespace_id
 from memserve.messages import (
     AskAttempts,
     AttemptsUnknown,
@@ -34,6 +35,9 @@ from memserve.messages import (
     HandedOver,
     Heartbeat,
     Join,
+    JoinAccepted,
+    KvChange,
+    KvEvents,
     Leave,
     Load,
     Peer,
@@ -45,9 +49,8 @@ from memserve.messages import (
     StopSequence,
     Tokens,
     Unpin,
-    Welcome,
 )
-from memserve.types import FinishReason, KVGeometry, Request, Role, SamplingParams, StopParams, TokenOutput
+from memserve.types import FinishReason, KVGeometry, Request, Role, SamplingParams, StopParams, Tier, TokenOutput
 from memserve.units import NS_PER_MS, NS_PER_S
 
 BLOCK = 4
@@ -127,7 +130,7 @@ class FakeInstance:
 
     def hear(self, message) -> None:
         self.heard.append(message)
-        if isinstance(message, Welcome):
+        if isinstance(message, JoinAccepted):
             self.member = True
         elif isinstance(message, Expelled):
             self.running.clear()
@@ -154,19 +157,19 @@ class FakeInstance:
         elif isinstance(message, Unpin):
             self.pins.pop(message.handle, None)
 
-    def _dispatched(self, order: Dispatch) -> None:
-        request = order.request
+    def _dispatched(self, dispatch: Dispatch) -> None:
+        request = dispatch.request
         if self.refuses is not None or self.draining:
             reason, retry_after_s = self.refuses or ("it drains", 0.0)
             self.outbox.append(RequestRefused(request.request_id, reason, retry_after_s))
             return
-        out = [list(tokens) for tokens in order.generated] or [[] for _ in range(request.n)]
-        self.running[request.request_id] = Running(order, out, set(order.ended))
+        out = [list(tokens) for tokens in dispatch.generated] or [[] for _ in range(request.n)]
+        self.running[request.request_id] = Running(dispatch, out, set(dispatch.ended))
 
-    def take_over(self, order: Dispatch, out, ended) -> None:
+    def take_over(self, dispatch: Dispatch, out, ended) -> None:
         """A handoff has arrived."""
-        request_id = order.request.request_id
-        self.running[request_id] = Running(order, [list(t) for t in out], set(ended), prefilled=True, first=False)
+        request_id = dispatch.request.request_id
+        self.running[request_id] = Running(dispatch, [list(t) for t in out], set(ended), prefilled=True, first=False)
         self.outbox.append(HandedOver(request_id))
 
     def step(self) -> None:
@@ -178,16 +181,16 @@ class FakeInstance:
             self.outbox.append(Tokens(tuple(outputs)))
 
     def _step(self, request_id: str, job: Running) -> list[TokenOutput]:
-        order, outputs = job.dispatch, []
-        request = order.request
+        dispatch, outputs = job.dispatch, []
+        request = dispatch.request
         for index in range(request.n):
             if index not in job.ended:
                 outputs.append(self._draw(request_id, job, index))
         job.first = False
         if request_id not in self.running:
             return outputs
-        if not job.prefilled and order.decode_at not in (None, self.peer):
-            self.handoffs.append((order.decode_at, order, [list(t) for t in job.out], set(job.ended)))
+        if not job.prefilled and dispatch.decode_at not in (None, self.peer):
+            self.handoffs.append((dispatch.decode_at, dispatch, [list(t) for t in job.out], set(job.ended)))
             del self.running[request_id]
         job.prefilled = True
         return outputs
@@ -325,10 +328,10 @@ class World:
             if not (instance.mute and isinstance(message, Tokens | RequestRefused)):
                 self.hear(instance.peer, message)
         handoffs, instance.handoffs = instance.handoffs, []
-        for to, order, out, ended in handoffs:
+        for to, dispatch, out, ended in handoffs:
             taker = self.instances.get(to.name)
             if taker is not None and taker.peer == to and taker.alive and not taker.paused:
-                taker.take_over(order, out, ended)
+                taker.take_over(dispatch, out, ended)
 
     def step(self, *names: str) -> None:
         """Each of these (default: all that run) computes a step, and says what came of it."""
@@ -402,3 +405,15 @@ class World:
         twin = Cluster(self.config)
         for now, event, actions in self.diary:
             assert repr(twin.handle(event, now)) == actions
+
+
+def dispatches(world, actions):
+    return world.sent(actions, Dispatch)
+
+
+def cached(world, name, prompt, tier=Tier.HBM, tenant=""):
+    """``name`` says that it has cached the whole blocks of ``prompt``."""
+    view = next(v for v in world.cluster.instances() if v.peer.name == name)
+    tokens = a_request("", prompt).prompt
+    names = b"".join(block_identities(namespace_id(tenant, "ns"), tokens, BLOCK))
+    world.hear(view.peer, KvEvents(view.next_event, (KvChange("stored", tier, names),)))

@@ -14,6 +14,7 @@ from memserve.messages import (
     Expelled,
     Heartbeat,
     Join,
+    JoinAccepted,
     Load,
     Peer,
     PeerInfo,
@@ -21,7 +22,6 @@ from memserve.messages import (
     Pinned,
     StopSequence,
     Tokens,
-    Welcome,
 )
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.stats import EngineStats
@@ -90,7 +90,7 @@ class FakeInstance:
     def _hear(self, sender: Peer, message: AnyMessage) -> None:
         self.heard.append(message)
         match message:
-            case Welcome():
+            case JoinAccepted():
                 self.welcomed.set()
             case Expelled():
                 self.welcomed.clear()

@@ -21,12 +21,12 @@ from memserve.messages import (
     Dispatch,
     Expelled,
     HandedOver,
+    JoinAccepted,
     Peer,
     PeerGone,
     PeerInfo,
     RequestRefused,
     Tokens,
-    Welcome,
 )
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
@@ -195,7 +195,7 @@ class Fleet:
     def welcome_all(self):
         for member in self.members.values():
             infos = tuple(other.info for other in self.members.values() if other is not member)
-            self.send(ROUTER_PEER, member.peer, Welcome(infos))
+            self.send(ROUTER_PEER, member.peer, JoinAccepted(infos))
 
     def kill(self, name):
         """It is dead, and the router tells so; its requests are tried elsewhere."""

@@ -12,7 +12,7 @@ from memserve.instance.events import RequestArrived, RowFailed, StepFailed
 from memserve.instance.machine import Instance
 from memserve.instance.sequence import Phase
 from memserve.mempool.pool import BlockPool
-from memserve.policy.preemption import PreemptionCosts
+from memserve.policy.reuse import PreemptionCosts
 from memserve.sim.fuzz.literal_device import LiteralDevice, fail_row
 from memserve.sim.fuzz.truth import lone_beams as beams_of
 from memserve.sim.fuzz.truth import lone_tokens

@@ -1,4 +1,4 @@
-"""Records as a router writes them, drawn at random; and a simple twin of the book that folds them."""
+"""Records as a router writes them, drawn at random; and a simple twin of the state that folds them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from memserve.messages import KvChange, Peer, PeerInfo
-from memserve.remembered import (
+from memserve.metadata import (
     AnyRecord,
     DocumentDropped,
     DocumentPut,
@@ -120,7 +120,7 @@ class Drawn:
         return DocumentDropped(self.rng.choice("ab"), f"d{self.rng.randrange(9)}")
 
 
-class BookTwin:
+class StateTwin:
     """What the records mean, in the plainest way: lists and dicts, one entry a line."""
 
     def __init__(self) -> None:
@@ -148,7 +148,8 @@ class BookTwin:
                 self._replaced(self.members[peer.name], at_event, hbm, dram, at + self.offset)
             case EntryUsed(peer, block, at) if self._has(peer):
                 if block in self.members[peer.name]["entries"]:
-                    self.members[peer.name]["entries"][block]["used"] = (at + self.offset) // S
+                    entry = self.members[peer.name]["entries"][block]
+                    entry["used"], entry["hits"] = (at + self.offset) // S, entry["hits"] + 1
             case SessionRouted(tenant, name, peers):
                 self.kept["session"].pop((tenant, name), None)
                 self.kept["session"][tenant, name] = peers
@@ -183,7 +184,7 @@ class BookTwin:
                 if change.kind == "evicted":
                     page["entries"].pop(block, None)
                 else:
-                    fresh = {"created": now // S, "used": now // S}
+                    fresh = {"created": now // S, "used": now // S, "hits": 0}
                     page["entries"].setdefault(block, fresh)["tier"] = change.tier
 
     def _replaced(self, page: dict[str, Any], at_event: int, hbm: bytes, dram: bytes, now: int) -> None:
@@ -192,5 +193,5 @@ class BookTwin:
         old, page["entries"], page["next"] = page["entries"], {}, at_event
         for tier, run in ((Tier.DRAM, dram), (Tier.HBM, hbm)):
             for at in range(0, len(run), 16):
-                known = old.get(run[at : at + 16], {"created": now // S, "used": now // S})
+                known = old.get(run[at : at + 16], {"created": now // S, "used": now // S, "hits": 0})
                 page["entries"][run[at : at + 16]] = {**known, "tier": tier}

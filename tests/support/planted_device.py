@@ -7,8 +7,7 @@ import numpy as np
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
-from memserve.policy.costs import CostModel
-from memserve.policy.curves import CopyCurve, DecodeCurve, PrefillCurve
+from memserve.policy.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
 from memserve.types import KVGeometry, Tier
 from tiny_models import VOCAB
 
@@ -65,7 +64,7 @@ class PlantedDevice:
         for side in (order.src, order.dst):
             assert len(set(side)) == len(side) and min(side) >= 0 and max(side) < limit
         inward = order.dst_tier is Tier.HBM
-        cost = PLANTED.swap_in_ns if inward else PLANTED.swap_out_ns
+        cost = (PLANTED.swap_in if inward else PLANTED.swap_out).ns
         return cost(len(order.src) * GEOMETRY.block_bytes, len(order.src))
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from memserve.mempool.report import PoolReport, TierReport
+from memserve.mempool.events import PoolReport, TierReport
 from memserve.types import CopyBlocks, Tier
 
 

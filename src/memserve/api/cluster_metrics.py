@@ -22,7 +22,7 @@ ROUTER_GAUGES: Table = [
     (
         "router_requests_unplaced",
         GAUGE,
-        "Requests let in that no instance could take so far",
+        "Requests admitted that no instance could take so far",
         lambda s: s.requests_unplaced,
     ),
     ("router_instances", GAUGE, "Instances that are members of the cluster", lambda s: s.instances),
@@ -121,26 +121,26 @@ ROUTER_COUNTERS: Table = [
     ("router_prompt_tokens", COUNTER, "Prompt tokens of all attempts sent to instances", lambda c: c.prompt_tokens),
 ]
 
-#: from ``GateStats``
-GATE_METRICS: Table = [
-    ("gate_active", GAUGE, "Requests that the gate has let in and that have not ended", lambda g: g.active),
-    ("gate_admitted", COUNTER, "Requests that the gate has let in", lambda g: g.admitted),
+#: from ``AdmissionStats``
+ADMISSION_METRICS: Table = [
+    ("gate_active", GAUGE, "Admitted requests that have not ended", lambda g: g.active),
+    ("gate_admitted", COUNTER, "Requests that were admitted before placement", lambda g: g.admitted),
     (
         "gate_queued",
         COUNTER,
-        "Requests that had to wait at the gate, including requests turned away later",
+        "Requests that had to wait for admission, those rejected later included",
         lambda g: g.queued,
     ),
     (
         "gate_waited_seconds",
         COUNTER,
-        "Seconds that requests waited at the gate before they were let in, added up",
+        "Seconds that requests waited before they were admitted, added up",
         lambda g: g.waited_ns / NS_PER_S,
     ),
     (
         "gate_evictions",
         COUNTER,
-        "Ended requests whose counted memory the gate gave to new requests",
+        "Ended requests whose counted memory was given to new ones",
         lambda g: g.evictions,
     ),
 ]
@@ -330,7 +330,7 @@ def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     children = [((name,), child) for name, child in stats.children.items()]
     yield from families(CHILD_METRICS, children, ("instance",))
     yield from _by_label(stats.cluster.counters)
-    yield from _gate(stats.cluster.gate, names_tenants)
+    yield from _admission(stats.cluster.admission, names_tenants)
     members = [((member.view.peer.name, member.view.role.value), member) for member in stats.members]
     yield from families(INSTANCE_GAUGES, members, ("instance", "role"))
     yield from _counters(stats.members)
@@ -356,18 +356,18 @@ def _single(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
     return {(value,): count for value, count in counts.items()}
 
 
-def _gate(gate: Any, names_tenants: bool) -> Iterator[Metric]:
-    yield from families(GATE_METRICS, [((), gate)])
+def _admission(admission: Any, names_tenants: bool) -> Iterator[Metric]:
+    yield from families(ADMISSION_METRICS, [((), admission)])
     waiting = GaugeMetricFamily(
-        "memserve_gate_waiting", "Requests that wait at the gate", labels=["tenant"] if names_tenants else []
+        "memserve_gate_waiting", "Requests that wait for admission", labels=["tenant"] if names_tenants else []
     )
     if names_tenants:
-        for tenant, count in gate.waiting.items():
+        for tenant, count in admission.waiting.items():
             waiting.add_metric([tenant], float(count))
     else:
-        waiting.add_metric([], float(sum(gate.waiting.values())))
-    rejected = _single(gate.rejected)
-    yield from (waiting, _counted("gate_rejected", "Requests that the gate turned away, by cause", rejected, "cause"))
+        waiting.add_metric([], float(sum(admission.waiting.values())))
+    rejected = _single(admission.rejected)
+    yield from (waiting, _counted("gate_rejected", "Requests rejected before placement, by cause", rejected, "cause"))
 
 
 def _counters(members: Sequence[Any]) -> Iterator[Metric]:

@@ -11,7 +11,7 @@ import msgspec
 
 from memserve import __version__
 from memserve.api.schema import ChatBody, CompletionBody, DocumentBody, StreamOptions
-from memserve.documented import field_docs
+from memserve.options import field_docs
 
 Json = dict[str, Any]
 SCHEMA_PLACE = "#/components/schemas/{name}"
@@ -43,7 +43,7 @@ class Operation:
     """Beside those that every operation may answer with."""
     examples: tuple[Example, ...] = ()
     parameters: tuple[tuple[str, str], ...] = ()
-    """Of the path: name and meaning."""
+    """Parameters of the path: name and meaning."""
     media_type: str = "application/json"
 
 
@@ -136,7 +136,7 @@ OPERATIONS = (
         examples=(Example("What is served"),),
     ),
     Operation(
-        "GET", "/v1/models/{name}", "The same by name; names may contain slashes.", "`id`, `max_model_len`",
+        "GET", "/v1/models/{name}", "The served model by name; names may contain slashes.", "`id`, `max_model_len`",
         errors=(404,), parameters=(("name", "the model's name or an alias"),),
     ),
     Operation(

@@ -24,7 +24,7 @@ class Sequence:
 
     at: int
     index: int
-    choice: int  # its place among the response's choices
+    choice: int  # place among the response's choices
     stream: TextStream
     texts: list[str] = field(default_factory=list)  # all that may be shown, unless it is streamed
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token of ``stream.tokens`` when asked for
@@ -49,7 +49,7 @@ class Delta:
     last: int
     finish_reason: FinishReason | None
     opens: bool
-    """This is the first that is heard of the sequence."""
+    """The first news of the sequence."""
 
 
 _SHOWN = TokenLogprobs(-1, 0.0)
@@ -230,7 +230,8 @@ class Reply:
 
 
 def failure(output: TokenOutput) -> ApiError | None:
-    """The error for an ending that is no answer. The client did not cancel, or nobody would ask."""
+    """The error for an ending that is no answer. None: it is one. A cancelled sequence means that the server
+    ends: a client that cancels reads no answer."""
     match output.finish_reason:
         case FinishReason.DEADLINE:
             return deadline_passed()

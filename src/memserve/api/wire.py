@@ -135,7 +135,7 @@ class RequestReader:
         return self._rest if self._state in (_State.SIZED, _State.DONE) else None
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Some bytes arrived."""
+        """Take bytes that arrived."""
         self._buffer += data
 
     def start_next(self) -> None:

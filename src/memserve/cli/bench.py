@@ -1,27 +1,132 @@
-"""``memserve bench``: measurements of this very installation (level 4)."""
+"""``memserve bench``: measurements of this installation; ``engine``, ``pool`` and ``cost`` stand here (level 4)."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memserve.cli import bench_capacity, bench_concurrency, bench_cost, bench_pool, bench_serve, load
+from memserve.cli import bench_concurrency, bench_load, bench_serve
 from memserve.cli import options as opt
-from memserve.cli.workload import workload
+from memserve.cli.bench_workload import workload
+from memserve.cli.profile import PROFILED, ProfiledEngine
+from memserve.config import EngineOptions
+from memserve.errors import UserError
 
 if TYPE_CHECKING:
     from memserve.bench.engine import Figure
 
+
+ON_CPU = EngineOptions(device="cpu")
+
+
+@opt.grouped
+def pool(
+    *,
+    engine: Annotated[EngineOptions, opt.Only("model", "dtype", "kv_memory_bytes", "block_tokens")] = ON_CPU,
+    blocks: Annotated[str | None, typer.Option(help="Comma-separated: blocks of one call.")] = None,
+    prompt_tokens: Annotated[
+        str | None, typer.Option(help="Comma-separated: prompt lengths at which indexes are compared.")
+    ] = None,
+    tree_prompts: Annotated[int | None, typer.Option(min=0, help="Other prompts in the index, 4,096 tokens each.")] = (
+        None
+    ),
+    rounds: Annotated[int | None, typer.Option(min=3, help="Repetitions of calls that move no bytes.")] = None,
+    copy_rounds: Annotated[int | None, typer.Option(min=2, help="Repetitions of calls that move bytes.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller measurements: under a minute.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")] = None,
+) -> None:
+    """Measure MemPool's calls, its index beside hash indexes, and aggregated against discrete transfer."""
+    from memserve.runtime.process import set_thread_environment
+
+    set_thread_environment()
+    from memserve.bench.campaign import default_folder
+    from memserve.bench.pool.report import write_pool
+    from memserve.bench.pool.run import FULL, QUICK, empty_results, measure
+    from memserve.bench.report import REPORT
+    from memserve.bench.results import new_folder
+
+    given = {
+        "blocks": _counts(blocks, "--blocks"), "prompt_tokens": _counts(prompt_tokens, "--prompt-tokens"),
+        "tree_prompts": tree_prompts, "rounds": rounds, "copy_rounds": copy_rounds,
+    }  # fmt: skip
+    plan = dataclasses.replace(QUICK if quick else FULL, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]  # the keys are its fields
+    results = empty_results(shlex.join(["memserve", *sys.argv[1:]]), plan)
+    folder = new_folder(out or default_folder())
+    begin = time.monotonic()
+    measure(plan, engine, results, lambda line: typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}", err=True))
+    write_pool(results, folder)
+    for note in results.notes:
+        typer.echo(note, err=True)
+    typer.echo(f"report: {folder / REPORT}")
+    if results.partial is not None:
+        raise typer.Exit(1)
+
+
+def _counts(text: str | None, flag: str) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        counts = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        counts = (0,)
+    if counts[0] < 1:
+        raise UserError(f"cannot read {text!r} as counts", hint=f"for example {flag} 1,16,128")
+    return counts
+
+
+SECONDS, QUICK_SECONDS = 180.0, 24.0
+
+
+@opt.grouped
+def cost(
+    *,
+    engine: ProfiledEngine = PROFILED,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Seconds to measure, about.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A less exact fit: under a minute.")] = False,
+    save: Annotated[bool, typer.Option(help="Save the profile in the cache folder, for serve and instance.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")] = None,
+) -> None:
+    """Fit the cost model on this machine, and compare it with measurements that it has not seen (figure 13)."""
+    from memserve.runtime.process import set_thread_environment
+
+    set_thread_environment()
+    from memserve.bench.campaign import default_folder
+    from memserve.bench.cost.held_out import FULL, QUICK
+    from memserve.bench.cost.report import write_cost
+    from memserve.bench.cost.results import CostResults
+    from memserve.bench.cost.run import CostPlan, measure
+    from memserve.bench.report import REPORT
+    from memserve.bench.results import new_folder
+
+    plan = CostPlan(seconds or (QUICK_SECONDS if quick else SECONDS), save, QUICK if quick else FULL)
+    results = CostResults(shlex.join(["memserve", *sys.argv[1:]]))
+    folder = new_folder(out or default_folder())
+    begin = time.monotonic()
+    measure(plan, engine, results, lambda line: typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}", err=True))
+    write_cost(results, folder)
+    for curve, found in results.accuracy.items():
+        errors = f"off by {found.median_error:.1%}, worst {found.worst_error:.1%}"
+        typer.echo(f"{curve:<20}{found.points:>4} points, {errors}")
+    if results.saved is not None:
+        typer.echo(f"profile: {results.saved}")
+    typer.echo(f"report: {folder / REPORT}")
+    if results.partial is not None:
+        raise typer.Exit(1)
+
+
 app = typer.Typer(help="Measure memserve on this machine.", no_args_is_help=True, rich_markup_mode=None)
-app.command("load")(load.load)
+app.command("load")(bench_load.load)
 app.command("serve")(bench_serve.serve)
-app.command("capacity")(bench_capacity.capacity)
-app.command("pool")(bench_pool.pool)
-app.command("cost")(bench_cost.cost)
+app.command("capacity")(bench_load.capacity)
+app.command("pool")(pool)
+app.command("cost")(cost)
 app.command("concurrency")(bench_concurrency.concurrency)
 
 
@@ -29,8 +134,8 @@ app.command("concurrency")(bench_concurrency.concurrency)
 def bench(context: typer.Context) -> None:
     """Measure memserve on this machine."""
     if context.invoked_subcommand == workload.__name__:
-        return  # it measures nothing
-    from memserve.runtime.cpu_use import busy_note, watched
+        return  # measures nothing: other programs may run
+    from memserve.runtime.process import busy_note, watched
 
     if (note := busy_note(watched())) is not None:
         typer.echo(f"warning: {note}", err=True)
@@ -40,24 +145,24 @@ app.command()(workload)
 
 
 @app.command()
+@opt.grouped
 def engine(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    dtype: opt.Dtype = opt.DEFAULTS.dtype,
-    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs a figure; medians are printed.")] = 3,
+    *,
+    options: Annotated[EngineOptions, opt.Only("model", "dtype", "kv_memory_bytes")],
+    repeats: Annotated[int, typer.Option(min=1, help="Runs for each figure; medians are printed.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Prefill, decode, TTFT, the scheduler's share of a step, and the memory report."""
     started = time.perf_counter()
-    from memserve.runtime.threads import set_thread_environment
+    from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
     from memserve.bench.engine import Figure, bench_engine, describe
     from memserve.llm import LLM
-    from memserve.runtime.cpu_use import CpuWatch, busy_note
+    from memserve.runtime.process import CpuWatch, busy_note
 
     watch = CpuWatch()
-    with LLM(model, dtype=dtype, kv_memory=kv_memory) as llm:
+    with LLM(options.model, dtype=options.dtype, kv_memory=options.kv_memory_bytes) as llm:
         ready_s = time.perf_counter() - started
         head = {**describe(llm), "ready_s": round(ready_s, 2)}
         typer.echo(json.dumps(head) if as_json else "  ".join(f"{k}={v}" for k, v in head.items()))

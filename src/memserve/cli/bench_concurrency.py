@@ -11,13 +11,13 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli.load import Timeout
+from memserve.cli.bench_load import Timeout
 from memserve.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is sent."""
+    """Repetitions of a burst, and the lengths of its requests."""
 
     repetitions: int
     prompt_words: int
@@ -29,19 +29,25 @@ FULL, QUICK = Size(3, 400, 32), Size(1, 120, 8)
 
 def concurrency(
     at_once: Annotated[str, typer.Option("--at-once", help="Comma-separated: requests of a burst.")] = "1,3,5,10",
-    setting: Annotated[str, typer.Option(help="Our server, as in `memserve bench serve`; empty: none.")] = "1PD-CC",
+    setting: Annotated[
+        str, typer.Option(help="Setting of our server, as in `memserve bench serve`. Empty: none.")
+    ] = "1PD-CC",
     max_active: Annotated[
-        int, typer.Option(min=0, help="The same once more with so many active requests at most; 0: not.")
+        int, typer.Option(min=0, help="Repeat each burst with at most N active requests. 0: do not repeat.")
     ] = 3,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait before the limit.")] = 0,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for admission under the limit.")] = 0,
     base_url: Annotated[list[str] | None, typer.Option(help="A further contender: NAME=URL of any server.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Once, with short prompts: under a minute.")] = False,
-    repetitions: Annotated[int | None, typer.Option(min=1, help="Of every burst, each with new prompts.")] = None,
-    prompt_words: Annotated[int | None, typer.Option(min=8, help="Of every prompt; a token each, or more.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Of every answer.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One repetition with short prompts: under a minute.")] = False,
+    repetitions: Annotated[
+        int | None, typer.Option(min=1, help="Repetitions of every burst, each with new prompts.")
+    ] = None,
+    prompt_words: Annotated[
+        int | None, typer.Option(min=8, help="Words of every prompt; a word is a token or more.")
+    ] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every answer.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Every answer has its full length: equal work for all.")] = True,
     serve_flags: Annotated[str, typer.Option(help="Further flags for every `memserve serve`, in quotes.")] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
     timeout_s: Timeout = 600.0,
     out: Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")] = None,
 ) -> None:

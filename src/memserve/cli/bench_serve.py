@@ -6,55 +6,99 @@ import dataclasses
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memserve.bench.studies import STUDIES, Size, Study
-from memserve.cli import bench_options as by
 from memserve.cli import options as opt
-from memserve.cli.load import SloJct, SloTpot, SloTtft, Timeout, VocabSize, read_slo
+from memserve.cli.bench_load import (
+    Data,
+    Folder,
+    Instances,
+    ServeFlags,
+    Servers,
+    SloJct,
+    SloTpot,
+    SloTtft,
+    Timeout,
+    VocabSize,
+    read_slo,
+)
+from memserve.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from memserve.bench.campaign import Plan
     from memserve.bench.metrics import Slo
 
+
+DEFAULT_SETTINGS = "PD,PD-CC,1P1D,1P1D-CC1,1P1D-CC2,1P1D-CC3"
+DEFAULT_WORKLOADS = "sharegpt,loogle,react"
+
+Count = int | None
+Workloads = Annotated[
+    str | None,
+    typer.Option(help=f"Comma-separated; `memserve bench workload` lists more.  [default: {DEFAULT_WORKLOADS}]"),
+]
+Settings = Annotated[
+    str | None,
+    typer.Option(help=f"Comma-separated: PD-CC, 1P2D, 1P1D-CC2/session/by-layer ...  [default: {DEFAULT_SETTINGS}]"),
+]
+Studies = Annotated[
+    str | None,
+    typer.Option(help=f"Any of {', '.join(STUDIES)}. Default: all; settings only where you chose any or --quick."),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Few and short requests, one seed: under three minutes.")]
+Seeds = Annotated[Count, typer.Option(min=1, help="Repetitions, each with a sample of its own.  [default: 3]")]
+Minutes = Annotated[
+    float | None, typer.Option(min=0.01, help="Start no repetition that would end later than this.  [default: 28]")
+]
+Sessions = Annotated[Count, typer.Option(min=1, help="Sessions of each workload.")]
+Rate = Annotated[float | None, typer.Option(min=0.001, help="Requests a second (Poisson).")]
+ShareRatio = Annotated[str | None, typer.Option(help="Comma-separated: copies of every session.")]
+PromptTokensMax = Annotated[Count, typer.Option(min=16, help="Cut prompts, history included.")]
+OutputTokensMax = Annotated[Count, typer.Option(min=1, help="Cut answers.")]
+TurnsMax = Annotated[Count, typer.Option(min=1, help="Cut sessions.")]
+IgnoreEos = Annotated[bool, typer.Option(help="Every answer has its full length: equal work for all.")]
+CacheSalt = Annotated[
+    bool, typer.Option(help="Send a salt of its own with each pass, so that none finds the cache of another.")
+]
 QUICK_SETTINGS = "PD,PD-CC,1P1D,1P1D-CC2,1P1D-CC3"
 FULL_SEEDS, FULL_MINUTES = 3, 28.0
 
 QUICK = Size(sessions=3, turns_max=3, prompt_tokens_max=1024, output_tokens_max=8, rate=3.0)
 FULL = Size(sessions=5, turns_max=4, prompt_tokens_max=1536, output_tokens_max=48, rate=1.5)
-"""What two cores and the bundled model can bear; a larger machine wants larger figures."""
+"""What two cores and the bundled model sustain; a larger machine needs larger figures."""
 TURNS = Size(sessions=4, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rate=0.8)
 POLICIES = Size(sessions=6, turns_max=2, prompt_tokens_max=1536, output_tokens_max=8, rate=2.5)
 
 
 def serve(
-    workload: by.Workloads = None,
-    settings: by.Settings = None,
-    studies: by.Studies = None,
-    instances: by.Instances = 2,
-    base_url: by.Servers = None,
-    model: opt.Model = opt.DEFAULT_MODEL,
-    data: by.Data = None,
-    quick: by.Quick = False,
-    seeds: by.Seeds = None,
-    minutes: by.Minutes = None,
-    sessions: by.Sessions = None,
-    rate: by.Rate = None,
-    share_ratio: by.ShareRatio = None,
-    prompt_tokens_max: by.PromptTokensMax = None,
-    output_tokens_max: by.OutputTokensMax = None,
-    turns_max: by.TurnsMax = None,
-    ignore_eos: by.IgnoreEos = True,
-    cache_salt: by.CacheSalt = True,
+    workload: Workloads = None,
+    settings: Settings = None,
+    studies: Studies = None,
+    instances: Instances = 2,
+    base_url: Servers = None,
+    model: opt.Model = DEFAULT_MODEL,
+    data: Data = None,
+    quick: Quick = False,
+    seeds: Seeds = None,
+    minutes: Minutes = None,
+    sessions: Sessions = None,
+    rate: Rate = None,
+    share_ratio: ShareRatio = None,
+    prompt_tokens_max: PromptTokensMax = None,
+    output_tokens_max: OutputTokensMax = None,
+    turns_max: TurnsMax = None,
+    ignore_eos: IgnoreEos = True,
+    cache_salt: CacheSalt = True,
     vocab_size: VocabSize = None,
-    serve_flags: by.ServeFlags = "",
+    serve_flags: ServeFlags = "",
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
     slo_jct_ms: SloJct = None,
     timeout_s: Timeout = 600.0,
-    out: by.Folder = None,
+    out: Folder = None,
 ) -> None:
     """Measure settings side by side on the same workloads; write results, records, a report and plots."""
     from memserve.bench.campaign import Plan
@@ -69,12 +113,12 @@ def serve(
     }  # fmt: skip
     size = dataclasses.replace(QUICK if quick else FULL, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]  # the keys are its fields
     chosen = quick or any(value is not None for value in (workload, settings, share_ratio))
-    settings = settings if settings is not None else QUICK_SETTINGS if quick else by.DEFAULT_SETTINGS
+    settings = settings if settings is not None else QUICK_SETTINGS if quick else DEFAULT_SETTINGS
     contenders = ",".join([settings, *map(named_server, base_url or ())])
     names = studies if studies is not None else "settings" if chosen else ",".join(STUDIES)
     meter, own_vocab_size = weighing(model if settings.strip() else None)
     plan = Plan(
-        _studies(names, contenders, instances, workload or by.DEFAULT_WORKLOADS, share_ratio or "1", size, data),
+        _studies(names, contenders, instances, workload or DEFAULT_WORKLOADS, share_ratio or "1", size, data),
         seeds=tuple(range(seeds or (1 if quick else FULL_SEEDS))),
         serve_flags=("--model", model, *shlex.split(serve_flags)),
         ignore_eos=ignore_eos, vocab_size=vocab_size or own_vocab_size, timeout_s=timeout_s,
@@ -86,7 +130,7 @@ def serve(
 def _studies(
     names: str, contenders: str, instances: int, workloads: str, share_ratios: str, size: Size, data: Path | None
 ) -> tuple[Study, ...]:
-    """What the user chose goes to the study of settings; the two others are what they are."""
+    """The options of the command go to the study of settings; the two others are fixed."""
     from memserve.bench.settings import parse_settings
     from memserve.bench.studies import parse_ratios, parse_studies, policies_study, settings_study, turns_study
 
@@ -108,7 +152,7 @@ def _run(plan: Plan, out: Path | None, slo: Slo) -> None:
     from memserve.bench.shapes import shapes_of
     from memserve.bench.text import describe
 
-    workloads = build_all(plan)  # reads the data: what is wrong with it is said before anything is started
+    workloads = build_all(plan)  # reads the data: its errors are reported before anything is started
     shapes = shapes_of(workloads, plan.meter)
     folder = RunFolder(out or default_folder())
     with sigterm_interrupts():

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli import sim_compare, sim_fuzz, sim_run, sim_search
+from memserve.cli import sim_fuzz, sim_run, sim_search
 
 app = typer.Typer(
     help="Run whole clusters under virtual time: the production machines, simulated devices.", rich_markup_mode=None
 )
 app.command("run")(sim_run.run)
-app.command("compare")(sim_compare.compare)
+app.command("compare")(sim_search.compare)
 app.command("search")(sim_search.search)
 app.command("fuzz")(sim_fuzz.fuzz)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Phase, Sequence
-from memserve.policy.batching import headroom_blocks
+from memserve.policy.capacity import headroom_blocks
 
 _HOLDS_PER_PLAN = 64  # how far behind held-back sequences one plan looks
 _HOLDS_PER_REQUEST = 256  # after so many the request no longer steps aside

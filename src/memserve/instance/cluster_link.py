@@ -47,6 +47,7 @@ from memserve.messages import (
     Drain,
     Expelled,
     HandedOver,
+    JoinAccepted,
     KvEvents,
     KvSnapshot,
     Load,
@@ -57,10 +58,9 @@ from memserve.messages import (
     Pinned,
     StopSequence,
     Unpin,
-    Welcome,
     Withdraw,
 )
-from memserve.policy.batching import headroom_blocks
+from memserve.policy.capacity import headroom_blocks
 from memserve.serving import MessageArrived, RejectRequest, Send
 from memserve.types import KVGeometry
 
@@ -82,7 +82,7 @@ class ClusterLink:
         self.ignored_orders = 0
         self.blocks_sent_home = 0
         self.blocks_come_home = 0
-        #: totals of this incarnation, which the router compares with its own (``cluster/reckoning.py``)
+        #: totals of this incarnation, which the router compares with its own (``LossDetector``)
         self.dispatches_heard = self.answers_told = 0
         self._dispatching = Dispatching(roster, desk, self.handoffs, self.fetches)
         self._roster = roster
@@ -95,7 +95,7 @@ class ClusterLink:
         self._outbox: list[Action] = []
         self._lost: list[Outcome] = []  # what becomes of transfers after a failed step
         self._orders: dict[type, Callable[[Any, int], None]] = {
-            Welcome: self._welcome, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
+            JoinAccepted: self._welcome, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
             Expelled: self._expelled, Drain: self._drain, Dispatch: self._dispatch, Cancel: self._cancel,
             StopSequence: self._stop, Pin: self._pin, Unpin: self._unpin, AskEvents: self._ask_events,
             AskAttempts: self._ask_attempts,
@@ -147,6 +147,7 @@ class ClusterLink:
     def settle(self, now: int) -> None:
         """End what goes with requests that have ended, let imports go on, and forget what has outlived its lease."""
         self._end_transfers(now)
+        self.fetches.settle(now)
         if self._roster.homeward:
             self.blocks_sent_home += self.takeovers.send_home(now)
         self.exchange.headroom_blocks = headroom_blocks(len(self._roster.decoding))
@@ -233,7 +234,7 @@ class ClusterLink:
 
     # -- orders
 
-    def _welcome(self, message: Welcome, now: int) -> None:
+    def _welcome(self, message: JoinAccepted, now: int) -> None:
         self._act(self.members.welcome(message, now), now)
         if self._publishes and self.feed.next_event:
             self._settle_feed()
@@ -348,5 +349,6 @@ class ClusterLink:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When something outlives its lease or its time."""
-        return self.exchange.next_deadline_ns
+        """When something outlives its lease or its time, or fetches are decided."""
+        ends = (self.exchange.next_deadline_ns, self.fetches.decide_at_ns)
+        return min([end for end in ends if end is not None], default=None)

@@ -7,7 +7,7 @@ from memserve.instance.frontdesk import FrontDesk
 from memserve.instance.handoff import Handoffs
 from memserve.instance.orders import Orders
 from memserve.instance.roster import Roster
-from memserve.instance.sequence import Group, Phase
+from memserve.instance.sequence import Phase
 from memserve.messages import Dispatch, Peer
 from memserve.serving import RejectRequest
 
@@ -41,7 +41,7 @@ class Dispatching:
         phase = Phase.EXPECTED if order.holders else Phase.WAITING
         self._desk.line_up(group, phase, order.generated if resumed else (), order.ended)
         if order.holders and group.sequences:
-            self._fetch_or_wait(group, now)
+            self._fetches.begin(group, now)
         return None
 
     def _orders(self, order: Dispatch, me: Peer, now: int) -> Orders:
@@ -67,10 +67,3 @@ class Dispatching:
         if fits and not self._desk.unknown_token(order.generated):
             return None
         return RejectRequest(order.request.request_id, "generated tokens do not fit the request")
-
-    def _fetch_or_wait(self, group: Group, now: int) -> None:
-        sequences = list(group.sequences.values())
-        tokens = sequences[0].known_tokens() if len(sequences) == 1 else group.request.prompt
-        if not self._fetches.begin(group, tokens, now):
-            for sequence in sequences:
-                self._roster.move(sequence, Phase.WAITING)

@@ -9,7 +9,7 @@ from memserve.config import InstanceConfig
 from memserve.errors import UserError
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Group, Phase, Sequence
-from memserve.policy.batching import impossible_reason
+from memserve.policy.capacity import impossible_reason
 from memserve.serving import RejectRequest
 from memserve.types import FinishReason, Request
 from memserve.units import NS_PER_S

@@ -47,8 +47,8 @@ from memserve.instance.views import instance_stats, memory_report, request_story
 from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
-from memserve.policy.batching import context_tokens, running_max
-from memserve.policy.preemption import PreemptionCosts, PreemptionModel
+from memserve.policy.capacity import context_tokens, running_max
+from memserve.policy.reuse import PreemptionCosts, PreemptionModel
 from memserve.types import KVGeometry, NamedPrefix, Request, TokenOutput
 from memserve.units import NS_PER_MS
 

@@ -2,9 +2,9 @@
 
 ::
 
-    OUTSIDE --Join ... Welcome--> MEMBER --Drain--> MEMBER that drains --Leave--> LEFT
+    OUTSIDE --Join ... JoinAccepted--> MEMBER --Drain--> MEMBER that drains --Leave--> LEFT
       ^  ^                          |
-      |  +--------- Recall ---------+      another router took over: join it, with all that runs here
+      |  +--------- RejoinRequest ---------+      another router took over: join it, with all that runs here
       +-- Reborn <-- Expelled ------+      taken to be dead: drop all work, join as a new incarnation
 
 ``runtime/member.py`` hosts this machine with threads and sockets, ``sim/nodes.py`` in virtual time. What the router
@@ -40,19 +40,19 @@ from memserve.messages import (
     AnyMessage,
     Drain,
     Expelled,
-    Heard,
     Heartbeat,
+    HeartbeatAck,
     Join,
+    JoinAccepted,
     Leave,
     Load,
     Peer,
     PeerGone,
     PeerInfo,
     PeerJoined,
-    Recall,
     Refused,
-    Welcome,
-    roll_of,
+    RejoinRequest,
+    members_digest,
 )
 from memserve.serving import MessageArrived, Send
 
@@ -70,9 +70,9 @@ class MemberMachine:
         """The router that has accepted the instance; None: it is no member."""
         self.addresses = RouterAddresses(routers, config)
         self._config = config
-        self._recalled_by: Peer | None = None  # the newest router that took over: it is asked until it answers
+        self._rejoins_at: Peer | None = None  # the newest router that took over: it is asked until it answers
         self._peers: dict[str, PeerInfo] = {}  # the other members
-        self._roll: int | None = None  # of all members; counted when it is asked for
+        self._members_digest: int | None = None  # of all members; counted when it is asked for
         self._is_reborn = True  # False between BecomeNew and Reborn
         self.drains = False
         """Whether it takes nothing new, and leaves when it is idle."""
@@ -142,16 +142,16 @@ class MemberMachine:
 
     def _hear_router(self, sender: Peer, message: AnyMessage, now: int) -> None:
         match message:
-            case Welcome():
+            case JoinAccepted():
                 self._welcome(sender, message, now)
-            case Recall(address):
-                self._answer_recall(sender, address, now)
+            case RejoinRequest(address):
+                self._rejoin(sender, address, now)
             case Expelled():
                 self._leave_incarnation(sender, message)
             case Refused(reason):
                 if self.router is None:
                     self._leave(refused=reason)
-            case Heard():
+            case HeartbeatAck():
                 pass
             case PeerJoined(info):
                 self._meet(info)
@@ -167,13 +167,13 @@ class MemberMachine:
 
     def _is_outdated(self, router: Peer) -> bool:
         """Whether another router has taken the place of ``router``, as far as is known here."""
-        known = (self.router, self._recalled_by)
+        known = (self.router, self._rejoins_at)
         return any(peer is not None and router.generation < peer.generation for peer in known)
 
-    def _welcome(self, sender: Peer, message: Welcome, now: int) -> None:
+    def _welcome(self, sender: Peer, message: JoinAccepted, now: int) -> None:
         if self._is_outdated(sender):
             return  # a late one: that router would never hear of this instance again
-        if sender != self.router:  # a further Welcome of the same router does not move it
+        if sender != self.router:  # a further JoinAccepted of the same router does not move it
             self.addresses.settle(message.joined_at)
         self._do(DialRouter(sender, self.addresses.address))
         names = {info.peer.name for info in message.peers}
@@ -186,18 +186,18 @@ class MemberMachine:
             self._do(Joined())
         self._do(Deliver(sender, message))
 
-    def _answer_recall(self, sender: Peer, address: str, now: int) -> None:
-        """Join the new router. Requests that run here are orphaned; they are dropped when its ``Welcome`` arrives."""
-        if sender == (self.router or self._recalled_by) or self._is_outdated(sender):
+    def _rejoin(self, sender: Peer, address: str, now: int) -> None:
+        """Join the new router. Requests running here are orphaned, and dropped when its ``JoinAccepted`` arrives."""
+        if sender == (self.router or self._rejoins_at) or self._is_outdated(sender):
             return
         self._do(Notice(f"the router at {address} takes over: joining it"))
-        self.router, self._recalled_by = None, sender
+        self.router, self._rejoins_at = None, sender
         self.addresses.lead_to(address, now)
         self._do(DialRouter(ANY_ROUTER, address))
         self._next_beat_ns = now
 
     def _leave_incarnation(self, sender: Peer, message: Expelled) -> None:
-        """Also where this incarnation never heard that it was a member: its ``Welcome`` was lost, and it was silent."""
+        """Also where this incarnation never heard that it was a member: its ``JoinAccepted`` was lost."""
         if self._is_outdated(sender):
             return
         self.router, self.addresses.home = None, None
@@ -207,19 +207,19 @@ class MemberMachine:
 
     def _begin_anew(self, info: PeerInfo, now: int) -> None:
         check(info.peer.generation > self.me.generation, f"{info.peer} is not newer than {self.me}")
-        self.info, self._is_reborn, self._roll = info, True, None
+        self.info, self._is_reborn, self._members_digest = info, True, None
         self._do(DialRouter(ANY_ROUTER, self.addresses.address))
         self._next_beat_ns = now
 
     def _meet(self, info: PeerInfo) -> None:
         if info.peer.name != self.me.name and self._peers.get(info.peer.name) != info:
-            self._peers[info.peer.name], self._roll = info, None
+            self._peers[info.peer.name], self._members_digest = info, None
             self._do(MeetPeer(info))
 
     def _part(self, peer: Peer) -> None:
         if self.knows(peer):
             del self._peers[peer.name]
-            self._roll = None
+            self._members_digest = None
             self._do(PartFromPeer(peer))
 
     # -- time
@@ -238,10 +238,12 @@ class MemberMachine:
 
     def _send_heartbeat(self, read: LoadRead, now: int) -> None:
         if self.router is None or self._has_left:
-            return  # expelled or recalled meanwhile
-        if self._roll is None:
-            self._roll = roll_of([self.me, *(info.peer for info in self._peers.values())])
-        heartbeat = Heartbeat(read.load, read.next_event, read.stats, self._roll, self.addresses.asks(now))
+            return  # expelled or asked to rejoin meanwhile
+        if self._members_digest is None:
+            self._members_digest = members_digest([self.me, *(info.peer for info in self._peers.values())])
+        heartbeat = Heartbeat(
+            read.load, read.next_event, read.stats, self._members_digest, self.addresses.wants_ack(now)
+        )
         self._do(Send(ANY_ROUTER, heartbeat))  # a restarted router shall hear it too
         if self._why:
             self._do(Notice(self._drain_notice(read.load, now)))
@@ -281,6 +283,6 @@ class MemberMachine:
         """Raise :class:`InvariantError` if the books do not agree."""
         check(self.router is None or self._is_reborn, "a member waits for its next incarnation")
         check(self.me.name not in self._peers, f"{self.me.name} is its own peer")
-        if self._roll is not None:
-            known = roll_of([self.me, *(info.peer for info in self._peers.values())])
-            check(self._roll == known, "the roll is not that of the members")
+        if self._members_digest is not None:
+            known = members_digest([self.me, *(info.peer for info in self._peers.values())])
+            check(self._members_digest == known, "the digest is not that of the members")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memserve.kv_transfer.exchange import Exchange
 from memserve.kv_transfer.outcomes import Outcome
-from memserve.messages import ROUTER, AnyMessage, Peer, PeerInfo, Welcome
+from memserve.messages import ROUTER, AnyMessage, JoinAccepted, Peer, PeerInfo
 
 
 class Membership:
@@ -25,12 +25,12 @@ class Membership:
         return sender == self.router
 
     def is_superseded(self, sender: Peer, message: AnyMessage) -> bool:
-        """A new incarnation of the router makes itself known by ``Welcome``: the old one's orders are void then."""
+        """A new incarnation of the router makes itself known by ``JoinAccepted``: what the old one sent is void."""
         known = self.router
         newer = known is not None and sender.name == ROUTER and sender.generation > known.generation
-        return newer and isinstance(message, Welcome)
+        return newer and isinstance(message, JoinAccepted)
 
-    def welcome(self, message: Welcome, now: int) -> list[Outcome]:
+    def welcome(self, message: JoinAccepted, now: int) -> list[Outcome]:
         """These are the members, and nobody else."""
         names = {info.peer.name for info in message.peers}
         outcomes: list[Outcome] = []

@@ -13,7 +13,7 @@ from memserve.units import ceil_div
 if TYPE_CHECKING:
     from memserve.instance.sequence import Sequence
     from memserve.mempool.pool import BlockPool, Lease
-    from memserve.policy.preemption import PreemptionModel
+    from memserve.policy.reuse import PreemptionModel
     from memserve.types import Request, TokenArray
 
 

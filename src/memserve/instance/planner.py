@@ -26,7 +26,7 @@ from memserve.instance.roster import Roster
 from memserve.instance.rows import RowWriter
 from memserve.instance.sequence import Phase, Sequence
 from memserve.instance.sharing import Sharing
-from memserve.policy.batching import chunk_tokens
+from memserve.policy.capacity import chunk_tokens
 
 _LOOKS_AHEAD = 8  # of a line: how many of those that wait the budget of a step is kept for
 
@@ -89,7 +89,7 @@ class Planner:
         head, self._no_room_for = self._without_slot() or self._no_room_for, None
         has_room = head is None or self.sharing.make_way(head)
         rows = RowWriter(self.roster, self.next_step_id)
-        budget = self.config.max_step_tokens
+        budget = self.config.step_tokens
         stalled = False
         if self.roster.decoding.items:
             stalled = self._make_room_for_decodes(rows)
@@ -220,7 +220,7 @@ class Planner:
     def _chunk(self, rows: RowWriter, sequence: Sequence, budget: int) -> int:
         """Tokens of ``sequence`` for this plan; 0 when it has to wait for the next one."""
         block_tokens = self.roster.memory.block_tokens
-        chunk_max = self.config.prefill_chunk_tokens
+        chunk_max = self.config.chunk_tokens
         if rows.reports_prompt(sequence):
             chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - rows.prompt_logprobs)
         return chunk_tokens(sequence.computed, sequence.known, chunk_max, budget, block_tokens)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memserve.types import FinishReason
 
 if TYPE_CHECKING:
-    from memserve.mempool.report import PoolReport
+    from memserve.mempool.events import PoolReport
 
 
 @dataclass(slots=True)

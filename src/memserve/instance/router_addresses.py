@@ -1,9 +1,10 @@
 """Where an instance looks for its router: addresses that are tried in turn (level 2).
 
-With one address the instance stays with it, and with the address that a ``Recall`` names. With several, an instance
-that has heard no router for a while asks for a sign of life, and then tries the next address, with heartbeats as
-before: a router there remembers the instance (``Recall``) or says that it is no member (``Expelled``), and either way
-it joins. A router that was only cut off for a while is found again when the turn comes to its address.
+With one address the instance stays with it, and with the address that a ``RejoinRequest`` names. With several, an
+instance that has heard no router for a while asks for a ``HeartbeatAck``, and then tries the next address, with
+heartbeats as before: a router there remembers the instance (``RejoinRequest``) or says that it is no member
+(``Expelled``), and either way the instance joins. A router that was only cut off for a while is found again when the
+turn comes to its address.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RouterAddresses:
     def __str__(self) -> str:
         return ", ".join(self._addresses)
 
-    def asks(self, now: int) -> bool:
+    def wants_ack(self, now: int) -> bool:
         """Whether the router should be asked for a sign of life."""
         return len(self._addresses) > 1 and now - self._heard_ns >= self._config.asks_after_ns
 

@@ -7,7 +7,7 @@ from memserve.instance.actions import OpenSequence, StepPlan
 from memserve.instance.outstanding import Outstanding
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Phase, Sequence
-from memserve.policy.curves import attended_pairs
+from memserve.policy.costs import attended_pairs
 from memserve.units import ceil_div
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Phase, Sequence
-from memserve.policy.batching import headroom_blocks
+from memserve.policy.capacity import headroom_blocks
 from memserve.policy.fairness import SCALE
 from memserve.units import ceil_div
 

@@ -9,7 +9,7 @@ from memserve.instance.report import MemoryReport, RequestStory
 from memserve.instance.roster import Roster
 from memserve.instance.sequence import Group
 from memserve.instance.stats import InstanceStats, TierReport
-from memserve.mempool.report import PoolReport
+from memserve.mempool.events import PoolReport
 from memserve.types import Tier
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The device (level 3): executes step plans with a real model, as :class:`memserve.instance.actions.StepPlan` says."""
+"""The device: executes step plans with a real model, as :class:`memserve.instance.actions.StepPlan` says."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from memserve.instance.events import StepFinished
 from memserve.model.arena import KvArenas
 from memserve.model.attention.backends import AttentionFactory, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
-from memserve.model.failures import NOT_NUMBERS, Failures, stage
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.loading.loader import LoadedModel
-from memserve.model.sampling.logprobs import report_logprobs
-from memserve.model.sampling.sampler import Drawn, sample
-from memserve.model.slots import Int64s, SlotTable
+from memserve.model.sampling import Drawn, report_logprobs, sample
+from memserve.model.slots import NOT_NUMBERS, Failures, Int64s, SlotTable, stage
 from memserve.runtime.memory import trim_heap
 from memserve.runtime.ports import OnLayer
 from memserve.types import Tier, TokenLogprobs

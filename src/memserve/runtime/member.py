@@ -38,8 +38,8 @@ from memserve.instance.member_actions import (
     Reborn,
 )
 from memserve.messages import AnyMessage, Expelled, Load, Peer, PeerInfo, RequestRefused, Tokens
-from memserve.runtime.clients import EngineStopped
-from memserve.runtime.hosted import HostedInstance
+from memserve.runtime.engine import HostedInstance
+from memserve.runtime.loop import EngineStopped
 from memserve.runtime.ports import DataPort, Device, Mailbox, OnMessage, OnPages
 from memserve.serving import ClockTicked, MessageArrived
 from memserve.units import ns_from_s

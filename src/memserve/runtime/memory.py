@@ -86,10 +86,10 @@ def sizes_from_config(config: Mapping[str, Any], weights_bytes: int) -> ModelSiz
 def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig, *, in_cluster: bool) -> MemoryBound:
     """The most that an instance of ``model`` should have resident."""
     from memserve.instance.planner import PROMPT_LOGPROBS_MAX
-    from memserve.runtime.threads import PRIMITIVES_MAX
+    from memserve.runtime.process import PRIMITIVES_MAX
 
     scheduler, pool = config.scheduler, config.pool
-    step_tokens = max(scheduler.max_step_tokens, scheduler.max_running)
+    step_tokens = max(scheduler.step_tokens, scheduler.max_running)
     longest = min(config.max_model_tokens, pool.hbm_blocks * geometry.block_tokens)
     return MemoryBound(
         program_bytes=PROGRAM_BYTES,
@@ -136,7 +136,7 @@ def leave_triton_out(device: str) -> None:
     transformers imports torch's compiler, which imports triton where it is installed: 73 MB resident in each instance
     for kernels of a GPU. Not for a library's user, whose own code may compile.
     """
-    from memserve.runtime.threads import set_thread_environment
+    from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
     import torch

@@ -23,7 +23,7 @@ PENDING_TOKENS_MAX = 16
 """A character has at most four bytes, so more tokens than this without one valid character are junk: let them go."""
 
 PENDING_TOKENS_KEPT = 4
-"""Of the junk, what may still be the start of a character."""
+"""Last tokens of the junk, which may still be the start of a character."""
 
 
 @lru_cache(maxsize=8)

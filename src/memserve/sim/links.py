@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.policy.curves import CopyCurve
+from memserve.policy.costs import CopyCurve
 from memserve.sim.clock import Clock
 from memserve.sim.hardware import SEAL_BYTE_NS
 from memserve.sim.nodes import InstanceNode

@@ -1,7 +1,7 @@
 """``memserve sim --scenario llm-serving-cache``: the table of llm-serving-cache, from the production machines (row C7).
 
-The source adds its constants up in a formula. Here its requests go through the ``Cluster`` machine (gate, placement by
-``affinity``) and an ``Instance`` (index, pool, eviction), and what comes out is timed by a virtual clock
+The source adds its constants up in a formula. Here its requests go through the ``Cluster`` machine (admission, and
+placement by ``affinity``) and an ``Instance`` (index, pool, eviction), and what comes out is timed by a virtual clock
 (:mod:`memserve.sim.scenario_llm_cache_world`).
 """
 
@@ -87,8 +87,8 @@ def llm_serving_cache() -> tuple[Table, ...]:
         rows.append((case.name, str(found.mean_ms), str(found.p95_ms), f"{found.hit_percent} %",
                      f"{found.rejected_percent} %"))  # fmt: skip
         notes += [f"{case.name}: rejected: {answer.rejected}" for answer in answers if answer.rejected]
-        if world.gate().evictions:
-            notes.append(f"{case.name}: {world.gate().evictions} requests that had ended were evicted")
+        if world.admission().evictions:
+            notes.append(f"{case.name}: {world.admission().evictions} requests that had ended were evicted")
     columns = ("scenario", "mean (ms)", "p95 (ms)", "hit rate", "rejected")
     title = "llm-serving-cache: 5 ms routing, 1 ms a token, 10 tokens a MB, 16 MB a block, 500 MB free"
     return Table(title, columns, tuple(rows), tuple(notes)), _overload_table()

@@ -5,9 +5,9 @@
     latency = 5 ms routing + 1 ms * uncached prompt tokens + 1 ms * output tokens
               the dispatch    the prefill, whole               each token that is drawn
 
-KV of ten tokens is 1 MB. The source's block of 16 MB, 160 tokens, is what the gate counts in; the instance's own blocks
-have 40 tokens, since whole blocks are reused and a hit of 840 tokens is not a whole number of 160. A prompt that is
-cached as a whole has its last token computed again, for its logits: that is what the first output token costs.
+KV of ten tokens is 1 MB. The source's block of 16 MB, 160 tokens, is what admission counts in; the instance's own
+blocks have 40 tokens, since whole blocks are reused and a hit of 840 tokens is not a whole number of 160. A prompt that
+is cached as a whole has its last token computed again, for its logits: that is what the first output token costs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memserve.cluster.machine import Cluster
-from memserve.cluster.report import GateStats
+from memserve.cluster.report import AdmissionStats
 from memserve.config import AdmissionConfig, ClusterConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.errors import check
 from memserve.instance.actions import StepPlan
@@ -155,7 +155,7 @@ class SourceWorld:
 
     def _config(self) -> InstanceConfig:
         pool = PoolConfig(self.case.units * UNIT_TOKENS // BLOCK_TOKENS, 0, self.case.caching is not Caching.OFF)
-        whole = SchedulerConfig(max_step_tokens=1 << 20, prefill_chunk_tokens=1 << 20)
+        whole = SchedulerConfig(max_running=256, max_step_tokens=1 << 20)
         return InstanceConfig(CONTEXT_TOKENS, "source", pool, whole)
 
     def new_instance(self, node: InstanceNode) -> Instance:
@@ -216,6 +216,6 @@ class SourceWorld:
     def say(self, line: str, what: object = "") -> None:
         """Nobody listens."""
 
-    def gate(self) -> GateStats:
-        """What the gate has counted."""
-        return self.router.machine.stats().gate
+    def admission(self) -> AdmissionStats:
+        """Totals of the router's admission."""
+        return self.router.machine.stats().admission

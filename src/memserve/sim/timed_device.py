@@ -14,8 +14,7 @@ import numpy as np
 
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
-from memserve.policy.costs import CostModel
-from memserve.policy.curves import attended_pairs
+from memserve.policy.costs import CostModel, attended_pairs
 from memserve.sim.clock import Clock
 from memserve.sim.hardware import Machine
 from memserve.types import Tier
@@ -138,7 +137,7 @@ class TimedDevice:
     def _copy_ns(self, src: Tier, dst: Tier, blocks: int) -> int:
         if src == dst:
             return 0
-        move_ns = self._costs.swap_in_ns if src is Tier.DRAM else self._costs.swap_out_ns
+        move_ns = (self._costs.swap_in if src is Tier.DRAM else self._costs.swap_out).ns
         return move_ns(blocks * self._block_bytes, blocks)
 
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:

@@ -9,9 +9,8 @@ import msgspec
 
 from api_world import MODEL, SCRIPT_TEXT, says, serve
 from fake_engine import FakeEngine
-from memserve.api.document_memory import DocumentMemory
-from memserve.api.documents import Documents
-from memserve.remembered import DocumentDropped, DocumentPut
+from memserve.api.documents import DocumentMemory, Documents
+from memserve.metadata import DocumentDropped, DocumentPut
 
 
 class RememberingFake(FakeEngine):

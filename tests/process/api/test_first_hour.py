@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 from memserve.api.served import chosen_sampling
 from memserve.config import EngineOptions
 from memserve.errors import UserError
-from memserve.policy.batching import context_note, context_tokens
+from memserve.policy.capacity import context_note, context_tokens
 from memserve.types import KVGeometry
 from memserve.units import GIB, MIB, flag_bytes, parse_bytes
 

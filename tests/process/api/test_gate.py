@@ -15,14 +15,13 @@ from fake_instances import SECRET, FakeInstance
 from memserve.api.errors import rejected
 from memserve.api.metrics import ApiMetrics
 from memserve.cli.main import run
-from memserve.cli.options import admission_config
 from memserve.cli.serve import _alone
 from memserve.cluster.machine import Cluster
-from memserve.cluster.report import ClusterStats, Counters, GateStats
-from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions
+from memserve.cluster.report import AdmissionStats, ClusterStats, Counters
+from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions, SchedulerConfig
 from memserve.errors import UserError
 from memserve.messages import ROUTER, Peer
-from memserve.runtime.clients import Refusal, Rejected
+from memserve.runtime.engine import Refusal, Rejected
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.router import RouterEngine
 from memserve.runtime.stats import RouterStats
@@ -50,7 +49,7 @@ def test_each_refusal_has_its_status_and_says_when_to_come_again(refusal, retry_
 
 
 def test_the_metrics_of_the_gate():
-    gate = GateStats(12, 9, 5, 3 * NS_PER_S, {"queue": 4, "wait": 2}, 1, 3, {"a": 2, "": 1})
+    gate = AdmissionStats(12, 9, 5, 3 * NS_PER_S, {"queue": 4, "wait": 2}, 1, 3, {"a": 2, "": 1})
     stats = RouterStats.of(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
     samples = {
         (sample.name, *sample.labels.values()): sample.value
@@ -74,18 +73,26 @@ def test_the_metrics_of_the_gate():
 # -- options
 
 
-def test_options_become_a_gate():
-    assert admission_config(Admission.NONE, None, 64, 10.0, None) == AdmissionConfig()
-    config = admission_config(Admission.CACHE, 32, 8, 2.5, 1)
+def gate_of(monkeypatch, *words):
+    seen = []
+    monkeypatch.setattr("memserve.cli.serve.run_server", lambda options, http, cluster: seen.append(cluster))
+    assert run(["serve", *words]) == 0
+    return seen[0].config.admission
+
+
+def test_options_become_a_gate(monkeypatch):
+    assert gate_of(monkeypatch) == AdmissionConfig()
+    words = ["--admission", "cache", "--max-active", "32", "--admission-queue", "8", "--admission-wait", "2.5"]
+    config = gate_of(monkeypatch, *words, "--admission-evictions", "1")
     assert (config.active_max, config.waiting_max, config.wait_ns, config.evictions_max) == (32, 8, 2_500_000_000, 1)
-    weighted = admission_config(Admission.BOUNDED, 4, 8, 1.0, None, ["a=3", "b=c=2"])
-    assert weighted.weights == (("a", 3), ("b=c", 2))
+    words = ["--admission", "bounded", "--max-active", "4", "--tenant-weight", "a=3", "--tenant-weight", "b=c=2"]
+    assert gate_of(monkeypatch, *words).weights == (("a", 3), ("b=c", 2))
 
 
 @pytest.mark.parametrize(
     "options, complaint",
     [
-        (["--admission", "bounded"], "needs to know how many"),
+        (["--admission", "bounded"], "needs a number of requests"),
         (["--max-active", "3"], "--max-active does nothing without admission"),
         (["--in-process", "--tenant-weight", "a=3"], "one engine alone treats all tenants alike"),
         (["--admission", "memory", "--tenant-weight", "a"], "cannot read 'a' as a tenant's weight"),
@@ -102,10 +109,10 @@ def test_options_that_do_nothing_are_refused_before_anything_is_loaded(options, 
 
 
 def test_one_engine_takes_the_limits_of_the_gate_for_its_own():
-    options = EngineOptions(max_running=64)
+    options = EngineOptions(scheduler=SchedulerConfig(max_running=64))
     gate = AdmissionConfig(Admission.BOUNDED, 3, waiting_max=5)
     bounded = _alone(options, gate, None, None)
-    assert (bounded.max_running, bounded.max_waiting) == (3, 5)
+    assert (bounded.scheduler.max_running, bounded.scheduler.max_waiting) == (3, 5)
     assert _alone(options, AdmissionConfig(), None) == options
     with pytest.raises(UserError):
         _alone(options, gate, 1)
@@ -138,6 +145,6 @@ def test_a_router_turns_away_at_once_who_cannot_wait_and_later_who_has_waited(ga
     second = news["waits"].get(timeout=WAIT_S)
     assert isinstance(second, Rejected) and second.refusal is Refusal.OVERLOADED and second.retry_after_s >= 1
     assert not isinstance(news["runs"].get(timeout=WAIT_S), Rejected)
-    gate = gated_router.stats().cluster.gate
+    gate = gated_router.stats().cluster.admission
     assert (gate.admitted, gate.queued, gate.rejected) == (1, 1, {"queue": 1, "wait": 1})
     gated_router.cancel("runs")

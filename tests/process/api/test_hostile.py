@@ -19,8 +19,7 @@ from hostile_grammar import Target
 from hostile_requests import HostileCase, check_answer, hostile_cases, send
 from hostile_storm import fresh_seed, storm
 from memserve.api.errors import ApiError
-from memserve.api.parse import parse_body
-from memserve.api.schema import ChatBody, CompletionBody
+from memserve.api.schema import ChatBody, CompletionBody, parse_body
 
 STORM_ATTACKS = 400
 CASES = list(hostile_cases(MODEL, CONTEXT_TOKENS, "hello " * CONTEXT_TOKENS))

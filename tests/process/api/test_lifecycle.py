@@ -18,11 +18,10 @@ from fake_engine import FakeEngine
 from memserve.api import server as server_module
 from memserve.api.auth import KeyRing
 from memserve.api.errors import ApiError
-from memserve.api.prompts import Prompt, PromptEncoder
+from memserve.api.prompts import INLINE_BYTES_MAX, Prompt, PromptEncoder
 from memserve.api.server import bind
-from memserve.api.workers import INLINE_BYTES_MAX
 from memserve.errors import UserError
-from memserve.runtime.engine import EngineStopped
+from memserve.runtime.loop import EngineStopped
 
 STREAM = {"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": 200, "ignore_eos": True}
 

@@ -21,14 +21,20 @@ from hypothesis import strategies as st
 from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, says, serve, tiny_tokenizer
 from fake_engine import FakeEngine
 from memserve._core import json_shape
-from memserve.api import messages, parse, prompts, respond
+from memserve.api import messages, prompts, respond, schema
 from memserve.api.documents import REPEATED_TOKENS_MAX, Document
 from memserve.api.errors import ApiError
-from memserve.api.parse import parse_body
-from memserve.api.prompts import Prompt, PromptEncoder, calls_bounded, longest_token_bytes
-from memserve.api.schema import ChatBody, CompletionBody
+from memserve.api.prompts import (
+    INLINE_BYTES_MAX,
+    SHORT_BYTES_MAX,
+    Prompt,
+    PromptEncoder,
+    Workers,
+    calls_bounded,
+    longest_token_bytes,
+)
+from memserve.api.schema import ChatBody, CompletionBody, parse_body
 from memserve.api.served import TokenNames
-from memserve.api.workers import INLINE_BYTES_MAX, SHORT_BYTES_MAX, Workers
 
 JSON = st.recursive(
     st.none() | st.integers() | st.text(alphabet='ab"\\,:[]{}東\n', max_size=8),
@@ -72,10 +78,13 @@ def nested(depth: int) -> bytes:
 @pytest.mark.parametrize(
     ("body", "says_so"),
     [
-        (nested(parse.DEPTH_MAX + 1), f"nested 65 deep; the limit is {parse.DEPTH_MAX}"),
-        (completion(**{"a" * 1025: 1}), f"1025 bytes; the limit is {parse.NAME_BYTES_MAX}"),
-        (completion(messages=[[]] * parse.CONTAINERS_MAX), f"arrays and objects; the limit is {parse.CONTAINERS_MAX}"),
-        (completion(prompt=[1] * parse.VALUES_MAX), f"values; the limit is {parse.VALUES_MAX}"),
+        (nested(schema.DEPTH_MAX + 1), f"nested 65 deep; the limit is {schema.DEPTH_MAX}"),
+        (completion(**{"a" * 1025: 1}), f"1025 bytes; the limit is {schema.NAME_BYTES_MAX}"),
+        (
+            completion(messages=[[]] * schema.CONTAINERS_MAX),
+            f"arrays and objects; the limit is {schema.CONTAINERS_MAX}",
+        ),
+        (completion(prompt=[1] * schema.VALUES_MAX), f"values; the limit is {schema.VALUES_MAX}"),
     ],
 )
 def test_a_body_beyond_a_limit_is_refused_before_it_is_built(
@@ -84,7 +93,7 @@ def test_a_body_beyond_a_limit_is_refused_before_it_is_built(
     def build(*args: object, **options: object) -> None:
         raise AssertionError("the body was built")
 
-    monkeypatch.setattr(parse.msgspec.json, "decode", build)
+    monkeypatch.setattr(schema.msgspec.json, "decode", build)
     with pytest.raises(ApiError) as refused:
         parse_body(body, CompletionBody)
     assert refused.value.status == 400 and says_so in refused.value.message
@@ -92,10 +101,10 @@ def test_a_body_beyond_a_limit_is_refused_before_it_is_built(
 
 def test_what_a_body_may_have_is_built() -> None:
     with pytest.raises(ApiError, match="expected `str`"):
-        parse_body(nested(parse.DEPTH_MAX), CompletionBody)
+        parse_body(nested(schema.DEPTH_MAX), CompletionBody)
     with pytest.raises(ApiError, match="Unknown field"):
         parse_body(completion(**{"a" * 1024: 1}), CompletionBody)
-    ids = [7] * (parse.VALUES_MAX - 5)
+    ids = [7] * (schema.VALUES_MAX - 5)
     assert parse_body(completion(prompt=ids), CompletionBody).prompt == ids
 
 
@@ -229,8 +238,8 @@ def test_a_long_body_is_worked_on_beside_the_event_loop(name: str, monkeypatch: 
 
         monkeypatch.setattr(module, function, noted)
 
-    noting(parse, "json_shape")
-    noting(parse.msgspec.json, "decode")
+    noting(schema, "json_shape")
+    noting(schema.msgspec.json, "decode")
     noting(PromptEncoder, "_encode")
     noting(PromptEncoder, "_render")
     noting(messages, "_check_message")

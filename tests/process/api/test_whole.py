@@ -17,9 +17,9 @@ from api_world import CONTEXT_TOKENS, EOS, World, running_server, tiny_tokenizer
 from hostile_grammar import Target
 from hostile_requests import HostileCase, check_answer, hostile_cases, send
 from hostile_storm import fresh_seed, storm
-from memserve.config import EngineOptions
+from memserve.config import EngineOptions, SchedulerConfig
 from memserve.instance.stats import InstanceStats
-from memserve.model.sampling import sampler
+from memserve.model import sampling
 from memserve.runtime.build import build_engine
 from memserve.units import KIB
 from waiting import eventually
@@ -69,7 +69,13 @@ class WholeWorld:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeWorld]:
     folder = tmp_path_factory.mktemp("model") / NAME
     save_tiny_model(folder)
-    options = EngineOptions(model=str(folder), dtype="float32", kv_memory_bytes=KV_BYTES, max_running=16, threads=1)
+    options = EngineOptions(
+        model=str(folder),
+        dtype="float32",
+        kv_memory_bytes=KV_BYTES,
+        threads=1,
+        scheduler=SchedulerConfig(max_running=16),
+    )
     engine, model = build_engine(options)
     try:
         with (
@@ -156,7 +162,7 @@ def test_a_request_that_excludes_every_token_is_the_clients_mistake(
     def ruin(row: torch.Tensor, tokens: Any, *_: object) -> None:
         row[torch.tensor(tokens.tolist())] = torch.inf  # as a tiny divisor would
 
-    monkeypatch.setattr(sampler, "adjust_logits", ruin)
+    monkeypatch.setattr(sampling, "adjust_logits", ruin)
     body = {"model": NAME, "prompt": "hello", "max_tokens": 3, "repetition_penalty": 1.1}
     answer = whole.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_token_left"), answer.text

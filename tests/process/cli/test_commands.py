@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -17,14 +16,14 @@ import pytest
 from api_world import MODEL, SCRIPT_TEXT, TinyModel, says, serve
 from fake_engine import FakeEngine
 from memserve.api.server import bind
-from memserve.cli import checks
-from memserve.cli.chat import HELP, Conversation
-from memserve.cli.chat_backends import Account, ChatOptions, EngineBackend, ServerBackend
-from memserve.cli.checks import Finding, Status
+from memserve.cli import doctor
+from memserve.cli.chat import HELP, Account, ChatOptions, Conversation, EngineBackend, ServerBackend
+from memserve.cli.doctor import Finding, Status
 from memserve.cli.main import run
 from memserve.config import EngineOptions
 from memserve.errors import InvariantError, UserError
 from memserve.model.loading import sources
+from memserve.options import options_of
 from places import ROOT, SUPPORT
 
 GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
@@ -134,16 +133,16 @@ def test_doctor_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checks, "available_memory_bytes", lambda: 1 << 20)
-    [memory] = [finding for finding in checks.check_machine() if finding.name == "memory"]
+    monkeypatch.setattr(doctor, "available_memory_bytes", lambda: 1 << 20)
+    [memory] = [finding for finding in doctor.check_machine() if finding.name == "memory"]
     assert memory.status is Status.WARN and memory.hint
-    monkeypatch.setattr(checks, "PYTHON_MIN", (99, 0))
-    [python] = checks.check_python()
+    monkeypatch.setattr(doctor, "PYTHON_MIN", (99, 0))
+    [python] = doctor.check_python()
     assert python.status is Status.FAIL and python.hint
     with bind("127.0.0.1", 0) as taken:
-        [port] = checks.check_port("127.0.0.1", taken.getsockname()[1])
+        [port] = doctor.check_port("127.0.0.1", taken.getsockname()[1])
         assert port.status is Status.WARN and "--port" in (port.hint or "")
-    [folder] = checks.check_model(str(tmp_path))
+    [folder] = doctor.check_model(str(tmp_path))
     assert folder.status is Status.FAIL
 
 
@@ -154,7 +153,7 @@ def test_doctor_knows_whether_the_model_is_converted(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
 
     def converted() -> Finding:
-        return {finding.name: finding for finding in checks.check_model("default")}["converted model"]
+        return {finding.name: finding for finding in doctor.check_model("default")}["converted model"]
 
     assert converted().status is Status.WARN
     folder = tmp_path / "cache" / "tiny-0123" / "float32"
@@ -167,7 +166,7 @@ def test_doctor_looks_into_a_model_folder(tmp_path: Path) -> None:
     """It said "ready to serve" for a state-space model, and for a folder without a tokenizer."""
     from transformers import LlamaConfig, MambaConfig
 
-    from memserve.cli.checks import Status, check_model
+    from memserve.cli.doctor import Status, check_model
 
     def verdict(folder: Path) -> tuple[Status, str]:
         (found,) = check_model(str(folder))
@@ -190,14 +189,14 @@ def test_doctor_fails_without_the_model(capsys: pytest.CaptureFixture[str], tmp_
 
 
 def test_doctor_says_what_to_type(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "check_model", lambda model: iter([Finding("model", Status.OK, model)]))
+    monkeypatch.setattr(doctor, "check_model", lambda model: iter([Finding("model", Status.OK, model)]))
     with bind("127.0.0.1", 0) as taken:
         assert run(["doctor", "--model", "my model", "--port", str(taken.getsockname()[1])]) == 0
     assert "memserve serve --model 'my model' --port 0" in capsys.readouterr().out
 
 
 def test_doctor_knows_a_hub_id_from_a_wrong_path() -> None:
-    [hub], [path] = checks.check_model("org/name"), checks.check_model("/nowhere/at/all")
+    [hub], [path] = doctor.check_model("org/name"), doctor.check_model("/nowhere/at/all")
     assert (hub.status, path.status) == (Status.WARN, Status.FAIL)
 
 
@@ -306,14 +305,13 @@ def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch)
         "steps_in_flight": ("--steps-in-flight", "1", 1), "block_tokens": ("--block-tokens", "16", 16),
         "max_model_tokens": ("--max-model-tokens", "9", 9), "threads": ("--threads", "1", 1),
     }  # fmt: skip
-    assert set(flags) == {field.name for field in dataclasses.fields(EngineOptions)}
+    assert set(flags) == {one.name for one in options_of(EngineOptions)}
     seen: list[EngineOptions] = []
     monkeypatch.setattr("memserve.cli.serve.run_server", lambda options, http, cluster: seen.append(options))
     assert run(["serve", *(word for flag in flags.values() for word in flag[:2] if word is not None)]) == 0
     wanted = {name: flag[-1] for name, flag in flags.items()}
-    assert dataclasses.asdict(seen[0]) == wanted
-    default = EngineOptions()
-    assert all(getattr(default, name) != value for name, value in wanted.items())
+    assert {one.name: one.default for one in options_of(seen[0])} == wanted
+    assert all(one.default != wanted[one.name] for one in options_of(EngineOptions))
 
 
 SERVE = """
@@ -365,7 +363,7 @@ def test_serve_says_it_is_ready_serves_and_ends_gently(server_process: subproces
 NOHUP = """
 import signal, sys
 sys.path.insert(0, {src!r})
-from memserve.runtime.signals import EndAsked, ending_signals, ignore_terminal, on_ending_signals, signals_raise
+from memserve.runtime.process import EndAsked, ending_signals, ignore_terminal, on_ending_signals, signals_raise
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 assert signal.SIGHUP not in ending_signals()
 with signals_raise():

@@ -15,16 +15,13 @@ import pytest
 
 from memserve.errors import UserError
 from memserve.messages import Peer
-from memserve.meta.faulty import FaultyMedium
-from memserve.meta.medium import MediumFailed
+from memserve.meta.medium import FaultyMedium, MediumFailed
 from memserve.meta.store import Store
-from memserve.remembered import AnyRecord, DocumentDropped, DocumentPut, HandleDropped, HandlePinned, RouterStarted
+from memserve.metadata import AnyRecord, DocumentDropped, DocumentPut, HandleDropped, HandlePinned, RouterStarted
 from memserve.runtime import meta_keeper
 from memserve.runtime.meta_children import ChildrenFile
-from memserve.runtime.meta_file import FileMedium
-from memserve.runtime.meta_keeper import MetaKeeper
-from memserve.runtime.meta_open import MetadataPlace, metadata_place, open_metadata
-from memserve.runtime.meta_state import StateFolder
+from memserve.runtime.meta_folder import FileMedium, StateFolder
+from memserve.runtime.meta_keeper import MetadataPlace, MetaKeeper, metadata_place, open_metadata
 from meta_etcd_server import ETCD, running_etcd
 from meta_records import Drawn
 from mutations import mutated
@@ -152,7 +149,7 @@ def test_an_etcd_whose_current_names_no_journal_is_refused(etcd: str, current: b
     medium.load()
     medium.replace(medium.load())  # a second journal
     key = medium._key("current")
-    medium._do(medium._client.delete(key) if current is None else medium._client.put(key, current))
+    medium._do(lambda client: client.delete(key) if current is None else client.put(key, current))
     medium.close()
     with pytest.raises(UserError, match=words) as caught:
         MetaKeeper(opened())

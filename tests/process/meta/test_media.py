@@ -20,15 +20,12 @@ import pytest
 
 from memserve.errors import UserError
 from memserve.messages import Peer
-from memserve.meta.faulty import FaultyMedium
-from memserve.meta.medium import Medium, MediumFailed
+from memserve.meta.medium import FaultyMedium, Medium, MediumFailed
 from memserve.meta.store import Store
-from memserve.remembered import HandleDropped, RouterStarted, SessionRouted
+from memserve.metadata import HandleDropped, RouterStarted, SessionRouted
 from memserve.runtime.meta_children import ChildrenFile
-from memserve.runtime.meta_file import FileMedium
-from memserve.runtime.meta_keeper import MetaKeeper
-from memserve.runtime.meta_open import MetadataPlace, metadata_place, open_metadata
-from memserve.runtime.meta_state import StateFolder, default_folder, is_locked
+from memserve.runtime.meta_folder import FileMedium, StateFolder, default_folder, is_locked
+from memserve.runtime.meta_keeper import MetadataPlace, MetaKeeper, metadata_place, open_metadata
 from meta_etcd_server import ETCD, running_etcd
 from meta_records import Drawn
 from waiting import eventually
@@ -97,11 +94,11 @@ def test_a_store_on_any_medium_finds_its_book_again(reopened) -> None:
     drawn, records = Drawn(4), []
     for _ in range(4):
         store = Store(reopened(), checkpoint_bytes_min=3000)
-        assert list(store.book.records()) == records
+        assert list(store.state.records()) == records
         for _ in range(20):
             store.write([drawn.record()])
         store.sync()
-        records = list(store.book.records())
+        records = list(store.state.records())
 
 
 @NEEDS_ETCD
@@ -138,7 +135,7 @@ def test_a_lease_that_ran_out_while_nobody_waited_is_taken_again(etcd: str) -> N
     medium.elect("me", lambda who: None, lost.set)
     medium.replace(b"a")
     before = medium._created
-    medium._do(medium._client.revoke_lease(medium._lease.id))
+    medium._do(lambda client: client.revoke_lease(medium._lease_id))
     with pytest.raises(MediumFailed):
         medium.replace(b"b")
     eventually(lambda: medium._created > before)
@@ -160,7 +157,7 @@ def test_a_file_that_is_cut_off_or_full_is_no_surprise(tmp_path: Path) -> None:
     (tmp_path / "journal.new").write_bytes(b"half a checkp")
     os.truncate(tmp_path / "journal", safe + 9)
     store = Store(FileMedium(tmp_path))
-    assert store.torn_bytes == 9 and store.book.router == Peer("router", 5) and store.checkpoints == 1
+    assert store.torn_bytes == 9 and store.state.router == Peer("router", 5) and store.checkpoints == 1
     store.close()
 
     def full(_: int) -> None:
@@ -177,7 +174,7 @@ def test_a_file_that_is_cut_off_or_full_is_no_surprise(tmp_path: Path) -> None:
 
 
 def test_a_state_folder_belongs_to_one_process(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from memserve.runtime.meta_state import *; f = pathlib.Path(sys.argv[1])\n"
+    code = "import sys, pathlib; from memserve.runtime.meta_folder import *; f = pathlib.Path(sys.argv[1])\n"
     hold = code + "s = StateFolder(f); print(s.secret(), flush=True); sys.stdin.read()"
     look = code + "print(is_locked(f))"
     other = subprocess.Popen(
@@ -264,14 +261,14 @@ def test_who_comes_while_the_disk_works_shares_the_next_sync() -> None:
     assert medium.syncs == 2
     medium.go.release(2)
     keeper.close()
-    assert len(Store(medium).book.sessions) == 50
+    assert len(Store(medium).state.sessions) == 50
 
 
 def test_notes_outlive_a_kill_without_a_sync_and_are_synced_soon() -> None:
     medium = FaultyMedium()
     keeper = MetaKeeper(medium)
     keeper.note([session(1)])
-    eventually(lambda: Store(copy_of(medium)).book.sessions)
+    eventually(lambda: Store(copy_of(medium)).state.sessions)
     eventually(lambda: not medium.unsafe_bytes)
     keeper.close()
 
@@ -297,7 +294,7 @@ def test_a_full_disk_stops_nobody_and_is_told_once(monkeypatch: pytest.MonkeyPat
         medium.room_bytes = None
         eventually(lambda: (keeper.keep([session(9)], done.put), done.get(timeout=WAIT_S))[1])
     keeper.close()
-    assert {name for _, name in Store(medium).book.sessions} == {"s0", "s1", "s2", "s9"}
+    assert {name for _, name in Store(medium).state.sessions} == {"s0", "s1", "s2", "s9"}
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
 
 
@@ -308,10 +305,10 @@ WRITER = """
 import itertools, sys
 from pathlib import Path
 from memserve.meta.store import Store
-from memserve.remembered import SessionRouted
-from memserve.runtime.meta_file import FileMedium
+from memserve.metadata import SessionRouted
+from memserve.runtime.meta_folder import FileMedium
 store = Store(FileMedium(Path(sys.argv[1])), checkpoint_bytes_min=2000)
-for number in itertools.count(len(store.book.sessions)):
+for number in itertools.count(len(store.state.sessions)):
     store.write([SessionRouted("", f"s{number}", ())])
     store.sync()
     print(number, flush=True)
@@ -326,7 +323,7 @@ def test_a_writer_that_is_killed_again_and_again_loses_nothing_that_it_had_ackno
         told += [int(line) for line in writer.stdout if line.endswith("\n")]
         writer.wait()
         store = Store(FileMedium(tmp_path))
-        assert {f"s{number}" for number in range(told[-1] + 1)} <= {name for _, name in store.book.sessions}
+        assert {f"s{number}" for number in range(told[-1] + 1)} <= {name for _, name in store.state.sessions}
         store.close()
 
 

@@ -20,7 +20,18 @@ from memserve.errors import UserError
 from memserve.instance.machine import Instance
 from memserve.instance.router_addresses import RouterAddresses
 from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, SealPages
-from memserve.messages import ROUTER, AnyMessage, Expelled, Heard, Join, Peer, PeerInfo, PeerJoined, Recall, Welcome
+from memserve.messages import (
+    ROUTER,
+    AnyMessage,
+    Expelled,
+    HeartbeatAck,
+    Join,
+    JoinAccepted,
+    Peer,
+    PeerInfo,
+    PeerJoined,
+    RejoinRequest,
+)
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.router import RouterEngine
@@ -251,14 +262,14 @@ def test_a_late_welcome_of_a_router_that_was_replaced_is_not_taken(node) -> None
     _, info = joins.get(timeout=WAIT_S)
     for mailbox in (old, new):
         mailbox.connect(info.peer, info.address)
-    new.send(info.peer, Recall(new.address))
+    new.send(info.peer, RejoinRequest(new.address))
     eventually(lambda: joins.get(timeout=WAIT_S)[0] == 8)
     behind = msgspec.structs.replace(info, peer=Peer("c2", 1))
-    old.send(info.peer, Welcome(()))
+    old.send(info.peer, JoinAccepted(()))
     old.send(info.peer, PeerJoined(behind))
     eventually(lambda: behind.peer in it.ports[0].peers)
     assert it.member.router is None
-    new.send(info.peer, Welcome(()))
+    new.send(info.peer, JoinAccepted(()))
     eventually(lambda: it.member.router == Peer(ROUTER, 8))
     for mailbox in (old, new):
         mailbox.close()
@@ -304,7 +315,7 @@ def test_a_router_that_is_only_quiet_is_not_left(router, node, monkeypatch) -> N
     assert router.wait_for(["c1"], WAIT_S)
     first, since_ns = it.member.me, time.monotonic_ns()
     patience_ns = 3 * IMPATIENT.silent_after_ns
-    eventually(lambda: time.monotonic_ns() - since_ns > patience_ns and words.count(Heard()) >= 10)
+    eventually(lambda: time.monotonic_ns() - since_ns > patience_ns and words.count(HeartbeatAck()) >= 10)
     assert it.member.me == first and it.addresses.address == router.address
 
 
@@ -329,7 +340,7 @@ def test_a_welcome_that_comes_late_settles_where_the_join_was_sent(router, node,
     arrived, away, late = Member._message_arrived, "tcp://127.0.0.1:9", threading.Event()
 
     def arrive(self: Member, sender: Peer, message: AnyMessage) -> None:
-        if isinstance(message, Welcome) and not late.is_set():
+        if isinstance(message, JoinAccepted) and not late.is_set():
             late.set()
             self._member.addresses.address = away
             self._mailbox.connect(Peer(ROUTER, 0), away)
@@ -340,7 +351,7 @@ def test_a_welcome_that_comes_late_settles_where_the_join_was_sent(router, node,
     assert it.member.wait_joined(WAIT_S) and late.is_set()
     assert it.addresses.address == it.addresses.home == router.address
     behind = msgspec.structs.replace(it.member._member.info, peer=Peer("c2", 1))
-    router._mailbox.send(it.member.me, Welcome((), away))  # of a Join that was under way
+    router._mailbox.send(it.member.me, JoinAccepted((), away))  # of a Join that was under way
     router._mailbox.send(it.member.me, PeerJoined(behind))
     eventually(lambda: behind.peer in it.ports[0].peers)
     assert it.addresses.address == it.addresses.home == router.address

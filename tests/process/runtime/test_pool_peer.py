@@ -15,7 +15,7 @@ import pytest
 
 import memserve
 from memserve.errors import UserError
-from memserve.mempool.addresses import Address
+from memserve.mempool.mempool import Address
 from memserve.runtime.links.nixl_agent import nixl_is_installed
 from memserve.runtime.pool_peer import Delivery, PoolPeer, TransferFlag
 from memserve.types import KVGeometry, Tier
@@ -251,6 +251,65 @@ def test_transfer_with_insert(both: tuple[PoolPeer, Other], source: Tier) -> Non
         assert np.array_equal(data, pattern(50 + at))
     other.call("free_mem", found)
     peer.free_mem(held)
+
+
+@pytest.mark.parametrize("tier", [Tier.HBM, Tier.DRAM])
+def test_transfer_with_insert_into_chosen_blocks(tier: Tier) -> None:
+    """MemServe's Table 1: ``dst`` of ``transfer_with_insert`` names blocks that the sender has allocated there."""
+    got: list[Delivery] = []
+    with make("a", dram=5) as one, make("b", dram=5, on_delivery=got.append) as two:
+        one.connect(two.info())
+        held, there = fill(one, 4, seed=60), one.alloc_mem(5, tier, id="b")
+        assert one.transfer_with_insert("b", TOKENS, held, there, private=b"x")
+        until(lambda: bool(got))
+        assert (got[0].addresses, got[0].tokens.tolist(), got[0].private) == (None, TOKENS.tolist(), b"x")
+        cached = two.report().by_tier
+        assert (cached[tier].blocks_cached, sum(each.blocks_cached for each in cached.values())) == (4, 4)
+        one.free_mem(there)
+        until(lambda: used(two) == (0, 0))
+        found = two.match(TOKENS)
+        assert tier is Tier.DRAM or sorted(found) == sorted(list(there)[:4])
+        assert [bytes(two.view(each)) for each in found] == [pattern(60 + at).tobytes() for at in range(4)]
+        two.free_mem(found)
+        one.free_mem(held)
+        two.check_invariants()
+
+
+def test_chosen_blocks_whose_tokens_the_peer_has_stay_the_senders() -> None:
+    with make("a") as one, make("b") as two:
+        one.connect(two.info())
+        mine = fill(two, 2, seed=20)
+        two.insert(TOKENS[:8], mine)
+        two.free_mem(mine)
+        held, there = fill(one, 4, seed=20), one.alloc_mem(4, id="b")
+        with pytest.raises(UserError, match="3 addresses for 4 blocks"):
+            one.transfer_with_insert("b", TOKENS, held, there[:3])
+        with pytest.raises(UserError, match="TO_DRAM, and addresses in HBM"):
+            one.transfer_with_insert("b", TOKENS, held, there, TransferFlag.TO_DRAM)
+        assert one.transfer_with_insert("b", TOKENS, held, there)
+        found = two.match(TOKENS)
+        assert list(found) == [*mine, *list(there)[2:]]
+        assert [bytes(two.view(each)) for each in found] == [pattern(20 + at).tobytes() for at in range(4)]
+        two.free_mem(found)
+        one.free_mem(there)
+        until(lambda: used(two) == (0, 0))
+        assert two.report().by_tier[Tier.HBM].blocks_cached == 4
+        one.free_mem(held)
+
+
+def test_what_is_inserted_in_dram_lies_there_until_it_is_matched() -> None:
+    with make("a") as one, make("b") as two:
+        one.connect(two.info())
+        held = fill(one, 4, seed=40)
+        assert one.transfer_with_insert("b", TOKENS, held, flags=TransferFlag.TO_DRAM)
+        tiers = two.report().by_tier
+        assert (tiers[Tier.HBM].blocks_cached, tiers[Tier.DRAM].blocks_cached) == (0, 4)
+        found = two.match(TOKENS)
+        assert {each.tier for each in found} == {Tier.HBM}
+        assert [bytes(two.view(each)) for each in found] == [pattern(40 + at).tobytes() for at in range(4)]
+        two.free_mem(found)
+        one.free_mem(held)
+        two.check_invariants()
 
 
 def test_insert_costs_no_round_trip_and_moves_only_what_is_new(both: tuple[PoolPeer, Other]) -> None:

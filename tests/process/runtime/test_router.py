@@ -15,8 +15,9 @@ from fake_instances import SECRET, FakeInstance, true_token
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig
 from memserve.messages import ROUTER, Cancel, Dispatch, Peer, Pin, Unpin
-from memserve.runtime.clients import EngineStopped, Refusal, Rejected
+from memserve.runtime.engine import Refusal, Rejected
 from memserve.runtime.links.mailbox import ZmqMailbox
+from memserve.runtime.loop import EngineStopped
 from memserve.runtime.router import RouterEngine
 from memserve.types import FinishReason, Request, SamplingParams, StopParams
 from memserve.units import NS_PER_MS

@@ -12,9 +12,9 @@ from random import Random
 
 import pytest
 
-from memserve.cluster.gate_claims import Claims
 from memserve.config import AdmissionConfig
 from memserve.instance.cluster_link import ClusterLink
+from memserve.policy.reservations import Reservations
 from memserve.sim.fuzz.clients import VOCAB
 from memserve.sim.fuzz.scenario import MS, Scenario, Setting, draw
 from memserve.sim.fuzz.world import World
@@ -71,7 +71,7 @@ class PinnedWorld(World):
 
     def compare(self) -> None:
         cluster = self.router.machine
-        memory = cluster._lifecycle.gate.memory
+        memory = cluster._lifecycle.admission.memory
         for node in self.instances:
             member = cluster._registry.get(node.peer)
             if member is None:
@@ -117,7 +117,7 @@ def test_the_ledger_counts_all_that_no_newcomer_could_have() -> None:
 
 @pytest.mark.parametrize(("method", "seed"), [("pin", 0), ("lend", 22)])
 def test_a_ledger_that_is_told_nothing_is_found_out(method: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Claims, method, lambda self, name, node, need: None)
+    monkeypatch.setattr(Reservations, method, lambda self, name, node, need: None)
     with pytest.raises(AssertionError, match="cannot be evicted"):
         looked_at([seed])
 
@@ -132,5 +132,5 @@ def test_nobody_waits_for_a_lease_to_end_because_of_pins() -> None:
 
 
 def test_pins_that_do_not_give_way_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Claims, "give_way", lambda self, node: [])
+    monkeypatch.setattr(Reservations, "give_way", lambda self, node: [])
     assert looked_at(CROWDED, tight=True)["expired"]

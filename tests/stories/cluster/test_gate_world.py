@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from memserve.cluster.machine import Cluster
-from memserve.cluster.report import GateStats
+from memserve.cluster.report import AdmissionStats
 from memserve.config import POLICIES, AdmissionConfig
 from memserve.sim.fuzz.campaign import setting_of
 from memserve.sim.fuzz.scenario import draw
@@ -43,7 +43,7 @@ class GatedWorld(World):
         return Cluster(config, remembers=self.scenario.remembers)
 
 
-def lived(seed: int) -> GateStats:
+def lived(seed: int) -> AdmissionStats:
     """One life, to its end; what its last router's gate has counted."""
     world = GatedWorld(draw(seed, setting_of(seed)))
     try:
@@ -51,7 +51,7 @@ def lived(seed: int) -> GateStats:
     except Exception as error:
         error.add_note("\n".join([*world.story[-60:], str(world.scenario)]))
         raise
-    return world.router.machine.stats().gate
+    return world.router.machine.stats().admission
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet_world import BLOCK, ROUTER_PEER, Fleet, TransferMode, fleet_config, story_of
+from fleet_world import BLOCK, GEOMETRY, ROUTER_PEER, Fleet, TransferMode, fleet_config, story_of
 from instance_world import PROMPT, VOCAB, plans_of, request
 from memserve.config import ExchangeConfig, PoolConfig
 from memserve.instance.events import ClockTicked, MessageArrived
+from memserve.instance.fetching import GATHER_NS
 from memserve.instance.machine import Instance
 from memserve.instance.pins import Pins
 from memserve.mempool.identity import block_identities, namespace_id
@@ -29,6 +30,7 @@ from memserve.messages import (
     Fetch,
     Handoff,
     Holder,
+    JoinAccepted,
     KvEvents,
     KvSnapshot,
     Offer,
@@ -38,9 +40,10 @@ from memserve.messages import (
     StopSequence,
     Tokens,
     Unpin,
-    Welcome,
     Withdraw,
 )
+from memserve.policy.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
+from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import Send
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason, Tier
@@ -607,6 +610,85 @@ def test_a_fetch_that_fails_with_a_step_does_not_count_on_what_the_step_was_to_c
     fleet.finish()
 
 
+def with_costs(fleet, name, **curves):
+    """``name`` starts anew with a profile: computing takes 1 us a token, and whatever ``curves`` say."""
+    free = {"prefill": PrefillCurve(0, 1000, 0), "decode": DecodeCurve(0, 0, 0)}
+    member = fleet.members[name]
+    costs = PreemptionCosts(GEOMETRY.block_bytes, profile=CostModel(**free | curves, machine="here"))
+    member.machine = Instance(member.cfg, BLOCK, costs, me=member.peer, geometry=GEOMETRY)
+    fleet.welcome_all()
+    fleet.run()
+    return member
+
+
+def fetches_of(member):
+    return [len(message.tokens) for message in member.said if isinstance(message, Fetch)]
+
+
+def test_requests_that_come_together_share_the_link_by_what_they_save():
+    """Each fetch takes the link 14 us, and the two prefixes 16 and 28 us to compute: only the longer one is fetched,
+    though its request came last. While it is fetched, the other one is computed."""
+    fleet = Fleet(p=fleet_config(hbm=40), d=fleet_config(hbm=40))
+    for name, prompt in (("short", PROMPT[:17]), ("long", PROMPT[5:34])):
+        fleet.submit(request(f"{name} at p", prompt, max_tokens=2), "p")
+        fleet.run()
+    d, peer = with_costs(fleet, "d", same_host=CopyCurve(14_000, 0, 0)), fleet.members["p"].peer
+    fleet.submit(request("busy", PROMPT[:3], max_tokens=30), "d")
+    fleet.run(until=lambda: d.plans)
+    arrived_ns = fleet.now
+    short = fleet.submit(request("short", PROMPT[:18], max_tokens=2), "d", None, holders=(Holder(peer, 16),))
+    long = fleet.submit(request("long", PROMPT[5:35], max_tokens=2), "d", None, holders=(Holder(peer, 28),))
+    while fleet.wires:
+        fleet.deliver(next(iter(fleet.wires)))
+    assert not fetches_of(d) and fleet.now < d.machine.next_deadline_ns <= arrived_ns + GATHER_NS
+    fleet.now = d.machine.next_deadline_ns
+    d.post(ClockTicked())
+    assert fetches_of(d) == [28]
+    fleet.finish()
+    assert "fetched_tokens" not in story_of(short) and story_of(long)["fetched_tokens"] == 28
+
+
+def test_one_request_at_an_idle_instance_asks_at_once():
+    fleet = Fleet(p=fleet_config(), d=fleet_config())
+    fleet.submit(request("a", PROMPT[:17], max_tokens=3), "p")
+    fleet.run()
+    d = fleet.members["d"]
+    fleet.submit(request("b", PROMPT[:18], max_tokens=3), "d", None, holders=(Holder(fleet.members["p"].peer, 16),))
+    fleet.deliver(next(iter(fleet.wires)))
+    assert fetches_of(d) == [16] and not d.machine._link.fetches.undecided
+    fleet.finish()
+
+
+def test_a_request_that_ends_before_it_is_decided_leaves_nothing():
+    fleet = Fleet(p=fleet_config(), d=fleet_config())
+    d, peer = fleet.members["d"], fleet.members["p"].peer
+    fleet.submit(request("busy", PROMPT[:3], max_tokens=9), "d")
+    fleet.run(until=lambda: d.plans)
+    d.hear(Dispatch(request("gone", PROMPT[:18]), holders=(Holder(peer, 16),)))
+    assert d.machine._link.fetches.undecided
+    d.hear(Cancel("gone"))
+    assert not d.machine._link.fetches.undecided and d.machine._link.fetches.decide_at_ns is None
+    fleet.finish()
+
+
+@pytest.mark.parametrize(("swap_ns", "fetched"), [(0, [16]), (50_000, [])])
+def test_own_blocks_in_dram_cost_their_way_up(swap_ns, fetched):
+    """What is fetched comes behind them: if bringing them up takes longer than computing all, nothing is fetched."""
+    fleet = Fleet(p=fleet_config(), d=fleet_config(hbm=8, dram=12))
+    fleet.submit(request("a", PROMPT[:17], max_tokens=2), "p")
+    fleet.run()
+    d = with_costs(fleet, "d", swap_in=CopyCurve(swap_ns, 0, 0), same_host=CopyCurve(2_000, 0, 0))
+    for name, prompt in (("own", PROMPT[:9]), ("other", PROMPT[7:37])):
+        fleet.submit(request(name, prompt, max_tokens=2), "d")
+        fleet.run()
+    hbm, dram = d.machine.pool.match_blocks("", tokens_of(18))
+    assert dram == 2 and not hbm
+    job = fetching(fleet)
+    assert fetches_of(d) == fetched
+    assert ("swap-in 8" in story_of(job)["fetch_decision"].split(":")[0]) == bool(fetched)
+    fleet.finish()
+
+
 def test_tenants_do_not_fetch_from_each_other():
     """The same prompt of another customer is not there, whoever asks."""
     fleet = pair()
@@ -693,7 +775,7 @@ def test_pins_yield_before_everything_stands_still():
 
 
 def test_an_instance_says_which_attempts_it_has():
-    """The router compares totals, and asks when they differ (``cluster/reckoning.py``). Who left is known until it is
+    """The router compares totals, and asks when they differ (``LossDetector``). Who left is known until it is
     taken over; in the next incarnation nothing was ever heard or told."""
     fleet = pair()
     p = fleet.members["p"]
@@ -798,7 +880,7 @@ def test_a_new_router_is_told_everything_at_once():
     fleet.submit(request("orphan", PROMPT[:9], max_tokens=30), "p")
     fleet.run(until=lambda: stats(fleet, "p").sequences_running == 1)
     newer = Peer(ROUTER_PEER.name, ROUTER_PEER.generation + 1)
-    actions = member.machine.handle(MessageArrived(newer, Welcome(())), fleet.now)
+    actions = member.machine.handle(MessageArrived(newer, JoinAccepted(())), fleet.now)
     sent = [action for action in actions if isinstance(action, Send)]
     assert any(isinstance(send.message, KvSnapshot) and send.to == newer for send in sent)
     assert stats(fleet, "p").requests_waiting == stats(fleet, "p").sequences_running == 0

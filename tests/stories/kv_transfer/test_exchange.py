@@ -1131,9 +1131,9 @@ def test_the_index_can_be_copied_for_who_missed_its_events() -> None:
                 held.pop(identity, None)
                 if event.kind.value != "evicted":
                     held[identity] = event.tier
-        holdings = node.pool.holdings()
-        assert event.sequence + 1 == holdings.next_event
-        for tier, packed in ((Tier.HBM, holdings.hbm), (Tier.DRAM, holdings.dram)):
+        assert event.sequence + 1 == node.pool.next_event
+        for tier in (Tier.HBM, Tier.DRAM):
+            packed = node.pool.cached_identities(tier)
             mine = sorted(packed[i : i + 16] for i in range(0, len(packed), 16))
             assert mine == sorted(identity for identity, where in held.items() if where == tier)
     assert {Tier.HBM, Tier.DRAM} == set(held.values())

@@ -14,13 +14,13 @@ import pytest
 
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
+from memserve.instance.member_actions import BecomeNew, Deliver, MeetPeer, PartFromPeer, Reborn
+from memserve.instance.peer_group import MeetAsked, PartAsked, PeerGroup
 from memserve.kv_transfer.exchange import Exchange
 from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.mempool.addresses import Address
-from memserve.mempool.mempool import MemPool
-from memserve.messages import AnyMessage, Peer, PeerInfo
-from memserve.runtime.pool_machine import PoolMachine
-from memserve.runtime.pool_words import Arrived, Call, Lost, Met, Reborn
+from memserve.mempool.mempool import Address, MemPool
+from memserve.messages import AnyMessage, Expelled, Free, Heartbeat, Leave, Load, Peer, PeerInfo, PeerJoined
+from memserve.runtime.pool_machine import Arrived, Call, PoolMachine
 from memserve.serving import ClockTicked, MessageArrived, Send
 from memserve.sim.clock import Clock
 from memserve.sim.fuzz.network import FaultyNetwork
@@ -85,6 +85,7 @@ class PoolNode(Node):
             self.perform(action)
         self.machine.memory.check_invariants()
         self.machine.exchange.check_invariants()
+        self.machine._group.check_invariants()
         deadline_ns = self.machine.next_deadline_ns
         if deadline_ns is not None:
             self.ticks += 1
@@ -99,9 +100,9 @@ class PoolNode(Node):
         if isinstance(action, Send):
             if action.to in self.lines or action.to in self.heard or not action.to.generation:
                 world.network.send(self.peer, action.to, action.message)
-        elif isinstance(action, Met):
+        elif isinstance(action, MeetPeer):
             self.lines.add(action.info.peer)
-        elif isinstance(action, Lost):
+        elif isinstance(action, PartFromPeer):
             self.lines.discard(action.peer)
         elif isinstance(action, Reborn):
             self.peer = action.info.peer
@@ -144,7 +145,7 @@ class PoolWorld:
         self.random, self.clock, self.rebirths = Random(seed), Clock(), 0
         self.network = FaultyNetwork(self.clock, self.random, (MS // 10, 5 * MS))
         self.nodes = [PoolNode(self, name, self.random.randint(6, 14), self.random.choice([0, 4])) for name in "abc"]
-        self.verified = self.done = 0
+        self.verified = self.done = self.chosen = 0
 
     def act(self, node: PoolNode) -> None:
         random, memory, machine = self.random, node.memory, node.machine
@@ -162,21 +163,21 @@ class PoolWorld:
         elif kind in ("send", "raw"):
             self.offer(node, other, tokens, kind == "send")
         elif kind == "fetch":
-            node.call(lambda now: machine.start_fetch(self.waiter(), machine.known(other), tokens, now, 200 * MS))
+            self.count(node.call(lambda now: machine.start_fetch(other, tokens, now, 200 * MS)))
         elif kind == "there":
-            waiter = self.waiter()
-            waiter.add_done_callback(lambda got: node.held.append(list(got.result() or ())))
             tier = random.choice([Tier.HBM, Tier.DRAM])
-            node.call(lambda now: machine.start_allocation(waiter, machine.known(other), 2, tier, now, 200 * MS))
+            got = self.count(node.call(lambda now: machine.start_allocation(other, 2, tier, now, 200 * MS)))
+            got.add_done_callback(lambda got: node.held.append(list(got.result() or ())))
         elif node.held:
             self.free(node, node.held.pop(random.randrange(len(node.held))))
 
-    def waiter(self) -> Future[Any]:
-        waiter: Future[Any] = Future()
-        waiter.add_done_callback(self.count)
-        return waiter
+    def count(self, call: Future[Any] | None) -> Future[Any]:
+        """A call that was refused never ends."""
+        call = call or Future()
+        call.add_done_callback(self.add)
+        return call
 
-    def count(self, ended: Future[Any]) -> None:
+    def add(self, ended: Future[Any]) -> None:
         self.done += bool(ended.result())
 
     def store(self, memory: MemPool, tokens: np.ndarray) -> None:
@@ -200,14 +201,27 @@ class PoolWorld:
         found = node.memory.match(tokens)
         blocks, tokens = [address.block for address in found], tokens[: 4 * len(found)]
         if blocks:
-            terms = {"insert": insert, "tier": Tier.HBM}
+            terms: dict[str, Any] = {"insert": insert, "tier": Tier.HBM}
+            there = self.random.choice([None, *self.held_at(node, other)])
+            if there is not None:
+                blocks, tokens = blocks[: len(there)], tokens[: 4 * len(there)]
+                chosen = there[: len(blocks)]
+                terms |= {"dst_blocks": tuple(each.block for each in chosen), "dst_tier": chosen[0].tier}
+                self.chosen += insert
             machine, empty = node.machine, tokens[:0]
-            node.call(
-                lambda now: machine.start_offer(
-                    self.waiter(), machine.known(other), blocks, now, tokens if insert else empty, **terms
+            self.count(
+                node.call(
+                    lambda now: machine.start_offer(
+                        machine.known(other), blocks, now, tokens if insert else empty, **terms
+                    )
                 )
             )
         node.memory.free_mem(found)
+
+    def held_at(self, node: PoolNode, other: str) -> list[list[Address]]:
+        """What ``node`` has allocated at ``other``, call by call."""
+        generation = self.network.nodes[other].peer.generation
+        return [held for held in node.held if held and held[0].generation == generation]
 
     def free(self, node: PoolNode, addresses: list[Address]) -> None:
         for address in addresses:
@@ -271,4 +285,62 @@ def test_random_histories(first: int) -> None:
     for world in worlds:
         world.run()
     assert sum(world.verified for world in worlds) > 200 and sum(world.done for world in worlds) > 100
+    assert sum(world.chosen for world in worlds) > 50
     assert sum(world.rebirths for world in worlds) > 0  # else nobody was ever taken to be gone
+
+
+# -- the group, one event at a time
+
+
+def told(name: str, generation: int = 1) -> PeerInfo:
+    return PeerInfo(Peer(name, generation), Role.STORE, f"virtual://{name}", "n", GEOMETRY, 4, 0, 0, True)
+
+
+A, B = told("a"), told("b")
+GREETING, BEAT = Send(Peer("b", 0), PeerJoined(A)), Send(B.peer, Heartbeat(Load()))
+
+
+def test_a_group_greets_until_it_is_answered_and_then_sends_heartbeats() -> None:
+    group = PeerGroup(A, silent_ns=50 * MS)
+    assert group.handle(MeetAsked(B), 0) == [MeetPeer(B), GREETING, GREETING]  # the first beat is due at once
+    assert group.handle(ClockTicked(), 9 * MS) == [] and group.next_deadline_ns == 10 * MS
+    assert group.handle(ClockTicked(), 10 * MS) == [GREETING] and not group.has_answered("b")
+    free = MessageArrived(B.peer, Free("x"))
+    assert group.handle(free, 12 * MS) == [Deliver(B.peer, Free("x"))] and group.has_answered("b")
+    assert group.handle(ClockTicked(), 20 * MS) == [BEAT]
+    assert group.handle(MessageArrived(B.peer, Leave()), 21 * MS) == [PartFromPeer(B.peer)]
+    assert group.peers() == [] and group.next_deadline_ns is None
+
+
+def test_a_silent_peer_is_lost_and_expelled_when_it_speaks_unless_this_process_was_stopped() -> None:
+    group = PeerGroup(A, silent_ns=50 * MS)
+    group.handle(MeetAsked(B), 0)
+    group.handle(MessageArrived(B.peer, Heartbeat(Load())), MS)
+    assert group.handle(ClockTicked(), 500 * MS) == [BEAT]  # it was stopped, and could hear no peer
+    for at in (510, 520, 530, 540, 550):
+        assert group.handle(ClockTicked(), at * MS) == [BEAT]
+    assert group.handle(ClockTicked(), 560 * MS) == [PartFromPeer(B.peer)]
+    [expelled] = group.handle(MessageArrived(B.peer, Heartbeat(Load())), 561 * MS)
+    assert expelled.to == B.peer and isinstance(expelled.message, Expelled)
+    assert group.handle(MessageArrived(B.peer, PeerJoined(B)), 562 * MS) == [expelled]  # what it promised is void
+    again = told("b", 2)
+    joined = MessageArrived(again.peer, PeerJoined(again))
+    assert group.handle(joined, 563 * MS)[0] == MeetPeer(again) and group.find("b") == again.peer
+
+
+def test_an_expelled_process_starts_over_and_greets_all_peers_again() -> None:
+    group, c = PeerGroup(A, silent_ns=50 * MS), told("c")
+    for info in (B, c):
+        group.handle(MeetAsked(info), 0)
+        group.handle(MessageArrived(info.peer, Heartbeat(Load())), MS)
+    order = BecomeNew(B.peer, "silent", 2)
+    assert group.handle(MessageArrived(B.peer, Expelled("silent")), 2 * MS) == [order]
+    assert group.handle(MessageArrived(c.peer, Free("x")), 3 * MS) == []  # said to the incarnation that ends
+    new = told("a", 2)
+    parted, met = group.handle(Reborn(new), 4 * MS)[:2], group.handle(ClockTicked(), 5 * MS)
+    assert parted == [PartFromPeer(B.peer), PartFromPeer(c.peer)] and met == []
+    assert group.peers() == [B.peer, c.peer] and not group.has_answered("b") and not group.has_answered("c")
+    assert group.handle(PartAsked(B.peer), 6 * MS) == [PartFromPeer(B.peer), Send(B.peer, Leave())]
+    assert group.handle(MessageArrived(B.peer, Free("x")), 7 * MS) == [Send(B.peer, Leave())]  # left, not lost
+    assert group.handle(MeetAsked(B), 8 * MS) == [BecomeNew(B.peer, "b was lost here, and is to be met again", 3)]
+    assert MeetPeer(B) in group.handle(Reborn(told("a", 3)), 8 * MS)

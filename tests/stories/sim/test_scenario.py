@@ -53,7 +53,7 @@ def test_memory_says_no_before_anything_is_sent():
     answers, world = play(CASES[3])
     assert [bool(answer.rejected) for answer in answers] == [False, False, True, False]
     assert answers[2].rejected == "it needs 63 blocks of KV memory, no instance has more than 31"
-    assert world.gate().rejected == {"memory": 1} and world.router.machine.stats().counters.dispatches == 3
+    assert world.admission().rejected == {"memory": 1} and world.router.machine.stats().counters.dispatches == 3
 
 
 def test_pressure_evicts_once_for_each_that_needs_it():
@@ -65,7 +65,7 @@ def test_pressure_evicts_once_for_each_that_needs_it():
     evicted, cached = [], []
     for ask in case.asks:
         world.wait_for([world.ask(ask)])
-        evicted.append(world.gate().evictions)
+        evicted.append(world.admission().evictions)
         cached.append(next(t for t in world.instance.machine.pool.report().tiers if t.tier is Tier.HBM).blocks_used)
     assert evicted == [0, 0, 1, 2]
     computed = [-(-(ask.prompt_tokens + ask.output_tokens) // BLOCK_TOKENS) for ask in (*case.before, *case.asks)]

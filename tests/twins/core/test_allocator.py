@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memserve._core import BlockAllocator
 from memserve.errors import InvariantError
-from memserve.mempool.report import PoolReport, TierReport
+from memserve.mempool.events import PoolReport, TierReport
 from memserve.types import Tier
 
 

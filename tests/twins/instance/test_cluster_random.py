@@ -45,7 +45,7 @@ class Life:
         self.fleet = Fleet(**self.configs)
         self.loss = random.choice([0.0, 0.0, 0.02, 0.1])
         self.fleet.lose = lambda sender, to, message: (
-            random.random() < self.loss and type(message).__name__ not in ("Welcome", "PeerGone")
+            random.random() < self.loss and type(message).__name__ not in ("JoinAccepted", "PeerGone")
         )
         faulty = random.random() < 0.7
         self.rules = [self.submit] * 6 + [self.go_on] * 10 + [self.run_dry, self.cancel, self.pin, self.stop]

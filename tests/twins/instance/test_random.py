@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from instance_world import VOCAB, World, config, request
 from memserve.instance.events import ClockTicked, RequestCancelled, SequenceStopped
-from memserve.policy.preemption import PreemptionCosts
+from memserve.policy.reuse import PreemptionCosts
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
 

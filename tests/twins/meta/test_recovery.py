@@ -33,6 +33,7 @@ from memserve.messages import (
     Expelled,
     Heartbeat,
     Join,
+    JoinAccepted,
     KvChange,
     KvEvents,
     KvSnapshot,
@@ -41,13 +42,13 @@ from memserve.messages import (
     Peer,
     PeerGone,
     Pin,
-    Recall,
     Refused,
+    RejoinRequest,
     Tokens,
-    Welcome,
 )
-from memserve.meta.book import Book
-from memserve.remembered import MemberGone, RouterStarted
+from memserve.meta.state import MetadataState
+from memserve.metadata import EntryUsed, MemberGone, RouterStarted
+from memserve.policy.ledger import Need
 from memserve.types import Admission, FinishReason, Request, SamplingParams, StopParams, Tier, TokenOutput
 from memserve.units import NS_PER_MS, NS_PER_S
 from meta_records import identities, info
@@ -57,16 +58,16 @@ PROMPT = np.arange(1, 18, dtype=np.int32)  # four whole blocks, and a token
 
 
 class World:
-    """A router, and the book of what it asked its host to keep."""
+    """A router, and the state of what it asked its host to keep."""
 
     config = CONFIG
 
-    def __init__(self, book: Book | None = None, generation: int = 1, now: int = 0) -> None:
-        self.me, self.now, self.book = Peer("router", generation), now, book or Book()
+    def __init__(self, state: MetadataState | None = None, generation: int = 1, now: int = 0) -> None:
+        self.me, self.now, self.state = Peer("router", generation), now, state or MetadataState()
         self.machine = Cluster(self.config, remembers=True)
         self.sent: list[Send] = []
         self.order: list[str] = []
-        self.handle(StateRecovered(self.book.remembered(0), self.me, f"tcp://r:{generation}"))
+        self.handle(StateRecovered(self.state.recovered(0), self.me, f"tcp://r:{generation}"))
 
     def handle(self, event: Any, after_ns: int = 0) -> list[Send]:
         self.now += after_ns
@@ -76,7 +77,7 @@ class World:
                 continue  # for operators: it waits for nothing, and nothing waits for it
             self.order.append(type(action).__name__)
             if isinstance(action, Remember | Note):
-                self.book.apply(action.records)
+                self.state.apply(action.records)
             elif isinstance(action, Send):
                 self.sent.append(action)
         self.machine.check_invariants()
@@ -89,9 +90,9 @@ class World:
         return [send for send in self.sent if isinstance(send.message, kind)]
 
     def successor(self, downtime_ns: int = 0) -> Self:
-        """The router is killed; the next one finds the book."""
-        found = Book()
-        found.apply(self.book.records())
+        """The router is killed; the next one finds the state."""
+        found = MetadataState()
+        found.apply(self.state.records())
         return type(self)(found, self.me.generation + 1, self.now + downtime_ns)
 
     def ask(self, name: str, session: str = "") -> Peer | None:
@@ -123,8 +124,8 @@ class World:
         }
 
     def kept(self) -> dict[str, Any]:
-        """What the book knows."""
-        found = self.book.remembered(0)
+        """What the state knows."""
+        found = self.state.recovered(0)
         members = [
             (member.info, member.is_draining, member.next_event, as_set(member.hbm), as_set(member.dram))
             for member in found.members
@@ -177,11 +178,11 @@ def test_what_must_be_durable_stands_before_what_is_said(world: World) -> None:
 def test_the_first_decision_of_the_next_router_goes_by_the_recovered_entries(world: World) -> None:
     assert world.ask("before") == P2
     after = world.successor()
-    assert {send.to for send in after.told(Recall)} == {P1, P2}
-    assert all(send.message.address == "tcp://r:2" for send in after.told(Recall))
+    assert {send.to for send in after.told(RejoinRequest)} == {P1, P2}
+    assert all(send.message.address == "tcp://r:2" for send in after.told(RejoinRequest))
     assert after.ask("early") is None  # nobody has answered yet: it waits
     after.hear(P2, Join(info(P2)))
-    assert after.told(Welcome)[0].to == P2 and after.told(Dispatch)[0].to == P2
+    assert after.told(JoinAccepted)[0].to == P2 and after.told(Dispatch)[0].to == P2
     after.hear(P1, Join(info(P1)))
     assert after.ask("later") == P2, "no snapshot has come, and the entries are known"
     stats = after.machine.stats()
@@ -222,9 +223,9 @@ def test_who_does_not_answer_is_gone_and_stays_gone(world: World) -> None:
     for _ in range(3):
         after.hear(P1, Heartbeat(Load()), after_ns=NS_PER_S)
     assert [view.peer for view in after.machine.instances()] == [P1]
-    assert MemberGone(P2) in list(after.book.records())
+    assert MemberGone(P2) in list(after.state.records())
     again = after.successor()
-    assert {send.to for send in again.told(Recall)} == {P1}
+    assert {send.to for send in again.told(RejoinRequest)} == {P1}
     assert isinstance(again.hear(P2, Join(info(P2)))[0].message, Expelled)
 
 
@@ -232,8 +233,10 @@ def test_a_lost_recall_is_repeated_at_the_next_sign_of_life(world: World) -> Non
     after = world.successor()
     for _ in range(2):
         [answer] = after.hear(P1, Heartbeat(Load()), after_ns=100 * NS_PER_MS)
-        assert answer == Send(P1, Recall("tcp://r:2"))
-    assert after.hear(P1, stored(0, identities(1)))[0].message == Recall("tcp://r:2"), "old news: nothing is applied"
+        assert answer == Send(P1, RejoinRequest("tcp://r:2"))
+    assert after.hear(P1, stored(0, identities(1)))[0].message == RejoinRequest("tcp://r:2"), (
+        "old news: nothing is applied"
+    )
 
 
 def test_whoever_was_draining_goes_on_draining(world: World) -> None:
@@ -261,7 +264,7 @@ def test_sessions_and_handles_find_their_places_again(world: World) -> None:
 def test_handles_that_have_expired_meanwhile_are_forgotten(world: World) -> None:
     world.handle(PrefixPinned("s", "", PROMPT, NS_PER_S))
     after = world.successor(downtime_ns=2 * NS_PER_S)
-    assert not after.machine.handles() and not after.book.handles
+    assert not after.machine.handles() and not after.state.handles
 
 
 def test_a_cluster_of_another_model_is_not_kept_out_by_shadows(world: World) -> None:
@@ -273,11 +276,36 @@ def test_a_cluster_of_another_model_is_not_kept_out_by_shadows(world: World) -> 
 
 def test_every_router_has_a_higher_generation_on_record(world: World) -> None:
     after = world.successor()
-    assert after.book.router == Peer("router", 2) and after.order[0] == "Remember"
-    assert next(after.book.records()) == RouterStarted(Peer("router", 2), "tcp://r:2")
+    assert after.state.router == Peer("router", 2) and after.order[0] == "Remember"
+    assert next(after.state.records()) == RouterStarted(Peer("router", 2), "tcp://r:2")
 
 
-# -- at random: the book is the machine's twin
+class KeepingWorld(World):
+    """Of what has ended one request may be evicted for a newcomer, for a minute."""
+
+    config = replace(CONFIG, admission=AdmissionConfig(Admission.MEMORY, evictions_max=1, output_tokens_max=0))
+
+
+def test_what_was_used_last_is_evicted_last_by_the_next_router() -> None:
+    """The times of recovered entries: they count as used for a minute from their last use, and go in that order."""
+    world = KeepingWorld()
+    world.hear(P1, Join(info(P1)))
+    for first in range(3):  # the first two blocks are created at 0 s and 10 s, the third one in DRAM
+        world.hear(P1, stored(first, world.blocks()[first], tier=Tier(first // 2)), after_ns=first and 10 * NS_PER_S)
+    world.state.apply([EntryUsed(P1, world.blocks()[0], world.now)])  # at 20 s
+    after = world.successor(downtime_ns=5 * NS_PER_S)
+    after.hear(P1, Join(info(P1)))
+    ledger = after.machine._lifecycle.admission.memory.ledger
+    kept_last, used_last = ledger.inactive(0)
+    total = int(ledger.blocks_total(np.array([0]))[0])
+    assert ledger.blocks_free(0) == total - 2
+    assert ledger.relieve(Need(total - 1), [0], 1).evicted == (kept_last,), "used at 10 s"
+    for after_ns, free in ((54 * NS_PER_S, 1), (2 * NS_PER_S, 0)):  # until 79 s, and 81 s
+        after.hear(P1, Heartbeat(Load()), after_ns=after_ns)
+        assert ledger.blocks_free(0) == total - free and list(ledger.inactive(0)) == [used_last][:free]
+
+
+# -- at random: the state is the machine's twin
 
 
 class Index:

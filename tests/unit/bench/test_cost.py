@@ -20,9 +20,7 @@ from memserve.cli.main import run
 from memserve.errors import UserError
 from memserve.instance.actions import StepPlan
 from memserve.instance.events import StepFinished
-from memserve.policy.costs import CostModel
-from memserve.policy.curves import attended_pairs
-from memserve.policy.fit import Sample
+from memserve.policy.costs import CostModel, Sample, attended_pairs
 from memserve.runtime.profile import StepProfiler, all_rounds, fit_profile, prefill_grid
 from memserve.runtime.profile_store import load_profile
 from memserve.types import KVGeometry

@@ -9,11 +9,12 @@ import pytest
 from memserve.cli import cluster
 from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, shape_text
 from memserve.cli.main import command_line
-from memserve.cli.options import engine_flags, split_address
-from memserve.config import ClusterConfig, EngineOptions
+from memserve.cli.options import split_address
+from memserve.config import ClusterConfig, EngineOptions, SchedulerConfig
 from memserve.errors import UserError
 from memserve.model.loading.sources import weight_bytes
-from memserve.policy.shape import Machine, Shape, choose_shape
+from memserve.options import command_line_of
+from memserve.policy.capacity import Machine, Shape, choose_shape
 from memserve.runtime import memory
 from memserve.types import Caching, Role
 from memserve.units import GIB
@@ -112,16 +113,15 @@ def test_who_caches_at_which_level(caching: Caching, caches: list[Role]) -> None
 
 
 def test_children_are_given_the_same_engine_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``engine_flags`` writes, ``memserve instance`` must read as the same options."""
+    """What ``command_line_of`` writes, ``memserve instance`` must read as the same options."""
     options = EngineOptions(
         model="m", dtype="float16", device="cpu", kv_memory_bytes=5120, dram_memory_bytes=7168, caching=False,
-        max_running=3, max_step_tokens=5, prefill_chunk_tokens=4, max_waiting=6, steps_in_flight=1, preemption="swap",
-        max_model_tokens=9, block_tokens=16, threads=1,
+        scheduler=SchedulerConfig(3, 5, 4, 6, 1, "swap"), max_model_tokens=9, block_tokens=16, threads=1,
     )  # fmt: skip
-    assert engine_flags(EngineOptions()) == ()
+    assert command_line_of(EngineOptions()) == ()
     seen: list[EngineOptions] = []
     monkeypatch.setattr("memserve.cli.instance._run_supervised", lambda options, *rest: seen.append(options))
-    command_line()(["instance", "--join", "h:1", "--supervised", *engine_flags(options)], standalone_mode=False)
+    command_line()(["instance", "--join", "h:1", "--supervised", *command_line_of(options)], standalone_mode=False)
     assert seen == [options]
 
 

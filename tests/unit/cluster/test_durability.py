@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import Note, Remember
+from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.messages import Leave, Peer
-from memserve.remembered import HandleDropped
+from memserve.metadata import HandleDropped
 from memserve.serving import EmitTokens, Send
 
 A, B = Peer("a", 1), Peer("b", 1)

@@ -27,7 +27,7 @@ def gated(*instances, mode=Admission.BOUNDED, active_max=None, policy="least-loa
 
 
 def gate_of(world):
-    return world.cluster.stats().gate
+    return world.cluster.stats().admission
 
 
 def running(world, name) -> list[str]:
@@ -74,7 +74,7 @@ def test_who_waits_too_long_is_told_when_to_come_again():
     assert client.rejected is None
     world.wait(1)
     assert client.rejected.overloaded and client.rejected.retry_after_s >= 1
-    assert "not let in within 3 s: 1 requests are active" in client.rejected.reason
+    assert "not admitted within 3 s: 1 requests are active" in client.rejected.reason
     assert gate_of(world).rejected == {"wait": 1}
     world.run()
 
@@ -227,7 +227,7 @@ def test_a_pair_needs_room_at_both_ends():
     world = gated(("p", P), ("d", D), mode=Admission.MEMORY, caching=Caching.PD_CACHING_1)
     first = world.ask(a_request("first", [1] * 120, max_tokens=40))  # 30 blocks at p, 40 at d
     world.ask(a_request("second", [2] * 120, max_tokens=40))
-    memory = world.cluster._lifecycle.gate.memory
+    memory = world.cluster._lifecycle.admission.memory
     numbers = [world.cluster._registry.named(name).number for name in "pd"]
     assert [64 - memory.ledger.blocks_free(number) for number in numbers] == [30, 40]
     world.step("p")
@@ -281,11 +281,11 @@ def test_the_oldest_that_has_ended_goes_first_and_one_newcomer_takes_so_many():
     for name, tokens in (("old", 100), ("new", 60)):
         world.ask(a_request(name, [len(name)] * tokens))
         world.run()
-    memory = world.cluster._lifecycle.gate.memory
+    memory = world.cluster._lifecycle.admission.memory
     assert memory.ledger.blocks_free(0) == 64 - 25 - 15 and gate_of(world).evictions == 0
     world.ask(a_request("active", [9] * 80, max_tokens=50))
     world.ask(a_request("newcomer", [8] * 100, max_tokens=50))
-    assert gate_of(world).evictions == 1 and list(memory.pressure.inactive(0)) == ["new#2"]
+    assert gate_of(world).evictions == 1 and list(memory.ledger.inactive(0)) == ["new#2"]
     too_much = world.ask(a_request("too much", [8] * 120))
     assert too_much.rejected is not None and gate_of(world).evictions == 1, "nobody was evicted in vain"
     world.run()
@@ -404,10 +404,10 @@ def test_whoever_is_let_in_leaves_exactly_once_and_nothing_is_held_afterwards(se
     assert gate.admitted == gate.left and gate.active == 0 and gate.waiting == {}
     assert sum(gate.rejected.values()) <= rejected <= len(world.clients)
     assert gate.admitted + sum(gate.rejected.values()) <= len(world.clients)
-    memory = cluster._lifecycle.gate.memory
-    if memory is not None:
+    memory = cluster._lifecycle.admission.memory
+    if memory.is_counting:
         for member in cluster._registry:
-            kept = set(memory.pressure.inactive(member.number))
+            kept = set(memory.ledger.inactive(member.number))
             assert set(memory.ledger.holders(member.number)) == kept
             assert world.config.admission.evictions_max is not None or not kept
     world.check_repeatable()

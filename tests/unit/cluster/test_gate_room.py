@@ -7,9 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_gate import Crowded, gate_of, gated, running
-from test_stories import cached
 
-from cluster_world import a_request
+from cluster_world import a_request, cached
 from memserve.cluster.events import ClockTicked, PrefixPinned, PrefixUnpinned, RequestArrived
 from memserve.messages import Dispatch, Pin, Pinned, Unpin
 from memserve.serving import Send
@@ -76,7 +75,7 @@ def test_after_any_load_whatever_fits_is_let_in_when_it_was_told_to_come_again(s
 def test_who_comes_with_the_same_prefix_at_the_same_time_brings_it_twice():
     """At the prefill instance it is computed once. The decode instance shares what is there when a handover begins."""
     world = gated(("p", P), ("d", D), mode=Admission.CACHE, caching=Caching.PD_CACHING_2)
-    memory = world.cluster._lifecycle.gate.memory
+    memory = world.cluster._lifecycle.admission.memory
 
     def taken() -> list[int]:
         return [64 - memory.ledger.blocks_free(world.cluster._registry.named(name).number) for name in "pd"]
@@ -112,7 +111,7 @@ def pin(world, tokens=DOCUMENT) -> list:
 
 
 def free(world) -> int:
-    return world.cluster._lifecycle.gate.memory.ledger.blocks_free(0)
+    return world.cluster._lifecycle.admission.memory.ledger.blocks_free(0)
 
 
 def test_what_is_pinned_is_no_room_while_somebody_runs():

@@ -41,8 +41,8 @@ def tokens(attempt: str, offset: int, *new: int, last: bool = False) -> Tokens:
 
 def test_members_join_and_hear_of_each_other() -> None:
     it = Router()
-    it.hears(0, P.peer, Join(P), "Send(p, Welcome)", "ReportMember(JOINED, p, tcp://p)")
-    told = "Send(d, Welcome p)", "Send(p, PeerJoined d)"
+    it.hears(0, P.peer, Join(P), "Send(p, JoinAccepted)", "ReportMember(JOINED, p, tcp://p)")
+    told = "Send(d, JoinAccepted p)", "Send(p, PeerJoined d)"
     it.hears(1, D.peer, Join(D), *told, "ReportMember(JOINED, d, tcp://d)")
 
 

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from memserve import _core
-from memserve.mempool.identity import block_identities, namespace_id
+from memserve.cluster.outbox import Timers
+from memserve.cluster.report import Counters
+from memserve.cluster.trees import Trees
+from memserve.config import ClusterConfig, PoolConfig
+from memserve.mempool.identity import DEFAULT_KEY, block_identities, identity_key, namespace_id
+from memserve.mempool.pool import BlockPool
+from memserve.types import Tier
 
 KEY = bytes(range(16))
 # vectors.h of the reference implementation, vectors_sip128: message = bytes(range(length)), key = bytes(range(16))
@@ -100,3 +106,37 @@ def test_bad_sizes() -> None:
         _core.siphash128(b"short", b"")
     with pytest.raises(ValueError, match="positive"):
         _core.block_identities(KEY, KEY, [1, 2], 0)
+
+
+# -- the key of a cluster
+
+
+def cached_by(secret: str | None) -> bytes:
+    """What an instance tells of a cached prompt of three blocks, where its cluster has this secret."""
+    key = None if secret is None else identity_key(secret)
+    pool = BlockPool(PoolConfig(8, identity_key=key), 4, "model", event_capacity=16)
+    pool.insert("tenant", np.arange(12, dtype=np.int32), pool.allocate(3), 3)
+    cached = pool.cached_identities(Tier.HBM)
+    assert b"".join(name for event in pool.take_events() for name in event.identities) == cached
+    assert cached[-16:] == pool.identity("tenant", np.arange(12, dtype=np.int32))
+    return cached
+
+
+def looked_up_by(secret: str) -> bytes:
+    """What the router of that cluster looks for when the prompt comes again."""
+    trees = Trees(ClusterConfig(), Timers(), Counters(), identity_key(secret))
+    return trees.identities("tenant", "model", np.arange(12, dtype=np.int32), 4)
+
+
+def test_a_cluster_names_blocks_by_its_own_secret() -> None:
+    assert cached_by("ours") == cached_by("ours") == looked_up_by("ours")
+    told = [cached_by("ours"), cached_by("theirs"), cached_by(None)]
+    names = [each[at : at + 16] for each in told for at in range(0, 48, 16)]
+    assert len(set(names)) == 9
+    assert looked_up_by("theirs") == told[1] != looked_up_by("ours")
+
+
+def test_the_key_of_a_cluster_is_no_public_one_and_is_not_shown() -> None:
+    key = identity_key("secret")
+    assert len(key) == 16 and key != DEFAULT_KEY and b"secret" not in key
+    assert "identity_key" not in repr(PoolConfig(8, identity_key=key))

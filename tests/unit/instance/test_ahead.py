@@ -8,9 +8,8 @@ from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.actions import Action, RunStep, StepPlan
 from memserve.instance.events import StepFinished
 from memserve.instance.machine import AHEAD_MAX_NS, Instance
-from memserve.policy.costs import CostModel
-from memserve.policy.curves import PrefillCurve
-from memserve.policy.preemption import PreemptionCosts
+from memserve.policy.costs import CostModel, PrefillCurve
+from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import ClockTicked, RequestArrived
 from memserve.types import Request, SamplingParams, StopParams
 from memserve.units import NS_PER_MS

@@ -34,19 +34,19 @@ from memserve.messages import (
     Cancel,
     Drain,
     Expelled,
-    Heard,
     Heartbeat,
+    HeartbeatAck,
     Join,
+    JoinAccepted,
     Leave,
     Load,
     Peer,
     PeerGone,
     PeerInfo,
     PeerJoined,
-    Recall,
     Refused,
-    Welcome,
-    roll_of,
+    RejoinRequest,
+    members_digest,
 )
 from memserve.serving import ClockTicked, MessageArrived, Send
 from memserve.types import Role
@@ -81,16 +81,16 @@ class Script:
 
     def joins(self, now: int, router: Peer = OLD, *peers: PeerInfo) -> None:
         """It is accepted, and its first heartbeat follows at once."""
-        welcome = Welcome(peers, "a")
+        welcome = JoinAccepted(peers, "a")
         meets = [MeetPeer(info) for info in peers]
         dial, deliver = DialRouter(router, "a"), Deliver(router, welcome)
         self.hears(now, router, welcome, dial, *meets, Joined(), deliver, ReadLoad(with_stats=True))
         self.beats(now, IDLE, ME, *peers)
 
-    def beats(self, now: int, load: Load, *members: PeerInfo, asks: bool = False, then: tuple = ()) -> None:
+    def beats(self, now: int, load: Load, *members: PeerInfo, wants_ack: bool = False, then: tuple = ()) -> None:
         """The load is read, and told."""
-        roll = roll_of(info.peer for info in members)
-        self.at(now, LoadRead(load, 3), Send(ANY_ROUTER, Heartbeat(load, 3, b"", roll, asks)), *then)
+        digest = members_digest(info.peer for info in members)
+        self.at(now, LoadRead(load, 3), Send(ANY_ROUTER, Heartbeat(load, 3, b"", digest, wants_ack)), *then)
 
 
 def test_it_asks_until_it_is_accepted_and_then_beats() -> None:
@@ -108,8 +108,8 @@ def test_it_asks_until_it_is_accepted_and_then_beats() -> None:
     it.hears(37, OLD, PeerJoined(OTHER), MeetPeer(OTHER), Deliver(OLD, PeerJoined(OTHER)))
     assert it.member.knows(OTHER.peer) and not it.member.knows(Peer("c2", 9))
     it.hears(38, OTHER.peer, Cancel("x"), Deliver(OTHER.peer, Cancel("x")))
-    it.hears(39, OLD, Heard())
-    again = Welcome((), "elsewhere")  # it lacks a member, the router has noticed
+    it.hears(39, OLD, HeartbeatAck())
+    again = JoinAccepted((), "elsewhere")  # it lacks a member, the router has noticed
     it.hears(40, OLD, again, DialRouter(OLD, "a"), PartFromPeer(OTHER.peer), Deliver(OLD, again))
 
 
@@ -155,13 +155,13 @@ def test_a_router_that_takes_over_is_joined_and_the_old_one_is_obeyed_no_more() 
     it = Script("a", "b")
     it.joins(5)
     takes_over = Notice("the router at b takes over: joining it")
-    it.hears(6, NEW, Recall("b"), takes_over, DialRouter(ANY_ROUTER, "b"), Send(ANY_ROUTER, Join(ME, "b")))
-    it.hears(7, NEW, Recall("b"))
-    it.hears(8, OLD, Recall("a"))
-    it.hears(9, OLD, Welcome((OTHER,)))
+    it.hears(6, NEW, RejoinRequest("b"), takes_over, DialRouter(ANY_ROUTER, "b"), Send(ANY_ROUTER, Join(ME, "b")))
+    it.hears(7, NEW, RejoinRequest("b"))
+    it.hears(8, OLD, RejoinRequest("a"))
+    it.hears(9, OLD, JoinAccepted((OTHER,)))
     it.hears(10, OLD, Expelled("dead"))
     assert it.member.router is None
-    welcome = Welcome((), "b")
+    welcome = JoinAccepted((), "b")
     it.hears(11, NEW, welcome, DialRouter(NEW, "b"), Joined(), Deliver(NEW, welcome), ReadLoad(with_stats=False))
     assert it.member.router == NEW
 
@@ -184,10 +184,10 @@ def test_a_silent_router_is_asked_then_looked_for_elsewhere_and_found_again() ->
     it = Script("a", "b")
     it.joins(5)
     it.at(30, ClockTicked(), ReadLoad(with_stats=False))
-    it.beats(30, IDLE, ME, asks=True)
+    it.beats(30, IDLE, ME, wants_ack=True)
     gone = Notice("no router is heard: trying b"), DialRouter(ANY_ROUTER, "b")
     it.at(125, ClockTicked(), *gone, ReadLoad(with_stats=True))
-    it.hears(126, OLD, Heard(), DialRouter(OLD, "a"))
+    it.hears(126, OLD, HeartbeatAck(), DialRouter(OLD, "a"))
     assert it.member.addresses.address == it.member.addresses.home == "a"
 
 
@@ -201,7 +201,7 @@ def test_addresses_are_tried_in_turn() -> None:
     them.address = "c"
     them.settle("b")
     assert (them.address, them.home) == ("b", "b")
-    assert not them.turn(310) and them.asks(310), "its own router has longer"
+    assert not them.turn(310) and them.wants_ack(310), "its own router has longer"
     assert them.turn(320) and (them.address, them.home) == ("c", "b")
     them.lead_to("d", 321)
     assert (them.address, them.home, str(them)) == ("d", None, "a, b, d")
@@ -210,16 +210,18 @@ def test_addresses_are_tried_in_turn() -> None:
     them.settle("nowhere")
     assert (them.address, them.home) == ("a", "a"), "an address that was never tried is none"
     alone = RouterAddresses(["a"], CONFIG)
-    assert not alone.turn(10**9) and not alone.asks(10**9)
+    assert not alone.turn(10**9) and not alone.wants_ack(10**9)
 
 
 MESSAGES = st.one_of(
-    st.builds(Welcome, st.lists(st.sampled_from([OTHER, info_of("c2", 2), info_of("c3", 1)]), max_size=2).map(tuple)),
-    st.builds(Recall, st.sampled_from("abz")),
+    st.builds(
+        JoinAccepted, st.lists(st.sampled_from([OTHER, info_of("c2", 2), info_of("c3", 1)]), max_size=2).map(tuple)
+    ),
+    st.builds(RejoinRequest, st.sampled_from("abz")),
     st.builds(PeerJoined, st.sampled_from([OTHER, info_of("c2", 2), ME])),
     st.builds(PeerGone, st.sampled_from([OTHER.peer, Peer("c2", 2)]), st.just("gone")),
     st.builds(Expelled, st.just("silent"), st.integers(0, 20)),
-    st.sampled_from([Heard(), Drain(), Refused("no"), Cancel("x")]),
+    st.sampled_from([HeartbeatAck(), Drain(), Refused("no"), Cancel("x")]),
 )
 
 

@@ -12,8 +12,8 @@ from memserve.errors import InvariantError
 from memserve.instance.beam import BeamSearch, BeamState
 from memserve.instance.sequence import Group
 from memserve.instance.waiting import RankedList
-from memserve.policy.batching import chunk_tokens, context_tokens, headroom_blocks
-from memserve.policy.preemption import PreemptionCosts, PreemptionModel
+from memserve.policy.capacity import chunk_tokens, context_tokens, headroom_blocks
+from memserve.policy.reuse import PreemptionCosts, PreemptionModel
 from memserve.types import FinishReason
 
 # -- policy

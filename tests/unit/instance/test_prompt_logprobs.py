@@ -9,7 +9,7 @@ from memserve.instance.actions import Action, RunStep, StepPlan
 from memserve.instance.events import Event, RequestArrived
 from memserve.instance.machine import Instance
 from memserve.instance.planner import PROMPT_LOGPROBS_MAX
-from memserve.policy.preemption import PreemptionCosts
+from memserve.policy.reuse import PreemptionCosts
 from memserve.sim.fuzz.literal_device import LiteralDevice
 from memserve.types import Request, SamplingParams, StopParams
 

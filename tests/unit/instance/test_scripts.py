@@ -24,13 +24,13 @@ from memserve.messages import (
     Drain,
     Handoff,
     Holder,
+    JoinAccepted,
     Offer,
     Peer,
     PeerGone,
     PeerInfo,
     Ready,
     Release,
-    Welcome,
 )
 from memserve.serving import MessageArrived
 from memserve.sim.fuzz.truth_device import LAYERS
@@ -49,7 +49,7 @@ class Member(Script):
 
     def __init__(self, me: Peer, **sizes) -> None:
         super().__init__(Instance(fleet_config(**sizes), BLOCK, me=me, geometry=GEOMETRY))
-        self.machine.handle(MessageArrived(ROUTER_PEER, Welcome(tuple(info(p) for p in (P, D) if p != me))), 0)
+        self.machine.handle(MessageArrived(ROUTER_PEER, JoinAccepted(tuple(info(p) for p in (P, D) if p != me))), 0)
 
     def hears(self, ms: float, sender: Peer, message: AnyMessage, *wanted: str) -> list:
         return self.at(ms, MessageArrived(sender, message), *wanted)
@@ -158,7 +158,7 @@ def test_a_prefill_instance_hands_over() -> None:
 def test_a_decode_instance_takes_over() -> None:
     """It pulls what is ready, and decodes when it knows the first token: the prompt is not computed again."""
     theirs = Instance(fleet_config(), BLOCK, me=P, geometry=GEOMETRY)
-    theirs.handle(MessageArrived(ROUTER_PEER, Welcome((info(D),))), 0)
+    theirs.handle(MessageArrived(ROUTER_PEER, JoinAccepted((info(D),))), 0)
     offer = offer_in(theirs.handle(MessageArrived(ROUTER_PEER, Dispatch(a_request(), decode_at=D)), 0))
     it = Member(D)
     it.hears(1, P, offer)

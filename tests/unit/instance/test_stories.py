@@ -6,7 +6,7 @@ import pytest
 
 from instance_world import PROMPT, VOCAB, building_worlds, lone_beams, outputs_of, plans_of, request, rows
 from memserve.instance.actions import RejectRequest
-from memserve.policy.preemption import PreemptionCosts
+from memserve.policy.reuse import PreemptionCosts
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason
 

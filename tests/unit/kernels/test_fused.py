@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memserve import _kernels
 from memserve.model.capture import fused
-from memserve.model.capture.fused_linear import ROWS_NATIVE_MAX, PackedLinear
+from memserve.model.linears import ROWS_NATIVE_MAX, PackedLinear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one result, relative

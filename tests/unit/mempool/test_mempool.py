@@ -11,8 +11,7 @@ import pytest
 
 import memserve
 from memserve.errors import UserError
-from memserve.mempool.addresses import Address, Addresses
-from memserve.mempool.mempool import MemPool
+from memserve.mempool.mempool import Address, Addresses, MemPool
 from memserve.types import KVGeometry, Tier
 
 GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, head_dim_k=8, head_dim_v=4, dtype="float32", block_tokens=4)

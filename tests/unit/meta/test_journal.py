@@ -1,4 +1,4 @@
-"""Records, the book that they make, their journal, and what power failures and rotten disks do to it."""
+"""Records, the state that they make, their journal, and what power failures and rotten disks do to it."""
 
 from __future__ import annotations
 
@@ -6,86 +6,123 @@ import random
 from struct import pack_into
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve.errors import UserError
 from memserve.messages import Peer
-from memserve.meta.book import GONE_MAX, Book
-from memserve.meta.entries import tier_of, times_of
-from memserve.meta.faulty import FaultyMedium
 from memserve.meta.journal import JournalWriter, read_journal, records_of
-from memserve.meta.medium import MediumFailed
+from memserve.meta.medium import FaultyMedium, MediumFailed
+from memserve.meta.state import GONE_MAX, MetadataState
 from memserve.meta.store import Store
-from memserve.remembered import AnyRecord, HandlePinned, MemberGone, RouterStarted
-from meta_records import BookTwin, Drawn, info
+from memserve.metadata import AnyRecord, EntriesKept, HandlePinned, MemberEntered, MemberGone, RouterStarted
+from memserve.types import Tier
+from memserve.units import NS_PER_S
+from meta_records import Drawn, StateTwin, info
 
 
-def view_of(book: Book | BookTwin) -> dict[str, Any]:
+def view_of(state: MetadataState | StateTwin) -> dict[str, Any]:
     """All that can be seen of either."""
-    if isinstance(book, BookTwin):
-        members = [(p["info"], p["draining"], p["next"], p["entries"]) for p in book.members.values()]
+    if isinstance(state, StateTwin):
+        members = [(p["info"], p["draining"], p["next"], p["entries"]) for p in state.members.values()]
         return {
-            "router": book.router,
+            "router": state.router,
             "members": members,
-            "gone": book.gone,
-            **book.kept,
-            "order": [*book.kept["session"]],
+            "gone": state.gone,
+            **state.kept,
+            "order": [*state.kept["session"]],
         }
-    book.check_invariants()
+    state.check_invariants()
     members = []
-    for page in book.members.values():
-        entries = {}
-        for key, stamp in page.entries.stamps.items():
-            created, used = times_of(stamp)
-            entries[key] = {"tier": tier_of(stamp), "created": created, "used": used}
-        members.append((page.info, page.is_draining, page.entries.next_event, entries))
+    for member in state.recovered(0).members:
+        entries, names = {}, member.hbm + member.dram
+        for at, (created, used, hits) in enumerate(np.frombuffer(member.history, "<u4").reshape(-1, 3).tolist()):
+            tier = Tier.HBM if 16 * at < len(member.hbm) else Tier.DRAM
+            entries[names[16 * at : 16 * at + 16]] = {"tier": tier, "created": created, "used": used, "hits": hits}
+        members.append((member.info, member.is_draining, member.next_event, entries))
     return {
-        "router": book.router,
+        "router": state.router,
         "members": members,
-        "gone": list(book._gone),
-        "session": {key: record.peers for key, record in book.sessions.items()},
-        "handle": {key: (record.tokens, record.expires_ns) for key, record in book.handles.items()},
-        "document": {key: (record.body, record.expires_unix_ns) for key, record in book.documents.items()},
-        "order": list(book.sessions),
+        "gone": list(state._gone),
+        "session": {key: record.peers for key, record in state.sessions.items()},
+        "handle": {key: (record.tokens, record.expires_ns) for key, record in state.handles.items()},
+        "document": {key: (record.body, record.expires_unix_ns) for key, record in state.documents.items()},
+        "order": list(state.sessions),
     }
 
 
 def folded(records: list[AnyRecord]) -> dict[str, Any]:
-    book = Book()
-    book.apply(records)
-    return view_of(book)
+    state = MetadataState()
+    state.apply(records)
+    return view_of(state)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 120))
 @settings(max_examples=80, deadline=None)
 def test_the_book_is_what_the_records_mean_and_its_checkpoint_says_the_same(seed: int, count: int) -> None:
-    drawn, book, twin = Drawn(seed), Book(), BookTwin()
+    drawn, state, twin = Drawn(seed), MetadataState(), StateTwin()
     for _ in range(count):
         record = drawn.record()
-        book.apply([record])
+        state.apply([record])
         twin.apply(record)
-        assert view_of(book) == view_of(twin)
-    assert folded(list(book.records())) == view_of(twin)
+        assert view_of(state) == view_of(twin)
+    assert folded(list(state.records())) == view_of(twin)
 
 
 def test_what_is_remembered_is_on_the_new_clock_and_by_tier() -> None:
-    drawn, book = Drawn(5), Book()
-    while not (book.handles and book.entries > 4):
-        book.apply([drawn.record()])
-    given_to = book.remembered(1000)
-    assert given_to.entries == book.entries and given_to.router == book.router
-    assert [pin.expires_ns + 1000 for pin in given_to.handles] == [pin.expires_ns for pin in book.handles.values()]
-    for page, member in zip(book.members.values(), given_to.members, strict=True):
-        tiers = [sum(tier_of(stamp) == tier for stamp in page.entries.stamps.values()) for tier in (0, 1)]
-        assert [len(member.hbm) // 16, len(member.dram) // 16] == tiers
+    drawn, state = Drawn(5), MetadataState()
+    while not (state.handles and state.entries > 4):
+        state.apply([drawn.record()])
+    given_to = state.recovered(1000)
+    assert given_to.entries == state.entries and given_to.router == state.router
+    assert [pin.expires_ns + 1000 for pin in given_to.handles] == [pin.expires_ns for pin in state.handles.values()]
+    for page, member in zip(state.members.values(), given_to.members, strict=True):
+        told = np.frombuffer(member.history, "<u4").reshape(-1, 3).tolist()
+        assert len(told) == len(page.entries) == (len(member.hbm) + len(member.dram)) // 16
+        used = [used_s * NS_PER_S - 1000 for _, used_s, _ in told[: len(member.hbm) // 16]]
+        assert [used_ns for used_ns, blocks in member.used for _ in range(blocks)] == used
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=20, deadline=None)
+def test_what_was_cached_comes_back_with_its_history_the_least_recently_used_first(seed: int) -> None:
+    """Through the journal, and through a checkpoint: the next router can evict in the order of use."""
+    drawn, twin, medium = Drawn(seed), StateTwin(), FaultyMedium()
+    store = Store(medium)
+    for _ in range(200):
+        record = drawn.record()
+        store.write([record])
+        twin.apply(record)
+    store.sync()
+    after_replay = Store(medium).state.recovered(0).members
+    store.checkpoint()
+    assert after_replay == Store(medium).state.recovered(0).members
+    for member in after_replay:
+        known = twin.members[member.info.peer.name]["entries"]
+        names = [(member.hbm + member.dram)[at : at + 16] for at in range(0, 16 * len(known), 16)]
+        told = np.frombuffer(member.history, "<u4").reshape(-1, 3).tolist()
+        assert told == [[known[name]["created"], known[name]["used"], known[name]["hits"]] for name in names]
+        in_hbm = len(member.hbm) // 16
+        for tier, part in ((Tier.HBM, names[:in_hbm]), (Tier.DRAM, names[in_hbm:])):
+            assert {known[name]["tier"] for name in part} <= {tier}
+            assert [known[name]["used"] for name in part] == sorted(known[name]["used"] for name in part)
+
+
+def test_a_checkpoint_of_an_older_memserve_without_hits_is_read() -> None:
+    state, peer = MetadataState(), Peer("a", 1)
+    state.apply([MemberEntered(info(peer), 0), EntriesKept(peer, 3, b"x" * 16, bytes(8))])
+    body = msgspec.msgpack.encode([["EntriesKept", ["a", 1], 3, b"y" * 16, bytes(8)]])
+    state.apply(records_of(body))
+    assert state.members["a"].entries.stamps == {b"y" * 16: 0} and not state.members["a"].entries.hits
 
 
 def test_incarnations_that_are_gone_stay_gone_as_far_as_is_kept() -> None:
-    book = Book()
-    book.apply(MemberGone(Peer("a", number)) for number in range(GONE_MAX + 5))
-    assert len(book.remembered(0).gone) == GONE_MAX
+    state = MetadataState()
+    state.apply(MemberGone(Peer("a", number)) for number in range(GONE_MAX + 5))
+    assert len(state.recovered(0).gone) == GONE_MAX
 
 
 def written(seed: int, frames: int) -> tuple[bytes, list[list[AnyRecord]], list[int]]:
@@ -175,7 +212,7 @@ def acknowledged_and_kept(seed: int, *, fsync_lies: bool = False) -> tuple[int, 
             (start, start + rng.randrange(64)) for start in (rng.randint(0, tail) for _ in range(rng.randrange(3)))
         ]
         medium.lose_power(arrived, holes)
-    return acknowledged, records, view_of(Store(medium).book)
+    return acknowledged, records, view_of(Store(medium).state)
 
 
 @pytest.mark.parametrize("block", range(5))
@@ -214,10 +251,10 @@ def test_a_full_disk_breaks_the_store_until_a_checkpoint_gets_through() -> None:
     for attempt in (store.sync, store.checkpoint):
         with pytest.raises(MediumFailed):
             attempt()
-    assert view_of(Store(copy_of(medium)).book) == folded(records[:10])
+    assert view_of(Store(copy_of(medium)).state) == folded(records[:10])
     medium.room_bytes = None
     store.checkpoint()
-    assert not store.is_broken and view_of(Store(medium).book) == folded(records)
+    assert not store.is_broken and view_of(Store(medium).state) == folded(records)
 
 
 def copy_of(other: FaultyMedium) -> FaultyMedium:  # a copy of its bytes
@@ -234,7 +271,7 @@ def test_journals_are_replaced_when_they_have_grown_and_say_the_same() -> None:
         records.append(drawn.record())
         store.write(records[-1:])
     assert store.checkpoints > 2 and store.torn_bytes == 0
-    assert view_of(Store(medium).book) == folded(records)
+    assert view_of(Store(medium).state) == folded(records)
     store.sync()
     syncs = medium.syncs
     store.sync()
@@ -242,8 +279,8 @@ def test_journals_are_replaced_when_they_have_grown_and_say_the_same() -> None:
 
 
 def test_pins_survive_a_change_of_clocks() -> None:
-    book = Book()
-    book.apply([RouterStarted(Peer("router", 1), "", 500), HandlePinned("t", "h", b"", 100)])
-    book.apply([RouterStarted(Peer("router", 2), "", 90), HandlePinned("t", "g", b"", 100)])
-    assert [pin.expires_ns for pin in book.remembered(90).handles] == [510, 100]
+    state = MetadataState()
+    state.apply([RouterStarted(Peer("router", 1), "", 500), HandlePinned("t", "h", b"", 100)])
+    state.apply([RouterStarted(Peer("router", 2), "", 90), HandlePinned("t", "g", b"", 100)])
+    assert [pin.expires_ns for pin in state.recovered(90).handles] == [510, 100]
     assert info(Peer("a", 1)).peer == Peer("a", 1)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from captured_families import VOCAB, tiny
+from memserve.model import linears
 from memserve.model.attention.context import attending
-from memserve.model.capture import fused_linear
 from memserve.model.capture.forward import capture_forward, release_weights
-from memserve.model.capture.fused_linear import ROWS_NATIVE_MAX, bucket_rows, in_bucket
 from memserve.model.forward import EagerForward
+from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows, in_bucket
 from memserve.model.loading.probe import DenseAttention
-from memserve.runtime.threads import PRIMITIVES_MAX
+from memserve.runtime.process import PRIMITIVES_MAX
 
 STEP_TOKENS_MAX = 2048
 LINEARS = (
@@ -91,12 +91,12 @@ def test_a_filled_up_step_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = capture_forward(module)
     assert forward is not None
     rows: set[int] = set()
-    many = fused_linear.PackedLinear._many_rows
+    many = linears.PackedLinear._many_rows
 
     def spy(self: Any, x: torch.Tensor) -> torch.Tensor:
         rows.add(len(x))
         return many(self, x)
 
-    monkeypatch.setattr(fused_linear.PackedLinear, "_many_rows", spy)
+    monkeypatch.setattr(linears.PackedLinear, "_many_rows", spy)
     torch.testing.assert_close(step(forward, 200, 3), expected, atol=1e-3, rtol=1e-3)
     assert rows <= {208}

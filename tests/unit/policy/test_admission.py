@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,14 +14,17 @@ from memserve.policy.admission import (
     RETRY_MAX_S,
     RETRY_MIN_S,
     Crowd,
+    MemoryNeed,
     ServiceTimes,
     cost_tokens,
-    full_need,
-    prompt_need,
-    with_reuse,
+    prompt_blocks,
+    whole_blocks,
 )
-from memserve.types import Admission
+from memserve.policy.ledger import block_names
+from memserve.types import Admission, Role
 from memserve.units import NS_PER_S
+
+NOBODY = np.zeros(0, np.int64)
 
 
 @given(
@@ -37,19 +41,23 @@ def test_the_need_is_what_an_allocator_would_give(prompt, max_tokens, n, unit, c
             block = position // unit
             whole = (block + 1) * unit <= prompt
             blocks.add(("shared", block) if whole and n > 1 else (sequence, block))
-    assert full_need(request, counted, unit, generated).total == len(blocks)
+    assert whole_blocks(request, counted, unit, generated) == len(blocks)
     alone = {position // unit for position in range(prompt + generated)}
-    assert prompt_need(request, unit, generated).total == len(alone)
+    assert prompt_blocks(request, unit, generated) == len(alone)
 
 
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_names_stand_for_the_prompts_whole_blocks(prompt, unit):
+    """At an instance that prefills, and at one that decodes as well; which of them decodes depends on the teams."""
     request = a_request("r", list(range(1, prompt + 1)))
-    identities = b"".join(k.to_bytes(16, "big") for k in range(prompt // unit))
-    need = full_need(request, 4, unit)
-    reusing = with_reuse(need, identities)
-    assert reusing.total == need.total and len(reusing.names) == prompt // unit
-    assert b"".join(reusing.names) == identities
+    names = block_names(b"".join(k.to_bytes(16, "big") for k in range(prompt // unit)))
+    whole, alone = whole_blocks(request, 4, unit), prompt_blocks(request, unit)
+    both = {Role.PREFILL: whole, Role.COLOCATED: whole}
+    for teams in ([], [[(Role.PREFILL, NOBODY)]], [[(Role.PREFILL, NOBODY)], [(Role.DECODE, NOBODY)]]):
+        need = MemoryNeed(alone, both, names, teams, (0, 0, True))
+        assert need.before_handover(Role.COLOCATED).total == whole
+        assert need.before_handover(Role.PREFILL).total == (alone if len(teams) == 2 else whole)
+        assert need.at(Role.PREFILL, decodes=False).names == names and len(names) == prompt // unit
 
 
 def test_the_cost_counts_what_is_read_and_what_may_be_written():

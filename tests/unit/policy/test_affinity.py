@@ -6,14 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster_world import World, a_request
-from memserve.policy.byload import OVERLOAD_FACTOR, OVERLOAD_TOKENS
-from memserve.policy.candidates import Ask, Candidate
-from memserve.policy.costs import CostModel
+from memserve.policy.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate
 from memserve.policy.routing import route
 from memserve.types import Caching, Role
 
 P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
-COSTS = CostModel()
 PROMPT = list(range(1, 21))
 
 
@@ -25,7 +22,7 @@ def some(matched: list[int], work: list[int], role: Role = C) -> list[Candidate]
 
 
 def choice(ask: Ask, candidates: list[Candidate]) -> tuple[int, str]:
-    decided = route("affinity", ask, candidates, COSTS)
+    decided = route("affinity", ask, candidates)
     return decided.first.number, decided.reason
 
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memserve.errors import InvariantError
-from memserve.policy.bestfit import BlockLedger, Need, best_fit, required_blocks
 from memserve.policy.candidates import Ask, Candidate
-from memserve.policy.costs import CostModel
+from memserve.policy.ledger import BlockLedger, Need, best_fit, required_blocks
 from memserve.policy.routing import route
 from memserve.types import Role
 
@@ -102,7 +101,7 @@ def test_as_a_routing_policy_large_holes_stay_for_large_requests():
             Candidate(k, f"i{k}", Role.COLOCATED, room_tokens=r, prefill_tokens=w)
             for k, (r, w) in enumerate(zip(rooms, work, strict=True))
         ]
-        decided = route("best-fit", Ask(prompt), some, CostModel())
+        decided = route("best-fit", Ask(prompt), some)
         assert decided.first.name in decided.reason
         return decided.first.number
 

@@ -6,74 +6,68 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memserve.policy.bestfit import BlockLedger, Need
-from memserve.policy.pressure import Pressure
+from memserve.policy.ledger import BlockLedger, Need
 
 
-def under_pressure(blocks: int, *held: tuple[str, int, bool]) -> tuple[BlockLedger, Pressure]:
+def under_pressure(blocks: int, *held: tuple[str, int, bool]) -> BlockLedger:
     """One node; requests in order of allocation, with their blocks and whether they have ended."""
     ledger = BlockLedger()
-    pressure = Pressure(ledger)
     ledger.enter(0, blocks)
-    ages = {}
     for name, count, _ in held:
-        ages[name] = pressure.age()
         ledger.allocate(name, 0, Need(count))
-    for name, _, ended in reversed(held):  # ended in another order than allocated
+    for age, (name, _, ended) in reversed([*enumerate(held)]):  # ended in another order than allocated
         if ended:
-            pressure.retire(name, 0, ages[name])
-    return ledger, pressure
+            ledger.retire(name, 0, age)
+    return ledger
 
 
 def test_the_example_of_the_source():
     """An active request is skipped, the oldest inactive one goes, and room is there on the second try."""
-    ledger, pressure = under_pressure(30, ("req-1", 10, False), ("req-4", 12, True), ("req-5", 8, True))
-    relief = pressure.relieve(Need(11), [0], 1)
+    ledger = under_pressure(30, ("req-1", 10, False), ("req-4", 12, True), ("req-5", 8, True))
+    relief = ledger.relieve(Need(11), [0], 1)
     assert relief == (0, ("req-4",)) and ledger.blocks_free(0) == 12
-    assert list(ledger.holders(0)) == ["req-1", "req-5"] and pressure.evictions == 1
+    assert list(ledger.holders(0)) == ["req-1", "req-5"] and ledger.evictions == 1
 
 
 def test_rejected_when_one_eviction_is_not_enough_and_nothing_is_lost_for_it():
-    ledger, pressure = under_pressure(30, ("req-4", 12, True), ("req-5", 18, True))
-    assert pressure.relieve(Need(13), [0], 1) is None
-    assert ledger.blocks_free(0) == 0 and pressure.evictions == 0
-    assert pressure.relieve(Need(13), [0], 2).evicted == ("req-4", "req-5")
+    ledger = under_pressure(30, ("req-4", 12, True), ("req-5", 18, True))
+    assert ledger.relieve(Need(13), [0], 1) is None
+    assert ledger.blocks_free(0) == 0 and ledger.evictions == 0
+    assert ledger.relieve(Need(13), [0], 2).evicted == ("req-4", "req-5")
 
 
 def test_stale_entries_are_skipped():
-    """The blocks of a request were freed behind our back: its entry is passed over, and counted."""
-    ledger, pressure = under_pressure(30, ("gone", 10, True), ("old", 10, True), ("new", 10, True))
+    """The blocks of a request that has ended were freed: it is passed over."""
+    ledger = under_pressure(30, ("gone", 10, True), ("old", 10, True), ("new", 10, True))
     ledger.free("gone", 0)
     ledger.allocate("taker", 0, Need(10))
-    assert pressure.relieve(Need(5), [0], 1) == (0, ("old",))
-    assert pressure.stale == 1
+    assert ledger.relieve(Need(5), [0], 1) == (0, ("old",))
+    assert list(ledger.inactive(0)) == ["new"]
 
 
 def test_shared_blocks_are_free_only_when_their_last_holder_goes():
     ledger = BlockLedger()
-    pressure = Pressure(ledger)
     ledger.enter(0, 6)
     for name, need in (("a", Need(1, (b"x", b"y"))), ("b", Need(1, (b"x", b"y"))), ("c", Need(2))):
-        age = pressure.age()
         ledger.allocate(name, 0, need)
-        pressure.retire(name, 0, age)
+        ledger.retire(name, 0, ord(name))
     assert ledger.blocks_free(0) == 0
-    assert pressure.relieve(Need(2), [0], 1) is None, "a alone frees one block"
-    assert pressure.relieve(Need(0, (b"x", b"y", b"z")), [0], 1).evicted == ("a",), "x and y stay, they are needed"
-    assert pressure.relieve(Need(4), [0], 2).evicted == ("b",), "now with b its blocks go"
+    assert ledger.relieve(Need(2), [0], 1) is None, "a alone frees one block"
+    assert ledger.relieve(Need(0, (b"x", b"y", b"z")), [0], 1).evicted == ("a",), "x and y stay, they are needed"
+    assert ledger.relieve(Need(4), [0], 2).evicted == ("b",), "now with b its blocks go"
 
 
 def test_what_ended_long_ago_is_let_go_and_is_no_eviction():
     """Each counts from its own end; an entry that went earlier, or whose node is gone, is not missed."""
-    ledger, pressure = under_pressure(30, ("running", 5, False), ("first", 10, True), ("second", 10, True))
-    assert pressure.let_go(100, kept_ns=50) == 0
-    assert pressure.relieve(Need(10), [0], 1).evicted == ("first",)
+    ledger = under_pressure(30, ("running", 5, False), ("first", 10, True), ("second", 10, True))
+    assert ledger.expire(100, kept_ns=50) == 0
+    assert ledger.relieve(Need(10), [0], 1).evicted == ("first",)
     ledger.allocate("third", 0, Need(10))
-    pressure.retire("third", 0, pressure.age())
-    assert pressure.let_go(120, kept_ns=50) == 0 and pressure.let_go(149, kept_ns=50) == 0
-    assert pressure.let_go(150, kept_ns=50) == 1 and pressure.inactive(0) == ["third"]
-    assert pressure.let_go(170, kept_ns=50) == 1 and ledger.blocks_free(0) == 25
-    assert list(ledger.holders(0)) == ["running"] and pressure.evictions == 1 and pressure.stale == 0
+    ledger.retire("third", 0, 3)
+    assert ledger.expire(120, kept_ns=50) == 0 and ledger.expire(149, kept_ns=50) == 0
+    assert ledger.expire(150, kept_ns=50) == 1 and ledger.inactive(0) == ["third"]
+    assert ledger.expire(170, kept_ns=50) == 1 and ledger.blocks_free(0) == 25
+    assert list(ledger.holders(0)) == ["running"] and ledger.evictions == 1
 
 
 NEEDS = st.builds(
@@ -92,17 +86,16 @@ NEEDS = st.builds(
 def test_it_does_what_trying_one_after_the_other_does(held, need, limit, totals):
     """The twin evicts for real, oldest first, on a copy of each node, until there is room."""
     ledger = BlockLedger()
-    pressure = Pressure(ledger)
     blocks: dict[int, dict[str, set]] = {0: {}, 1: {}}
     inactive: dict[int, list[tuple[int, str]]] = {0: [], 1: []}
     for node, total in enumerate(totals):
         ledger.enter(node, total)
     for k, (node, each, ended) in enumerate(held):
-        name, age = f"r{k}", pressure.age()
+        name, age = f"r{k}", k
         ledger.allocate(name, node, each)
         blocks[node][name] = {*each.names, *((name, i) for i in range(each.blocks))}
         if ended:
-            pressure.retire(name, node, age)
+            ledger.retire(name, node, age)
             inactive[node].append((age, name))
 
     def fits(node: int, without: list[str]) -> bool:
@@ -118,10 +111,9 @@ def test_it_does_what_trying_one_after_the_other_does(held, need, limit, totals)
                     plans.append((count, victims[0][0], node, tuple(name for _, name in victims)))
                 break
     needed = [node for node in (0, 1) if not fits(node, [])]
-    relief = pressure.relieve(need, needed, limit)
+    relief = ledger.relieve(need, needed, limit)
     assert relief == (min(plans)[2:] if plans else None)
     ledger.check_invariants()
-    pressure.check_invariants()
     if relief is not None:
         assert ledger.blocks_left(np.array([relief.node]), need)[0] >= 0
         active = [name for name in blocks[relief.node] if name not in [n for _, n in inactive[relief.node]]]
@@ -136,23 +128,22 @@ def test_it_does_what_trying_one_after_the_other_does(held, need, limit, totals)
 def test_room_is_foretold_for_the_moment_when_it_is_there(held, need, total):
     """The twin lets time pass and looks."""
     ledger = BlockLedger()
-    pressure = Pressure(ledger)
     ledger.enter(0, total)
     now = 0
     for k, (each, pause, ended) in enumerate(held):
         now += pause
         ledger.allocate(f"r{k}", 0, each)
         if ended:
-            pressure.retire(f"r{k}", 0, pressure.age())
-        pressure.let_go(now, kept_ns=100)
+            ledger.retire(f"r{k}", 0, k)
+        ledger.expire(now, kept_ns=100)
 
     def fits() -> bool:
         return bool(ledger.blocks_left(np.array([0]), need)[0] >= 0)
 
-    told, seen = pressure.room_at_ns(need, 0), 0 if fits() else None
+    told, seen = ledger.room_at_ns(need, 0), 0 if fits() else None
     for later in range(now, now + 101):
-        pressure.let_go(later, kept_ns=100)
-        pressure.check_invariants()
+        ledger.expire(later, kept_ns=100)
+        ledger.check_invariants()
         if seen is None and fits():
             seen = later
     assert told == seen

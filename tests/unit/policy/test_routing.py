@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cluster_world import GEOMETRY, World, a_request, info
 from memserve.cluster.events import InstanceDrained, MessageArrived, RequestArrived, Send
@@ -15,11 +18,11 @@ from memserve.cluster.placement import ALL_OF
 from memserve.config import POLICIES, ClusterConfig
 from memserve.mempool.identity import block_identities, namespace_id
 from memserve.messages import Dispatch, Heartbeat, Join, KvChange, KvEvents, Leave, Load, Peer
-from memserve.policy.candidates import Ask, Candidate, Holding
-from memserve.policy.costs import CostModel
-from memserve.policy.routing import OVERLOAD_FACTOR, OVERLOAD_TOKENS, POLICY, route, split
-from memserve.policy.weighing import first_cost, weigh
-from memserve.types import Role, Tier
+from memserve.policy.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate, Holding
+from memserve.policy.costs import CopyCurve, CostModel
+from memserve.policy.reuse import Prefix, decide_batch
+from memserve.policy.routing import POLICY, first_cost, route, split, weigh
+from memserve.types import KVGeometry, Role, Tier
 
 P, D, C, S = Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE
 COSTS = CostModel()
@@ -35,7 +38,7 @@ def some(*roles: Role, **fields) -> list[Candidate]:
 
 
 def choice(policy: str, ask: Ask, candidates: list[Candidate]) -> tuple[int, int | None]:
-    decided = route(policy, ask, candidates, COSTS)
+    decided = route(policy, ask, candidates)
     assert decided is not None and decided.reason
     return decided.first.number, decided.decode_at.number if decided.decode_at else None
 
@@ -63,8 +66,8 @@ def test_roles_stand_in_for_each_other(roles, expected):
 
 
 def test_nobody_is_an_answer():
-    assert route("cost", ASK, [], COSTS) is None
-    assert route("cost", ASK, some(P, D, takes_requests=[False, False]), COSTS) is None
+    assert route("cost", ASK, []) is None
+    assert route("cost", ASK, some(P, D, takes_requests=[False, False])) is None
 
 
 # -- each policy
@@ -96,14 +99,14 @@ def test_a_session_stays_unless_its_instance_is_overloaded():
 def test_the_prompt_tree_takes_the_longest_prefix():
     candidates = some(P, P, D, D, matched_tokens=[64, 96, 32, 0], prefill_tokens=[0, 900, 0, 0])
     assert choice("prompt-tree", ASK, candidates) == (1, 2)
-    decided = route("prompt-tree", ASK, candidates, COSTS)
+    decided = route("prompt-tree", ASK, candidates)
     assert "96 of 1000 tokens" in decided.reason
 
 
 def test_the_prompt_tree_does_not_queue_behind_a_crowd_and_says_so():
     candidates = some(P, P, P, matched_tokens=[900, 64, 0], prefill_tokens=[90_000, 100, 0])
     assert choice("prompt-tree", ASK, candidates) == (1, None)
-    assert "i0 has 900, but 90000 tokens of work" in route("prompt-tree", ASK, candidates, COSTS).reason
+    assert "i0 has 900, but 90000 tokens of work" in route("prompt-tree", ASK, candidates).reason
 
 
 def test_cost_weighs_the_queue_against_the_prefix():
@@ -128,6 +131,37 @@ def test_cost_avoids_the_network_when_it_can():
     assert choice("cost", ask, candidates) == (1, 2)
 
 
+SLOW, NEAR = COSTS.scaled(10.0), CopyCurve(1000.0, 0.0, 0.0)
+
+
+def test_cost_knows_each_instance_by_its_own_profile():
+    """A slow machine computes no long prompt, unless the quick one has far more to do; and the machine that pulls is
+    the one whose link counts."""
+    assert choice("cost", ASK, some(C, C, costs=[SLOW, COSTS])) == (1, None)
+    assert choice("cost", ASK, some(C, C, costs=[SLOW, COSTS], prefill_tokens=[0, 100_000])) == (0, None)
+    assert choice("cost", ASK, some(P, P, D, D, costs=[SLOW, COSTS, COSTS, replace(COSTS, same_host=NEAR)],
+                                    host_id=["h", "h", "h", "h"])) == (1, 3)  # fmt: skip
+
+
+def test_cost_prices_transfers_as_instances_do():
+    """In whole blocks, each with the price of its pieces: as :func:`decide_batch` has it for the fetch."""
+    geometry = KVGeometry(4, 2, 16, 16, "float32", block_tokens=8)
+    costs = replace(COSTS, same_host=CopyCurve(1000.0, 100.0, 0.001), swap_in=CopyCurve(500.0, 50.0, 0.001))
+    ask = Ask(
+        1000, token_bytes=geometry.token_bytes, block_tokens=8, holdings=(Holding(9, 800, "h"),),
+        handoff_pieces=geometry.num_layers,
+    )  # fmt: skip
+    (first,) = some(P, host_id=["h"], matched_tokens=[160], dram_tokens=[80], costs=[costs])
+    (decided,) = decide_batch(costs, geometry, [Prefix(1000, 80, 80, 640)])
+    found = first_cost(ask, first)
+    assert (found.fetch_ns, found.swap_ns) == (decided.chosen.wait_ns, decided.chosen.swap_ns)
+    assert found.total_ns == decided.expected_ns
+    assert found.fetch_ns == costs.same_host.ns(80 * geometry.block_bytes, 80)
+    (decoder,) = some(D, host_id=["h"], matched_tokens=[160], costs=[costs])
+    (pair,) = weigh(ask, [first], [decoder])
+    assert pair.transfer_ns == costs.same_host.ns(105 * geometry.block_bytes, 105 * 4)  # 840 tokens, page by page
+
+
 def test_cost_does_not_decode_where_there_is_no_room():
     assert choice("cost", ASK, some(P, D, D, room_tokens=[9999, 10, 9999])) == (0, 2)
 
@@ -137,7 +171,7 @@ def test_what_is_fetched_comes_beside_the_queue():
     ask = Ask(8000, token_bytes=10_000, holdings=(Holding(9, 7000, "h"),))
     idle, busy = some(C, C, host_id=["h", "h"], prefill_tokens=[0, 4000])
     for candidate in (idle, busy):
-        cost = first_cost(ask, candidate, COSTS)
+        cost = first_cost(ask, candidate)
         assert cost.reused_tokens == 7000 and cost.fetch_ns > 0
         assert cost.total_ns == max(cost.queue_ns, cost.fetch_ns) + cost.prefill_ns
 
@@ -147,16 +181,16 @@ def test_a_fetch_waits_for_no_step_but_what_it_brings_does():
     ask = Ask(8000, token_bytes=10_000, holdings=(Holding(9, 7000, "h"),))
     (busy,) = some(C, host_id=["h"], sequences=[8], context_tokens=[8000])
     step_ns = COSTS.decode_step_ns(8, 8000)
-    cost = first_cost(ask, busy, COSTS)
+    cost = first_cost(ask, busy)
     assert (cost.reused_tokens, cost.queue_ns) == (7000, step_ns)
     assert cost.total_ns == cost.fetch_ns + step_ns + cost.prefill_ns
     few = Ask(1000, token_bytes=10_000, holdings=(Holding(9, 8, "h"),))
-    assert first_cost(few, busy, COSTS).fetch_ns == 0, "8 tokens are not worth a transfer"
+    assert first_cost(few, busy).fetch_ns == 0, "8 tokens are not worth a transfer"
 
 
 def test_one_token_is_always_computed():
     (candidate,) = some(C, matched_tokens=[1000])
-    assert first_cost(ASK, candidate, COSTS).reused_tokens == 999
+    assert first_cost(ASK, candidate).reused_tokens == 999
 
 
 # -- any candidates
@@ -194,7 +228,7 @@ def situations(draw) -> tuple[Ask, list[Candidate]]:
 @given(situations(), st.sampled_from(POLICIES))
 def test_only_those_who_take_requests_are_chosen_and_somebody_is(situation, policy):
     ask, candidates = situation
-    decided = route(policy, ask, candidates, COSTS)
+    decided = route(policy, ask, candidates)
     able = [c for c in candidates if c.takes_requests and c.role is not S]
     assert (decided is None) == (not able)
     if decided is None:
@@ -205,13 +239,13 @@ def test_only_those_who_take_requests_are_chosen_and_somebody_is(situation, poli
         assert (decided.first.role, decided.decode_at.role) == (P, D)
     elif decided.first.role is not C:
         assert not ({P, D} <= {c.role for c in able}), "a pair was there"
-    assert decided == route(policy, ask, list(reversed(candidates)), COSTS), "the order of candidates is nothing"
+    assert decided == route(policy, ask, list(reversed(candidates))), "the order of candidates is nothing"
 
 
 @given(situations())
 def test_the_prompt_tree_takes_the_longest_of_those_not_overloaded(situation):
     ask, candidates = situation
-    decided = route("prompt-tree", ask, candidates, COSTS)
+    decided = route("prompt-tree", ask, candidates)
     if decided is None:
         return
     first, decoders = split(candidates)
@@ -228,13 +262,11 @@ def test_the_prompt_tree_takes_the_longest_of_those_not_overloaded(situation):
 @given(situations())
 def test_cost_is_never_worse_than_its_own_alternatives(situation):
     ask, candidates = situation
-    decided = route("cost", ask, candidates, COSTS)
+    decided = route("cost", ask, candidates)
     if decided is None:
         return
     first, decoders = split(candidates)
-    weighed = {
-        (w.first.number, w.decode_at and w.decode_at.number): w.total_ns for w in weigh(ask, first, decoders, COSTS)
-    }
+    weighed = {(w.first.number, w.decode_at and w.decode_at.number): w.total_ns for w in weigh(ask, first, decoders)}
     pairs = sum(len(decoders) if c.role is P and decoders else 1 for c in first)
     assert len(weighed) == pairs, "every possibility is weighed"
     chosen = weighed[decided.first.number, decided.decode_at and decided.decode_at.number]
@@ -248,21 +280,26 @@ def test_less_to_do_never_makes_an_instance_dearer(situation, which):
         idle = Candidate(
             candidate.number, candidate.name, candidate.role, candidate.host_id, matched_tokens=ask.prompt_tokens
         )
-        assert first_cost(ask, idle, COSTS).total_ns <= first_cost(ask, candidate, COSTS).total_ns
+        assert first_cost(ask, idle).total_ns <= first_cost(ask, candidate).total_ns
 
 
 # -- many instances: what is looked at is enough
 
 
+PROFILES = replace(COSTS, machine="quick"), replace(SLOW, machine="slow")
+
+
 def crowd(policy: str, seed: int, prompt: list[int]) -> Cluster:
-    """Forty busy instances of three roles, some of which have some of ``prompt``."""
+    """Forty busy instances of three roles and two kinds of machines, some of which have some of ``prompt``."""
     rng = np.random.default_rng(seed)
-    cluster = Cluster(ClusterConfig(policy=policy), COSTS)
+    cluster = Cluster(ClusterConfig(policy=policy))
     names = block_identities(namespace_id("", "ns"), a_request("", prompt).prompt, GEOMETRY.block_tokens)
     for k in range(40):
         peer = Peer(f"i{k}", 1)
         prefill, context = rng.integers(0, 30_000, 2).tolist()
-        said = [Join(info(peer.name, (P, D, C)[k % 3])), Heartbeat(Load(0, k % 5, prefill, context, 1 << 20))]
+        machine = structs.replace(info(peer.name, (P, D, C)[k % 3]), costs=PROFILES[k % 2].encode())
+        room = (1 << 20) if policy != "best-fit" else int(rng.integers(0, 40))
+        said = [Join(machine), Heartbeat(Load(0, k % 5, prefill, context, room))]
         if rng.random() < 0.5:
             change = KvChange("stored", Tier(k % 2), b"".join(names[: int(rng.integers(1, len(names) + 1))]))
             said.append(KvEvents(0, (change,)))
@@ -292,12 +329,12 @@ def everybody(cluster: Cluster, prompt: list[int]) -> list[Candidate]:
         dumped[number] = Candidate(
             number, view.peer.name, view.role, view.host_id, view.state == "live", load.prefill_tokens_queued,
             load.sequences_running, load.context_tokens_running, load.hbm_blocks_available * GEOMETRY.block_tokens,
-            depth * GEOMETRY.block_tokens, dram * GEOMETRY.block_tokens,
+            depth * GEOMETRY.block_tokens, dram * GEOMETRY.block_tokens, PROFILES[int(view.peer.name[1:]) % 2],
         )  # fmt: skip
     return list(dumped.values())
 
 
-@pytest.mark.parametrize("policy", ["least-load", "prompt-tree", "session", "affinity", "cost"])
+@pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_few_candidates_are_enough(policy, seed):
@@ -310,8 +347,8 @@ def test_a_few_candidates_are_enough(policy, seed):
         (c for c in known if c.role is not D), key=lambda c: (-c.matched_tokens, c.dram_tokens > 0, c.number)
     )
     longest = tuple(Holding(c.number, c.matched_tokens, c.host_id) for c in lenders[:1])
-    ask = Ask(len(prompt), 4, token_bytes=GEOMETRY.token_bytes, holdings=longest)
-    expected = route(policy, ask, known, COSTS)
+    ask = Ask(len(prompt), 4, token_bytes=GEOMETRY.token_bytes, holdings=longest, block_tokens=GEOMETRY.block_tokens)
+    expected = route(policy, ask, known)
     decoder = expected.decode_at.name if expected.decode_at else None
     assert sent_to(cluster, prompt) == (expected.first.name, decoder)
 

@@ -11,7 +11,8 @@ import pytest
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.events import StepFailed
 from memserve.instance.machine import Instance
-from memserve.runtime.engine import Engine, EngineStopped, Refusal, Rejected
+from memserve.runtime.engine import Engine, Refusal, Rejected
+from memserve.runtime.loop import EngineStopped
 from memserve.sim.fuzz.literal_device import LiteralDevice
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason, Request, SamplingParams, StopParams

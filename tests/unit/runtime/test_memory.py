@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from memserve.config import EngineOptions
+from memserve.config import EngineOptions, SchedulerConfig
 from memserve.errors import UserError
 from memserve.runtime import memory
-from memserve.runtime.threads import PRIMITIVES_MAX
+from memserve.runtime.process import PRIMITIVES_MAX
 from memserve.types import KVGeometry
 from memserve.units import GIB, MIB
 
@@ -54,7 +54,8 @@ GEOMETRY = KVGeometry(30, 3, 64, 64, "bfloat16", 32)
 
 
 def bound(sizes: memory.ModelSizes, **options: int) -> memory.MemoryBound:
-    config = EngineOptions(kv_memory_bytes=64 * MIB, dram_memory_bytes=128 * MIB, **options)
+    scheduler = SchedulerConfig(**options)
+    config = EngineOptions(kv_memory_bytes=64 * MIB, dram_memory_bytes=128 * MIB, scheduler=scheduler)
     return memory.memory_bound(sizes, GEOMETRY, config.instance_config(GEOMETRY, 8192, ""), in_cluster=True)
 
 

@@ -11,29 +11,25 @@ from pathlib import Path
 
 import pytest
 
-import memserve.cli.plot as plot_module
+import memserve.cli.profile as plot_module
 from memserve.cli.main import run
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.messages import Join, Peer, PeerInfo
-from memserve.model.loading.card import ModelCard
-from memserve.policy.costs import CostModel
-from memserve.policy.curves import PrefillCurve
-from memserve.policy.fit import Sample
+from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve, Sample
 from memserve.runtime import profile_store
 from memserve.runtime.links.outbox import MailboxCounters
 from memserve.runtime.profile import (
     Measured,
     StepProfiler,
-    crossover_tokens,
     fit_profile,
     measure_steps,
+    measure_transfer,
     prefill_grid,
     timed_rounds,
 )
-from memserve.runtime.profile_store import load_profile, model_name, profile_path, save_profile
-from memserve.runtime.profile_transfer import measure_transfer
+from memserve.runtime.profile_store import crossover_tokens, load_profile, model_name, profile_path, save_profile
 from memserve.runtime.router import RouterEngine
 from memserve.types import KVGeometry, Role
 from memserve.units import NS_PER_MS
@@ -58,8 +54,8 @@ def test_what_a_device_costs_is_found() -> None:
         assert costs.decode_step_ns(batch, context) == pytest.approx(PLANTED.decode_step_ns(batch, context), rel=0.03)
     for blocks in (1, 30):
         size = blocks * GEOMETRY.block_bytes
-        assert costs.swap_in_ns(size, blocks) == pytest.approx(PLANTED.swap_in_ns(size, blocks), rel=0.05)
-        assert costs.swap_out_ns(size, blocks) == pytest.approx(PLANTED.swap_out_ns(size, blocks), rel=0.05)
+        assert costs.swap_in.ns(size, blocks) == pytest.approx(PLANTED.swap_in.ns(size, blocks), rel=0.05)
+        assert costs.swap_out.ns(size, blocks) == pytest.approx(PLANTED.swap_out.ns(size, blocks), rel=0.05)
     assert (costs.machine, costs.model, costs.is_measured) == ("here", "tiny", True)
     assert costs.network == CostModel().network  # not measured: the default stays
     assert set(found.quality) == {"prefill", "decode", "swap_in", "swap_out"}
@@ -113,9 +109,9 @@ def test_rounds_are_interleaved_and_medians_taken(monkeypatch: pytest.MonkeyPatc
 
 def test_where_moving_begins_to_pay() -> None:
     costs = CostModel(prefill=PrefillCurve(0, 1000, 0))
-    assert crossover_tokens(costs, GEOMETRY, lambda size, pieces: 100_000, 4096) == 112  # 7 blocks: 112 us
-    assert crossover_tokens(costs, GEOMETRY, lambda size, pieces: 0, 4096) == 16
-    assert crossover_tokens(costs, GEOMETRY, lambda size, pieces: 10**12, 4096) is None
+    assert crossover_tokens(costs, GEOMETRY, CopyCurve(100_000, 0, 0), 4096) == 112  # 7 blocks: 112 us
+    assert crossover_tokens(costs, GEOMETRY, CopyCurve(0, 0, 0), 4096) == 16
+    assert crossover_tokens(costs, GEOMETRY, CopyCurve(10**12, 0, 0), 4096) is None
 
 
 def test_a_real_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,9 +228,9 @@ def test_the_command_measures_shows_and_saves(
             raise UserError("NIXL is not installed")
         return [Sample(n * 1000, n, 1000 + 500 * n) for n in range(1, 7)]
 
-    monkeypatch.setattr("memserve.runtime.profile_transfer.measure_transfer", transfer)
+    monkeypatch.setattr("memserve.runtime.profile.measure_transfer", transfer)
     others = [0.0]
-    monkeypatch.setattr("memserve.runtime.cpu_use.CpuWatch.others_cores", lambda watch: others[0])
+    monkeypatch.setattr("memserve.runtime.process.CpuWatch.others_cores", lambda watch: others[0])
     assert run(["profile", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["missing"] == {"network": "NIXL is not installed"}
@@ -303,31 +299,33 @@ class StubMailbox:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("costs", "taken"),
-    [(PLANTED.to_dict(), PLANTED), ({}, CostModel()), (PLANTED.to_dict() | {"version": 99}, CostModel())],
-)
-def test_the_router_decides_by_what_a_member_has_measured(costs: dict, taken: CostModel) -> None:
+GOOD, BAD = replace(PLANTED, machine="here"), b'{"version": 99}'
+
+
+def test_the_router_knows_each_member_by_its_own_profile() -> None:
+    """From the mailbox on: unlike machines, a member without a profile, and one whose profile is not understood."""
     machine, heard = Cluster(ClusterConfig()), []
     router = RouterEngine(machine, lambda on_message: heard.append(on_message) or StubMailbox())
+    said = {"p1": GOOD.encode(), "p2": GOOD.scaled(3.0).encode(), "p3": b"", "p4": BAD}
     try:
-        card = ModelCard("m", 64, 131, (2,), {}, "T", costs).encode()
-        peer = Peer("p1", 1)
-        info = PeerInfo(peer, Role.PREFILL, "tcp://127.0.0.1:2", "ns", GEOMETRY, 64, 0, 64, True, model_card=card)
-        heard[0](peer, Join(info))
-        assert router.wait_for(["p1"], 20.0)
-        assert router.stats().cluster.instances == 1  # asked behind everything that joining has posted
-        assert machine._placer.costs == taken
+        for name, costs in said.items():
+            peer = Peer(name, 1)
+            heard[0](
+                peer,
+                Join(PeerInfo(peer, Role.PREFILL, "tcp://127.0.0.1:2", "ns", GEOMETRY, 64, 0, 64, True, costs=costs)),
+            )
+        assert router.wait_for(list(said), 20.0)
+        assert router.stats().cluster.instances == 4  # asked behind everything that joining has posted
+        members = {member.name: member for member in machine._registry}
+        assert [members[name].costs for name in said] == [GOOD, GOOD.scaled(3.0), CostModel(), CostModel()]
+        assert [bool(members[name].costs_note) for name in said] == [False, False, False, True]
     finally:
         router.close()
     machine.check_invariants()
 
 
-def test_a_card_has_costs_only_when_they_were_measured() -> None:
-    model = types.SimpleNamespace(
-        name="m", max_model_tokens=1, vocab_size=1, eos_token_ids=(), generation_defaults={}, tokenizer=object(),
-        context_note="",
-    )  # fmt: skip
-    assert ModelCard.of(model, CostModel()).costs == {} == ModelCard.of(model).costs
-    card = ModelCard.decode(ModelCard.of(model, replace(PLANTED, machine="here")).encode())
-    assert CostModel.from_dict(card.costs) == replace(PLANTED, machine="here")
+def test_a_profile_survives_the_way_to_the_router() -> None:
+    assert CostModel.decoded(GOOD.encode()) == GOOD
+    for garbage in (b"", b"{", b"3", BAD):
+        with pytest.raises(UserError, match="cost profile"):
+            CostModel.decoded(garbage)

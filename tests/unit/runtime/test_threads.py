@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from memserve.runtime.threads import PRIMITIVES_MAX, set_thread_environment
+from memserve.runtime.process import PRIMITIVES_MAX, set_thread_environment
 
 NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TOKENIZERS_PARALLELISM")
 

@@ -9,8 +9,7 @@ from memserve.bench.cost.held_out import FULL, Grid, Measurement
 from memserve.bench.cost.results import CostResults, accuracy
 from memserve.config import EngineOptions
 from memserve.runtime.profile import SAMPLES_MIN, fit_profile, open_profiler
-from memserve.runtime.profile_store import machine_name, model_name, profile_path, save_profile
-from memserve.runtime.profile_values import profile_values
+from memserve.runtime.profile_store import machine_name, model_name, profile_path, profile_values, save_profile
 
 Tell = Callable[[str], None]
 

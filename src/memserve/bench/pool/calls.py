@@ -14,8 +14,7 @@ from memserve.bench.pool.prompts import TREE_PROMPT_TOKENS, Prompts, plant_tree
 from memserve.bench.pool.results import CallPoint
 from memserve.bench.sheet import Spent
 from memserve.errors import check
-from memserve.mempool.addresses import Addresses
-from memserve.mempool.mempool import MemPool
+from memserve.mempool.mempool import Addresses, MemPool
 from memserve.types import KVGeometry, Tier, TokenArray
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)

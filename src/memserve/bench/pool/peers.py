@@ -15,7 +15,7 @@ from memserve.bench.pool.pair import Pair, serve
 from memserve.bench.pool.prompts import Prompts
 from memserve.bench.pool.results import CallPoint
 from memserve.errors import check
-from memserve.mempool.addresses import Addresses
+from memserve.mempool.mempool import Addresses
 from memserve.runtime.pool_peer import PoolPeer, TransferFlag
 from memserve.types import KVGeometry
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memserve.bench.pool.calls import measure_accounts, measure_swaps
 from memserve.bench.pool.index import race
@@ -15,8 +15,8 @@ from memserve.bench.pool.results import ForwardPoint, PoolResults
 from memserve.bench.sheet import Spent
 from memserve.config import EngineOptions
 from memserve.errors import UserError
-from memserve.runtime.profile import StepProfiler, open_profiler
-from memserve.runtime.profile_transfer import NETWORK_ENVIRONMENT
+from memserve.options import with_values
+from memserve.runtime.profile import NETWORK_ENVIRONMENT, StepProfiler, open_profiler
 from memserve.types import KVGeometry
 from memserve.units import MIB
 
@@ -73,7 +73,7 @@ def measure(plan: PoolPlan, options: EngineOptions, results: PoolResults, tell: 
 
 
 def _open(options: EngineOptions, results: PoolResults, stack: ExitStack) -> StepProfiler:
-    model, _, profiler = open_profiler(replace(options, max_step_tokens=STEP_TOKENS))
+    model, _, profiler = open_profiler(with_values(options, {("scheduler", "max_step_tokens"): STEP_TOKENS}))
     stack.callback(profiler.close)
     results.model, results.geometry = model.name, model.geometry
     return profiler

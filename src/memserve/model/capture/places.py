@@ -1,4 +1,4 @@
-"""Where the values of a graph lie when its fused operations run natively (level 3).
+"""Where the values of a graph lie when its fused operations run natively.
 
 A step of few tokens spends as long in Python between its operations as inside them. So runs of fused operations become
 one native call (``_kernels.Program``), whose values lie at fixed places in one workspace. A :class:`Place` says where

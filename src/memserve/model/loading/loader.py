@@ -1,4 +1,4 @@
-"""Loads a model and everything that serving it needs to know (level 3)."""
+"""Loads a model and everything that serving it needs to know."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@
   ``fd``; ``generation`` is set by ``describe``).
 - ``port.describe(info)`` fills in host id, process, arenas and NIXL agent; ``mailbox.address`` goes into the info.
 - ``Peer(name, 0)`` as a *receiver* means whoever bears the name now: that is how an instance says ``Join`` to a router
-  whose generation it cannot know (``mailbox.connect(Peer(ROUTER, 0), address)``); the ``Welcome`` comes from the
+  whose generation it cannot know (``mailbox.connect(Peer(ROUTER, 0), address)``); the ``JoinAccepted`` comes from the
   router's true ``Peer``, which is then connected to under that.
 - ``mailbox.become(me)`` is for a process that joins again as a new generation.
 - A message to a peer that is not connected, but was heard from, still leaves (one attempt, at most one a second and

@@ -15,7 +15,7 @@ from memserve.errors import MemserveError, UserError
 from memserve.messages import AnyMessage, Natural, Peer
 from memserve.units import MIB
 
-VERSION = 2
+VERSION = 3
 """Of envelope and messages: raised whenever an older process would misread them. Fields added at the end don't."""
 MAGIC = b"mss"
 

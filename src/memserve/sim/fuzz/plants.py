@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import ClusterAction
+from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.trees import Feed, Trees
 from memserve.errors import UserError

@@ -14,6 +14,8 @@ from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.instance.machine import Instance
 from memserve.messages import Heartbeat, PeerInfo
+from memserve.policy.costs import CopyCurve, CostModel
+from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
 from memserve.sim.clock import Clock
 from memserve.sim.fuzz import checks, faults
@@ -36,6 +38,12 @@ NAMESPACE = "world"
 SECOND = 1000 * MS
 LEASE_NS = 2 * SECOND
 STANDBY_ADDRESS = "virtual://standby"
+PROFILES = (
+    None,
+    CostModel(machine="quick", swap_in=CopyCurve(50.0 * MS, 0.0, 0.0)),
+    CostModel(machine="slow").scaled(20.0),
+)
+"""Of the instances, in turn: unlike machines, one of them with a slow second tier, and some that measured nothing."""
 STEPS_MAX = 200_000
 """Scenarios have some thousands of steps. Who has so many goes round in circles."""
 
@@ -116,7 +124,9 @@ class World:
 
     def new_instance(self, node: InstanceNode) -> Instance:
         """The production machine."""
-        return Instance(self.instance_config(node), BLOCK_TOKENS, me=node.peer, geometry=self.geometry)
+        profile = PROFILES[node.place % len(PROFILES)]
+        costs = PreemptionCosts(self.geometry.block_bytes, profile=profile)
+        return Instance(self.instance_config(node), BLOCK_TOKENS, costs, me=node.peer, geometry=self.geometry)
 
     def new_device(self, node: InstanceNode) -> FuzzedDevice:
         """Its device, whose memory is the instance's arenas."""
@@ -142,6 +152,7 @@ class World:
             node.machine.context_tokens,
             config.pool.caching,
             publishes_events=self.scenario.event_capacity > 0,
+            costs=profile.encode() if (profile := PROFILES[node.place % len(PROFILES)]) is not None else b"",
         )
 
     # -- clients

@@ -10,7 +10,7 @@ from memserve.config import ExchangeConfig, InstanceConfig, MemberConfig, PoolCo
 from memserve.errors import UserError
 from memserve.instance.machine import Instance
 from memserve.messages import PeerInfo
-from memserve.policy.preemption import PreemptionCosts
+from memserve.policy.reuse import PreemptionCosts
 from memserve.sim.clock import Clock
 from memserve.sim.cores import Cores
 from memserve.sim.links import Fabric, LinkTotals, TimedPort
@@ -47,6 +47,7 @@ class ReplayWorld:
         self.moments = Moments()
         self.fabric, self.links = Fabric(self.clock), LinkTotals()
         self._steps = step_times(setup.machine)
+        self._costs = setup.machine.costs.encode()
         self._cores: dict[str, Cores] = {}
         self.router = RouterNode(self)
         self.clients = Clients(self.clock, setup.around, self.moments, self.router.submit, workload, make_script)
@@ -71,8 +72,8 @@ class ReplayWorld:
         return self._cores.setdefault(self._host_of(place), Cores(self.clock))
 
     def new_cluster(self) -> Cluster:
-        """The router's machine; it knows the instances' costs, as if they had been measured."""
-        return Cluster(self.setup.cluster, self.setup.machine.costs)
+        """The router's machine."""
+        return Cluster(self.setup.cluster)
 
     def new_instance(self, node: InstanceNode) -> Instance:
         """An instance's machine."""
@@ -107,7 +108,7 @@ class ReplayWorld:
         return PeerInfo(
             node.peer, node.role, f"virtual://{node.peer.name}", NAMESPACE, self.setup.machine.geometry,
             config.pool.hbm_blocks, config.pool.dram_blocks, node.machine.context_tokens, config.pool.caching,
-            host_id=self._host_of(node.place),
+            host_id=self._host_of(node.place), costs=self._costs,
         )  # fmt: skip
 
     # -- what happens

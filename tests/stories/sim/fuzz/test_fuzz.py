@@ -14,7 +14,7 @@ import pytest
 from memserve.cli.main import run
 from memserve.errors import UserError
 from memserve.messages import Drain, Peer
-from memserve.remembered import MemberGone
+from memserve.metadata import MemberGone
 from memserve.sim.clock import Clock
 from memserve.sim.fuzz.campaign import judge, parse_setting, run_campaign, setting_of, settings_grid
 from memserve.sim.fuzz.faults import KINDS

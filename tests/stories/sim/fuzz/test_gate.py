@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from memserve.cluster.gate import Gate
-from memserve.cluster.gate_memory import GateMemory
+from memserve.cluster.admission import AdmissionController
+from memserve.cluster.memory import MemoryBudget
+from memserve.cluster.requests import RequestState
 from memserve.policy.admission import Crowd
 from memserve.policy.fairness import FairQueue
-from memserve.policy.pressure import Pressure
+from memserve.policy.ledger import BlockLedger
 from memserve.serving import RejectRequest
 from memserve.sim.fuzz.campaign import judge, play, setting_of
 from memserve.sim.fuzz.gate import cause_of
@@ -41,14 +42,16 @@ def test_without_faults_only_a_gate_may_refuse() -> None:
 
 
 def _half_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    until = Gate.wait_until_ns
-    monkeypatch.setattr(
-        Gate, "wait_until_ns", lambda self, job: (ns := until(self, job)) and ns - self._config.wait_ns // 2
-    )
+    until = AdmissionController.wait_until_ns
+
+    def half(self: AdmissionController, req: RequestState) -> int | None:
+        return (ns := until(self, req)) and ns - self._config.wait_ns // 2
+
+    monkeypatch.setattr(AdmissionController, "wait_until_ns", half)
 
 
 def _endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gate, "waited", lambda self, job, now: None)
+    monkeypatch.setattr(AdmissionController, "waited", lambda self, req, now: None)
 
 
 def _one_place_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +59,14 @@ def _one_place_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _who_leaves_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = Gate.left
+    release = AdmissionController.release
 
-    def unnoticed(self: Gate, job: object, now: int) -> None:
-        before = self._changed
-        left(self, job, now)
-        self._changed = before
+    def unnoticed(self: AdmissionController, req: RequestState, now: int) -> None:
+        before = self.memory.changed
+        release(self, req, now)
+        self.memory.changed = before
 
-    monkeypatch.setattr(Gate, "left", unnoticed)
+    monkeypatch.setattr(AdmissionController, "release", unnoticed)
 
 
 def _anybody_loses_his_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,21 +79,21 @@ def _always_the_same_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GateMemory, "fits", lambda self, job: not self._ages)
+    monkeypatch.setattr(MemoryBudget, "fits", lambda self, req: not any(m.attempts for m in self._registry))
 
 
 def _memory_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_back = GateMemory._give_back
-    monkeypatch.setattr(GateMemory, "_give_back", lambda self, *who, keeps: keeps or give_back(self, *who, keeps=keeps))
-    monkeypatch.setattr(GateMemory, "check_invariants", lambda self, attempts: None)
+    free = MemoryBudget._free
+    monkeypatch.setattr(MemoryBudget, "_free", lambda self, *who, keeps: keeps or free(self, *who, keeps=keeps))
+    monkeypatch.setattr(MemoryBudget, "check_invariants", lambda self, requests: None)
 
 
 def _what_has_ended_counts_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pressure, "let_go", lambda self, now, kept_ns: 0)
+    monkeypatch.setattr(BlockLedger, "expire", lambda self, now, kept_ns: 0)
 
 
 def _pins_never_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GateMemory, "fits_but_for_pins", lambda self, job: False)
+    monkeypatch.setattr(MemoryBudget, "fits_but_for_pins", lambda self, req: False)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +102,8 @@ def _pins_never_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
         (_half_the_patience, 11, "waited 10000000 ns only"),
         (_endless_patience, 11, "the first waits for"),
         (_one_place_less, 6, "and only 3 are active"),
-        (_who_leaves_wakes_nobody, 1, "wait for nobody"),
-        (_anybody_loses_his_place, 7, "loses somebody, and '' has more"),
+        (_who_leaves_wakes_nobody, 1, "wait, and none is active"),
+        (_anybody_loses_his_place, 7, "loses a request, and '' has more"),
         (_always_the_same_tenant, 31, "tokens ahead of 'other'"),
         (_one_at_a_time, 11, "waits, and there is room for it"),
         (_memory_is_never_given_back, 8, "fits: no instance has enough free KV memory"),
@@ -123,8 +126,11 @@ def test_a_gate_that_errs_is_noticed(
     [
         ("8 requests are active, the most allowed; 9 wait, at most 8 may", "queue"),
         ("no instance has enough free KV memory for the next one; 1 wait, at most 0 may", "queue"),
-        ("not let in within 10 s: 8 requests are active, the most allowed", "wait"),
-        ("no instance has enough free KV memory for the next one, nor by 1 evictions, and nobody runs", "pressure"),
+        ("not admitted within 10 s: 8 requests are active, the most allowed", "wait"),
+        (
+            "no instance has enough free KV memory for the next one, nor by 1 evictions, and no request is running",
+            "pressure",
+        ),
         ("it needs 9 blocks of KV memory, no instance has more than 8", "memory"),
         ("no instance is ready to take requests", ""),
     ],

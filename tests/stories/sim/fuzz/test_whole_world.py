@@ -172,7 +172,7 @@ def test_a_beam_search_is_handed_over_with_its_whole_prompt_cached() -> None:
     [
         # KV that had come by a handoff was swapped out before it was used: it counted as a cached prompt
         (50418, Setting(Caching.OFF, TransferMode.BY_REQUEST, "1P1D")),
-        # a Welcome was lost, the member did not beat, and asked to join as the incarnation that was taken to be dead
+        # a JoinAccepted was lost, the member sent no heartbeat, and joined as an incarnation that was taken to be dead
         (11834, Setting(Caching.PD_CACHING_1, TransferMode.BY_REQUEST_AGG, "1P1D")),
         # a beam search with one token to go was replaced by its substitute, which nobody replaced again
         (497, Setting(Caching.PD_CACHING_3, TransferMode.BY_REQUEST_AGG, "2P1D", faulty=False)),

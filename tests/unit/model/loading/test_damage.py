@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from api_world import CONTEXT_TOKENS, EOS, running_server, tiny_tokenizer
 from gguf_files import write_gguf
-from memserve.config import EngineOptions
+from memserve.config import EngineOptions, SchedulerConfig
 from memserve.errors import UserError
-from memserve.model.loading import cache, gguf
+from memserve.model.loading import cache, sources
 from memserve.model.loading.loader import LoadedModel, fingerprint, load_model
 from memserve.runtime.build import build_engine
 from memserve.units import KIB
@@ -332,10 +332,10 @@ def test_a_gguf_file_that_was_changed_in_its_middle_is_converted_anew(tmp_path: 
         return tmp_path
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "cached_folder", seen)
-        gguf.converted_folder(file, "float32")
+        patch.setattr(sources, "cached_folder", seen)
+        sources.converted_folder(file, "float32")
         edit_in_place(file, 2_000_000, 1_500_000)
-        gguf.converted_folder(file, "float32")
+        sources.converted_folder(file, "float32")
     assert len(set(keys)) == 2
 
 
@@ -398,7 +398,13 @@ def test_a_torn_gguf_file_is_refused_in_one_line(seed: int, tmp_path: Path) -> N
 
 def serves(folder: Path) -> None:
     """Two questions are answered, or refused with a reason."""
-    options = EngineOptions(model=str(folder), dtype="float32", kv_memory_bytes=160 * KIB, max_running=4, threads=1)
+    options = EngineOptions(
+        model=str(folder),
+        dtype="float32",
+        kv_memory_bytes=160 * KIB,
+        threads=1,
+        scheduler=SchedulerConfig(max_running=4),
+    )
     engine, model = build_engine(options)
     try:
         with running_server(engine, model) as world, httpx.Client(base_url=world.url, timeout=60) as http:

@@ -14,8 +14,8 @@ import torch
 
 from gguf_files import write_gguf
 from memserve.errors import UserError
-from memserve.model.linears import PackedLinear, pack_linears
-from memserve.model.loading import gguf, sources
+from memserve.model.forward import PackedLayer, pack_linears
+from memserve.model.loading import sources
 from memserve.model.loading.cache import MARKER, cached_folder
 from memserve.model.loading.loader import fingerprint, load_model
 from memserve.model.loading.probe import DenseAttention, probe_model
@@ -155,7 +155,7 @@ def test_packed_linears_compute_the_same_and_hold_no_original(dtype: str, tolera
     plain = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Linear(64, 32, bias=False)).to(getattr(torch, dtype))
     packed = torch.nn.Sequential(*plain)
     assert pack_linears(packed) == 2
-    assert all(type(layer) is PackedLinear and layer.weight.is_meta for layer in packed)
+    assert all(type(layer) is PackedLayer and layer.weight.is_meta for layer in packed)
     for rows in (0, 1, 7, 200):
         x = torch.randn(1, rows, 48).to(plain[0].weight.dtype)
         with torch.inference_mode():
@@ -164,7 +164,7 @@ def test_packed_linears_compute_the_same_and_hold_no_original(dtype: str, tolera
 
 def test_plain_linears_stay_where_packing_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     for broken in (lambda x, w, b: torch.zeros(*x.shape[:-1], 64), _raise):
-        monkeypatch.setattr("memserve.model.linears._linear", broken)
+        monkeypatch.setattr("memserve.model.forward._linear", broken)
         module = torch.nn.Sequential(torch.nn.Linear(48, 64))
         assert pack_linears(module) == 0 and type(module[0]) is torch.nn.Linear
 
@@ -246,7 +246,7 @@ def test_a_gguf_file_keeps_its_exact_values(tmp_path: Path) -> None:
     assert exact.name == "tiny.Q8_0" and exact.max_model_tokens == CONTEXT_TOKENS and 2 in exact.eos_token_ids
     assert greedy_tokens(exact.module, prompt(8, 2), 3) == greedy_tokens(direct, prompt(8, 2), 3)
 
-    rounded = gguf.converted_folder(path, "bfloat16")
+    rounded = sources.converted_folder(path, "bfloat16")
     assert rounded.name == "bfloat16" and json.loads((rounded / "config.json").read_text())["dtype"] == "bfloat16"
     low = load_model(str(rounded), "bfloat16", "cpu").module.state_dict()
     assert all(torch.equal(value.bfloat16(), low[name]) for name, value in weights.items())

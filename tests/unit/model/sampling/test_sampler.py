@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 
 from memserve import _kernels
 from memserve.instance.actions import OpenSequence
-from memserve.model.sampling.drawing import Truncation, draw, draw_native
-from memserve.model.sampling.logprobs import _best as best_logits
-from memserve.model.sampling.logprobs import best_logprobs, log_normalisers, report_logprobs
-from memserve.model.sampling.philox import philox4x32, uniforms
-from memserve.model.sampling.sampler import Drawn, sample
+from memserve.model.drawing import Truncation, draw, draw_native, philox4x32, uniforms
+from memserve.model.sampling import Drawn, best_logits, best_logprobs, log_normalisers, report_logprobs, sample
 from memserve.model.slots import SlotTable
 from memserve.types import SamplingParams, StopParams
 
