@@ -85,7 +85,7 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        """What befalls pages befalls whoever reads them; connections, which only NIXL has, have two ends. Over NIXL
+        """What befalls pages befalls their reader; connections, which only NIXL has, have two ends. Over NIXL
         there are the cases in which KV moves: the others have nothing to do with the link."""
         if self.moment is None or (self.link == "nixl" and self.phase not in MOVING):
             return False
@@ -272,7 +272,7 @@ class Fleet:
 
 @contextmanager
 def fleet_for(role: str, link: str, model: Path) -> Iterator[Fleet]:
-    """The healthy ones beside an instance of ``role``. A holder is alone at first: so nobody else has what it has."""
+    """The healthy ones beside an instance of ``role``. A holder is alone at first: so no other has what it has."""
     beside = {"colocated": ["colocated"], "fetcher": ["colocated"], "holder": []}
     with tempfile.TemporaryDirectory(prefix="memserve-matrix-") as folder:
         fleet = Fleet(model, Path(folder), beside.get(role, ["prefill", "decode"]), link)

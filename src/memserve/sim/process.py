@@ -109,7 +109,7 @@ class Process(Node):
             self._soon(self._hear_as, self.peer, sender, message)
 
     def submit(self, event: object) -> None:
-        """Somebody on this host posts an event."""
+        """Another part of this host posts an event."""
         self._soon(self.post, event)
 
     def _soon(self, do: Callable[..., None], *arguments: Any) -> None:
