@@ -291,7 +291,7 @@ def test_no_path_of_one_machine() -> None:
 
 
 def public_definitions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Functions and classes whose names do not start with ``_``, and the methods of classes without bases (an override
+    """Functions and classes without a ``_`` before their names, and the methods of classes without bases (an override
     inherits its docstring)."""
     for node in tree(path).body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):

@@ -1,4 +1,4 @@
-"""Configuration (level 0): frozen, documented once, validated when built.
+"""Configuration: frozen, documented once, validated when built.
 
 What people set is an :func:`option`; the rest has no flag. Constructors take the sub-config they need, never the whole.
 """

@@ -1,4 +1,4 @@
-"""``memserve.LLM``: a model in this process, without a server (level 4)."""
+"""``memserve.LLM``: a model in this process, without a server."""
 
 from __future__ import annotations
 

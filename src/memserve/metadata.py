@@ -1,4 +1,4 @@
-"""What a cluster must remember, as records, and what it remembers, as one value (level 0).
+"""What a cluster must remember, as records, and what it remembers, as one value.
 
 The ``Cluster`` machine says what has happened in records; ``meta/`` keeps them and folds them into a
 :class:`RecoveredState`, from which a router that was started anew goes on. Records are facts, each right by itself:

@@ -1,4 +1,4 @@
-"""Options (level 0): each is declared once, as a field of a config dataclass.
+"""Options: each is declared once, as a field of a config dataclass.
 
 ::
 

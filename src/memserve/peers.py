@@ -1,4 +1,4 @@
-"""Members of a cluster, and what others must know of them (level 0): the nouns of ``memserve.messages``."""
+"""Members of a cluster, and what others must know of them: the nouns of ``memserve.messages``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events and actions of every serving machine: of an instance as well as of the cluster's router (level 0)."""
+"""Events and actions of every serving machine: of an instance as well as of the cluster's router."""
 
 from __future__ import annotations
 

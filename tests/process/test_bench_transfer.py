@@ -1,4 +1,4 @@
-"""``bench/transfer.py``: the same pieces for everybody, and figures for each contender."""
+"""``bench/transfer.py``: the same pieces for each contender, and figures for each."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Running:
         self.server.process.wait()
 
     def end(self) -> None:
-        """In good order; whoever lives on nevertheless is a mistake."""
+        """In good order; one that lives on nevertheless is a mistake."""
         pids = self.children().values()
         self.server.process.send_signal(signal.SIGTERM)
         assert self.server.process.wait(60) == 0
@@ -87,7 +87,7 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 
 class Crowd:
-    """Clients that ask the same questions again and again, and try again when there is nobody."""
+    """Clients that ask the same questions again and again, and try again when no server answers."""
 
     def __init__(self, running: Running, questions: list[tuple[list[int], int]], answers: list[str]) -> None:
         self._running, self._questions, self._answers = running, questions, answers
@@ -191,7 +191,7 @@ def test_a_second_server_is_refused_the_folder_and_the_first_ends_in_good_order(
 
 
 class Pair:
-    """Two routers, one etcd: the first one is active, the other stands by; and instances that are nobody's children."""
+    """Two routers, one etcd: the first one is active, the other stands by; and instances that have no parent."""
 
     def __init__(self, model: Path, folder: Path, host: str, stack: ExitStack) -> None:
         self._model, self._secret, self._host, self._stack = model, folder / "secret", host, stack
@@ -263,7 +263,7 @@ def test_a_standby_router_takes_over_with_the_cache(pair: Pair, truth) -> None:
 
 
 def test_instances_with_both_addresses_find_whichever_router_is_active(pair: Pair, truth) -> None:
-    """Two that are members when it is killed with -9, and one that starts afterwards and knocks first where nobody is
+    """Two that are members when it is killed with -9, and one that starts afterwards and knocks first where none is
     any more."""
     question = tokens(70, 1), 20
     first = pair.router()

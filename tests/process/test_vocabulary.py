@@ -113,7 +113,7 @@ def http() -> Iterator[httpx.Client]:
 
 
 def foreign_text() -> str:
-    """A word whose token only the tokenizer knows."""
+    """A word with a token that only the tokenizer knows."""
     tokenizer = tiny_tokenizer().backend_tokenizer
     for token in range(KNOWN, TOKENIZER_TOKENS):
         text = tokenizer.decode([token])

@@ -120,7 +120,7 @@ STAGES = [opening, adjusting, drawing, reporting, prompt_reporting, masking, bia
 
 
 class NanForward:
-    """Logits of rows whose last token is ``POISON`` are no numbers."""
+    """Logits of rows with ``POISON`` as last token are no numbers."""
 
     POISON = 7
 
@@ -263,7 +263,7 @@ def engine_of(forward: Callable[[Any], Any] | None = None) -> Iterator[tuple[Eng
 def test_tenants_keep_cache_and_answers_when_a_row_of_another_fails(
     plant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four requests run; one whose row fails comes between. Cached tokens are the same before and after."""
+    """Four requests run; one with a row that fails comes between. Cached tokens are the same before and after."""
     prompts = [prompt(100, seed) for seed in range(4)]
     with plant(monkeypatch) as bad, engine_of() as (engine, _):
         # the machine would refuse what it can see; here the row must fail on the device
@@ -285,7 +285,7 @@ def test_tenants_keep_cache_and_answers_when_a_row_of_another_fails(
 
 
 def test_kv_behind_logits_that_are_no_numbers_is_not_offered_again() -> None:
-    """A prefix whose logits were no numbers is computed anew, and every other one is kept."""
+    """A prefix with logits that were no numbers is computed anew, and every other one is kept."""
     poisoned = np.append(prompt(70, 2), NanForward.POISON).astype(np.int32)
     with engine_of(lambda module: NanForward(module, float("nan"))) as (engine, _):
         client = Client(engine)

@@ -12,7 +12,7 @@ def record(
     end_ms: float | None = None,
     **fields: object,
 ) -> RequestRecord:
-    """A request whose tokens arrived at ``tokens_ms``; ``fields``: what else differs from one that went well."""
+    """A request with tokens that arrived at ``tokens_ms``; ``fields``: what else differs from one that went well."""
     times = [round(ms * NS_PER_MS) for ms in tokens_ms]
     values: dict[str, object] = {
         "session": "s", "turn": 0, "scheduled_ns": round(scheduled_ms * NS_PER_MS), "token_ns": times,

@@ -1,4 +1,4 @@
-"""Tiny random models whose attention goes through the step context, for tests of the captured forward."""
+"""Tiny random models with attention that goes through the step context, for tests of the captured forward."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class FakeInstance:
 
 
 class Client:
-    """Who waits for one request, and compares every token with the lone answer."""
+    """The client of one request: compares every token with the lone answer."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

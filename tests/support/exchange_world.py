@@ -1,6 +1,6 @@
 """Pools with exchanges, real (small) page contents, a network that misbehaves, and a device that runs behind its plans.
 
-A page holds 16 bytes that depend on tenant, tokens up to the block's end, and layer: whoever reads wrong KV is seen.
+A page holds 16 bytes that depend on tenant, tokens up to the block's end, and layer: a read of wrong KV is seen.
 A plan's copies and writes are done at any time between its making and its end; a pull reads and writes at any time
 between the action and its answer. Time is a number.
 """
@@ -70,7 +70,7 @@ def blocks_of(tokens) -> int:
 
 @dataclass(eq=False)
 class Seq:
-    """Somebody who computes or reads KV: his blocks, one reference each, and his pin."""
+    """A sequence that computes or reads KV: its blocks, one reference each, and its pin."""
 
     tenant: str
     tokens: np.ndarray
@@ -308,7 +308,7 @@ class Node:
         return not self.plans and not self.pool.has_copies
 
     def check_seqs(self) -> None:
-        """Whoever may read now reads the right bytes."""
+        """A reader that may read now reads the right bytes."""
         finished = self.plans[0].step_id - 1 if self.plans else self.steps
         for seq in self.seqs:
             if seq.fence <= finished and not seq.checked:
@@ -371,7 +371,7 @@ class World:
         return node
 
     def meet(self) -> None:
-        """Everybody knows everybody."""
+        """All know each other."""
         for node in self.nodes.values():
             for other in self.nodes.values():
                 if other is not node:
@@ -387,7 +387,7 @@ class World:
             self.links.setdefault((sender, to), deque()).append(message)
 
     def deliver(self, link: tuple[Peer, Peer]) -> list:
-        """The next message of a link; nobody may be there any more."""
+        """The next message of a link; its receiver may be gone."""
         sender, to = link
         message = self.links[link].popleft()
         if not self.links[link]:

@@ -85,7 +85,7 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        """What befalls pages befalls whoever reads them; connections, which only NIXL has, have two ends. Over NIXL
+        """What befalls pages befalls their reader; connections, which only NIXL has, have two ends. Over NIXL
         there are the cases in which KV moves: the others have nothing to do with the link."""
         if self.moment is None or (self.link == "nixl" and self.phase not in MOVING):
             return False
@@ -272,7 +272,7 @@ class Fleet:
 
 @contextmanager
 def fleet_for(role: str, link: str, model: Path) -> Iterator[Fleet]:
-    """The healthy ones beside an instance of ``role``. A holder is alone at first: so nobody else has what it has."""
+    """The healthy ones beside an instance of ``role``. A holder is alone at first: so no other has what it has."""
     beside = {"colocated": ["colocated"], "fetcher": ["colocated"], "holder": []}
     with tempfile.TemporaryDirectory(prefix="memserve-matrix-") as folder:
         fleet = Fleet(model, Path(folder), beside.get(role, ["prefill", "decode"]), link)
@@ -296,6 +296,7 @@ def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[
     role = "colocated" if case.role in ("holder", "fetcher") else case.role
     flags = ["--max-running", "1"] if case.phase == "queued" else []  # the second request waits
     skip = {"decoding": 6, "prefilling": 1}.get(case.phase, 0)
+    fleet.wait_for(lambda: fleet.up() == fleet.healthy, 60, "the end of the last victim was not noticed")
     if case.role == "fetcher":  # what the healthy one has, and the victim has not
         _send_crowd(fleet, bodies, want, result)
     fleet.start(victim, role, *flags, fault=(fault, case.moment or "", skip))
@@ -328,7 +329,6 @@ def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[
         if NEWCOMER in fleet.processes:
             fleet.stop(NEWCOMER)
             fleet.healthy -= 1
-        fleet.wait_for(lambda: fleet.up() == fleet.healthy, 60, "the victim's end was not noticed")
     result.seconds = time.monotonic() - started
     return result
 

@@ -125,7 +125,7 @@ def _params(target: Target, rng: random.Random) -> _Drawn:
 
 
 def _leaver(target: Target, rng: random.Random) -> _Drawn:
-    """A good request, often a stream, whose client leaves at any byte of the question or the answer."""
+    """A good request, often a stream, of a client that leaves at any byte of the question or the answer."""
     path = rng.choice(("/v1/completions", "/v1/chat/completions"))
     body = _valid(path, target, rng) | {"stream": rng.random() < 0.7, "max_tokens": rng.choice((1, 20, 60))}
     body |= {"n": rng.choice((1, 1, 2, 5)), "ignore_eos": True}
@@ -302,7 +302,7 @@ def _plain(value: list[Any] | dict[str, Any]) -> bool:
 
 
 class _Pairs(list[Any]):
-    """An object whose names may repeat."""
+    """An object with names that may repeat."""
 
 
 def _anything(rng: random.Random, depth: int = 0) -> Any:

@@ -110,7 +110,7 @@ def _read_one(data: bytes, at: int, method: str | None, *, closed: bool) -> tupl
 
 
 def _answers_head(data: bytes, at: int, method: str | None, headers: dict[str, str], *, closed: bool) -> bool:
-    """Whether the answer whose head ends ``at`` has no body because it answers HEAD.
+    """Whether the answer with a head that ends ``at`` has no body because it answers HEAD.
 
     A request that is refused before its method is read gets a body, and then the end of the connection.
     """

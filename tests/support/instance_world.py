@@ -129,7 +129,7 @@ class World:
         return self.post(event)
 
     def fail_row(self, which, suspect=False):
-        """One row of the oldest plan fails alone; returns whose (``None``: the plan has no rows)."""
+        """One row of the oldest plan fails alone; returns its request (``None``: the plan has no rows)."""
         if not self.plans[0].slots or self.plans[0].step_id in self.void:
             self.step()
             return None

@@ -11,7 +11,7 @@ _FIRST, _END = 20_000, 32_000
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 at which nobody listens."""
+    """A TCP port of 127.0.0.1 at which no process listens."""
     while True:
         port = _DRAWN.randrange(_FIRST, _END)
         with socket.socket() as probe:

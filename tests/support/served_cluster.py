@@ -29,7 +29,7 @@ class Server:
         self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=WAIT_S)
 
     def children(self) -> dict[str, int]:
-        """Name -> process id; whoever is only just being started, or has ended, has no name."""
+        """Name -> process id; one that is only just being started, or has ended, has no name."""
         found = {}
         for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
             for pid in children.read_text().split():
@@ -42,7 +42,7 @@ class Server:
         return found
 
     def members(self) -> set[str]:
-        """Who takes requests, by the metrics page."""
+        """The members that take requests, by the metrics page."""
         page = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
         return set(re.findall(r'memserve_instance_up{instance="(\w+)",role="\w+"} 1.0', page))
 

@@ -136,6 +136,6 @@ class Driver:
 def sequence(
     slot: int, tokens: np.ndarray, blocks: list[int], sampling: SamplingParams = GREEDY, **more: Any
 ) -> OpenSequence:
-    """An ``OpenSequence`` whose tokens are all prompt, unless told otherwise."""
+    """An ``OpenSequence`` with tokens that are all prompt, unless told otherwise."""
     more = {"prompt_tokens": len(tokens), "index": 0, "stop": StopParams()} | more
     return OpenSequence(slot=slot, tokens=tokens, sampling=sampling, blocks=blocks, **more)

@@ -82,7 +82,7 @@ struct Wanted {
   int64_t holder = kNobody, holder_tokens = 0;
 };
 
-// A sum to be the least; equal ones are told apart by who is known, then by number.
+// A sum to be the least; equal ones are told apart by being known, then by number.
 struct Price {
   int64_t total_ns = kNever, minus_known = 0, first = kNobody, decode_at = kNobody;
   auto operator<=>(const Price&) const = default;

@@ -1,4 +1,4 @@
-"""The HTTP application: routes and what they share (level 4)."""
+"""The HTTP application: routes and what they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a cluster: what its router counts, and each instance's gauges (level 4)."""
+"""Prometheus metrics of a cluster: what its router counts, and each instance's gauges."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
     ("instance_prompt_tokens", "Prompt tokens of requests that the instance admitted", "prompt_tokens"),
     (
         "instance_cached_tokens",
-        "Prompt tokens of requests admitted whose KV the instance had or fetched",
+        "Prompt tokens of requests admitted with KV that the instance had or fetched",
         "cached_tokens",
     ),
     (
@@ -199,7 +199,7 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
         "computed_tokens",
     ),
     ("instance_generated_tokens", "Tokens that the instance generated", "generated_tokens"),
-    ("instance_fetched_tokens", "Prompt tokens whose KV came from other instances before admission", "fetched_tokens"),
+    ("instance_fetched_tokens", "Prompt tokens with KV from other instances before admission", "fetched_tokens"),
     ("instance_received_bytes", "Bytes of KV pulled from other instances", "bytes_received"),
     (
         "instance_received_dram_bytes",
@@ -214,7 +214,7 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
         "blocks_come_home",
     ),
     ("instance_handed_over", "Requests handed over to another instance after their first token", "handed_over"),
-    ("instance_taken_over", "Requests decoded by the instance whose prompt another one computed", "taken_over"),
+    ("instance_taken_over", "Requests decoded by the instance behind a prompt that another one computed", "taken_over"),
     (
         "instance_transfers_failed",
         "KV transfers to the instance that failed; their tokens are computed instead",
@@ -222,7 +222,7 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
     ),
     (
         "instance_checksum_mismatches",
-        "Pieces of KV whose checksum differed from the sender's; they are not used",
+        "Pieces of KV with another checksum than the sender's; they are not used",
         "checksum_mismatches",
     ),
 ]
@@ -309,7 +309,7 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
     yield blocks
     rate = GaugeMetricFamily(
         "memserve_instance_hit_rate",
-        "Share of prompt tokens (0 to 1) whose KV the instance had or fetched",
+        "Share of prompt tokens (0 to 1) with KV that the instance had or fetched",
         labels=["instance", "role"],
     )
     for view, instance in told:

@@ -1,4 +1,4 @@
-"""One connection of the HTTP server: reads a request, has it answered, reads the next (level 4).
+"""One connection of the HTTP server: reads a request, has it answered, reads the next.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Named prefixes of a tenant: texts and conversations that many requests begin with (level 4).
+"""Named prefixes of a tenant: texts and conversations that many requests begin with.
 
 What was acknowledged is durable where the engine keeps records: it is there again after a crash.
 """

@@ -1,4 +1,4 @@
-"""What all connections of a server share (level 4): their number, and the memory of the bodies that are read here."""
+"""What all connections of a server share: their number, and the memory of the bodies that are read here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two generating endpoints (level 4)."""
+"""The two generating endpoints."""
 
 from __future__ import annotations
 

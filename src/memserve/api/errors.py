@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status and ``{"error": {message, type, param, code}}`` (level 4)."""
+"""Errors as OpenAI's clients expect them: a status and ``{"error": {message, type, param, code}}``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Middleware around all routes (level 4): keys and errors in OpenAI's form, web origins, the log of requests.
+"""Middleware around all routes: keys and errors in OpenAI's form, web origins, the log of requests.
 
 A line of the log names ids, tenant, counts, times and instances. It has no text, no token, no key and no salt. Nothing
 in it is a client's own but the ``x-request-id``, whose alphabet is bounded.

@@ -1,4 +1,4 @@
-"""Carries the engine's news from its thread into the event loop (level 4).
+"""Carries the engine's news from its thread into the event loop.
 
 One wake-up of the loop serves all streams of a step: the engine thread appends to one mailbox and rings the bell only
 unless it has been rung since the mailbox was last emptied.

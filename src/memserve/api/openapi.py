@@ -60,7 +60,7 @@ def _asks(**fields: Any) -> Json:
 _GENERATES = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 _ANSWER = (
     "`choices` with `text` or `message`, and `finish_reason` (`stop`, `length`); `usage` with "
-    "`prompt_tokens_details.cached_tokens`: prompt tokens whose KV came from the cache. With `stream`: server-sent "
+    "`prompt_tokens_details.cached_tokens`: prompt tokens with KV from the cache. With `stream`: server-sent "
     "events, each `data: {...}`, the last `data: [DONE]`; an error after the first token is an event with `error`."
 )
 _DOCUMENT = (
@@ -80,7 +80,7 @@ OPERATIONS = (
                 _asks(stream=True, stream_options={"include_usage": True}, explain=True),
             ),
             Example(
-                "A conversation whose KV stays in the cache for ten minutes",
+                "A conversation with KV that stays in the cache for ten minutes",
                 _asks(session="support-17", session_ttl_s=600),
             ),
         ),
@@ -119,7 +119,7 @@ OPERATIONS = (
     ),
     Operation(
         "GET", "/v1/sessions",
-        "The sessions of this key whose KV is kept (`session_ttl_s`), least recently used first. Sessions of one name "
+        "The sessions of this key with kept KV (`session_ttl_s`), least recently used first. Sessions of one name "
         "with different `cache_salt` are listed each.",
         "`data`: a list with `id`, `pinned_tokens` (kept from eviction, in whole blocks; `null`: not known yet), "
         "`expires_in_s`",

@@ -1,4 +1,4 @@
-"""From a checked body to engine requests (level 4)."""
+"""From a checked body to engine requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of named prefixes (level 4): ``/v1/documents``, computed once for many requests, and ``/v1/sessions``,
+"""Routes of named prefixes: ``/v1/documents``, computed once for many requests, and ``/v1/sessions``,
 conversations whose KV is kept."""
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class SessionRoutes:
         self._engine = engine
 
     async def list(self, request: HttpRequest) -> Response:
-        """``GET /v1/sessions``: those whose KV is kept, least recently used first."""
+        """``GET /v1/sessions``: those with KV that is kept, least recently used first."""
         sessions, now_ns = await self._sessions(request), time.monotonic_ns()
         cards = [_session_card(name, kept, now_ns) for name, kept in sessions]
         return _json({"object": "list", "data": cards})

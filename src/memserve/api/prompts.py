@@ -1,4 +1,4 @@
-"""From prompts and messages to token ids (level 4). What is long is worked on beside the event loop."""
+"""From prompts and messages to token ids. What is long is worked on beside the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has been answered so far: the texts of all sequences of a call, and the account of its tokens (level 4)."""
+"""What has been answered so far: the texts of all sequences of a call, and the account of its tokens."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Reply:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens whose KV came from the cache."""
+        """Prompt tokens with KV from the cache."""
         return sum(count or 0 for count in self._cached)
 
     def absorb(self, call: Call, at: int, news: TokenOutput | Rejected) -> Delta | None:

@@ -1,4 +1,4 @@
-"""Answers a call: as one JSON object, or as a stream of server-sent events, of completions or of chats (level 4).
+"""Answers a call: as one JSON object, or as a stream of server-sent events, of completions or of chats.
 
 A client decides how many tokens, alternatives and choices there are. So all of it is made in pieces: an iterator yields
 at least once a token, and ``b""`` where there is only a place to pause. Chunks are most of what a server sends:
@@ -162,7 +162,7 @@ class _TokenColumns:
         self._columns: dict[bytes, list[bytes]] = {name: [] for name in _COLUMNS}
 
     def add(self, entry: TokenLogprobs, offset: int) -> None:
-        """One generated token, whose text starts at ``offset``."""
+        """One generated token, with text that starts at ``offset``."""
         top = {self._names.name(token)[0]: finite(logprob) for token, logprob in entry.top}
         name = self._names.name(entry.token)[0]
         top.setdefault(name, finite(entry.logprob))  # the chosen token is always among them, as at OpenAI

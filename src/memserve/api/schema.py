@@ -1,4 +1,4 @@
-"""The request bodies: every field that is understood, tolerated or refused (level 4).
+"""The request bodies: every field that is understood, tolerated or refused.
 
 Parsing is strict: a field of the wrong type or out of range, or one that is not listed, is a 400 that names it.
 Names and ranges are OpenAI's; the fields under "extensions" are memserve's own, where vLLM has them under its names.

@@ -1,4 +1,4 @@
-"""What the edge needs to know of the model and the engine: two small interfaces (level 4)."""
+"""What the edge needs to know of the model and the engine: two small interfaces."""
 
 from __future__ import annotations
 

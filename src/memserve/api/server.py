@@ -1,4 +1,4 @@
-"""The HTTP server: its socket, its start, and its end (level 4)."""
+"""The HTTP server: its socket, its start, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests out of bytes: one at a time, and bounded before anything is parsed (level 4, without IO).
+"""HTTP/1.1 requests out of bytes: one at a time, and bounded before anything is parsed (without IO).
 
 ::
 

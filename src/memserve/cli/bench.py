@@ -1,4 +1,4 @@
-"""``memserve bench``: measurements of this installation; ``engine``, ``pool`` and ``cost`` stand here (level 4)."""
+"""``memserve bench``: measurements of this installation; ``engine``, ``pool`` and ``cost`` stand here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``memserve bench concurrency``: bursts of requests, with and without an admission limit (level 4)."""
+"""``memserve bench concurrency``: bursts of requests, with and without an admission limit."""
 
 from __future__ import annotations
 

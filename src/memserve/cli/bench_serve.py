@@ -1,4 +1,4 @@
-"""``memserve bench serve``: settings side by side, with a report and plots (level 4)."""
+"""``memserve bench serve``: settings side by side, with a report and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``memserve bench workload``: what a workload is like, before anything is sent (level 4)."""
+"""``memserve bench workload``: what a workload is like, before anything is sent."""
 
 from __future__ import annotations
 

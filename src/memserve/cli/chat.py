@@ -1,4 +1,4 @@
-"""``memserve chat``: a conversation in the terminal (level 4)."""
+"""``memserve chat``: a conversation in the terminal."""
 
 from __future__ import annotations
 

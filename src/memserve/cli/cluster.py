@@ -1,4 +1,4 @@
-"""The cluster behind ``memserve serve``: a router in this process, instances in processes of their own (level 4)."""
+"""The cluster behind ``memserve serve``: a router in this process, instances in processes of their own."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def uses_gpu(device: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """A router whose instances are ready."""
+    """A router with ready instances."""
 
     engine: RouterEngine
     model: RemoteModel

@@ -1,4 +1,4 @@
-"""Secrets that an operator gives: API keys, the cluster's secret, credentials for etcd (level 4).
+"""Secrets that an operator gives: API keys, the cluster's secret, credentials for etcd.
 
 A secret belongs in a file or in an environment variable: every user of the machine can read command lines. What comes
 from the environment is taken out of it, so that no child process (instances, the conversion of a GGUF file) inherits

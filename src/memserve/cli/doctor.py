@@ -1,4 +1,4 @@
-"""``memserve doctor``: what is missing on this machine, and how to mend it (level 4)."""
+"""``memserve doctor``: what is missing on this machine, and how to mend it."""
 
 from __future__ import annotations
 

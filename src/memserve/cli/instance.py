@@ -1,4 +1,4 @@
-"""``memserve instance``: one member of a cluster, on this host or another (level 4)."""
+"""``memserve instance``: one member of a cluster, on this host or another."""
 
 from __future__ import annotations
 

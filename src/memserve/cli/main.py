@@ -1,4 +1,4 @@
-"""The command ``memserve`` (level 4). Nothing is imported before a command needs it."""
+"""The command ``memserve``. Nothing is imported before a command needs it."""
 
 from __future__ import annotations
 

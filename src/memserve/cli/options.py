@@ -1,4 +1,4 @@
-"""Flags of commands, made from the configs that declare them (level 4).
+"""Flags of commands, made from the configs that declare them.
 
 Typer makes a flag of each parameter. A command that is ``grouped`` may also take a config::
 

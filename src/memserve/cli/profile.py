@@ -1,4 +1,4 @@
-"""``memserve profile``: what prefill, decode, swaps and transfers cost on this machine (level 4)."""
+"""``memserve profile``: what prefill, decode, swaps and transfers cost on this machine."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[
     lines += ["", "moving a cached prefix is quicker than computing it again"]
     for way, tokens in values["pays_from_tokens"].items():
         lines.append(f"  {way:<18} {'never' if tokens is None else f'from {tokens} tokens on'}")
-    lines += ["", f"a prompt of {EXAMPLE_TOKENS} tokens whose first half lies"]
+    lines += ["", f"a prompt of {EXAMPLE_TOKENS} tokens with its first half"]
     lines += [f"  {where:<18} {reason}" for where, reason in values["decisions"].items()]
     if values["busy"] is not None:
         lines += ["", f"not to be trusted: {values['busy']}; measure again when it is idle"]

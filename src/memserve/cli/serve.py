@@ -1,4 +1,4 @@
-"""``memserve serve``: the OpenAI API in front of a cluster, or of one engine in this process (level 4)."""
+"""``memserve serve``: the OpenAI API in front of a cluster, or of one engine in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``memserve sim``: whole clusters under virtual time (level 4)."""
+"""``memserve sim``: whole clusters under virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``memserve sim fuzz``: random clusters with faults, from seeds (level 4)."""
+"""``memserve sim fuzz``: random clusters with faults, from seeds."""
 
 from __future__ import annotations
 

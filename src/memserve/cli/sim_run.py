@@ -1,4 +1,4 @@
-"""``memserve sim run``: a workload on a simulated cluster (level 4)."""
+"""``memserve sim run``: a workload on a simulated cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``memserve sim search``: the cheapest cluster that holds an SLO; ``compare``: two results side by side (level 4)."""
+"""``memserve sim search``: the cheapest cluster that holds an SLO; ``compare``: two results side by side."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Attempt:
     dispatched_ns: int
     news_ns: int
     involved: list[Member]
-    """All and only the members whose death fails it."""
+    """All and only the members that fail it when they die."""
     charges: list[Charge]
     """Work not yet discharged; while the request is prefilling the prompt's is the first one."""
     early: list[TokenOutput] = field(default_factory=list)

@@ -42,7 +42,7 @@ class Fetches:
         self.asked: dict[str, tuple[Group, Holder]] = {}
         #: fetch id -> how long the link is expected to be busy with it
         self._link_ns: dict[str, int] = {}
-        #: names of peers whose pages come over a network
+        #: names of peers with pages that come over a network
         self.far: dict[str, bool] = {}
         self.fetched_tokens = 0
 

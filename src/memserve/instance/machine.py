@@ -1,4 +1,4 @@
-"""The instance machine (level 2): requests and finished steps in, plans and tokens out.
+"""The instance machine: requests and finished steps in, plans and tokens out.
 
 Synchronous and deterministic: one mutator, ``handle(event, now)``; no clock, no random source, no torch. The device
 works on up to ``steps_in_flight`` plans at once, strictly in order. That order is what makes everything else simple: a

@@ -1,4 +1,4 @@
-"""An instance as a member of a cluster: joining, heartbeats, routers that change, draining, leaving (level 2).
+"""An instance as a member of a cluster: joining, heartbeats, routers that change, draining, leaving.
 
 ::
 

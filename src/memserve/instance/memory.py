@@ -1,4 +1,4 @@
-"""A sequence's blocks (level 2): the only module that talks to the pool on a sequence's behalf.
+"""A sequence's blocks: the only module that talks to the pool on a sequence's behalf.
 
 Nothing here preempts: a call that lacks room changes nothing and says so.
 """
@@ -35,7 +35,7 @@ class SequenceMemory:
     def attach(self, sequence: Sequence, headroom: int) -> bool:
         """Give a waiting sequence the blocks of all its known tokens, from the cache as far as possible.
 
-        ``headroom`` blocks more must be available, and stay so. Sets ``computed`` to the tokens whose KV is there
+        ``headroom`` blocks more must be available, and stay so. Sets ``computed`` to the tokens with KV that is there
         already: at most ``known - 1``, since the last one's logits are needed.
         """
         if sequence.dram_blocks:

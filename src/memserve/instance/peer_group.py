@@ -1,4 +1,4 @@
-"""A process as a member of a group without a router (level 2): the membership of a ``PoolPeer``.
+"""A process as a member of a group without a router: the membership of a ``PoolPeer``.
 
 ::
 
@@ -160,7 +160,7 @@ class PeerGroup:
         if wanted is not None:
             self._meet(wanted, now)
 
-    # -- who is there
+    # -- membership
 
     def _remember(self, info: PeerInfo, now: int) -> bool:
         """Whether this incarnation was not known."""

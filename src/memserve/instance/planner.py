@@ -1,4 +1,4 @@
-"""How a step is made (level 2): iteration-level batching with chunked prefill.
+"""How a step is made: iteration-level batching with chunked prefill.
 
 A plan is filled in four passes, each by turns of tenants, and in rank order within one:
 

@@ -1,4 +1,4 @@
-"""When a decision has become true in memory: barriers between plans and page jobs (level 1).
+"""When a decision has become true in memory: barriers between plans and page jobs.
 
 The device executes plans strictly in order, and everything that it does to memory is part of a plan: rows write K and
 V, recorded copies (evictions to DRAM, blocks brought up, copies on write) ride at the head of the next plan. So plans
@@ -14,7 +14,7 @@ for it may still be
 
 All of that was decided before the block was allocated: nothing decided later touches it, since it belongs to the
 import. Rows (1, 2) use only blocks on which their sequence holds a reference, and it gives none back while the plan
-that is being made has a row of it. So when it lets go of a block, the plans made by then are the last whose rows touch
+that is being made has a row of it. So when it lets go of a block, the plans made by then are the last that touch
 the block for its sake; and all have let go, or the block could not have been allocated. Copies (3) are in the next plan
 after they were recorded. ``mempool/block_access.py`` writes down both moments. Hence, right after the allocation,
 

@@ -1,4 +1,4 @@
-"""What the parts of an exchange share: identity, numbers, deadlines, peers, outgoing work (level 1)."""
+"""What the parts of an exchange share: identity, numbers, deadlines, peers, outgoing work."""
 
 from __future__ import annotations
 

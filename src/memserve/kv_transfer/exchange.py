@@ -1,4 +1,4 @@
-"""All dealings of one pool with the pools of other processes (level 1): offers, pulls, fetches, leases, barriers.
+"""All dealings of one pool with the pools of other processes: offers, pulls, fetches, leases, barriers.
 
 Accounting and protocol only: no bytes move here. Messages, sealed and pulled pages go in through :meth:`handle`; what
 is to be sent, sealed and pulled comes out of :meth:`take_actions`, results for the owner as outcomes.

@@ -1,4 +1,4 @@
-"""Memory at a peer: MemServe's ``alloc_mem`` and ``free_mem`` with an instance id (level 1, row M1).
+"""Memory at a peer: MemServe's ``alloc_mem`` and ``free_mem`` with an instance id.
 
 Blocks that were allocated here for a peer are held for it until its ``Free``, its end, or the lease's. They are the
 only blocks that it may name as the destination of a transfer.

@@ -1,4 +1,4 @@
-"""The owner's side of transfers: offers, seals, leases (level 1).
+"""The owner's side of transfers: offers, seals, leases.
 
 An export holds one reference on each of its blocks, from the offer to the first of: the receiver's ``Release``, the
 lease's end, ``withdraw``, the receiver's death. Pages are announced in three steps, each of which may be under way for

@@ -1,11 +1,11 @@
-"""What plans that have not finished may still do to blocks, and the copies that no plan carries yet (level 1).
+"""What plans that have not finished may still do to blocks, and the copies that no plan carries yet.
 
 These are the accounts behind ``kv_transfer/barriers.py``. Nothing is written down for blocks that stay with a sequence,
 however many plans use them. Three moments tell the rest:
 
 let go      an HBM block is given back: rows of plans made by now may read and write it, later ones do not
 copied      a copy is recorded: the next plan reads the one block and writes the other
-filled      the index takes a block whose last tokens a plan computes: no later plan writes to it, since what is cached
+filled      the index takes a block as a plan computes its last tokens: no later plan writes to it; what is cached
             never changes
 
 Only plans under way are remembered, and the next one: two or three small sets, whatever the pool's size.

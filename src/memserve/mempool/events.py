@@ -1,4 +1,4 @@
-"""What a pool tells others: KV events for the global trees, and a report of its memory (level 1)."""
+"""What a pool tells others: KV events for the global trees, and a report of its memory."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class PoolReport:
 
     tiers: tuple[TierReport, ...]
     block_tokens: int
-    copies_pending: int = 0  # blocks whose recorded copy has not been taken yet
+    copies_pending: int = 0  # blocks with a recorded copy that has not been taken yet
     by_tier: dict[Tier, TierReport] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Names of namespaces and blocks, equal on every process and machine of a cluster (level 1).
+"""Names of namespaces and blocks, equal on every process and machine of a cluster.
 
 ``identity[i] = SipHash-2-4-128(key, identity[i-1] || tokens of block i as little-endian int32)``, starting from the
 namespace. A block's identity therefore names its whole prefix.

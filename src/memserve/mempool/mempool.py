@@ -1,4 +1,4 @@
-"""MemPool: MemServe's memory API (Table 1), with real memory behind it and no engine in front (level 1).
+"""MemPool: MemServe's memory API (Table 1), with real memory behind it and no engine in front.
 
     pool = MemPool(geometry, hbm_bytes=64 << 20, dram_bytes=256 << 20)
     held = pool.alloc_mem(4)                    # addresses, or None: no room
@@ -251,7 +251,7 @@ class MemPool:
     # -- state
 
     def report(self) -> PoolReport:
-        """The state of the memory (row P4)."""
+        """The state of the memory."""
         return self._pool.report()
 
     @property

@@ -1,4 +1,4 @@
-"""The blocks and the prefix cache of one instance: accounting only, no bytes move here (level 1).
+"""The blocks and the prefix cache of one instance: accounting only, no bytes move here.
 
     acquire ------> Lease: cached prefix, pinned, one reference a block for the caller
     allocate -----> blocks with one reference each, for what is not cached
@@ -258,7 +258,7 @@ class BlockPool:
     # -- preemption by swap
 
     def swap_out(self, blocks: Sequence[int]) -> list[int] | None:
-        """Copy ``blocks`` to DRAM, whose unpinned cached blocks are evicted for it, and drop the caller's references on
+        """Copy ``blocks`` to DRAM (cached blocks there are evicted for it), and drop the caller's references on
         them. None: no room, nothing changed."""
         below = self.allocate_dram_ids(len(blocks))
         if below is None:
@@ -305,7 +305,7 @@ class BlockPool:
         return self._events.held(tier)
 
     def report(self) -> PoolReport:
-        """The state of the memory (row P4)."""
+        """The state of the memory."""
         tiers = ((Tier.HBM, self._hbm), (Tier.DRAM, self._dram))
         return PoolReport(
             tiers=tuple(

@@ -1,4 +1,4 @@
-"""The cache entries of one member (level 2): which blocks, on which tier, since when, when last used, and how often.
+"""The cache entries of one member: which blocks, on which tier, since when, when last used, and how often.
 
 A million of them must fit, so an entry is a key of 16 bytes in a dict and one integer, its stamp, which all entries of
 one batch share::

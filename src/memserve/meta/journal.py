@@ -1,4 +1,4 @@
-"""Records as bytes, and bytes as records again, whatever happened to them (level 2). Pure: bytes in, bytes out.
+"""Records as bytes, and bytes as records again, whatever happened to them. Pure: bytes in, bytes out.
 
 ::
 
@@ -13,7 +13,7 @@ journal was known to be safe when the frame was written. That makes two cases pl
 
 * *torn*: broken bytes behind which no frame vouches for them. The last write did not get through, its
   records were not acknowledged, and it is dropped, even if later parts of that write did arrive.
-* *damaged*: broken bytes that a later frame says were safe, or in the checkpoint that the journal began with, whose
+* *damaged*: broken bytes that a later frame says were safe, or in the checkpoint that the journal began with, and its
   length its head tells. Something acknowledged is gone: reading stops with an error, and nothing is guessed.
 
 Only damage to the very last frame passes for a torn write, because nothing was written behind it.

@@ -1,4 +1,4 @@
-"""Where a journal lies: a port with few methods, and a medium in memory that fails as disks do (level 2).
+"""Where a journal lies: a port with few methods, and a medium in memory that fails as disks do.
 
 How a simulator uses :class:`FaultyMedium`. Each router of a world has one, which outlives its process; the host of the
 ``Cluster`` opens a :class:`~memserve.meta.store.Store` on it, writes what ``Remember`` and ``Note`` say, and calls

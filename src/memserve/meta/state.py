@@ -1,4 +1,4 @@
-"""Records folded into the state that they make (level 2): what a journal's checkpoint holds, and what recovery gives.
+"""Records folded into the state that they make: what a journal's checkpoint holds, and what recovery gives.
 
 The state lives in the store's thread, beside the machine's own state, so that writing a checkpoint costs the machine
 nothing. Times in records are on a router's clock; in here they are ns since 1970.
@@ -183,7 +183,7 @@ class MetadataState:
             yield RouterStarted(self.router, self.address, self._offset_ns)
 
     def recovered(self, clock_offset_ns: int) -> RecoveredState:
-        """Everything, for a router whose clock shows ``clock_offset_ns`` less than the ns since 1970."""
+        """Everything, for a router with a clock that shows ``clock_offset_ns`` less than the ns since 1970."""
         members = []
         for page in self.members.values():
             hbm, dram = page.entries.by_tier()

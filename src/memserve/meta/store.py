@@ -1,4 +1,4 @@
-"""A journal on a medium, and the state that it makes (level 2): what every host of a ``Cluster`` writes to.
+"""A journal on a medium, and the state that it makes: what every host of a ``Cluster`` writes to.
 
 ::
 

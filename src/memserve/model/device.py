@@ -154,7 +154,7 @@ class ModelDevice:
     ) -> dict[int, list[TokenLogprobs | None]]:
         """Row -> one entry for each token that it computed: the logprobs of the prompt token *behind* that one.
 
-        ``None`` where the prompt ends. A row whose slot ``failed``, here or before, has none.
+        ``None`` where the prompt ends. A row with a slot that ``failed``, here or before, has none.
         """
         reports: dict[int, list[TokenLogprobs | None]] = {}
         first = 0

@@ -116,7 +116,7 @@ def _draw_head(weights: Tensor, how: Truncation, width: int) -> tuple[Tensor, Te
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first index whose cumulated weight exceeds ``uniform`` of the total, found by chunk first, then inside it."""
+    """The first index where the cumulated weight exceeds ``uniform`` of the total, by chunk first, then inside it."""
     count, width = weights.shape
     if width <= _CHUNK_TOKENS:
         cumulated = weights.cumsum(-1, dtype=torch.float64)

@@ -17,7 +17,7 @@ from memserve.model.slots import NOT_NUMBERS, NOTHING_LEFT, Failures, Int64s, Sl
 from memserve.types import SamplingParams, StopParams, TokenLogprobs
 
 _SLICE_ROWS = 64
-"""Rows whose log-softmax exists at a time: a long prompt times a vocabulary is hundreds of megabytes."""
+"""Rows with a log-softmax at a time: a long prompt times a vocabulary is hundreds of megabytes."""
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ def adjust_logits(
 def touched_tokens(
     tokens: NDArray[np.int32], prompt_tokens: int, sampling: SamplingParams, stop: StopParams
 ) -> NDArray[np.int64]:
-    """The tokens whose logits :func:`adjust_logits` may change, some of them more than once."""
+    """The tokens of which :func:`adjust_logits` may change logits, some of them more than once."""
     known = tokens if sampling.repetition_penalty != 1.0 else tokens[prompt_tokens:]
     others = [token for token, _ in sampling.logit_bias]
     if stop.min_tokens:

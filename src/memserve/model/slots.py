@@ -62,7 +62,7 @@ class SlotTable:
         self.seed: NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self.index: Int64s = np.zeros(slots, np.int64)
         self.beam_candidates: Int64s = np.zeros(slots, np.int64)
-        #: slots whose logits are changed before drawing: penalties, bias, ``min_tokens``
+        #: slots with logits that are changed before drawing: penalties, bias, ``min_tokens``
         self.adjusts: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         #: slots that report logprobs
         self.reports: NDArray[np.bool_] = np.zeros(slots, np.bool_)

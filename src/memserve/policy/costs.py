@@ -48,7 +48,7 @@ class PrefillCurve:
     """Each pair of a new token and one that it attends to, over all layers and heads."""
 
     def ns(self, new_tokens: int, context_tokens: int) -> int:
-        """``new_tokens`` computed behind ``context_tokens`` whose KV is there."""
+        """``new_tokens`` computed behind ``context_tokens`` with KV that is there."""
         return self.step(new_tokens, attended_pairs(new_tokens, context_tokens))
 
     def step(self, new_tokens: int, pairs: int) -> int:
@@ -127,7 +127,7 @@ class CostModel:
         return self.same_host if same_host else self.network
 
     def prefill_ns(self, new_tokens: int, context_tokens: int = 0) -> int:
-        """Computing ``new_tokens`` behind ``context_tokens`` whose KV is there."""
+        """Computing ``new_tokens`` behind ``context_tokens`` with KV that is there."""
         return self.prefill.ns(new_tokens, context_tokens)
 
     def decode_step_ns(self, batch: int, context_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Puts the parts together: a model, a device and a machine, as an engine or as a member of a cluster (level 3)."""
+"""Puts the parts together: a model, a device and a machine, as an engine or as a member of a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine: one instance for the clients of its own process (level 3). A cluster's members and its router use its
+"""The engine: one instance for the clients of its own process. A cluster's members and its router use its
 parts: :class:`HostedInstance` and :class:`Clients`.
 
 client threads --submit--> inbox --> [machine] --> sinks (new tokens, called by the engine thread)
@@ -70,7 +70,7 @@ class Clients:
     """The sinks of all requests that have not ended. Anyone may submit; one thread delivers."""
 
     def __init__(self, cancel: Callable[[str], None]) -> None:
-        """``cancel`` is called for a request whose sink has failed."""
+        """``cancel`` is called for a request with a failed sink."""
         self._cancel = cancel
         #: all and only the requests that were submitted and have not ended
         self._waiters: dict[str, _Waiter] = {}

@@ -1,4 +1,4 @@
-"""The process of one instance: loads the model, joins the cluster, works until it is told to leave (level 3)."""
+"""The process of one instance: loads the model, joins the cluster, works until it is told to leave."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _no_router(found: Mapping[str, Knock]) -> UserError:
 def die_with(parent_pid: int) -> None:
     """From now on this process is killed when its parent ends, however that ends, and even while it is stopped.
 
-    The kernel watches the parent's *thread*: whoever starts instances keeps the thread that did.
+    The kernel watches the parent's *thread*: a parent keeps the thread that started instances.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it has ended already

@@ -1,4 +1,4 @@
-"""One machine in a thread of its own (level 3): events in through one inbox, actions out through one function.
+"""One machine in a thread of its own: events in through one inbox, actions out through one function.
 
 Clients, devices, mailboxes and data ports all post into the inbox; the loop's thread is the only one that touches the
 machine. Between events it wakes when the machine's next deadline comes, and not before: an idle machine costs nothing.

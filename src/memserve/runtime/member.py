@@ -1,4 +1,4 @@
-"""Hosts an instance that is a member of a cluster: its machines, its mailbox, its data port (level 3).
+"""Hosts an instance that is a member of a cluster: its machines, its mailbox, its data port.
 
 Three threads touch it. The mailbox's thread brings messages; the engine thread sends what the instance machine says;
 the member's own thread keeps time, and does what has to wait for the engine: a long step of the device blocks neither

@@ -1,4 +1,4 @@
-"""Instances that outlive the ``memserve serve`` that started them, and are found by the next one (level 3).
+"""Instances that outlive the ``memserve serve`` that started them, and are found by the next one.
 
 A supervisor with a state folder writes down the instances that it has started. When the supervisor is killed, they live
 on and keep their KV; each asks the kernel now and then whether a process holds the folder's lock, and ends when none
@@ -115,7 +115,7 @@ class ChildrenFile:
             self.adopt(name, wanted[name])
 
     def living(self, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` whose processes run."""
+        """Those of ``names`` with processes that run."""
         alive = []
         for name in names:
             process = self._living(name)

@@ -1,4 +1,4 @@
-"""A journal in etcd, and the election of the one router that may write it (level 3, row C10).
+"""A journal in etcd, and the election of the one router that may write it.
 
 ::
 
@@ -8,7 +8,7 @@
 
 The journal is the one that lies in a file otherwise, so everything that is tested of it holds here. Every write is a
 transaction that compares the key ``router`` with the one that this process has created: a router that was paused, and
-whose place another has taken meanwhile, cannot write any more, whatever it believes.
+with a successor meanwhile, cannot write any more, whatever it believes.
 
 The key's lease ends ``LEASE_S`` after the last sign of life. Routers that wait look for the key, and the first to
 create it anew is active.
@@ -195,7 +195,7 @@ class EtcdMedium:
         return b"".join(piece.value for piece in pieces)
 
     def _check_new(self) -> None:
-        """Without ``current`` there may be parts of a first journal, whose router died while it wrote them."""
+        """Without ``current`` there may be parts of a first journal: its router died while it wrote them."""
         pieces = self._do(lambda client: client.get_prefix(self._key("journal/"), keys_only=True))
         if any(not piece.key.startswith(self._journal(1)) for piece in pieces):
             message = f"the metadata is lost: there are journals, and no {self._root}current that names one"

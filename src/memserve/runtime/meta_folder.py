@@ -1,4 +1,4 @@
-"""The folder in which one ``memserve serve`` keeps what outlives it, and the journal in it (level 3).
+"""The folder in which one ``memserve serve`` keeps what outlives it, and the journal in it.
 
 ::
 

@@ -1,10 +1,10 @@
-"""What ``--metadata`` names, opened, and the thread that keeps there what a router must remember (level 3).
+"""What ``--metadata`` names, opened, and the thread that keeps there what a router must remember.
 
 Records that an action waits for (``keep``) are written and synced at once; while that lasts more of them gather, and
 share the next sync. Notes are written as soon as the thread has time, which is enough to outlive ``kill -9``, and
 synced with the next record that is waited for, at the latest after ``NOTES_SYNC_S``.
 
-Text that was deleted (documents, pinned prefixes) or whose time is over leaves the journal after ``ERASE_S`` at the
+Text that was deleted (documents, pinned prefixes) or has no time left leaves the journal after ``ERASE_S`` at the
 latest: a checkpoint takes the journal's place.
 
 When the medium fails (disk full, etcd without a quorum) the router goes on: what waits is released and told that it is

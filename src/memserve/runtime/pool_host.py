@@ -1,4 +1,4 @@
-"""The threads and ports of a :class:`PoolPeer` (level 3): one loop for the machine, a mailbox, a data port.
+"""The threads and ports of a :class:`PoolPeer`: one loop for the machine, a mailbox, a data port.
 
 application --Call--> [loop: PoolMachine] --Send--> mailbox;  --SealPages, PullPages--> data port
 mailbox, data port --events--> [loop] --Arrived--> [delivery thread: the application's callback]

@@ -1,4 +1,4 @@
-"""What a :class:`PoolPeer` does, without threads and sockets (level 3): a memory, an exchange, and the machine of its
+"""What a :class:`PoolPeer` does, without threads and sockets: a memory, an exchange, and the machine of its
 membership (:class:`memserve.instance.peer_group.PeerGroup`), which it hosts.
 """
 

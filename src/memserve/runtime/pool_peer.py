@@ -1,4 +1,4 @@
-"""PoolPeer: MemServe's Table 1 across processes, without an engine (level 3, rows M1, M4, M5).
+"""PoolPeer: MemServe's Table 1 across processes, without an engine.
 
     with PoolPeer(geometry, name="a", secret=SECRET, hbm_bytes=64 << 20) as a:
         a.connect(info_of_b)                              # bytes of `PoolPeer.info()`, by whatever way
@@ -68,7 +68,7 @@ class Delivery:
 
 
 class PoolPeer:
-    """A pool whose blocks other processes can get, and which can get theirs."""
+    """A pool with blocks that other processes can get, and which can get theirs."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class PoolPeer:
     # -- state
 
     def report(self) -> PoolReport:
-        """The state of the memory (row P4)."""
+        """The state of the memory."""
         return self._host.ask(lambda now: self._memory.report())
 
     def counters(self) -> ExchangeCounters:

@@ -1,4 +1,4 @@
-"""The ports through which a host reaches the world (level 3)."""
+"""The ports through which a host reaches the world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This process (level 3): the signals that ask for its end, how its threads wait, and what other programs take of its
+"""This process: the signals that ask for its end, how its threads wait, and what other programs take of its
 cores."""
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def crossover_tokens(costs: CostModel, geometry: KVGeometry, curve: CopyCurve, l
 
 
 def _decisions(costs: CostModel, geometry: KVGeometry) -> dict[str, str]:
-    """What is decided for a prompt whose first half was computed before, by where that lies."""
+    """What is decided for a prompt with a first half that was computed before, by where that lies."""
     prompt, cached = EXAMPLE_TOKENS, EXAMPLE_TOKENS // 2
     far = Prefix(prompt, remote_tokens=cached, same_host=False)
     alone = {

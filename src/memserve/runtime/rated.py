@@ -25,7 +25,7 @@ LINES_MAX = 60
 _MINUTE_S = 60.0
 
 _NAMES_MAX = 1024
-"""Names whose last end is remembered, for the line about their return."""
+"""Names of which the last end is remembered, for the line about their return."""
 
 _LEVELS = {
     MemberChange.JOINED: logging.INFO,

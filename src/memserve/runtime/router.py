@@ -1,4 +1,4 @@
-"""The router's engine: a whole cluster behind the interface that the API knows from one engine (level 3).
+"""The router's engine: a whole cluster behind the interface that the API knows from one engine.
 
 client threads --submit--> inbox --> [router thread: Cluster.handle] --Send--> mailbox --> instances
                              ^                     |                                          |
@@ -69,7 +69,7 @@ class RouterEngine:
         self._members: dict[str, PeerInfo] = {}  # all and only the members, as they introduced themselves
         self._changed = threading.Condition()  # notified whenever _members changes
         self._look_again_s = 0.0
-        self._lines: dict[Peer, None] = {}  # all and only those whom the mailbox knows
+        self._lines: dict[Peer, None] = {}  # all and only those that the mailbox knows
         self._handle_ns = 0
         self._log = MemberLog()
         self.children: Callable[[], Mapping[str, ChildStats]] = dict

@@ -1,4 +1,4 @@
-"""What an engine counts about itself: the scheduler's own time beside the device's (level 3)."""
+"""What an engine counts about itself: the scheduler's own time beside the device's."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class TimedPort:
         self.node.later(spent_ns, self.node.post, PagesSealed(job.job_id, (0,) * len(job.blocks)))
 
     def pull(self, job: PullPages) -> None:
-        """Answer when all pages are here; with an error when there is nobody to pull from."""
+        """Answer when all pages are here; with an error when there is no peer to pull from."""
         if self.node.owner_of(job) is None:
             self.node.later(1, self.node.post, PagesPulled(job.job_id, "no such peer"))
             return

@@ -1,4 +1,4 @@
-"""``memserve sim --scenario llm-serving-cache``: the table of llm-serving-cache, from the production machines (row C7).
+"""``memserve sim --scenario llm-serving-cache``: the table of llm-serving-cache, from the production machines.
 
 The source adds its constants up in a formula. Here its requests go through the ``Cluster`` machine (admission, and
 placement by ``affinity``) and an ``Instance`` (index, pool, eviction), and what comes out is timed by a virtual clock

@@ -1,4 +1,4 @@
-"""A router, one instance and a client under the constants of llm-serving-cache (row C7).
+"""A router, one instance and a client under the constants of llm-serving-cache.
 
 ::
 
@@ -79,7 +79,7 @@ class Case:
 
 
 class SourceDevice:
-    """Takes 1 ms for each token whose KV is computed, and 1 ms for each that is drawn."""
+    """Takes 1 ms for each token of which KV is computed, and 1 ms for each that is drawn."""
 
     layers = 1
 
@@ -213,7 +213,7 @@ class SourceWorld:
         """After each event: the machine must not contradict itself."""
 
     def say(self, line: str, what: object = "") -> None:
-        """Nobody listens."""
+        """Nothing listens."""
 
     def admission(self) -> AdmissionStats:
         """Totals of the router's admission."""

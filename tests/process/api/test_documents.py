@@ -1,4 +1,4 @@
-"""Named prefixes over HTTP: documents and sessions, computed once, pinned, hit, and nobody else's."""
+"""Named prefixes over HTTP: documents and sessions, computed once, pinned, hit, and visible to their tenant alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input gets the right error, holds nothing, and hurts nobody else."""
+"""Bad input gets the right error, holds nothing, and hurts no other request."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ STREAM = {"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": 200, "ig
 
 @pytest.fixture
 def paused() -> Iterator[World]:
-    """A server whose engine moves only when the test says so."""
+    """A server with an engine that moves only when the test says so."""
     with serve(FakeEngine(says(SCRIPT_TEXT), step_s=None)) as world:
         yield world
 
@@ -321,6 +321,6 @@ def test_a_taken_port_is_a_user_error_before_anything_else() -> None:
 
 
 def test_answers_do_not_wait_for_acknowledgements() -> None:
-    """asyncio turns Nagle's algorithm off only for sockets whose protocol is spelled out; accepted ones inherit it."""
+    """asyncio turns Nagle's algorithm off only for sockets with an explicit protocol; accepted ones inherit it."""
     with bind("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP

@@ -1,4 +1,4 @@
-"""``memserve bench pool``: indexes that agree, pieces that are the same for everybody, and the page."""
+"""``memserve bench pool``: indexes that agree, pieces that are the same for each contender, and the page."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_peers_cannot_write() -> None:
 
 
 def test_the_file_is_sealed() -> None:
-    """Nobody shrinks it under its readers, nobody else maps it for writing, no child inherits it."""
+    """It does not shrink under its readers, no other process maps it for writing, no child inherits it."""
     import mmap
 
     arena = SharedArena(HUGE)

@@ -68,7 +68,7 @@ class Device(LiteralDevice):
 
 
 class NoPages:
-    """A data port that reaches nobody, and says so."""
+    """A data port that reaches no peer, and says so."""
 
     def __init__(self, on_pages) -> None:
         self._on_pages = on_pages
@@ -247,7 +247,7 @@ def test_members_come_back_to_a_router_that_was_started_anew(router, node) -> No
 
 
 def test_a_late_welcome_of_a_router_that_was_replaced_is_not_taken(node) -> None:
-    """Whoever took it would speak to a router that is gone, for ever. Found by fuzzing (seed 1009825)."""
+    """A member that took it would speak to a router that is gone, for ever. Found by fuzzing (seed 1009825)."""
     joins: queue.Queue[tuple[int, PeerInfo]] = queue.Queue()
 
     def router_of(generation: int) -> ZmqMailbox:
@@ -285,7 +285,7 @@ def test_a_router_is_found_at_the_address_where_one_is(router, node) -> None:
 
 
 def test_who_lost_its_router_joins_the_next_which_does_not_remember_it(router, node) -> None:
-    """Nobody calls it back: it knocks itself, and keeps its cache."""
+    """No router calls it back: it knocks itself, and keeps its cache."""
     standby_port = free_port()
     it = node("c1", f"{router.address},tcp://127.0.0.1:{standby_port}", config=IMPATIENT)
     assert router.wait_for(["c1"], WAIT_S)

@@ -311,7 +311,7 @@ def test_what_could_never_run_is_rejected_for_good(make_cluster):
 
 
 def test_a_failed_handoff_is_tried_again_even_where_it_failed(make_cluster):
-    """1P1D, and the pull was cut off: there is nobody else to try."""
+    """1P1D, and the pull was cut off: there is no other instance to try."""
     world = make_cluster(("p", P), ("d", D))
     client = world.ask(a_request("r", PROMPT))
     actions = world.hear(Peer("d", 1), RequestRefused("r#1", "checksums differ", 0.0))
@@ -406,7 +406,7 @@ def test_a_lost_ending_is_noticed_at_the_next_heartbeat(make_cluster):
 
 @pytest.mark.parametrize("knows", [True, False])
 def test_of_a_pair_both_must_have_lost_it(make_cluster, knows):
-    """A dispatch is lost somewhere; who prefilled another request has handed it over, whose ``HandedOver`` was lost."""
+    """A dispatch is lost somewhere; a prefill instance has handed another request over; ``HandedOver`` was lost."""
     world = make_cluster(("p", P), ("d", D))
     client = world.ask(a_request("r", PROMPT))
     p, d = world.instances["p"], world.instances["d"]

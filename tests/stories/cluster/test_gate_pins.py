@@ -25,7 +25,7 @@ SEEDS = 14
 
 
 def plain(seed: int, *, tight: bool = False) -> Scenario:
-    """Sessions that are pinned after each turn; one sequence a request, nobody changes his mind. ``tight``: there is
+    """Sessions that are pinned after each turn; one sequence a request, no client changes its mind. ``tight``: there is
     little more memory than one of them needs, and pins outlive them all."""
     random = Random(f"pins {seed}")
     caching = random.choice([Caching.PD_CACHING_1, Caching.PD_CACHING_2])
@@ -50,7 +50,7 @@ def plain(seed: int, *, tight: bool = False) -> Scenario:
 
 
 def written_in_vain(link: ClusterLink) -> int:
-    """Blocks into which the host still pulls for nobody: it stops within milliseconds, and nobody can know when."""
+    """Blocks into which the host still pulls for nothing: it stops within milliseconds, and when cannot be known."""
     pulls = link.exchange._receiver.pulls._under_way.values()
     return sum(len(job.dst_blocks) for pull, job in pulls if pull.imported.over)
 

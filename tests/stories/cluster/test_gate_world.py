@@ -1,6 +1,6 @@
-"""The gate in front of production instances, under every fault: all tokens exact, nothing leaked, everybody ends.
+"""The gate in front of production instances, under every fault: all tokens exact, nothing leaked, every request ends.
 
-Nobody may be turned away for waiting here, so whoever the gate forgot would hang for ever.
+No request may be turned away for waiting here, so one that the gate forgot would hang for ever.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ def lives() -> Counter:
 
 @pytest.mark.parametrize("what, at_least", [("admitted", 150), ("queued", 40), ("evictions", 5)])
 def test_the_gate_is_passed_by_all_whatever_happens(lives: Counter, what: str, at_least: int) -> None:
-    """Lives in which nobody waits, or nothing has to go, would prove nothing."""
+    """Lives in which nothing waits, or nothing has to go, would prove nothing."""
     assert lives[what] >= at_least, lives

@@ -105,7 +105,7 @@ def test_a_single_role_that_is_left_does_everything(make_cluster):
 
 
 def test_a_burst_between_two_heartbeats_is_spread(make_cluster):
-    """Thirty clients come within a millisecond: nobody has said how busy it is."""
+    """Thirty clients come within a millisecond: no instance has said how busy it is."""
     world = make_cluster(*[(f"c{k}", C) for k in range(10)], policy="least-load")
     for k in range(30):
         world.ask(a_request(f"r{k}", [k, *PROMPT]))
@@ -157,7 +157,7 @@ def test_tenants_do_not_meet_in_the_trees(make_cluster):
 
 
 def test_holders_of_more_are_named(make_cluster):
-    """The longest prefix lies with a store and with a busy instance: whoever computes may fetch it."""
+    """The longest prefix lies with a store and with a busy instance: an instance that computes may fetch it."""
     world = make_cluster(("p", P), ("d", D), ("store", S), ("busy", P), ("some", P), policy="least-load")
     for name, blocks in (("store", 5), ("busy", 4), ("some", 2), ("d", 1)):
         cached(world, name, PROMPT[: 4 * blocks], Tier.DRAM if name == "store" else Tier.HBM)

@@ -89,7 +89,7 @@ def test_kv_of_decode_instances_is_fetched_in_pd_caching_3_only(make_cluster):
 
 
 def test_time_in_the_router_is_part_of_the_queue(make_cluster):
-    """Nobody was there for two seconds, then the instance let it wait for 7 ns."""
+    """There was no instance for two seconds, then the instance let it wait for 7 ns."""
     world = make_cluster()
     client = world.ask(a_request("r", PROMPT))
     world.wait(2 * NS_PER_S)

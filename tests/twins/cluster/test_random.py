@@ -34,7 +34,7 @@ FOREVER = 10**9
 
 
 class Storm(World):
-    """A cluster whose every choice comes from one seed. ``patient``: requests are never given up."""
+    """A cluster with every choice from one seed. ``patient``: requests are never given up."""
 
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)

@@ -288,7 +288,7 @@ def test_an_old_snapshot_does_not_undo_newer_events():
 
 
 def test_what_is_kept_aside_is_bounded_and_asked_for_later():
-    """A gap that nobody fills: memory stays small, and it heals all the same."""
+    """A gap that is never filled: memory stays small, and it heals all the same."""
     world, pool = one_pool()
     for number in range(1, 20):
         changes = tuple(
@@ -308,7 +308,7 @@ SENSELESS = [
 
 @pytest.mark.parametrize("change", SENSELESS, ids=["identity", "kind", "tier"])
 def test_events_that_make_no_sense_expel_their_sender(change):
-    """Memory is broken there, or it is not who it says: nothing that it says of its KV may be trusted."""
+    """Memory is broken there, or it is another process: nothing that it says of its KV may be trusted."""
     world, pool = one_pool()
     actions = world.cluster.handle(MessageArrived(pool.peer, KvEvents(0, (change,))), 5)
     assert any(isinstance(a, Send) and isinstance(a.message, Expelled) for a in actions)

@@ -158,7 +158,7 @@ def test_random_streams(story: list[tuple]) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_crowds_grow_and_shrink(seed: int) -> None:
-    """Blocks held by hundreds: lists become bitsets and lists again, and nobody notices."""
+    """Blocks held by hundreds: lists become bitsets and lists again, and nothing else changes."""
     random, directory, twin = Random(seed), PrefixDirectory(), Twin()
     holders, now = list(range(0, 400, 1 + seed)), 0
     for turn, crowding in enumerate([0.9, 0.9, 0.2, 0.9, 0.05]):

@@ -160,7 +160,7 @@ class Life:
             self.end(seq)
 
     def fork(self) -> None:
-        """Another sequence with the same beginning: what is computed is shared until somebody writes to it."""
+        """Another sequence with the same beginning: what is computed is shared until one of them writes to it."""
         seq = self.random.choice(self.seqs) if self.seqs else None
         if seq is not None and seq.blocks:
             shared = seq.blocks[: blocks_for(seq.computed)]
@@ -232,7 +232,7 @@ class Life:
             self.lent.append((tokens, places, self.heed(self.fences.safe_to_read(places))))
 
     def go_on(self) -> None:
-        """Whoever may does his part: not before he may, and not always at once."""
+        """Each does its part when it may: not before, and not always at once."""
         for imported in self.imports:
             if self.fences.passed(imported.fence) and self.random.random() < 0.5:
                 imported.written = True
@@ -246,7 +246,7 @@ class Life:
             self.give_back(places)
 
     def end_import(self) -> None:
-        """What came is cached; nobody may have written to it meanwhile."""
+        """What came is cached; it must not have been written to meanwhile."""
         for imported in [imported for imported in self.imports if imported.written]:
             self.imports.remove(imported)
             for at, place in enumerate(imported.places):

@@ -2,7 +2,7 @@
 
 Messages are lost, doubled and late, senders overtake each other; processes die and come back; payloads are corrupted;
 plans, seals and pulls end in any order that their ports allow; offers are withdrawn and imports given up; leases end.
-After every operation all books balance and nobody reads a wrong byte; at the end nothing is held for anybody.
+After every operation all books balance and no reader gets a wrong byte; at the end nothing is held anywhere.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class History:
         self.node().compute(tenant, tokens)
 
     def settled(self, node: Node) -> list[Seq]:
-        """Sequences that nobody is working on."""
+        """Sequences that no plan is working on."""
         return [seq for seq in node.seqs if not any(seq is handing.seq for handing in self.handing)]
 
     def end(self) -> None:
@@ -121,7 +121,7 @@ class History:
         self.node().pool.demote(self.random.randint(1, 4))
 
     def bring_up(self) -> None:
-        """Somebody who only reads: mostly cached prefixes, some of them in DRAM."""
+        """A sequence that only reads: mostly cached prefixes, some of them in DRAM."""
         node = self.node()
         tenant, tokens = self.tenant(), array(self.prompt())
         lease = node.pool.acquire(tenant, tokens)
@@ -353,7 +353,7 @@ class History:
             node.check_cache(tenant, tokens)
 
     def heal(self) -> None:
-        """Nothing is lost any more, everybody finishes what he began, leases end: nothing may be held."""
+        """Nothing is lost any more, every pool finishes what it began, leases end: nothing may be held."""
         self.loss = self.doubles = 0
         for handing in self.handing:
             while not handing.go_on():

@@ -2,7 +2,7 @@
 
 The twin knows no tree, no runs, no lists: an entry's age is a number, eviction sorts by it, one block at a time, after
 it has weighed the tenants. Both execute the same
-operations; after each, every observable is compared, and the recorded copies are executed on a toy memory whose
+operations; after each, every observable is compared, and the recorded copies are executed on a toy memory with
 blocks hold the name of the prefix that was computed into them: a lease that hands out wrong KV is seen at once.
 """
 
@@ -67,7 +67,7 @@ class Twin:
         return sorted(found, key=lambda p: self.entries[p].age)
 
     def next_evicted(self, tier: Tier) -> Prefix:
-        """The oldest of the tenant whose blocks weigh most, twice as much for each turnover since its last use."""
+        """The oldest of the tenant with the heaviest blocks, twice as much for each turnover since its last use."""
         total = self.hbm_total if tier == Tier.HBM else self.dram_total
         held = Counter(tenant_of(isolation) for (isolation, _), e in self.entries.items() if e.tier == tier)
         found = self.evictable(tier)
@@ -402,7 +402,7 @@ def test_pool_equals_its_twin_over_a_long_run(seed: int) -> None:
 
 
 def drain(rig: Rig) -> None:
-    """Everybody gives back what they hold: then every block is free."""
+    """Each holder gives back what it holds: then every block is free."""
     for seq in rig.seqs:
         rig.finish(seq, True)
     for below, _ in rig.swapped:

@@ -96,7 +96,7 @@ class World:
         return type(self)(found, self.me.generation + 1, self.now + downtime_ns)
 
     def ask(self, name: str, session: str = "") -> Peer | None:
-        """Who is given a request with the prompt."""
+        """The instance that is given a request with the prompt."""
         request = Request(name, PROMPT, SamplingParams(), StopParams(max_tokens=1), session=session)
         self.handle(RequestArrived(request))
         return next((send.to for send in self.told(Dispatch)), None)

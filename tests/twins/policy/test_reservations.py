@@ -23,7 +23,7 @@ STEPS = st.one_of(
 
 
 class Twin:
-    """Who has which blocks where."""
+    """Which instances have which blocks where."""
 
     def __init__(self) -> None:
         self.pins: dict[str, tuple[int, tuple[bytes, ...]]] = {}

@@ -1,4 +1,4 @@
-"""The gate in the cluster's machine: who is let in, who waits, who is turned away, and that nobody is forgotten."""
+"""The gate in the cluster's machine: what is let in, what waits, what is turned away, and that nothing is forgotten."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_what_may_not_be_cached_holds_nothing_afterwards():
 
 
 def test_pressure_rejects_when_nobody_is_left_to_wait_for():
-    """One eviction is not enough, and nothing runs: waiting would help nobody."""
+    """One eviction is not enough, and nothing runs: waiting would help no request."""
     world = gated(("c", C), mode=Admission.MEMORY, evictions_max=1, output_tokens_max=0, caching=Caching.PD_CACHING_3)
     for name in ("one", "two", "three"):
         world.ask(a_request(name, [len(name)] * 80))
@@ -292,7 +292,7 @@ def test_the_oldest_that_has_ended_goes_first_and_one_newcomer_takes_so_many():
 
 
 def test_when_the_only_one_that_decodes_drains_the_others_have_room():
-    """It was full. Now who prefills does all of it, and is free."""
+    """It was full. Now the prefill instance does all of it, and is free."""
     world = gated(("p", P), ("d", D), mode=Admission.MEMORY, unit_tokens=256)
     world.ask(a_request("first", [1] * 20, max_tokens=9))
     world.step("p")

@@ -1,4 +1,4 @@
-"""What the gate counts as taken besides those who run: what has ended, pins, and KV on its way; and that no gate stays
+"""What the gate counts as taken besides running requests: ended ones, pins, KV on its way; and that no gate stays
 closed for it."""
 
 from __future__ import annotations

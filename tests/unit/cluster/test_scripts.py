@@ -18,7 +18,7 @@ PROMPT = range(10)
 
 
 class Router(Script):
-    """A cluster machine whose members have joined."""
+    """A cluster machine with members that have joined."""
 
     def __init__(self, *members, **admission) -> None:
         config = AdmissionConfig(**admission) if admission else AdmissionConfig()

@@ -29,7 +29,7 @@ def test_a_long_prompt_is_computed_in_chunks_that_end_at_block_boundaries(make):
 
 
 def test_decodes_come_before_prefill_and_share_the_token_budget(make):
-    """Somebody chats while another pastes a document: the chat goes on in every step."""
+    """One client chats while another pastes a document: the chat goes on in every step."""
     world = make(step_tokens=9, chunk=8)
     world.arrive(request("chat", PROMPT[:4], max_tokens=8))
     world.arrive(request("paste", PROMPT[5:30], max_tokens=1))

@@ -164,7 +164,7 @@ def test_any_ragged_batch_equals_the_float64_twin(case: Case, rows: list[tuple[i
 @pytest.mark.parametrize("isa", _kernels.supported_isas())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_long_decode_split_over_threads_beside_short_ones(isa: str, dtype: str) -> None:
-    """The long context is cut into parts whose results are merged; the parts of the wider tile set the slot size."""
+    """The long context is cut into parts that are merged at last; the parts of the wider tile set the slot size."""
     run(Case((999, 60, 0), (1, 40, 3), 2, 3, 64, 64, 32, dtype, isa=isa, sinks=True))
     run(Case((1100,), (1,), 1, 4, 64, 128, 32, dtype, window=700, isa=isa))
 

@@ -112,7 +112,7 @@ def test_a_slow_moment_of_the_machine_does_not_bend_the_curve() -> None:
 
 
 def test_pieces_of_one_size_put_all_cost_on_the_bytes() -> None:
-    """Else whoever asks for one large piece would be told that bytes cost nothing."""
+    """Else a client that asks for one large piece would be told that bytes cost nothing."""
     samples = [Sample(4096 * n, n, 50_000 + 2048 * n) for n in (1, 2, 4, 8, 16)]
     curve = fit_copy(samples)
     assert (curve.piece_ns, curve.byte_ns) == (0.0, pytest.approx(0.5)) and curve.start_ns == pytest.approx(50_000)

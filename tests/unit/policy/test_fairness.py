@@ -1,4 +1,4 @@
-"""The fair line: who is next, and how unfair it can get at most."""
+"""The fair line: which tenant is next, and how unfair it can get at most."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_unfairness_is_bounded_while_both_wait(requests, weights, serve):
 
 @given(st.integers(1, 200), st.integers(1, COST_MAX), st.integers(1, COST_MAX))
 def test_a_burst_delays_another_tenant_by_one_request(burst, big, small):
-    """However long the line of a burst is: who comes after it waits for at most one request of it at a time."""
+    """However long the line of a burst is: a tenant behind it waits for at most one request of it at a time."""
     queue = FairQueue()
     for k in range(burst):
         queue.push("burst", f"b{k}", "burst", big)
@@ -131,7 +131,7 @@ def test_a_burst_delays_another_tenant_by_one_request(burst, big, small):
 
 
 def test_a_pause_earns_nothing():
-    """Who was away cannot take all the service that it did not want before."""
+    """A tenant that was away cannot take all the service that it did not want before."""
     queue = FairQueue()
     queue.push("back", "x", "back", 1)
     queue.pop()

@@ -1,4 +1,4 @@
-"""Pressure: who must go, who may not, and when nobody need."""
+"""Pressure: what must go, what may not, and when nothing need."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_shared_blocks_are_free_only_when_their_last_holder_goes():
 
 
 def test_what_ended_long_ago_is_let_go_and_is_no_eviction():
-    """Each counts from its own end; an entry that went earlier, or whose node is gone, is not missed."""
+    """Each counts from its own end; an entry that went earlier, or lost its node, is not missed."""
     ledger = under_pressure(30, ("running", 5, False), ("first", 10, True), ("second", 10, True))
     assert ledger.expire(100, kept_ns=50) == 0
     assert ledger.relieve(Need(10), [0], 1).evicted == ("first",)

@@ -1,4 +1,4 @@
-"""Who computes and who decodes: each policy's choices, and what must hold for any candidates."""
+"""Which instance computes and which decodes: each policy's choices, and what must hold for any candidates."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def crowd(policy: str, seed: int, prompt: list[int]) -> Cluster:
 
 
 def sent_to(cluster: Cluster, prompt: list[int]) -> tuple[str, str | None]:
-    """Who computes, and who decodes if that is another one."""
+    """The instance that computes, and the one that decodes if that is another one."""
     actions = cluster.handle(RequestArrived(a_request("r", prompt)), 1)
     ((to, order),) = [(a.to.name, a.message) for a in actions if isinstance(a, Send)]
     return to, order.decode_at.name if order.decode_at else None

@@ -1,4 +1,4 @@
-"""The engine's threads around a real machine and a device whose KV is literal."""
+"""The engine's threads around a real machine and a device with literal KV."""
 
 from __future__ import annotations
 

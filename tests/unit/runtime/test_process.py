@@ -19,7 +19,7 @@ def a_quiet_machine() -> None:
 
 
 class FakeProc:
-    """A machine whose processors and processes a test sets."""
+    """A machine with processors and processes that a test sets."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.now_s = folder, 100.0

@@ -1,4 +1,4 @@
-"""The profile's own points, and points between them that are held out of the fit (level 4).
+"""The profile's own points, and points between them that are held out of the fit.
 
 Both are measured in the same rounds, small and large ones by turns: when the machine becomes slower or quicker on the
 way, it does so for all sizes of both, and what is left is the model's own error. None of the held-out points is in the
@@ -57,7 +57,7 @@ QUICK = Grid((192, 768), (0.0, 0.4, 0.8, 0.95), (4,))
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """A step that computes prompts whose first part is cached."""
+    """A step that computes prompts with a cached first part."""
 
     batch: int
     tokens: int
@@ -77,7 +77,7 @@ class Prompts:
 
 @dataclass(slots=True)
 class Measurement:
-    """Times of one device, which nobody else uses meanwhile: first all ``measure_...``, then what follows."""
+    """Times of one device, which nothing else uses meanwhile: first all ``measure_...``, then what follows."""
 
     geometry: KVGeometry
     config: InstanceConfig

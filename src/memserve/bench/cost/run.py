@@ -1,4 +1,4 @@
-"""All of ``memserve bench cost``: measured points, the fit, the profile's file, the held-out points (level 4)."""
+"""All of ``memserve bench cost``: measured points, the fit, the profile's file, the held-out points."""
 
 from __future__ import annotations
 

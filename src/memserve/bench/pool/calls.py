@@ -1,4 +1,4 @@
-"""Figure 9: the calls of MemServe's Table 1 within one process, by blocks and by cached ratio (level 4).
+"""Figure 9: the calls of MemServe's Table 1 within one process, by blocks and by cached ratio.
 
 Calls that only keep accounts are timed on a pool of many small blocks, for they never touch a block's bytes; those that
 copy (``swap_out``, ``swap_in``) on blocks of the model's own size. All points take turns within a round.

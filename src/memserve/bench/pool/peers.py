@@ -1,4 +1,4 @@
-"""Figure 9, between two processes: ``alloc_mem`` at a peer, ``transfer`` and ``transfer_with_insert`` (level 4).
+"""Figure 9, between two processes: ``alloc_mem`` at a peer, ``transfer`` and ``transfer_with_insert``.
 
 A call lasts as long as its caller waits: message, seal, pull, comparison of the checksums, answer.
 """

@@ -1,4 +1,4 @@
-"""All of ``memserve bench pool``, part by part; what was measured is kept when it ends early (level 4)."""
+"""All of ``memserve bench pool``, part by part; what was measured is kept when it ends early."""
 
 from __future__ import annotations
 

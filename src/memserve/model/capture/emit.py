@@ -29,7 +29,7 @@ from memserve.model.capture.record import attend
 
 _LITERALS = (int, float, bool, str, type(None))
 _ALWAYS = 1 << 60  # a value that torch may keep a view of: its room is never reused
-_VIEW_SETS_MAX = 64  # (tokens, logits rows) whose views are kept; making them costs about a hundred microseconds
+_VIEW_SETS_MAX = 64  # (tokens, logits rows) with kept views; making them costs about a hundred microseconds
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class _Writer:
         self._lines: list[tuple[str, list[Node]]] = []  # text, foreign values that it reads
         self._externals: list[External] = []
         self._written = 0  # operations of the program that have been run so far
-        self._announced = 0  # externals whose address has been handed over
+        self._announced = 0  # externals with an address that has been handed over
         self._torch_views: set[Node] = set()
         self.viewed: list[Place] = []
 

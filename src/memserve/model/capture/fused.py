@@ -32,7 +32,7 @@ def linear(x: Tensor, layer: PackedLinear) -> Tensor:
 
 
 class TiedEmbedding:
-    """The rows of a linear's packed weight, for a model whose embedding is its output head: one copy serves both."""
+    """The rows of a linear's packed weight, for a model with its embedding as output head: one copy serves both."""
 
     def __init__(self, layer: PackedLinear, blocks: Tensor) -> None:
         self._layer, self._blocks = layer, blocks  # the layer owns the memory

@@ -220,7 +220,7 @@ def normalise_linears(graph: fx.Graph) -> None:
 
 
 def widen_logits(graph: fx.Graph) -> None:
-    """The linear whose results are turned into float32 at the end gives float32 itself, unrounded.
+    """The linear with results that are turned into float32 at the end gives float32 itself, unrounded.
 
     What lies between the two (picking rows, a soft cap, a constant factor) is then computed in float32 as well.
     """
@@ -250,7 +250,7 @@ def _reads_one(node: Node) -> bool:
 
 
 def pack_linears(graph: fx.Graph) -> None:
-    """Linears of one input (q, k, v; gate, up) become one, whose output columns are handed out as views."""
+    """Linears of one input (q, k, v; gate, up) become one, and its output columns are handed out as views."""
     readers: dict[tuple[Node, bool, bool], list[Node]] = defaultdict(list)
     for node in nodes_of(graph):
         if calls(node, aten.linear.default) and all(constant_of(arg) is not None for arg in _parameters(node)):
@@ -261,7 +261,7 @@ def pack_linears(graph: fx.Graph) -> None:
 
 
 def share_tied_embedding(graph: fx.Graph) -> None:
-    """An embedding whose table is also a packed linear's weight is read from there: tens of megabytes less."""
+    """An embedding with a table that is also a packed linear's weight is read from there: tens of megabytes less."""
     layers: list[PackedLinear] = [node.args[1] for node in nodes_of(graph) if calls(node, fused.linear)]
     tied = {layer.source: layer for layer in layers if layer.source}
     for node in nodes_of(graph):

@@ -55,7 +55,7 @@ _TEXT_END = "<|endoftext|>"
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A causal language model whose attention goes through the step context, with plain (not packed) linears."""
+    """A causal language model with attention that goes through the step context, with plain (not packed) linears."""
 
     module: Any  # transformers.PreTrainedModel
     tokenizer: Any  # transformers.PreTrainedTokenizerBase

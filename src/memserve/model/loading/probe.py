@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PROBE_TOKENS = 6
-_HINT = "serve a model whose attention goes through transformers' attention interface (Llama, Qwen, Gemma, OPT, ...)"
+_HINT = "serve a model that attends through transformers' attention interface (Llama, Qwen, Gemma, OPT, ...)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
-"""Of the bundled copy, whose files recommend nothing. The card's temperature of 0.2 is for the unrounded weights: with
+"""Of the bundled copy: its files recommend nothing. The card's temperature of 0.2 is for the unrounded weights: with
 4-bit weights the best first token is seldom far ahead of the next ones, and every second answer goes astray
 (``bench/first_hour.py`` counts them)."""
 

@@ -1,4 +1,4 @@
-"""Moves pages between arenas: one port that knows the way to every peer (level 3)."""
+"""Moves pages between arenas: one port that knows the way to every peer."""
 
 from __future__ import annotations
 

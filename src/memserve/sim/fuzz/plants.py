@@ -33,7 +33,7 @@ def _any_generation(self: Registry, peer: Peer) -> Member | None:
 
 
 def _generation_check() -> list[Swap]:
-    """Whoever has the name of a member is taken for it, whichever process it is."""
+    """Any process with the name of a member is taken for it."""
     return [(Registry, "get", _any_generation)]
 
 
@@ -42,7 +42,7 @@ def _never_due(self: Deadlines, now: int) -> Expiring | None:
 
 
 def _lease_sweep() -> list[Swap]:
-    """Offers, imports and fetches that nobody ends live for ever."""
+    """Offers, imports and fetches that are not ended live for ever."""
     return [(Deadlines, "pop_due", _never_due)]
 
 

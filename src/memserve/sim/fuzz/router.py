@@ -118,7 +118,7 @@ class FuzzedRouter(RouterNode):
         """Go on from what is there. The wall clock makes generations grow, also when nothing could be kept."""
         try:
             self._store = Store(self.medium, checkpoint_bytes_min=CHECKPOINT_BYTES_MIN)
-        except MediumFailed:  # a torn write is to be replaced, and there is no room: somebody has to make some
+        except MediumFailed:  # a torn write is to be replaced, and there is no room: an operator has to make some
             self.medium.room_bytes = None
             self._store = Store(self.medium, checkpoint_bytes_min=CHECKPOINT_BYTES_MIN)
         self.promises.check(self._store.state)

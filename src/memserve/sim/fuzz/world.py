@@ -45,7 +45,7 @@ PROFILES = (
 )
 """Of the instances, in turn: unlike machines, one of them with a slow second tier, and some that measured nothing."""
 STEPS_MAX = 200_000
-"""Scenarios have some thousands of steps. Who has so many goes round in circles."""
+"""Scenarios have some thousands of steps. One with so many goes round in circles."""
 
 
 class World:
@@ -129,7 +129,7 @@ class World:
         return Instance(self.instance_config(node), BLOCK_TOKENS, costs, me=node.peer, geometry=self.geometry)
 
     def new_device(self, node: InstanceNode) -> FuzzedDevice:
-        """Its device, whose memory is the instance's arenas."""
+        """Its device, with the instance's arenas as memory."""
         config = self.instance_config(node).pool
         memory = TruthDevice(BLOCK_TOKENS, config.hbm_blocks, config.dram_blocks, VOCAB)
         return FuzzedDevice(_fuzzed(node), memory)
@@ -196,7 +196,7 @@ class World:
         self._next_turn(self.referee.rejected(request_id, reason, self.router.now, by_gate=by_gate))
 
     def router_dies(self) -> None:
-        """Whoever waited for it gets an error from the network, and asks something else later."""
+        """Its clients get an error from the network, and ask something else later."""
         self.router.restart()
         for ask in list(self.referee.asks.values()):
             if not ask.over:
@@ -239,7 +239,7 @@ class World:
             self.gate_judge.judge(node.machine, event, cast("Sequence[ClusterAction]", actions), node.now)
 
     def say(self, line: str, what: object = "") -> None:
-        """One line of the story; ``what`` is written out only when somebody reads it."""
+        """One line of the story; ``what`` is written out only when it is read."""
         if not isinstance(what, Heartbeat):  # they would drown all else
             self._story.append((self.clock.now, line, what))
 
@@ -271,8 +271,8 @@ class World:
         checks.check_memory_is_whole(self.instances)
 
     def _ask_once_more(self) -> None:
-        """All is healed: whoever asks now is served without excuses, and before any lease could end. Whom a gate turns
-        away comes again when he was told to, with all others whom it has turned away; it lets some of them in each
+        """All is healed: a client that asks now is served without excuses, and before any lease could end. One that a
+        gate turns away comes again when it was told to, with all others that it turned away; some get in each
         time, or is asked once more when what has ended is let go."""
         self.referee.excused = False
         is_open = self.scenario.admission.mode is Admission.NONE
@@ -293,7 +293,7 @@ class World:
                 break
             waiting = [asked[name] for name in refused]
             self._run_until(self.clock.now + ns_from_s(max(refused.values())))
-        require(not refused, f"the cluster was healed, and its gate never lets in who fits: {refused}")
+        require(not refused, f"the cluster was healed, and its gate never lets in what fits: {refused}")
         self._run_until(self.clock.now + 4 * SECOND)
         self.check_at_rest()
 
@@ -321,7 +321,7 @@ class World:
                 raise Violation(f"{STEPS_MAX} things have happened, and there is no end")
 
     def check_at_rest(self) -> None:
-        """Nothing is held, nothing is open, and the router knows who has what."""
+        """Nothing is held, nothing is open, and the router knows where everything lies."""
         checks.check_at_rest(self.router.machine, self.instances, self.scenario.event_capacity > 0)
         for node in self.instances:
             failed = node.machine.stats().steps_failed

@@ -21,7 +21,7 @@ from memserve.workloads.words import History, Session, Workload
 MakeScript = Callable[[Session], Script]
 
 _SAMPLING = SamplingParams()
-"""Nobody's concern: no token is drawn."""
+"""Of no importance: no token is drawn."""
 
 
 class _Talk:

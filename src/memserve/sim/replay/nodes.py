@@ -1,4 +1,4 @@
-"""Instances whose devices only know how long things take."""
+"""Instances with devices that only know how long things take."""
 
 from __future__ import annotations
 

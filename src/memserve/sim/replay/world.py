@@ -124,7 +124,7 @@ class ReplayWorld:
         """A machine has handled an event."""
 
     def say(self, line: str, what: object = "") -> None:
-        """Nobody listens."""
+        """Nothing listens."""
 
     # -- running
 

@@ -249,7 +249,7 @@ def test_nobody_is_read_that_was_removed_or_never_known(pair: tuple[Taker, Owner
 
 
 def test_the_same_process_as_a_new_generation(pair: tuple[Taker, Owner]) -> None:
-    """It is read under its new name; the old one's pages are nobody's (shared memory knows; checksums would)."""
+    """It is read under its new name; the old one's pages belong to none (shared memory knows; checksums would)."""
     taker, owner = pair
     old = owner.info
     assert taker.do(taker.pull(owner, (1,), (1,))).error == ""

@@ -239,7 +239,7 @@ def test_a_knock_tells_why_nobody_answers(open_box: Callable[..., Reader], secre
 def test_repeated_and_malformed_letters_are_dropped_and_counted(
     open_box: Callable[..., Reader], raw_push: Callable[..., zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A recorded letter, sent again by somebody who even has the key, is not delivered a second time."""
+    """A recorded letter, sent again by a process that even has the key, is not delivered a second time."""
     b = open_box(B)
     push = raw_push(b.box.address, CurveKeys.derived_from(SECRET))
     letters = [wire.seal(A, "tcp://127.0.0.1:1", B, n, wire.encode(AskEvents(n))) for n in (1, 2, 3)]
@@ -337,7 +337,7 @@ def test_another_process_stopped_killed_and_started_again(open_box: Callable[...
 
 
 def test_queued_letters_survive_until_the_receiver_opens(open_box: Callable[..., Reader]) -> None:
-    """ZeroMQ keeps trying to connect: who starts first does not matter."""
+    """ZeroMQ keeps trying to connect: which end starts first does not matter."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -45,7 +45,7 @@ def _log_of(hash_seed: str, seeds: list[str]) -> bytes:
 
 
 def test_a_seed_gives_the_same_bytes_in_every_process() -> None:
-    """Twice, in two processes, with another order of every set and dict of strings that somebody might iterate over."""
+    """Twice, in two processes, with another order of every set and dict of strings that the code might iterate over."""
     seeds = ["3", "5", "11", "17", "29"]
     first, second = _log_of("1", seeds), _log_of("4242", seeds)
     assert first == second

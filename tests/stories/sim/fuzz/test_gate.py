@@ -1,4 +1,4 @@
-"""The gate in the fuzzed world, and who judges what it may do: each of his sentences is wanted by a gate that errs."""
+"""The gate in the fuzzed world, and the judge of what it may do: each of its sentences is met by a gate that errs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters in virtual time, by seed: every token exact, nothing leaked, everybody ends, whatever goes wrong."""
+"""Clusters in virtual time, by seed: every token exact, nothing leaked, every request ends, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_what_a_lost_message_costs(kind: type, mix: str, monkeypatch: pytest.Mon
 
 
 def test_a_beam_search_with_room_for_one_token_stays_where_it_is() -> None:
-    """It cannot leave "after its next token"; it ran as its own substitute, which draws one token for nobody."""
+    """It cannot leave "after its next token"; it ran as its own substitute, which draws one token for nothing."""
     turn = Turn([1], 0, max_tokens=4, n=2, beam_width=3, logprobs=0)
     world = served(by_hand(turn, prefix=46, context=48))
     assert set(world.referee.asks["c0.0"].final) == {0, 1}

@@ -314,7 +314,7 @@ def test_moments_of_a_row_come_as_if_posted_one_by_one(steps) -> None:
 
 
 def test_a_run_leaves_nothing_that_only_a_search_for_cycles_would_find() -> None:
-    """So nobody searches during a run (``cli.sim_results.simulate``), and its memory is that of the living."""
+    """So no collector searches during a run (``cli.sim_results.simulate``), and its memory is that of the living."""
     setup = Setup(parse_instances("prefill=1,decode=1,colocated=1"), SMALL)
     workload = blocks_workload([(0.02 * at, 1 + at % 7, 300 + at % 11 * 200, 1 + at % 60) for at in range(200)])
     gc.collect()

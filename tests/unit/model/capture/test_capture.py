@@ -135,7 +135,7 @@ def test_results_of_one_step_survive_the_next() -> None:
 
 
 def test_released_module_holds_nothing() -> None:
-    """The captured forward shares no storage with the module, whose weights may be mapped from a file."""
+    """The captured forward shares no storage with the module; weights may be mapped from a file."""
     module = tiny("qwen2")
     captured = capture_forward(module)
     assert captured is not None
@@ -149,7 +149,7 @@ def test_released_module_holds_nothing() -> None:
 
 
 class _Wrapped:
-    """A module whose forward does something on the side."""
+    """A module with a forward that does something on the side."""
 
     def __init__(self, inner: Any, aside: Any) -> None:
         self._inner, self._aside = inner, aside

@@ -300,7 +300,7 @@ def test_ends_of_sequence_that_are_no_tokens_are_warned_of(folder: Path, caplog)
 
 
 def big_folder(folder: Path) -> tuple[Path, int]:
-    """With weights of 4 MB whose middle no sample of some KiB would meet."""
+    """With weights of 4 MB with a middle that no sample of some KiB would meet."""
     change(folder, lambda tensors: tensors.update({"vision_tower.big.weight": torch.zeros(1 << 20)}))
     return folder / WEIGHTS, (folder / WEIGHTS).stat().st_size // 2 + 12345
 

@@ -171,7 +171,7 @@ def sample_all(table: SlotTable, logits: torch.Tensor) -> Drawn:
 
 
 def test_a_sequence_draws_the_same_alone_and_in_a_crowd() -> None:
-    """Whoever else is in the batch, however the rows are ordered: same seed, index and position, same token."""
+    """Whatever else is in the batch, however the rows are ordered: same seed, index and position, same token."""
     rng = np.random.default_rng(0)
     choices = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (1.3, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.05)]
     samplings = [

@@ -71,7 +71,7 @@ def _pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> 
 
 
 def _router_pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    """The router itself is stopped: it must not take everybody else to be dead."""
+    """The router itself is stopped: it must not take all others to be dead."""
     world.router.pause()
     world.router_slept_ns += fault.for_ns
     life = world.router.life
@@ -105,7 +105,7 @@ def _router_clock_jump(world: World, fault: Fault, node: FuzzedInstance, random:
 
 
 def _clock_back(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
-    """It is started again after somebody has set its host's wall clock back: its generation is an old one."""
+    """It is started again after its host's wall clock was set back: its generation is an old one."""
     if node.alive:
         node.kill()
         node.boot_in_the_past(random.randrange(1_000, 1_000_000))
