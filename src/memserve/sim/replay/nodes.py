@@ -36,7 +36,7 @@ class ReplayNode(InstanceNode):
 
     Its machine holds tokens: they reach the router late, and the client reads off them when they were drawn
     (``timed_device.Moments``). The router looks at tokens where an attempt fails, and counts how long it has had none.
-    So it gets them all before the instance is called off, and often enough that nobody seems to stall (:meth:`tell`).
+    So it gets them all before the instance is called off, and so often that no attempt seems to stall (:meth:`tell`).
 
     An instance that is to be killed or paused does none of this: when that is noticed depends on its very last message.
     """

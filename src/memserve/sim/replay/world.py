@@ -149,7 +149,7 @@ class ReplayWorld:
         self.timeline.look()
 
     def _break_off(self, end_ns: int) -> None:
-        """Time is up: tokens drawn by then are the clients', also those that nobody has told yet."""
+        """Time is up: tokens drawn by then are the clients', also those that were not told yet."""
         self.clock.now = end_ns
         for node in self.instances:
             node.tell()
