@@ -23,12 +23,15 @@ from memserve.api.metrics import ApiMetrics, Snapshot
 from memserve.cli.main import command_line
 from memserve.cluster.machine import Cluster
 from memserve.cluster.requests import REQUEST_PHASES
+from memserve.instance.sequence import SEQUENCE
 from memserve.instance.stats import InstanceStats
+from memserve.kv_transfer.imports import IMPORT
+from memserve.kv_transfer.sender import EXPORT
 from memserve.options import NEGATED, field_docs, options_of
 from memserve.runtime.stats import EngineStats, RouterStats
 from memserve.units import human_bytes
 
-MACHINES = (REQUEST_PHASES,)
+MACHINES = (REQUEST_PHASES, SEQUENCE, IMPORT, EXPORT)
 MACHINES_HEAD = """Each object moves through phases by a table of its own; a move that is not in the table is a bug, and
 raises an error."""
 

@@ -1,4 +1,4 @@
-"""The native core (C++): block allocator, radix index, block identity, arenas and copy engine.
+"""The native core (C++): block allocator, radix index, block identity, arenas and copy engine (level 0).
 
 Wherever blocks or tokens go in, a buffer of int32 (numpy, ``array('i')``) or a :class:`BlockIds` is read in place, a
 buffer of int64 is narrowed, and any other sequence of int is read item by item.
@@ -429,7 +429,7 @@ def cheapest(
 def most_of(
     matches: NDArray[np.int64], codes: NDArray[np.int8], without: int, count: int
 ) -> list[tuple[int, int, bool]]:
-    """The holders of most of a prompt: up to ``count`` times ``(number, blocks, some of it in DRAM)``.
+    """Who has most of a prompt: up to ``count`` times ``(number, blocks, some of it in DRAM)``.
 
     Most blocks first, then those in HBM alone, then the lowest number. ``matches``: ``[2, n]``, from
     :meth:`PrefixDirectory.match_columns`; whose ``codes`` (``[n]``) say ``without`` are left out.
@@ -451,7 +451,6 @@ class SequenceRow:
     left: int
     scheduled_step: int
     writable_until: int
-    told: int
 
 _Row = TypeVar("_Row", bound=SequenceRow)
 
@@ -465,8 +464,8 @@ def plan_decodes(sequences: list[_Row], step_id: int) -> tuple[list[int], list[i
 
 def take_tokens(sequences: list[_Row], tokens: list[int], decoding: object, finished: object) -> list[int]:
     """Each sequence that is not in the phase ``finished`` gets its token, which is under way no more. Returns the
-    places of those that callers have to look at, in order: all but those that are ``decoding``, cannot stop at a token,
-    and have told some before, so that this one is held.
+    places of those that do more than draw on, in order: they have their first token, or one of their ``stops``, or
+    another phase than ``decoding``.
     """
 
 def count_tokens(sequences: list[_Row]) -> tuple[int, int]:

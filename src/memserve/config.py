@@ -185,14 +185,17 @@ class AdmissionConfig:
             raise UserError("output_tokens_max must not be negative", param="output_tokens_max")
         if self.mode is Admission.CACHE and self.unit_tokens is not None:
             raise UserError("cache-aware admission counts the instances' own blocks", param="unit_tokens")
+        for tenant, weight in self.weights:
+            _positive(f"weight of {tenant!r}", weight, "1 is every tenant's; 2 gets twice as much")
+
+    def refuse_idle(self) -> None:
+        """Raise :class:`UserError` for a limit that does nothing in this mode."""
         limits = {"--max-active": self.active_max, "--admission-evictions": self.evictions_max}
         if self.mode is Admission.NONE and (idle := [flag for flag, value in limits.items() if value is not None]):
             hint = "add --admission bounded, memory or cache"
             raise UserError(f"{idle[0]} does nothing without admission", hint=hint)
         if self.mode is Admission.BOUNDED and self.evictions_max is not None:
             raise UserError("bounded admission does not look at memory", hint="use --admission memory or cache")
-        for tenant, weight in self.weights:
-            _positive(f"weight of {tenant!r}", weight, "1 is every tenant's; 2 gets twice as much")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ Every message is a frozen struct with a tag; ``runtime/links`` puts it into an e
 and onto the wire. Machines get it as ``MessageArrived(sender, message)`` and answer with ``Send(to, message)``. No
 message needs an answer for the sender to stay right: every wait has a deadline.
 
-KV moves by *pulling*: the owner of blocks offers them and the taker reads. So every arena has one writer, its owner; a
-peer that was paused and wakes up late can read old bytes, which its checksums tell, but can never write into blocks
-that belong to somebody else by then.
+KV moves by *pulling*: the owner of blocks offers them and the receiver reads. Every arena has one writer, its owner. A
+peer that was paused and wakes up late can read old bytes, which their checksums reveal, but can never write into blocks
+that have another holder by then.
 
 ::
 
@@ -262,7 +262,7 @@ class AskEvents(Message, frozen=True, tag=True):
 
 
 class Offer(Message, frozen=True, tag=True):
-    """Blocks that the taker may pull until the lease ends. They need not be computed yet: ``Ready`` says when.
+    """Blocks that the receiver may pull until the lease ends. They need not be computed yet: ``Ready`` says when.
 
     ``blocks[i]`` holds tokens ``[(first_block + i) * block_tokens, ...)`` of ``tokens``; the last may be partly filled.
     """
@@ -280,16 +280,16 @@ class Offer(Message, frozen=True, tag=True):
     lease_ns: Natural
     mode: TransferMode = TransferMode.BY_REQUEST_AGG
     insert: bool = True
-    """Insert into the taker's index (``transfer_with_insert``)."""
+    """Insert into the receiver's index (``transfer_with_insert``)."""
     request: Request | None = None
-    """A handoff: the taker will decode this request."""
+    """A handoff: the receiver will decode this request."""
     deadline_in_ns: int | None = None
     return_kv: bool = False
     dst_blocks: tuple[Natural, ...] = ()
-    """Where the taker shall put them (``transfer`` with ``dst``); empty = it allocates."""
+    """Where the receiver shall put them (``transfer`` with ``dst``); empty = it allocates."""
     dst_tier: Tier = Tier.HBM
     private: bytes = b""
-    """For the taker's application; not looked at."""
+    """For the receiver's application; not looked at."""
     dram_blocks: tuple[Natural, ...] = ()
     """Blocks that follow ``blocks`` and lie in the owner's DRAM (``blocks`` then lie in HBM)."""
 
@@ -304,7 +304,7 @@ class MoreBlocks(Message, frozen=True, tag=True):
 
 
 class Wanted(Message, frozen=True, tag=True):
-    """The taker has the blocks before ``first_block`` already: those need no checksums."""
+    """The receiver has the blocks before ``first_block`` already: those need no checksums."""
 
     transfer_id: str
     first_block: Natural
@@ -321,7 +321,7 @@ class Ready(Message, frozen=True, tag=True):
 
 
 class Handoff(Message, frozen=True, tag=True):
-    """The prefill is done: each sequence's first token (none for beams, whose choice is the taker's)."""
+    """The prefill is done: each sequence's first token (none for beams, whose choice is the receiver's)."""
 
     transfer_id: str
     first_tokens: tuple[tuple[Natural, ...], ...]
@@ -338,7 +338,7 @@ class Withdraw(Message, frozen=True, tag=True):
 
 
 class Release(Message, frozen=True, tag=True):
-    """The taker is done with the offer: the owner's references go back."""
+    """The receiver is done with the offer: the owner's references go back."""
 
     transfer_id: str
     used: bool = True

@@ -81,7 +81,7 @@ class EntriesReplaced(Record, frozen=True, tag=True):
 
 
 class EntriesKept(Record, frozen=True, tag=True):
-    """All that a member has cached, with its history, in a checkpoint."""
+    """All that a member has cached, with times and uses, in a checkpoint."""
 
     peer: Peer
     next_event: Natural
@@ -157,12 +157,10 @@ class RecoveredMember:
     """All of its KV events before this one are in ``hbm`` and ``dram``."""
     hbm: bytes
     dram: bytes
-    """Identities of its cached blocks, 16 bytes each, from the least recently used to the last."""
-    history: bytes = b""
-    """Of each block of ``hbm``, then of ``dram``: when it was created, when a prefix that ends with it was last used (s
-    since 1970), and how often such a one was; ``<u4`` each."""
+    """Identities of its cached blocks, 16 bytes each."""
     used: tuple[tuple[int, int], ...] = ()
-    """When blocks of ``hbm`` were last used (ns), and how many then: least recently used first."""
+    """When blocks of ``hbm`` were last used, and how many then: least recently used first; of one second those
+    that were used less often first, and of these the older ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,8 @@ def refuse(name: str, shown: str, value: Any, refused: Mapping[str, tuple[Any, s
     """Raise :class:`UserError` unless ``value`` asks for nothing."""
     harmless, hint = refused[name]
     if value is not None and value != harmless:
-        raise UserError(f"memserve has no {shown}", hint=hint, param=name)
+        asked = f"{value:g}" if isinstance(value, float) else value
+        raise UserError(f"{shown} {asked} is not supported", hint=hint, param=name)
 
 
 def contradiction(one: str, other: str) -> UserError:

@@ -267,7 +267,7 @@ def test_tenants_keep_cache_and_answers_when_a_row_of_another_fails(
     prompts = [prompt(100, seed) for seed in range(4)]
     with plant(monkeypatch) as bad, engine_of() as (engine, _):
         # the machine would refuse what it can see; here the row must fail on the device
-        monkeypatch.setattr("memserve.instance.frontdesk.check_request", lambda *_: None)
+        monkeypatch.setattr("memserve.instance.intake.check_request", lambda *_: None)
         client = Client(engine)
         alone = [client.collect(client.submit(f"t{i}", prompts[i], count=40))[0] for i in range(4)]
         before = [client.collect(client.submit(f"t{i}", prompts[i], count=1))[2] for i in range(4)]
@@ -305,7 +305,7 @@ def fail(world: World, name: str, why: RowFailed) -> None:
     """The oldest plan is executed, and the row of ``name`` fails in it."""
     plan = world.plans.popleft()
     event = world.device.run(plan)
-    slots = {s: sequence.request_id for s, sequence in world.machine._outstanding[0].by_slot().items()}
+    slots = {s: sequence.request_id for s, sequence in world.machine.inflight[0].by_slot().items()}
     fail_row(plan, event, next(s for s, owner in slots.items() if owner == name), why)
     world.failed = True  # an ERROR is to be expected
     world.post(event)
@@ -324,7 +324,7 @@ def test_only_the_request_at_fault_ends(kind: dict, step: int, suspect: bool) ->
     world.arrive(request("other", PROMPT[5:16], max_tokens=8, n=2))
     for _ in range(step):
         world.step()
-    while world.plans and "bad" not in {s.request_id for s in world.machine._outstanding[0].by_slot().values()}:
+    while world.plans and "bad" not in {s.request_id for s in world.machine.inflight[0].by_slot().values()}:
         world.step()
     fail(world, "bad", RowFailed("planted", kv_is_suspect=suspect))
     world.drain()
@@ -343,7 +343,7 @@ def test_a_row_that_the_plan_does_not_have_cannot_fail() -> None:
     world.arrive(request("a", PROMPT[:5]))
     event = world.device.run(world.plans.popleft())
     event.failed[5] = RowFailed("nobody's")
-    with pytest.raises(InvariantError, match="that it does not have"):
+    with pytest.raises(InvariantError, match="does not have the rows"):
         world.machine.handle(event, 1)
 
 

@@ -344,7 +344,7 @@ def test_salted_requests_take_turns_as_one_tenant():
         world.arrive(request(f"a{at}", PROMPT[:4], max_tokens=1, tenant="a", salt=f"{at}"))
     world.arrive(request("b", PROMPT[:4], max_tokens=1, tenant="b"))
     world.drain()
-    assert endings(world).index("b") <= 2 and list(world.machine._roster.turns) == []
+    assert endings(world).index("b") <= 2 and list(world.machine.state.turns) == []
 
 
 # -- pins and sessions

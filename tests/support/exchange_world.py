@@ -12,22 +12,28 @@ import functools
 import hashlib
 import zlib
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from memserve.config import ExchangeConfig, PoolConfig
-from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.kv_transfer.outcomes import (
+from memserve.kv_transfer.events import (
+    CancelPulls,
     Delivered,
     FetchEnded,
     HandoffArrived,
     HandoffFailed,
     HandoffOffered,
+    PagesPulled,
+    PagesSealed,
+    PullPages,
     Released,
     RemoteAllocated,
+    SealPages,
 )
+from memserve.kv_transfer.exchange import Exchange
 from memserve.mempool.pool import BlockPool, Lease
 from memserve.messages import Peer, PeerInfo
 from memserve.serving import MessageArrived, Send
@@ -435,3 +441,69 @@ def raw_label(seq: Seq, first_block: int) -> bytes:
 
 
 __all__ = ["BLOCK", "GEOMETRY", "LAYERS", "LEASE_NS", "Node", "Seq", "World", "array", "raw_label"]
+
+
+PROMPT = list(range(100, 100 + 2 * BLOCK + 2))  # two whole blocks and a half
+
+
+@contextmanager
+def settled_world() -> Iterator[World]:
+    """A world for one story, at whose end all have finished and all leases have ended: then nothing is held."""
+    world = World()
+    yield world
+    world.drop = None
+    world.run()
+    for node in world.nodes.values():
+        while node.seqs:
+            node.end(node.seqs[0])
+        for tier, block in node.held:
+            (node.pool.release if tier == Tier.HBM else node.pool.release_dram)([block])
+        node.held.clear()
+    for _ in range(2):
+        world.wait(2 * LEASE_NS)
+        world.run()
+    for node in world.nodes.values():
+        node.check()
+        node.check_empty()
+        assert node.exchange.next_deadline_ns is None
+
+
+def pair(world: World, **options) -> tuple[Node, Node]:
+    """A prefill and a decode instance; options are the decode instance's."""
+    p, d = world.add("p"), world.add("d", **options)
+    world.meet()
+    return p, d
+
+
+def of(node: Node, kind):
+    """The node's outcomes of a kind."""
+    return [outcome for outcome in node.outcomes if isinstance(outcome, kind)]
+
+
+def last(node: Node):
+    return node.outcomes[-1]
+
+
+def losing(*kinds):
+    """Loses messages of these kinds."""
+    return lambda sender, to, message: isinstance(message, kinds)
+
+
+def send(world: World, name: str) -> list[str]:
+    return [kind for sender, _, kind in world.log if sender == name]
+
+
+def allocated(node: Node, at: Node, count: int, tier: Tier = Tier.HBM, deadline_ns: int = 500) -> str:
+    call_id = node.exchange.allocate_at(at.peer, count, tier, node.now, deadline_ns)
+    node.expecting[call_id] = "alloc"
+    node.take([])
+    return call_id
+
+
+def deliver_all_but_pulls(world: World) -> None:
+    while world.step(pulls=False):
+        pass
+
+
+def arrived_tenants(node: Node) -> list[str]:
+    return [arrived.offer.request.tenant for arrived in of(node, HandoffArrived)]

@@ -59,10 +59,11 @@ class Watch:
 
     def moments(self, machine: Any, event: Any, actions: list[Any]) -> set[str]:
         """What this event and these actions show."""
-        from memserve.instance.actions import PullPages, RunStep, Send
-        from memserve.instance.events import MessageArrived
+        from memserve.instance.events import RunStep
+        from memserve.kv_transfer.events import PullPages
+        from memserve.serving import MessageArrived, Send
 
-        waiting, running = machine.crowd()
+        waiting, running = machine.state.waiting_and_running()
         found = {"queued"} if waiting and running else set()
         if isinstance(event, MessageArrived):
             found |= self._heard(event.sender, event.message)

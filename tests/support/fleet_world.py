@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 from msgspec import structs
 
-from instance_world import VOCAB, config, lone_beams
-from memserve.instance.actions import CancelPulls, EmitTokens, PullPages, RejectRequest, RunStep, SealPages, Send
-from memserve.instance.events import ClockTicked, LayerFinished, MessageArrived, PagesPulled
+from instance_world import PROMPT, VOCAB, config, lone_beams
+from memserve.instance.events import LayerFinished, RunStep
 from memserve.instance.machine import Instance
+from memserve.kv_transfer.events import CancelPulls, PagesPulled, PullPages, SealPages
 from memserve.messages import (
     ROUTER,
     Cancel,
@@ -28,6 +29,7 @@ from memserve.messages import (
     RequestRefused,
     Tokens,
 )
+from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
 from memserve.types import FinishReason, KVGeometry, Role, Tier, TransferMode
@@ -116,7 +118,7 @@ class Member:
 
     def stand_still(self):
         """As if nothing could move: everything is taken from everybody."""
-        self.machine._roster.preempt_all()
+        self.machine.state.preempt_all()
         return self.post(ClockTicked())
 
     def do_job(self):
@@ -139,7 +141,7 @@ class Member:
 
     def check_nothing_held(self):
         """Idle: every block is free but for the cache, and that can be dropped."""
-        assert self.machine.is_idle, f"{self.machine} {self.machine._link.exchange.transfers_open}"
+        assert self.machine.is_idle, f"{self.machine} {self.machine.link.exchange.transfers_open}"
         pool = self.machine.pool
         assert pool.available() == self.cfg.pool.hbm_blocks, pool.report()
         pool.clear_cache()
@@ -386,3 +388,19 @@ def story_of(job):
 
 
 __all__ = ["BLOCK", "Fleet", "Member", "Tier", "TransferMode", "fleet_config", "story_of"]
+
+
+def pair(p=None, d=None):
+    return Fleet(p=fleet_config(**(p or {})), d=fleet_config(**(d or {})))
+
+
+def computed(fleet, name):
+    return fleet.members[name].device.computed_tokens
+
+
+def stats(fleet, name):
+    return fleet.members[name].machine.stats()
+
+
+def tokens_of(count):
+    return np.asarray(PROMPT[:count], np.int32)

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from memserve.instance.actions import RunStep
-from memserve.kv_transfer.jobs import PullPages, SealPages
+from memserve.instance.events import RunStep
+from memserve.kv_transfer.events import PullPages, SealPages
 from memserve.messages import Dispatch, Fetch, Message, Offer, Peer, Ready
 from memserve.serving import ClockTicked, EmitTokens, RejectRequest, Send
 from memserve.types import CopyBlocks, TokenOutput

@@ -7,12 +7,12 @@ from collections import deque
 import numpy as np
 
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.instance.actions import EmitTokens, RejectRequest, RunStep
-from memserve.instance.events import RequestArrived, RowFailed, StepFailed
+from memserve.instance.events import RowFailed, RunStep, StepFailed
 from memserve.instance.machine import Instance
 from memserve.instance.sequence import Phase
 from memserve.mempool.pool import BlockPool
 from memserve.policy.reuse import PreemptionCosts
+from memserve.serving import EmitTokens, RejectRequest, RequestArrived
 from memserve.sim.fuzz.literal_device import LiteralDevice, fail_row
 from memserve.sim.fuzz.truth import lone_beams as beams_of
 from memserve.sim.fuzz.truth import lone_tokens
@@ -136,7 +136,7 @@ class World:
         self.now += 1
         plan = self.plans.popleft()
         event = self.device.run(plan)
-        owners = self.machine._outstanding[0].by_slot()
+        owners = self.machine.inflight[0].by_slot()
         slot = sorted(owners)[which % len(owners)]
         fail_row(plan, event, slot, RowFailed("planted", kv_is_suspect=suspect))
         if owners[slot].phase is not Phase.FINISHED:
@@ -225,7 +225,7 @@ class World:
                 assert finals == list(range(req.n)), f"{name}: {finals}"
         self.check_nothing_held()
         if not any(req.beam_width for req in self.requests.values()):
-            assert not self.machine._roster.counters.standstills, "only beams may block each other"
+            assert not self.machine.state.counters.standstills, "only beams may block each other"
         twin_machine = self.new_machine()
         for event, now, actions in self.diary:
             assert repr(twin_machine.handle(event, now)) == actions

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.policy.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
 from memserve.types import KVGeometry, Tier
 from tiny_models import VOCAB

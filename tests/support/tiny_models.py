@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.instance.actions import OpenSequence, StepPlan
+from memserve.instance.events import OpenSequence, StepPlan
 from memserve.model.device import ModelDevice
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.loading.probe import probe_model

@@ -91,7 +91,8 @@ class _Group:
             yield _parameter(name, one.kind, _typer_option(one, _spelling(one.flag, one)), one.flag_default)
         for name, one in self.vllm.items():
             kind = (one.vllm_form.kind if one.vllm_form else bool if one.kind is bool else one.kind) | None
-            yield _parameter(name, kind, _hidden(_spelling(one.vllm_flag, one, both=True)), None)
+            least = one.least if one.vllm_form is None else None
+            yield _parameter(name, kind, _hidden(_spelling(one.vllm_flag, one, both=True), least), None)
         for name, refused in self.refused.items():
             yield _parameter(name, float | None, _hidden("--" + refused.replace("_", "-")), None)
 
@@ -123,8 +124,8 @@ def _typer_option(one: Option, spelling: str) -> Any:
     return typer.Option(spelling, min=one.least, max=one.most, help=one.help)
 
 
-def _hidden(spelling: str) -> Any:
-    return typer.Option(spelling, hidden=True, help="A name of vLLM.")
+def _hidden(spelling: str, least: float | None = None) -> Any:
+    return typer.Option(spelling, hidden=True, min=least, help="A name of vLLM.")
 
 
 def _spelling(flag: str, one: Option, *, both: bool = False) -> str:

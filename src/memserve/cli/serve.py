@@ -101,6 +101,7 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI HTTP API: a router, and one colocated instance, or a prefill and a decode instance
     where there are eight cores and memory for both; the start says which."""
+    cluster.admission.refuse_idle()
     opt.set_up_logging(log_level)
     keys = credentials.api_keys(api_key, api_key_file)
     names = (keys, credentials.metrics_key(metrics_key), served_model_name, generation_config, default_max_tokens)

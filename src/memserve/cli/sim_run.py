@@ -92,6 +92,7 @@ class Wanted:
         """The cluster to simulate. Raises :class:`UserError` for one that cannot be."""
         from memserve.sim.replay.setup import Setup, Surroundings, parse_faults, parse_instances
 
+        self.cluster.admission.refuse_idle()
         instances = parse_instances(self.instances)
         return Setup(
             instances,

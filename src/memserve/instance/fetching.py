@@ -1,17 +1,17 @@
-"""Fetch or recompute: asking other instances for a prefix before a request is admitted.
+"""Fetch or recompute: asking other instances for a prefix before a request is admitted (level 2).
 
-A request with holders is EXPECTED until it is decided that its KV is computed here, or the KV is in the index, or the
-wait is over; then it waits for admission like any other, and finds what there is.
+A request with holders is WAITING_FOR_REMOTE_KV until it is decided that its KV is computed here, or the KV is in the
+index, or the wait is over; then it waits for admission like any other, and finds in the index what has come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from memserve.instance.roster import Roster
-from memserve.instance.sequence import Group, Phase
+from memserve.instance.scheduler_state import SchedulerState
+from memserve.instance.sequence import Cause, Group
+from memserve.kv_transfer.events import FetchEnded
 from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.outcomes import FetchEnded
 from memserve.messages import Holder
 from memserve.policy.reuse import FetchChoice, Prefix, plan_fetches
 from memserve.types import KVGeometry, TokenArray
@@ -25,12 +25,12 @@ class Fetches:
     """All requests that may get a prefix from elsewhere."""
 
     __slots__ = (
-        "_exchange", "_geometry", "_link_ns", "_roster", "_wait_max_ns",
+        "_exchange", "_geometry", "_link_ns", "_state", "_wait_max_ns",
         "asked", "decide_at_ns", "far", "fetched_tokens", "undecided",
     )  # fmt: skip
 
-    def __init__(self, roster: Roster, exchange: Exchange, geometry: KVGeometry, wait_max_ns: int) -> None:
-        self._roster = roster
+    def __init__(self, state: SchedulerState, exchange: Exchange, geometry: KVGeometry, wait_max_ns: int) -> None:
+        self._state = state
         self._exchange = exchange
         self._geometry = geometry
         self._wait_max_ns = wait_max_ns
@@ -47,15 +47,15 @@ class Fetches:
         self.fetched_tokens = 0
 
     def begin(self, group: Group, now: int) -> None:
-        """A new request with holders, EXPECTED: it goes on at once where nothing can be fetched."""
-        request, orders = group.request, group.orders
-        shares = self._roster.memory.pool.config.caching and self._exchange.shares_kv
-        if orders is None or not shares or not request.use_cache or group.prompt_logprobs is not None:
+        """A new request with holders, WAITING_FOR_REMOTE_KV: it goes on at once where nothing can be fetched."""
+        request, remote = group.request, group.remote
+        shares = self._state.memory.pool.config.caching and self._exchange.shares_kv
+        if remote is None or not shares or not request.use_cache or group.prompt_logprobs is not None:
             self._admit(group)
             return
-        orders.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
-        orders.fetch_until_ns = now + self._wait_max_ns
-        if len(self._roster.groups) == 1:  # nothing else to share with
+        remote.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
+        remote.fetch_until_ns = now + self._wait_max_ns
+        if len(self._state.groups) == 1:  # nothing else to share with
             self._decide([group], now)
             return
         self.undecided.append(group)
@@ -82,11 +82,11 @@ class Fetches:
 
     def _next_holder(self, group: Group, now: int) -> tuple[Holder, Prefix] | None:
         """The next holder with more than there is here, and where the prefix lies. Without one the request goes on."""
-        orders, tokens, block_tokens = group.orders, _tokens_of(group), self._geometry.block_tokens
-        hbm, dram = self._roster.memory.pool.match_blocks(group.isolation, tokens)
+        remote, tokens, block_tokens = group.remote, _tokens_of(group), self._geometry.block_tokens
+        hbm, dram = self._state.memory.pool.match_blocks(group.isolation, tokens)
         own = (hbm + dram) * block_tokens
-        while orders is not None and orders.holders and now < orders.fetch_until_ns:
-            holder = orders.holders.pop(0)
+        while remote is not None and remote.holders and now < remote.fetch_until_ns:
+            holder = remote.holders.pop(0)
             blocks = min(holder.prefix_tokens, len(tokens)) // block_tokens - hbm - dram
             if blocks > 0:
                 near = not self.far.get(holder.peer.name, False)
@@ -97,21 +97,21 @@ class Fetches:
         return None
 
     def _plan(self, asks: Items[tuple[Group, Holder, Prefix]], now: int) -> list[FetchChoice]:
-        learnt = self._roster.costs
+        learnt = self._state.costs
         return plan_fetches(
             learnt.model,
             self._geometry,
             [prefix for _, _, prefix in asks],
-            queue_ns=learnt.queue_ns(self._roster.prefill_tokens_queued()),
-            waits_max_ns=[group.orders.fetch_until_ns - now if group.orders else 0 for group, _, _ in asks],
+            queue_ns=learnt.queue_ns(self._state.prefill_tokens_queued()),
+            waits_max_ns=[group.remote.fetch_until_ns - now if group.remote else 0 for group, _, _ in asks],
             link_busy_ns=sum(self._link_ns.values()),
         )
 
     def _ask(self, group: Group, holder: Holder, own: int, choice: FetchChoice, now: int) -> None:
-        orders, end = group.orders, own + choice.tokens
-        if orders is None:
+        remote, end = group.remote, own + choice.tokens
+        if remote is None:
             return
-        orders.fetch_id = self._exchange.fetch(
+        remote.fetch_id = self._exchange.fetch(
             holder.peer,
             group.isolation,
             _tokens_of(group)[:end],
@@ -120,30 +120,30 @@ class Fetches:
             now,
             now + choice.wait_ns,
         )
-        self.asked[orders.fetch_id] = (group, holder)
-        self._link_ns[orders.fetch_id] = choice.link_ns
+        self.asked[remote.fetch_id] = (group, holder)
+        self._link_ns[remote.fetch_id] = choice.link_ns
 
     def _plans_ns(self, blocks: int) -> int:
         """Time until ``blocks`` free blocks may be pulled into: steps under way may still use them."""
         plans = self._exchange.plans_before_pull(blocks)
         if not plans:
             return 0
-        decoding = self._roster.decoding.items
+        decoding = self._state.decoding.items
         context = sum([sequence.computed for sequence in decoding])
-        return plans * self._roster.costs.model.decode_step_ns(len(decoding), context)
+        return plans * self._state.costs.model.decode_step_ns(len(decoding), context)
 
     def _admit(self, group: Group) -> None:
         for sequence in group.sequences.values():
-            self._roster.move(sequence, Phase.WAITING)
+            self._state.move(sequence, Cause.FETCH_ENDED)
 
     def ended(self, outcome: FetchEnded, now: int) -> None:
         """The KV is in the index, or will not come; then the next holder may be asked."""
         group, holder = self.asked.pop(outcome.transfer_id)
         del self._link_ns[outcome.transfer_id]
-        orders = group.orders
-        if orders is None:
+        remote = group.remote
+        if remote is None:
             return
-        orders.fetch_id = None
+        remote.fetch_id = None
         if outcome.ok:
             tokens = outcome.pulled_blocks * self._geometry.block_tokens
             self.fetched_tokens += tokens
@@ -158,18 +158,11 @@ class Fetches:
         if group in self.undecided:
             self.undecided.remove(group)
             self.decide_at_ns = self.decide_at_ns if self.undecided else None
-        orders = group.orders
-        if orders is not None and orders.fetch_id is not None:
-            self._exchange.give_up(orders.fetch_id, "the request has ended")
-            del self.asked[orders.fetch_id], self._link_ns[orders.fetch_id]
-            orders.fetch_id = None
-
-    def clear(self) -> None:
-        """The instance was expelled: everything has ended."""
-        self.undecided.clear()
-        self.decide_at_ns = None
-        self.asked.clear()
-        self._link_ns.clear()
+        remote = group.remote
+        if remote is not None and remote.fetch_id is not None:
+            self._exchange.give_up(remote.fetch_id, "the request has ended")
+            del self.asked[remote.fetch_id], self._link_ns[remote.fetch_id]
+            remote.fetch_id = None
 
 
 def _tokens_of(group: Group) -> TokenArray:

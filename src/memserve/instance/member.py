@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from memserve.config import MemberConfig
 from memserve.errors import check
-from memserve.instance.member_actions import (
+from memserve.instance.events import (
     BecomeNew,
     Deliver,
     DialRouter,
@@ -34,7 +34,6 @@ from memserve.instance.member_actions import (
     ReadLoad,
     Reborn,
 )
-from memserve.instance.router_addresses import RouterAddresses
 from memserve.messages import (
     ROUTER,
     AnyMessage,
@@ -57,17 +56,79 @@ from memserve.messages import (
 from memserve.serving import MessageArrived, Send
 
 ANY_ROUTER = Peer(ROUTER, 0)
-"""Whichever router is at the address that is dialled."""
+"""Any router that is at the address that is dialled."""
+
+
+class RouterAddresses:
+    """Where an instance looks for its router: all addresses, the one in use, and when a router was last heard.
+
+    With one address the instance stays with it, and with the address that a ``RejoinRequest`` names. With several, an
+    instance that has heard no router for a while asks for a ``HeartbeatAck``, and then tries the next address, with
+    heartbeats as before: a router there remembers the instance (``RejoinRequest``) or says that it is no member
+    (``Expelled``), and either way the instance joins. A router that was only cut off for a while is found again when
+    the turn comes to its address.
+    """
+
+    __slots__ = ("_addresses", "_config", "_heard_ns", "address", "home")
+
+    def __init__(self, addresses: Sequence[str], config: MemberConfig) -> None:
+        check(addresses, "an instance needs at least one address of a router")
+        self._addresses, self._config = list(addresses), config
+        self._heard_ns = 0
+        #: the address that is tried, or where the router is
+        self.address = self._addresses[0]
+        #: the address of the router whose member this instance is. None: it is no member
+        self.home: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(self._addresses)
+
+    def wants_ack(self, now: int) -> bool:
+        """Whether the router should be asked for a sign of life."""
+        return len(self._addresses) > 1 and now - self._heard_ns >= self._config.asks_after_ns
+
+    def heard(self, now: int) -> None:
+        """A router has spoken, or the instance begins to listen."""
+        self._heard_ns = now
+
+    def turn(self, now: int) -> bool:
+        """Go on to the next address if it is time. True: it was."""
+        patience_ns = self._config.silent_after_ns if self.address == self.home else self._config.turn_ns
+        if len(self._addresses) == 1 or now - self._heard_ns < patience_ns:
+            return False
+        self._heard_ns = now
+        self.address = self._addresses[(self._addresses.index(self.address) + 1) % len(self._addresses)]
+        return True
+
+    def lead_to(self, address: str, now: int) -> None:
+        """A router calls from ``address``; one that was not known takes the place of the one that is tried."""
+        if address not in self._addresses:
+            self._addresses[self._addresses.index(self.address)] = address
+        self.address, self.home = address, None
+        self.heard(now)
+
+    def settle(self, joined_at: str) -> None:
+        """The router at ``joined_at`` has accepted this instance, perhaps after the next address was tried."""
+        if joined_at in self._addresses:  # a router of an older version does not say where
+            self.address = joined_at
+        self.home = self.address
+
+    def return_home(self) -> bool:
+        """Go back to the router's address. True: another one was tried meanwhile, the router was only cut off."""
+        if self.home in (None, self.address):
+            return False
+        self.address = self.home or ""
+        return True
 
 
 class MemberMachine:
-    """One mutator, :meth:`handle`."""
+    """The instance's part in joining, heartbeats, changes of router and leaving. One mutator, :meth:`handle`."""
 
     def __init__(self, info: PeerInfo, routers: Sequence[str], config: MemberConfig) -> None:
         """``info`` is what ``Join`` tells of the instance; ``routers``: the addresses where one may be."""
         self.info = info
         self.router: Peer | None = None
-        """The router that has accepted the instance; None: it is no member."""
+        """The router that has accepted the instance. None: it is no member."""
         self.addresses = RouterAddresses(routers, config)
         self._config = config
         self._rejoins_at: Peer | None = None  # the newest router that took over: it is asked until it answers
@@ -75,7 +136,7 @@ class MemberMachine:
         self._members_digest: int | None = None  # of all members; counted when it is asked for
         self._is_reborn = True  # False between BecomeNew and Reborn
         self.drains = False
-        """Whether it takes nothing new, and leaves when it is idle."""
+        """True: it accepts no new request, and leaves when it is idle."""
         self._has_left = False
         self._leaves_at_ns: int | None = None  # while it drains: the end of the patience; None: it has no end
         self._why = ""  # of a drain that is not logged yet
@@ -90,7 +151,7 @@ class MemberMachine:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When to look again; None: never, it has left or waits for ``Reborn``."""
+        """When to look again. None: it has left, or waits for ``Reborn``."""
         return None if self._has_left or not self._is_reborn else self._next_beat_ns
 
     def knows(self, peer: Peer) -> bool:
@@ -128,7 +189,7 @@ class MemberMachine:
         actions, self._actions = self._actions, []
         return actions
 
-    # -- what others say
+    # -- messages
 
     def _hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
         if sender.name != ROUTER:
@@ -137,7 +198,7 @@ class MemberMachine:
         self.addresses.heard(now)
         if sender == self.router and self.addresses.return_home():
             self._do(DialRouter(sender, self.addresses.address))
-        if self._is_reborn:  # else it was said to the incarnation that ends now
+        if self._is_reborn:  # else the message was for the incarnation that ends now
             self._hear_router(sender, message, now)
 
     def _hear_router(self, sender: Peer, message: AnyMessage, now: int) -> None:
@@ -172,7 +233,7 @@ class MemberMachine:
 
     def _welcome(self, sender: Peer, message: JoinAccepted, now: int) -> None:
         if self._is_outdated(sender):
-            return  # a late one: that router would never hear of this instance again
+            return  # late: that router is gone
         if sender != self.router:  # a further JoinAccepted of the same router does not move it
             self.addresses.settle(message.joined_at)
         self._do(DialRouter(sender, self.addresses.address))
@@ -225,7 +286,7 @@ class MemberMachine:
     # -- time
 
     def _beat(self, now: int) -> None:
-        """Ask to join, or for what a heartbeat tells."""
+        """Ask to join, or read the load for a heartbeat."""
         self._next_beat_ns = now + self._config.beat_ns
         if self.addresses.turn(now):
             self._do(Notice(f"no router is heard: trying {self.addresses.address}"))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memserve.errors import check
-from memserve.instance.member_actions import BecomeNew, Deliver, MeetPeer, PartFromPeer, Reborn
+from memserve.instance.events import BecomeNew, Deliver, MeetPeer, PartFromPeer, Reborn
 from memserve.messages import AnyMessage, Expelled, Heartbeat, Leave, Load, Peer, PeerInfo, PeerJoined
 from memserve.serving import ClockTicked, MessageArrived, Send
 

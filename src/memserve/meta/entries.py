@@ -28,6 +28,7 @@ from memserve.units import NS_PER_S
 IDENTITY_BYTES = 16
 _DRAM = 1 << 63
 _SECONDS = (1 << 31) - 1
+_HITS, _AGE_S = (1 << 6) - 1, (1 << 26) - 1  # as far as an order looks: 63 uses, two years
 
 
 def stamp_of(tier: Tier, created_ns: int, used_ns: int) -> int:
@@ -97,35 +98,31 @@ class Entries:
             self.stamps[identity] = known & ~_SECONDS | (now_ns // NS_PER_S & _SECONDS)
             self.hits[identity] = self.hits.get(identity, 0) + 1
 
-    def by_tier(self) -> tuple[bytes, bytes, bytes]:
-        """Identities in HBM, those in DRAM, each from the least recently used to the last; and the history of all of
-        them, see :class:`RecoveredMember`."""
-        count = len(self.stamps)
-        keys, stamps = np.frombuffer(b"".join(self.stamps), "V16"), np.fromiter(self.stamps.values(), np.uint64, count)
-        created, used = (stamps >> np.uint64(at) & np.uint64(_SECONDS) for at in (32, 0))
-        in_dram = stamps >= np.uint64(_DRAM)
-        order = np.argsort(in_dram.astype(np.uint64) << np.uint64(62) | used << np.uint64(31) | created, kind="stable")
-        history = np.empty((count, 3), "<u4")
-        history[:, 0], history[:, 1], history[:, 2] = created, used, 0
+    def by_tier(self) -> tuple[bytes, bytes]:
+        """Identities in HBM, and those in DRAM."""
+        keys = np.frombuffer(b"".join(self.stamps), "V16")
+        in_dram = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps)) >= np.uint64(_DRAM)
+        return keys[~in_dram].tobytes(), keys[in_dram].tobytes()
+
+    def by_use(self) -> list[tuple[int, int]]:
+        """How many blocks in HBM were last used when: seconds since 1970 and a count, least recently used first; of one
+        second those that were used less often first, and of these the older ones."""
+        stamps = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps))
+        hits = np.zeros(len(stamps), np.uint64)
         places, counts = self._hits_by_place().T
-        history[places, 2] = counts
-        hbm_count = count - np.count_nonzero(in_dram)
-        return keys[order[:hbm_count]].tobytes(), keys[order[hbm_count:]].tobytes(), history[order].tobytes()
+        hits[places] = np.minimum(counts, _HITS)
+        in_hbm = stamps < np.uint64(_DRAM)
+        stamps, hits = stamps[in_hbm].astype(np.int64), hits[in_hbm].astype(np.int64)
+        used, created = stamps & _SECONDS, stamps >> 32
+        youth = _AGE_S - np.clip(used - created, 0, _AGE_S)
+        order, counts = np.unique((used * (_HITS + 1) + hits) * (_AGE_S + 1) + youth, return_counts=True)
+        return list(zip((order // ((_HITS + 1) * (_AGE_S + 1))).tolist(), counts.tolist(), strict=True))
 
     def _hits_by_place(self) -> NDArray[np.uint32]:
         """Of blocks that were used: their place among all, and how often. ``[n, 2]``."""
         hits = self.hits
         found = [(at, hits[name]) for at, name in enumerate(self.stamps) if name in hits] if hits else []
         return np.array(found, "<u4").reshape(-1, 2)
-
-    def by_use(self) -> list[tuple[int, int]]:
-        """How many blocks in HBM were last used when: seconds since 1970 and a count, least recently used first; of one
-        second those that were created first come first."""
-        stamps = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps))
-        stamps = stamps[stamps < np.uint64(_DRAM)]
-        used, created = stamps & np.uint64(_SECONDS), stamps >> np.uint64(32)
-        order, counts = np.unique(used << np.uint64(32) | created, return_counts=True)
-        return list(zip((order >> np.uint64(32)).tolist(), counts.tolist(), strict=True))
 
     def record(self, peer: Peer) -> EntriesKept:
         """All of it for a checkpoint."""

@@ -54,7 +54,7 @@ class MemberPage:
 
 
 class MetadataState:
-    """Applies records, one by one and in order. One that comes twice, late or for a member that is gone is ignored."""
+    """Applies records, in order. One that comes twice, late or for an unknown member changes nothing."""
 
     def __init__(self) -> None:
         self.router: Peer | None = None
@@ -186,9 +186,9 @@ class MetadataState:
         """Everything, for a router with a clock that shows ``clock_offset_ns`` less than the ns since 1970."""
         members = []
         for page in self.members.values():
+            hbm, dram = page.entries.by_tier()
             used = tuple((used_s * NS_PER_S - clock_offset_ns, blocks) for used_s, blocks in page.entries.by_use())
-            cached = page.entries.by_tier()
-            members.append(RecoveredMember(page.info, page.is_draining, page.entries.next_event, *cached, used))
+            members.append(RecoveredMember(page.info, page.is_draining, page.entries.next_event, hbm, dram, used))
         handles = (replace(pin, expires_ns=pin.expires_ns - clock_offset_ns) for pin in self.handles.values())
         return RecoveredState(
             self.router,

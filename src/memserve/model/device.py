@@ -1,4 +1,4 @@
-"""The device: executes step plans with a real model, as :class:`memserve.instance.actions.StepPlan` says."""
+"""The device: executes step plans with a real model, as :class:`memserve.instance.events.StepPlan` says."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from memserve import _core
 from memserve.config import InstanceConfig
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.model.arena import KvArenas
 from memserve.model.attention.backends import AttentionFactory, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending

@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from memserve.errors import InvariantError, check
-from memserve.instance.actions import OpenSequence
-from memserve.instance.events import NO_TOKEN_LEFT, RowFailed
+from memserve.instance.events import NO_TOKEN_LEFT, OpenSequence, RowFailed
 from memserve.types import VOCAB_MAX, SamplingParams, StopParams
 from memserve.units import ceil_div
 

@@ -14,22 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from memserve.instance.actions import Action, EmitTokens, RejectRequest, RunStep, StepPlan
-from memserve.instance.events import (
-    Event,
-    LayerFinished,
-    PrefixPinned,
-    PrefixUnpinned,
-    RequestArrived,
-    RequestCancelled,
-    SequenceStopped,
-    StepFailed,
-    StepFinished,
-)
+from memserve.instance.events import Action, Event, LayerFinished, RunStep, StepFailed, StepFinished, StepPlan
 from memserve.instance.machine import Instance
 from memserve.runtime.loop import ANSWER_TIMEOUT_S, MachineLoop
 from memserve.runtime.ports import Device
 from memserve.runtime.stats import EngineStats, StepTimer
+from memserve.serving import (
+    EmitTokens,
+    PrefixPinned,
+    PrefixUnpinned,
+    RejectRequest,
+    RequestArrived,
+    RequestCancelled,
+    SequenceStopped,
+)
 from memserve.types import FinishReason, NamedPrefix, Request, TokenArray, TokenOutput
 
 log = logging.getLogger(__name__)

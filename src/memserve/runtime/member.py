@@ -18,10 +18,8 @@ import msgspec
 
 from memserve.config import MemberConfig
 from memserve.errors import InvariantError, UserError
-from memserve.instance.actions import Action, EmitTokens, RejectRequest, Send
-from memserve.instance.machine import Instance
-from memserve.instance.member import MemberMachine
-from memserve.instance.member_actions import (
+from memserve.instance.events import (
+    Action,
     BecomeNew,
     Deliver,
     DialRouter,
@@ -37,11 +35,13 @@ from memserve.instance.member_actions import (
     ReadLoad,
     Reborn,
 )
+from memserve.instance.machine import Instance
+from memserve.instance.member import MemberMachine
 from memserve.messages import AnyMessage, Expelled, Load, Peer, PeerInfo, RequestRefused, Tokens
 from memserve.runtime.engine import HostedInstance
 from memserve.runtime.loop import EngineStopped
 from memserve.runtime.ports import DataPort, Device, Mailbox, OnMessage, OnPages
-from memserve.serving import ClockTicked, MessageArrived
+from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.units import ns_from_s
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,9 @@ from typing import TypeVar
 from memserve import _core
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
-from memserve.instance.member_actions import MeetPeer, PartFromPeer, Reborn
+from memserve.instance.events import MeetPeer, PartFromPeer, Reborn
+from memserve.kv_transfer.events import Delivered, Inserted, PagesPulled, PagesSealed
 from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
-from memserve.kv_transfer.outcomes import Delivered, Inserted
 from memserve.mempool.mempool import MemPool
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.links.data import open_data_port

@@ -14,19 +14,21 @@ from msgspec.structs import replace
 
 from memserve import _core
 from memserve.errors import UserError
-from memserve.instance.member_actions import BecomeNew, Deliver, MeetPeer, PartFromPeer, Reborn
+from memserve.instance.events import BecomeNew, Deliver, MeetPeer, PartFromPeer, Reborn
 from memserve.instance.peer_group import GroupEvent, MeetAsked, PartAsked, PeerGroup
-from memserve.kv_transfer.exchange import Exchange, ExchangeAction
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
-from memserve.kv_transfer.outcomes import (
+from memserve.kv_transfer.context import ExchangeAction
+from memserve.kv_transfer.events import (
     Delivered,
     FetchEnded,
     HandoffOffered,
     Inserted,
     Outcome,
+    PagesPulled,
+    PagesSealed,
     Released,
     RemoteAllocated,
 )
+from memserve.kv_transfer.exchange import Exchange
 from memserve.mempool.mempool import Addresses, AddressList, MemPool
 from memserve.messages import Peer, PeerInfo
 from memserve.serving import ClockTicked, MessageArrived, Send

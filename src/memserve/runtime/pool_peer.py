@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from memserve import _core
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
-from memserve.kv_transfer.outcomes import Delivered, ExchangeCounters, Inserted
+from memserve.kv_transfer.events import Delivered, ExchangeCounters, Inserted
 from memserve.mempool.events import PoolReport
 from memserve.mempool.identity import identity_key
 from memserve.mempool.mempool import Address, Addresses, AddressList, MemPool, as_tokens

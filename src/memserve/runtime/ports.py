@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
-from memserve.kv_transfer.jobs import PageJob, PagesPulled, PagesSealed
+from memserve.instance.events import StepFinished, StepPlan
+from memserve.kv_transfer.events import PageJob, PagesPulled, PagesSealed
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.links.outbox import MailboxCounters
 

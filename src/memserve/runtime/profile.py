@@ -29,8 +29,8 @@ import numpy as np
 from memserve import _core
 from memserve.config import EngineOptions, InstanceConfig
 from memserve.errors import UserError
-from memserve.instance.actions import OpenSequence, StepPlan
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.instance.events import OpenSequence, StepPlan
+from memserve.kv_transfer.events import PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import Peer, PeerInfo
 from memserve.policy.costs import CostModel, Quality, Sample, fit_copy, fit_decode, fit_held_out, fit_prefill
 from memserve.runtime.build import build_parts

@@ -10,24 +10,12 @@ from memserve.cluster.events import ClusterAction, ReportMember
 from memserve.cluster.machine import Cluster
 from memserve.config import MemberConfig
 from memserve.errors import check
-from memserve.instance.actions import (
+from memserve.instance.events import (
     Action,
-    CancelPulls,
-    EmitTokens,
-    PullPages,
-    RejectRequest,
-    RunStep,
-    SealPages,
-    Send,
-    StepPlan,
-)
-from memserve.instance.events import LayerFinished, MessageArrived, StepFailed, StepFinished
-from memserve.instance.machine import Instance
-from memserve.instance.member import MemberMachine
-from memserve.instance.member_actions import (
     BecomeNew,
     Deliver,
     DialRouter,
+    LayerFinished,
     Left,
     LoadRead,
     MeetPeer,
@@ -37,9 +25,16 @@ from memserve.instance.member_actions import (
     PartFromPeer,
     ReadLoad,
     Reborn,
+    RunStep,
+    StepFailed,
+    StepFinished,
+    StepPlan,
 )
+from memserve.instance.machine import Instance
+from memserve.instance.member import MemberMachine
+from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
 from memserve.messages import ROUTER, AnyMessage, Expelled, Peer, PeerInfo, RequestRefused, Tokens
-from memserve.serving import ClockTicked
+from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.sim.clock import Clock
 from memserve.sim.network import Network
 from memserve.sim.process import Process, Ticking
@@ -143,7 +138,7 @@ class InstanceNode(Process):
     port: DataPort
 
     def __init__(self, host: Host, name: str, role: Role, place: int, generation: int = 0) -> None:
-        """``place``: its number in the world; ``generation``: of the process before it. It boots at once."""
+        """Boots at once. ``place``: number in the world; ``generation``: of the process before it."""
         super().__init__(host, Peer(name, generation))
         self.role, self.place = role, place
         self.boot()
@@ -168,10 +163,10 @@ class InstanceNode(Process):
         self._do(self.member.start(self.now))
 
     def left(self) -> None:
-        """It has been drained, has said goodbye, and its process has ended."""
+        """The instance has been drained, has left the cluster, and its process has ended."""
 
     def refused(self, reason: str) -> None:
-        """The router does not take it."""
+        """The router does not accept the instance."""
         check(False, f"{self.peer.name} was refused: {reason}")
 
     # -- as a member
@@ -225,7 +220,7 @@ class InstanceNode(Process):
         self._tell_member(Reborn(self.host.peer_info(self)))
 
     def post(self, event: object) -> None:
-        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # whoever posts knows what the machine hears
+        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only
         self.host.handled(self, event, actions)
         for action in actions:
             self._perform(action)
@@ -256,7 +251,7 @@ class InstanceNode(Process):
             self.send(self.member.router, message)
 
     def send(self, to: Peer, message: AnyMessage) -> None:
-        """Messages to peers that the mailbox does not know are lost, and those to an address without a router."""
+        """Messages to peers that the mailbox does not know, and to an address without a router, are lost."""
         reached = self._dialled == self.host.router.address if to.name == ROUTER else self._lines.get(to.name) == to
         if reached:
             self.host.network.send(self.peer, to, message)
@@ -264,7 +259,7 @@ class InstanceNode(Process):
             self.host.say(f"      lost: {self.peer.name} does not reach {to}: ", message)
 
     def owner_of(self, job: PullPages) -> InstanceNode | None:
-        """The living process whose pages ``job`` is to read; ``None`` = it is unknown here, or another generation."""
+        """The living process whose pages ``job`` is to read. None: it is unknown here, or of another generation."""
         node = self.host.network.nodes.get(job.peer.name)
         if isinstance(node, InstanceNode) and node.peer == job.peer and self._lines.get(job.peer.name) == job.peer:
             return node
@@ -296,7 +291,7 @@ class InstanceNode(Process):
 
 
 class RouterNode(Process):
-    """What ``runtime/router`` does."""
+    """Hosts a ``Cluster``, as ``runtime/router`` does."""
 
     host: Host
     machine: Cluster
@@ -307,7 +302,7 @@ class RouterNode(Process):
         self.machine = host.new_cluster()
 
     def restart(self) -> None:
-        """It dies and starts again: its clients are gone, the instances are there."""
+        """The router dies and starts again: its clients are gone, the instances are there."""
         self.begin_life()
         self.peer = Peer(ROUTER, self.peer.generation + 1)
         self.machine = self.host.new_cluster()
@@ -318,7 +313,7 @@ class RouterNode(Process):
         self.post(MessageArrived(sender, message))
 
     def post(self, event: object) -> None:
-        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # whoever posts knows what the machine hears
+        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only
         self.host.handled(self, event, actions)
         self.perform(actions)
         self.ticking.look(self.machine.next_deadline_ns)
@@ -329,7 +324,7 @@ class RouterNode(Process):
             self.perform_one(action)
 
     def perform_one(self, action: ClusterAction) -> None:
-        """Do it now. This router has no disk: its machine must not ask for one."""
+        """Do one action now. This router has no disk: its machine must not ask for one."""
         match action:
             case Send():
                 self.host.network.send(self.peer, action.to, action.message)

@@ -49,7 +49,7 @@ class Clocked(Protocol):
 
 
 class Process(Node):
-    """A node that can be killed and paused: whatever would happen to it waits then, or never happens."""
+    """A node that can be killed and paused: events wait then, or never happen."""
 
     def __init__(self, host: Clocked, peer: Peer) -> None:
         self.host = host
@@ -64,7 +64,7 @@ class Process(Node):
 
     @property
     def now(self) -> int:
-        """What its own clock says: the clocks of two hosts have nothing to do with each other."""
+        """The time of its own clock: clocks of two hosts have nothing to do with each other."""
         return self.host.clock.now + self.skew_ns
 
     def _tick(self) -> None:
@@ -73,7 +73,7 @@ class Process(Node):
     # -- life
 
     def begin_life(self) -> None:
-        """It starts, with nothing in memory."""
+        """The process starts, with nothing in memory."""
         self.life += 1
         self.alive, self.paused = True, 0
         self._frozen.clear()
@@ -90,12 +90,12 @@ class Process(Node):
         self.paused += 1
 
     def resume(self) -> None:
-        """SIGCONT: everything that has queued up is handled now, late."""
+        """SIGCONT: events that have queued up are handled now, late."""
         self.paused -= 1
         while self._frozen and not self.paused:
             self._fire(*self._frozen.popleft())
 
-    # -- whatever happens to it
+    # -- events
 
     def later(self, delay_ns: int, do: Callable[..., None], *arguments: Any) -> None:
         """``do(*arguments)`` in ``delay_ns``, if this life lasts so long; after a pause, if it is paused then."""
@@ -125,7 +125,7 @@ class Process(Node):
             do(*arguments)
 
     def _hear_as(self, meant: Peer, sender: Peer, message: AnyMessage) -> None:
-        if self.peer == meant:  # else it was born anew while it had the message in its mailbox
+        if self.peer == meant:  # else the process got a new generation while the message was in its mailbox
             self.hear(sender, message)
 
     @abstractmethod

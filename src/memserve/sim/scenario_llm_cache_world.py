@@ -22,10 +22,9 @@ from memserve.cluster.machine import Cluster
 from memserve.cluster.report import AdmissionStats
 from memserve.config import AdmissionConfig, ClusterConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.errors import check
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
-from memserve.kv_transfer.jobs import CancelPulls, PullPages, SealPages
+from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
 from memserve.messages import AnyMessage, Dispatch, Peer, PeerInfo
 from memserve.serving import RequestArrived
 from memserve.sim.clock import Clock

@@ -22,8 +22,7 @@ from memserve.api.prompts import Prompt, PromptEncoder
 from memserve.api.schema import ChatBody, DocumentBody
 from memserve.api.served import PinningEngine
 from memserve.config import InstanceConfig, PoolConfig
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
 from memserve.runtime.engine import Engine
 from memserve.runtime.loop import EngineStopped

@@ -76,7 +76,7 @@ class PinnedWorld(World):
             member = cluster._registry.get(node.peer)
             if member is None:
                 continue
-            pool, link = node.machine.pool, node.machine._link
+            pool, link = node.machine.pool, node.machine.link
             taken = pool.config.hbm_blocks - memory.ledger.blocks_free(member.number)
             held = pool.config.hbm_blocks - pool.available() - written_in_vain(link)
             spare = node.machine.load().sequences_running
@@ -87,7 +87,7 @@ class PinnedWorld(World):
             self.seen.update(full=memory.ledger.blocks_free(member.number) < 2)
 
     def gone_by(self) -> Counter[str]:
-        counters = [node.machine._roster.counters for node in self.instances]
+        counters = [node.machine.state.counters for node in self.instances]
         by_memory = (c.preempted_by_swap + c.preempted_by_recompute - c.preempted_for_slots for c in counters)
         preempted = sum(by_memory) + sum(c.standstills for c in counters)
         return self.seen + Counter(preempted=preempted) + self.achievements()

@@ -14,10 +14,10 @@ import pytest
 
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
-from memserve.instance.member_actions import BecomeNew, Deliver, MeetPeer, PartFromPeer, Reborn
+from memserve.instance.events import BecomeNew, Deliver, MeetPeer, PartFromPeer, Reborn
 from memserve.instance.peer_group import MeetAsked, PartAsked, PeerGroup
+from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.mempool.mempool import Address, MemPool
 from memserve.messages import AnyMessage, Expelled, Free, Heartbeat, Leave, Load, Peer, PeerInfo, PeerJoined
 from memserve.runtime.pool_machine import Arrived, Call, PoolMachine

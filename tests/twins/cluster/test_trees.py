@@ -20,7 +20,7 @@ from memserve.cluster.events import ClockTicked, MessageArrived, RequestArrived,
 from memserve.cluster.machine import Cluster
 from memserve.cluster.trees import ASK_AGAIN_NS
 from memserve.config import ClusterConfig, PoolConfig
-from memserve.instance.kvfeed import KvFeed
+from memserve.instance.kv_feed import KvFeed
 from memserve.mempool.identity import block_identities, namespace_id
 from memserve.mempool.pool import BlockPool
 from memserve.messages import AskEvents, Expelled, Heartbeat, Join, KvChange, KvEvents, Load, Peer, PeerInfo

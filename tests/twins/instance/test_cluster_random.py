@@ -206,7 +206,7 @@ def survey(seeds):
         seen.update(f"refused: {refused.reason[:70]}" for refused in life.fleet.refused)
         for member in life.fleet.members.values():
             stats = member.machine.stats()
-            seen["standstills"] += member.machine._roster.counters.standstills
+            seen["standstills"] += member.machine.state.counters.standstills
             for name in stats.__slots__:
                 if isinstance(getattr(stats, name), int):
                     seen[name] += getattr(stats, name)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from instance_world import VOCAB, World, config, request
-from memserve.instance.events import ClockTicked, RequestCancelled, SequenceStopped
 from memserve.policy.reuse import PreemptionCosts
+from memserve.serving import ClockTicked, RequestCancelled, SequenceStopped
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
 

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from random import Random
 
 from exchange_world import BLOCK, LAYERS, LEASE_NS, Node, Seq, World, array, pages, raw_label
-from memserve.kv_transfer.outcomes import Delivered, FetchEnded, HandoffArrived, HandoffFailed, Inserted
+from memserve.kv_transfer.events import Delivered, FetchEnded, HandoffArrived, HandoffFailed, Inserted
 from memserve.messages import Peer, PeerGone, PeerJoined, Request
 from memserve.types import Tier, TransferMode
 

@@ -18,8 +18,7 @@ from memserve.bench.cost.results import Accuracy, CostResults, Foretold, accurac
 from memserve.bench.sheet import Spent
 from memserve.cli.main import run
 from memserve.errors import UserError
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.policy.costs import CostModel, Sample, attended_pairs
 from memserve.runtime.profile import StepProfiler, all_rounds, fit_profile, prefill_grid
 from memserve.runtime.profile_store import load_profile

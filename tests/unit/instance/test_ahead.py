@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.instance.actions import Action, RunStep, StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import Action, RunStep, StepFinished, StepPlan
 from memserve.instance.machine import AHEAD_MAX_NS, Instance
 from memserve.policy.costs import CostModel, PrefillCurve
 from memserve.policy.reuse import PreemptionCosts

@@ -6,7 +6,8 @@ import pytest
 
 from instance_world import PROMPT, World, building_worlds, config, plans_of, request
 from memserve.errors import InvariantError
-from memserve.instance.events import ClockTicked, RequestCancelled, SequenceStopped, StepFinished
+from memserve.instance.events import StepFinished
+from memserve.serving import ClockTicked, RequestCancelled, SequenceStopped
 from memserve.types import FinishReason
 
 make = pytest.fixture(params=["twin", "real"])(building_worlds)

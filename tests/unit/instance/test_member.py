@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from fake_instances import GEOMETRY
 from memserve.config import MemberConfig
 from memserve.errors import InvariantError
-from memserve.instance.member import ANY_ROUTER, MemberMachine
-from memserve.instance.member_actions import (
+from memserve.instance.events import (
     BecomeNew,
     Deliver,
     DialRouter,
@@ -27,7 +26,7 @@ from memserve.instance.member_actions import (
     ReadLoad,
     Reborn,
 )
-from memserve.instance.router_addresses import RouterAddresses
+from memserve.instance.member import ANY_ROUTER, MemberMachine, RouterAddresses
 from memserve.messages import (
     ROUTER,
     AnyMessage,

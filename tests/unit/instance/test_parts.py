@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from instance_world import VOCAB, World, config, lone_beams, request
 from memserve.errors import InvariantError
 from memserve.instance.beam import BeamSearch, BeamState
+from memserve.instance.queues import RankedList
 from memserve.instance.sequence import Group
-from memserve.instance.waiting import RankedList
 from memserve.policy.capacity import chunk_tokens, context_tokens, headroom_blocks
 from memserve.policy.reuse import PreemptionCosts, PreemptionModel
 from memserve.types import FinishReason
@@ -144,5 +144,5 @@ def test_reprs_are_lean():
     """They go into logs and invariant messages."""
     world = World(config(), 4)
     world.arrive(request("a", np.arange(30) % VOCAB))
-    for thing in (world.machine, world.machine._roster, *world.machine._outstanding):
+    for thing in (world.machine, world.machine.state, *world.machine.inflight):
         assert repr(thing).startswith("<") and len(repr(thing)) < 200

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from instance_world import config
-from memserve.instance.actions import Action, RunStep, StepPlan
-from memserve.instance.events import Event, RequestArrived
+from memserve.instance.events import Action, Event, RunStep, StepPlan
 from memserve.instance.machine import Instance
 from memserve.instance.planner import PROMPT_LOGPROBS_MAX
 from memserve.policy.reuse import PreemptionCosts
+from memserve.serving import RequestArrived
 from memserve.sim.fuzz.literal_device import LiteralDevice
 from memserve.types import Request, SamplingParams, StopParams
 

@@ -9,15 +9,9 @@ from __future__ import annotations
 from fleet_world import BLOCK, GEOMETRY, ROUTER_PEER, fleet_config
 from golden import Script
 from instance_world import request
-from memserve.instance.events import (
-    PagesPulled,
-    PagesSealed,
-    RequestArrived,
-    RequestCancelled,
-    StepFailed,
-    StepFinished,
-)
+from memserve.instance.events import StepFailed, StepFinished
 from memserve.instance.machine import Instance
+from memserve.kv_transfer.events import PagesPulled, PagesSealed
 from memserve.messages import (
     AnyMessage,
     Dispatch,
@@ -32,7 +26,7 @@ from memserve.messages import (
     Ready,
     Release,
 )
-from memserve.serving import MessageArrived
+from memserve.serving import MessageArrived, RequestArrived, RequestCancelled
 from memserve.sim.fuzz.truth_device import LAYERS
 from memserve.types import Request, Role
 

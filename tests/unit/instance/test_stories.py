@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from instance_world import PROMPT, VOCAB, building_worlds, lone_beams, outputs_of, plans_of, request, rows
-from memserve.instance.actions import RejectRequest
 from memserve.policy.reuse import PreemptionCosts
+from memserve.serving import RejectRequest
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason
 

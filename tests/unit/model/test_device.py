@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memserve.errors import InvariantError
-from memserve.instance.actions import OpenSequence
+from memserve.instance.events import OpenSequence
 from memserve.model.attention.context import attending
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 from memserve.model.forward import EagerForward

@@ -367,17 +367,25 @@ def test_the_dead_and_the_draining_are_never_chosen():
     assert used == able and len(able) == 5
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["", "a", "b", "c", "d", "e"])), max_size=40))
-def test_hosts_have_the_same_code_when_they_are_the_same(steps):
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from(["", "a", "b", "c", "d", "e"]), st.integers(0, 12)), max_size=40
+    )
+)
+def test_equal_hosts_and_equal_profiles_have_equal_codes(steps):
     """Members come and go; unknown hosts have code 0, and codes never exceed the number of columns."""
-    table, living = LoadTable(), {}
-    for number, host_id in steps:
+    table, living, profiles = LoadTable(), {}, {}
+    for number, host_id, machine in steps:
         if number in living:
             table.leave(number)
-            del living[number]
+            del living[number], profiles[number]
         else:
-            table.enter(number, C, 100, 10, host_id)
+            profiles[number] = COSTS.scaled(float(machine))
+            table.enter(number, C, 100, 10, host_id, profiles[number])
             living[number] = host_id
+        codes = table.profiles.tolist()
+        assert all((codes[a] == codes[b]) == (profiles[a] == profiles[b]) for a in living for b in living)
+        assert max(codes) <= len(table)
         codes = table.hosts.tolist()
         assert all((codes[k] == 0) == (living.get(k, "") == "") for k in range(len(table)))
         assert all((codes[a] == codes[b]) == (living[a] == living[b]) for a in living for b in living)

@@ -238,7 +238,7 @@ def test_the_command_measures_shows_and_saves(
     assert values["pays_from_tokens"]["swap-in"] == GEOMETRY.block_tokens
     assert values["decisions"]["in HBM"].startswith("reuse 1024 + recompute 1024: ")
     assert values["decisions"]["in DRAM"].startswith("swap-in 1024 + recompute 1024: ")
-    assert values["decisions"]["there, 32 at once"].endswith("share the link")
+    assert values["decisions"]["there, 32 at once"].endswith("share link and device")
     assert [len(sample) for sample in values["samples"]["same_host"]] == [3] * 6
     saved = Path(values["saved"])
     assert saved.parent == cache and load_profile("f", GEOMETRY, "cpu", None).machine == values["machine"]

@@ -19,7 +19,7 @@ from memserve import _core
 from memserve.bench.pool.pair import Pair, serve
 from memserve.bench.pool.results import CALL_EACH, ONE_CALL, Move
 from memserve.bench.sheet import Spent
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed, SealPages
+from memserve.kv_transfer.events import PagesPulled, PagesSealed, SealPages
 from memserve.messages import Join, Peer, PeerInfo
 from memserve.runtime.links import wire
 from memserve.runtime.links.data import open_data_port

@@ -5,10 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import Protocol
 
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import RowFailed, StepFailed, StepFinished
+from memserve.instance.events import RowFailed, StepFailed, StepFinished, StepPlan
 from memserve.instance.sequence import Phase
-from memserve.kv_transfer.jobs import PullPages
+from memserve.kv_transfer.events import PullPages
 from memserve.kv_transfer.sender import Export
 from memserve.messages import AnyMessage, Peer, Ready
 from memserve.sim.fuzz.literal_device import fail_row
@@ -124,7 +123,7 @@ class FuzzedInstance(InstanceNode):
             raise Violation(f"{self.peer.name} has written to {page}, offered as {sorted(still_open)}")
 
     def _open_offers(self) -> dict[str, Export]:
-        link = self.machine._link
+        link = self.machine.link
         return link.exchange._sender.open if link is not None else {}
 
 
@@ -174,7 +173,7 @@ class FuzzedDevice:
             return event
         node.rows_to_fail -= 1
         slot = node.random.choice(sorted({*plan.slots, *(slot for slots in plan.sample_slots for slot in slots)}))
-        sequence = node.machine._outstanding[0].by_slot()[slot]
+        sequence = node.machine.inflight[0].by_slot()[slot]
         fail_row(plan, event, slot, RowFailed(PLANTED, kv_is_suspect=node.random.random() < 0.5))
         if sequence.phase is not Phase.FINISHED:  # else the row was one too many
             node.host.row_fails(node, sequence.request_id, sequence.index)

@@ -15,10 +15,9 @@ from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.trees import Feed, Trees
 from memserve.errors import UserError
-from memserve.instance.member import MemberMachine
-from memserve.instance.router_addresses import RouterAddresses
-from memserve.kv_transfer.context import Deadlines, Mortal
-from memserve.kv_transfer.jobs import PagesPulled
+from memserve.instance.member import MemberMachine, RouterAddresses
+from memserve.kv_transfer.context import Deadlines, Expiring
+from memserve.kv_transfer.events import PagesPulled
 from memserve.kv_transfer.receiver import Receiver
 from memserve.mempool import pool as pool_module
 from memserve.mempool.identity import DEFAULT_KEY, namespace_id
@@ -38,7 +37,7 @@ def _generation_check() -> list[Swap]:
     return [(Registry, "get", _any_generation)]
 
 
-def _never_due(self: Deadlines, now: int) -> Mortal | None:
+def _never_due(self: Deadlines, now: int) -> Expiring | None:
     return None
 
 

@@ -6,9 +6,8 @@ cell with layers that do not belong together has read a block that was moved by 
 
 from __future__ import annotations
 
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import PagesSealed, StepFailed, StepFinished
-from memserve.kv_transfer.jobs import PullPages, SealPages
+from memserve.instance.events import StepFailed, StepFinished, StepPlan
+from memserve.kv_transfer.events import PagesSealed, PullPages, SealPages
 from memserve.sim.fuzz.literal_device import Cells, LiteralDevice, Slot
 from memserve.sim.fuzz.truth import Violation, mix
 from memserve.types import Tier, TokenLogprobs

@@ -337,15 +337,15 @@ class World:
         done.update(f"refused: {cause}" for cause in self.gate_judge.refused.values())
         if self.scenario.remembers:
             done.update(readopted=router.members_readopted)
-        for link in (node.machine._link for node in self.instances):
+        for link in (node.machine.link for node in self.instances):
             if link is None:
                 continue
             exchange = link.exchange.counters
-            done.update(handed_over=link.handoffs.handed_over, taken_over=link.takeovers.taken_over)
-            done.update(fetched=link.fetches.fetched_tokens, sent_home=link.blocks_sent_home)
+            done.update(handed_over=link.sender.handed_over, taken_over=link.receiver.taken_over)
+            done.update(fetched=link.fetches.fetched_tokens, sent_home=link.receiver.blocks_sent_back)
             done.update(came_home=link.blocks_come_home, mismatches=exchange.mismatches)
             done.update(pulled=exchange.pulled_blocks, reused=exchange.reused_blocks, expired=exchange.expired)
-            done.update(withdrawn=exchange.withdrawn, failed=link.takeovers.failed)
+            done.update(withdrawn=exchange.withdrawn, failed=link.receiver.failed)
         return done
 
 

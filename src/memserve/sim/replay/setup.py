@@ -61,8 +61,8 @@ class Setup:
     scheduler: SchedulerConfig = GPU_SCHEDULER
     around: Surroundings = field(default_factory=Surroundings)
     faults: tuple[Fault, ...] = ()
-    glides: bool = True
-    """Tell machines many like steps at once (``instance/gliding``): the same results, sooner."""
+    fast_forwards: bool = True
+    """Run many like steps in one go (``sim/fast_forward``): the results are equal, and come sooner."""
 
     def __post_init__(self) -> None:
         if not sum(self.instances.values()):

@@ -13,6 +13,7 @@ from memserve.messages import PeerInfo
 from memserve.policy.reuse import PreemptionCosts
 from memserve.sim.clock import Clock
 from memserve.sim.cores import Cores
+from memserve.sim.fast_forward import FastForwardInstance
 from memserve.sim.links import Fabric, LinkTotals, TimedPort
 from memserve.sim.network import Network
 from memserve.sim.nodes import ROUTER_ADDRESS, InstanceNode, RouterNode
@@ -80,10 +81,8 @@ class ReplayWorld:
         machine = self.setup.machine
         known = PreemptionCosts(block_bytes=machine.geometry.block_bytes, profile=machine.costs)
         block_tokens = machine.geometry.block_tokens
-        return Instance(
-            self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry,
-            holds_tokens=isinstance(node, ReplayNode) and node.glides,
-        )  # fmt: skip
+        kind = FastForwardInstance if isinstance(node, ReplayNode) and node.fast_forwards else Instance
+        return kind(self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry)
 
     def _config(self, node: InstanceNode) -> InstanceConfig:
         machine = self.setup.machine
@@ -149,10 +148,10 @@ class ReplayWorld:
         self.timeline.look()
 
     def _break_off(self, end_ns: int) -> None:
-        """Time is up: tokens drawn by then are the clients', also those that were not told yet."""
+        """Time is up: tokens drawn by then are the clients', also those that are not sent yet."""
         self.clock.now = end_ns
         for node in self.instances:
-            node.tell()
+            node.send_tokens()
         self.clock.run_until(end_ns + self.setup.around.message_ns)
 
     @property

@@ -22,7 +22,7 @@ import pytest
 from links_owner import BLOCKS, GEOMETRY, Owner, content, info_of, view
 from memserve import _core
 from memserve.errors import InvariantError
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.kv_transfer.events import PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import Peer
 from memserve.runtime.links import nixl, nixl_agent, shm
 from memserve.runtime.links.data import PagePort, open_data_port

@@ -183,19 +183,19 @@ requests = st.lists(
        policy=st.sampled_from(["least-load", "session", "prompt-tree", "cost"]), caching=st.sampled_from(list(Caching)),
        blocks=st.integers(30, 200))  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_gliding_changes_nothing_that_a_client_sees(rows, mix, policy, caching, blocks) -> None:
+def test_fast_forward_changes_nothing_that_a_client_sees(rows, mix, policy, caching, blocks) -> None:
     """Every request ends with its full length, the same with and without many steps in one go."""
     instance = dataclasses.replace(SMALL, hbm_blocks=blocks)
     setup = Setup(
         parse_instances(mix), instance, ClusterConfig(caching, policy), SchedulerConfig(8, 256, 128), Surroundings()
     )
     workload = blocks_workload(rows)
-    glided = played(setup, workload)
-    walked = played(dataclasses.replace(setup, glides=False), workload)
-    assert outcome(glided) == outcome(walked)
-    assert len(glided.clients.served) == len(rows) == sum(s.answered for s in glided.clients.served)
+    skipped = played(setup, workload)
+    walked = played(dataclasses.replace(setup, fast_forwards=False), workload)
+    assert outcome(skipped) == outcome(walked)
+    assert len(skipped.clients.served) == len(rows) == sum(s.answered for s in skipped.clients.served)
     for served, (_, _, tokens, out) in zip(
-        sorted(glided.clients.served, key=lambda s: int(s.session[1:])), rows, strict=True
+        sorted(skipped.clients.served, key=lambda s: int(s.session[1:])), rows, strict=True
     ):
         assert (served.prompt_tokens, len(served.token_ns)) == (tokens, out)
         assert list(served.token_ns) == sorted(served.token_ns) and served.end_ns is not None
@@ -241,12 +241,14 @@ def test_faults_lose_no_request(kind: str) -> None:
     mix=st.sampled_from(["2", "3", "prefill=1,decode=2,colocated=1"]), limit_s=st.none() | st.floats(0.1, 6.0),
 )  # fmt: skip
 @settings(max_examples=15, deadline=None)
-def test_gliding_changes_nothing_when_something_goes_wrong(kind, at_s, for_s, mix, limit_s) -> None:
+def test_fast_forward_changes_nothing_when_something_goes_wrong(kind, at_s, for_s, mix, limit_s) -> None:
     """What the router has heard of an instance by its death, and what clients have when time is up, is the same though
     tokens are held: answers go on elsewhere from the very token that they had come to."""
     setup = Setup(parse_instances(mix), SMALL, faults=(Fault(kind, "c0", at_s, for_s, 5.0),))
     rows = [(0.1 * at, 1 + 40 * (at % 7), 100 + 20 * at, 40 + 10 * at) for at in range(30)]
-    worlds = [ReplayWorld(dataclasses.replace(setup, glides=glides), blocks_workload(rows)) for glides in (True, False)]
+    worlds = [
+        ReplayWorld(dataclasses.replace(setup, fast_forwards=skips), blocks_workload(rows)) for skips in (True, False)
+    ]
     for world in worlds:
         world.run(limit_s)
     assert outcome(worlds[0]) == outcome(worlds[1])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve import _kernels
-from memserve.instance.actions import OpenSequence
+from memserve.instance.events import OpenSequence
 from memserve.model.drawing import Truncation, draw, draw_native, philox4x32, uniforms
 from memserve.model.sampling import Drawn, best_logits, best_logprobs, log_normalisers, report_logprobs, sample
 from memserve.model.slots import SlotTable

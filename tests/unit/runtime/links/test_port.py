@@ -12,7 +12,7 @@ import pytest
 from links_owner import GEOMETRY, info_of
 from memserve import _core
 from memserve.errors import UserError
-from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import Peer, PeerInfo
 from memserve.runtime.links import data, nixl_agent
 from memserve.runtime.links.attendant import Attendant

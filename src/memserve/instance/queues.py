@@ -1,4 +1,4 @@
-"""Sequences in rank order (level 2), and the waiting line: one such list a tenant."""
+"""Sequences in rank order (level 2), and the waiting queue: one such list for each tenant."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RankedList:
             insort(items, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out ``sequence``, which must be here."""
+        """Raises :class:`InvariantError` where ``sequence`` is not listed."""
         place = bisect_left(self.items, sequence.rank, key=_rank)
         if place >= len(self.items) or self.items[place] is not sequence:
             raise InvariantError(f"{sequence} is not in this list")
@@ -65,8 +65,8 @@ class RankedList:
         return f"<RankedList {self.items}>"
 
 
-class WaitingLine:
-    """Sequences that wait: a line a tenant, each in rank order. However long one is, others are as quick to look at."""
+class WaitingQueue:
+    """Sequences that wait: a line for each tenant, in rank order. A long line slows no other tenant's down."""
 
     __slots__ = ("_lines",)
 
@@ -82,7 +82,7 @@ class WaitingLine:
         line.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out ``sequence``, which must be here."""
+        """Raises :class:`InvariantError` where ``sequence`` is not listed."""
         tenant = sequence.group.tenant
         line = self._lines.get(tenant)
         if line is None:
@@ -92,12 +92,12 @@ class WaitingLine:
             del self._lines[tenant]
 
     def line(self, tenant: str) -> list[Sequence]:
-        """The line of one tenant, as it is: not to be changed, nor kept."""
+        """The line of one tenant itself, not a copy: callers neither change nor keep it."""
         line = self._lines.get(tenant)
         return line.items if line is not None else []
 
     def first_urgency(self) -> int | None:
-        """The lowest urgency of the first ones of all lines; ``None``: nothing waits."""
+        """The lowest urgency of the heads of all lines. None: nothing waits."""
         return min([line.items[0].rank[0] for line in self._lines.values()], default=None)
 
     @property
@@ -107,7 +107,7 @@ class WaitingLine:
 
     @property
     def tenants(self) -> Iterable[str]:
-        """Those that have a line."""
+        """Tenants with a line."""
         return self._lines.keys()
 
     def __bool__(self) -> bool:
@@ -124,4 +124,4 @@ class WaitingLine:
         return sum([len(line.items) for line in self._lines.values()])
 
     def __repr__(self) -> str:
-        return f"<WaitingLine {self._lines}>"
+        return f"<WaitingQueue {self._lines}>"

@@ -1,7 +1,7 @@
-"""The index's changes as messages for the router's trees (level 2, row X2).
+"""The index's changes as messages for the router's trees (level 2).
 
-Changes are numbered from 0 by the pool. The last ones are kept, so that a router that missed some can have them again;
-who missed more than are kept gets everything that the index holds.
+Changes are numbered from 0 by the pool. The last ones are kept for a router that missed some. A router that missed more
+than are kept gets everything that the index holds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class KvFeed:
         events = self._pool.take_events()
         if not events:
             return None
-        if events[0].kind is KvEventKind.LOST:  # the pool's own buffer ran over: what was kept has a gap behind it
+        if (
+            events[0].kind is KvEventKind.LOST
+        ):  # the pool's own buffer ran over: the changes kept here have a gap behind them
             self._ring.clear()
             del events[0]
         changes = tuple(_change(event) for event in events)
@@ -43,7 +45,7 @@ class KvFeed:
         return KvEvents(events[0].sequence, changes)
 
     def replay(self, first: int) -> KvEvents | KvSnapshot | None:
-        """All changes from number ``first`` on, or a snapshot when they are not kept any more; ``None`` = none yet."""
+        """All changes from number ``first`` on; a snapshot when they are not kept any more. None: there are none."""
         missing = self.next_event - first
         if missing == 0:
             return None
@@ -52,7 +54,7 @@ class KvFeed:
         return self.snapshot()
 
     def snapshot(self) -> KvSnapshot:
-        """Everything that the index holds now. To be called when no news is left to tell."""
+        """Everything that the index holds now. To be called when :meth:`news` has been sent."""
         pool = self._pool
         return KvSnapshot(self.next_event, pool.cached_identities(Tier.HBM), pool.cached_identities(Tier.DRAM))
 

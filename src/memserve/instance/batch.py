@@ -1,25 +1,58 @@
-"""The rows of one plan as it is being filled (level 2)."""
+"""The batch of one step: its plan as it is being filled, and what is remembered of the plan while it runs (level 2)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from memserve import _core
-from memserve.instance.actions import OpenSequence, StepPlan
-from memserve.instance.outstanding import Outstanding
-from memserve.instance.roster import Roster
-from memserve.instance.sequence import Phase, Sequence
+from memserve.instance.events import OpenSequence, StepPlan
+from memserve.instance.scheduler_state import SchedulerState
+from memserve.instance.sequence import Cause, Sequence
 from memserve.policy.costs import attended_pairs
 from memserve.units import ceil_div
 
 
-class RowWriter:
-    """Writes rows and what goes with them; keeps in step what the sequences say and what the device is told."""
+@dataclass(slots=True)
+class InflightPlan:
+    """A plan that the device has not answered yet, and the sequences that its results belong to."""
 
-    __slots__ = ("forking", "outstanding", "plan", "prompt_logprobs", "publishing", "roster")
+    step_id: int
+    plan: StepPlan
+    #: the sequences that get the sampled tokens: ``plan.sample_slots`` flattened
+    targets: list[Sequence] = field(default_factory=list)
+    #: sequences with a row that samples nothing
+    chunks: list[Sequence] = field(default_factory=list)
+    #: row -> (sequence, first position), for prompt logprobs
+    prompt_rows: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
+    prefill_tokens: int = 0
+    #: pairs of a prefill token and one that it attends to: the work of its attention
+    prefill_pairs: int = 0
+    #: the first of ``targets`` that were decoding when the plan was begun
+    decode_rows: int = 0
+    #: an earlier plan failed: the results of this one are dropped
+    void: bool = False
 
-    def __init__(self, roster: Roster, step_id: int) -> None:
-        self.roster = roster
+    def by_slot(self) -> dict[int, Sequence]:
+        """Slot -> the sequence that had a row or a draw there in this plan; it may have ended since."""
+        plan = self.plan
+        drawn = (slot for slots in plan.sample_slots for slot in slots)
+        silent = (slot for slot, slots in zip(plan.slots, plan.sample_slots, strict=True) if not slots)
+        return dict(zip(drawn, self.targets, strict=True)) | dict(zip(silent, self.chunks, strict=True))
+
+    def __repr__(self) -> str:
+        void = " void" if self.void else ""
+        return f"<InflightPlan {self.step_id}{void} targets={len(self.targets)} chunks={len(self.chunks)}>"
+
+
+class BatchBuilder:
+    """Adds rows to a plan, and keeps the sequences in step with what the plan tells the device."""
+
+    __slots__ = ("forking", "inflight", "plan", "prompt_logprobs", "publishing", "state")
+
+    def __init__(self, state: SchedulerState, step_id: int) -> None:
+        self.state = state
         self.plan = StepPlan(step_id)
-        self.outstanding = Outstanding(step_id, self.plan)
+        self.inflight = InflightPlan(step_id, self.plan)
         self.prompt_logprobs = 0  # prompt tokens whose logits this plan materialises
         #: sequences whose full blocks this plan computes and publishes
         self.publishing: list[Sequence] = []
@@ -30,22 +63,22 @@ class RowWriter:
 
     def append_blocks(self, sequence: Sequence, blocks: list[int]) -> None:
         """New blocks behind the last one."""
-        self.roster.memory.append(sequence, blocks)
+        self.state.memory.append(sequence, blocks)
         if sequence.opened:
-            self.plan.grow.append((sequence.slot, blocks))  # type: ignore[arg-type]  # who has a row has a slot
+            self.plan.grow.append((sequence.slot, blocks))  # type: ignore[arg-type]  # a sequence with a row has a slot
 
     def make_writable(self, sequence: Sequence, end: int) -> bool:
-        """Blocks, its own, for the tokens ``[computed, end)``; ``False`` when the pool has no room."""
+        """Give ``sequence`` private blocks for the tokens ``[computed, end)``. False: the pool has no room."""
         if sequence.writable_until >= end:
             return True
-        memory = self.roster.memory
+        memory = self.state.memory
         if sequence.computed >= sequence.writable_until and memory.next_write_is_shared(sequence):
             place = sequence.computed // memory.block_tokens
             before = sequence.blocks[place]
             if not memory.make_private(sequence):
                 return False
             if sequence.opened and sequence.blocks[place] != before:
-                self.plan.replace.append((sequence.slot, place, sequence.blocks[place]))  # type: ignore[arg-type]  # who has a row has a slot
+                self.plan.replace.append((sequence.slot, place, sequence.blocks[place]))  # type: ignore[arg-type]  # a sequence with a row has a slot
         missing = ceil_div(end, memory.block_tokens) - len(sequence.blocks)
         if missing <= 0:
             return True
@@ -56,19 +89,19 @@ class RowWriter:
         return True
 
     def forget(self, sequence: Sequence) -> None:
-        """``sequence`` is about to be preempted: the device need not hear of blocks that it got in this plan."""
+        """Take out the blocks that ``sequence``, which is about to be preempted, got in this plan."""
         self.plan.grow = [entry for entry in self.plan.grow if entry[0] != sequence.slot]
         self.plan.replace = [entry for entry in self.plan.replace if entry[0] != sequence.slot]
 
     # -- rows
 
     def add_decodes(self, all_writable: bool) -> int:
-        """One row for every decoding sequence that may write its next token. Returns the rows added.
+        """Add a row for each decoding sequence that may write its next token. Returns the number of rows.
 
-        ``all_writable``: each of them may. The hot loop of the machine: nothing here but what each row needs.
+        ``all_writable``: each of them may. The hot loop of the machine.
         """
         plan, step_id = self.plan, self.plan.step_id
-        targets = self.roster.decoding.items
+        targets = self.state.decoding.items
         if all_writable:
             targets = targets.copy()
         else:
@@ -77,9 +110,9 @@ class RowWriter:
         plan.counts = [1] * len(targets)
         plan.starts, plan.slots, plan.sample_slots, ended = _core.plan_decodes(targets, step_id)
         for sequence in ended:
-            self.roster.move(sequence, Phase.IDLE)
-        self.outstanding.targets = targets
-        self.outstanding.decode_rows = len(targets)
+            self.state.move(sequence, Cause.ALL_SCHEDULED)
+        self.inflight.targets = targets
+        self.inflight.decode_rows = len(targets)
         return len(targets)
 
     @staticmethod
@@ -90,29 +123,30 @@ class RowWriter:
         return sequence.computed < sequence.prompt_tokens
 
     def add_chunk(self, sequence: Sequence, end: int) -> int:
-        """A row for the known tokens ``[computed, end)``; draws a token when nothing known is left. Returns tokens."""
-        plan, outstanding, start = self.plan, self.outstanding, sequence.computed
+        """Add a row for the known tokens ``[computed, end)``, which draws a token when no known one is left behind it.
+        Returns the number of tokens."""
+        plan, inflight, start = self.plan, self.inflight, sequence.computed
         if not sequence.opened:
             self._open(sequence)
         row = len(plan.slots)
-        plan.slots.append(sequence.slot)  # type: ignore[arg-type]  # who has a row has a slot
+        plan.slots.append(sequence.slot)  # type: ignore[arg-type]  # a sequence with a row has a slot
         plan.starts.append(start)
         plan.counts.append(end - start)
-        outstanding.prefill_tokens += end - start
-        outstanding.prefill_pairs += attended_pairs(end - start, start)
+        inflight.prefill_tokens += end - start
+        inflight.prefill_pairs += attended_pairs(end - start, start)
         if self.reports_prompt(sequence):
             self.prompt_logprobs += end - start
             plan.prompt_logprob_rows.append(row)
-            outstanding.prompt_rows[row] = (sequence, start)
+            inflight.prompt_rows[row] = (sequence, start)
         sequence.computed = end
         sequence.scheduled_step = plan.step_id
-        self.roster.turns.serve(sequence.group.tenant, end - start)
-        block_tokens = self.roster.memory.block_tokens
+        self.state.turns.serve(sequence.group.tenant, end - start)
+        block_tokens = self.state.memory.block_tokens
         if sequence.lease is not None and end // block_tokens * block_tokens > sequence.published:
             self.publishing.append(sequence)
         if end < sequence.known:
             plan.sample_slots.append(())
-            outstanding.chunks.append(sequence)
+            inflight.chunks.append(sequence)
         else:
             self._draw(sequence, row)
         return end - start
@@ -121,7 +155,7 @@ class RowWriter:
         group = sequence.group
         self.plan.open.append(
             OpenSequence(
-                slot=sequence.slot,  # type: ignore[arg-type]  # who has a row has a slot
+                slot=sequence.slot,  # type: ignore[arg-type]  # a sequence with a row has a slot
                 tokens=sequence.known_tokens(),
                 prompt_tokens=sequence.prompt_tokens,
                 index=sequence.index,
@@ -136,23 +170,23 @@ class RowWriter:
     def _draw(self, sequence: Sequence, row: int) -> None:
         """The last known token is computed: the row draws the next one."""
         self.plan.sample_slots.append(sequence.draw)
-        self.outstanding.targets.append(sequence)
+        self.inflight.targets.append(sequence)
         sequence.inflight += 1
         group = sequence.group
         if group.beam is not None:
-            self.roster.move(sequence, Phase.IDLE)  # until all beams have their candidates
+            self.state.move(sequence, Cause.ALL_SCHEDULED)  # until all beams have their candidates
             return
         if group.forks_pending:
             self.forking.append((row, sequence))
         sequence.left -= 1
-        self.roster.move(sequence, Phase.DECODING if sequence.left else Phase.IDLE)
+        self.state.move(sequence, Cause.PROMPT_SCHEDULED if sequence.left else Cause.ALL_SCHEDULED)
 
     # -- the end of the plan
 
     def finish(self) -> None:
         """Publish what the plan computes, then fork."""
         for sequence in self.publishing:
-            self.roster.memory.publish(sequence)
+            self.state.memory.publish(sequence)
         if self.forking:
             self._fork()
 
@@ -161,18 +195,18 @@ class RowWriter:
         for row, first in self.forking:
             group = first.group
             draws = list(self.plan.sample_slots[row])
-            place = self.outstanding.targets.index(first) + 1
+            place = self.inflight.targets.index(first) + 1
             for _ in range(group.forks_pending):
                 child = group.new_sequence()
-                self.roster.take_slot(child)
-                self.roster.memory.fork(first, child)
+                self.state.take_slot(child)
+                self.state.memory.fork(first, child)
                 self._open(child)
                 child.inflight = 1
                 child.left = first.left
                 child.scheduled_step = self.plan.step_id
-                self.roster.enter(child, Phase.DECODING if child.left else Phase.IDLE)
-                draws.append(child.slot)  # type: ignore[arg-type]  # who draws has a slot
-                self.outstanding.targets.insert(place, child)
+                self.state.move(child, Cause.PROMPT_SCHEDULED if child.left else Cause.ALL_SCHEDULED)
+                draws.append(child.slot)  # type: ignore[arg-type]  # a sequence that draws has a slot
+                self.inflight.targets.insert(place, child)
                 place += 1
             self.plan.sample_slots[row] = tuple(draws)
             group.forks_pending = 0
