@@ -326,6 +326,51 @@ def test_no_dead_files() -> None:
     report(dead, "Nothing imports it: use it or delete it. A test alone is not a user.")
 
 
+PERSONS = re.compile(r"\b(who|whoever|whom|nobody|somebody|everybody|someone|everyone)\b", re.IGNORECASE)
+QUOTED = ("--kill-whom",)
+"""Words of other programs, quoted."""
+KNOWN_ELSEWHERE = re.compile(r"\(level \d|\brows? [MCSXP]\d{1,2}\b|\([MCSXP]\d{1,2}\)")
+STILL_TO_BE_REWORDED = tuple(
+    f"src/memserve/{name}"
+    for name in ("instance/", "kv_transfer/", "bench/", "workloads/", "messages.py", "sim/", "api/metrics.py")
+) + ("docs/ARCHITECTURE.md", "docs/BENCH.md", "bench/README.md")
+"""Their modules are being rewritten, and with them their words."""
+
+
+def docstring_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Of a module, its classes and its functions, with their numbers."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node) is None:
+                continue
+            first = node.body[0]
+            yield from enumerate(text(path).splitlines()[first.lineno - 1 : first.end_lineno], first.lineno)
+
+
+def worded(*pages: str) -> Iterator[tuple[Path, int, str]]:
+    """Every line of the sources and of ``pages``."""
+    for path in [*SOURCES, *NATIVE, *tracked("src/*.pyi", *pages)]:
+        if not where(path).startswith(STILL_TO_BE_REWORDED):
+            yield from ((path, number, line) for number, line in enumerate(text(path).splitlines(), 1))
+
+
+def test_processes_and_requests_are_no_persons() -> None:
+    places = list(worded("README.md", "CONTRIBUTING.md", "docs/*.md", "bench/*.md"))
+    places += [(path, number, line) for path in tracked("tests/*.py") for number, line in docstring_lines(path)]
+    problems = [
+        f"{where(path, number)} {line.strip()[:100]}"
+        for path, number, line in places
+        if PERSONS.search(line) and not any(word in line for word in QUOTED)
+    ]
+    report(problems, "Name the component: the prefill instance, the taker, a client, each member, no request.")
+
+
+def test_sources_do_not_repeat_what_is_known_elsewhere() -> None:
+    """The level of a module stands in ``LEVELS``, the requirements in a table of the README."""
+    problems = [f"{where(p, n)} {line.strip()[:100]}" for p, n, line in worded() if KNOWN_ELSEWHERE.search(line)]
+    report(problems, "Leave it out; or name a paper's section, or the reason.")
+
+
 def test_skips_give_a_reason() -> None:
     """``skip("why")`` or ``...(reason="why")``; the bare decorators and calls without one are found by their text."""
     bare = re.compile(r"@pytest\.mark\.(skip|xfail)\s*$|pytest\.(mark\.)?(skip|xfail)\(\s*\)")

@@ -1,4 +1,4 @@
-"""Native compute on CPU (level 0): paged attention. No torch linkage; the GIL is released in bulk work."""
+"""Native compute on CPU: paged attention. No torch linkage; the GIL is released in bulk work."""
 
 from typing import TypeAlias
 

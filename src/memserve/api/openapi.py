@@ -1,5 +1,4 @@
-"""The API described: one table of operations and one of errors, from which ``/openapi.json`` and docs/HTTP.md are made
-(level 4)."""
+"""The API described: tables of operations and of errors, from which ``/openapi.json`` and docs/HTTP.md are made."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``memserve bench load``: requests of one length to any server; ``capacity``: the largest rate that settings sustain
-(level 4)."""
+"""``memserve bench load``: requests of one length to any server; ``capacity``: the largest rate that settings sustain."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 namespace. A block's identity therefore names its whole prefix.
 
 The key follows from the cluster's secret. What a client sends decides identities, and identities decide the place in
-the router's directory: with a key that everyone knows, a client could compute prompts whose blocks all fall into one
+the router's directory: with a key that is public, a client could compute prompts whose blocks all fall into one
 place, which makes every look-up slow; and a reader of the journal could try out which prompts were cached.
 """
 

@@ -106,11 +106,11 @@ class NoPort:
 
     def seal(self, job: SealPages) -> None:
         """Never asked for."""
-        check(False, f"nobody takes {job}")
+        check(False, f"no node takes {job}")
 
     def pull(self, job: PullPages) -> None:
         """Never asked for."""
-        check(False, f"nobody gives {job}")
+        check(False, f"no node gives {job}")
 
     def cancel(self, job: CancelPulls) -> None:
         """There is nothing to cancel."""
@@ -166,7 +166,7 @@ class SourceWorld:
         return SourceDevice()
 
     def new_port(self, node: InstanceNode) -> NoPort:
-        """Nobody else is there."""
+        """There is no other node."""
         return NoPort()
 
     def peer_info(self, node: InstanceNode) -> PeerInfo:

@@ -22,7 +22,7 @@ def chat_workload(
 ) -> Workload:
     """A session a conversation: the people's messages as recorded, answers as long as the recorded ones (MemServe 8.2).
 
-    Messages of several people, or of tools, between two answers belong to one turn. A conversation in which nobody asks
+    Messages of several people, or of tools, between two answers belong to one turn. A conversation where no user asks
     anything is left out.
     """
     meter = meter or ByteMeter()

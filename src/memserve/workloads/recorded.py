@@ -21,7 +21,7 @@ from memserve.workloads.words import Blocks, Chat, History, Session, Span, Text,
 VOCAB_DEFAULT = 1 << 31
 """Synthesised blocks differ in every token where no model bounds the ids."""
 UNKNOWN_BLOCK_BASE = 1 << 62
-"""Answers that nobody recorded are blocks from here on: no trace numbers its own so high."""
+"""Answers that were not recorded are blocks from here on: no trace numbers its own so high."""
 
 
 @dataclass(frozen=True, slots=True)

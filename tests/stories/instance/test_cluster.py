@@ -112,7 +112,7 @@ def test_orders_that_contradict_themselves_are_refused(wrong):
 
 
 def test_an_instance_says_which_attempts_it_has():
-    """The router compares totals, and asks when they differ (``LossDetector``). Who left is known until it is
+    """The router compares totals, and asks when they differ (``LossDetector``). A member that left is known until it is
     taken over; in the next incarnation nothing was ever heard or told."""
     fleet = pair()
     p = fleet.members["p"]
