@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from memserve import _core
+from memserve.cluster.outbox import Timers
 from memserve.cluster.report import Counters
-from memserve.cluster.timers import Timers
 from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig, PoolConfig
 from memserve.mempool.identity import DEFAULT_KEY, block_identities, identity_key, namespace_id
