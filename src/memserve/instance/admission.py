@@ -1,4 +1,4 @@
-"""Which sequences are admitted, and which give way when tenants want more than there is (level 2).
+"""Which sequences are admitted, and which give way when tenants want more than there is.
 
 Memory: the sequences of a tenant hold it in rank order, and where the earlier ones already hold much, the later ones
 give way first. So each tenant's first sequence stands as high as any other, and the oldest of those can take from all

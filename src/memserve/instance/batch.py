@@ -1,4 +1,4 @@
-"""The batch of one step: its plan as it is being filled, and what is remembered of the plan while it runs (level 2)."""
+"""The batch of one step: its plan as it is being filled, and what is remembered of the plan while it runs."""
 
 from __future__ import annotations
 

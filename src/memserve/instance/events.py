@@ -1,4 +1,4 @@
-"""What the two machines of an instance hear and say (level 2): events in the past tense, actions in the imperative.
+"""What the two machines of an instance hear and say: events in the past tense, actions in the imperative.
 
 ``machine.Instance`` runs requests; ``member.MemberMachine`` joins the cluster. Words that they share with the router's
 machine are in ``serving``, jobs on pages in ``kv_transfer.events``.

@@ -1,4 +1,4 @@
-"""Named prefixes that stay in the cache until their time is over (level 2)."""
+"""Named prefixes that stay in the cache until their time is over."""
 
 from __future__ import annotations
 

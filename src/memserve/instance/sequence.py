@@ -1,4 +1,4 @@
-"""A request, its sequences, and the phases that they pass through (level 2).
+"""A request, its sequences, and the phases that they pass through.
 
 Tokens of a sequence, by what has happened to them::
 
