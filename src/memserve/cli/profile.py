@@ -19,7 +19,7 @@ from memserve.units import MIB, NS_PER_MS, NS_PER_S, NS_PER_US, human_bytes
 
 if TYPE_CHECKING:
     from memserve.policy.costs import Quality
-    from memserve.runtime.profile import Profile
+    from memserve.runtime.profile_store import Profile
     from memserve.types import KVGeometry
 
 RATIO_STEPS = 40

@@ -1,4 +1,4 @@
-"""The instance as a member of a cluster (level 2): messages of the router and of other instances in, messages out.
+"""The instance as a member of a cluster: messages of the router and of other instances in, messages out.
 
 What the machine does at each event, and where the link comes in::
 

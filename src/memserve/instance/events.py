@@ -1,4 +1,4 @@
-"""What the two machines of an instance hear and say (level 2): events in the past tense, actions in the imperative.
+"""What the two machines of an instance hear and say: events in the past tense, actions in the imperative.
 
 ``machine.Instance`` runs requests; ``member.MemberMachine`` joins the cluster. Words that they share with the router's
 machine are in ``serving``, jobs on pages in ``kv_transfer.events``.
@@ -102,7 +102,7 @@ class RowFailed:
 
 
 NO_TOKEN_LEFT = "penalties, biases and min_tokens leave no token that could come next"
-"""Reason of a row whose own request made every token impossible."""
+"""Reason of a row when its own request made every token impossible."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Fetch or recompute: asking other instances for a prefix before a request is admitted (level 2).
+"""Fetch or recompute: asking other instances for a prefix before a request is admitted.
 
 A request with holders is WAITING_FOR_REMOTE_KV until it is decided that its KV is computed here, or the KV is in the
 index, or the wait is over; then it waits for admission like any other, and finds in the index what has come.

@@ -1,4 +1,4 @@
-"""Requests whose prompt is computed elsewhere and that are decoded here, and KV that goes back there (level 2).
+"""Requests whose prompt is computed elsewhere and that are decoded here, and KV that goes back there.
 
 A request is known here from its ``Offer`` on, as a group whose sequence is WAITING_FOR_REMOTE_KV: it can be cancelled
 and runs out of time like any other. Its blocks come by the exchange; then its sequences are REMOTE_KV_READY and wait

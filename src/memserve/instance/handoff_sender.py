@@ -1,4 +1,4 @@
-"""Handing requests over to another instance after their prefill (level 2): the prefill side.
+"""Handing requests over to another instance after their prefill: the prefill side.
 
 ::
 

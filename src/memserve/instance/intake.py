@@ -1,4 +1,4 @@
-"""Requests come in, from clients or the router, are called off, or run out of time (level 2)."""
+"""Requests come in, from clients or the router, are called off, or run out of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold between any two events (level 2). Nothing is changed here."""
+"""What must hold between any two events. Nothing is changed here."""
 
 from __future__ import annotations
 

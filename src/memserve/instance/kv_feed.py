@@ -1,4 +1,4 @@
-"""The index's changes as messages for the router's trees (level 2).
+"""The index's changes as messages for the router's trees.
 
 Changes are numbered from 0 by the pool. The last ones are kept for a router that missed some. A router that missed more
 than are kept gets everything that the index holds.

@@ -1,4 +1,4 @@
-"""Sequences in rank order (level 2), and the waiting queue: one such list for each tenant."""
+"""Sequences in rank order, and the waiting queue: one such list for each tenant."""
 
 from __future__ import annotations
 

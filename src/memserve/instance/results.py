@@ -1,4 +1,4 @@
-"""What a finished or failed step means for its sequences, beams among them (level 2)."""
+"""What a finished or failed step means for its sequences, beams among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All sequences by phase, the device slots, and the moves between phases (level 2).
+"""All sequences by phase, the device slots, and the moves between phases.
 
 ``sequence.SEQUENCE`` is the table of all moves, ``docs/REFERENCE.md`` shows it::
 

@@ -1,4 +1,4 @@
-"""What an instance says about itself (level 2): statistics, the use of its memory, the life of a request."""
+"""What an instance says about itself: statistics, the use of its memory, the life of a request."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class InstanceStats:
     running_slots_tokens: int = 0
     """Token positions in the blocks that running sequences hold."""
     running_tokens: int = 0
-    """Of them: positions that hold a token's state (row P4)."""
+    """Of them: positions that hold a token's state."""
     plans_in_flight: int = 0
     steps: int = 0
     """Plans made."""
@@ -62,19 +62,19 @@ class InstanceStats:
     copied_on_write: int = 0
     """Blocks copied because a fork or the cache shared them."""
     dram_tokens_reused: int = 0
-    """Cached tokens whose KV a match brought up from DRAM (row M3)."""
+    """Cached tokens with KV that a match brought up from DRAM."""
     prefill_ns_per_token: int = 0
     """The estimated cost of recomputing a token, learnt from finished steps."""
     finished: dict[str, int] = field(default_factory=dict)
     """Sequences by finish reason."""
     handed_over: int = 0
-    """Requests that left after their first token (M8)."""
+    """Requests that left after their first token."""
     taken_over: int = 0
-    """Requests whose prompt was computed elsewhere and that were decoded here."""
+    """Requests decoded here behind a prompt that was computed elsewhere."""
     takeovers_failed: int = 0
     """Requests that were to be taken over, and were not."""
     fetched_tokens: int = 0
-    """Tokens of prefixes that came from other instances before admission (M10)."""
+    """Tokens of prefixes that came from other instances before admission."""
     blocks_sent_home: int = 0
     """Blocks of generated KV offered to where their prompts were computed (PD-Caching-3)."""
     blocks_come_home: int = 0
@@ -91,7 +91,7 @@ class InstanceStats:
     """Imports that failed: withdrawn, out of time, peer gone, or damaged."""
     checksum_mismatches: int = 0
     pins: int = 0
-    """Named prefixes (M14)."""
+    """Named prefixes."""
     messages_ignored: int = 0
     """Messages that only the router may send, from another process or an earlier router."""
 
@@ -123,7 +123,7 @@ class RequestStory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """How the HBM blocks of running sequences are used (P4).
+    """How the HBM blocks of running sequences are used.
 
     A sequence's *internal fragmentation* is the part of its blocks that no token of it will fill: less than one block.
     """

@@ -1,4 +1,4 @@
-"""Work on pages that an exchange asks its host for, and what it tells its owner (level 1)."""
+"""Work on pages that an exchange asks its host for, and what it tells its owner."""
 
 from __future__ import annotations
 

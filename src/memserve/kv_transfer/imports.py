@@ -1,4 +1,4 @@
-"""One import: what is offered, the blocks where it goes, the pages that have come, and what it leaves behind (level 1).
+"""One import: what is offered, the blocks where it goes, the pages that have come, and what it leaves behind.
 
 ``receiver`` has all of them and decides; this module knows how a single one is placed and how it ends. Each function
 that ends an import leaves nothing held.

@@ -1,4 +1,4 @@
-"""What was asked for: prefixes of peers, until they offer them, and pages of the host, until it has them (level 1)."""
+"""What was asked for: prefixes of peers, until they offer them, and pages of the host, until it has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The receiver's side of transfers: from an offer to blocks that may be read (level 1).
+"""The receiver's side of transfers: from an offer to blocks that may be read.
 
 ::
 

@@ -16,9 +16,9 @@ import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
@@ -36,6 +36,7 @@ from memserve.policy.costs import CostModel, Quality, Sample, fit_copy, fit_deco
 from memserve.runtime.build import build_parts
 from memserve.runtime.links.data import PagePort, open_data_port
 from memserve.runtime.ports import Device
+from memserve.runtime.profile_store import Measured, Profile
 from memserve.types import CopyBlocks, KVGeometry, Role, SamplingParams, Tier
 from memserve.units import MIB, ceil_div
 
@@ -67,24 +68,6 @@ LINKS: dict[str, tuple[str, dict[str, str]]] = {"same_host": ("shm", {}), "netwo
 
 Point = TypeVar("Point", bound=Hashable)
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Samples by curve: ``prefill``, ``decode``, ``swap_in``, ``swap_out``, ``same_host``, ``network``."""
-
-    samples: Mapping[str, Sequence[Sample]]
-    missing: Mapping[str, str] = field(default_factory=dict)
-    """Curves that could not be measured, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """The fitted model, and how well its curves foretell samples that they were not fitted to."""
-
-    costs: CostModel
-    quality: Mapping[str, Quality]
-    measured: Measured
 
 
 class StepProfiler:

@@ -12,17 +12,16 @@ import json
 import logging
 import os
 import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memserve.errors import UserError
 from memserve.model.loading.cache import cache_root
-from memserve.policy.costs import CopyCurve, CostModel
+from memserve.policy.costs import CopyCurve, CostModel, Quality, Sample
 from memserve.policy.reuse import Prefix, Way, decide_batch
 from memserve.types import KVGeometry
-
-if TYPE_CHECKING:
-    from memserve.runtime.profile import Profile
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +29,24 @@ EXAMPLE_TOKENS = 2048
 EXAMPLE_CROWD = 32
 PREFIX_TOKENS_MAX = 8192
 """Where moving pays is looked for up to here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Samples by curve: ``prefill``, ``decode``, ``swap_in``, ``swap_out``, ``same_host``, ``network``."""
+
+    samples: Mapping[str, Sequence[Sample]]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Curves that could not be measured, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The fitted model, and how well its curves foretell samples that they were not fitted to."""
+
+    costs: CostModel
+    quality: Mapping[str, Quality]
+    measured: Measured
 
 
 def machine_name(device: str) -> str:
