@@ -36,6 +36,11 @@ Count = Annotated[
     typer.Option(min=0, max=64, help="Instances of this role on this host. Default: what suits the machine."),
 ]
 
+MetadataOption = Annotated[
+    str,
+    typer.Option(help="Where a router remembers: a folder, etcd://HOST:PORT or none; auto: a folder of the --port."),
+]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpOptions:
@@ -90,12 +95,7 @@ def serve(
         int | None, typer.Option(min=1, max=65535, help="Let instances of other hosts join at this port.")
     ] = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
-    metadata: Annotated[
-        str,
-        typer.Option(
-            help="Where a router remembers: a folder, etcd://HOST:PORT or none; auto: a folder of the --port."
-        ),
-    ] = "auto",
+    metadata: MetadataOption = "auto",
     metadata_credentials: credentials.MetadataCredentials = None,
     in_process: Annotated[bool, typer.Option(help="Run one engine in this process, without a cluster.")] = False,
 ) -> None:

@@ -62,7 +62,7 @@ class InstanceStats:
     copied_on_write: int = 0
     """Blocks copied because a fork or the cache shared them."""
     dram_tokens_reused: int = 0
-    """Cached tokens with KV that a match brought up from DRAM."""
+    """Cached tokens whose KV a match brought up from DRAM."""
     prefill_ns_per_token: int = 0
     """The estimated cost of recomputing a token, learnt from finished steps."""
     finished: dict[str, int] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class InstanceStats:
     handed_over: int = 0
     """Requests that left after their first token."""
     taken_over: int = 0
-    """Requests decoded here behind a prompt that was computed elsewhere."""
+    """Requests whose prompt was computed elsewhere and that were decoded here."""
     takeovers_failed: int = 0
     """Requests that were to be taken over, and were not."""
     fetched_tokens: int = 0

@@ -23,12 +23,12 @@ from memserve.runtime.profile import (
     LINKS,
     SAMPLES_MIN,
     SHARES,
-    Measured,
     StepProfiler,
     all_rounds,
     measure_transfer,
     prefill_grid,
 )
+from memserve.runtime.profile_store import Measured
 from memserve.types import KVGeometry, Tier
 
 BATCH_PROMPT_TOKENS = 192
