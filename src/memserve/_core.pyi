@@ -1,4 +1,4 @@
-"""The native core (C++): block allocator, radix index, block identity, arenas and copy engine (level 0).
+"""The native core (C++): block allocator, radix index, block identity, arenas and copy engine.
 
 Wherever blocks or tokens go in, a buffer of int32 (numpy, ``array('i')``) or a :class:`BlockIds` is read in place, a
 buffer of int64 is narrowed, and any other sequence of int is read item by item.
@@ -429,7 +429,7 @@ def cheapest(
 def most_of(
     matches: NDArray[np.int64], codes: NDArray[np.int8], without: int, count: int
 ) -> list[tuple[int, int, bool]]:
-    """Who has most of a prompt: up to ``count`` times ``(number, blocks, some of it in DRAM)``.
+    """The holders of most of a prompt: up to ``count`` times ``(number, blocks, some of it in DRAM)``.
 
     Most blocks first, then those in HBM alone, then the lowest number. ``matches``: ``[2, n]``, from
     :meth:`PrefixDirectory.match_columns`; whose ``codes`` (``[n]``) say ``without`` are left out.

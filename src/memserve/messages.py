@@ -1,6 +1,6 @@
-"""What the processes of a cluster say to each other (level 0).
+"""What the processes of a cluster say to each other.
 
-Every message is a frozen struct with a tag; ``runtime/links`` puts it into an envelope (who speaks, to whom, number)
+Every message is a frozen struct with a tag; ``runtime/links`` puts it into an envelope (sender, receiver, number)
 and onto the wire. Machines get it as ``MessageArrived(sender, message)`` and answer with ``Send(to, message)``. No
 message needs an answer for the sender to stay right: every wait has a deadline.
 
@@ -150,7 +150,7 @@ class Dispatch(Message, frozen=True, tag=True):
 
 
 class Cancel(Message, frozen=True, tag=True):
-    """End every sequence of the request; nobody waits for it."""
+    """End every sequence of the request; nothing waits for it."""
 
     request_id: str
 
@@ -170,7 +170,7 @@ class Tokens(Message, frozen=True, tag=True):
 
 class AskAttempts(Message, frozen=True, tag=True):
     """Which of these attempts do you not have? It comes behind every ``Dispatch`` before it, and the answer behind
-    every word about an attempt: who has it not then never heard of it, or its end was not heard."""
+    every word about an attempt: one that is not there then was never heard of, or its end was not heard."""
 
     attempts: tuple[str, ...]
     dispatches: Natural
@@ -200,7 +200,7 @@ class RequestRefused(Message, frozen=True, tag=True):
     retry_after_s: float | None = None
 
 
-# -- named prefixes (row M14)
+# -- named prefixes
 
 
 class Pin(Message, frozen=True, tag=True):
@@ -225,7 +225,7 @@ class Unpin(Message, frozen=True, tag=True):
     handle: str
 
 
-# -- KV events: instance -> router (row X2)
+# -- KV events: instance -> router
 
 
 class KvChange(Message, frozen=True):
@@ -327,7 +327,7 @@ class Handoff(Message, frozen=True, tag=True):
     first_tokens: tuple[tuple[Natural, ...], ...]
     """For each of the request's sequences the tokens known so far."""
     ended: tuple[Natural, ...] = ()
-    """Sequences whose first token was their last."""
+    """Sequences that ended with their first token."""
 
 
 class Withdraw(Message, frozen=True, tag=True):
@@ -357,7 +357,7 @@ class Fetch(Message, frozen=True, tag=True):
     end_block: Natural
 
 
-# -- remote memory: MemServe's Table 1 with an instance id (row M1)
+# -- remote memory: MemServe's Table 1 with an instance id
 
 
 class Alloc(Message, frozen=True, tag=True):

@@ -117,7 +117,7 @@ class Member:
         return self.post(self.device.run_void(plan) if void else self.device.run(plan))
 
     def stand_still(self):
-        """As if nothing could move: everything is taken from everybody."""
+        """As if nothing could move: everything is taken from all sequences."""
         self.machine.state.preempt_all()
         return self.post(ClockTicked())
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the edge sees itself, and what the engine says about itself (level 4)."""
+"""Prometheus metrics: what the edge sees itself, and what the engine says about itself."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ApiMetrics:
         )
         self.prompt_tokens = counter("memserve_prompt_tokens", "Prompt tokens of answered requests")
         self.cached_tokens = counter(
-            "memserve_cached_prompt_tokens", "Prompt tokens of answered requests whose KV came from the prefix cache"
+            "memserve_cached_prompt_tokens", "Prompt tokens of answered requests with KV from the prefix cache"
         )
         self.generated_tokens = counter("memserve_generated_tokens", "Tokens generated for clients")
         self.rejected = counter("memserve_rejected_requests", "Requests of clients that were rejected before they ran")
         self.disconnected = counter(
-            "memserve_disconnected_requests", "HTTP requests whose client left before the end of its answer"
+            "memserve_disconnected_requests", "HTTP requests of clients that left before the end of their answer"
         )
         self.refused = Counter(
             "memserve_http_refused", "Requests and connections that the HTTP server ended by one of its limits",
@@ -149,7 +149,7 @@ INSTANCE_METRICS: Table = [
     (
         "engine_cached_tokens",
         COUNTER,
-        "Prompt tokens of requests admitted whose KV came from the prefix cache",
+        "Prompt tokens of requests admitted with KV from the prefix cache",
         "cached_tokens",
     ),
     ("engine_computed_tokens", COUNTER, "Tokens that the device computed, in prefill and decode", "computed_tokens"),

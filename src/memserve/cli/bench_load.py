@@ -1,4 +1,4 @@
-"""``memserve bench load``: requests of one length to any server; ``capacity``: the largest rate that settings sustain."""
+"""``memserve bench load``: requests of one length to any server; ``capacity``: the largest rate that settings bear."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class SequenceAdmission:
     def waiting(self, tenant: str, urgency: int, publishing: list[Sequence]) -> Iterator[Sequence]:
         """Waiting sequences of ``tenant`` and ``urgency`` in rank order, without those that better wait one step.
 
-        The caller admits each, or asks for no more. ``publishing`` are the sequences whose full blocks the plan being
+        The caller admits each, or asks for no more. ``publishing``: sequences of which full blocks the plan being
         made publishes; the caller adds to it.
         """
         waiting = self.state.waiting.line(tenant)
@@ -131,7 +131,7 @@ class Sharing:
     def victim_for(self, needy: Sequence, step_id: int) -> Sequence | None:
         """The sequence to preempt so that ``needy`` gets a block in the plan ``step_id``.
 
-        First one whose last token is under way: it needs its blocks no more. Else the one that stands lowest, if that
+        First one with its last token under way: it needs its blocks no more. Else the one that stands lowest, if that
         is below ``needy``; never one that is scheduled in this plan already, nor one that is being handed over: its
         blocks are held for the receiver as well, and it leaves soon.
         """

@@ -53,10 +53,10 @@ class BatchBuilder:
         self.state = state
         self.plan = StepPlan(step_id)
         self.inflight = InflightPlan(step_id, self.plan)
-        self.prompt_logprobs = 0  # prompt tokens whose logits this plan materialises
-        #: sequences whose full blocks this plan computes and publishes
+        self.prompt_logprobs = 0  # prompt tokens of which this plan materialises logits
+        #: sequences of which this plan computes full blocks and publishes
         self.publishing: list[Sequence] = []
-        #: (row, first sequence) of requests whose prompt ends in this plan and whose other sequences fork here
+        #: (row, first sequence) of requests with a prompt that ends in this plan, where other sequences fork
         self.forking: list[tuple[int, Sequence]] = []
 
     # -- blocks

@@ -102,7 +102,7 @@ class RowFailed:
 
 
 NO_TOKEN_LEFT = "penalties, biases and min_tokens leave no token that could come next"
-"""Reason of a row whose own request made every token impossible."""
+"""Reason of a row when its own request made every token impossible."""
 
 
 @dataclass(frozen=True, slots=True)

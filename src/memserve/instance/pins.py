@@ -36,7 +36,7 @@ class Pins:
         #: heap of (end of its time, order of making, pin); some pins may have ended
         self._times: list[tuple[int, int, _Pin]] = []
         self._made = 0
-        #: pins whose tenant is known here
+        #: pins of tenants known here
         self._quota: TenantStore[str] = TenantStore(PINNED_TOKENS_MAX)
         #: names that were given up for memory, or because their KV was lost; the machine empties the list
         self.lost: list[str] = []
@@ -81,7 +81,7 @@ class Pins:
         return [NamedPrefix(pin.handle, pin.lease.tokens, pin.until_ns) for pin in pins]
 
     def expire(self, now: int) -> None:
-        """End the pins whose time is over."""
+        """End the pins with no time left."""
         while self._times and self._times[0][0] <= now:
             self.unpin(self._times[0][2].handle)
 

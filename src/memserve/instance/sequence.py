@@ -135,7 +135,7 @@ class RemoteState:
     home_tokens: int = 0
     """Tokens whose KV ``home`` has."""
     stopped: list[int] = field(default_factory=list)
-    """Sequences whose stop string was found before they came here."""
+    """Sequences with a stop string that was found before they came here."""
 
 
 class Group:
@@ -283,7 +283,7 @@ class Sequence(_core.SequenceRow):
 
     @property
     def known(self) -> int:
-        """Tokens whose value the machine knows."""
+        """Tokens with a value that the machine knows."""
         return self.prompt_tokens + len(self.out)
 
     @property

@@ -70,7 +70,7 @@ class InstanceStats:
     handed_over: int = 0
     """Requests that left after their first token."""
     taken_over: int = 0
-    """Requests whose prompt was computed elsewhere and that were decoded here."""
+    """Requests decoded here behind a prompt that was computed elsewhere."""
     takeovers_failed: int = 0
     """Requests that were to be taken over, and were not."""
     fetched_tokens: int = 0

@@ -98,7 +98,7 @@ class Host(Protocol):
 
     @property
     def tells(self) -> bool:
-        """Whether :meth:`say` is wanted: else nobody builds lines."""
+        """Whether :meth:`say` is wanted: else no lines are built."""
 
     def new_cluster(self) -> Cluster:
         """The machine of the router, which starts now."""
@@ -125,7 +125,7 @@ class Host(Protocol):
         """A machine has handled ``event``; none of ``actions`` is done yet."""
 
     def say(self, line: str, what: object = "") -> None:
-        """Something worth telling happened; ``what`` is written out only when somebody reads it."""
+        """Something worth telling happened; ``what`` is written out only when it is read."""
 
 
 class InstanceNode(Process):

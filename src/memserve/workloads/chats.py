@@ -1,4 +1,4 @@
-"""ShareGPT type (level 1): chats of several turns, the history made of the answers that the model under test gives."""
+"""ShareGPT type: chats of several turns, the history made of the answers that the model under test gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A workload as if the model gave the recorded answers (level 1): token by token, or as blocks without text.
+"""A workload as if the model gave the recorded answers: token by token, or as blocks without text.
 
 The simulator plays :func:`as_blocks`; statistics weigh it. Under a closed history the answers are the recorded ones;
 where none is recorded, private tokens of the answer's length stand in for it.

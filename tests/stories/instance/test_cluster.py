@@ -101,7 +101,7 @@ def test_a_resumed_beam_search_starts_over():
 
 @pytest.mark.parametrize("wrong", [{"generated": ((1,),)}, {"generated": ((1,), (2,), (3,))}, {"ended": (5,)}])
 def test_orders_that_contradict_themselves_are_refused(wrong):
-    """Nobody of ours gives them; a half-understood order must not run."""
+    """No router of ours gives them; a half-understood order must not run."""
     fleet = pair()
     fleet.members["p"].hear(Dispatch(request("a", PROMPT[:9], n=2), **wrong))
     fleet.run()
@@ -165,7 +165,7 @@ def busy_with_changes(fleet, rounds=8):
 
 
 def test_events_and_snapshot_say_what_the_index_holds():
-    """The router's tree of an instance whose cache moves between tiers all the time."""
+    """The router's tree of an instance with a cache that moves between tiers all the time."""
     fleet = Fleet(p=fleet_config(hbm=10, dram=6))
     member = fleet.members["p"]
     busy_with_changes(fleet)
@@ -210,7 +210,7 @@ def test_who_missed_events_gets_them_again_or_everything():
 
 
 def test_a_new_router_is_told_everything_at_once():
-    """It was restarted: it knows nothing, and nobody waits for what the old one wanted."""
+    """It was restarted: it knows nothing, and nothing waits for what the old one wanted."""
     fleet = Fleet(p=fleet_config())
     member = fleet.members["p"]
     busy_with_changes(fleet, 2)

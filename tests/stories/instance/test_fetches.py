@@ -38,7 +38,7 @@ def fetching(fleet, taker="d", holder="p", prompt=PROMPT[:18], tokens=16, **rest
 
 
 def test_a_prefix_is_fetched_instead_of_computed():
-    """MemServe's cost model says that moving is cheaper; the story tells from whom, and why."""
+    """MemServe's cost model says that moving is cheaper; the story tells from which instance, and why."""
     fleet = pair()
     fleet.submit(request("a", PROMPT[:17], max_tokens=3), "p")
     fleet.run()
@@ -52,7 +52,7 @@ def test_a_prefix_is_fetched_instead_of_computed():
 
 @pytest.mark.parametrize("unreachable", ["p", "d"])
 def test_kv_in_the_memory_of_a_gpu_is_neither_given_nor_fetched(unreachable):
-    """Two such instances in one cluster: each computes for itself, whoever the router names as a holder."""
+    """Two such instances in one cluster: each computes for itself, whichever the router names as a holder."""
     configs = {name: fleet_config() for name in "pd"}
     configs[unreachable] = replace(configs[unreachable], exchange=ExchangeConfig(shares_kv=False))
     fleet = Fleet(**configs)
@@ -236,7 +236,7 @@ def test_own_blocks_in_dram_cost_their_way_up(swap_ns, fetched):
 
 
 def test_tenants_do_not_fetch_from_each_other():
-    """The same prompt of another customer is not there, whoever asks."""
+    """The same prompt of another customer is not there, from wherever it is asked for."""
     fleet = pair()
     fleet.submit(request("a", PROMPT[:17], max_tokens=3, tenant="red"), "p")
     fleet.run()

@@ -337,7 +337,7 @@ def test_a_deadline_ends_a_request_on_its_way():
 
 
 def test_a_taker_that_declines_leaves_the_request_where_it_is():
-    """The decode instance's queue is full. It says so, and whoever prefills goes on by itself until it is told."""
+    """The decode instance's queue is full. It says so, and the prefill instance goes on by itself until it is told."""
     fleet = pair({"chunk": 1}, {"running": 1, "waiting": 1})
     for number in range(2):
         fleet.submit(request(f"busy{number}", PROMPT[number : number + 4], max_tokens=40), "d")

@@ -97,7 +97,7 @@ def test_a_lost_message_ends_with_the_lease_at_the_latest(world, lost, both_at_o
 
 
 def in_three_parts(p: Node, d: Node) -> str:
-    """A handoff of `PROMPT` whose blocks come one by one."""
+    """A handoff of `PROMPT` with blocks that come one by one."""
     seq = p.compute("", PROMPT)
     offer_id = p.offer(d.peer, seq, 0, 1, request=Request("r", seq.tokens))
     for block in (1, 2):
@@ -267,7 +267,7 @@ def test_the_owner_announces_only_what_it_has(world) -> None:
 
 
 def test_the_index_can_be_copied_for_who_missed_its_events() -> None:
-    """What a follower has who replayed all events equals what the snapshot says, tier by tier."""
+    """What a follower that replayed all events has equals what the snapshot says, tier by tier."""
     node = World().add("n", hbm=6, dram=4)
     held: dict[bytes, Tier] = {}
     for at in range(8):

@@ -245,7 +245,7 @@ def test_blocks_that_belong_to_somebody_else_are_no_destination(world) -> None:
 
 
 def test_remote_memory_comes_back(world) -> None:
-    """By `Free`, by the lease's end, or when nobody waits for the answer any more."""
+    """By `Free`, by the lease's end, or when nothing waits for the answer any more."""
     p, d = pair(world)
     used = lambda: d.pool.report().by_tier[Tier.HBM].blocks_used  # noqa: E731  # it is read again and again
     kept = allocated(p, d, 3)

@@ -21,7 +21,6 @@ from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve, Sample
 from memserve.runtime import profile_store
 from memserve.runtime.links.outbox import MailboxCounters
 from memserve.runtime.profile import (
-    Measured,
     StepProfiler,
     fit_profile,
     measure_steps,
@@ -29,7 +28,14 @@ from memserve.runtime.profile import (
     prefill_grid,
     timed_rounds,
 )
-from memserve.runtime.profile_store import crossover_tokens, load_profile, model_name, profile_path, save_profile
+from memserve.runtime.profile_store import (
+    Measured,
+    crossover_tokens,
+    load_profile,
+    model_name,
+    profile_path,
+    save_profile,
+)
 from memserve.runtime.router import RouterEngine
 from memserve.types import KVGeometry, Role
 from memserve.units import NS_PER_MS

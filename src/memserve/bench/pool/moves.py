@@ -1,4 +1,4 @@
-"""Figure 11: a prompt's KV between two processes, aggregated and discrete; bandwidth by the size of pieces (level 4).
+"""Figure 11: a prompt's KV between two processes, aggregated and discrete; bandwidth by the size of pieces.
 
 Piece ``i`` of another process's memory goes to place ``perm[i]`` of ours, so that nothing can be merged. All movers
 take turns within a round, each with the same pieces. Our links checksum what they copy; ``memcpy`` stays within one
@@ -130,7 +130,7 @@ def _own(taker: Connection, geometry: KVGeometry, link: str, arena_bytes: int) -
     port = open_data_port(link, geometry, {Tier.HBM: _arena(arena_bytes)}, sealed.put)
     try:
         taker.send(wire.encode(Join(port.describe(_info(_OWNER, Role.PREFILL, geometry)))))
-        port.add_peer(_info(_TAKER, Role.DECODE, geometry, nixl_agent=b"-"))  # somebody will read
+        port.add_peer(_info(_TAKER, Role.DECODE, geometry, nixl_agent=b"-"))  # pages will be read
         while True:
             taker.recv()
             port.start(SealPages(1, Tier.HBM, (0,), 0, 1))

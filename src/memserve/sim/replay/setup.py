@@ -96,7 +96,7 @@ _FAULT = re.compile(r"(kill|pause|slow):([\w-]+)@([\d.]+)\+([\d.]+)(?:x([\d.]+))
 
 
 def parse_faults(text: str, instances: dict[Role, int]) -> tuple[Fault, ...]:
-    """``kill:d0@60+10,slow:p1@20+5x3``: what, whom, at which second, for how many, how many times slower.
+    """``kill:d0@60+10,slow:p1@20+5x3``: what, which, at which second, for how many, how many times slower.
 
     Raises :class:`UserError`, also for instances that do not exist.
     """
