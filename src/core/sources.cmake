@@ -7,6 +7,7 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/bind/module.cpp
   src/core/bind/radix.cpp
   src/core/bind/sealed_copy.cpp
+  src/core/bind/segment_log.cpp
   src/core/bind/shared_arena.cpp
   src/core/bind/stop_strings.cpp
   src/core/directory/check.cpp
@@ -30,6 +31,11 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/routing/shortlist.cpp
   src/core/scheduling/rows.cpp
   src/core/scheduling/sequence.cpp
+  src/core/store/check.cpp
+  src/core/store/lifecycle.cpp
+  src/core/store/record_index.cpp
+  src/core/store/recovery.cpp
+  src/core/store/segment_log.cpp
   src/core/text/stop_strings.cpp
   src/core/transfer/seal_sums.cpp
   src/core/transfer/sealed_copy.cpp

@@ -32,4 +32,5 @@ NB_MODULE(_core, m) {
   memserve::bind_rows(m);
   memserve::bind_stop_strings(m);
   memserve::bind_json_shape(m);
+  memserve::bind_segment_log(m);
 }
