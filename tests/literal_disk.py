@@ -37,6 +37,16 @@ class LiteralDisk:
         self.writes.append(write)
         return write
 
+    def end(self, write: Write, works: bool) -> None:
+        """The write is over. One that failed has written some sectors."""
+        write.completed = works
+        if works:
+            return
+        self.writes = [other for other in self.writes if other is not write]
+        for at in range(0, len(write.data), SECTOR_BYTES):
+            if self.rng.random() < 0.5:
+                self.writes.append(Write(write.offset + at, write.data[at : at + SECTOR_BYTES], completed=True))
+
     def sync(self) -> None:
         """What has completed stays; what is on its way may still be lost."""
         for write in self.writes:

@@ -58,6 +58,7 @@ class Host:
         self.held: list[int] = []
         self.number = 0
         self.power_lost = False
+        self.failing = rng.choice((0.0, 0.0, 0.05))
 
     def fetch(self) -> None:
         for command, kind, offset, data in self.log.take_commands():
@@ -130,18 +131,18 @@ class Host:
         if not choices:
             return
         what, which = self.rng.choice(choices)
+        works = self.rng.random() >= self.failing
         if what == "put":
-            put = self.puts[which]
-            for write in put.writes:
-                write.completed = True
-            self.log.finish_record(which, True)
+            for write in self.puts[which].writes:
+                self.disk.end(write, works)
+            self.log.finish_record(which, works)
         else:
             kind, write = self.steps.pop(which)
             if write is not None:
-                write.completed = True
-            if kind == SYNC:
+                self.disk.end(write, works)
+            if kind == SYNC and works:
                 self.synced()
-            self.log.finish_command(which, True)
+            self.log.finish_command(which, works)
         self.fetch()
 
     def synced(self) -> None:
@@ -156,6 +157,7 @@ class Host:
             self.fetch()
             if not self.steps and self.log.idle:
                 return
+            self.failing = 0.0
             self.work()
         raise AssertionError("the log never comes to rest")
 
@@ -163,7 +165,8 @@ class Host:
         if power:
             self.power_lost = True
             self.disk.lose_power()
-            must = self.safe
+            # A record that was put again since the sync is as safe as the later one: its own segment may be gone.
+            must = {key: value for key, value in self.safe.items() if self.model.get(key) == value}
         else:
             self.disk.kill()
             must = dict(self.model)

@@ -164,6 +164,14 @@ void SegmentLog::finish_command(uint64_t id, bool done) {
   tend();
 }
 
+// A page that says what is gone; the segment waits for it.
+void SegmentLog::write_page(uint32_t segment, uint32_t page, const std::vector<uint8_t>& data) {
+  Step step{Step::Kind::page, segment, {}, {}};
+  step.page = page;
+  step.data = data;
+  command(Command::Kind::write, std::move(step), offset_of(segment, page), data);
+}
+
 void SegmentLog::failed_command(const Step& step) {
   Segment& segment = segments_[step.segment];
   switch (step.kind) {
@@ -185,7 +193,11 @@ void SegmentLog::failed_command(const Step& step) {
       for (const uint64_t ticket : step.tickets) drop(ticket);
       break;
     case Step::Kind::page:
-      --segment.pending;
+      if (broken()) {
+        --segment.pending;
+      } else {
+        write_page(step.segment, step.page, step.data);
+      }
       break;
     case Step::Kind::sync_moves:
       segment.sync_under_way = false;  // tried again

@@ -153,8 +153,7 @@ void SegmentLog::publish(uint64_t ticket) {
     // A later put, or a removal, came between. The head is wiped: what says so after a restart may lie in an older
     // segment, which may be written again before this one has its footer.
     ++segments_[pending.segment].pending;
-    command(Command::Kind::write, {Step::Kind::page, pending.segment, {}, {}},
-            offset_of(pending.segment, entry.page), std::vector<uint8_t>(kPage));
+    write_page(pending.segment, entry.page, std::vector<uint8_t>(kPage));
     return;
   }
   pending_.erase(ticket);
@@ -244,7 +243,7 @@ void SegmentLog::write_removals() {
     ++segment.pages_used;
     ++segment.pending;
     removals_.erase(removals_.begin(), removals_.begin() + static_cast<std::ptrdiff_t>(count));
-    command(Command::Kind::write, {Step::Kind::page, *open_, {}, {}}, offset_of(*open_, head.page), std::move(page));
+    write_page(*open_, head.page, page);
     counters_.meta_bytes += kPage;
   }
 }

@@ -165,6 +165,8 @@ class SegmentLog {
     uint32_t segment = 0;
     Entry entry;                    // move
     std::vector<uint64_t> tickets;  // publish
+    uint32_t page = 0;              // page
+    std::vector<uint8_t> data = {};
   };
 
   uint64_t offset_of(uint32_t segment, uint32_t page) const {
@@ -192,6 +194,7 @@ class SegmentLog {
   void drop_stale();
   void sync_tickets();
   void write_super();
+  void write_page(uint32_t segment, uint32_t page, const std::vector<uint8_t>& data);
   void failed_command(const Step& step);
   uint64_t command(Command::Kind kind, Step step, uint64_t offset = 0, std::vector<uint8_t> data = {});
 
