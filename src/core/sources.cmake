@@ -1,6 +1,7 @@
 nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/bind/allocator.cpp
   src/core/bind/directory.cpp
+  src/core/bind/disk_queue.cpp
   src/core/bind/identity.cpp
   src/core/bind/json_shape.cpp
   src/core/bind/memory.cpp
@@ -32,6 +33,9 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/scheduling/rows.cpp
   src/core/scheduling/sequence.cpp
   src/core/store/check.cpp
+  src/core/store/disk_queue.cpp
+  src/core/store/disk_threads.cpp
+  src/core/store/disk_uring.cpp
   src/core/store/lifecycle.cpp
   src/core/store/record_index.cpp
   src/core/store/recovery.cpp
