@@ -1,4 +1,4 @@
-"""A disk of bytes that forgets as real ones do: what was not synced may be lost, torn at sectors, or kept out of order."""
+"""A disk of bytes that forgets as real ones do: what was not synced may be lost, torn at sectors, or out of order."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from literal_disk import PAGE_BYTES, LiteralDisk, Write
 
+from literal_disk import PAGE_BYTES, LiteralDisk, Write
 from memserve import _core
 
 SEGMENT_BYTES = 16 * PAGE_BYTES
@@ -246,3 +246,103 @@ def test_every_life_reads_back_what_it_wrote(sync: int) -> None:
     for seed in range(60):
         for _ in life(seed, sync):
             pass
+
+
+def test_an_index_of_many_is_rebuilt_from_footers() -> None:
+    """No payload is read back of segments that have their footer."""
+    rng = random.Random(3)
+    host = Host(rng, SEGMENT, segments=12)
+    host.failing = 0.0
+    keys = [rng.randbytes(16) for _ in range(60)]
+    for key in keys:
+        while not host.put(key, rng.randbytes(3000)):
+            host.work()
+    host.log.close_open()
+    host.settle()
+    read: list[int] = []
+
+    def recording(offset: int, count: int) -> bytes:
+        read.append(count)
+        return host.disk.read(offset, count)
+
+    log = _core.SegmentLog(12, SEGMENT_BYTES, SECRET)
+    log.recover(recording)
+    assert len(log) == len(host.log) > 0 and log.counters()["records_recovered"] == len(log)
+    assert sum(read) < 12 * (PAGE_BYTES + SEGMENT_BYTES) and max(read) <= SEGMENT_BYTES
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_is() -> None:
+    rng = random.Random(9)
+    host = Host(rng, SEGMENT, segments=6)
+    host.failing = 0.0
+    key, payload = rng.randbytes(16), rng.randbytes(9000)
+    while not host.put(key, payload):
+        host.work()
+    host.settle()
+    found = host.log.hold(key)
+    assert found is not None
+    for _ in range(200):
+        bit = rng.randrange(8 * len(payload))
+        host.disk.synced[found.offset + bit // 8] ^= 1 << bit % 8
+        host.disk.writes = [write for write in host.disk.writes if not write.completed]
+        if host.disk.read(found.offset, len(payload)) != payload:
+            damaged = host.disk.read(found.offset, len(payload))
+            assert seal_of(damaged) != found.seal
+        host.disk.synced[found.offset + bit // 8] ^= 1 << bit % 8
+
+
+def test_a_purge_is_for_good() -> None:
+    rng = random.Random(4)
+    host = Host(rng, SEGMENT)
+    host.failing = 0.0
+    while not host.put(b"k" * 16, b"payload"):
+        host.work()
+    host.settle()
+    host.log.purge()
+    assert b"k" * 16 not in host.log and host.log.take_evicted() == [b"k" * 16]
+    host.model.clear()
+    host.settle()
+    host.restart(power=True)
+    assert len(host.log) == 0
+
+
+def test_space_is_never_exceeded_and_what_is_wanted_stays() -> None:
+    rng = random.Random(11)
+    host = Host(rng, NONE, segments=8)
+    host.failing = 0.0
+    wanted = rng.randbytes(16)
+    while not host.put(wanted, b"w" * 5000):
+        host.work()
+    for _ in range(600):
+        host.put(rng.randbytes(16), rng.randbytes(5000))
+        host.read(wanted)
+        host.work()
+        host.work()
+        assert len(host.log) * 5000 < 8 * SEGMENT_BYTES
+    assert host.read(wanted) == b"w" * 5000
+    counters = host.log.counters()
+    assert counters["moved_bytes"] <= counters["payload_bytes"] / 3
+
+
+def test_bad_sizes_are_said_at_once() -> None:
+    with pytest.raises(ValueError, match="segments"):
+        _core.SegmentLog(2, SEGMENT_BYTES, SECRET)
+    with pytest.raises(ValueError, match="pages"):
+        _core.SegmentLog(4, 1000, SECRET)
+    log = _core.SegmentLog(4, SEGMENT_BYTES, SECRET)
+    with pytest.raises(ValueError, match="16 bytes"):
+        log.hold(b"short")
+    with pytest.raises(ValueError, match="segment takes"):
+        log.place(bytes(16), SEGMENT_BYTES)
+
+
+def test_what_was_asked_for_twice_is_known_and_fades() -> None:
+    rng = random.Random(2)
+    sketch = _core.Frequency(1024)
+    once, often = rng.randbytes(16), rng.randbytes(16)
+    assert sketch.note(once) == 0 and [sketch.note(often) for _ in range(4)] == [0, 1, 2, 3]
+    strangers = sum(sketch.note(rng.randbytes(16)) > 0 for _ in range(900))
+    assert strangers < 45  # of 900
+    for _ in range(8 * 1024):
+        sketch.note(rng.randbytes(16))
+    assert sketch.note(often) <= 1

@@ -536,7 +536,7 @@ class Ticket:
     def pages(self) -> int: ...
 
 class Found:
-    """A record that was found. Offsets are bytes from the start of the disk; that of a short payload is no whole page."""
+    """A record that was found. Offsets are bytes from the disk's start; that of a short payload is no whole page."""
 
     @property
     def offset(self) -> int: ...
@@ -560,15 +560,15 @@ Source = int | Callable[[int, int], bytes | None]
 class SegmentLog:
     """Where records lie on one disk, and when their space is written again: bookkeeping alone, no IO.
 
-    The host performs what :meth:`take_commands` gives and tells each end, in any order. Keys have 16 bytes. A record is
-    found once it is written, and, with ``sync`` 2, synced. ``ValueError``: sizes that no segment has.
+    The host performs what :meth:`take_commands` gives and tells each end, in any order. Keys have 16 bytes. A record
+    is found once it is written, and, with ``sync`` 2, synced. ``ValueError``: sizes that no segment has.
     """
 
     def __init__(
         self, segments: int, segment_bytes: int, secret: bytes, move_share: float = 0.25, sync: int = 1
     ) -> None:
-        """``secret``: 16 bytes that only this disk's superblock knows. ``move_share``: how much of a segment's bytes is
-        written again, when its space is needed, because it was hit. ``sync``: 0 never, 1 each segment, 2 each record."""
+        """``secret``: 16 bytes that only this disk's superblock knows. ``move_share``: how much of a segment is written
+        again, when its space is needed, because it was hit. ``sync``: 0 never, 1 each segment, 2 each record."""
     @staticmethod
     def read_superblock(source: Source) -> tuple[int, int, bytes] | None:
         """``(segments, segment_bytes, secret)`` of a disk; None: nothing of ours is on it."""
@@ -631,7 +631,7 @@ class Frequency:
     """How often keys of 16 bytes were asked for of late (TinyLFU)."""
 
     def __init__(self, keys: int) -> None:
-        """``keys``: about how many are told apart; a byte and a quarter each."""
+        """``keys``: about how many are told apart; three bytes each."""
     def note(self, key: bytes) -> int:
         """One request more; how many came before it, at most 16, never too few of late ones."""
     @property
@@ -641,7 +641,7 @@ class DiskQueue:
     """Reads and writes of one file or device, many at once, past the page cache where the file system can.
 
     By io_uring, or by a few threads where that is forbidden. One thread uses it. ``OSError``: it cannot be opened, or
-    has no room for ``nbytes``. ``ValueError``: past the page cache, places, addresses and sizes are whole pages of 4 KiB.
+    has no room for ``nbytes``. ``ValueError``: past the page cache places, addresses and sizes are whole pages.
     """
 
     def __init__(

@@ -12,10 +12,10 @@ namespace memserve::store {
 
 class Frequency {
  public:
-  // `keys`: how many keys are worth telling apart, a byte and a quarter of memory each.
+  // `keys`: how many keys are worth telling apart, three bytes of memory each.
   explicit Frequency(size_t keys) : width_(std::bit_ceil(keys < 64 ? size_t{64} : keys)) {
     counters_.resize(width_ * kRows / 16);
-    seen_.resize(width_ / 64 * 2);
+    seen_.resize(width_ / 64 * 8);
   }
 
   // One request more. Returns how many came before it, at least; never more than 16.
