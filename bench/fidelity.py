@@ -32,10 +32,10 @@ from memserve.bench.load.record import RecordWriter, RequestRecord, read_records
 from memserve.bench.metrics import Figures, figures
 from memserve.bench.servers import Servers
 from memserve.bench.settings import Setting, parse_setting
-from memserve.cli.sim_options import profiled
 from memserve.cli.sim_results import simulate
-from memserve.config import STEP_TOKENS_CPU, ClusterConfig, EngineOptions, SchedulerConfig
-from memserve.policy.curves import DecodeCurve, PrefillCurve
+from memserve.cli.sim_run import profiled
+from memserve.config import ClusterConfig, EngineOptions
+from memserve.policy.costs import DecodeCurve, PrefillCurve
 from memserve.sim.hardware import Machine
 from memserve.sim.replay.scripts import Frame, Script
 from memserve.sim.replay.setup import Setup, Surroundings
@@ -236,10 +236,6 @@ def foretell(out: Path, data: Path | None, rate: float, model: str, real: list[R
     meter, _ = weighing(model)
     assert meter is not None, "a model was named"
     frame, records = chat_frame(meter), []
-    scheduler = SchedulerConfig(
-        OPTIONS.max_running, STEP_TOKENS_CPU, STEP_TOKENS_CPU, OPTIONS.max_waiting,
-        OPTIONS.steps_in_flight,
-    )  # fmt: skip
 
     def script(session: Session) -> Script:
         return Script(session, meter, frame)
@@ -249,7 +245,7 @@ def foretell(out: Path, data: Path | None, rate: float, model: str, real: list[R
         roles = {Role.COLOCATED: 1} if name == "1PD-CC" else {Role.PREFILL: 1, Role.DECODE: 1}
         cluster = ClusterConfig(Caching.PD_CACHING_3, "cost", TransferMode.BY_REQUEST_AGG)
         for kind in WORKLOADS:
-            setup = Setup(roles, machine, cluster, scheduler, around)
+            setup = Setup(roles, machine, cluster, OPTIONS.scheduler, around)
             observed = [r for r in real if (r.setting, r.workload) == (name, kind)]
             workload = with_lengths(build(recipe(kind, data, rate), meter), observed)
             records += simulate(setup, workload, name, kind, make_script=script).records

@@ -3,11 +3,12 @@
     python bench/hostile.py [--kv-memory 16MiB] [--clients 300] [--json FILE] [-- SERVE ARGUMENTS]
     python bench/hostile.py --requests 100000 [--seed N] [--connections 32] [-- SERVE ARGUMENTS]
 
-Starts ``memserve serve`` on a free port; sends the table of ``tests/hostile_requests.py``, then raw connections that
-break HTTP, then a crowd of which some stream and some leave. After each part not one block may be held, nothing may
-run or wait, and a question must get the same good answer as before. At the end SIGTERM must end the server in order.
-With ``--requests N``, instead: N requests drawn at random from the grammars of ``tests/hostile_grammar.py``, over many
-connections, while an honest client with a key of its own asks a short question again and again; for instance
+Starts ``memserve serve`` on a free port; sends the table of ``tests/support/hostile_requests.py``, then raw connections
+that break HTTP, then a crowd of which some stream and some leave. After each part not one block may be held, nothing
+may run or wait, and a question must get the same good answer as before. At the end SIGTERM must end the server in
+order.
+With ``--requests N``, instead: N requests drawn at random from the grammars of ``tests/support/hostile_grammar.py``,
+over many connections, while an honest client with a key of its own asks a short question again and again; for instance
 ``--requests 100000 -- --prefill 1 --decode 1``. A miss names its seed and number, which repeat it.
 
 Prints one line a check; the exit status is 1 when any missed.
@@ -31,7 +32,7 @@ import httpx
 from hostile_random import KEYS, Honest, attack_with, give_up_names, target_of, verdicts
 from served import Served, serving
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from hostile_requests import HostileCase, check_answer, hostile_cases, send
 
 IDLE_S_MAX = 60.0

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import httpx
 from served import Served
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from hostile_grammar import Target
 from hostile_storm import Storm, storm
 

@@ -35,18 +35,18 @@ from memserve.cluster.events import MessageArrived, Send, StateRecovered
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig
 from memserve.messages import Dispatch, Join, KvChange, Peer, PeerInfo
-from memserve.meta.faulty import FaultyMedium
+from memserve.meta.medium import FaultyMedium
 from memserve.meta.store import Store
-from memserve.remembered import (
+from memserve.metadata import (
     AnyRecord,
     EntriesChanged,
     MemberEntered,
-    Remembered,
-    RememberedMember,
+    RecoveredMember,
+    RecoveredState,
     RouterStarted,
     SessionRouted,
 )
-from memserve.runtime.meta_file import FileMedium
+from memserve.runtime.meta_folder import FileMedium
 from memserve.serving import RequestArrived
 from memserve.types import KVGeometry, Request, Role, SamplingParams, StopParams, Tier
 
@@ -115,10 +115,10 @@ class Journal:
         """Forget everything."""
         self.store.close()
 
-    def read(self) -> Remembered:
+    def read(self) -> RecoveredState:
         """Everything, from the files."""
         self.store = Store(FileMedium(self.folder))
-        return self.store.book.remembered(0)
+        return self.store.state.recovered(0)
 
     def disk_bytes(self) -> int:
         """What it takes."""
@@ -170,7 +170,7 @@ class Sqlite:
         """Forget everything."""
         self.base.close()
 
-    def read(self) -> Remembered:
+    def read(self) -> RecoveredState:
         """Everything, from the files."""
         self.base = sqlite3.connect(self.path, isolation_level=None)
         held: dict[str, list[bytes]] = {}
@@ -181,8 +181,8 @@ class Sqlite:
             info = PeerInfo(
                 Peer(name, generation), Role.COLOCATED, "tcp://h:1", "weights", GEOMETRY, 4096, 0, 8192, True
             )
-            members.append(RememberedMember(info, False, next_event, b"".join(held.get(name, [])), b""))
-        return Remembered(ROUTER, "tcp://h:2", tuple(members))
+            members.append(RecoveredMember(info, False, next_event, b"".join(held.get(name, [])), b""))
+        return RecoveredState(ROUTER, "tcp://h:2", tuple(members))
 
     def disk_bytes(self) -> int:
         """What it takes."""
@@ -193,10 +193,10 @@ def restart(store: Journal | Sqlite, world: World) -> tuple[Cluster, float]:
     """A new router up to its first decision, and the seconds that took."""
     prompt = len(world.prompts) // 2
     started = time.perf_counter()
-    remembered = store.read()
+    recovered = store.read()
     router = Cluster(ClusterConfig(), remembers=True)
-    router.handle(StateRecovered(remembered, Peer("router", 2), "tcp://h:3"), 0)
-    info = next(m.info for m in remembered.members if m.info.peer == world.peer(prompt))
+    router.handle(StateRecovered(recovered, Peer("router", 2), "tcp://h:3"), 0)
+    info = next(m.info for m in recovered.members if m.info.peer == world.peer(prompt))
     router.handle(MessageArrived(info.peer, Join(info)), 1)
     chosen = decide(router, world, prompt)
     seconds = time.perf_counter() - started
@@ -213,9 +213,9 @@ def decide(router: Cluster, world: World, prompt: int) -> Peer | None:
     return next((a.to for a in sent if isinstance(a.message, Dispatch)), None)
 
 
-def share_kept(router: Cluster, world: World, remembered: Remembered) -> float:
+def share_kept(router: Cluster, world: World, recovered: RecoveredState) -> float:
     """Of a sample of prompts: those that are found whole where they lie."""
-    for member in remembered.members:
+    for member in recovered.members:
         router.handle(MessageArrived(member.info.peer, Join(member.info)), 3)
     sample = random.Random(1).sample(range(len(world.prompts)), min(SAMPLE, len(world.prompts)))
     trees, found = router._trees, 0
@@ -268,7 +268,7 @@ def lost_at_kill_points(points: int) -> int:
         tail = medium.unsafe_bytes
         hole = rng.randint(0, tail)
         medium.lose_power(rng.randint(0, tail), [(hole, hole + rng.randrange(40))])
-        found = {name for _, name in Store(medium).book.sessions}
+        found = {name for _, name in Store(medium).state.sessions}
         lost += sum(f"s{number}" not in found for number in range(1, acknowledged + 1))
     return lost
 

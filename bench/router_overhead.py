@@ -68,10 +68,10 @@ class NullInstance:
         threading.Thread(target=beat, daemon=True).start()
 
     def _hear(self, sender: Any, message: Any) -> None:
-        from memserve.messages import Dispatch, Tokens, Welcome
+        from memserve.messages import Dispatch, JoinAccepted, Tokens
         from memserve.types import FinishReason, TokenOutput
 
-        if isinstance(message, Welcome):
+        if isinstance(message, JoinAccepted):
             self._router = sender
             self._mailbox.connect(sender, self._mailbox_address_of(sender))
             self._welcomed.set()

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from memserve import _core
 from memserve.cluster.events import MessageArrived, RequestArrived, RequestCancelled
-from memserve.cluster.jobs import Job
 from memserve.cluster.machine import Cluster
+from memserve.cluster.requests import RequestState
 from memserve.config import POLICIES, ClusterConfig
 from memserve.mempool.identity import DEFAULT_KEY, namespace_id
 from memserve.messages import Heartbeat, Join, Load, Peer, PeerInfo
@@ -273,7 +273,7 @@ def bench_policy(cluster: Cluster, world: World, policy: str, reps: int) -> Iter
         for i, tokens in enumerate(prompts(world, kind, reps)):
             request = Request(f"{kind} {i}", tokens, stop=StopParams(max_tokens=256), session=f"s{i % 100}")
             if i % 2:
-                choose(cluster._lifecycle._placer.place, Job(request, now))
+                choose(cluster._lifecycle._placer.place, RequestState(request, now))
                 continue
             now += 1000
             arrive(cluster.handle, RequestArrived(request), now)

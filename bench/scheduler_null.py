@@ -1,10 +1,10 @@
 """The scheduler's own time per step, with a device that does nothing.
 
 ``handle(StepFinished)`` takes a finished step into account *and* makes the next plan, so its time is all that the
-machine costs per step. ``decode`` = every sequence decodes; ``held`` = the same for a host that is told of tokens late,
-as the simulator is; ``mixed`` = requests end and new ones with 1,024-token prompts (half of it shared) take their
-place, so that prefill chunks run in every step. ``us_per_row``: what a further row adds, from the fewest running to the
-most.
+machine costs per step. ``decode`` = every sequence decodes; ``held`` = as ``decode``, for a host that takes tokens
+late, as the simulator does; ``mixed`` = requests end and new ones with 1,024-token prompts (half of it shared) take
+their place, so that prefill chunks run in every step. ``us_per_row``: what a further row adds, from the fewest running
+to the most.
 
     python bench/scheduler_null.py [--json] [--steps 300] [--running 1 32 128 256]
 """
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.instance.actions import EmitTokens, RunStep, StepPlan
-from memserve.instance.events import Event, RequestArrived, StepFinished
+from memserve.instance.events import Event, RunStep, StepFinished, StepPlan
 from memserve.instance.machine import Instance
+from memserve.serving import EmitTokens, RequestArrived
+from memserve.sim.fast_forward import FastForwardInstance
 from memserve.types import Request, SamplingParams, StopParams
 
 BLOCK_TOKENS = 32
@@ -39,7 +40,8 @@ class Bench:
         blocks = running * (64 if not self.mixed else 48) + 256
         scheduler = SchedulerConfig(max_running=running, max_step_tokens=2048, prefill_chunk_tokens=512)
         config = InstanceConfig(LONG, pool=PoolConfig(blocks, 0), scheduler=scheduler)
-        self.instance = Instance(config, BLOCK_TOKENS, holds_tokens=load == "held")
+        kind = FastForwardInstance if load == "held" else Instance
+        self.instance = kind(config, BLOCK_TOKENS)
         self.random = np.random.default_rng(7)
         self.shared = self.random.integers(0, 49_000, 512, dtype=np.int32)
         self.plans: deque[StepPlan] = deque()

@@ -116,12 +116,12 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def run_case(name: str, data: Path, glides: bool) -> dict[str, object]:
+def run_case(name: str, data: Path, fast_forwards: bool) -> dict[str, object]:
     """In this very process."""
     case = CASES[name]
     workload = case.make(data)
     before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    done = simulate(dataclasses.replace(case.setup, glides=glides), workload, name, workload.kind)
+    done = simulate(dataclasses.replace(case.setup, fast_forwards=fast_forwards), workload, name, workload.kind)
     found = figures(done.records)
     return {
         "case": name,
@@ -142,14 +142,16 @@ def run_case(name: str, data: Path, glides: bool) -> dict[str, object]:
     }
 
 
-def speed(data: Path, out: Path, only: str, glides: bool) -> None:
+def speed(data: Path, out: Path, only: str, fast_forwards: bool) -> None:
     """All cases, each in a process of its own."""
     rows = []
     for name in CASES:
         if only and only not in name:
             continue
         command = [sys.executable, __file__, "case", "--data", str(data), "--only", name]
-        told = subprocess.run([*command, *([] if glides else ["--walk"])], stdout=subprocess.PIPE, check=True).stdout
+        told = subprocess.run(
+            [*command, *([] if fast_forwards else ["--walk"])], stdout=subprocess.PIPE, check=True
+        ).stdout
         rows.append(json.loads(told))
         print(json.dumps(rows[-1]), flush=True)
     file = out / "speed.json"

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from soak_load import Target
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from hostile_requests import HostileCase, hostile_cases
 
 BODY_BYTES_MAX = 2_000_000  # larger bodies of the table are left out: this machine runs the clients as well

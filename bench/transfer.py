@@ -33,7 +33,7 @@ import numpy as np
 
 from memserve import _core
 from memserve.bench.pool.moves import shuffled
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed, SealPages
+from memserve.kv_transfer.events import PagesPulled, PagesSealed, SealPages
 from memserve.messages import Join, Peer, PeerInfo
 from memserve.runtime.links import wire
 from memserve.runtime.links.data import open_data_port

@@ -1,9 +1,10 @@
 """Checks the Triton kernels on a CUDA machine and times them: ``python scripts/gpu_check.py [--json FILE]``.
 
 Needs torch with CUDA, triton and numpy, nothing else; memserve need not be installed. First every case of
-``tests/test_triton_attention.py`` is compiled and compared with attention in float64, then larger random batches are
-compared with torch's attention over gathered KV, then decode (bytes of KV read a second, the device's copy bandwidth
-beside it) and prefill (floating point operations a second, torch's flash attention beside it) are timed.
+``tests/unit/model/attention/test_triton_attention.py`` is compiled and compared with attention in float64, then larger
+random batches are compared with torch's attention over gathered KV, then decode (bytes of KV read a second, the
+device's copy bandwidth beside it) and prefill (floating point operations a second, torch's flash attention beside it)
+are timed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+CASES = ROOT / "tests" / "unit" / "model" / "attention" / "test_triton_attention.py"
 sys.path.insert(0, str(ROOT / "src"))
 
 from memserve.model.attention.triton_attention import TritonBatch, attend  # noqa: E402  (needs the path above)
@@ -99,13 +101,13 @@ class Step:
 
 
 def test_module() -> types.ModuleType:
-    """``tests/test_triton_attention.py``, with a stand-in where pytest is not installed."""
+    """``CASES``, with a stand-in where pytest is not installed."""
     if importlib.util.find_spec("pytest") is None:
         stand_in = types.ModuleType("pytest")
         mark = types.SimpleNamespace(parametrize=lambda *_: lambda f: f)
         stand_in.__dict__.update(fixture=lambda **_: lambda f: f, mark=mark)
         sys.modules["pytest"] = stand_in
-    spec = importlib.util.spec_from_file_location("cases", ROOT / "tests" / "test_triton_attention.py")
+    spec = importlib.util.spec_from_file_location("cases", CASES)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -174,7 +176,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures there too")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("no CUDA device: nothing to check here (tests/test_triton_attention.py runs the kernels interpreted)")
+        print(f"no CUDA device: nothing to check here ({CASES.name} runs the kernels interpreted)")
         return 0
     import triton
 

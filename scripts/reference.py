@@ -22,10 +22,18 @@ from memserve.api import openapi
 from memserve.api.metrics import ApiMetrics, Snapshot
 from memserve.cli.main import command_line
 from memserve.cluster.machine import Cluster
-from memserve.documented import field_docs
+from memserve.cluster.requests import REQUEST_PHASES
+from memserve.instance.sequence import SEQUENCE
 from memserve.instance.stats import InstanceStats
+from memserve.kv_transfer.imports import IMPORT
+from memserve.kv_transfer.sender import EXPORT
+from memserve.options import NEGATED, field_docs, options_of
 from memserve.runtime.stats import EngineStats, RouterStats
 from memserve.units import human_bytes
+
+MACHINES = (REQUEST_PHASES, SEQUENCE, IMPORT, EXPORT)
+MACHINES_HEAD = """Each object moves through phases by a table of its own; a move that is not in the table is a bug, and
+raises an error."""
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE, HTTP_PAGE = DOCS / "REFERENCE.md", DOCS / "HTTP.md"
@@ -63,17 +71,22 @@ def class_section(cls: Any) -> list[str]:
 
 
 def option_rows(command: Any) -> list[str]:
-    """The arguments and options of one command."""
-    rows = []
+    """The arguments and options of one command; vLLM's names for them are no rows of their own."""
+    rows, hidden = [], {name for p in command.params if getattr(p, "hidden", False) for name in p.opts}
+    vllm = {}
+    for one in options_of(config.EngineOptions):
+        if one.vllm_flag in hidden:
+            vllm[one.flag] = f"--no-{one.vllm_flag[2:]}" if one.form is NEGATED else one.vllm_flag
     for parameter in command.params:
-        if parameter.name in ("help", "install_completion", "show_completion"):
+        if parameter.name in ("help", "install_completion", "show_completion") or hidden & {*parameter.opts}:
             continue
         spelling = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
         if parameter.param_type_name == "argument":
             spelling = f"`{parameter.name.upper()}`"
         default = parameter.default() if callable(parameter.default) else parameter.default
         shown = "" if default in (None, "", ()) or "UNSET" in repr(default) else f"`{default}`"
-        rows.append(cells(spelling, shown, getattr(parameter, "help", None) or ""))
+        alias = f" vLLM's name: `{vllm[parameter.opts[0]]}`." if parameter.opts[0] in vllm else ""
+        rows.append(cells(spelling, shown, (getattr(parameter, "help", None) or "") + alias))
     return rows
 
 
@@ -118,6 +131,7 @@ def page() -> str:
     sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(command_line()), "memserve")]
     sections += ["## Options and words", *(part for cls in options for part in class_section(cls))]
     table = "\n".join(["| metric | kind | |", "| --- | --- | --- |", *metric_rows()])
+    sections += ["## State machines", MACHINES_HEAD, *(machine.markdown() for machine in MACHINES)]
     sections += ["## Metrics", "What `GET /metrics` shows, in Prometheus' text form.", table]
     text = "\n\n".join(section for section in sections if section) + "\n"
     return text.replace("``", "`")  # docstrings are written in reStructuredText

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,30 +48,32 @@ def data_sets(pytestconfig: pytest.Config) -> Path:
 @pytest.fixture(autouse=True)
 def a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests share the machine. What they print, and whether a profile is saved, must not depend on the others."""
-    monkeypatch.setattr("memserve.runtime.cpu_use.CpuWatch.others_cores", lambda watch: None)
+    monkeypatch.setattr("memserve.runtime.process.CpuWatch.others_cores", lambda watch: None)
 
 
 # -- several workers (pytest-xdist, `make test`): a file is one's, and those that start servers have one for them all
 
 ONE_BY_ONE = (
-    "test_failure_matrix",
-    "test_cluster_families",
-    "test_bench_endings",
-    "test_bench_concurrency",
-    "test_bench_serve",
-    "test_cluster_processes",
-    "test_meta_processes",
-    "test_bench_load",
-    "test_cli_commands",
-    "test_pool_peer",
-    "test_links_data",
+    "process/test_failure_matrix",
+    "process/test_cluster_families",
+    "process/bench/test_endings",
+    "process/bench/test_concurrency",
+    "process/bench/test_serve",
+    "process/test_cluster_processes",
+    "process/test_meta_processes",
+    "process/meta/test_etcd",
+    "process/bench/test_load",
+    "process/cli/test_commands",
+    "process/runtime/test_pool_peer",
+    "process/runtime/links/test_data",
 )
 """Files whose tests start several processes each: two of them side by side would only wait for each other. They come
 first, the longest before all; whoever has none of them does the rest in the meantime."""
 
 
 def _file(nodeid: str) -> str:
-    return Path(nodeid.split("::", 1)[0]).stem
+    """The file's path below ``tests``, without its ending."""
+    return nodeid.split("::", 1)[0].removeprefix("tests/").removesuffix(".py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,3 +93,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+@pytest.fixture
+def make_cluster() -> Iterator[Callable[..., Any]]:
+    """Builds worlds of the cluster machine; at the end each must be repeatable and hold no work of ended requests."""
+    from cluster_world import World
+
+    worlds: list[World] = []
+
+    def build(*instances: Any, **config: Any) -> World:
+        worlds.append(World(instances, **config))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.check_repeatable()
+        if all(client.done for client in world.clients.values()):
+            assert world.cluster.stats().requests_live == 0
+            loads = world.cluster._loads
+            assert not any(any(loads.own_of(number)) for number in range(len(loads)))

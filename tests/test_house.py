@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import shutil
 import subprocess
@@ -18,17 +19,29 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src"
+TESTS = ROOT / "tests"
 PACKAGE = SRC / "memserve"
 
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
+TEST_FILE_LINES_MAX = 600
+TO_BE_SPLIT = {
+    "tests/stories/cluster/test_stories.py",
+    "tests/stories/instance/test_cluster.py",
+    "tests/stories/kv_transfer/test_exchange.py",
+}
+"""Longer than a test file may be: they are split where the machines that they tell of are rewritten."""
 
-# Level 0 is every module right under the package, and the native modules. `llm`, `llm_call` and `__init__` are edges.
+TEST_KINDS = ("unit", "twins", "stories", "process")
+AT_THE_ROOT = ("test_house.py", "test_docs.py")
+NATIVE_FOLDERS = {"core": "memserve._core", "kernels": "memserve._kernels"}
+
+# Level 0 is every module right under the package, and the native modules. `llm` and `__init__` are edges.
 LEVELS = {
     "mempool": 1, "kv_transfer": 1, "policy": 1, "workloads": 1,
     "instance": 2, "cluster": 2, "meta": 2,
     "runtime": 3, "sim": 3, "model": 3,
-    "api": 4, "cli": 4, "bench": 4, "dashboard": 4, "integrations": 4, "llm": 4, "llm_call": 4, "__main__": 4, "": 4,
+    "api": 4, "cli": 4, "bench": 4, "dashboard": 4, "integrations": 4, "llm": 4, "__main__": 4, "": 4,
 }  # fmt: skip
 APART = ({"sim", "runtime"}, {"instance", "cluster", "meta"})
 """Packages of one level that never import each other."""
@@ -89,8 +102,13 @@ def level_of(module: str) -> int:
     return 0 if part is None else LEVELS[part]
 
 
-def imports(path: Path, *, also_for_typing: bool = True) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports(path: Path, *, also_for_typing: bool = True) -> list[tuple[int, str]]:
     """``(line, module)`` of every import in a file, those inside functions included."""
+    return list(_imports(path, also_for_typing))
+
+
+def _imports(path: Path, also_for_typing: bool) -> Iterator[tuple[int, str]]:
     typing_only = {
         id(child)
         for node in ast.walk(tree(path))
@@ -129,6 +147,52 @@ def test_functions_fit_their_budget() -> None:
     report(long, f"No function is longer than {FUNCTION_LINES_MAX} lines: name its steps and call them.")
 
 
+def test_test_files_fit_their_budget() -> None:
+    long = [
+        f"{where(path)} has {lines} lines"
+        for path in tracked("tests/*.py")
+        if (lines := text(path).count("\n")) > TEST_FILE_LINES_MAX and where(path) not in TO_BE_SPLIT
+    ]
+    report(long, f"No test file is longer than {TEST_FILE_LINES_MAX} lines: give one subject a file of its own.")
+
+
+@functools.cache
+def concerns(path: Path) -> set[str]:
+    """The modules of ours that a test imports, those of the helpers that it imports included."""
+    found: set[str] = set()
+    for target in {target for _, target in imports(path)}:
+        helper = TESTS / "support" / f"{target}.py"
+        found |= concerns(helper) if helper.is_file() else {target}
+    return {target for target in found if target.startswith("memserve")}
+
+
+def misplaced(path: Path) -> str | None:
+    """What is wrong with the place of a test file; ``None``: nothing."""
+    kind, *folders = path.relative_to(TESTS).parts[:-1] or [None]
+    if kind is None:
+        return None if path.name in AT_THE_ROOT else f"lies in no folder: {', '.join(TEST_KINDS)}"
+    if kind not in TEST_KINDS:
+        return "is no test of a kind that has a folder"
+    folder = "/".join(folders)
+    if folder:
+        package = NATIVE_FOLDERS.get(folder, ".".join(["memserve", *folders]))
+        if not (PACKAGE / folder).is_dir() and not (folder in NATIVE_FOLDERS and (SRC / folder).is_dir()):
+            return f"lies in a folder that src does not have: {folder}"
+        if not any(f"{target}.".startswith(f"{package}.") for target in concerns(path)):
+            return f"imports nothing of {package}"
+        return None
+    own = {target.split(".")[1] for _, target in imports(path) if target.startswith("memserve.")}
+    # Names of the package itself (`from memserve import LLM`) are a subject, too; commands are how others are called.
+    subjects = {name for name in own if name[0].isupper() or level_of(f"memserve.{name}")} - {"cli"}
+    only = subjects.pop() if len(subjects) == 1 else ""
+    return f"concerns only {only}: its folder is {kind}/{only}" if (PACKAGE / only).is_dir() and only else None
+
+
+def test_a_test_lies_in_the_folder_of_what_it_tests() -> None:
+    problems = [f"{where(p)} {wrong}" for p in tracked("tests/**/test_*.py") if (wrong := misplaced(p))]
+    report(problems, "A test file's place is tests/<kind>/<folder of src>/test_<subject>.py (CONTRIBUTING.md).")
+
+
 def test_arrows_only_point_down() -> None:
     problems = []
     for path in SOURCES:
@@ -142,6 +206,43 @@ def test_arrows_only_point_down() -> None:
             if any(part != their_part and {part, their_part} <= apart for apart in APART):
                 problems.append(f"{where(path, line)} imports {target}: these two never import each other")
     report(problems, "Imports point down: pass the object in, post an event, or move the word to memserve.types.")
+
+
+def import_graph() -> dict[str, dict[str, int]]:
+    """Module of ours -> the modules of ours that it imports, and where; for typing alone and in functions, too."""
+    names = {module_name(path) for path in SOURCES} - {"memserve"}
+    graph: dict[str, dict[str, int]] = {name: {} for name in names}
+    for path in SOURCES:
+        for line, target in imports(path):
+            while target and target not in names:
+                target = target.rpartition(".")[0]
+            if target and module_name(path) in names - {target}:
+                graph[module_name(path)].setdefault(target, line)
+    return graph
+
+
+def circles(graph: dict[str, dict[str, int]]) -> list[list[str]]:
+    """Of each module that imports itself by way of others the shortest way round, once a circle."""
+    found: dict[frozenset[str], list[str]] = {}
+    for start in sorted(graph):
+        ways, seen = [[start]], {start}
+        while ways:
+            ways = [[*way, target] for way in ways for target in graph[way[-1]]]
+            if closed := next((way for way in ways if way[-1] == start), None):
+                found.setdefault(frozenset(closed), closed)
+                break
+            ways = [way for way in ways if way[-1] not in seen and not seen.add(way[-1])]
+    return list(found.values())
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    graph = import_graph()
+    problems = [
+        "; ".join(f"{one} (line {graph[one][other]}) -> {other}" for one, other in itertools.pairwise(way))
+        for way in circles(graph)
+    ]
+    advice = "Move the word that both need below both, or say in a Protocol what the lower one needs of the upper one."
+    report(problems, advice)
 
 
 def test_thinking_is_separate_from_doing() -> None:
@@ -190,7 +291,7 @@ def test_no_path_of_one_machine() -> None:
 
 
 def public_definitions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Functions and classes whose names do not start with ``_``, and the methods of classes without bases (an override
+    """Functions and classes without a ``_`` before their names, and the methods of classes without bases (an override
     inherits its docstring)."""
     for node in tree(path).body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
@@ -223,6 +324,50 @@ def test_no_dead_files() -> None:
         where(path) for path in SOURCES if path.name != "__init__.py" and module_name(path) not in used | ENTRY_POINTS
     ]
     report(dead, "Nothing imports it: use it or delete it. A test alone is not a user.")
+
+
+PERSONS = re.compile(r"\b(who|whoever|whom|nobody|somebody|everybody|someone|everyone)\b", re.IGNORECASE)
+QUOTED = ("--kill-whom",)
+"""Words of other programs, quoted."""
+KNOWN_ELSEWHERE = re.compile(r"\(level \d|\brows? [MCSXP]\d{1,2}\b|\([MCSXP]\d{1,2}\)")
+STILL_TO_BE_REWORDED = (
+    "src/memserve/bench/", "src/memserve/workloads/", "src/memserve/sim/", "docs/BENCH.md", "bench/README.md",
+)  # fmt: skip
+"""Their modules are being rewritten, and with them their words."""
+
+
+def docstring_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Of a module, its classes and its functions, with their numbers."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node) is None:
+                continue
+            first = node.body[0]
+            yield from enumerate(text(path).splitlines()[first.lineno - 1 : first.end_lineno], first.lineno)
+
+
+def worded(*pages: str) -> Iterator[tuple[Path, int, str]]:
+    """Every line of the sources and of ``pages``."""
+    for path in [*SOURCES, *NATIVE, *tracked("src/*.pyi", *pages)]:
+        if not where(path).startswith(STILL_TO_BE_REWORDED):
+            yield from ((path, number, line) for number, line in enumerate(text(path).splitlines(), 1))
+
+
+def test_processes_and_requests_are_no_persons() -> None:
+    places = list(worded("README.md", "CONTRIBUTING.md", "docs/*.md", "bench/*.md"))
+    places += [(path, number, line) for path in tracked("tests/*.py") for number, line in docstring_lines(path)]
+    problems = [
+        f"{where(path, number)} {line.strip()[:100]}"
+        for path, number, line in places
+        if PERSONS.search(line) and not any(word in line for word in QUOTED)
+    ]
+    report(problems, "Name the component: the prefill instance, the taker, a client, each member, no request.")
+
+
+def test_sources_do_not_repeat_what_is_known_elsewhere() -> None:
+    """The level of a module stands in ``LEVELS``, the requirements in a table of the README."""
+    problems = [f"{where(p, n)} {line.strip()[:100]}" for p, n, line in worded() if KNOWN_ELSEWHERE.search(line)]
+    report(problems, "Leave it out; or name a paper's section, or the reason.")
 
 
 def test_skips_give_a_reason() -> None:

@@ -1,4 +1,4 @@
-// Tells the address sanitizer, where there is one, which of our memory nobody may touch.
+// Tells the address sanitizer, where there is one, which of our memory must not be touched.
 #pragma once
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>

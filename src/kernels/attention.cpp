@@ -58,7 +58,7 @@ struct WriteJob {
   int row, first, count;
 };
 
-// Pieces of the rows whose new tokens are read by several tiles.
+// Pieces of the rows with new tokens that are read by several tiles.
 std::vector<WriteJob> write_jobs(const Batch& batch, const Plan& plan) {
   std::vector<WriteJob> jobs;
   for (const int row : plan.rows_written_first)
@@ -101,7 +101,7 @@ class Call {
     kernels_.merge_tiles[dtype_](batch_, args_, merge, partials_ + slot_floats_ * merge.first_partial, slot_floats_);
   }
 
-  // Tiles are dealt out like cards, so that a thread knows what it will do next; who has none left takes another's.
+  // Tiles are dealt out like cards: a thread knows what it will do next, and one that has none left takes another's.
   void attend_all(int thread) const {
     const int count = int(plan_.tiles.size()), hands = plan_.threads;
     for (int i = 0; i < hands; ++i) {

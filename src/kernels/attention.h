@@ -9,7 +9,7 @@
 
 namespace memserve {
 
-inline constexpr int kPanelTokens = 32;                // tokens whose scores are computed together
+inline constexpr int kPanelTokens = 32;                // tokens with scores computed together
 inline constexpr int kChunkTokens = 4 * kPanelTokens;  // tokens per round of the online softmax
 inline constexpr int kTileRows = 96;                   // (query, head) pairs per tile: their scores stay in L2
 

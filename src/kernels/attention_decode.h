@@ -99,7 +99,7 @@ class ReadAhead {
   int first_, part_ = 0;
 };
 
-// Into L2: it waits for more lines at once than L1, whose two dozen would limit a core to a third of its bandwidth.
+// Into L2: it waits for more lines at once than L1: two dozen would limit a core to a third of its bandwidth.
 inline void prefetch_bytes(const char* from, int bytes) {
   for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte, 0, 1);
 }

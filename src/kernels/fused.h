@@ -42,7 +42,7 @@ struct Rotary {
 
 // y[r, n] = sum_k x[r, k] * w[n, k] + bias[n], w packed by oneDNN as [n / block][k / 2][block][2] (bf16) or
 // [n / block][k][block] (f32), padded with zeros to whole blocks (32 or 64 columns, `k_padded` inputs). y has the dtype
-// of x, or is f32 if `wide`: logits, whose order bf16 would blur.
+// of x, or is f32 if `wide`: logits; bf16 would blur their order.
 struct Linear {
   const void *x, *w, *bias;  // bias may be null, has the dtype of x
   void* y;

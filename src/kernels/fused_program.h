@@ -10,7 +10,7 @@
 
 namespace memserve::fused {
 
-// A buffer: an address, or the n-th external tensor, whose address is set before the operations that read it run.
+// A buffer: an address, or the n-th external tensor with an address that is set before the operations that read it run.
 struct Place {
   void* address = nullptr;
   int external = -1;
@@ -31,7 +31,7 @@ struct Range {
 };
 
 // The units of one operation, handed out to threads in grains. Each thread starts with an equal part and takes from the
-// others' when its own is gone, so a thread that the operating system has put aside holds nobody up, except by the one
+// others' when its own is gone, so a thread that the operating system has put aside holds none up, except by the one
 // grain it has. Grains lie at multiples of their size; where two parts meet inside one, each has its share of it.
 class Units {
  public:

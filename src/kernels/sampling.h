@@ -1,5 +1,5 @@
-// Drawing tokens from logits: one row, one uniform number, one token. memserve/model/sampling/drawing.py has the rule,
-// and the same in torch.
+// Drawing tokens from logits: one row, one uniform number, one token. memserve/model/drawing.py has the rule,
+// and the twin in torch.
 #pragma once
 #include <cstddef>
 #include <cstdint>

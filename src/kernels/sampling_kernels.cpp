@@ -12,7 +12,7 @@ namespace {
 
 using memserve::sampling::Draw;
 
-constexpr std::ptrdiff_t kChunk = 256;  // tokens whose sum and maximum are kept
+constexpr std::ptrdiff_t kChunk = 256;  // tokens with a kept sum and maximum
 
 static inline float max_of(Floats v) {
   float best = v[0];
@@ -115,7 +115,7 @@ void Row::weigh(const float* x, std::ptrdiff_t vocab, float temperature, float f
   }
 }
 
-// The first token whose cumulated weight exceeds `uniform` of the total: by chunk first, then inside it.
+// The first token at which the cumulated weight exceeds `uniform` of the total: by chunk first, then inside it.
 std::int64_t Row::invert(double uniform) const {
   const double target = uniform * total;
   double passed = 0;

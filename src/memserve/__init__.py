@@ -1,4 +1,4 @@
-"""memserve: serves large language models from a cluster whose KV cache is one elastic memory pool.
+"""memserve: serves large language models from a cluster with a KV cache that is one elastic memory pool.
 
 The public names are imported when first used, so that ``import memserve`` costs nothing.
 """

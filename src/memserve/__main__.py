@@ -1,4 +1,4 @@
-"""``python -m memserve`` is ``memserve`` (level 4)."""
+"""``python -m memserve`` is ``memserve``."""
 
 from memserve.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Native compute on CPU (level 0): paged attention. No torch linkage; the GIL is released in bulk work."""
+"""Native compute on CPU: paged attention. No torch linkage; the GIL is released in bulk work."""
 
 from typing import TypeAlias
 
@@ -152,7 +152,7 @@ def draw(
     count: int,
 ) -> None:
     """Draw ``count`` tokens (addresses of float32, int64, float64 arrays ``[count]``), the i-th from row ``rows[i]`` of
-    ``logits`` (float32, ``stride`` elements a row). The rule is that of ``memserve.model.sampling.drawing``."""
+    ``logits`` (float32, ``stride`` elements a row). The rule is that of ``memserve.model.drawing``."""
 
 def log_normalisers(logits: int, stride: int, vocab: int, out: int, count: int) -> None:
     """``out[i] = log(sum(exp(logits[i])))``, float32."""

@@ -1,16 +1,34 @@
-"""Configuration: frozen, documented once, validated when built (level 0).
+"""Configuration: frozen, documented once, validated when built.
 
-Constructors take the sub-config they need, never the whole.
+What people set is an :func:`option`; the rest has no flag. Constructors take the sub-config they need, never the whole.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from memserve.errors import UserError
+from memserve.options import GIBIBYTES, MEBIBYTES, NEGATED, REPEATED, SECONDS, SIZE, Form, check_ranges, option
 from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, RequestLogFormat, Role, TransferMode
 from memserve.units import KIB, MIB, NS_PER_S, flag_bytes, human_bytes
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""The bundled model: found in the installed package, no download."""
+
+STEP_TOKENS_CPU, STEP_TOKENS_GPU = 512, 2048
+"""Token budget of a step, where none is given. On a CPU a larger step would delay other requests by a second."""
+
+DEFAULT_MAX_TOKENS = 1024
+"""Longest answer to a chat that names no ``max_tokens``: a model that repeats itself would fill its whole context."""
+
+DRAIN_S = 20.0
+"""How long streams may go on after the first signal."""
+
+POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity", "best-fit")
 
 
 def _positive(name: str, value: int, hint: str) -> None:
@@ -20,14 +38,16 @@ def _positive(name: str, value: int, hint: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """The memory of one instance."""
+    """The memory of one instance, in blocks: what :class:`EngineOptions` says in bytes."""
 
     hbm_blocks: int = 512
     """Blocks in the arena that attention reads."""
     dram_blocks: int = 0
-    """Blocks in host memory behind it; 0 = no second tier."""
+    """Blocks of the second tier, in host memory. 0: no second tier."""
     caching: bool = True
     """Keep finished prefixes for reuse."""
+    identity_key: bytes | None = field(default=None, repr=False)
+    """What the identities of cached blocks are keyed with, 16 bytes. None: a public key, for a pool alone."""
 
     def __post_init__(self) -> None:
         _positive("hbm_blocks", self.hbm_blocks, "give the pool more memory, e.g. --kv-memory 512MiB")
@@ -39,35 +59,36 @@ class PoolConfig:
 class SchedulerConfig:
     """Iteration-level batching of one instance."""
 
-    max_running: int = 256
-    """Sequences that may hold a device slot at once."""
-    max_step_tokens: int = 2048
-    """Token budget of one step, decodes first."""
-    prefill_chunk_tokens: int = 512
-    """Largest piece of one prompt computed in one step."""
-    max_waiting: int = 4096
-    """Requests that may queue; more are rejected with a retry hint."""
-    steps_in_flight: int = 2
-    """Plans given to the device at once; 2: the next step is planned while one runs, shortly before its end if it is
-    long."""
-    preemption: str = "auto"
-    """``swap``, ``recompute``, or ``auto`` = the cheaper by the measured cost of each."""
+    max_running: int = option(64, least=1, vllm="max_num_seqs")
+    """Sequences computed together; each holds a slot of the device."""
+    max_step_tokens: int | None = option(None, least=1, vllm="max_num_batched_tokens")
+    """Token budget of one step, decodes first. None: 512 on a CPU, 2,048 on a GPU."""
+    prefill_chunk_tokens: int | None = option(None, least=1, vllm="long_prefill_token_threshold")
+    """Largest piece of one prompt computed in one step. None: a whole step."""
+    max_waiting: int = option(4096, least=1)
+    """Requests that may queue; more are rejected with 429."""
+    steps_in_flight: int = option(2, least=1)
+    """Steps given to the device at once. 2: the next step is planned while one runs, shortly before the end of a long
+    one."""
+    preemption: str = option("auto")
+    """What preemption does with the KV of a sequence: ``swap`` moves it to DRAM, ``recompute`` drops it, ``auto`` takes
+    the cheaper of both by measured costs."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_running",
-            "max_step_tokens",
-            "prefill_chunk_tokens",
-            "max_waiting",
-            "steps_in_flight",
-        ):
-            _positive(name, getattr(self, name), f"give a positive number for {name}")
+        check_ranges(self)
         if self.preemption not in ("auto", "swap", "recompute"):
-            raise UserError(
-                f"unknown preemption mode {self.preemption!r}",
-                hint="use auto, swap or recompute",
-                param="preemption",
-            )
+            hint = "use auto, swap or recompute"
+            raise UserError(f"unknown preemption mode {self.preemption!r}", hint=hint, param="preemption")
+
+    @property
+    def step_tokens(self) -> int:
+        """Token budget of one step, on a CPU where none is given."""
+        return self.max_step_tokens or STEP_TOKENS_CPU
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Largest piece of one prompt computed in one step."""
+        return self.prefill_chunk_tokens or self.step_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +96,16 @@ class ExchangeConfig:
     """How an instance gives KV to others and takes it from them."""
 
     lease_ns: int = 30 * NS_PER_S
-    """An offer that was not released after this long is void: its blocks go back to their owner."""
+    """An offer that is not released after this long is void: its blocks go back to their owner."""
     fetch_deadline_ns: int = 2 * NS_PER_S
-    """Upper bound of the wait for KV that another instance was asked for; then it is computed. The cost model may
-    allow less."""
+    """Longest wait for KV that another instance was asked for; then the tokens are computed. The cost model may allow
+    less."""
     pulls_in_flight: int = 4
     """Pull jobs given to the host at once."""
     event_capacity: int = 65536
-    """KV events kept for a router that missed some; older ones are answered with a snapshot. 0 = no KV events."""
+    """KV events kept for a router that missed some; older ones are answered with a snapshot. 0: no KV events."""
     shares_kv: bool = True
-    """False: other processes can neither read nor write the KV here, since it lies in the memory of a GPU."""
+    """Other processes can read and write the KV here. False: they cannot, since it lies in the memory of a GPU."""
 
     def __post_init__(self) -> None:
         for name in ("lease_ns", "fetch_deadline_ns", "pulls_in_flight"):
@@ -100,88 +121,113 @@ class InstanceConfig:
     namespace: str = "default"
     """Model and weights fingerprint, dtype and layout: joined with the tenant into the index namespace."""
     pool: PoolConfig = field(default_factory=PoolConfig)
-    """Its memory."""
+    """Memory of the instance."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """Its batching."""
+    """Batching of the instance."""
     role: Role = Role.COLOCATED
-    """What it does in a cluster."""
+    """Role of the instance in a cluster."""
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
-    """Its dealings with other instances."""
+    """Limits of KV transfers with other instances."""
     vocab_size: int = VOCAB_MAX
     """Token ids that the model can read and draw: ``[0, vocab_size)``."""
 
 
+def _read_weights(texts: list[str]) -> tuple[tuple[str, int], ...]:
+    """Tenants and weights of texts ``NAME=2``. Raises :class:`UserError` for anything else."""
+    weights = []
+    for text in texts:
+        name, _, weight = text.rpartition("=")
+        if not name or not weight.isdecimal():
+            raise UserError(f"cannot read {text!r} as a tenant's weight", hint="for example --tenant-weight team-a=3")
+        weights.append((name, int(weight)))
+    return tuple(weights)
+
+
+_WEIGHTS = Form(list[str], _read_weights, lambda weights: [f"{name}={weight}" for name, weight in weights] or None)
+
+
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """The cluster's gate: who is let in, who waits before it, and who is told to come again (row C6)."""
+    """Admission to the cluster: which requests are admitted, which wait, and which are rejected."""
 
-    mode: Admission = Admission.NONE
-    """``none``, ``bounded`` (requests at once), ``memory`` (and blocks) or ``cache`` (blocks, shared ones once)."""
-    active_max: int | None = None
-    """Requests that are let in at once; ``bounded`` needs it, the others may have it too."""
-    waiting_max: int = 64
-    """Requests that may wait before the gate, by turns of their tenants; more are rejected at once."""
-    wait_ns: int = 10 * NS_PER_S
-    """A request that has waited so long is rejected."""
+    mode: Admission = option(Admission.NONE, "--admission")
+    """What limits the requests that are admitted. ``none``: nothing. ``bounded``: their number. ``memory``: also the
+    blocks that they need. ``cache``: as ``memory``, and a block that several requests share counts once."""
+    active_max: int | None = option(None, "--max-active", least=1)
+    """Requests admitted at once, over all instances. None: no limit by number; ``bounded`` needs one."""
+    waiting_max: int = option(64, "--admission-queue", least=0)
+    """Requests that may wait for admission, by turns of their tenants; more are rejected with 429."""
+    wait_ns: int = option(10 * NS_PER_S, "--admission-wait", form=SECONDS, least=0.001)
+    """Seconds that a request may wait for admission; then it is rejected with 503."""
     output_tokens_max: int = 256
-    """Of what a request may generate, so many tokens a sequence count as memory that it needs."""
+    """Most tokens that count, for each sequence of a request, as memory for what it may generate."""
     unit_tokens: int | None = None
-    """Memory is counted in blocks of so many tokens; default: the instances' own. Not with ``cache``."""
-    evictions_max: int | None = None
-    """Default: KV of ended requests is nobody's, instances evict it for newcomers. A number: it counts as taken, and
-    one newcomer may take that of so many ended requests, the oldest first (row C5)."""
+    """Memory is counted in blocks of this many tokens. None: the instances' blocks. Not with ``cache``."""
+    evictions_max: int | None = option(None, "--admission-evictions", least=0)
+    """None: KV of finished requests counts as free. N: it counts as used; admitting one request may evict the KV of at
+    most N finished requests, oldest first."""
     kept_ns: int = 60 * NS_PER_S
-    """What ended so long ago no longer counts as taken, whatever ``evictions_max`` says."""
-    weights: tuple[tuple[str, int], ...] = ()
-    """Service that a tenant gets for each unit of others while both wait, before the gate and on instances; 1 for
-    tenants that are not named."""
-    priority_across_tenants: bool = False
-    """False: a request's priority orders the requests of its own tenant. True: those of all tenants, before their
-    turns; then any key can delay all others."""
+    """KV of a request that finished longer ago counts as free, whatever ``evictions_max`` says."""
+    weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=_WEIGHTS)
+    """NAME=2: while several tenants wait, this one gets twice the service of a tenant with weight 1, in admission and
+    on instances. Tenants that are not named have weight 1. Repeatable."""
+    priority_across_tenants: bool = option(False)
+    """A request's priority counts among the requests of all tenants, before their turns; then any key can delay all
+    others. False: among the requests of its own tenant."""
 
     def __post_init__(self) -> None:
         if self.mode is Admission.BOUNDED and self.active_max is None:
-            raise UserError("bounded admission needs to know how many", hint="e.g. --max-active 32", param="max_active")
-        if self.active_max is not None:
-            _positive("active_max", self.active_max, "let at least one request in: --max-active 1")
-        _positive("wait_ns", self.wait_ns, "give a positive time, e.g. --admission-wait 10")
-        _positive("kept_ns", self.kept_ns, "give a positive time: what has ended is let go after it")
-        if min(self.waiting_max, self.output_tokens_max, self.evictions_max or 0) < 0:
-            raise UserError("limits of admission must not be negative", hint="0 = none at all")
+            hint = "e.g. --max-active 32"
+            raise UserError("bounded admission needs a number of requests", hint=hint, param="max_active")
+        check_ranges(self)
+        _positive("kept_ns", self.kept_ns, "give a positive time")
+        if self.output_tokens_max < 0:
+            raise UserError("output_tokens_max must not be negative", param="output_tokens_max")
         if self.mode is Admission.CACHE and self.unit_tokens is not None:
             raise UserError("cache-aware admission counts the instances' own blocks", param="unit_tokens")
         for tenant, weight in self.weights:
-            _positive(f"weight of {tenant!r}", weight, "1 is everybody's; 2 gets twice as much")
+            _positive(f"weight of {tenant!r}", weight, "1 is every tenant's; 2 gets twice as much")
+
+    def refuse_idle(self) -> None:
+        """Raise :class:`UserError` for a limit that does nothing in this mode."""
+        limits = {"--max-active": self.active_max, "--admission-evictions": self.evictions_max}
+        if self.mode is Admission.NONE and (idle := [flag for flag, value in limits.items() if value is not None]):
+            hint = "add --admission bounded, memory or cache"
+            raise UserError(f"{idle[0]} does nothing without admission", hint=hint)
+        if self.mode is Admission.BOUNDED and self.evictions_max is not None:
+            raise UserError("bounded admission does not look at memory", hint="use --admission memory or cache")
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """Everything that the ``Cluster`` machine decides by."""
 
-    caching: Caching = Caching.PD_CACHING_3
-    """Who caches, and what travels (MemServe 5.1)."""
-    policy: str = "cost"
-    """``least-load``, ``session``, ``prompt-tree``, ``cost`` (weighs prefix, queue, tier and transfer together),
-    ``affinity`` (session, exact hit, longest prefix, least load, in this order), ``best-fit`` (least room over)."""
-    transfer: TransferMode = TransferMode.BY_REQUEST_AGG
-    """How KV goes from prefill to decode."""
+    caching: Caching = option(Caching.PD_CACHING_3)
+    """Which instances cache KV (MemServe 5.1). ``off``: none. ``pd-caching-1``: prefill instances. ``pd-caching-2``:
+    decode instances too. ``pd-caching-3``: both, and generated KV goes back to the prefill instance."""
+    policy: str = option("cost")
+    """How an instance is chosen for a request: ``least-load``, ``session``, ``prompt-tree``, ``cost`` (weighs prefix,
+    queue, tier and transfer together), ``affinity`` (session, exact hit, longest prefix, least load, in this order) or
+    ``best-fit`` (the least memory left over)."""
+    transfer: TransferMode = option(TransferMode.BY_REQUEST_AGG)
+    """How KV goes from prefill to decode instances."""
     dead_after_ns: int = 5 * NS_PER_S
-    """A member that was silent for this long is taken to be dead."""
+    """A member that is silent for this long is taken to be dead."""
     stalled_after_ns: int = 60 * NS_PER_S
-    """A request without any news for this long, on a member that still beats, is tried elsewhere."""
+    """A request without progress for this long, on a member that still beats, is tried on another instance."""
     attempts_max: int = 4
-    """A request is tried on so many instances before it ends with an error."""
+    """Instances that a request is tried on before it ends with an error."""
     unplaced_ns: int = 30 * NS_PER_S
-    """How long a request may wait for an instance that can take it."""
+    """Longest wait of a request for an instance that can take it."""
     tree_ttl_ns: int = 600 * NS_PER_S
-    """Tree entries that no KV event confirms are forgotten after this long."""
+    """Tree entries that no KV event confirms are dropped after this long."""
     speculative_ttl_ns: int = 20 * NS_PER_S
-    """The same for entries made at dispatch, of instances that do publish events."""
+    """Tree entries made at dispatch, of instances that publish KV events, are dropped after this long without one."""
     handle_tokens_max: int = 4 << 20
-    """Tokens of all named prefixes (documents, pinned sessions) that are kept, 256 more for each; of more, the tenant
-    with most loses its oldest."""
+    """Tokens of all named prefixes (documents, pinned sessions) together; each counts 256 more. Above the limit, the
+    tenant with most tokens loses its oldest prefix."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    """Its gate."""
+    """Which requests are admitted."""
 
     def __post_init__(self) -> None:
         _positive("handle_tokens_max", self.handle_tokens_max, "give named prefixes some room")
@@ -189,15 +235,21 @@ class ClusterConfig:
             raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {', '.join(POLICIES)}", param="policy")
 
 
+_ORIGIN = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._~-]+(:[0-9]{1,5})?|[a-z-]+://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?"
+)
+"""Scheme, host and port; host names or addresses."""
+
+
 @dataclass(frozen=True, slots=True)
 class EdgeConfig:
-    """What the clients of the HTTP server may make it hold, and for how long."""
+    """Limits of the HTTP server: how much its clients may make it hold, and for how long."""
 
-    connections_max: int = 1024
-    """Open connections. One more closes the connection that has waited longest for its client, of the address with the
-    most connections; it is refused with a 503 when every connection is being answered."""
-    connections_per_address_max: int = 0
-    """Open connections of one client address; 0: no limit, as behind a proxy all have the same address."""
+    connections_max: int = option(1024, "--max-connections", least=1)
+    """Open connections. One more closes an idle connection, the longest idle one of the client address with the most
+    connections. Where no connection is idle, the new one is refused with 503."""
+    connections_per_address_max: int = option(0, "--max-connections-per-address", least=0)
+    """Open connections of one client address. 0: no limit, since behind a proxy all clients have one address."""
     head_bytes_max: int = 64 * KIB
     """Request line and headers."""
     url_bytes_max: int = 16 * KIB
@@ -205,38 +257,38 @@ class EdgeConfig:
     fields_max: int = 128
     """Headers of one request."""
     trailer_bytes_max: int = 16 * KIB
-    """What may follow a chunked body; it is read and dropped."""
-    body_bytes_max: int = 16 * MIB
-    """One request body."""
-    body_memory_bytes: int | None = None
-    """All request bodies that are being read or parsed. None: four times ``body_bytes_max``."""
-    body_memory_per_client_bytes: int | None = None
-    """The part of it that one tenant may take, or one address where requests name no tenant. None: half of it."""
-    header_timeout_s: float = 10.0
-    """From the first byte of a request, or the start of its connection, to the end of its headers."""
-    body_timeout_s: float = 60.0
-    """From the end of the headers to the end of the body."""
-    keep_alive_s: float = 75.0
-    """How long a connection may be idle between two requests."""
-    write_timeout_s: float = 20.0
-    """A client that takes nothing of its answer for this long is cut off, and its request cancelled."""
-    stream_buffer_bytes: int = 4 * MIB
-    """Output of one stream that its client has not taken yet; more ends the stream with an error."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins of web pages that may use the API, e.g. ``https://chat.example.com``; ``*``: all. None: no page may."""
-
-    log_requests: RequestLogFormat = RequestLogFormat.NONE
-    """One line on stderr for each request below ``/v1/``: ids, tenant, tokens, times, instances; no content, no key."""
+    """Trailer of a chunked body; it is read and dropped."""
+    body_bytes_max: int = option(16 * MIB, "--max-body-mib", form=MEBIBYTES, least=1)
+    """Largest request body, on the command line in MiB."""
+    body_memory_bytes: int | None = option(None, "--body-memory", form=SIZE)
+    """Memory for all request bodies that are being read or parsed. None: four times the largest body."""
+    body_memory_per_client_bytes: int | None = option(None, "--body-memory-per-client", form=SIZE)
+    """Memory for the request bodies of one tenant, or of one address where requests name no tenant. None: half of that
+    for all bodies."""
+    header_timeout_s: float = option(10.0)
+    """Seconds from the start of a connection, or the first byte of a later request, to the end of its headers."""
+    body_timeout_s: float = option(60.0)
+    """Seconds from the end of the headers to the end of the body."""
+    keep_alive_s: float = option(75.0)
+    """Seconds that a connection may be idle between two requests."""
+    write_timeout_s: float = option(20.0)
+    """A client that reads nothing of its answer for this many seconds is cut off, and its request cancelled."""
+    stream_buffer_bytes: int = option(4 * MIB, "--stream-buffer", form=SIZE)
+    """Output of one stream that its client has not read yet; more ends the stream with an error."""
+    cors_origins: tuple[str, ...] = option((), "--cors-origin", form=REPEATED)
+    """Origin whose web pages may use the API, e.g. ``https://chat.example.com``; ``*``: all. Repeatable; without it, no
+    page may."""
+    log_requests: RequestLogFormat = option(RequestLogFormat.NONE)
+    """Log one line on stderr for each request below ``/v1/``, as ``name=value`` or JSON: ids, tenant, tokens, times,
+    instances; no content, no key."""
 
     def __post_init__(self) -> None:
-        for name in ("connections_max", "head_bytes_max", "url_bytes_max", "fields_max", "trailer_bytes_max",
-                     "body_bytes_max", "stream_buffer_bytes"):  # fmt: skip
+        check_ranges(self)
+        for name in ("head_bytes_max", "url_bytes_max", "fields_max", "trailer_bytes_max", "stream_buffer_bytes"):
             _positive(name, getattr(self, name), f"give a positive number for {name}")
         for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s", "write_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"{name} must be a positive number of seconds", param=name)
-        if self.connections_per_address_max < 0:
-            raise UserError("connections_per_address_max must not be negative", hint="0: no limit")
         if self.body_share_bytes < self.body_bytes_max:
             raise UserError(
                 f"one body of {human_bytes(self.body_bytes_max)} does not fit into the memory that bodies may take",
@@ -260,76 +312,58 @@ class EdgeConfig:
         return min(self.body_total_bytes, self.body_total_bytes // 2 if share is None else share)
 
 
-_ORIGIN = re.compile(
-    r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._~-]+(:[0-9]{1,5})?|[a-z-]+://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?"
-)
-"""Scheme, host and port; host names or addresses."""
-
-POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity", "best-fit")
-
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
-"""The bundled model: found in the installed package, no download."""
-
-STEP_TOKENS_CPU, STEP_TOKENS_GPU = 512, 2048
-"""Token budget of a step, where none is given."""
-
-DEFAULT_MAX_TOKENS = 1024
-"""Longest answer to a chat that names no ``max_tokens``: a model that repeats itself would fill its whole context."""
-
-
 @dataclass(frozen=True, slots=True)
 class MemberConfig:
     """How an instance keeps in touch with its router."""
 
     beat_ns: int = NS_PER_S // 2
-    """Between two heartbeats, and between two requests to join. A member that is silent for ten is taken to be dead."""
+    """Between two heartbeats, and between two requests to join. A member that misses ten is taken to be dead."""
     stats_every: int = 4
-    """Every so many heartbeats carry the engine's statistics."""
+    """Every Nth heartbeat carries the engine's statistics."""
     asks_after_ns: int = NS_PER_S
-    """After so long without a message of the router it is asked for one, where there are several addresses."""
+    """With several addresses of routers: a router that sends nothing for this long is asked for a message."""
     silent_after_ns: int = 6 * NS_PER_S
-    """After so long the router is taken to be gone, and the next address is tried. By then it takes the instance to be
-    dead."""
+    """A router that sends nothing for this long is taken to be gone, and the next address is tried. Until then the
+    router has taken the instance to be dead."""
     turn_ns: int = 2 * NS_PER_S
     """How long each further address has to answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a person chooses when starting an engine; each field is a flag of ``memserve serve``."""
+    """How an engine is built: flags of ``memserve serve`` and ``memserve instance``, keywords of ``memserve.LLM``."""
 
-    model: str = DEFAULT_MODEL
-    """A local folder, a hub id, a .gguf file, or the bundled default."""
-    dtype: str = "auto"
+    model: str = option(DEFAULT_MODEL)
+    """A model folder, a ``.gguf`` file, a hub id, or the bundled default."""
+    dtype: str = option("auto")
     """``auto``, ``float32``, ``bfloat16`` or ``float16``, for weights, activations and KV alike."""
-    device: str = "auto"
+    device: str = option("auto")
     """``auto``, ``cpu`` or ``cuda``."""
-    kv_memory_bytes: int = 384 * MIB
-    """Size of the arena that attention reads (tier HBM)."""
-    dram_memory_bytes: int = 0
-    """Size of the second tier (DRAM); evicted prefixes move there instead of being dropped."""
-    caching: bool = True
-    """Reuse the KV of shared prefixes."""
-    max_running: int = 64
-    """Sequences computed together."""
-    max_step_tokens: int | None = None
-    """Token budget of one step; None: 512 on a CPU, where a larger step would keep others waiting for a second, and
-    2,048 on a GPU."""
-    prefill_chunk_tokens: int | None = None
-    """Largest piece of one prompt computed in one step; None: a whole step."""
-    max_waiting: int = 4096
-    """Requests that may queue."""
-    steps_in_flight: int = 2
-    """Plans given to the device at once."""
-    preemption: str = "auto"
-    """``auto``, ``swap`` or ``recompute``."""
-    max_model_tokens: int | None = None
-    """Context limit; default: the model's own."""
-    block_tokens: int = 32
-    """Tokens a block."""
-    threads: int | None = None
-    """CPU threads of the device; default: every core."""
+    kv_memory_bytes: int = option(384 * MIB, "--kv-memory", form=SIZE, vllm="kv_cache_memory_bytes", vllm_form=SIZE)
+    """Memory of the KV cache that attention reads (tier HBM), e.g. 512MiB."""
+    dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE, vllm="swap_space", vllm_form=GIBIBYTES)
+    """Memory of the second tier (DRAM), e.g. 4GiB: evicted prefixes and preempted sequences move there. 0: no second
+    tier."""
+    caching: bool = option(True, "--no-cache", form=NEGATED, vllm="enable_prefix_caching")
+    """Reuse the KV of shared prefixes. False: Do not reuse the KV of shared prefixes."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """Batching of the engine."""
+    max_model_tokens: int | None = option(None, least=1, vllm="max_model_len")
+    """Context limit: tokens of a prompt and its answer together. None: the model's own."""
+    block_tokens: int = option(32, least=1, vllm="block_size")
+    """Tokens of one KV block."""
+    threads: int | None = option(None, least=1)
+    """CPU threads of the device. None: every core."""
+
+    VLLM_REFUSED: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "gpu_memory_utilization": (None, "give the KV cache a size: --kv-memory 8GiB, or kv_memory='8GiB'"),
+        "tensor_parallel_size": (1, "a model runs on one device; several instances: --colocated 2"),
+        "pipeline_parallel_size": (1, "a model runs on one device; several instances: --colocated 2"),
+    }
+    """Options of vLLM that mean nothing here: the value that asks for nothing, and what to say instead."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     def instance_config(
         self,
@@ -340,7 +374,7 @@ class EngineOptions:
         *,
         on_gpu: bool = False,
     ) -> InstanceConfig:
-        """The machine's part of these options, for a model with ``geometry`` on a GPU or a CPU.
+        """The configuration of the instance machine, for a model with ``geometry`` on a GPU or a CPU.
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
@@ -352,18 +386,13 @@ class EngineOptions:
                 hint=f"give at least --kv-memory {need}",
                 param="kv_memory",
             )
-        step_tokens = self.max_step_tokens or (STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU)
+        default_step_tokens = STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
             namespace=namespace,
             pool=PoolConfig(hbm_blocks, self.dram_memory_bytes // geometry.block_bytes, self.caching),
-            scheduler=SchedulerConfig(
-                max_running=self.max_running,
-                max_step_tokens=step_tokens,
-                prefill_chunk_tokens=self.prefill_chunk_tokens or step_tokens,
-                max_waiting=self.max_waiting,
-                steps_in_flight=self.steps_in_flight,
-                preemption=self.preemption,
+            scheduler=dataclasses.replace(
+                self.scheduler, max_step_tokens=self.scheduler.max_step_tokens or default_step_tokens
             ),
             vocab_size=vocab_size,
         )

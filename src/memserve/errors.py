@@ -1,4 +1,4 @@
-"""The errors that memserve raises on purpose (level 0).
+"""The errors that memserve raises on purpose.
 
 "Not enough room" is never one of them: calls that may lack room return ``None``.
 """

@@ -1,35 +1,41 @@
-"""``memserve.LLM``: a model in this very process, without a server (level 4)."""
+"""``memserve.LLM``: a model in this process, without a server."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import math
+import queue
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 from msgspec import structs
+from tokenizers import Tokenizer
 
 from memserve.api.errors import ApiError
 from memserve.api.messages import check_messages
-from memserve.api.parse import body_of
 from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
 from memserve.api.prompts import Prompt as EncodedPrompt
 from memserve.api.prompts import PromptEncoder
-from memserve.api.schema import ChatBody, CompletionBody
+from memserve.api.schema import ChatBody, CompletionBody, body_of
 from memserve.config import DEFAULT_MODEL, EngineOptions
 from memserve.errors import UserError
-from memserve.llm_call import Call, Completion
+from memserve.options import from_keywords, unknown_name
 from memserve.runtime.build import build_engine
+from memserve.runtime.engine import Engine, Refusal, Rejected
 from memserve.runtime.stats import EngineStats
-from memserve.types import SamplingParams
-from memserve.units import parse_bytes
+from memserve.runtime.text import Stops, TextStream
+from memserve.types import FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
+
+BUSY_WAIT_S = 0.05
+"""How long a call with nothing under way waits before it asks a full engine again."""
 
 ELSEWHERE = ("prompt_logprobs", "logit_bias")
 """Fields of ``SamplingParams`` that are no fields of the HTTP API, or have another form there."""
@@ -78,33 +84,56 @@ class ChatOptions(SamplingOptions, total=False):
     chat_template_kwargs: Mapping[str, Any]
 
 
+@dataclass(slots=True)
+class Generated:
+    """One generated sequence."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    error: str = ""
+    """With ``finish_reason`` ERROR: what failed, when it was this sequence alone."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """The answer to one prompt: ``n`` sequences, where its KV came from, and when things happened."""
+
+    prompt_tokens: list[int]
+    outputs: list[Generated]
+    cached_tokens: int = 0
+    submitted_ns: int = 0
+    first_token_ns: int = 0
+    finished_ns: int = 0
+
+    @property
+    def text(self) -> str:
+        """The first sequence's text."""
+        return self.outputs[0].text
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from submission to the first token."""
+        return (self.first_token_ns - self.submitted_ns) / 1e9
+
+
 class LLM:
-    """Loads a model and generates, in process; the same engine, and the same checks of what is asked, as
-    ``memserve serve``.
+    """Loads a model and generates, in process; with the engine and the checks of ``memserve serve``.
 
     >>> with LLM() as llm:
     ...     print(llm.chat([{"role": "user", "content": "What is the capital of France?"}], temperature=0).text)
 
-    ``options`` are the fields of :class:`memserve.config.EngineOptions`; ``kv_memory="512MiB"`` and
-    ``dram_memory="4GiB"`` are accepted as well. Raises :class:`UserError` on anything that cannot be served. Every
-    method may be called from any thread. Memory and threads are given back by :meth:`close`, at the end of ``with``,
-    or when the object is collected.
+    ``options`` are those of ``memserve serve``, named as the fields of :class:`memserve.config.EngineOptions` and its
+    scheduler (``max_running=8``), as the flags (``kv_memory="512MiB"``), or as in vLLM (``max_num_seqs=8``). None: the
+    default. Raises :class:`UserError` on anything that cannot be served. Every method may be called from any thread.
+    Memory and threads are given back by :meth:`close`, at the end of ``with``, or when the object is collected.
     """
 
-    def __init__(
-        self,
-        model: str = DEFAULT_MODEL,
-        *,
-        kv_memory: str | int | None = None,
-        dram_memory: str | int | None = None,
-        **options: Any,
-    ) -> None:
-        if kv_memory is not None:
-            options["kv_memory_bytes"] = parse_bytes(kv_memory)
-        if dram_memory is not None:
-            options["dram_memory_bytes"] = parse_bytes(dram_memory)
-        _refuse_unknown(options, [f.name for f in dataclasses.fields(EngineOptions)])
-        self._engine, self.model = build_engine(EngineOptions(model=model, **options))
+    def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        self._engine, self.model = build_engine(from_keywords(EngineOptions(model=model), options))
         self._free = weakref.finalize(self, self._engine.close)
         self._encoder = PromptEncoder(self.model)
         self._ids = itertools.count()
@@ -220,7 +249,8 @@ def _caller(tenant: str) -> Caller:
 def _fields(options: Mapping[str, Any], sampling: SamplingParams | None, kind: type) -> dict[str, Any]:
     """The fields of the HTTP API that a caller asks for. Raises :class:`UserError` for what is none."""
     known = kind.__annotations__ if kind is SamplingOptions else SamplingOptions.__annotations__ | kind.__annotations__
-    _refuse_unknown(options, known)
+    if unknown := [name for name in options if name not in known]:
+        raise unknown_name(unknown[0], known)
     if sampling is not None and not isinstance(sampling, SamplingParams):
         raise UserError(
             f"sampling is a {type(sampling).__name__}", hint="give keywords (temperature=0) or SamplingParams(...)"
@@ -249,17 +279,6 @@ def _bias_of(sampling: SamplingParams) -> dict[str, float]:
         raise UserError("logit_bias is no mapping", hint="for example {1234: -100}", param="logit_bias") from None
 
 
-def _refuse_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise UserError(
-                f"unknown option {name!r}",
-                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}",
-                param=name,
-            )
-
-
 def _plain(value: Any) -> Any:
     """``value`` as JSON has it: numpy's numbers and arrays, tuples and mappings included."""
     if isinstance(value, np.ndarray | np.generic):
@@ -280,3 +299,97 @@ def _user_errors() -> Iterator[None]:
         yield
     except ApiError as error:
         raise UserError(error.message, param=error.param) from None
+
+
+class Call:
+    """Collects what the engine thread delivers until every sequence has ended.
+
+    A queue that is full is no error here: what it refuses waits until something of this call has ended, or a moment.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, plans: Sequence[Generation]) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = all(plan.skip_special_tokens for plan in plans)
+        self._stops = Stops(plans[0].stops) if plans and plans[0].stops else None
+        self._news: queue.SimpleQueue[tuple[int, TokenOutput | Rejected]] = queue.SimpleQueue()
+        self._results: dict[str, Completion] = {}
+        self._requests: dict[str, Request] = {}
+        self._texts: dict[tuple[str, int], TextStream] = {}
+        self._waiting: deque[str] = deque()
+        self._running = 0
+
+    def add(self, request: Request) -> None:
+        """One request, to be run by :meth:`wait`."""
+        name = request.request_id
+        for index in range(request.n):
+            self._texts[name, index] = TextStream(
+                self._tokenizer,
+                stops=self._stops,
+                stop_token_ids=request.stop.stop_token_ids,
+                min_tokens=request.stop.min_tokens,
+                skip_special_tokens=self._skip_special_tokens,
+            )
+        outputs = [Generated(index) for index in range(request.n)]
+        self._results[name] = Completion(request.prompt.tolist(), outputs, submitted_ns=time.perf_counter_ns())
+        self._requests[name] = request
+        self._waiting.append(name)
+
+    def wait(self, on_progress: Callable[[], None] | None) -> list[Completion]:
+        """Run everything to its end. Whatever is raised, Ctrl-C included, cancels what still runs."""
+        try:
+            self._submit_waiting()
+            while self._running or self._waiting:
+                try:
+                    self._take(*self._news.get(timeout=None if self._running else BUSY_WAIT_S))
+                except queue.Empty:
+                    self._submit_waiting()
+                    continue
+                if on_progress is not None:
+                    on_progress()
+        except BaseException:
+            for request_id in self._results:
+                self._engine.cancel(request_id)
+            raise
+        return list(self._results.values())
+
+    def _submit_waiting(self) -> None:
+        while self._waiting:
+            request = self._requests[self._waiting.popleft()]
+            self._running += request.n
+            self._engine.submit(request, lambda news: self._news.put((time.perf_counter_ns(), news)))
+
+    def _take(self, when_ns: int, news: TokenOutput | Rejected) -> None:
+        if isinstance(news, Rejected):
+            self._refused(news)
+            return
+        result = self._results[news.request_id]
+        if not result.first_token_ns:
+            result.first_token_ns = when_ns
+        result.finished_ns = when_ns
+        result.cached_tokens = max(result.cached_tokens, news.cached_tokens)
+        output = result.outputs[news.index]
+        if output.finish_reason is None:
+            self._extend(output, news)
+        if news.finish_reason is not None:
+            self._running -= 1
+            if not self._running:
+                self._submit_waiting()
+
+    def _refused(self, news: Rejected) -> None:
+        if news.refusal is Refusal.CLOSING:
+            raise UserError("this LLM was closed, or its engine broke", hint="the log says why; make another one")
+        if news.retry_after_s is None:
+            raise UserError(f"the engine rejected a prompt: {news.reason}")
+        self._running -= self._requests[news.request_id].n
+        self._waiting.append(news.request_id)
+
+    def _extend(self, output: Generated, news: TokenOutput) -> None:
+        delta = self._texts[news.request_id, news.index].push(news)
+        output.tokens.extend(news.tokens)
+        output.logprobs.extend(news.logprobs)
+        output.cumulative_logprob = news.cumulative_logprob
+        output.text += delta.text
+        output.finish_reason, output.error = delta.finish_reason, news.error
+        if delta.stop_found:
+            self._engine.stop_sequence(news.request_id, news.index)

@@ -1,12 +1,12 @@
-"""What the processes of a cluster say to each other (level 0).
+"""What the processes of a cluster say to each other.
 
-Every message is a frozen struct with a tag; ``runtime/links`` puts it into an envelope (who speaks, to whom, number)
+Every message is a frozen struct with a tag; ``runtime/links`` puts it into an envelope (sender, receiver, number)
 and onto the wire. Machines get it as ``MessageArrived(sender, message)`` and answer with ``Send(to, message)``. No
 message needs an answer for the sender to stay right: every wait has a deadline.
 
-KV moves by *pulling*: the owner of blocks offers them and the taker reads. So every arena has one writer, its owner; a
-peer that was paused and wakes up late can read old bytes, which its checksums tell, but can never write into blocks
-that belong to somebody else by then.
+KV moves by *pulling*: the owner of blocks offers them and the receiver reads. Every arena has one writer, its owner. A
+peer that was paused and wakes up late can read old bytes, which their checksums reveal, but can never write into blocks
+that have another holder by then.
 
 ::
 
@@ -34,7 +34,7 @@ from memserve.peers import Name as Name
 from memserve.peers import Natural as Natural
 from memserve.peers import Peer as Peer
 from memserve.peers import PeerInfo as PeerInfo
-from memserve.peers import roll_of as roll_of
+from memserve.peers import members_digest as members_digest
 from memserve.types import Request, Tier, TokenArray, TokenOutput, TransferMode
 
 Checksum = Annotated[int, msgspec.Meta(ge=0)]
@@ -45,14 +45,14 @@ Checksum = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Join(Message, frozen=True, tag=True):
-    """An instance wants to be a member. Repeated until ``Welcome`` or ``Refused``."""
+    """An instance wants to be a member. Repeated until ``JoinAccepted`` or ``Refused``."""
 
     info: PeerInfo
     sent_to: str = ""
-    """The address at which the instance looks for a router; its ``Welcome`` repeats the address."""
+    """The address at which the instance looks for a router; its ``JoinAccepted`` repeats the address."""
 
 
-class Welcome(Message, frozen=True, tag=True):
+class JoinAccepted(Message, frozen=True, tag=True):
     """The instance is a member; these are the others."""
 
     peers: tuple[PeerInfo, ...]
@@ -60,7 +60,7 @@ class Welcome(Message, frozen=True, tag=True):
     """``Join.sent_to`` of the ``Join`` that this answers; empty: it answers none."""
 
 
-class Recall(Message, frozen=True, tag=True):
+class RejoinRequest(Message, frozen=True, tag=True):
     """The router was started anew, listens here, and remembers you: join again, as you are. Repeated until ``Join``."""
 
     address: str
@@ -108,14 +108,15 @@ class Heartbeat(Message, frozen=True, tag=True):
     next_event: Natural = 0
     stats: bytes = b""
     """The engine's statistics for ``/metrics``, msgpack of ``EngineStats``; not every heartbeat carries them."""
-    roll: Natural = 0
-    """``roll_of`` all members that it knows, itself included, so that a lost ``PeerJoined`` or ``PeerGone`` is noticed;
-    0: it does not say."""
-    asks: bool = False
-    """Whether it wants a word, ``Heard``: it has heard none for a while, and knows where else a router may be."""
+    members_digest: Natural = 0
+    """:func:`members_digest` of all members that the instance knows, itself included: a lost ``PeerJoined`` or
+    ``PeerGone`` is noticed. 0: not said."""
+    wants_ack: bool = False
+    """True: the router is to answer with ``HeartbeatAck``. The instance has heard no router for a while, and knows
+    another address."""
 
 
-class Heard(Message, frozen=True, tag=True):
+class HeartbeatAck(Message, frozen=True, tag=True):
     """The router lives, and so does the instance, as far as it knows."""
 
 
@@ -149,7 +150,7 @@ class Dispatch(Message, frozen=True, tag=True):
 
 
 class Cancel(Message, frozen=True, tag=True):
-    """End every sequence of the request; nobody waits for it."""
+    """End every sequence of the request; nothing waits for it."""
 
     request_id: str
 
@@ -169,7 +170,7 @@ class Tokens(Message, frozen=True, tag=True):
 
 class AskAttempts(Message, frozen=True, tag=True):
     """Which of these attempts do you not have? It comes behind every ``Dispatch`` before it, and the answer behind
-    every word about an attempt: who has it not then never heard of it, or its end was not heard."""
+    every word about an attempt: one that is not there then was never heard of, or its end was not heard."""
 
     attempts: tuple[str, ...]
     dispatches: Natural
@@ -199,7 +200,7 @@ class RequestRefused(Message, frozen=True, tag=True):
     retry_after_s: float | None = None
 
 
-# -- named prefixes (row M14)
+# -- named prefixes
 
 
 class Pin(Message, frozen=True, tag=True):
@@ -224,7 +225,7 @@ class Unpin(Message, frozen=True, tag=True):
     handle: str
 
 
-# -- KV events: instance -> router (row X2)
+# -- KV events: instance -> router
 
 
 class KvChange(Message, frozen=True):
@@ -261,7 +262,7 @@ class AskEvents(Message, frozen=True, tag=True):
 
 
 class Offer(Message, frozen=True, tag=True):
-    """Blocks that the taker may pull until the lease ends. They need not be computed yet: ``Ready`` says when.
+    """Blocks that the receiver may pull until the lease ends. They need not be computed yet: ``Ready`` says when.
 
     ``blocks[i]`` holds tokens ``[(first_block + i) * block_tokens, ...)`` of ``tokens``; the last may be partly filled.
     """
@@ -279,16 +280,16 @@ class Offer(Message, frozen=True, tag=True):
     lease_ns: Natural
     mode: TransferMode = TransferMode.BY_REQUEST_AGG
     insert: bool = True
-    """Insert into the taker's index (``transfer_with_insert``)."""
+    """Insert into the receiver's index (``transfer_with_insert``)."""
     request: Request | None = None
-    """A handoff: the taker will decode this request."""
+    """A handoff: the receiver will decode this request."""
     deadline_in_ns: int | None = None
     return_kv: bool = False
     dst_blocks: tuple[Natural, ...] = ()
-    """Where the taker shall put them (``transfer`` with ``dst``); empty = it allocates."""
+    """Where the receiver shall put them (``transfer`` with ``dst``); empty = it allocates."""
     dst_tier: Tier = Tier.HBM
     private: bytes = b""
-    """For the taker's application; not looked at."""
+    """For the receiver's application; not looked at."""
     dram_blocks: tuple[Natural, ...] = ()
     """Blocks that follow ``blocks`` and lie in the owner's DRAM (``blocks`` then lie in HBM)."""
 
@@ -303,7 +304,7 @@ class MoreBlocks(Message, frozen=True, tag=True):
 
 
 class Wanted(Message, frozen=True, tag=True):
-    """The taker has the blocks before ``first_block`` already: those need no checksums."""
+    """The receiver has the blocks before ``first_block`` already: those need no checksums."""
 
     transfer_id: str
     first_block: Natural
@@ -320,13 +321,13 @@ class Ready(Message, frozen=True, tag=True):
 
 
 class Handoff(Message, frozen=True, tag=True):
-    """The prefill is done: each sequence's first token (none for beams, whose choice is the taker's)."""
+    """The prefill is done: each sequence's first token (none for beams, whose choice is the receiver's)."""
 
     transfer_id: str
     first_tokens: tuple[tuple[Natural, ...], ...]
     """For each of the request's sequences the tokens known so far."""
     ended: tuple[Natural, ...] = ()
-    """Sequences whose first token was their last."""
+    """Sequences that ended with their first token."""
 
 
 class Withdraw(Message, frozen=True, tag=True):
@@ -337,7 +338,7 @@ class Withdraw(Message, frozen=True, tag=True):
 
 
 class Release(Message, frozen=True, tag=True):
-    """The taker is done with the offer: the owner's references go back."""
+    """The receiver is done with the offer: the owner's references go back."""
 
     transfer_id: str
     used: bool = True
@@ -356,7 +357,7 @@ class Fetch(Message, frozen=True, tag=True):
     end_block: Natural
 
 
-# -- remote memory: MemServe's Table 1 with an instance id (row M1)
+# -- remote memory: MemServe's Table 1 with an instance id
 
 
 class Alloc(Message, frozen=True, tag=True):
@@ -382,10 +383,10 @@ class Free(Message, frozen=True, tag=True):
 
 
 AnyMessage: TypeAlias = (
-    Join | Welcome | Recall | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat | Heard
-    | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver | RequestRefused
-    | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready | Handoff
-    | Withdraw | Release | Fetch | Alloc | Allocated | Free
+    Join | JoinAccepted | RejoinRequest | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
+    | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver
+    | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready
+    | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
 

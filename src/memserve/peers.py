@@ -1,4 +1,4 @@
-"""Who takes part in a cluster, and what others must know of him (level 0): the nouns of ``memserve.messages``."""
+"""Members of a cluster, and what others must know of them: the nouns of ``memserve.messages``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Peer(Message, frozen=True):
     generation: Natural
 
 
-_ROLL_KEY = b"memserve members"
+_MEMBERS_KEY = b"memserve members"
 
 
-def roll_of(peers: Iterable[Peer]) -> int:
+def members_digest(peers: Iterable[Peer]) -> int:
     """One number by which two processes see whether they know the same members, whatever the order: 56 bits."""
-    roll = 0
+    digest = 0
     for peer in peers:
-        name = _core.siphash128(_ROLL_KEY, f"{peer.generation} {peer.name}".encode("utf-8", "surrogatepass"))
-        roll ^= int.from_bytes(name[:7], "little")
-    return roll
+        name = _core.siphash128(_MEMBERS_KEY, f"{peer.generation} {peer.name}".encode("utf-8", "surrogatepass"))
+        digest ^= int.from_bytes(name[:7], "little")
+    return digest
 
 
 class ArenaPlace(Message, frozen=True):
@@ -72,6 +72,8 @@ class PeerInfo(Message, frozen=True):
     """Whether it reports KV events; if not, the trees live by what was dispatched, with a TTL."""
     model_card: bytes = b""
     """What the edge must know of the model, as JSON (``model/loading/card.py``): the router itself loads no model."""
+    costs: bytes = b""
+    """What computing and moving KV cost there (``CostModel.encode``); empty: nothing was measured."""
 
 
 class Load(Message, frozen=True):
@@ -87,6 +89,6 @@ class Load(Message, frozen=True):
     """Free, or held by the cache alone."""
     transfers_open: Natural = 0
     dispatches_heard: Natural | None = None
-    """Total since it became a member; what else the router sent is lost, or under way. ``None``: it does not say."""
+    """Dispatches received since it became a member; others are lost, or under way. None: the instance does not say."""
     answers_told: Natural = 0
-    """Total since then of ``Tokens`` and ``RequestRefused``, all sent before the heartbeat that says so."""
+    """``Tokens`` and ``RequestRefused`` sent since it became a member, all before the heartbeat that says so."""

@@ -1,4 +1,4 @@
-"""What every serving machine hears and says, an instance as well as the cluster's router (level 0)."""
+"""Events and actions of every serving machine: of an instance as well as of the cluster's router."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """The client went away: every sequence of the request ends now."""
+    """The client left: every sequence of the request ends now."""
 
     request_id: str
 
@@ -32,10 +32,10 @@ class SequenceStopped:
 
 @dataclass(frozen=True, slots=True)
 class PrefixPinned:
-    """A client asked to keep the cached prefix of ``tokens`` for ``ttl_ns`` under a name (row M14).
+    """A client asked to keep the cached prefix of ``tokens`` for ``ttl_ns`` under a name.
 
-    In a cluster, requests of the same tenant whose ``session`` is this name prefer the instance where it lies.
-    Repeated: renewed, and extended to the new ``tokens``.
+    In a cluster, requests of the same tenant whose ``session`` is this name prefer the instance where the prefix
+    lies. A repeated pin is renewed, and extended to the new ``tokens``.
     """
 
     handle: str
@@ -52,7 +52,7 @@ class PrefixPinned:
 
 @dataclass(frozen=True, slots=True)
 class PrefixUnpinned:
-    """The name is given up."""
+    """A client gave the name of a pinned prefix up."""
 
     handle: str
     tenant: str
@@ -60,12 +60,12 @@ class PrefixUnpinned:
 
 @dataclass(frozen=True, slots=True)
 class ClockTicked:
-    """Time passed: deadlines are looked at."""
+    """Time passed: deadlines may be over."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageArrived:
-    """Another process said something. The link has checked who it is, and that nothing is heard twice."""
+    """A message of another process came. The link has checked its sender, and that no message comes twice."""
 
     sender: Peer
     message: AnyMessage
@@ -73,24 +73,24 @@ class MessageArrived:
 
 @dataclass(frozen=True, slots=True)
 class EmitTokens:
-    """Deliver new tokens and endings to whoever waits for them."""
+    """Deliver new tokens and endings to the sinks of their requests."""
 
     outputs: list[TokenOutput]
 
 
 @dataclass(frozen=True, slots=True)
 class RejectRequest:
-    """The request can never run here, or there is no room for it in the queue. Nothing of it is held."""
+    """Reject the request: it can never run here, or the queue has no room. The machine holds nothing for it."""
 
     request_id: str
     reason: str
     retry_after_s: float | None = None  # None: do not retry
-    overloaded: bool = False  # True: no matter who asks, there is too much to do
+    overloaded: bool = False  # True: there is too much to do, whatever the tenant
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Say something to another process. It may get lost; nothing waits for an answer without a deadline."""
+    """Send a message to another process. It may get lost; no machine waits for an answer without a deadline."""
 
     to: Peer
     message: AnyMessage

@@ -1,4 +1,4 @@
-"""The words that every level shares (level 0): tiers, requests, sampling, outputs."""
+"""The words that every level shares: tiers, requests, sampling, outputs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class TransferMode(enum.StrEnum):
 
 
 class Caching(enum.StrEnum):
-    """Who caches KV, and what travels between prefill and decode instances (MemServe 5.1)."""
+    """Which instances cache KV, and what travels between prefill and decode (MemServe 5.1)."""
 
-    OFF = "off"  # PD-Basic: nobody
+    OFF = "off"  # PD-Basic: none
     PD_CACHING_1 = "pd-caching-1"  # prefill instances
     PD_CACHING_2 = "pd-caching-2"  # decode instances too: only what they lack is sent
     PD_CACHING_3 = "pd-caching-3"  # and generated KV goes back to the prefill instance
@@ -61,9 +61,9 @@ class RequestLogFormat(enum.StrEnum):
 
 
 class Admission(enum.StrEnum):
-    """What the cluster's gate looks at before it lets a request in (row C6)."""
+    """What the cluster's gate looks at before it lets a request in."""
 
-    NONE = "none"  # nothing: everybody is let in
+    NONE = "none"  # nothing: every request is let in
     BOUNDED = "bounded"  # how many requests are active
     MEMORY = "memory"  # and whether an instance has memory for all of it
     CACHE = "cache"  # the same, but prefixes that active requests share count once
@@ -83,8 +83,9 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How the next token is drawn from the logits (OpenAI's meanings and ranges).
 
-    Drawing is stateless: token ``i`` of sequence ``k`` depends only on the logits and ``(seed, k, i)``, so a
-    sequence that is preempted or migrated continues exactly as it would have.
+    Drawing is stateless: token ``i`` of sequence ``k`` depends only on the logits and ``(seed, k, i)``. So a sequence
+    that is preempted or migrated continues as it would have: exactly in float32; in bfloat16 other rows of a step can
+    change how a logit is rounded.
     """
 
     temperature: float = 1.0  # 0 = greedy
@@ -115,7 +116,7 @@ def isolation(tenant: str, salt: str) -> str:
 
 
 def tenant_of(isolation: str) -> str:
-    """The tenant whose :func:`isolation` this is."""
+    """The tenant with this :func:`isolation`."""
     return isolation.partition("\x1f")[0]
 
 
@@ -171,7 +172,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]  # new tokens, usually one
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token when asked for
     finish_reason: FinishReason | None = None
-    cached_tokens: int = 0  # prompt tokens whose KV came from the cache (set on a sequence's first output)
+    cached_tokens: int = 0  # prompt tokens with KV from the cache (set on a sequence's first output)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # first output, when asked for
     cumulative_logprob: float | None = None  # beam search only
     queue_ns: int | None = None  # first output: from arrival to the first step that computed any of the prompt

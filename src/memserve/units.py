@@ -1,4 +1,4 @@
-"""Units in one place (level 0): every quantity in memserve carries its unit in its name."""
+"""Units in one place: every quantity in memserve carries its unit in its name."""
 
 from __future__ import annotations
 

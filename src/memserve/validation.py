@@ -1,4 +1,4 @@
-"""What a request may ask of a model (level 0): one check for HTTP, ``memserve.LLM`` and what other processes send.
+"""What a request may ask of a model: one check for HTTP, ``memserve.LLM`` and what other processes send.
 
 A token id is checked against the *model's* vocabulary: the tokens that it can read and that it can draw. A tokenizer
 may know more of them, or fewer.

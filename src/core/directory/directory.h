@@ -32,7 +32,7 @@ struct Identities {
   Hash128 operator[](size_t i) const { return load_identity(bytes + i * kIdentityBytes); }
 };
 
-// A prompt whose identities are computed on the way, as far as somebody holds its blocks.
+// A prompt with identities that are computed on the way, as far as any instance holds its blocks.
 struct Prompt {
   const uint8_t* key;  // 16 bytes
   Hash128 name;        // the namespace

@@ -1,4 +1,4 @@
-// One block of the directory and who holds it: 64 bytes for up to five holders, a heap array for more, bitsets for many.
+// One block of the directory and its holders: 64 bytes for up to five holders, a heap array for more, bitsets for many.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -31,7 +31,7 @@ struct HolderRecord {
 };
 static_assert(sizeof(HolderRecord) == 8);
 
-// Who holds a block, for matching: bit h of `held`; bit h of `dram` where it lies in DRAM alone (empty = nowhere).
+// The holders of a block, for matching: bit h of `held`; bit h of `dram` where it lies in DRAM alone (empty = nowhere).
 struct HolderBits {
   std::span<const uint64_t> held, dram;
 };
@@ -52,7 +52,7 @@ struct alignas(64) DirectoryEntry {
 
   // Adds an empty record. The holder must have none.
   void add(uint32_t holder);
-  // Replaces the record of its holder, who must have one.
+  // Replaces the record of its holder, which must have one.
   void set(HolderRecord record);
   void remove(uint32_t holder);
 

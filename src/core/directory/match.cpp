@@ -1,4 +1,4 @@
-// The one question that is asked for every request: who has how much of this prompt?
+// The one question that is asked for every request: which instances have how much of this prompt?
 #include <algorithm>
 
 #include "directory/directory.h"

@@ -42,7 +42,7 @@ bool PrefixWalk::step(const DirectoryEntry* block) {
   return any;
 }
 
-// Those who lack this block drop out here. Most often nobody does.
+// Holders that lack this block drop out here. Most often none does.
 bool PrefixWalk::keep(std::span<const uint64_t> held, std::span<const uint64_t> dram) {
   if (depth_ == 0) {
     std::ranges::copy(held, found_.begin());

@@ -20,7 +20,7 @@ class PrefixWalk {
  public:
   // `words`: 64-bit words of a bitset of all holders.
   void start(size_t words);
-  // The next block; null = nobody has it. Returns whether any holder is still under way.
+  // The next block; null = no instance has it. Returns whether any holder is still under way.
   bool step(const DirectoryEntry* block);
   // Every holder of the first block, by id.
   std::span<const PrefixHeld> finish();

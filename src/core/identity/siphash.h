@@ -1,4 +1,4 @@
-// SipHash-2-4 with 128-bit output (Aumasson and Bernstein; reference vectors in tests/test_core_identity.py).
+// SipHash-2-4 with 128-bit output (Aumasson and Bernstein; reference vectors in tests/unit/core/test_identity.py).
 #pragma once
 #include <cstddef>
 #include <cstdint>

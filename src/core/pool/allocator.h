@@ -1,4 +1,4 @@
-// Blocks and pages of one arena: who is free, who is held how often.
+// Blocks and pages of one arena: which are free, which are held how often.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -17,7 +17,7 @@ namespace memserve {
 //   broken  some of its pages are out as loose pages; whole again when the last of them comes back
 //
 // A held block may be marked *idle* by the prefix index: the index could give it up now. `idle_sole()` counts idle
-// blocks whose only reference is the index's own, that is, the blocks that eviction can turn into free ones.
+// blocks with no reference but the index's own, that is, the blocks that eviction can turn into free ones.
 class BlockAllocator {
  public:
   BlockAllocator(int32_t num_blocks, int32_t pages_per_block);

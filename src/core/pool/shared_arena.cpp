@@ -40,7 +40,7 @@ constexpr uint64_t kMagic = 0x31414e4552414d53;  // "SMARENA1"
   throw std::system_error(error, std::generic_category(), what);
 }
 
-// A descriptor that is closed unless somebody keeps it.
+// A descriptor that is closed unless it is kept.
 class Descriptor {
  public:
   explicit Descriptor(int fd) : fd_(fd) {}

@@ -3,7 +3,7 @@
 //   file:  | header: magic, nbytes, generation | block bytes ...                 |
 //          0                                   4096                              4096 + nbytes
 //
-// The owner's file is a memfd: it has no name, and lives as long as somebody maps it. A peer opens it through
+// The owner's file is a memfd: it has no name, and lives as long as a process maps it. A peer opens it through
 // /proc/<pid>/fd/<fd>, so it needs the same user (or CAP_SYS_PTRACE) and the same /proc, and no descriptor passing.
 #pragma once
 #include <sys/types.h>
@@ -19,7 +19,7 @@ struct SharedHeader;
 class SharedArena {
  public:
   // Throws std::system_error. The file is sealed: it never changes its size, and where the kernel can (5.1 and later)
-  // nobody else ever gets a writable map of it.
+  // no other process ever gets a writable map of it.
   explicit SharedArena(size_t bytes);
   ~SharedArena();
   SharedArena(const SharedArena&) = delete;

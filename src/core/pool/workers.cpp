@@ -19,7 +19,7 @@ constexpr int kThreadsMax = 16;
 class Workers {
  public:
   // Calls `unit(i)` for each i in [0, units), on the caller and up to `helpers` others; returns when all are done.
-  // While somebody else's job has the helpers, the caller works alone: waiting for them would take longer.
+  // While another caller's job has the helpers, the caller works alone: waiting for them would take longer.
   void run(size_t units, int helpers, const std::function<void(size_t)>& unit) {
     const std::unique_lock one_job(run_mutex_, std::try_to_lock);
     if (!one_job) {
@@ -38,7 +38,7 @@ class Workers {
     wake_.notify_all();
     work(unit, units);
     std::unique_lock lock(mutex_);
-    seats_ = 0;  // whoever has not joined by now need not
+    seats_ = 0;  // a helper that has not joined by now need not
     done_.wait(lock, [this] { return working_ == 0; });
     unit_ = nullptr;
   }

@@ -20,7 +20,7 @@ uint64_t RadixIndex::burden(const Owner& owner, int tier) const {
   return uint64_t{owner.held[tier]} << std::min(turnovers, kDoublingsMax);
 }
 
-// The heaviest owner with something to evict, of equal ones the one whose last use is longest ago.
+// The heaviest owner with something to evict, of equal ones the one with the last use longest ago.
 RadixIndex::Victim RadixIndex::next_victim(int tier) const {
   Victim found{nullptr, 0};
   uint64_t most = 0, limit = 0;  // down to `limit`, it stays the heaviest

@@ -22,7 +22,7 @@ void RadixIndex::path_blocks(const Position& end, std::vector<int32_t>& hbm, std
   hbm.erase(first_dram, hbm.end());
 }
 
-// The node whose edge ends exactly where the walk did; null at a root.
+// The node with the edge that ends exactly where the walk did; null at a root.
 Node* RadixIndex::node_ending_at(const Position& end) {
   if (!end.node || end.depth == 0) return nullptr;
   return end.in_node < end.node->size ? split(end.node, end.in_node) : end.node;
@@ -134,7 +134,7 @@ Insertion RadixIndex::insert(const NamespaceId& name, std::span<const int32_t> t
   return out;
 }
 
-// Moves the first DRAM blocks of a pinned path to the given HBM blocks, whose one reference becomes the index's. When
+// Moves the first DRAM blocks of a pinned path to the given HBM blocks; their one reference becomes the index's. When
 // they are fewer than the path's DRAM blocks, the pin moves up to the last block that now lies in HBM.
 Promotion RadixIndex::promote(uint32_t pin, std::span<const int32_t> hbm_blocks) {
   Node* const node = pinned_node(pin);

@@ -13,10 +13,10 @@
 //   * An unlocked node is in the LRU list of its owner for each tier that it has blocks in, and never behind (older
 //     than) a child of its own in that list: the list's tail is always evictable. Paths are touched deepest node first
 //     to keep it so.
-//   * Each root has one owner (a tenant), whose namespaces (a salt each) share lists and counts. Eviction takes the
-//     oldest leaf of the owner whose blocks weigh most: they count double for each time that as many blocks as the tier
+//   * Each root has one owner (a tenant), and its namespaces (a salt each) share lists and counts. Eviction takes the
+//     oldest leaf of the owner with the heaviest blocks: they count double for each time that as many blocks as a tier
 //     has have entered the index since the owner used it. So a flood evicts its own blocks, and an owner that stays
-//     away loses its. Of equal ones it is the owner whose last use is longest ago. A lone owner may hold everything.
+//     away loses its. Of equal ones it is the owner with the last use longest ago. A lone owner may hold everything.
 //   * A child is found by the 64-bit hash of (parent, first block of its edge); tokens are compared always, so a hash
 //     collision costs time and never gives wrong KV.
 // Order comes from the lists alone. The one counter (`entered_`, blocks) has 64 bits.
@@ -118,7 +118,7 @@ struct Insertion {
 
 struct Promotion {
   uint32_t pin = 0;
-  std::vector<int32_t> left_dram;  // DRAM blocks whose contents must go to the given HBM blocks, in order
+  std::vector<int32_t> left_dram;  // DRAM blocks with contents that must go to the given HBM blocks, in order
 };
 
 class RadixIndex {

@@ -97,7 +97,7 @@ size_t RadixIndex::bucket_of(uint64_t hash) const {
   return bucket < buckets_.size() ? bucket : bucket - half;
 }
 
-// One bucket more, so that growing never stops the world: moves the few children whose bucket is the new one now.
+// One bucket more, so that growing never stops the world: moves the few children that belong into the new bucket now.
 void RadixIndex::add_bucket() {
   const size_t added = buckets_.size();
   buckets_.append();

@@ -1,4 +1,4 @@
-// A growing array whose items never move, on huge pages once it is large.
+// A growing array of items that never move, on huge pages once it is large.
 #pragma once
 #include <bit>
 #include <cstddef>

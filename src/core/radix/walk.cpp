@@ -18,7 +18,7 @@ void fetch(const void* start, size_t bytes) {
 
 }  // namespace
 
-// The way to the child of `parent` whose edge begins with `block`. Each `step` reads what the one before has asked for,
+// The way to the child of `parent` with an edge that begins with `block`. Each `step` reads what the last asked for,
 // and asks for the next: the bucket, then its first node and that one's first tokens.
 class RadixIndex::Lookahead {
  public:
@@ -109,7 +109,7 @@ Position RadixIndex::walk(const NamespaceId& name, std::span<const int32_t> toke
   return at;
 }
 
-// The child whose edge begins with `block`, or null.
+// The child with the edge that begins with `block`, or null.
 Node* RadixIndex::find_child(const Node* parent, const int32_t* block) const {
   Node* node = Lookahead(*this, parent, block).arrive();
   while (node && std::memcmp(node->tokens(), block, block_tokens_ * sizeof(int32_t)) != 0) {

@@ -1,6 +1,7 @@
-// Who computes a prompt and who decodes it, at the least expected cost, of all pairs there are: the sums of
-// policy/weighing.py in one pass. The pairs need not be looked at one by one: a decoder costs each first instance the
-// same, but for the transfer, which knows near and far only.
+// Which instance computes a prompt and which one decodes it, at the least expected cost, of all pairs there are: the
+// sums of policy/routing.py in one pass, each instance by its own profile. The pairs need not be looked at one by one: a
+// decoder costs each first instance the same, but for the transfer, which the decoder pulls, and which knows near and
+// far only.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
@@ -32,11 +33,17 @@ constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 // Beyond any wait: what costs more is not told apart, and no sum of a few such overflows.
 constexpr double kForeverNs = 1e17;
 
-// As Python's round: half to even. Contraction is off in this file, so that sums are those of policy/curves.py.
+// As Python's round: half to even. Contraction is off in this file, so that sums are those of policy/costs.py.
 int64_t rounded(double ns) { return std::lrint(std::min(ns, kForeverNs)); }
 
-// The curves of policy/costs.py.
-struct RoutingPrices {
+// How KV is cut up: a token's bytes, a block's tokens, and pieces of a block.
+struct Cut {
+  int64_t token_bytes, block_tokens, pieces;
+  int64_t blocks(int64_t tokens) const { return (tokens + block_tokens - 1) / block_tokens; }
+};
+
+// The curves of one CostModel of policy/costs.py.
+struct Prices {
   Coefficients prefill, decode, swap_in, same_host, network;
 
   int64_t prefill_ns(int64_t fresh, int64_t context) const {
@@ -48,22 +55,34 @@ struct RoutingPrices {
     if (batch <= 0) return 0;
     return rounded(decode[0] + decode[1] * static_cast<double>(batch) + decode[2] * static_cast<double>(context));
   }
-  int64_t swap_in_ns(int64_t bytes) const { return copy_ns(swap_in, bytes); }
-  int64_t transfer_ns(int64_t bytes, bool near) const { return copy_ns(near ? same_host : network, bytes); }
+  int64_t swap_in_ns(int64_t blocks, const Cut& cut) const { return kv_ns(swap_in, blocks, cut); }
+  int64_t transfer_ns(int64_t blocks, const Cut& cut, bool near) const {
+    return kv_ns(near ? same_host : network, blocks, cut);
+  }
 
  private:
-  static int64_t copy_ns(const Coefficients& curve, int64_t bytes) {
-    return bytes <= 0 ? 0 : rounded(curve[0] + curve[1] + curve[2] * static_cast<double>(bytes));
+  // CopyCurve.kv_ns
+  static int64_t kv_ns(const Coefficients& curve, int64_t blocks, const Cut& cut) {
+    const int64_t bytes = blocks * cut.block_tokens * cut.token_bytes;
+    if (bytes <= 0) return 0;
+    return rounded(curve[0] + curve[1] * static_cast<double>(blocks * cut.pieces) +
+                   curve[2] * static_cast<double>(bytes));
   }
 };
 
-// What a request needs, and the longest prefix of it that may be fetched from somebody.
+// Of all instances: those with equal profiles share an entry.
+struct RoutingPrices {
+  std::vector<Prices> profiles;
+};
+
+// What a request needs, and the longest prefix of it that may be fetched from another instance.
 struct Wanted {
-  int64_t prompt_tokens, max_tokens, sequences, token_bytes, block_tokens;
+  int64_t prompt_tokens, max_tokens, sequences, block_tokens;
+  Cut whole, handoff;
   int64_t holder = kNobody, holder_tokens = 0;
 };
 
-// A sum to be the least; equal ones are told apart by who is known, then by number.
+// A sum to be the least; equal ones are told apart by being known, then by number.
 struct Price {
   int64_t total_ns = kNever, minus_known = 0, first = kNobody, decode_at = kNobody;
   auto operator<=>(const Price&) const = default;
@@ -71,25 +90,32 @@ struct Price {
 
 class Weighing {
  public:
-  Weighing(const RoutingPrices& prices, const Wanted& wanted, const LoadColumns& table, std::span<const int64_t> hosts,
-           const std::vector<int64_t>& favourites, int64_t window_steps)
-      : prices_(prices),
+  Weighing(const std::vector<Prices>& profiles, std::span<const int64_t> profile_of, const Wanted& wanted,
+           const LoadColumns& table, std::span<const int64_t> hosts, const std::vector<int64_t>& favourites,
+           int64_t window_steps)
+      : profiles_(profiles),
+        profile_of_(profile_of),
         wanted_(wanted),
         table_(table),
         hosts_(hosts),
         favourites_(favourites),
         window_(window_steps),
-        alone_ns_(prices.prefill_ns(wanted.prompt_tokens, 0)),
-        near_(table.columns + 1) {}
+        prompt_blocks_(wanted.whole.blocks(wanted.prompt_tokens)),
+        there_(std::min(wanted.holder_tokens, wanted.prompt_tokens - 1)),
+        there_blocks_(wanted.whole.blocks(there_)),
+        alone_ns_(profiles.size()),
+        near_(table.columns + 1) {
+    for (size_t at = 0; at < profiles.size(); ++at) alone_ns_[at] = profiles[at].prefill_ns(wanted.prompt_tokens, 0);
+  }
 
   void offer_decoder(int64_t at) {
     const Work work = table_.work(at);
-    const int64_t dram_bytes = table_.matched_in_dram(at) * wanted_.block_tokens * wanted_.token_bytes;
-    const int64_t decoder_ns = decode_ns(at, work) + queued_ns(work.prefill) + prices_.swap_in_ns(dram_bytes);
-    const int64_t lacking = wanted_.prompt_tokens - table_.matched(at) * wanted_.block_tokens;
-    const int64_t bytes = std::max<int64_t>(0, lacking) * wanted_.token_bytes;
+    const Prices& prices = prices_of(at);
+    const int64_t swap_ns = prices.swap_in_ns(table_.matched_in_dram(at), wanted_.whole);
+    const int64_t decoder_ns = decode_ns(at, work) + queued_ns(at, work.prefill) + swap_ns;
+    const int64_t lacking = std::max<int64_t>(0, prompt_blocks_ - table_.matched(at));
     const auto price = [&](bool near) {
-      return Price{decoder_ns + prices_.transfer_ns(bytes, near), -is_known(at), kNobody, at};
+      return Price{decoder_ns + prices.transfer_ns(lacking, wanted_.handoff, near), -is_known(at), kNobody, at};
     };
     if (const int64_t host = hosts_[at]; host != kUnknownHost) near_[host] = std::min(near_[host], price(true));
     keep_far(price(false));
@@ -98,8 +124,8 @@ class Weighing {
   // `alone`: it decodes, too.
   void offer_first(int64_t at, bool alone) {
     const Work work = table_.work(at);
-    const int64_t prompts_ns = queued_ns(work.prefill);
-    const int64_t step_ns = prices_.decode_step_ns(work.sequences, work.context);
+    const int64_t prompts_ns = queued_ns(at, work.prefill);
+    const int64_t step_ns = prices_of(at).decode_step_ns(work.sequences, work.context);
     if (prompts_ns + step_ns > best_.total_ns) return;
     const int64_t first_ns = step_ns + first_token_ns(at, prompts_ns);
     if (alone) {
@@ -113,6 +139,8 @@ class Weighing {
   const Price& best() const { return best_; }
 
  private:
+  const Prices& prices_of(int64_t at) const { return profiles_[static_cast<size_t>(profile_of_[at])]; }
+
   int64_t is_known(int64_t at) const { return std::ranges::find(favourites_, at) != favourites_.end(); }
 
   // The cheapest far away, and the cheapest on another host than that one.
@@ -132,9 +160,10 @@ class Weighing {
   }
 
   // Prompts in a queue, as if they were like this one.
-  int64_t queued_ns(int64_t prefill_tokens) const {
+  int64_t queued_ns(int64_t at, int64_t prefill_tokens) const {
     int64_t product = 0;
-    if (__builtin_mul_overflow(prefill_tokens, alone_ns_, &product)) return static_cast<int64_t>(kForeverNs);
+    const int64_t alone_ns = alone_ns_[static_cast<size_t>(profile_of_[at])];
+    if (__builtin_mul_overflow(prefill_tokens, alone_ns, &product)) return static_cast<int64_t>(kForeverNs);
     return std::min(product / wanted_.prompt_tokens, static_cast<int64_t>(kForeverNs));
   }
 
@@ -143,56 +172,68 @@ class Weighing {
     const int64_t room_tokens = table_.room_blocks(at) * wanted_.block_tokens - table_.context_sent(at);
     const int64_t steps = std::min(window_, std::max<int64_t>(1, wanted_.max_tokens));
     const int64_t waiting = wanted_.prompt_tokens > room_tokens ? window_ : 0;
-    return (steps + waiting) * prices_.decode_step_ns(work.sequences + wanted_.sequences, context);
+    return (steps + waiting) * prices_of(at).decode_step_ns(work.sequences + wanted_.sequences, context);
   }
 
   // The best way to get the prompt's KV there, behind other prompts: recompute, swap in, fetch.
   int64_t first_token_ns(int64_t at, int64_t prompts_ns) const {
+    const Prices& prices = prices_of(at);
     const int64_t prompt = wanted_.prompt_tokens, last = prompt - 1;
     const int64_t matched = table_.matched(at) * wanted_.block_tokens;
     const int64_t own = std::min(matched, last);
     const int64_t hbm = std::min(matched - table_.matched_in_dram(at) * wanted_.block_tokens, last);
-    int64_t best_ns = prompts_ns + prices_.prefill_ns(prompt - hbm, hbm);
+    int64_t best_ns = prompts_ns + prices.prefill_ns(prompt - hbm, hbm);
     int64_t swap_ns = 0;
     if (own > hbm) {
-      swap_ns = prices_.swap_in_ns((own - hbm) * wanted_.token_bytes);
-      best_ns = std::min(best_ns, prompts_ns + swap_ns + prices_.prefill_ns(prompt - own, own));
+      swap_ns = prices.swap_in_ns(wanted_.whole.blocks(own - hbm), wanted_.whole);
+      best_ns = std::min(best_ns, prompts_ns + swap_ns + prices.prefill_ns(prompt - own, own));
     }
-    const int64_t there = std::min(wanted_.holder_tokens, last);
-    if (there > own && wanted_.holder != at) {
+    if (there_ > own && wanted_.holder != at) {  // so all that matched is own
       const bool near = hosts_[at] != kUnknownHost && hosts_[at] == hosts_[wanted_.holder];
-      const int64_t fetch_ns = prices_.transfer_ns((there - own) * wanted_.token_bytes, near);
-      const int64_t rest_ns = swap_ns + prices_.prefill_ns(prompt - there, there);
+      const int64_t fetch_ns = prices.transfer_ns(there_blocks_ - table_.matched(at), wanted_.whole, near);
+      const int64_t rest_ns = swap_ns + prices.prefill_ns(prompt - there_, there_);
       best_ns = std::min(best_ns, std::max(prompts_ns, fetch_ns) + rest_ns);
     }
     return best_ns;
   }
 
-  const RoutingPrices& prices_;
+  const std::vector<Prices>& profiles_;
+  const std::span<const int64_t> profile_of_;
   const Wanted& wanted_;
   const LoadColumns& table_;
   const std::span<const int64_t> hosts_;
   const std::vector<int64_t>& favourites_;
-  const int64_t window_, alone_ns_;
-  std::vector<Price> near_;  // by host
+  const int64_t window_, prompt_blocks_, there_, there_blocks_;
+  std::vector<int64_t> alone_ns_;  // by profile: this prompt, with nothing cached
+  std::vector<Price> near_;        // by host
   Price far_, other_far_, best_;
 };
 
 nb::tuple cheapest(const Crowd& first, const std::vector<Row>& decoders, const Loads& loads, const Row& room,
                    const Columns& matches, const Row& hosts, const std::vector<int64_t>& favourites,
-                   const RoutingPrices& prices, const std::array<int64_t, 5>& ask,
+                   const RoutingPrices& prices, const Row& profile_of, const std::array<int64_t, 6>& ask,
                    const std::pair<int64_t, int64_t>& holding, int64_t window_steps) {
   const LoadColumns table(loads, room, matches);
-  const auto [prompt_tokens, max_tokens, sequences, token_bytes, block_tokens] = ask;
+  const auto [prompt_tokens, max_tokens, sequences, token_bytes, block_tokens, pieces] = ask;
   if (prompt_tokens < 1 || block_tokens < 1) throw nb::value_error("a prompt and a block have tokens");
-  const Wanted wanted{prompt_tokens, max_tokens,    sequences,     token_bytes,
-                      block_tokens,  holding.first, holding.second};
+  const Wanted wanted{prompt_tokens,
+                      max_tokens,
+                      sequences,
+                      block_tokens,
+                      Cut{token_bytes, block_tokens, 1},
+                      Cut{token_bytes, block_tokens, pieces},
+                      holding.first,
+                      holding.second};
   const auto is_code = [&](int64_t host) { return host >= 0 && static_cast<size_t>(host) <= table.columns; };
   if (hosts.shape(0) != table.columns || !std::ranges::all_of(span_of(hosts), is_code)) {
     throw nb::value_error("a host of each column is needed, 0 to the number of columns");
   }
+  const auto is_profile = [&](int64_t at) { return at >= 0 && static_cast<size_t>(at) < prices.profiles.size(); };
+  if (profile_of.shape(0) != table.columns || !std::ranges::all_of(span_of(profile_of), is_profile)) {
+    throw nb::value_error("a profile of each column is needed");
+  }
   if (holding.second > 0) table.check_numbers(std::span(&holding.first, 1));
-  Weighing weighing(prices, wanted, table, span_of(hosts), favourites, window_steps);
+  Weighing weighing(prices.profiles, span_of(profile_of), wanted, table, span_of(hosts), favourites, window_steps);
   for (const Row& numbers : decoders) {
     table.check_numbers(span_of(numbers));
     for (const int64_t at : span_of(numbers)) weighing.offer_decoder(at);
@@ -213,14 +254,16 @@ void bind_cheapest(nb::module_& m) {
   nb::class_<RoutingPrices>(m, "RoutingPrices")
       .def(
           "__init__",
-          [](RoutingPrices* self, const Coefficients& prefill, const Coefficients& decode, const Coefficients& swap_in,
-             const Coefficients& same_host, const Coefficients& network) {
-            new (self) RoutingPrices{prefill, decode, swap_in, same_host, network};
+          [](RoutingPrices* self, const std::vector<std::array<Coefficients, 5>>& profiles) {
+            new (self) RoutingPrices{};
+            for (const auto& [prefill, decode, swap_in, same_host, network] : profiles) {
+              self->profiles.push_back({prefill, decode, swap_in, same_host, network});
+            }
           },
-          nb::arg("prefill"), nb::arg("decode"), nb::arg("swap_in"), nb::arg("same_host"), nb::arg("network"));
+          nb::arg("profiles"));
   m.def("cheapest", &cheapest, nb::arg("first"), nb::arg("decoders"), nb::arg("loads"), nb::arg("room"),
-        nb::arg("matches"), nb::arg("hosts"), nb::arg("favourites"), nb::arg("prices"), nb::arg("ask"),
-        nb::arg("holding"), nb::arg("window_steps"));
+        nb::arg("matches"), nb::arg("hosts"), nb::arg("favourites"), nb::arg("prices"), nb::arg("profiles"),
+        nb::arg("ask"), nb::arg("holding"), nb::arg("window_steps"));
 }
 
 }  // namespace memserve

@@ -85,7 +85,7 @@ nb::list shortlist(const Crowd& crowd, const Loads& loads, const Row& room, cons
   return rows;
 }
 
-// Who has most of a prompt, of all but those with the code `without`: most blocks, then HBM, then the lowest number.
+// The holders of most of a prompt, without those of the code `without`: most blocks, then HBM, then the lowest number.
 nb::list most_of(const Columns& matches, const Codes& codes, int64_t without, size_t count) {
   const size_t columns = matches.shape(1);
   if (codes.shape(0) != columns) throw nb::value_error("a code of each column is needed");

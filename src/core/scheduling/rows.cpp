@@ -23,7 +23,6 @@ struct Row {
   long long left;
   long long scheduled_step;
   long long writable_until;
-  long long told;
 };
 
 PyTypeObject* row_type = nullptr;
@@ -39,7 +38,6 @@ PyMemberDef members[] = {
     {"left", T_LONGLONG, offsetof(Row, left), 0, nullptr},
     {"scheduled_step", T_LONGLONG, offsetof(Row, scheduled_step), 0, nullptr},
     {"writable_until", T_LONGLONG, offsetof(Row, writable_until), 0, nullptr},
-    {"told", T_LONGLONG, offsetof(Row, told), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 
@@ -108,6 +106,15 @@ std::vector<Row*> rows_of(const nb::list& sequences) {
   return rows;
 }
 
+// Whether a sequence that stops at `stops`, a set of ints, may end with `token`. Comparing ints runs no Python code.
+bool may_stop(PyObject* stops, PyObject* token) {
+  if (PySet_Size(stops) == 0) return false;
+  if (!PyLong_CheckExact(token)) return true;
+  const int found = PySet_Contains(stops, token);
+  if (found < 0) throw nb::python_error();
+  return found != 0;
+}
+
 nb::list out_of_room(const nb::list& sequences) {
   const nb::list found = new_list(0);
   for (Row* row : rows_of(sequences)) {
@@ -140,21 +147,24 @@ nb::tuple plan_decodes(const nb::list& sequences, long long step_id) {
   return nb::make_tuple(starts, slots, draws, ended);
 }
 
+// Appends a token to each sequence that has not finished. Returns the places of all that do more than draw on: they have
+// their first token, or one that may stop them, or another phase than `decoding`.
 nb::list take_tokens(const nb::list& sequences, const nb::list& tokens, nb::handle decoding, nb::handle finished) {
   if (tokens.size() != sequences.size()) throw nb::value_error("one token for each sequence");
-  const nb::list notable = new_list(0);
+  const nb::list special = new_list(0);
   const std::vector<Row*> rows = rows_of(sequences);
   for (size_t i = 0; i < rows.size(); ++i) {
     Row* const row = rows[i];
     const auto place = static_cast<Py_ssize_t>(i);
+    PyObject* const token = PyList_GetItem(tokens.ptr(), place);
     if (row->phase != finished.ptr()) {
-      append(row->out, PyList_GetItem(tokens.ptr(), place));
+      append(row->out, token);
       row->inflight -= 1;
     }
-    const bool goes_on = row->phase == decoding.ptr() && PySet_Size(row->stops) == 0;
-    if (!goes_on || row->told == 0) append(notable.ptr(), nb::int_(place).ptr());
+    const bool draws_on = row->phase == decoding.ptr() && PyList_Size(row->out) > 1 && !may_stop(row->stops, token);
+    if (!draws_on) append(special.ptr(), nb::int_(place).ptr());
   }
-  return notable;
+  return special;
 }
 
 nb::tuple count_tokens(const nb::list& sequences) {

@@ -1,4 +1,4 @@
-"""The HTTP application: routes and what they share (level 4)."""
+"""The HTTP application: routes and what they share."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from memserve.api.auth import KeyRing
-from memserve.api.cors import Cors
-from memserve.api.document_routes import DocumentRoutes
 from memserve.api.documents import Documents
 from memserve.api.edge import Edge
 from memserve.api.endpoints import ChatPlanner, CompletionPlanner, GenerationEndpoint, Shared
 from memserve.api.errors import model_not_found, shutting_down
-from memserve.api.guard import Guard, on_http_error
+from memserve.api.guard import Cors, Guard, LineWriter, RequestLog, on_http_error
 from memserve.api.hub import Hub
 from memserve.api.metrics import ApiMetrics
 from memserve.api.openapi import openapi
+from memserve.api.prefix_routes import DocumentRoutes, SessionRoutes
 from memserve.api.prompts import PromptEncoder
-from memserve.api.request_log import LineWriter, RequestLog
+from memserve.api.respond import ChatShape, CompletionShape
 from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
-from memserve.api.session_routes import SessionRoutes
-from memserve.api.shapes import ChatShape, CompletionShape
 from memserve.config import EdgeConfig
-from memserve.runtime.engine import EngineStopped
+from memserve.runtime.loop import EngineStopped
 from memserve.types import RequestLogFormat
 
 

@@ -1,4 +1,4 @@
-"""API keys, and the tenants they stand for (level 4, row X5)."""
+"""API keys, and the tenants they stand for."""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
-"""Prometheus metrics of a cluster: what its router counts, and each instance's gauges (level 4)."""
+"""Prometheus metrics of a cluster: what its router counts, and each instance's gauges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from memserve.units import NS_PER_S
 
-Read = Callable[[Any], float]
+Read = str | Callable[[Any], float]
+"""A field, a path of fields (``view.load.requests_waiting``), or a function."""
 Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 GAUGE: Kind = GaugeMetricFamily
 COUNTER: Kind = CounterMetricFamily
@@ -18,131 +20,81 @@ Table = list[tuple[str, Kind, str, Read]]
 
 #: from ``ClusterStats``
 ROUTER_GAUGES: Table = [
-    ("router_requests_live", GAUGE, "Requests that the router has and that have not ended", lambda s: s.requests_live),
-    (
-        "router_requests_unplaced",
-        GAUGE,
-        "Requests let in that no instance could take so far",
-        lambda s: s.requests_unplaced,
-    ),
-    ("router_instances", GAUGE, "Instances that are members of the cluster", lambda s: s.instances),
+    ("router_requests_live", GAUGE, "Requests that the router has and that have not ended", "requests_live"),
+    ("router_requests_unplaced", GAUGE, "Requests admitted that no instance could take so far", "requests_unplaced"),
+    ("router_instances", GAUGE, "Instances that are members of the cluster", "instances"),
     (
         "router_instances_draining",
         GAUGE,
         "Instances that finish what they have and take nothing new",
-        lambda s: s.instances_draining,
+        "instances_draining",
     ),
-    (
-        "router_tree_blocks",
-        GAUGE,
-        "Cached KV blocks that the router knows of, over all instances",
-        lambda s: s.tree_blocks,
-    ),
-    ("router_tree_bytes", GAUGE, "Host memory of the router's prefix trees in bytes", lambda s: s.tree_bytes),
-    (
-        "router_handles",
-        GAUGE,
-        "Named prefixes (documents and sessions) that the router keeps pinned",
-        lambda s: s.handles,
-    ),
+    ("router_tree_blocks", GAUGE, "Cached KV blocks that the router knows of, over all instances", "tree_blocks"),
+    ("router_tree_bytes", GAUGE, "Host memory of the router's prefix trees in bytes", "tree_bytes"),
+    ("router_handles", GAUGE, "Named prefixes (documents and sessions) that the router keeps pinned", "handles"),
 ]
 
 #: from its counters
 ROUTER_COUNTERS: Table = [
-    ("router_requests", COUNTER, "Requests that reached the router", lambda c: c.requests),
-    (
-        "router_requests_failed",
-        COUNTER,
-        "Requests that ended with an error after the last attempt",
-        lambda c: c.requests_failed,
-    ),
-    ("router_dispatches", COUNTER, "Attempts to run a request that were sent to instances", lambda c: c.dispatches),
+    ("router_requests", COUNTER, "Requests that reached the router", "requests"),
+    ("router_requests_failed", COUNTER, "Requests that ended with an error after the last attempt", "requests_failed"),
+    ("router_dispatches", COUNTER, "Attempts to run a request that were sent to instances", "dispatches"),
     (
         "router_resumptions",
         COUNTER,
         "Attempts sent to instances after an earlier attempt of the same request had failed",
-        lambda c: c.resumptions,
+        "resumptions",
     ),
     (
         "router_late_outputs",
         COUNTER,
         "Outputs of instances that were dropped because their request had ended or had them already",
-        lambda c: c.outputs_late,
+        "outputs_late",
     ),
-    (
-        "router_members_joined",
-        COUNTER,
-        "Incarnations of instances that joined as new members",
-        lambda c: c.members_joined,
-    ),
+    ("router_members_joined", COUNTER, "Incarnations of instances that joined as new members", "members_joined"),
     (
         "router_members_readopted",
         COUNTER,
         "Instances of an earlier router that came back with their cache",
-        lambda c: c.members_readopted,
+        "members_readopted",
     ),
-    ("router_members_left", COUNTER, "Members that left in good order", lambda c: c.members_left),
-    (
-        "router_members_refused",
-        COUNTER,
-        "Times that a join was refused, for the reason in the log",
-        lambda c: c.members_refused,
-    ),
-    (
-        "router_members_expelled",
-        COUNTER,
-        "Messages of processes that took themselves for members",
-        lambda c: c.expelled,
-    ),
+    ("router_members_left", COUNTER, "Members that left in good order", "members_left"),
+    ("router_members_refused", COUNTER, "Times that a join was refused, for the reason in the log", "members_refused"),
+    ("router_members_expelled", COUNTER, "Messages of processes that took themselves for members", "expelled"),
     (
         "router_members_died",
         COUNTER,
         "Members that died: their process ended, they fell silent, or were replaced",
-        lambda c: c.members_died,
+        "members_died",
     ),
     (
         "router_kv_changes",
         COUNTER,
         "KV events of instances that were applied to the router's prefix trees",
-        lambda c: c.kv_changes,
+        "kv_changes",
     ),
-    (
-        "router_kv_gaps",
-        COUNTER,
-        "Times that KV events of an instance were missing and were asked for",
-        lambda c: c.kv_gaps,
-    ),
+    ("router_kv_gaps", COUNTER, "Times that KV events of an instance were missing and were asked for", "kv_gaps"),
     (
         "router_matched_tokens",
         COUNTER,
         "Prompt tokens dispatched to an instance that was believed to have their KV",
-        lambda c: c.matched_tokens,
+        "matched_tokens",
     ),
-    ("router_prompt_tokens", COUNTER, "Prompt tokens of all attempts sent to instances", lambda c: c.prompt_tokens),
+    ("router_prompt_tokens", COUNTER, "Prompt tokens of all attempts sent to instances", "prompt_tokens"),
 ]
 
-#: from ``GateStats``
-GATE_METRICS: Table = [
-    ("gate_active", GAUGE, "Requests that the gate has let in and that have not ended", lambda g: g.active),
-    ("gate_admitted", COUNTER, "Requests that the gate has let in", lambda g: g.admitted),
-    (
-        "gate_queued",
-        COUNTER,
-        "Requests that had to wait at the gate, including requests turned away later",
-        lambda g: g.queued,
-    ),
+#: from ``AdmissionStats``
+ADMISSION_METRICS: Table = [
+    ("gate_active", GAUGE, "Admitted requests that have not ended", "active"),
+    ("gate_admitted", COUNTER, "Requests that were admitted before placement", "admitted"),
+    ("gate_queued", COUNTER, "Requests that waited for admission, including requests rejected later", "queued"),
     (
         "gate_waited_seconds",
         COUNTER,
-        "Seconds that requests waited at the gate before they were let in, added up",
+        "Seconds that requests waited before they were admitted, added up",
         lambda g: g.waited_ns / NS_PER_S,
     ),
-    (
-        "gate_evictions",
-        COUNTER,
-        "Ended requests whose counted memory the gate gave to new requests",
-        lambda g: g.evictions,
-    ),
+    ("gate_evictions", COUNTER, "Finished requests whose counted memory went to newly admitted requests", "evictions"),
 ]
 
 #: from ``RouterStats``: messages and metadata
@@ -151,7 +103,7 @@ ROUTER_HOST_METRICS: Table = [
         "router_strangers",
         COUNTER,
         "Connections to the cluster port that ended without the cluster's secret",
-        lambda s: s.letters.handshakes_failed,
+        "letters.handshakes_failed",
     ),
     (
         "router_letters_malformed",
@@ -169,7 +121,7 @@ ROUTER_HOST_METRICS: Table = [
         "router_metadata_durable",
         GAUGE,
         "1 while the router's records reach its metadata store, 0 while they do not or there is none",
-        lambda s: s.metadata.is_kept,
+        "metadata.is_kept",
     ),
     (
         "router_metadata_lag_seconds",
@@ -181,7 +133,7 @@ ROUTER_HOST_METRICS: Table = [
         "router_metadata_failures",
         COUNTER,
         "Writes of the router to its metadata store that failed",
-        lambda s: s.metadata.failures,
+        "metadata.failures",
     ),
     (
         "router_seconds",
@@ -193,61 +145,26 @@ ROUTER_HOST_METRICS: Table = [
 
 #: from ``ChildStats``, one sample for each instance that this host runs
 CHILD_METRICS: Table = [
-    (
-        "instance_process_up",
-        GAUGE,
-        "1 while the process of the instance runs, 0 while there is none",
-        lambda c: c.is_running,
-    ),
-    (
-        "instance_process_deaths",
-        COUNTER,
-        "Times that the process of the instance ended by accident",
-        lambda c: c.deaths,
-    ),
-    ("instance_restarts", COUNTER, "Times that the process of the instance was started again", lambda c: c.restarts),
-    (
-        "instance_spawn_failures",
-        COUNTER,
-        "Failed attempts to start the process of the instance",
-        lambda c: c.spawn_failures,
-    ),
+    ("instance_process_up", GAUGE, "1 while the process of the instance runs, 0 while there is none", "is_running"),
+    ("instance_process_deaths", COUNTER, "Times that the process of the instance ended by accident", "deaths"),
+    ("instance_restarts", COUNTER, "Times that the process of the instance was started again", "restarts"),
+    ("instance_spawn_failures", COUNTER, "Failed attempts to start the process of the instance", "spawn_failures"),
 ]
 
 #: from ``MemberStats``, one sample an instance
 INSTANCE_GAUGES: Table = [
     ("instance_up", GAUGE, "1 while the instance takes requests, 0 while it drains", lambda m: m.view.state == "live"),
-    ("instance_requests", GAUGE, "Requests that the instance is involved in", lambda m: m.view.requests),
-    (
-        "instance_requests_waiting",
-        GAUGE,
-        "Requests in the queue of the instance",
-        lambda m: m.view.load.requests_waiting,
-    ),
-    (
-        "instance_sequences_running",
-        GAUGE,
-        "Sequences that the instance computes",
-        lambda m: m.view.load.sequences_running,
-    ),
+    ("instance_requests", GAUGE, "Requests that the instance is involved in", "view.requests"),
+    ("instance_requests_waiting", GAUGE, "Requests in the queue of the instance", "view.load.requests_waiting"),
+    ("instance_sequences_running", GAUGE, "Sequences that the instance computes", "view.load.sequences_running"),
     (
         "instance_blocks_available",
         GAUGE,
         "KV blocks of HBM that the instance could hand out",
-        lambda m: m.view.load.hbm_blocks_available,
+        "view.load.hbm_blocks_available",
     ),
-    (
-        "instance_transfers_open",
-        GAUGE,
-        "KV transfers of the instance that are under way",
-        lambda m: m.view.load.transfers_open,
-    ),
-    (
-        "instance_tree_blocks",
-        GAUGE,
-        "Cached KV blocks of the instance that the router knows of",
-        lambda m: m.view.tree_blocks,
-    ),
+    ("instance_transfers_open", GAUGE, "KV transfers of the instance that are under way", "view.load.transfers_open"),
+    ("instance_tree_blocks", GAUGE, "Cached KV blocks of the instance that the router knows of", "view.tree_blocks"),
     (
         "instance_resident_bytes",
         GAUGE,
@@ -273,7 +190,7 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
     ("instance_prompt_tokens", "Prompt tokens of requests that the instance admitted", "prompt_tokens"),
     (
         "instance_cached_tokens",
-        "Prompt tokens of requests admitted whose KV the instance had or fetched",
+        "Prompt tokens of requests admitted with KV that the instance had or fetched",
         "cached_tokens",
     ),
     (
@@ -282,7 +199,7 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
         "computed_tokens",
     ),
     ("instance_generated_tokens", "Tokens that the instance generated", "generated_tokens"),
-    ("instance_fetched_tokens", "Prompt tokens whose KV came from other instances before admission", "fetched_tokens"),
+    ("instance_fetched_tokens", "Prompt tokens with KV from other instances before admission", "fetched_tokens"),
     ("instance_received_bytes", "Bytes of KV pulled from other instances", "bytes_received"),
     (
         "instance_received_dram_bytes",
@@ -297,7 +214,7 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
         "blocks_come_home",
     ),
     ("instance_handed_over", "Requests handed over to another instance after their first token", "handed_over"),
-    ("instance_taken_over", "Requests decoded by the instance whose prompt another one computed", "taken_over"),
+    ("instance_taken_over", "Requests decoded by the instance behind a prompt that another one computed", "taken_over"),
     (
         "instance_transfers_failed",
         "KV transfers to the instance that failed; their tokens are computed instead",
@@ -305,7 +222,7 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
     ),
     (
         "instance_checksum_mismatches",
-        "Pieces of KV whose checksum differed from the sender's; they are not used",
+        "Pieces of KV with another checksum than the sender's; they are not used",
         "checksum_mismatches",
     ),
 ]
@@ -317,8 +234,9 @@ def families(
     """The families of ``table``, each with one sample of every source: its values of ``labels``, and what to read."""
     for name, kind, text, read in table:
         family = kind(f"memserve_{name}", text, labels=list(labels))
+        value = attrgetter(read) if isinstance(read, str) else read
         for values, source in sources:
-            family.add_metric(list(values), float(read(source)))
+            family.add_metric(list(values), float(value(source)))
         yield family
 
 
@@ -330,7 +248,7 @@ def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     children = [((name,), child) for name, child in stats.children.items()]
     yield from families(CHILD_METRICS, children, ("instance",))
     yield from _by_label(stats.cluster.counters)
-    yield from _gate(stats.cluster.gate, names_tenants)
+    yield from _admission(stats.cluster.admission, names_tenants)
     members = [((member.view.peer.name, member.view.role.value), member) for member in stats.members]
     yield from families(INSTANCE_GAUGES, members, ("instance", "role"))
     yield from _counters(stats.members)
@@ -356,18 +274,18 @@ def _single(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
     return {(value,): count for value, count in counts.items()}
 
 
-def _gate(gate: Any, names_tenants: bool) -> Iterator[Metric]:
-    yield from families(GATE_METRICS, [((), gate)])
+def _admission(admission: Any, names_tenants: bool) -> Iterator[Metric]:
+    yield from families(ADMISSION_METRICS, [((), admission)])
     waiting = GaugeMetricFamily(
-        "memserve_gate_waiting", "Requests that wait at the gate", labels=["tenant"] if names_tenants else []
+        "memserve_gate_waiting", "Requests that wait for admission", labels=["tenant"] if names_tenants else []
     )
     if names_tenants:
-        for tenant, count in gate.waiting.items():
+        for tenant, count in admission.waiting.items():
             waiting.add_metric([tenant], float(count))
     else:
-        waiting.add_metric([], float(sum(gate.waiting.values())))
-    rejected = _single(gate.rejected)
-    yield from (waiting, _counted("gate_rejected", "Requests that the gate turned away, by cause", rejected, "cause"))
+        waiting.add_metric([], float(sum(admission.waiting.values())))
+    rejected = _single(admission.rejected)
+    yield from (waiting, _counted("gate_rejected", "Requests rejected before placement, by cause", rejected, "cause"))
 
 
 def _counters(members: Sequence[Any]) -> Iterator[Metric]:
@@ -391,7 +309,7 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
     yield blocks
     rate = GaugeMetricFamily(
         "memserve_instance_hit_rate",
-        "Share of prompt tokens (0 to 1) whose KV the instance had or fetched",
+        "Share of prompt tokens (0 to 1) with KV that the instance had or fetched",
         labels=["instance", "role"],
     )
     for view, instance in told:

@@ -1,4 +1,4 @@
-"""One connection of the HTTP server: reads a request, has it answered, reads the next (level 4).
+"""One connection of the HTTP server: reads a request, has it answered, reads the next.
 
 ::
 
@@ -35,7 +35,7 @@ LINGER_S, LINGER_BYTES_MAX = 10.0, 256 * MIB
 connection would show it a reset instead."""
 
 WIRE_LINGER_BYTES_MAX = 256 * KIB
-"""The same for a client that broke a limit of the protocol itself."""
+"""Bytes that a client may still send after it broke a limit of the protocol."""
 
 _RETRY = {429: b"1", 503: b"1"}
 
@@ -71,7 +71,7 @@ class Connection(asyncio.BufferedProtocol):
         self._exchange: Exchange | None = None
         self._phase, self._since_s = _Phase.IDLE, self._loop.time()
         self._paused = False
-        self._linger_bytes = 0  # that may still come
+        self._linger_bytes = 0  # bytes that may still come
         self._writable = asyncio.Event()
         self._writable.set()
         self._written_bytes = self._taken_bytes = 0
@@ -82,7 +82,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client connected; there may be no place for it."""
+        """A client connected; it is refused where there is no place."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses
         self._transport.set_write_buffer_limits(OUTPUT_BYTES_MAX)
         self._address = _host(transport.get_extra_info("peername"))
@@ -93,7 +93,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(error, linger=False)  # refused connections must not fill the place, either
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The end, from either side."""
+        """The connection ended, from either side."""
         self._phase, self._closing = _Phase.CLOSED, True
         self._input_alarm.close()
         self._output_alarm.close()
@@ -108,7 +108,7 @@ class Connection(asyncio.BufferedProtocol):
         return memoryview(self._edge.read_buffer)
 
     def buffer_updated(self, count: int) -> None:
-        """So many bytes came."""
+        """``count`` bytes came."""
         if self._phase is _Phase.LINGERING:
             self._linger_bytes -= count
             if self._linger_bytes < 0:
@@ -135,7 +135,7 @@ class Connection(asyncio.BufferedProtocol):
         self._output_alarm.set(self._limits.write_timeout_s)
 
     def resume_writing(self) -> None:
-        """It took most of it."""
+        """The client took most of what it was sent."""
         self._output_alarm.clear()
         self._writable.set()
 

@@ -1,20 +1,26 @@
-"""Named prefixes of a tenant: texts and conversations that many requests begin with (level 4, row M14)."""
+"""Named prefixes of a tenant: texts and conversations that many requests begin with.
+
+What was acknowledged is durable where the engine keeps records: it is there again after a crash.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from memserve.api.errors import ApiError, bad_request
 from memserve.api.messages import Messages, check_messages
 from memserve.api.prompts import Prompt, PromptEncoder, context_exceeded
 from memserve.api.schema import DocumentBody
-from memserve.api.served import ServedModel
+from memserve.api.served import RememberingEngine, ServedModel, ServingEngine
 from memserve.errors import UserError
+from memserve.metadata import DocumentDropped, DocumentPut
 from memserve.types import TokenArray
 from memserve.units import NS_PER_S, ns_from_s
 from memserve.validation import check_tokens
@@ -46,7 +52,7 @@ class Document:
 
     @property
     def handle(self) -> str:
-        """Its name in the engine, unique within the tenant."""
+        """Name of the document in the engine, unique within the tenant."""
         return document_handle(self.document_id)
 
     def before_prompts(self, prompts: list[Prompt]) -> list[Prompt]:
@@ -96,13 +102,13 @@ class Documents:
         return kept
 
     def begin_time(self, tenant: str, document: Document) -> None:
-        """Its time counts from now on, unless it was deleted or replaced meanwhile."""
+        """Start the document's time again from now, unless it was deleted or replaced meanwhile."""
         owned = self._documents.get(tenant, {})
         if owned.get(document.document_id) is document:
             owned[document.document_id] = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s))
 
     def restore(self, tenant: str, document: Document, left_ns: int) -> None:
-        """Remember it as an earlier server did, for the ``left_ns`` that it had left."""
+        """Remember a document of an earlier server for the ``left_ns`` that were left to it."""
         kept = replace(document, expires_ns=self._clock_ns() + left_ns)
         self._documents.setdefault(tenant, {})[document.document_id] = kept
 
@@ -119,7 +125,7 @@ class Documents:
         return document_id in self._live(tenant)
 
     def delete(self, tenant: str, document_id: str) -> Document:
-        """Forget it. Raises :class:`ApiError` 404."""
+        """Forget the tenant's document. Raises :class:`ApiError` 404."""
         document = self.get(tenant, document_id)
         del self._documents[tenant][document_id]
         return document
@@ -129,7 +135,7 @@ class Documents:
         return list(self._live(tenant).values())
 
     def expires_in_s(self, document: Document) -> float:
-        """Seconds that are left to it."""
+        """Seconds until the document expires."""
         return max(0.0, (document.expires_ns - self._clock_ns()) / NS_PER_S)
 
     def _live(self, tenant: str) -> dict[str, Document]:
@@ -199,3 +205,77 @@ def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArray:
 
 def _joined(message: dict[str, Any], more: str) -> dict[str, Any]:
     return {**message, "content": f"{message['content']}\n\n{more}"}
+
+
+class _Kept(msgspec.Struct, frozen=True, array_like=True):
+    """A document's body in the metadata."""
+
+    endpoint: str
+    messages: Messages
+    prompt_tokens: bytes
+    prompt_text: str | None
+    tokens: bytes
+    created_s: int
+    ttl_s: float
+
+
+class DocumentMemory:
+    """Makes documents durable, and brings back those of the last router. Without metadata it does nothing."""
+
+    def __init__(self, engine: ServingEngine, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._engine = engine if isinstance(engine, RememberingEngine) else None
+        self._clock_ns = clock_ns
+
+    def restore(self, documents: Documents) -> None:
+        """What the last router knew and has not expired. Their pins are the cluster's affair."""
+        if self._engine is None:
+            return
+        now_ns = self._clock_ns()
+        for record in self._engine.documents():
+            left_ns = record.expires_unix_ns - now_ns
+            if left_ns > 0:
+                kept = msgspec.msgpack.decode(record.body, type=_Kept)
+                documents.restore(record.tenant, _document(record.document_id, kept), left_ns)
+            else:  # nothing waits until that is durable
+                self._engine.remember(DocumentDropped(record.tenant, record.document_id))
+
+    async def put(self, tenant: str, document: Document) -> None:
+        """Returns when ``document`` is durable. Raises :class:`ApiError` 503 when it cannot be."""
+        prompt = document.prompt
+        body = _Kept(
+            document.endpoint,
+            document.messages,
+            _bytes_of(prompt),
+            prompt.text,
+            _bytes_of(Prompt(document.tokens)),
+            document.created_s,
+            document.ttl_s,
+        )
+        expires_ns = self._clock_ns() + ns_from_s(document.ttl_s)
+        await self._keep(DocumentPut(tenant, document.document_id, msgspec.msgpack.encode(body), expires_ns))
+
+    async def drop(self, tenant: str, document_id: str) -> None:
+        """Returns when it is durable that there is no such document. Raises :class:`ApiError` 503."""
+        await self._keep(DocumentDropped(tenant, document_id))
+
+    async def _keep(self, record: DocumentPut | DocumentDropped) -> None:
+        if self._engine is not None and not await asyncio.wrap_future(self._engine.remember(record)):
+            message = "The server cannot remember that now: its metadata cannot be written"
+            raise ApiError(503, message, kind="server_error", code="not_durable", headers={"retry-after": "5"})
+
+
+def _bytes_of(prompt: Prompt) -> bytes:
+    return prompt.tokens.astype("<i4", copy=False).tobytes()
+
+
+def _document(document_id: str, kept: _Kept) -> Document:
+    prompt, tokens = (np.frombuffer(data, "<i4").astype(np.int32) for data in (kept.prompt_tokens, kept.tokens))
+    return Document(
+        document_id,
+        kept.endpoint,
+        kept.messages,
+        Prompt(prompt, kept.prompt_text),
+        tokens,
+        kept.created_s,
+        kept.ttl_s,
+    )

@@ -1,4 +1,4 @@
-"""The two generating endpoints (level 4)."""
+"""The two generating endpoints."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from memserve.api.body import TENANT_KEY, json_body
 from memserve.api.documents import Document, Documents, size_of
-from memserve.api.edge import Edge
+from memserve.api.edge import TENANT_KEY, Edge, json_body
 from memserve.api.errors import bad_request, model_not_found
+from memserve.api.guard import REPLY_KEY
 from memserve.api.hub import Hub
 from memserve.api.messages import check_messages
 from memserve.api.metrics import ApiMetrics
-from memserve.api.parse import parse_body
 from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
 from memserve.api.prompts import Prompt, PromptEncoder
 from memserve.api.reply import Reply
-from memserve.api.request_log import REPLY_KEY
-from memserve.api.respond import answer, new_envelope
-from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
+from memserve.api.respond import Shape, answer, new_envelope
+from memserve.api.schema import ChatBody, CompletionBody, GenerationBody, parse_body
 from memserve.api.served import ModelNames, PinningEngine, ServedModel, ServingEngine
-from memserve.api.shapes import Shape
 
 EXPLAIN_HEADER = "x-memserve-explain"
 
@@ -65,7 +62,7 @@ class CompletionPlanner:
         return await workers.run(caller.tenant, len(data) + size_of(document), planned)
 
     def _prompts(self, body: CompletionBody, document: Document | None) -> list[Prompt]:
-        add_special_tokens = body.add_special_tokens is not False and document is None  # they stand in the document
+        add_special_tokens = body.add_special_tokens is not False and document is None  # the document begins with them
         echo = bool(body.echo)
         prompts = self._encoder.completion_prompts(body.prompt, add_special_tokens=add_special_tokens, echo=echo)
         return prompts if document is None else document.before_prompts(prompts)
@@ -99,14 +96,14 @@ class ChatPlanner:
 
 def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoint: str) -> Document | None:
     """What the request begins with. Raises :class:`ApiError` 404 when the caller has no such document, 400 when its
-    form for ``endpoint`` was not computed: nothing of it would be found in the cache."""
+    form for ``endpoint`` was not computed: the cache has none of its KV."""
     if body.document is None:
         return None
     if body.cache_salt is not None:
         raise bad_request("cache_salt and document exclude each other: a salt hides what is cached", "cache_salt")
     document = documents.get(caller.tenant, body.document)
     if document.endpoint != endpoint:
-        message = f"The document {document.document_id!r} is for {document.endpoint}: nothing of it is cached for"
+        message = f"The document {document.document_id!r} is for {document.endpoint}: none of its KV is cached for"
         raise bad_request(f'{message} {endpoint}; put one with "endpoint": "{endpoint}" under another id', "document")
     return document
 

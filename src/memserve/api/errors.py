@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status and ``{"error": {message, type, param, code}}`` (level 4)."""
+"""Errors as OpenAI's clients expect them: a status and ``{"error": {message, type, param, code}}``."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def rejected(news: Rejected) -> ApiError:
 
 
 def engine_silent() -> ApiError:
-    """503: the engine does not say what it was asked."""
+    """503: the engine does not answer."""
     headers = {"retry-after": "1"}
     return ApiError(503, "The engine does not answer now", kind="server_error", code="overloaded", headers=headers)
 
@@ -147,7 +147,8 @@ def deadline_passed() -> ApiError:
 
 
 def row_failed(reason: str) -> ApiError:
-    """This request failed alone, and would again; nothing else was touched. 400 where it asks for the impossible."""
+    """500: computing this request failed, and would fail again; other requests are untouched. 400 where the request
+    asks for the impossible."""
     if reason == NO_TOKEN_LEFT:
         return ApiError(400, f"The request cannot be answered: {reason}", code="no_token_left")
     return ApiError(500, f"The request failed: {reason}", kind="server_error", code="request_failed")

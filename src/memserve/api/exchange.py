@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, as ASGI sees them (level 4)."""
+"""One HTTP request and its answer, as ASGI sees them."""
 
 from __future__ import annotations
 

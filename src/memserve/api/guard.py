@@ -1,10 +1,22 @@
-"""Stands before every route: keys, metrics, and no error that is not in OpenAI's form (level 4)."""
+"""Middleware around all routes: keys and errors in OpenAI's form, web origins, the log of requests.
+
+A line of the log names ids, tenant, counts, times and instances. It has no text, no token, no key and no salt. Nothing
+in it is a client's own but the ``x-request-id``, whose alphabet is bounded.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import queue
+import re
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TextIO
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,11 +24,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memserve.api.auth import KeyRing
-from memserve.api.body import TENANT_KEY, ClientGone
+from memserve.api.edge import TENANT_KEY, ClientGone
 from memserve.api.errors import ApiError, echo, from_user_error, internal, shutting_down
+from memserve.api.exchange import REQUEST_ID_KEY
 from memserve.api.metrics import ApiMetrics
+from memserve.api.reply import Reply
 from memserve.api.respond import send_json
 from memserve.errors import UserError
+from memserve.types import RequestLogFormat
+from memserve.units import NS_PER_MS
 
 log = logging.getLogger(__name__)
 
@@ -93,3 +109,185 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
     body = ApiError(status, message, code=code).body()
     return Response(body, status, headers, "application/json")
+
+
+EXPOSED = b"x-request-id, retry-after"
+"""Headers of answers that a page may read."""
+
+METHODS = b"GET, POST, PUT, DELETE, OPTIONS"
+PREFLIGHT_S = b"600"
+"""How long a browser may remember the answer to a preflight."""
+
+_FIELDS = re.compile(r"[A-Za-z0-9_-]+(?: *, *[A-Za-z0-9_-]+)*")
+_FIELDS_CHARS_MAX = 1000
+_USUAL_FIELDS = "authorization, content-type, x-request-id, x-memserve-explain"
+
+
+class Cors:
+    """ASGI middleware. Without origins it does nothing: pages of other origins are refused by their browsers."""
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._all = "*" in origins
+        self._origins = {origin.lower() for origin in origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" and self._origins else None
+        if headers is None or (origin := headers.get("origin")) is None:
+            await self._app(scope, receive, send)
+            return
+        allowed = self._allowed(origin)
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            await _preflight(headers, allowed, send)
+            return
+
+        async def send_with_origin(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *allowed]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_origin)
+
+    def _allowed(self, origin: str) -> list[tuple[bytes, bytes]]:
+        """The headers that let a page of ``origin`` read the answer; for others only what caches must know."""
+        if self._all:
+            return [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", EXPOSED)]
+        vary = (b"vary", b"origin")
+        if origin.lower() not in self._origins:
+            return [vary]
+        named = (b"access-control-allow-origin", origin.encode("latin-1"))
+        return [named, (b"access-control-expose-headers", EXPOSED), vary]
+
+
+async def _preflight(headers: Headers, allowed: list[tuple[bytes, bytes]], send: Send) -> None:
+    """What the browser asks before it sends a request with a key. The key itself does not come with it."""
+    asked = headers.get("access-control-request-headers", "").strip()
+    fields = asked if len(asked) <= _FIELDS_CHARS_MAX and _FIELDS.fullmatch(asked) else _USUAL_FIELDS
+    answer = [
+        *allowed,
+        (b"access-control-allow-methods", METHODS),
+        (b"access-control-allow-headers", fields.encode("latin-1")),
+        (b"access-control-max-age", PREFLIGHT_S),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": answer})
+    await send({"type": "http.response.body", "body": b""})
+
+
+REPLY_KEY = "memserve.reply"
+"""Where an endpoint leaves its :class:`Reply` in the ASGI scope."""
+
+LINES_MAX = 4096
+"""Lines that wait for a reader of stderr that is slow; further ones are left out and counted."""
+
+CLOSE_S = 2.0
+
+Line = dict[str, str | int | float | bool | list[str] | None]
+
+
+class LineWriter:
+    """Writes lines from a thread of its own: a reader that stands still must not stop the event loop."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lines: queue.Queue[str | None] = queue.Queue(LINES_MAX)
+        self._left_out = 0
+        self._thread = threading.Thread(target=self._run, name="memserve-request-log", daemon=True)
+        self._thread.start()
+
+    def write(self, line: str) -> None:
+        """Never blocks."""
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._left_out += 1
+
+    def close(self) -> None:
+        """What waits has a moment to be written."""
+        try:
+            self._lines.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            left_out, self._left_out = self._left_out, 0
+            try:
+                if left_out:
+                    self._stream.write(f"{left_out} lines about requests were left out: stderr is read too slowly\n")
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            except (OSError, ValueError):
+                return  # the reader has left, or the stream is closed
+
+
+class RequestLog:
+    """ASGI middleware around the whole application: a line for each request below ``/v1/``."""
+
+    def __init__(self, app: ASGIApp, kind: RequestLogFormat, model: str, writer: LineWriter) -> None:
+        """``model``: its served name."""
+        self._app, self._kind, self._model, self._writer = app, kind, model, writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        started_ns, status = time.monotonic_ns(), 0
+
+        async def send_noting_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting_status)
+        finally:
+            line = self._line(scope, status or 499, started_ns)
+            is_json = self._kind is RequestLogFormat.JSON
+            self._writer.write(msgspec.json.encode(line).decode() if is_json else plain(line))
+
+    def _line(self, scope: Scope, status: int, started_ns: int) -> Line:
+        now_ns = time.monotonic_ns()
+        line: Line = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "request_id": scope.get(REQUEST_ID_KEY, ""),
+            "tenant": scope.get(TENANT_KEY, ""),
+            "method": scope["method"],
+            "route": route_of(scope["path"]),
+            "status": status,
+            "total_ms": round((now_ns - started_ns) / NS_PER_MS, 1),
+        }
+        reply = scope.get(REPLY_KEY)
+        return line | account(reply, self._model, started_ns) if isinstance(reply, Reply) else line
+
+
+def account(reply: Reply, model: str, started_ns: int) -> Line:
+    """What one answer took. ``finish_reason`` of several sequences: each reason once, in order; ``incomplete``: the
+    client left, the deadline passed, or the server ended."""
+    reasons = [sequence.stream.finish_reason for sequence in reply.sequences]
+    shown = dict.fromkeys(reason.value if reason is not None else "incomplete" for reason in reasons)
+    first_ns = reply.first_token_ns
+    return {
+        "model": model,
+        "stream": reply.plan.stream,
+        "prompt_tokens": reply.prompt_tokens,
+        "cached_tokens": reply.cached_tokens,
+        "output_tokens": reply.completion_tokens,
+        "finish_reason": ",".join(shown),
+        "ttft_ms": round((first_ns - started_ns) / NS_PER_MS, 1) if first_ns is not None else None,
+        "instances": reply.instances,
+    }
+
+
+def plain(line: Line) -> str:
+    """``name=value`` pairs; nothing in a value needs quotes. A value that is not known, or empty, is ``-``."""
+    return " ".join(f"{name}={_word(value)}" for name, value in line.items())
+
+
+def _word(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(value) or "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "-" if value is None or value == "" else str(value).replace(" ", "_")

@@ -1,7 +1,7 @@
-"""Carries the engine's news from its thread into the event loop (level 4).
+"""Carries the engine's news from its thread into the event loop.
 
 One wake-up of the loop serves all streams of a step: the engine thread appends to one mailbox and rings the bell only
-if nobody rang it since the mailbox was last emptied.
+unless it has been rung since the mailbox was last emptied.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from memserve.api.body import ClientGone
+from memserve.api.edge import ClientGone
 from memserve.api.errors import client_too_slow, shutting_down
 from memserve.api.metrics import ApiMetrics
 from memserve.api.served import ServingEngine
@@ -66,7 +66,7 @@ class Call:
             self._hub.check_held(self)
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits for news gets ``error`` instead."""
+        """The task that waits for news gets ``error`` instead."""
         self._error = self._error or error
         self._news.clear()
         self._hub.held_bytes -= self.held_bytes
@@ -74,7 +74,7 @@ class Call:
         self._bell.set()
 
     def abandon(self) -> None:
-        """The client went away: free its memory in the engine now, not when somebody looks."""
+        """The client went away: its memory in the engine is freed now, and not at the next look."""
         self.fail(ClientGone())
         self.cancel_rest()
 
@@ -144,7 +144,7 @@ class Hub:
         return call
 
     def close(self, call: Call) -> None:
-        """The call was answered, or will not be: nothing of it may stay in the engine."""
+        """The call was answered, or will not be: the engine must keep none of its requests."""
         call.cancel_rest()
         call.fail(ClientGone())
         self._calls.pop(id(call), None)

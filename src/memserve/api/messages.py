@@ -1,4 +1,4 @@
-"""The messages of a chat: checked, and in the form that chat templates read (level 4).
+"""The messages of a chat: checked, and in the form that chat templates read.
 
 Tools are for templates that know them. Calls that a model writes come back as text, because each family writes its own
 way; so a choice that promises a parsed call is refused (:data:`memserve.api.schema.REFUSED`).
@@ -53,7 +53,7 @@ def for_template(messages: Messages, body: ChatBody, template: str) -> tuple[Mes
         return messages, None
     if not _knows(template, "tools"):
         raise unsupported(
-            "tools", "Offering tools to a model whose chat template knows none (tool_choice 'none' does not)"
+            "tools", "Offering tools to a model with a chat template that knows none (tool_choice 'none' does not)"
         )
     return messages, tools
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the edge sees itself, and what the engine says about itself (level 4)."""
+"""Prometheus metrics: what the edge sees itself, and what the engine says about itself."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ApiMetrics:
         )
         self.prompt_tokens = counter("memserve_prompt_tokens", "Prompt tokens of answered requests")
         self.cached_tokens = counter(
-            "memserve_cached_prompt_tokens", "Prompt tokens of answered requests whose KV came from the prefix cache"
+            "memserve_cached_prompt_tokens", "Prompt tokens of answered requests with KV from the prefix cache"
         )
         self.generated_tokens = counter("memserve_generated_tokens", "Tokens generated for clients")
         self.rejected = counter("memserve_rejected_requests", "Requests of clients that were rejected before they ran")
         self.disconnected = counter(
-            "memserve_disconnected_requests", "HTTP requests whose client left before the end of its answer"
+            "memserve_disconnected_requests", "HTTP requests of clients that left before the end of their answer"
         )
         self.refused = Counter(
             "memserve_http_refused", "Requests and connections that the HTTP server ended by one of its limits",
@@ -113,14 +113,14 @@ class ApiMetrics:
 
 #: name, kind, help, how to read it from ``EngineStats``
 ENGINE_METRICS: Table = [
-    ("steps", COUNTER, "Steps executed by the device", lambda s: s.steps),
+    ("steps", COUNTER, "Steps executed by the device", "steps"),
     ("scheduler_seconds", COUNTER, "Seconds that the scheduler has computed", lambda s: s.machine_ns / NS_PER_S),
     ("device_seconds", COUNTER, "Seconds that the device has worked", lambda s: s.device_ns / NS_PER_S),
     (
         "scheduler_time_share",
         GAUGE,
         "Share of the scheduler's time in the device's time (0.01 is 1 %)",
-        lambda s: s.scheduler_share,
+        "scheduler_share",
     ),
     (
         "scheduler_step_seconds",
@@ -138,46 +138,36 @@ ENGINE_METRICS: Table = [
 
 #: from ``InstanceStats``
 INSTANCE_METRICS: Table = [
-    ("requests_waiting", GAUGE, "Requests in the queues of the engine", lambda s: s.requests_waiting),
-    ("sequences_running", GAUGE, "Sequences that are computed together now", lambda s: s.sequences_running),
-    ("sequences_swapped", GAUGE, "Sequences whose KV is swapped out to DRAM now", lambda s: s.sequences_swapped),
-    ("engine_requests", COUNTER, "Requests that reached the engine", lambda s: s.requests_arrived),
-    ("engine_requests_finished", COUNTER, "Requests that the engine finished", lambda s: s.requests_finished),
-    ("engine_requests_rejected", COUNTER, "Requests that the engine refused", lambda s: s.requests_rejected),
-    (
-        "engine_requests_cancelled",
-        COUNTER,
-        "Requests that were cancelled in the engine",
-        lambda s: s.requests_cancelled,
-    ),
-    ("engine_prompt_tokens", COUNTER, "Prompt tokens of requests that the engine admitted", lambda s: s.prompt_tokens),
+    ("requests_waiting", GAUGE, "Requests in the queues of the engine", "requests_waiting"),
+    ("sequences_running", GAUGE, "Sequences that are computed together now", "sequences_running"),
+    ("sequences_swapped", GAUGE, "Sequences whose KV is swapped out to DRAM now", "sequences_swapped"),
+    ("engine_requests", COUNTER, "Requests that reached the engine", "requests_arrived"),
+    ("engine_requests_finished", COUNTER, "Requests that the engine finished", "requests_finished"),
+    ("engine_requests_rejected", COUNTER, "Requests that the engine refused", "requests_rejected"),
+    ("engine_requests_cancelled", COUNTER, "Requests that were cancelled in the engine", "requests_cancelled"),
+    ("engine_prompt_tokens", COUNTER, "Prompt tokens of requests that the engine admitted", "prompt_tokens"),
     (
         "engine_cached_tokens",
         COUNTER,
-        "Prompt tokens of requests admitted whose KV came from the prefix cache",
-        lambda s: s.cached_tokens,
+        "Prompt tokens of requests admitted with KV from the prefix cache",
+        "cached_tokens",
     ),
-    (
-        "engine_computed_tokens",
-        COUNTER,
-        "Tokens that the device computed, in prefill and decode",
-        lambda s: s.computed_tokens,
-    ),
-    ("engine_generated_tokens", COUNTER, "Tokens that the engine generated", lambda s: s.generated_tokens),
-    ("steps_failed", COUNTER, "Steps that the device could not do", lambda s: s.steps_failed),
-    ("rows_failed", COUNTER, "Sequences that ended because their own row of a step failed", lambda s: s.rows_failed),
-    ("pool_slot_tokens", GAUGE, "Token positions held by running sequences", lambda s: s.running_slots_tokens),
+    ("engine_computed_tokens", COUNTER, "Tokens that the device computed, in prefill and decode", "computed_tokens"),
+    ("engine_generated_tokens", COUNTER, "Tokens that the engine generated", "generated_tokens"),
+    ("steps_failed", COUNTER, "Steps that the device could not do", "steps_failed"),
+    ("rows_failed", COUNTER, "Sequences that ended because their own row of a step failed", "rows_failed"),
+    ("pool_slot_tokens", GAUGE, "Token positions held by running sequences", "running_slots_tokens"),
     (
         "pool_state_tokens",
         GAUGE,
         "Token positions held by running sequences that hold the state of a token",
-        lambda s: s.running_tokens,
+        "running_tokens",
     ),
     (
         "pool_internal_fragmentation_tokens",
         GAUGE,
         "Token positions held by running sequences that hold no token yet",
-        lambda s: s.internal_fragmentation_tokens,
+        "internal_fragmentation_tokens",
     ),
     (
         "pool_external_fragmentation_pages",
@@ -189,7 +179,7 @@ INSTANCE_METRICS: Table = [
         "pool_external_fragmentation_share",
         GAUGE,
         "Share of free pages (0 to 1) that no request for a block can have",
-        lambda s: s.external_fragmentation,
+        "external_fragmentation",
     ),
     (
         "pool_token_state_share",

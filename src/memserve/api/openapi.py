@@ -1,5 +1,4 @@
-"""The API described: one table of operations and one of errors, from which ``/openapi.json`` and docs/HTTP.md are made
-(level 4)."""
+"""The API described: tables of operations and of errors, from which ``/openapi.json`` and docs/HTTP.md are made."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import msgspec
 
 from memserve import __version__
 from memserve.api.schema import ChatBody, CompletionBody, DocumentBody, StreamOptions
-from memserve.documented import field_docs
+from memserve.options import field_docs
 
 Json = dict[str, Any]
 SCHEMA_PLACE = "#/components/schemas/{name}"
@@ -43,7 +42,7 @@ class Operation:
     """Beside those that every operation may answer with."""
     examples: tuple[Example, ...] = ()
     parameters: tuple[tuple[str, str], ...] = ()
-    """Of the path: name and meaning."""
+    """Parameters of the path: name and meaning."""
     media_type: str = "application/json"
 
 
@@ -60,7 +59,7 @@ def _asks(**fields: Any) -> Json:
 _GENERATES = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 _ANSWER = (
     "`choices` with `text` or `message`, and `finish_reason` (`stop`, `length`); `usage` with "
-    "`prompt_tokens_details.cached_tokens`: prompt tokens whose KV came from the cache. With `stream`: server-sent "
+    "`prompt_tokens_details.cached_tokens`: prompt tokens with KV from the cache. With `stream`: server-sent "
     "events, each `data: {...}`, the last `data: [DONE]`; an error after the first token is an event with `error`."
 )
 _DOCUMENT = (
@@ -80,7 +79,7 @@ OPERATIONS = (
                 _asks(stream=True, stream_options={"include_usage": True}, explain=True),
             ),
             Example(
-                "A conversation whose KV stays in the cache for ten minutes",
+                "A conversation with KV that stays in the cache for ten minutes",
                 _asks(session="support-17", session_ttl_s=600),
             ),
         ),
@@ -119,7 +118,7 @@ OPERATIONS = (
     ),
     Operation(
         "GET", "/v1/sessions",
-        "The sessions of this key whose KV is kept (`session_ttl_s`), least recently used first. Sessions of one name "
+        "The sessions of this key with kept KV (`session_ttl_s`), least recently used first. Sessions of one name "
         "with different `cache_salt` are listed each.",
         "`data`: a list with `id`, `pinned_tokens` (kept from eviction, in whole blocks; `null`: not known yet), "
         "`expires_in_s`",
@@ -136,7 +135,7 @@ OPERATIONS = (
         examples=(Example("What is served"),),
     ),
     Operation(
-        "GET", "/v1/models/{name}", "The same by name; names may contain slashes.", "`id`, `max_model_len`",
+        "GET", "/v1/models/{name}", "The served model by name; names may contain slashes.", "`id`, `max_model_len`",
         errors=(404,), parameters=(("name", "the model's name or an alias"),),
     ),
     Operation(

@@ -1,4 +1,4 @@
-"""From a checked body to engine requests (level 4)."""
+"""From a checked body to engine requests."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ class Generation:
     stream: bool
     include_usage: bool
     explain: bool
-    session_ttl_ns: int | None = None  # after the answer, keep what the session has in the cache for so long
+    session_ttl_ns: int | None = (
+        None  # after the answer, nanoseconds for which the session's KV is kept after the answer
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: decides whose KV may be shared."""
+    """The client of a request: its tenant decides which KV may be shared."""
 
     tenant: str
     explain: bool = False
@@ -180,7 +182,7 @@ def _session(body: GenerationBody, salt: str) -> str:
 
 def _session_name(body: GenerationBody) -> str:
     if body.session is not None and body.session_id is not None and body.session != body.session_id:
-        raise bad_request("session and session_id are the same thing and must not differ", "session_id")
+        raise bad_request("session and session_id name one session and must not differ", "session_id")
     named = body.session or body.session_id
     if named is None and body.document is not None:
         return document_handle(body.document)

@@ -1,10 +1,13 @@
-"""From prompts and messages to token ids (level 4). What is long is worked on beside the event loop."""
+"""From prompts and messages to token ids. What is long is worked on beside the event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -16,7 +19,6 @@ from memserve.api.errors import bad_request
 from memserve.api.messages import Messages, check_messages, check_rendered, for_template
 from memserve.api.schema import ChatBody
 from memserve.api.served import ServedModel
-from memserve.api.workers import Workers
 from memserve.errors import UserError
 from memserve.types import TokenArray
 from memserve.validation import token_array
@@ -41,7 +43,7 @@ class Prompt:
 
 
 class PromptEncoder:
-    """Tokenizes for one model, for the tenants whose clients' texts they are."""
+    """Tokenizes texts of clients for one model, in turns of their tenants."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -153,7 +155,7 @@ class PromptEncoder:
         return str(text)
 
     def _refuse_hopeless(self, text: str) -> None:
-        """A text so long that no tokenization fits the context is not worth seconds of tokenizing."""
+        """Refuse a text that is too long for any tokenization to fit the context: tokenizing it would take seconds."""
         most_bytes = self._model.max_model_tokens * (self._token_bytes_max or sys.maxsize)
         if len(text) > most_bytes or len(text.encode()) > most_bytes:
             raise context_exceeded(self._model, f"a prompt of {len(text)} characters")
@@ -204,3 +206,121 @@ def context_exceeded(model: ServedModel, asked: str) -> Exception:
 
 def _is_token_list(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
+
+
+INLINE_BYTES_MAX = 2048
+"""Tokenizing this much (0.5 ms) costs less than a trip to a thread and back."""
+
+SHORT_BYTES_MAX = 16 * 1024
+"""Tokenizing this much takes less than ten milliseconds: less than a step of the engine."""
+
+
+class Workers:
+    """Work on clients' text that would stall the event loop, done beside it by turns. Lives in the event loop.
+
+    Parsing, chat templates and tokenizing take milliseconds to seconds for long texts. Small texts are worked on at
+    once; short ones and long ones have one thread each, so that no short text waits for a long one. In each line
+    tenants take turns. How much may wait is bounded by the bodies that the server reads at a time.
+    """
+
+    def __init__(self) -> None:
+        self._short, self._long = _Line("short"), _Line("long")
+        self._turns = _Turns()
+
+    async def turn(self, tenant: str) -> None:
+        """Wait until the event loop may begin with a request of a tenant: at once, unless many come in one moment."""
+        await self._turns.wait(tenant)
+
+    async def run(self, tenant: str, text_bytes: int, work: Callable[[], Result]) -> Result:
+        """The result of ``work`` on ``text_bytes`` of a tenant's text."""
+        if text_bytes <= INLINE_BYTES_MAX:
+            return work()
+        line = self._short if text_bytes <= SHORT_BYTES_MAX else self._long
+        return await line.run(tenant, work)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._short.close()
+        self._long.close()
+
+
+class _Waiting:
+    """Futures in lines by tenant, of which the next turn is another tenant's, where another one waits."""
+
+    def __init__(self) -> None:
+        #: the first tenant has the next turn
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+
+    def add(self, tenant: str) -> asyncio.Future[None]:
+        """At the end of the tenant's line."""
+        turn = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(tenant, deque()).append(turn)
+        return turn
+
+    def pass_on(self) -> bool:
+        """Give the next one its turn; False: nothing waits."""
+        while self._lines:
+            tenant = next(iter(self._lines))
+            turns = self._lines.pop(tenant)
+            turn = turns.popleft()
+            if turns:
+                self._lines[tenant] = turns
+            if not turn.done():  # else its client has left
+                turn.set_result(None)
+                return True
+        return False
+
+
+class _Turns:
+    """Requests that come in one moment begin one in each round of the event loop, tenants in turn. So a burst of one
+    tenant holds no other up: between two of its requests the loop reads what else has come."""
+
+    def __init__(self) -> None:
+        self._waiting = _Waiting()
+        self._is_taken = False
+
+    async def wait(self, tenant: str) -> None:
+        if self._is_taken:
+            await self._waiting.add(tenant)
+        else:
+            self._is_taken = True
+            asyncio.get_running_loop().call_soon(self._next_round)
+
+    def _next_round(self) -> None:
+        self._is_taken = self._waiting.pass_on()
+        if self._is_taken:
+            asyncio.get_running_loop().call_soon(self._next_round)
+
+
+class _Line:
+    """One thread, and those that wait for it."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"memserve-{name}-texts")
+        self._taken = False
+        self._waiting = _Waiting()
+
+    async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        if self._taken:
+            await self._turn(tenant)
+        self._taken = True
+        try:
+            return await loop.run_in_executor(self._executor, work)
+        finally:
+            self._pass_on()
+
+    async def _turn(self, tenant: str) -> None:
+        turn = self._waiting.add(tenant)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # the turn came as its client left
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        self._taken = self._waiting.pass_on()
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What has been answered so far: the texts of all sequences of a call, and the account of its tokens (level 4)."""
+"""What has been answered so far: the texts of all sequences of a call, and the account of its tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sequence:
 
     at: int
     index: int
-    choice: int  # its place among the response's choices
+    choice: int  # place among the response's choices
     stream: TextStream
     texts: list[str] = field(default_factory=list)  # all that may be shown, unless it is streamed
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token of ``stream.tokens`` when asked for
@@ -49,7 +49,7 @@ class Delta:
     last: int
     finish_reason: FinishReason | None
     opens: bool
-    """This is the first that is heard of the sequence."""
+    """The first news of the sequence."""
 
 
 _SHOWN = TokenLogprobs(-1, 0.0)
@@ -105,7 +105,7 @@ class Reply:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens whose KV came from the cache."""
+        """Prompt tokens with KV from the cache."""
         return sum(count or 0 for count in self._cached)
 
     def absorb(self, call: Call, at: int, news: TokenOutput | Rejected) -> Delta | None:
@@ -230,7 +230,8 @@ class Reply:
 
 
 def failure(output: TokenOutput) -> ApiError | None:
-    """The error for an ending that is no answer. The client did not cancel, or nobody would ask."""
+    """The error for an ending that is no answer. None: it is one. A cancelled sequence means that the server
+    ends: a client that cancels reads no answer."""
     match output.finish_reason:
         case FinishReason.DEADLINE:
             return deadline_passed()

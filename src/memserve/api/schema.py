@@ -1,4 +1,4 @@
-"""The request bodies: every field that is understood, tolerated or refused (level 4).
+"""The request bodies: every field that is understood, tolerated or refused.
 
 Parsing is strict: a field of the wrong type or out of range, or one that is not listed, is a 400 that names it.
 Names and ranges are OpenAI's; the fields under "extensions" are memserve's own, where vLLM has them under its names.
@@ -6,10 +6,15 @@ Names and ranges are OpenAI's; the fields under "extensions" are memserve's own,
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import difflib
+import re
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+
+from memserve._core import json_shape
+from memserve.api.errors import ApiError, bad_request, unsupported
 
 TokenCount = Annotated[int, Meta(ge=1)]
 TokenCountOrZero = Annotated[int, Meta(ge=0)]
@@ -72,7 +77,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
 
     # Hints: where it runs and what stays cached, never the answer.
     prompt_cache_key: str | None = None
-    """Requests with the same key run where their prefix is cached, as with `session`."""
+    """Requests with one key run where their prefix is cached, as with `session`."""
 
     # Tolerated: the official client sends them, they cannot change the answer here.
     user: str | None = None
@@ -152,7 +157,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw
     echo: bool | None = None
     """Put the prompt in front of the answer."""
     logprobs: LogprobCount | None = None
-    """Report the chosen tokens' log probabilities and those of so many alternatives."""
+    """Report the log probabilities of the chosen tokens, and of this many alternatives to each."""
     suffix: str | None = None
     """Refused unless empty."""
     add_special_tokens: bool | None = None
@@ -168,11 +173,11 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
     max_tokens: TokenCount | None = None
     """Longest answer. Default: the server's `--default-max-tokens`, and what the context has room for."""
     max_completion_tokens: TokenCount | None = None
-    """The same, by OpenAI's newer name."""
+    """OpenAI's newer name of `max_tokens`."""
     logprobs: bool | None = None
     """Report the chosen tokens' log probabilities."""
     top_logprobs: LogprobCount | None = None
-    """And those of so many alternatives. Only with `logprobs`."""
+    """Alternatives to each token whose log probabilities are reported. Only with `logprobs`."""
 
     # Extensions.
     add_generation_prompt: bool | None = None
@@ -232,3 +237,87 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "web_search_options": ("Web search", ()),
 }
 """Field -> what it asks for, and the values that ask for nothing."""
+
+
+DEPTH_MAX = 64
+NAME_BYTES_MAX = 1024
+CONTAINERS_MAX = 1 << 15
+VALUES_MAX = 1 << 18
+"""What is built of a body holds the interpreter while it is built: a hundredth of a second at the most."""
+
+_MESSAGE_CHARS_MAX = 2000
+_NAME_CHARS_MAX = 64
+
+Body = TypeVar("Body", CompletionBody, ChatBody, DocumentBody)
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+
+
+def parse_body(data: bytes, kind: type[Body]) -> Body:
+    """``data`` as ``kind``. Raises :class:`ApiError` 400 that names the field at fault."""
+    _refuse_shape(data)
+    try:
+        body = msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), kind) from None
+    except msgspec.DecodeError as error:
+        raise bad_request(f"The request body is not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise bad_request(f"The request body is not valid UTF-8: {error.reason}") from None
+    _refuse_unsupported(body)
+    return body
+
+
+def body_of(fields: dict[str, Any], kind: type[Body]) -> Body:
+    """``fields``, of builtin types, as ``kind``: for callers in this process. Raises as :func:`parse_body`."""
+    try:
+        body = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), kind) from None
+    _refuse_unsupported(body)
+    return body
+
+
+def _refuse_shape(data: bytes) -> None:
+    shape = json_shape(data)
+    if shape.depth > DEPTH_MAX:
+        raise bad_request(f"The request body is nested {shape.depth} deep; the limit is {DEPTH_MAX}")
+    if shape.name_bytes > NAME_BYTES_MAX:
+        raise bad_request(f"A field's name has {shape.name_bytes} bytes; the limit is {NAME_BYTES_MAX}")
+    if shape.containers > CONTAINERS_MAX:
+        raise bad_request(f"The request body has {shape.containers} arrays and objects; the limit is {CONTAINERS_MAX}")
+    if shape.values > VALUES_MAX:
+        raise bad_request(f"The request body has {shape.values} values; the limit is {VALUES_MAX}")
+
+
+def _explain(message: str, kind: type[Body]) -> ApiError:
+    if len(message) > _MESSAGE_CHARS_MAX:  # a message that repeats a value
+        message = message[: _MESSAGE_CHARS_MAX // 2] + " ... " + message[-_MESSAGE_CHARS_MAX // 2 :]
+    path = _PATH.search(message)
+    param = path.group(1) if path else None
+    message = message[: path.start()] if path else message
+    if unknown := _UNKNOWN.search(message):
+        name = unknown.group(1)
+        names = (
+            []
+            if param or len(name) > _NAME_CHARS_MAX
+            else [field for field in kind.__struct_fields__ if field not in REFUSED]
+        )
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        full = f"{param}.{name}" if param else name
+        return bad_request(f"Unknown field '{full}'{hint}", full, "unknown_field")
+    if missing := _MISSING.search(message):
+        name = missing.group(1)
+        return bad_request(f"The field '{name}' is required", name, "missing_required_parameter")
+    where = f"Invalid value for '{param}': " if param else "Invalid request body: "
+    return bad_request(where + message[:1].lower() + message[1:], param, "invalid_value")
+
+
+def _refuse_unsupported(body: Body) -> None:
+    for field, (what, harmless) in REFUSED.items():
+        value = getattr(body, field, None)
+        if value is not None and value not in harmless:
+            raise unsupported(field, what)

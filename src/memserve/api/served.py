@@ -1,4 +1,4 @@
-"""What the edge needs to know of the model and the engine: two small interfaces (level 4)."""
+"""What the edge needs to know of the model and the engine: two small interfaces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tokenizers import Tokenizer
 
-from memserve.remembered import DocumentDropped, DocumentPut
+from memserve.metadata import DocumentDropped, DocumentPut
 from memserve.runtime.engine import Rejected
 from memserve.types import NamedPrefix, Request, SamplingParams, TokenArray, TokenOutput
 
@@ -113,13 +113,13 @@ class PinningEngine(ServingEngine, Protocol):
 
 @runtime_checkable
 class RememberingEngine(ServingEngine, Protocol):
-    """An engine that keeps records for those who come after it."""
+    """An engine that keeps records for its successor."""
 
     def documents(self) -> tuple[DocumentPut, ...]:
-        """What the last one was told."""
+        """Documents in the records of the last engine."""
 
     def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
-        """Make ``record`` durable; the answer is whether it is."""
+        """Make ``record`` durable. The future says whether it is."""
 
 
 class ModelNames:

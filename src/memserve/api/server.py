@@ -1,4 +1,4 @@
-"""The HTTP server: its socket, its start, and its end (level 4)."""
+"""The HTTP server: its socket, its start, and its end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from starlette.applications import Starlette
 from memserve.api.connection import Connection
 from memserve.api.edge import Edge
 from memserve.api.hub import Hub
+from memserve.config import DRAIN_S
 from memserve.errors import UserError
-from memserve.runtime.signals import Askings
+from memserve.runtime.process import Askings
 from memserve.units import KIB
 
 log = logging.getLogger(__name__)
-
-DRAIN_S = 20.0
-"""How long open streams may go on after the first signal."""
 
 FAREWELL_S = 2.0
 """How long a request that was told of the end may take to pass it on to its client."""

@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests out of bytes: one at a time, and bounded before anything is parsed (level 4, without IO).
+"""HTTP/1.1 requests out of bytes: one at a time, and bounded before anything is parsed (without IO).
 
 ::
 
@@ -135,7 +135,7 @@ class RequestReader:
         return self._rest if self._state in (_State.SIZED, _State.DONE) else None
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Some bytes arrived."""
+        """Take bytes that arrived."""
         self._buffer += data
 
     def start_next(self) -> None:

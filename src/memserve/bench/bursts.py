@@ -1,4 +1,4 @@
-"""Bursts of requests, all requests due at once, as in llm-serving-cache's validation (level 4).
+"""Bursts of requests, all requests due at once, as in llm-serving-cache's validation.
 
 ========== ============================================================================
 cold       all requests have one prompt, which the server has not seen before

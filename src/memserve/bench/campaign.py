@@ -1,4 +1,4 @@
-"""Settings side by side: every workload on every setting, seed by seed (level 4).
+"""Settings side by side: every workload on every setting, seed by seed.
 
 Passes are interleaved: a workload goes to one setting after the other, each seed in another order, so that a busy
 minute of the machine hits no setting alone. Seeds come round after round: a run that ends early has equal numbers of

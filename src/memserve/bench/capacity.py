@@ -1,4 +1,4 @@
-"""``memserve bench capacity``: the largest rate that a setting bears by bisection (level 4)."""
+"""``memserve bench capacity``: the largest rate that a setting bears by bisection."""
 
 from __future__ import annotations
 

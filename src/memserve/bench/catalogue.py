@@ -1,4 +1,4 @@
-"""Workloads by name (level 4): from a folder of data sets, from a user's file, or from a seed alone.
+"""Workloads by name: from a folder of data sets, from a user's file, or from a seed alone.
 
 ``build`` reads, generates, samples, scales, caps, copies and sets the times, in this order. The form of a user's JSONL
 file is recognised by the first line's fields; all lines of a file have one form, and ``id`` and, of chats, ``group``

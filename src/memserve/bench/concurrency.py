@@ -1,4 +1,4 @@
-"""``memserve bench concurrency``: latency, throughput and rejections of bursts, with and without a limit (level 4)."""
+"""``memserve bench concurrency``: latency, throughput and rejections of bursts, with and without a limit."""
 
 from __future__ import annotations
 

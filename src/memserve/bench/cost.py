@@ -12,8 +12,7 @@ from memserve.bench.report_writer import Cell, Drawing, Table, draw_line, legend
 from memserve.bench.study import Study, StudyResults, Tell
 from memserve.config import EngineOptions
 from memserve.runtime.profile import SAMPLES_MIN, fit_profile, open_profiler
-from memserve.runtime.profile_store import machine_name, model_name, profile_path, save_profile
-from memserve.runtime.profile_values import profile_values
+from memserve.runtime.profile_store import machine_name, model_name, profile_path, profile_values, save_profile
 from memserve.units import NS_PER_MS
 
 BARS = "dots: measured, not fitted to (bars: P10 to P90); lines: the cost model"

@@ -1,4 +1,4 @@
-"""Readers of data files (level 4): rows in, the records of ``workloads/records.py`` out.
+"""Readers of data files: rows in, the records of ``workloads/records.py`` out.
 
 Every reader takes a path, plain or ``.gz``, and raises :class:`UserError` with file and line for what it can't read.
 """

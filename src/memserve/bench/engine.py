@@ -1,4 +1,4 @@
-"""``memserve bench engine``: what one engine does on this machine, in about a minute (level 4).
+"""``memserve bench engine``: what one engine does on this machine, in about a minute.
 
 Random tokens, greedy, end-of-sequence ignored: prefill speed and TTFT cold and warm at two lengths, decode speed at
 three batch sizes, then a mixed workload for the memory report. The shapes are those of the comparison with other

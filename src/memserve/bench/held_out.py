@@ -1,4 +1,4 @@
-"""What the cost model is measured by (level 4): the profile's own points, and points that are held out of the fit.
+"""What the cost model is measured by: the profile's own points, and points that are held out of the fit.
 
 Both are measured in the same rounds, small and large ones by turns: when the machine's speed changes on the way, the
 change hits all sizes of both, and the remaining error is the model's own. None of the held-out points is in the
@@ -15,12 +15,18 @@ from typing import TypeVar
 
 from memserve.config import InstanceConfig
 from memserve.errors import UserError
-from memserve.policy.costs import CostModel
-from memserve.policy.curves import attended_pairs
-from memserve.policy.fit import Sample
+from memserve.policy.costs import CostModel, Sample, attended_pairs
 from memserve.runtime import profile
-from memserve.runtime.profile import SAMPLES_MIN, SHARES, Measured, StepProfiler, all_rounds, prefill_grid
-from memserve.runtime.profile_transfer import LINKS, measure_transfer
+from memserve.runtime.profile import (
+    LINKS,
+    SAMPLES_MIN,
+    SHARES,
+    StepProfiler,
+    all_rounds,
+    measure_transfer,
+    prefill_grid,
+)
+from memserve.runtime.profile_store import Measured
 from memserve.types import KVGeometry, Tier
 from memserve.workloads.statistics import Spread, spread_of
 
@@ -98,7 +104,7 @@ def accuracy(points: Sequence[Foretold]) -> dict[str, Accuracy]:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """A step that computes prompts whose first part is cached."""
+    """A step that computes prompts with a cached first part."""
 
     batch: int
     tokens: int
@@ -118,7 +124,7 @@ class Prompts:
 
 @dataclass(slots=True)
 class Measurement:
-    """Times of one device that runs nothing else: first all ``measure_...``, then the results."""
+    """Times of one device, which nothing else uses meanwhile: first all ``measure_...``, then what follows."""
 
     geometry: KVGeometry
     config: InstanceConfig
@@ -207,18 +213,18 @@ class Measurement:
             spent_ns = spread_of(self._decodes[batch, context])
             yield Foretold("decode", costs.decode_step_ns(batch, batch * context), spent_ns, batch, context)
         for curve, count in sorted(pair for pair in self._swaps if pair[1] in COPY_BLOCKS):
-            expected_ns = getattr(costs, f"{curve}_ns")(count * self.geometry.block_bytes, count)
+            expected_ns = getattr(costs, curve).ns(count * self.geometry.block_bytes, count)
             yield Foretold(curve, expected_ns, spread_of(self._swaps[curve, count]), blocks=count, pieces=count)
         for curve, found in self._transfers.items():
             for one in found:
                 if (blocks := self._blocks(one)) in COPY_BLOCKS:
-                    expected_ns = costs.transfer_ns(one.first, curve == "same_host", one.second)
+                    expected_ns = getattr(costs, curve).ns(one.first, one.second)
                     yield Foretold(curve, expected_ns, spread_of([one.ns]), blocks=blocks, pieces=one.second)
 
     # -- inside
 
     def _fitted_prompts(self) -> list[Prompts]:
-        grid = prefill_grid(self.profiler, self.config.scheduler.max_step_tokens)
+        grid = prefill_grid(self.profiler, self.config.scheduler.step_tokens)
         return [Prompts(1, new_tokens + cached, cached) for new_tokens, cached in grid]
 
     def _held_out_prompts(self) -> Iterator[Prompts]:
@@ -235,7 +241,7 @@ class Measurement:
 
     def _fits(self, point: Prompts) -> bool:
         step_tokens = point.batch * point.new_tokens
-        within = step_tokens <= self.config.scheduler.max_step_tokens
+        within = step_tokens <= self.config.scheduler.step_tokens
         swaps = self._swapped_blocks(point) <= self.config.pool.dram_blocks
         return within and swaps and self.profiler.fits(point.batch, point.tokens)
 
@@ -251,7 +257,7 @@ class Measurement:
     def _expected_ns(self, costs: CostModel, point: Prompts) -> int:
         pairs = attended_pairs(point.new_tokens, point.cached)
         blocks = self._swapped_blocks(point)
-        swap_ns = costs.swap_in_ns(blocks * self.geometry.block_bytes, blocks)
+        swap_ns = costs.swap_in.ns(blocks * self.geometry.block_bytes, blocks)
         return costs.prefill.step(point.batch * point.new_tokens, point.batch * pairs) + swap_ns
 
 

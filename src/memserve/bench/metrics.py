@@ -1,4 +1,4 @@
-"""Latency, throughput and goodput of requests: pure functions of records (level 4).
+"""Latency, throughput and goodput of requests: pure functions of records.
 
 ====== ===================================================================================================
 TTFT   from the scheduled arrival to the first chunk with text

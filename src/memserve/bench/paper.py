@@ -1,4 +1,4 @@
-"""MemServe's section 8 beside our results (level 4): what agrees, what does not, and why not on this machine."""
+"""MemServe's section 8 beside our results: what agrees, what does not, and why not on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of every report (level 4): tables for Markdown and for a terminal, and the parts of plots.
+"""Parts of every report: tables for Markdown and for a terminal, and the parts of plots.
 
 matplotlib is optional (extra ``bench``): without it a report has its tables only, and says so.
 """

@@ -1,4 +1,4 @@
-"""Figures of workloads on settings, summed up from records (level 4): ``results.json`` of ``bench serve``, ``bench
+"""Figures of workloads on settings, summed up from records: ``results.json`` of ``bench serve``, ``bench
 load`` and ``sim run``.
 """
 

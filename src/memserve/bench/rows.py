@@ -1,4 +1,4 @@
-"""Rows of data files, read strictly (level 4): plain or gzip, JSON lines or CSV; an error names file and line."""
+"""Rows of data files, read strictly: plain or gzip, JSON lines or CSV; an error names file and line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BadRow(ValueError):
 
 
 class Row:
-    """A record whose fields are asked for by name and kind; what is missing or of another kind is a :class:`BadRow`."""
+    """A record: fields are asked for by name and kind; what is missing or of another kind is a :class:`BadRow`."""
 
     def __init__(self, fields: object) -> None:
         if not isinstance(fields, dict):

@@ -1,4 +1,4 @@
-"""``memserve sim --scenario NAME``: the tables of published simulations, from the production machines (level 4)."""
+"""``memserve sim --scenario NAME``: the tables of published simulations, from the production machines."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class LlmServingCache(Study[ScenarioResults]):
             shares = (f"{found.hit_percent} %", f"{found.rejected_percent} %")
             results.cases.append((case.name, str(found.mean_ms), str(found.p95_ms), *shares))
             results.notes += [f"{case.name}: rejected: {answer.rejected}" for answer in answers if answer.rejected]
-            if world.gate().evictions:
-                results.notes.append(f"{case.name}: {world.gate().evictions} ended requests were evicted")
+            if world.admission().evictions:
+                results.notes.append(f"{case.name}: {world.admission().evictions} ended requests were evicted")
         for name, active_max in (("no control", None), ("3 active", 3)):
             answers, served_per_s = overload(active_max)
             rejected = sum(bool(answer.rejected) for answer in answers)

@@ -1,4 +1,4 @@
-"""``memserve bench serve``: settings side by side (level 4). Its report is also that of ``memserve sim run``."""
+"""``memserve bench serve``: settings side by side. Its report is also that of ``memserve sim run``."""
 
 from __future__ import annotations
 

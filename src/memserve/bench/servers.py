@@ -1,4 +1,4 @@
-"""The servers of a run (level 4): each starts when a pass first needs it, and stays while memory lasts.
+"""The servers of a run: each starts when a pass first needs it, and stays while memory lasts.
 
 A start costs as much as a pass or two, so one server serves all workloads and seeds of its setting; every pass has a
 salt of its own (:class:`~memserve.bench.load.prompts.Manner`), so that none finds the cache of another. When memory

@@ -1,4 +1,4 @@
-"""The settings of MemServe's section 8 by name, and which of them get which workloads (level 4).
+"""The settings of MemServe's section 8 by name, and which of them get which workloads.
 
 ====================== =====================================================================================
 ``2PD``, ``PD``        colocated instances without a cache; without a number as many as the run compares

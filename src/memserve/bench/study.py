@@ -1,4 +1,4 @@
-"""One experiment (level 4): settings -> runs -> tables, plots and JSON in one folder.
+"""One experiment: settings -> runs -> tables, plots and JSON in one folder.
 
 ::
 

@@ -1,4 +1,4 @@
-"""``memserve bench``: measurements of this very installation (level 4)."""
+"""``memserve bench``: measurements of this installation; ``engine``, ``pool`` and ``cost`` stand here."""
 
 from __future__ import annotations
 
@@ -9,19 +9,83 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memserve.cli import bench_capacity, bench_concurrency, bench_cost, bench_pool, bench_serve, load
+from memserve.cli import bench_concurrency, bench_load, bench_serve
 from memserve.cli import options as opt
-from memserve.cli.workload import workload
+from memserve.cli.bench_workload import workload
+from memserve.cli.profile import PROFILED, ProfiledEngine
+from memserve.config import EngineOptions
 
 if TYPE_CHECKING:
     from memserve.bench.engine import Figure
 
+
+ON_CPU = EngineOptions(device="cpu")
+
+
+@opt.grouped
+def pool(
+    *,
+    engine: Annotated[EngineOptions, opt.Only("model", "dtype", "kv_memory_bytes", "block_tokens")] = ON_CPU,
+    blocks: Annotated[str | None, typer.Option(help="Comma-separated: blocks of one call.")] = None,
+    prompt_tokens: Annotated[
+        str | None, typer.Option(help="Comma-separated: prompt lengths at which indexes are compared.")
+    ] = None,
+    tree_prompts: Annotated[int | None, typer.Option(min=0, help="Other prompts in the index, 4,096 tokens each.")] = (
+        None
+    ),
+    rounds: Annotated[int | None, typer.Option(min=3, help="Repetitions of calls that move no bytes.")] = None,
+    copy_rounds: Annotated[int | None, typer.Option(min=2, help="Repetitions of calls that move bytes.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller measurements: under a minute.")] = False,
+    out: bench_load.Folder = None,
+) -> None:
+    """Measure MemPool's calls, its index beside hash indexes, and aggregated against discrete transfer."""
+    from memserve.runtime.process import set_thread_environment
+
+    set_thread_environment()
+    from memserve.bench.pool.study import FULL, QUICK, PoolPlan, PoolResults, PoolStudy
+    from memserve.bench.study import RunFolder
+
+    plan: PoolPlan = bench_load.chosen(
+        QUICK if quick else FULL,
+        blocks=bench_load.parse_counts(blocks, "--blocks 1,16,128"),
+        prompt_tokens=bench_load.parse_counts(prompt_tokens, "--prompt-tokens 512,2048"),
+        tree_prompts=tree_prompts, rounds=rounds, copy_rounds=copy_rounds,
+    )  # fmt: skip
+    results = PoolResults(command=bench_load.command())
+    bench_load.run_study(PoolStudy(plan, engine, results), RunFolder(out), timed=True)
+
+
+SECONDS, QUICK_SECONDS = 180.0, 24.0
+
+
+@opt.grouped
+def cost(
+    *,
+    engine: ProfiledEngine = PROFILED,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Seconds to measure, about.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A less exact fit: under a minute.")] = False,
+    save: Annotated[bool, typer.Option(help="Save the profile in the cache folder, for serve and instance.")] = True,
+    out: bench_load.Folder = None,
+) -> None:
+    """Fit the cost model on this machine, and compare it with measurements that it has not seen (figure 13)."""
+    from memserve.runtime.process import set_thread_environment
+
+    set_thread_environment()
+    from memserve.bench.cost import CostPlan, CostResults, CostStudy
+    from memserve.bench.held_out import FULL, QUICK
+    from memserve.bench.study import RunFolder
+
+    plan = CostPlan(seconds or (QUICK_SECONDS if quick else SECONDS), save, QUICK if quick else FULL)
+    results = CostResults(command=bench_load.command())
+    bench_load.run_study(CostStudy(plan, engine, results), RunFolder(out), timed=True)
+
+
 app = typer.Typer(help="Measure memserve on this machine.", no_args_is_help=True, rich_markup_mode=None)
-app.command("load")(load.load)
+app.command("load")(bench_load.load)
 app.command("serve")(bench_serve.serve)
-app.command("capacity")(bench_capacity.capacity)
-app.command("pool")(bench_pool.pool)
-app.command("cost")(bench_cost.cost)
+app.command("capacity")(bench_load.capacity)
+app.command("pool")(pool)
+app.command("cost")(cost)
 app.command("concurrency")(bench_concurrency.concurrency)
 
 
@@ -29,8 +93,8 @@ app.command("concurrency")(bench_concurrency.concurrency)
 def bench(context: typer.Context) -> None:
     """Measure memserve on this machine."""
     if context.invoked_subcommand == workload.__name__:
-        return  # it measures nothing
-    from memserve.runtime.cpu_use import busy_note, watched
+        return  # measures nothing: other programs may run
+    from memserve.runtime.process import busy_note, watched
 
     if (note := busy_note(watched())) is not None:
         typer.echo(f"warning: {note}", err=True)
@@ -40,24 +104,24 @@ app.command()(workload)
 
 
 @app.command()
+@opt.grouped
 def engine(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    dtype: opt.Dtype = opt.DEFAULTS.dtype,
-    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs a figure; medians are printed.")] = 3,
+    *,
+    options: Annotated[EngineOptions, opt.Only("model", "dtype", "kv_memory_bytes")],
+    repeats: Annotated[int, typer.Option(min=1, help="Runs for each figure; medians are printed.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Prefill, decode, TTFT, the scheduler's share of a step, and the memory report."""
     started = time.perf_counter()
-    from memserve.runtime.threads import set_thread_environment
+    from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
     from memserve.bench.engine import Figure, bench_engine, describe
     from memserve.llm import LLM
-    from memserve.runtime.cpu_use import CpuWatch, busy_note
+    from memserve.runtime.process import CpuWatch, busy_note
 
     watch = CpuWatch()
-    with LLM(model, dtype=dtype, kv_memory=kv_memory) as llm:
+    with LLM(options.model, dtype=options.dtype, kv_memory=options.kv_memory_bytes) as llm:
         ready_s = time.perf_counter() - started
         head = {**describe(llm), "ready_s": round(ready_s, 2)}
         typer.echo(json.dumps(head) if as_json else "  ".join(f"{k}={v}" for k, v in head.items()))

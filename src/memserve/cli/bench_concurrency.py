@@ -1,4 +1,4 @@
-"""``memserve bench concurrency``: bursts of requests, with and without an admission limit (level 4)."""
+"""``memserve bench concurrency``: bursts of requests, with and without an admission limit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli import bench_options as by
-from memserve.cli.load import Timeout
+from memserve.cli.bench_load import Folder, IgnoreEos, ServeFlags, Timeout, chosen, command, parse_counts, run_study
 from memserve.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is sent."""
+    """Repetitions of a burst, and the lengths of its requests."""
 
     repetitions: int
     prompt_words: int
@@ -27,21 +26,27 @@ FULL, QUICK = Size(3, 400, 32), Size(1, 120, 8)
 
 def concurrency(
     at_once: Annotated[str, typer.Option("--at-once", help="Comma-separated: requests of a burst.")] = "1,3,5,10",
-    setting: Annotated[str, typer.Option(help="Our server, as in `memserve bench serve`; empty: none.")] = "1PD-CC",
+    setting: Annotated[
+        str, typer.Option(help="Setting of our server, as in `memserve bench serve`. Empty: none.")
+    ] = "1PD-CC",
     max_active: Annotated[
-        int, typer.Option(min=0, help="Repeat each burst with at most N active requests; 0 skips.")
+        int, typer.Option(min=0, help="Repeat each burst with at most N active requests. 0: do not repeat.")
     ] = 3,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait at that limit.")] = 0,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for admission under the limit.")] = 0,
     base_url: Annotated[list[str] | None, typer.Option(help="A further contender: NAME=URL of any server.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One repetition, short prompts: under a minute.")] = False,
-    repetitions: Annotated[int | None, typer.Option(min=1, help="Of every burst, each with new prompts.")] = None,
-    prompt_words: Annotated[int | None, typer.Option(min=8, help="Words of a prompt; a token each, or more.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer.")] = None,
-    ignore_eos: by.IgnoreEos = True,
-    serve_flags: by.ServeFlags = "",
+    quick: Annotated[bool, typer.Option("--quick", help="One repetition with short prompts: under a minute.")] = False,
+    repetitions: Annotated[
+        int | None, typer.Option(min=1, help="Repetitions of every burst, each with new prompts.")
+    ] = None,
+    prompt_words: Annotated[
+        int | None, typer.Option(min=8, help="Words of every prompt; a word is a token or more.")
+    ] = None,
+    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every answer.")] = None,
+    ignore_eos: IgnoreEos = True,
+    serve_flags: ServeFlags = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts.")] = 0,
     timeout_s: Timeout = 600.0,
-    out: by.Folder = None,
+    out: Folder = None,
 ) -> None:
     """Cold, warm, shared and unrelated bursts of requests, with and without an admission limit."""
     from memserve.bench.bursts import BurstPlan, BurstResults, Limit, contenders_of
@@ -51,7 +56,7 @@ def concurrency(
     from memserve.bench.study import RunFolder
 
     require_aiohttp()
-    size: Size = by.chosen(
+    size: Size = chosen(
         QUICK if quick else FULL, repetitions=repetitions, prompt_words=prompt_words, output_tokens=output_tokens
     )
     limit = Limit(max_active, queue) if max_active else None
@@ -61,12 +66,12 @@ def concurrency(
     if not contenders or len(own) > 1:
         raise UserError("one server of ours, or --base-url NAME=URL", hint="for example --setting 1PD-CC")
     plan = BurstPlan(
-        contenders, by.parse_counts(at_once, "--at-once 1,3,5,10") or (), size.repetitions, size.prompt_words,
+        contenders, parse_counts(at_once, "--at-once 1,3,5,10") or (), size.repetitions, size.prompt_words,
         size.output_tokens, tuple(shlex.split(serve_flags)), ignore_eos, seed, timeout_s,
     )  # fmt: skip
     results = BurstResults(
-        command=by.command(), prompt_words=size.prompt_words, output_tokens=size.output_tokens,
+        command=command(), prompt_words=size.prompt_words, output_tokens=size.output_tokens,
         limit=limit.text if limit is not None and own else "",
     )  # fmt: skip
     folder = RunFolder(out)
-    by.run_study(ConcurrencyStudy(plan, results, folder), folder)
+    run_study(ConcurrencyStudy(plan, results, folder), folder)

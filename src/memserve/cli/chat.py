@@ -1,20 +1,237 @@
-"""``memserve chat``: a conversation in the terminal (level 4)."""
+"""``memserve chat``: a conversation in the terminal."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
+import queue
+import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from memserve.cli import options as opt
-from memserve.cli.chat_backends import Account, ChatBackend, ChatOptions, EngineBackend, Message, ServerBackend
 from memserve.config import DEFAULT_MAX_TOKENS, EngineOptions
 from memserve.errors import UserError
-from memserve.units import parse_bytes
+from memserve.units import NS_PER_S
+
+if TYPE_CHECKING:
+    import httpx
+
+    from memserve.api.prompts import Prompt
+    from memserve.api.served import ServedModel, ServingEngine
+    from memserve.types import Request
+
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """Sampling of the answers. None: the model's recommendation, within the server's limits."""
+
+    temperature: float | None
+    max_tokens: int | None
+    seed: int | None
+
+
+@dataclass(slots=True)
+class Account:
+    """Tokens and times of one answer."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+    def __str__(self) -> str:
+        later_s = self.total_s - self.first_token_s
+        speed = f", {(self.answer_tokens - 1) / later_s:.0f} tokens/s" if self.answer_tokens > 1 and later_s > 0 else ""
+        return (
+            f"[{self.prompt_tokens} prompt tokens, {self.cached_tokens} from the cache; "
+            f"first token {self.first_token_s * 1000:.0f} ms; {self.answer_tokens} tokens{speed}]"
+        )
+
+
+class ChatBackend(Protocol):
+    """Answers conversations. Closing the iterator early stops the answer."""
+
+    def answer(self, messages: list[Message], options: ChatOptions, account: Account) -> Iterator[str]:
+        """The answer in pieces; fills in ``account``. Raises :class:`UserError` when there can be none."""
+
+    def close(self) -> None:
+        """Release connections and threads."""
+
+
+class ServerBackend:
+    """Asks a running server, any that speaks OpenAI's API."""
+
+    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
+        import httpx
+
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        base = url.rstrip("/")
+        base = base if base.endswith("/v1") else f"{base}/v1"
+        self._url = base
+        self._http = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(600, connect=10))
+        self._model = model or self._first_model()
+
+    def answer(self, messages: list[Message], options: ChatOptions, account: Account) -> Iterator[str]:
+        """Stream one answer."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        body |= {"temperature": options.temperature} if options.temperature is not None else {}
+        body |= {"max_tokens": options.max_tokens} if options.max_tokens else {}
+        body |= {"seed": options.seed} if options.seed is not None else {}
+        started = time.perf_counter()
+        with self._guarded(), self._http.stream("POST", "/chat/completions", json=body) as response:
+            _raise_for_error(response)
+            for event in _events(response):
+                account.total_s = time.perf_counter() - started
+                yield from self._take(event, account)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    @staticmethod
+    def _take(event: dict[str, Any], account: Account) -> Iterator[str]:
+        if "error" in event:
+            raise UserError(str(event["error"].get("message", "the server failed")))
+        for choice in event.get("choices", ()):
+            if text := choice["delta"].get("content"):
+                account.first_token_s = account.first_token_s or account.total_s
+                yield text
+        if usage := event.get("usage"):
+            account.prompt_tokens, account.answer_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            account.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def _first_model(self) -> str:
+        with self._guarded():
+            response = self._http.get("/models")
+            _raise_for_error(response)
+            return str(response.json()["data"][0]["id"])
+
+    def _guarded(self) -> _AsUserError:
+        return _AsUserError(self._url)
+
+
+class _AsUserError:
+    """Connection errors become one clear line."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        import httpx
+
+        if isinstance(error, (httpx.HTTPError, httpx.InvalidURL, KeyError, IndexError, json.JSONDecodeError)):
+            hint = "is it running? start one with: memserve serve"
+            raise UserError(f"no answer from {self._url}: {error}", hint=hint) from None
+
+
+def _raise_for_error(response: httpx.Response) -> None:
+    if response.status_code == 200:
+        return
+    try:
+        message = json.loads(response.read())["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = f"status {response.status_code}"
+    hint = "give the server's key with --api-key" if response.status_code == 401 else None
+    raise UserError(f"the server refused: {message}", hint=hint)
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+class EngineBackend:
+    """Runs an engine in this process."""
+
+    def __init__(self, engine: ServingEngine, model: ServedModel) -> None:
+        from memserve.api.prompts import PromptEncoder
+
+        self._engine = engine
+        self._model = model
+        self._encoder = PromptEncoder(model)
+        self._ids = itertools.count()
+
+    def answer(self, messages: list[Message], options: ChatOptions, account: Account) -> Iterator[str]:
+        """Stream one answer."""
+        from memserve.runtime.engine import Rejected
+        from memserve.runtime.text import TextStream
+        from memserve.types import FinishReason, TokenOutput
+
+        request = self._request(messages, options)
+        account.prompt_tokens = len(request.prompt)
+        stream = TextStream(self._encoder.tokenizer, stop_token_ids=request.stop.stop_token_ids)
+        news: queue.SimpleQueue[TokenOutput | Rejected] = queue.SimpleQueue()
+        started_ns = time.monotonic_ns()
+        self._engine.submit(request, news.put)
+        try:
+            while stream.finish_reason is None:
+                output = news.get()
+                if isinstance(output, Rejected):
+                    raise UserError(f"the engine refused: {output.reason}")
+                account.total_s = (time.monotonic_ns() - started_ns) / NS_PER_S
+                account.first_token_s = account.first_token_s or account.total_s
+                account.cached_tokens = max(account.cached_tokens, output.cached_tokens)
+                text = stream.push(output).text
+                account.answer_tokens = len(stream.tokens)
+                if text:
+                    yield text
+            if stream.finish_reason is FinishReason.ERROR:
+                raise UserError("the engine failed on this answer", hint="see the log above")
+        finally:
+            if stream.finish_reason is None:
+                self._engine.cancel(request.request_id)
+
+    def close(self) -> None:
+        """Stop the tokenizing threads. The engine stays open: its builder closes it."""
+        self._encoder.close()
+
+    def _request(self, messages: list[Message], options: ChatOptions) -> Request:
+        from memserve.api.served import chosen_sampling
+        from memserve.types import Request, StopParams
+
+        prompt = self._render(messages)
+        room = self._model.max_model_tokens - len(prompt.tokens)
+        if room < 1:
+            raise UserError("the conversation is longer than the model's context", hint="start anew with /reset")
+        seed = secrets.randbits(63) if options.seed is None else options.seed
+        chosen = chosen_sampling(self._model, {"temperature": options.temperature})
+        bound = options.max_tokens or self._model.default_max_tokens or room
+        return Request(
+            request_id=f"chat-{next(self._ids)}",
+            prompt=prompt.tokens,
+            sampling=dataclasses.replace(chosen, seed=seed),
+            stop=StopParams(min(bound, room), 0, tuple(self._model.eos_token_ids)),
+        )
+
+    def _render(self, messages: list[Message]) -> Prompt:
+        from memserve.api.errors import ApiError
+
+        try:
+            return self._encoder.render_chat(messages)
+        except ApiError as error:
+            raise UserError(error.message, hint="does this model have a chat template?") from None
+
 
 HELP = """\
 /help            this text
@@ -79,10 +296,14 @@ class Conversation:
         self.messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
 
 
+@opt.grouped
 def chat(
     question: Annotated[str | None, typer.Argument(help="Ask this, print the answer, and leave.")] = None,
-    url: Annotated[str | None, typer.Option(help="A running server; without it the model runs in here.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name at the server, or what to load.")] = None,
+    *,
+    url: Annotated[
+        str | None, typer.Option(help="URL of a running server. Default: the model runs in this process.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name at the server, or the model to load.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0, max=2, help="0: always the likeliest token; default: the model's own.")
@@ -90,18 +311,14 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help=f"Longest answer; default: {DEFAULT_MAX_TOKENS}, or as the server says.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answers.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Equal seeds draw equal answers from equal logits.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key of the server.", envvar="MEMSERVE_CHAT_KEY")] = None,
-    dtype: opt.Dtype = opt.DEFAULTS.dtype,
-    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
+    engine: Annotated[EngineOptions, opt.Only("dtype", "kv_memory_bytes")],
     quiet: Annotated[bool, typer.Option("--quiet", help="No notes about tokens and times.")] = False,
 ) -> None:
     """Talk to a model, in this process or on a running server."""
     options = ChatOptions(temperature, max_tokens, seed)
-    engine_options = EngineOptions(
-        model=model or opt.DEFAULT_MODEL, dtype=dtype, kv_memory_bytes=parse_bytes(kv_memory)
-    )
-    with _backend(url, model, api_key, engine_options) as backend:
+    with _backend(url, model, api_key, replace(engine, model=model or engine.model)) as backend:
         conversation = Conversation(backend, options, _say, _ignore if quiet else _note, system)
         if question is not None:
             conversation.turn(question)
@@ -118,7 +335,7 @@ def _backend(url: str | None, model: str | None, api_key: str | None, options: E
         finally:
             server.close()
         return
-    from memserve.runtime.threads import set_thread_environment
+    from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
     typer.echo(f"loading {options.model} ...", err=True)
@@ -134,7 +351,7 @@ def _backend(url: str | None, model: str | None, api_key: str | None, options: E
 
 
 def _converse(conversation: Conversation) -> None:
-    """Read lines until there are no more. An answer that fails is said, and the conversation goes on."""
+    """Read lines until there are no more. At a terminal the conversation goes on after an error."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         _enable_line_editing()

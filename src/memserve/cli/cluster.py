@@ -1,4 +1,4 @@
-"""The cluster behind ``memserve serve``: a router in this process, instances in processes of their own (level 4)."""
+"""The cluster behind ``memserve serve``: a router in this process, instances in processes of their own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memserve.cli import options as opt
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, PeerInfo
-from memserve.policy.shape import (
+from memserve.options import command_line_of
+from memserve.policy.capacity import (
     APART_CORES_MIN,
     CLIENT_TOKENS,
     Machine,
@@ -27,7 +27,7 @@ from memserve.policy.shape import (
 )
 from memserve.runtime.links.devices import own_address
 from memserve.runtime.memory import available_memory_bytes, usable_cores
-from memserve.runtime.meta_open import Metadata, MetadataPlace, open_metadata
+from memserve.runtime.meta_keeper import Metadata, MetadataPlace, open_metadata
 from memserve.types import Admission, Caching, Role
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """Which instances this host runs, how they work together, and who else may join."""
+    """The instances that this host runs, how they work together, and whether others may join."""
 
     prefill: int = 1
     decode: int = 1
@@ -51,15 +51,15 @@ class ClusterOptions:
     config: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     link: str = "auto"
     host: str = "127.0.0.1"
-    """Where router and instances of this host listen, and the name by which others reach them."""
+    """Where the router and the instances of this host listen, and how other hosts reach them."""
     port: int | None = None
-    """``None``: only this host's own instances are members."""
+    """Port at which instances of other hosts may join. None: they may not."""
     secret: str | None = None
-    """What all members know; ``None``: this host's own are given a fresh one."""
+    """Secret of all members. None: the instances of this host are given a fresh one."""
     metadata: MetadataPlace = dataclasses.field(default_factory=MetadataPlace)
-    """Where the router remembers; default: nowhere."""
+    """Where the router keeps its records; default: nowhere."""
     why: str = ""
-    """A line about the shape, where the machine has chosen it; empty: it was asked for."""
+    """A line about the shape, where the machine decided it. Empty: the shape was asked for."""
 
     def __post_init__(self) -> None:
         if self.link not in LINKS:
@@ -84,7 +84,7 @@ class ClusterOptions:
 
     @property
     def instances(self) -> int:
-        """How many this host runs."""
+        """Instances that this host runs."""
         return self.prefill + self.decode + self.colocated
 
     def caches(self, role: Role) -> bool:
@@ -94,9 +94,9 @@ class ClusterOptions:
 
 
 def choose_counts(prefill: int | None, decode: int | None, colocated: int | None, engine: EngineOptions) -> Shape:
-    """How many instances of each role: what was asked for; a prefill and a decode instance go together.
+    """Instances of each role, as asked for; a prefill and a decode instance go together.
 
-    Nothing asked for: what suits this machine (:func:`memserve.policy.shape.choose_shape`), with the reason.
+    All None: what suits this machine (:func:`memserve.policy.capacity.choose_shape`), with the reason.
     """
     if prefill is decode is colocated is None:
         return shape_here(engine)
@@ -109,7 +109,7 @@ def choose_counts(prefill: int | None, decode: int | None, colocated: int | None
 
 
 def shape_here(engine: EngineOptions) -> Shape:
-    """What suits this machine, for engines with these options."""
+    """The shape that suits this machine, for engines with these options."""
     from memserve.model.loading.sources import weight_bytes
 
     machine = Machine(usable_cores(), available_memory_bytes(), uses_gpu(engine.device))
@@ -135,14 +135,14 @@ def uses_gpu(device: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """A router whose instances are ready."""
+    """A router with ready instances."""
 
     engine: RouterEngine
     model: RemoteModel
     text: str
     """One line that names the instances, and one that says what they hold."""
     on_end: Callable[[], None]
-    """To be called when the end begins: instances that end from then on are not started again."""
+    """To be called when the server begins to end: instances that end later are not started again."""
 
 
 @contextmanager
@@ -158,9 +158,11 @@ def running_cluster(
     from memserve.runtime.meta_children import ChildrenFile
     from memserve.runtime.supervisor import Supervisor
 
-    folder = resolve_source(engine_options.model, "float32")  # converts it, once, before several processes want it
+    folder = resolve_source(
+        engine_options.model, "float32"
+    )  # converts a GGUF file once, before several processes need it
     if options.metadata.etcd:
-        import_tokenizers()  # who stands by has the time now
+        import_tokenizers()  # a standby router has the time now
     with open_metadata(options.metadata, say) as kept:
         secret = options.secret or kept.secret or secrets.token_urlsafe(32)
         if kept.folder is not None:
@@ -174,7 +176,7 @@ def running_cluster(
             _check_memory(engine_options, len(orders) - len(supervisor.living))
             supervisor.start()
             import_tokenizers()
-            import memserve.api.app  # noqa: F401  # importing takes the time: now the instances load, later clients wait
+            import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
 
             infos = _wait_until_ready(engine, supervisor, options, say)
             model = _model_of(infos, folder)
@@ -186,7 +188,7 @@ def running_cluster(
 
 
 def _check_memory(engine_options: EngineOptions, instances: int) -> None:
-    """Each instance looks for itself, but all at once they would all see the same free memory."""
+    """Check the memory of all instances together: each checks its own, but all at once they see one free memory."""
     from memserve.runtime.memory import check_host_memory
 
     hbm_bytes = 0 if uses_gpu(engine_options.device) else engine_options.kv_memory_bytes
@@ -194,25 +196,26 @@ def _check_memory(engine_options: EngineOptions, instances: int) -> None:
 
 
 def _open_router(options: ClusterOptions, secret: str, kept: Metadata) -> RouterEngine:
-    """Where the last one was, if that can be: its instances ask there first."""
-    last_host, _, last_port = kept.remembered.address.removeprefix("tcp://").rpartition(":")
+    """Open the router where the last one listened, if that port is free: its instances ask there first."""
+    last_host, _, last_port = kept.recovered.address.removeprefix("tcp://").rpartition(":")
     if options.port is None and last_host == options.host:
         try:
             return _router_at(options, secret, kept, int(last_port))
-        except UserError:  # somebody else has taken the port meanwhile: members are told the new one
+        except UserError:  # another process has taken the port: members are told the new one
             return _router_at(options, secret, kept, 0)
     return _router_at(options, secret, kept, options.port or 0)
 
 
 def _router_at(options: ClusterOptions, secret: str, kept: Metadata, port: int) -> RouterEngine:
     from memserve.cluster.machine import Cluster
+    from memserve.mempool.identity import identity_key
     from memserve.runtime.links.mailbox import ZmqMailbox
     from memserve.runtime.member import new_generation
     from memserve.runtime.router import RouterEngine
 
     me = kept.router(ROUTER, new_generation())
     return RouterEngine(
-        Cluster(options.config, remembers=kept.keeper is not None),
+        Cluster(options.config, remembers=kept.keeper is not None, identity_key=identity_key(secret)),
         lambda on_message: ZmqMailbox(me, secret, options.host, port, on_message),
         keeper=kept.keeper,
         me=me,
@@ -227,7 +230,7 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
     orders = []
     for role, count in counts.items():
         own = dataclasses.replace(engine_options, caching=engine_options.caching and options.caches(role))
-        flags = ("--join", address, "--link", link, "--log-level", log_level, *opt.engine_flags(own))
+        flags = ("--join", address, "--link", link, "--log-level", log_level, *command_line_of(own))
         orders += [ChildOrder(f"{role.value[0]}{number}", role, flags) for number in range(1, count + 1)]
     return orders
 
@@ -235,7 +238,7 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
 def _wait_until_ready(
     engine: RouterEngine, supervisor: Supervisor, options: ClusterOptions, say: Callable[[str], None]
 ) -> list[PeerInfo]:
-    """The members that were waited for: all of this host's own, or whoever joins first."""
+    """Wait for the instances of this host; without any, for the first member. Returns what was waited for."""
     started = time.monotonic()
     names = supervisor.names
     if not names:
@@ -272,18 +275,18 @@ def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: En
         most = f", at most {gate.active_max} at once" if gate.active_max is not None else ""
         text += f"; admission {gate.mode.value}{most}, {gate.waiting_max} may wait"
     text += f"; others may join at port {options.port}" if options.port is not None else ""
-    return f"{text}\n{_room(infos, model.max_model_tokens, engine_options.max_running)}"
+    return f"{text}\n{_room(infos, model.max_model_tokens, engine_options.scheduler.max_running)}"
 
 
 def _room(infos: list[PeerInfo], context_tokens: int, running_max: int) -> str:
-    """KV lies where requests decode; a prompt's leaves its prefill instance."""
+    """The memory of instances that decode: a prompt's KV leaves its prefill instance."""
     able = [info for info in infos if info.role is not Role.PREFILL] or infos
     tokens = sum(info.hbm_blocks * info.geometry.block_tokens for info in able)
     return room_text(tokens, context_tokens, len(able) * running_max)
 
 
 def room_text(kv_tokens: int, context_tokens: int, running_max: int) -> str:
-    """How many tokens fit, how long one sequence may get, and for about how many clients that is."""
+    """A line: tokens of KV, the longest context, and for about how many clients they suffice."""
     clients = clients_that_fit(kv_tokens, context_tokens, running_max)
     each = min(CLIENT_TOKENS, context_tokens)
     return (

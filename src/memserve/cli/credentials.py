@@ -1,4 +1,4 @@
-"""Secrets that an operator gives: API keys and the cluster's secret (level 4).
+"""Secrets that an operator gives: API keys, the cluster's secret, credentials for etcd.
 
 A secret belongs in a file or in an environment variable: every user of the machine can read command lines. What comes
 from the environment is taken out of it, so that no child process (instances, the conversion of a GGUF file) inherits
@@ -16,12 +16,15 @@ from typing import Annotated
 import typer
 
 from memserve.errors import UserError
+from memserve.runtime.meta_etcd import EtcdAccess
 from memserve.units import MIB
 
 log = logging.getLogger(__name__)
 
+ETCD_USER_VARIABLE, ETCD_PASSWORD_VARIABLE = "MEMSERVE_ETCD_USER", "MEMSERVE_ETCD_PASSWORD"
 KEY_VARIABLE, KEY_FILE_VARIABLE = "MEMSERVE_API_KEY", "MEMSERVE_API_KEY_FILE"
 METRICS_VARIABLE = "MEMSERVE_METRICS_KEY"
+ETCD_SETTINGS = ("ca", "cert", "key", "user", "password")
 
 ApiKeys = Annotated[
     list[str] | None,
@@ -44,6 +47,13 @@ MetricsKey = Annotated[
         f" {METRICS_VARIABLE}: every user of this machine can read the process list."
     ),
 ]
+MetadataCredentials = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with what etcd asks for, NAME = VALUE a line: ca, cert, key (paths of PEM files), user, password.",
+        envvar="MEMSERVE_METADATA_CREDENTIALS",
+    ),
+]
 ClusterSecretFile = Annotated[
     Path | None,
     typer.Option(
@@ -53,7 +63,7 @@ ClusterSecretFile = Annotated[
 
 
 def api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
-    """Keys of the command line (else of ``MEMSERVE_API_KEY``) and of the file, which add up; ``()``: none was given.
+    """Keys of the command line (else of ``MEMSERVE_API_KEY``) and of the file, added up. Empty: no key is asked for.
 
     Raises :class:`UserError` for a file or a variable that holds no key: a server must not be open because a variable
     was empty.
@@ -70,7 +80,7 @@ def api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
 
 
 def metrics_key(given: str | None) -> str | None:
-    """The key of ``/metrics``, of the command line or else of the environment; ``None``: it is open.
+    """The key of ``/metrics``, of the command line or else of the environment. None: ``/metrics`` is open.
 
     Raises :class:`UserError` for an empty one.
     """
@@ -92,6 +102,54 @@ def read_secret(path: Path) -> str:
     return _read_private(path, "the cluster secret", hint).strip()
 
 
+def etcd_access(path: Path | None) -> EtcdAccess | None:
+    """TLS and the user for etcd, from ``--metadata-credentials`` and, for the user, else from the environment. None:
+    nothing was given.
+
+    A ``ca`` asks for TLS: the path of certificates in PEM, or ``system`` for those that the system trusts. Raises
+    :class:`UserError` for a file that cannot be read or understood.
+    """
+    user, password = (os.environ.pop(name, "") for name in (ETCD_USER_VARIABLE, ETCD_PASSWORD_VARIABLE))
+    found = _settings_in(path) if path is not None else {}
+    user, password = found.pop("user", user), found.pop("password", password)
+    hint = f"`user` and `password` in the file, or {ETCD_USER_VARIABLE} and {ETCD_PASSWORD_VARIABLE}"
+    if bool(user) != bool(password):
+        raise UserError("etcd wants a user and a password", hint=hint, param="metadata_credentials")
+    if ("cert" in found) != ("key" in found) or (found and "ca" not in found):
+        hint = "`ca = PATH` or `ca = system`; beside it both of `cert` and `key`, or neither"
+        raise UserError(f"{path} has no ca, or half a client certificate", hint=hint, param="metadata_credentials")
+    ca, cert, key = (found.get(name) for name in ("ca", "cert", "key"))
+    if not ca and not user:
+        return None
+    if not ca:
+        log.warning(
+            "the password for etcd goes over the network in plain text: name a `ca`, and etcd is spoken to in TLS"
+        )
+    hint = "give the path of a PEM file"
+    return EtcdAccess(
+        tls=ca is not None,
+        ca=None if ca in (None, "system") else _read_private(Path(ca or ""), "etcd's CA", hint, 0).encode(),
+        certificate=None if cert is None else _read_private(Path(cert), "the certificate for etcd", hint, 0).encode(),
+        key=None if key is None else _read_private(Path(key), "the key for etcd", hint).encode(),
+        user=user,
+        password=password,
+    )
+
+
+def _settings_in(path: Path) -> dict[str, str]:
+    """Raises :class:`UserError` naming the line that is no setting."""
+    hint = f"NAME = VALUE a line, NAME one of {', '.join(ETCD_SETTINGS)}; `chmod 600` it"
+    found: dict[str, str] = {}
+    for number, line in enumerate(_read_private(path, "credentials for etcd", hint).splitlines(), 1):
+        name, equals, value = (part.strip() for part in line.partition("="))
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if name not in ETCD_SETTINGS or not equals or not value or name in found:
+            raise UserError(f"line {number} of {path} is no setting for etcd", hint=hint, param="metadata_credentials")
+        found[name] = value
+    return found
+
+
 def _keys_in(path: Path) -> list[str]:
     """Raises :class:`UserError` naming the line that is no key."""
     hint = "one KEY or NAME=KEY a line; `chmod 600` it"
@@ -108,11 +166,12 @@ def _keys_in(path: Path) -> list[str]:
     return keys
 
 
-def _read_private(path: Path, what: str, hint: str) -> str:
-    """The text of a small file. Others may not write to it: they could add a key of their own.
+def _read_private(path: Path, what: str, hint: str, secret_bits: int = 0o044) -> str:
+    """The text of a small file. Others may not write to it: they could add a key of their own. ``secret_bits`` 0: what
+    is in it may be read by all.
 
-    That others may read it is only warned of. Containers mount secrets with mode 0444 on a read-only file system:
-    no other user is there, and the mode cannot be changed.
+    A file that others may read is only warned of: containers mount secrets with mode 0444 on a read-only file system,
+    where there is no other user and the mode cannot be changed.
     """
     try:
         with path.open("rb") as file:
@@ -127,6 +186,6 @@ def _read_private(path: Path, what: str, hint: str) -> str:
         raise UserError(f"cannot read {what} in {path}: {error.strerror or error}", hint=hint) from None
     if stat.S_ISREG(status.st_mode) and status.st_mode & 0o022:
         raise UserError(f"other users may write to {path}, which holds {what}", hint=f"chmod 600 {path}")
-    if stat.S_ISREG(status.st_mode) and status.st_mode & 0o044:
+    if stat.S_ISREG(status.st_mode) and status.st_mode & secret_bits:
         log.warning("other users may read %s, which holds %s: chmod 600 %s", path, what, path)
     return text

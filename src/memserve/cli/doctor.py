@@ -1,26 +1,266 @@
-"""``memserve doctor``: what is missing on this machine, and how to mend it (level 4)."""
+"""``memserve doctor``: what is missing on this machine, and how to mend it."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import importlib.util
 import json
+import os
+import platform
 import shlex
+import socket
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from memserve.cli import checks
 from memserve.cli import options as opt
-from memserve.cli.checks import Finding, Status
+from memserve.config import DEFAULT_MODEL
+from memserve.errors import UserError
+from memserve.runtime.memory import available_memory_bytes
+from memserve.units import GIB, MIB, human_bytes
+
+PYTHON_MIN = (3, 11)
+MEMORY_NEED_BYTES = int(1.2 * GIB)
+DISK_NEED_BYTES = 1 * GIB
+
+
+class Status(enum.StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARN = "warn"  # works, but slower or with less
+    FAIL = "fail"  # memserve cannot serve
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    status: Status
+    detail: str
+    hint: str | None = None
+
+
+def check_python() -> Iterator[Finding]:
+    """The interpreter is new enough."""
+    detail = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info >= PYTHON_MIN:
+        yield Finding("python", Status.OK, detail)
+    else:
+        yield Finding("python", Status.FAIL, detail, "install Python 3.11 or newer, then run make install")
+
+
+def check_native() -> Iterator[Finding]:
+    """The native modules load, and with which instructions they run."""
+    try:
+        from memserve import _core
+
+        yield Finding("native core", Status.OK, str(_core.__file__))
+    except ImportError as error:
+        yield Finding("native core", Status.FAIL, str(error), "build it: make install")
+    try:
+        from memserve import _kernels
+    except ImportError as error:
+        yield Finding("native kernels", Status.FAIL, str(error), "build it: make install")
+        return
+    used, able = _kernels.isa(), _kernels.supported_isas()
+    detail = f"{used} (this processor: {', '.join(able)})"
+    if used == "portable":
+        yield Finding("native kernels", Status.WARN, detail, "no AVX2: expect a fraction of the usual speed")
+    else:
+        yield Finding("native kernels", Status.OK, detail)
+
+
+def check_packages() -> Iterator[Finding]:
+    """The packages that serving imports are installed."""
+    for name in ("torch", "transformers", "tokenizers", "uvicorn", "starlette", "msgspec", "prometheus-client"):
+        try:
+            yield Finding(name, Status.OK, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Finding(name, Status.FAIL, "not installed", "make install")
+
+
+def check_torch() -> Iterator[Finding]:
+    """The build of torch, and what it can use."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("torch build", Status.FAIL, str(error).splitlines()[0], "reinstall it: make install")
+        return
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    detail = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {device}"
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch does not type it
+        yield Finding("torch build", Status.OK, detail)
+    else:
+        yield Finding("torch build", Status.WARN, f"{detail}, no oneDNN", "matrix products are slower without oneDNN")
+
+
+def check_machine() -> Iterator[Finding]:
+    """Cores and memory."""
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("cores", Status.OK, f"{cores} usable of {os.cpu_count()}")
+    available = available_memory_bytes()
+    if available is None:
+        yield Finding("memory", Status.WARN, "unknown", None)
+    elif available < MEMORY_NEED_BYTES:
+        hint = f"the default model wants {human_bytes(MEMORY_NEED_BYTES)}; close programs or lower --kv-memory"
+        yield Finding("memory", Status.WARN, f"{human_bytes(available)} available", hint)
+    else:
+        yield Finding("memory", Status.OK, f"{human_bytes(available)} available")
+
+
+def check_memory_bound(model: str) -> Iterator[Finding]:
+    """What one instance of the model may have resident, with the default options: see docs/MEMORY.md."""
+    from memserve.config import EngineOptions
+    from memserve.model.loading.sources import resolve_source
+    from memserve.runtime.memory import memory_bound, sizes_from_config
+    from memserve.types import KVGeometry
+
+    bundled = model.lower() in ("default", DEFAULT_MODEL.lower())
+    if not bundled and not (Path(model).expanduser() / "config.json").is_file():
+        return  # the model would have to be fetched or converted first
+    try:
+        options, folder = EngineOptions(), resolve_source(model, "bfloat16").path
+        config = json.loads((folder / "config.json").read_text())
+        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        sizes, heads = sizes_from_config(config, weights), config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        geometry = KVGeometry(
+            config["num_hidden_layers"], kv_heads, head_dim, head_dim, "bfloat16", options.block_tokens
+        )
+        machine = options.instance_config(geometry, config.get("max_position_embeddings", 8192), "doctor")
+    except (UserError, OSError, ValueError, KeyError, TypeError):
+        return  # the model's own check says what is wrong with it
+    bound = memory_bound(sizes, geometry, machine, in_cluster=True)
+    yield Finding("instance memory", Status.OK, f"at most {bound}")
+
+
+def check_model(model: str) -> Iterator[Finding]:
+    """The model is there, and converted if it has to be."""
+    from memserve.model.loading.cache import cache_root
+    from memserve.model.loading.sources import bundled_gguf
+
+    if model.lower() not in ("default", DEFAULT_MODEL.lower()):
+        yield _local_model(model)
+        return
+    try:
+        gguf = bundled_gguf()
+    except UserError as error:
+        yield Finding("model", Status.FAIL, error.message, error.hint)
+        return
+    yield Finding("model", Status.OK, f"{model}: {gguf.name}, {human_bytes(gguf.stat().st_size)}")
+    root = cache_root()
+    if any(root.glob(f"{gguf.stem}-*/*/config.json")):
+        yield Finding("converted model", Status.OK, str(root))
+    else:
+        yield Finding("converted model", Status.WARN, "not yet", "the first start converts it: about a minute, once")
+    yield _disk(root)
+
+
+def _local_model(model: str) -> Finding:
+    from memserve.model.loading.sources import HUB_ID
+
+    path = Path(model).expanduser()
+    if path.is_dir() and (path / "config.json").is_file():
+        return _folder(path)
+    if path.suffix == ".gguf" and path.is_file():
+        return Finding("model", Status.OK, f"{path}, {human_bytes(path.stat().st_size)}; converted at first use")
+    if path.exists():
+        return Finding("model", Status.FAIL, f"{path} is neither a model folder nor a .gguf file", "see --model")
+    if HUB_ID.fullmatch(model):
+        return Finding("model", Status.WARN, f"{model} is no local path: the hub will be asked", "needs a connection")
+    return Finding("model", Status.FAIL, f"there is no model {model!r}", "give a folder, a .gguf file or a hub id")
+
+
+def _folder(path: Path) -> Finding:
+    """A model folder, by its config, its tokenizer and the names of its weights: nothing large is read."""
+    from memserve.model.loading.loader import load_tokenizer
+    from memserve.model.loading.sources import ModelFolder
+
+    try:
+        if (why := unservable(path)) is not None:
+            return Finding("model", Status.FAIL, f"folder {path}: {why}", "serve a decoder of transformers' attention")
+        load_tokenizer(ModelFolder(path, path.name))
+    except UserError as error:
+        return Finding("model", Status.FAIL, f"folder {path}: {error.message}", error.hint)
+    if not any(path.glob("*.safetensors")):
+        return Finding("model", Status.FAIL, f"folder {path} has no *.safetensors", "save the weights as safetensors")
+    return Finding("model", Status.OK, f"folder {path}")
+
+
+def unservable(path: Path) -> str | None:
+    """Why the architecture of a model folder cannot be served; ``None``: nothing speaks against it.
+
+    Raises :class:`UserError` for a config that transformers cannot read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # whatever its code or its checks raise: the config is at fault
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"config.json cannot be read: {line[:200]}", hint="is the folder complete?") from None
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kinds = kind if isinstance(kind, (list, tuple)) else [kind]
+    if kinds[0] is None:
+        return f"{config.model_type} is no causal language model"
+    if getattr(kinds[0], "_is_stateful", False):
+        return f"{config.model_type} keeps a recurrent state instead of keys and values"
+    if not getattr(kinds[0], "_supports_attention_backend", False):
+        return f"the attention of {config.model_type} does not go through transformers' attention interface"
+    return None
+
+
+def _disk(root: Path) -> Finding:
+    place = next(folder for folder in (root, *root.parents) if folder.exists())
+    free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+    detail = f"{human_bytes(free)} free for {root}"
+    if free >= DISK_NEED_BYTES and os.access(place, os.W_OK):
+        return Finding("model cache", Status.OK, detail)
+    return Finding("model cache", Status.WARN, detail, "set MEMSERVE_CACHE_DIR to a writable folder with 1 GiB")
+
+
+def check_port(host: str, port: int) -> Iterator[Finding]:
+    """The port is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            hint = "something listens there already: use another --port"
+            yield Finding("port", Status.WARN, f"{host}:{port}: {error.strerror}", hint)
+            return
+    yield Finding("port", Status.OK, f"{host}:{port} is free")
+
+
+def check_extras() -> Iterator[Finding]:
+    """Optional packages, and room for shared memory."""
+    for name, use in (("openai", "the official client, for examples and tests"), ("triton", "the CUDA kernel")):
+        here = importlib.util.find_spec(name) is not None
+        yield Finding(f"optional {name}", Status.OK, use if here else f"not installed ({use})")
+    shm = Path("/dev/shm")
+    free = os.statvfs(shm).f_bavail * os.statvfs(shm).f_frsize if shm.is_dir() else 0
+    if free < 64 * MIB:
+        hint = "shared memory between processes needs room in /dev/shm"
+        yield Finding("shared memory", Status.WARN, f"{human_bytes(free)} free", hint)
+
 
 _MARKS = {Status.OK: ("ok  ", "green"), Status.WARN: ("warn", "yellow"), Status.FAIL: ("FAIL", "red")}
 
 
 def doctor(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address that serve would listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port that serve would listen on.")] = 8000,
+    model: opt.Model = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address that serve would listen on.")] = opt.DEFAULT_HOST,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port that serve would listen on.")] = opt.DEFAULT_PORT,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Check this machine, the model and the installation. Ends with 1 when something essential is missing."""
@@ -39,22 +279,22 @@ def doctor(
 
 
 def examine(model: str, host: str, port: int) -> Iterator[Finding]:
-    """Everything, in the order of the report."""
-    yield from checks.check_python()
-    yield from checks.check_native()
-    yield from checks.check_packages()
-    yield from checks.check_torch()
-    yield from checks.check_machine()
-    yield from checks.check_model(model)
-    yield from checks.check_memory_bound(model)
-    yield from checks.check_port(host, port)
-    yield from checks.check_extras()
+    """All findings, in the order of the report."""
+    yield from check_python()
+    yield from check_native()
+    yield from check_packages()
+    yield from check_torch()
+    yield from check_machine()
+    yield from check_model(model)
+    yield from check_memory_bound(model)
+    yield from check_port(host, port)
+    yield from check_extras()
 
 
 def _serve_command(model: str, findings: list[Finding]) -> str:
-    """What to type next: with the model that was asked for, and a free port when the usual one is taken."""
+    """The command to type next: with the model that was asked for, and any free port where the usual one is taken."""
     taken = any(finding.name == "port" and finding.status is not Status.OK for finding in findings)
-    command = "memserve serve" + (f" --model {shlex.quote(model)}" if model != opt.DEFAULT_MODEL else "")
+    command = "memserve serve" + (f" --model {shlex.quote(model)}" if model != DEFAULT_MODEL else "")
     return command + (" --port 0" if taken else "")
 
 

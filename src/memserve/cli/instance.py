@@ -1,8 +1,7 @@
-"""``memserve instance``: one member of a cluster, on this host or another (level 4)."""
+"""``memserve instance``: one member of a cluster, on this host or another."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -16,12 +15,10 @@ import typer
 
 from memserve.cli import credentials
 from memserve.cli import options as opt
-from memserve.cli.grouped import grouped
-from memserve.cli.logs import set_up_logging
-from memserve.config import EngineOptions
+from memserve.config import DRAIN_S, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.links.devices import own_address
-from memserve.runtime.signals import ignore_terminal
+from memserve.runtime.process import ignore_terminal
 from memserve.types import Role
 
 if TYPE_CHECKING:
@@ -30,48 +27,51 @@ if TYPE_CHECKING:
 SECRET_HINT = "give the file that `memserve serve --cluster-secret-file` was given"
 
 
-@grouped
+@opt.grouped
 def instance(
     *,
     join: Annotated[
         str,
         typer.Option(
-            help="HOST:PORT of the router: what `memserve serve --cluster-port` opened. Several, with commas between:"
-            " a router and its standbys, which are tried in turn."
+            help="HOST:PORT of the router, as opened by `memserve serve --cluster-port`. A router and its standbys:"
+            " separated by commas, and tried in turn."
         ),
     ],
-    role: Annotated[Role, typer.Option(help="What it does.")] = Role.COLOCATED,
-    name: Annotated[str | None, typer.Option(help="Unique in the cluster; default: role, host and process.")] = None,
+    role: Annotated[Role, typer.Option(help="Role of the instance.")] = Role.COLOCATED,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the instance, unique in the cluster. Default: role, host and process.")
+    ] = None,
     advertise: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT by which the others reach it; default: found by the way to the router."),
+        typer.Option(
+            help="HOST:PORT by which other hosts reach the instance. Default: found by the way to the router."
+        ),
     ] = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
-    link: opt.Link = "auto",
-    engine: opt.EngineFlags,
-    drain_s: Annotated[float, typer.Option(min=0, help="How long it may go on after SIGTERM or SIGHUP.")] = 20.0,
-    log_level: opt.LogLevel = "warning",
-    supervised: Annotated[bool, typer.Option(hidden=True, help="It is a child of `memserve serve`.")] = False,
+    link: opt.Link = opt.DEFAULT_LINK,
+    engine: EngineOptions,
+    drain_s: opt.DrainS = DRAIN_S,
+    log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
+    supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
 ) -> None:
     """Run one instance of a cluster: it joins a router, serves it, and leaves on SIGTERM, SIGHUP or Ctrl-C."""
-    engine_options = engine.options()
     if supervised:
-        _run_supervised(engine_options, join, role, name or role.value, link, log_level)
+        _run_supervised(engine, join, role, name or role.value, link, log_level)
         return
-    set_up_logging(log_level)
-    place = dataclasses.replace(_place(join, role, name, advertise, cluster_secret_file, link), drain_s=drain_s)
+    opt.set_up_logging(log_level)
+    place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s)
     started = time.perf_counter()
-    typer.echo(f"loading {engine_options.model} ...", err=True)
+    typer.echo(f"loading {engine.model} ...", err=True)
     from memserve.runtime.instance_host import run_instance
 
-    run_instance(engine_options, place, lambda: _say_ready(place, started), say=lambda line: typer.echo(line, err=True))
+    run_instance(engine, place, lambda: _say_ready(place, started), say=lambda line: typer.echo(line, err=True))
     _end_at_once()
 
 
-def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
-    """The child of a ``memserve serve``: the secret comes through stdin; stdout is for last words."""
+def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
+    """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
     last_words = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not be taken for them
+    os.dup2(2, 1)  # what a library prints must not be taken for that error
     greeting = json.loads(sys.stdin.readline())
     try:
         ignore_terminal()
@@ -80,10 +80,10 @@ def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: 
         outlive = Path(greeting["folder"]) if "folder" in greeting else None
         if outlive is None:
             die_with(greeting["parent_pid"])
-        set_up_logging(log_level, name)
+        opt.set_up_logging(log_level, name)
         here, _ = opt.split_address(join, "--join")  # the router's host is this one
-        place = MemberOptions(role, name, (join,), greeting["secret"], here, link=link, is_supervised=True)
-        run_instance(engine_options, place, lambda: None, outlive=outlive)
+        place = MemberOptions(role, name, (join,), greeting["secret"], 0.0, here, link=link, is_supervised=True)
+        run_instance(engine, place, lambda: None, outlive=outlive)
         _end_at_once()
     except UserError as error:
         print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)
@@ -91,14 +91,20 @@ def _run_supervised(engine_options: EngineOptions, join: str, role: Role, name: 
 
 
 def _end_at_once() -> None:
-    """Everything has been given back; to take torch and transformers apart, object by object, would cost seconds."""
+    """End without taking torch and transformers apart, object by object: that would cost seconds, and frees nothing."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
 
 
 def _place(
-    join: str, role: Role, name: str | None, advertise: str | None, secret_file: Path | None, link: str
+    join: str,
+    role: Role,
+    name: str | None,
+    advertise: str | None,
+    secret_file: Path | None,
+    link: str,
+    drain_s: float,
 ) -> MemberOptions:
     from memserve.runtime.instance_host import MemberOptions
 
@@ -111,6 +117,7 @@ def _place(
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
         join=tuple(f"tcp://{router}:{its_port}" for router, its_port in routers),
         secret=credentials.read_secret(secret_file),
+        drain_s=drain_s,
         host=_listens_at(here),
         port=port,
         advertise=here,
@@ -119,13 +126,13 @@ def _place(
 
 
 def _listens_at(advertised: str) -> str:
-    """The advertised address, if it is this host's. Behind a translation of addresses it is not: then all are."""
+    """Where to listen: at the advertised address where it is this host's; behind a translation of addresses, at all."""
     own = own_address(advertised)
     return own if own is not None and ":" not in own else "0.0.0.0"
 
 
 def _own_address(router_host: str) -> str:
-    """The address of this host on the way to the router. Nothing is sent."""
+    """The address of this host on the way to the router, found without sending anything."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((router_host, 9))

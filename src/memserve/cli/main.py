@@ -1,4 +1,4 @@
-"""The command ``memserve`` (level 4). Nothing is imported before a command needs it."""
+"""The command ``memserve``. Nothing is imported before a command needs it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def run(arguments: list[str] | None = None) -> int:
     except typer.Abort:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        sys.stdout = None  # the reader left: nothing more can be said, also not at exit
+        sys.stdout = None  # the reader of stdout left: nothing can be written, not even at exit
         return EXIT_FAILED
     except InvariantError as error:
         return _complain(f"internal: {error}", "this is a bug in memserve, please report it", EXIT_FAILED)

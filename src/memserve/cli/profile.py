@@ -1,9 +1,12 @@
-"""``memserve profile``: what things cost on this machine, for those who have to choose between them (level 4)."""
+"""``memserve profile``: what prefill, decode, swaps and transfers cost on this machine."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,50 +14,46 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.config import EngineOptions
-from memserve.units import MIB, NS_PER_MS, NS_PER_US, human_bytes, parse_bytes
+from memserve.errors import UserError
+from memserve.units import MIB, NS_PER_MS, NS_PER_S, NS_PER_US, human_bytes
 
 if TYPE_CHECKING:
-    from memserve.policy.fit import Quality
-    from memserve.runtime.profile import Profile
+    from memserve.policy.costs import Quality
+    from memserve.runtime.profile_store import Profile
     from memserve.types import KVGeometry
 
+RATIO_STEPS = 40
 BUSY_ERROR = 0.12
 """Median error of foretold prompts from which on the measurement is not to be trusted."""
-DRAM_BYTES = 128 * MIB
-"""Second tier of the measured engine, so that there is something to swap."""
+PROFILED = EngineOptions(dram_memory_bytes=128 * MIB)
+"""The measured engine has a second tier, so that there is something to swap."""
+ProfiledEngine = Annotated[
+    EngineOptions, opt.Only("model", "dtype", "device", "kv_memory_bytes", "threads", "block_tokens")
+]
 
 
+@opt.grouped
 def profile(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    dtype: opt.Dtype = opt.DEFAULTS.dtype,
-    device: opt.DeviceName = opt.DEFAULTS.device,
-    kv_memory: opt.KvMemory = opt.DEFAULT_KV_MEMORY,
-    threads: opt.Threads = None,
-    block_tokens: opt.BlockTokens = opt.DEFAULTS.block_tokens,
-    seconds: Annotated[float, typer.Option(min=1, help="About how long to measure.")] = 60.0,
-    save: Annotated[bool, typer.Option(help="Keep it for serve and instance, in the cache folder.")] = True,
+    *,
+    engine: ProfiledEngine = PROFILED,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds to measure, about.")] = 60.0,
+    save: Annotated[bool, typer.Option(help="Save the profile in the cache folder, for serve and instance.")] = True,
     even_if_busy: Annotated[
-        bool, typer.Option("--even-if-busy", help="Keep it even if other programs used the machine meanwhile.")
+        bool, typer.Option("--even-if-busy", help="Save the profile even if other programs used the machine meanwhile.")
     ] = False,
     plot: Annotated[str | None, typer.Option(help="Draw TTFT against the cached ratio into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Measure prefill, decode, swap and transfer on this machine, and fit the costs that decisions are made by."""
     if plot is not None:
-        from memserve.cli.plot import require_matplotlib
-
         require_matplotlib()
-    options = EngineOptions(
-        model=model, dtype=dtype, device=device, kv_memory_bytes=parse_bytes(kv_memory), dram_memory_bytes=DRAM_BYTES,
-        threads=threads, block_tokens=block_tokens,
-    )  # fmt: skip
-    from memserve.runtime.cpu_use import CpuWatch, busy_note, watched
-    from memserve.runtime.profile_values import profile_values
+    from memserve.runtime.process import CpuWatch, busy_note, watched
+    from memserve.runtime.profile_store import profile_values
 
     if (note := busy_note(watched())) is not None:
         _tell(f"warning: {note}")
     started, watch = time.perf_counter(), CpuWatch()
-    found, geometry, path = _measure(options, seconds)
+    found, geometry, path = _measure(engine, seconds)
     values = profile_values(found, geometry) | {"seconds": round(time.perf_counter() - started, 1)}
     others_cores = watch.others_cores()
     values["others_cores"] = None if others_cores is None else round(others_cores, 2)
@@ -65,8 +64,6 @@ def profile(
         save_profile(path, values)
         values["saved"] = str(path)
     if plot is not None:
-        from memserve.cli.plot import plot_profile
-
         plot_profile(found, f"{values['model'].split(':')[0]} on {values['machine']}", Path(plot))
         values["plot"] = plot
     typer.echo(json.dumps(values) if as_json else "\n".join(_text(found, geometry, values)))
@@ -79,9 +76,8 @@ def _distrust(found: Profile) -> str | None:
 
 
 def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometry, Path]:
-    from memserve.runtime.profile import SHARES, fit_profile, measure_steps, open_profiler
+    from memserve.runtime.profile import SHARES, fit_profile, measure_steps, open_profiler, with_transfers
     from memserve.runtime.profile_store import machine_name, model_name, profile_path
-    from memserve.runtime.profile_transfer import with_transfers
 
     _tell(f"loading {options.model} ...")
     model, config, profiler = open_profiler(options)
@@ -97,7 +93,7 @@ def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometr
 
 
 def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[str]:
-    from memserve.runtime.profile_values import EXAMPLE_TOKENS
+    from memserve.runtime.profile_store import EXAMPLE_TOKENS
 
     costs = found.costs
     lines = [f"{values['model']}", f"on {values['machine']}", ""]
@@ -113,11 +109,11 @@ def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[
     lines += ["", "moving a cached prefix is quicker than computing it again"]
     for way, tokens in values["pays_from_tokens"].items():
         lines.append(f"  {way:<18} {'never' if tokens is None else f'from {tokens} tokens on'}")
-    lines += ["", f"a prompt of {EXAMPLE_TOKENS} tokens whose first half lies"]
+    lines += ["", f"a prompt of {EXAMPLE_TOKENS} tokens with its first half"]
     lines += [f"  {where:<18} {reason}" for where, reason in values["decisions"].items()]
     if values["busy"] is not None:
         lines += ["", f"not to be trusted: {values['busy']}; measure again when it is idle"]
-        lines += [] if "saved" in values else ["not saved (--even-if-busy saves it all the same)"]
+        lines += [] if "saved" in values else ["not saved (--even-if-busy saves it nevertheless)"]
     if "saved" in values:
         lines += ["", f"saved: {values['saved']} ({values['seconds']} s)"]
     return lines
@@ -141,6 +137,52 @@ def _ms(ns: float) -> str:
 
 def _us(ns: float) -> str:
     return f"{ns / NS_PER_US:.2f} us"
+
+
+def require_matplotlib() -> None:
+    """Raise :class:`UserError` when matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib, which is not installed", hint="pip install matplotlib", param="plot")
+
+
+def save_plot(draw: Callable[[Any], Any], file: Path) -> None:
+    """Save the figure that ``draw(pyplot)`` returns; the ending of ``file`` says the format.
+
+    Raises :class:`UserError` for an ending that matplotlib does not know, and where it may not write.
+    """
+    require_matplotlib()
+    importlib.import_module("matplotlib").use("Agg")  # no window
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure = draw(pyplot)
+    try:
+        figure.savefig(file, bbox_inches="tight", dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot draw {file}: {error}", hint="give a .png, .svg or .pdf file", param="plot") from None
+    finally:
+        pyplot.close(figure)
+
+
+def plot_profile(profile: Profile, title: str, file: Path) -> None:
+    """MemServe's figure 13: time to the first token against the cached ratio, a line a prompt length; dots are
+    measured. Raises as :func:`save_plot`."""
+    save_plot(lambda pyplot: _drawn(pyplot, profile, title), file)
+
+
+def _drawn(pyplot: Any, profile: Profile, title: str) -> Any:
+    figure, axes = pyplot.subplots(figsize=(8, 5.5))
+    samples = profile.measured.samples["prefill"]
+    for number, length in enumerate(sorted({sample.first + sample.second for sample in samples})):
+        dots = [sample for sample in samples if sample.first + sample.second == length]
+        ratios = [step / RATIO_STEPS for step in range(RATIO_STEPS)]
+        cached = [round(length * ratio) for ratio in ratios]
+        fitted = [profile.costs.prefill_ns(length - count, count) / NS_PER_S for count in cached]
+        axes.plot(ratios, fitted, color=f"C{number}", label=f"{length} tokens")
+        shares = [sample.second / length for sample in dots]
+        axes.scatter(shares, [sample.ns / NS_PER_S for sample in dots], color=f"C{number}", s=18)
+    axes.set(xlabel="cached ratio", ylabel="time to first token (s)", title=title, yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend(title="prompt", loc="lower left", ncols=2)
+    return figure
 
 
 def _tell(line: str) -> None:

@@ -1,4 +1,4 @@
-"""``memserve serve``: the OpenAI API in front of a cluster, or of one engine in this process (level 4)."""
+"""``memserve serve``: the OpenAI API in front of a cluster, or of one engine in this process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ import typer
 from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, running_cluster, shape_text
-from memserve.cli.grouped import grouped
-from memserve.cli.logs import set_up_logging
-from memserve.config import DEFAULT_MAX_TOKENS, AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
+from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
 from memserve.errors import UserError
-from memserve.runtime.meta_open import metadata_place
-from memserve.runtime.signals import EndAsked, on_ending_signals, signals_raise
+from memserve.runtime.meta_keeper import metadata_place
+from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
 from memserve.types import Admission, Caching
 
 if TYPE_CHECKING:
@@ -32,13 +30,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLUSTER = ClusterConfig()
 ENGINE_CLOSE_S = 5.0
+Count = Annotated[
+    int | None,
+    typer.Option(min=0, max=64, help="Instances of this role on this host. Default: what suits the machine."),
+]
+
+MetadataOption = Annotated[
+    str,
+    typer.Option(help="Where a router remembers: a folder, etcd://HOST:PORT or none; auto: a folder of the --port."),
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """How the server meets its clients."""
+    """The HTTP server: where it listens, its keys, its answers' defaults and limits."""
 
     host: str
     port: int
@@ -52,60 +58,67 @@ class HttpOptions:
     log_level: str
 
 
-@grouped
+@opt.grouped
 def serve(
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 = any free one.")] = 8000,
-    engine: opt.EngineFlags,
-    served_model_name: Annotated[str | None, typer.Option(help="Name that clients see; default: the model's.")] = None,
-    generation_config: opt.GenerationConfig = True,
+    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = (opt.DEFAULT_HOST),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one.")] = opt.DEFAULT_PORT,
+    engine: EngineOptions,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name under which clients ask for the model. Default: the model's own.")
+    ] = None,
+    generation_config: Annotated[
+        bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
+    ] = True,
     default_max_tokens: Annotated[
-        int, typer.Option(min=0, help="Longest chat answer where a request names no max_tokens; 0: the context's rest.")
+        int,
+        typer.Option(
+            min=0,
+            help="Longest chat answer of a request without max_tokens, in tokens. 0: what the context has room for.",
+        ),
     ] = DEFAULT_MAX_TOKENS,
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
     metrics_key: credentials.MetricsKey = None,
-    drain_s: Annotated[float, typer.Option(min=0, help="How long streams may go on after SIGTERM or SIGHUP.")] = 20.0,
-    edge: opt.EdgeFlags,
-    log_level: opt.LogLevel = "warning",
-    prefill: opt.Count = None,
-    decode: opt.Count = None,
-    colocated: opt.Count = None,
-    caching: opt.CachingLevel = CLUSTER.caching,
-    policy: opt.Policy = CLUSTER.policy,
-    transfer: opt.Transfer = CLUSTER.transfer,
-    link: opt.Link = "auto",
-    gate: opt.GateFlags,
-    weights: opt.TenantWeights = None,
-    cluster_host: opt.ClusterHost = "127.0.0.1",
-    cluster_port: opt.ClusterPort = None,
+    drain_s: opt.DrainS = DRAIN_S,
+    edge: EdgeConfig,
+    log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
+    prefill: Count = None,
+    decode: Count = None,
+    colocated: Count = None,
+    cluster: ClusterConfig,
+    link: opt.Link = opt.DEFAULT_LINK,
+    cluster_host: Annotated[
+        str, typer.Option(help="Address by which other hosts reach this one: router and instances.")
+    ] = opt.DEFAULT_HOST,
+    cluster_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Let instances of other hosts join at this port.")
+    ] = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
-    metadata: opt.Metadata = "auto",
-    in_process: Annotated[bool, typer.Option(help="One engine in this very process, and no cluster.")] = False,
+    metadata: MetadataOption = "auto",
+    metadata_credentials: credentials.MetadataCredentials = None,
+    in_process: Annotated[bool, typer.Option(help="Run one engine in this process, without a cluster.")] = False,
 ) -> None:
     """Serve a model over the OpenAI HTTP API: a router, and one colocated instance, or a prefill and a decode instance
     where there are eight cores and memory for both; the start says which."""
-    engine_options = engine.options()
-    set_up_logging(log_level)
+    cluster.admission.refuse_idle()
+    opt.set_up_logging(log_level)
     keys = credentials.api_keys(api_key, api_key_file)
     names = (keys, credentials.metrics_key(metrics_key), served_model_name, generation_config, default_max_tokens)
-    http = HttpOptions(host, port, *names, drain_s, edge.config(), log_level)
-    admission = gate.config(weights)
+    http = HttpOptions(host, port, *names, drain_s, edge, log_level)
     if in_process:
-        run_server(_alone(engine_options, admission, prefill, decode, colocated, cluster_port), http, None)
+        run_server(_alone(engine, cluster.admission, prefill, decode, colocated, cluster_port), http, None)
         return
-    config = ClusterConfig(Caching.OFF if engine.no_cache else caching, policy, transfer, admission=admission)
-    shape, kept_in = choose_counts(prefill, decode, colocated, engine_options), metadata_place(metadata, port)
+    config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
+    shape = choose_counts(prefill, decode, colocated, engine)
+    kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_port, cluster_secret_file)
     members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape))
-    run_server(
-        engine_options, http, ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members)
-    )
+    run_server(engine, http, ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members))
 
 
 def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:
-    """One engine has a line of its own, and looks at its memory in any case: its limits are those of the gate."""
+    """The options of an engine whose own queue takes the place of admission; it looks at its memory anyway."""
     if any(option is not None for option in cluster_options):
         raise UserError(
             "--in-process runs one engine without a cluster",
@@ -118,14 +131,16 @@ def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: obje
         return options
     if gate.mode is not Admission.BOUNDED or gate.active_max is None or gate.waiting_max < 1:
         hint = "use --admission bounded with a queue, or leave out --in-process"
-        raise UserError("one engine alone admits by memory anyway, and turns away who cannot wait", hint=hint)
-    running = min(options.max_running, gate.active_max)
-    return dataclasses.replace(options, max_running=running, max_waiting=gate.waiting_max)
+        raise UserError("one engine alone admits by memory anyway, and needs a queue", hint=hint)
+    running = min(options.scheduler.max_running, gate.active_max)
+    limits = dataclasses.replace(options.scheduler, max_running=running, max_waiting=gate.waiting_max)
+    return dataclasses.replace(options, scheduler=limits)
 
 
 def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: ClusterOptions | None) -> None:
-    """Bind, load, serve, drain; ``None``: without a cluster. Raises :class:`UserError` before loading whatever can be
-    known before."""
+    """Bind, load, serve, drain. ``cluster`` None: one engine in this process.
+
+    Raises :class:`UserError`, before anything is loaded for what can be known then."""
     started = time.perf_counter()
     from memserve.api.auth import KeyRing
     from memserve.api.server import bind
@@ -151,7 +166,7 @@ class _Served:
     engine: ServingEngine
     model: LoadedModel | RemoteModel
     text: str = ""
-    """A line about it, for the person who started it."""
+    """What is printed about it at the start."""
     on_end: Callable[[], None] = lambda: None
     """Called when the server begins to end."""
 
@@ -162,7 +177,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _engine(options: EngineOptions) -> Iterator[_Served]:
-    from memserve.runtime.threads import set_thread_environment
+    from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
     from memserve.runtime.build import build_engine
@@ -172,7 +187,7 @@ def _engine(options: EngineOptions) -> Iterator[_Served]:
         leave_triton_out(options.device)
         engine, model = build_engine(options)
     try:
-        yield _Served(engine, model, room_text(model.kv_tokens, model.max_model_tokens, options.max_running))
+        yield _Served(engine, model, room_text(model.kv_tokens, model.max_model_tokens, options.scheduler.max_running))
     finally:
         engine.close(ENGINE_CLOSE_S)
 

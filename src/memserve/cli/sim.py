@@ -1,4 +1,4 @@
-"""``memserve sim``: whole clusters under virtual time (level 4)."""
+"""``memserve sim``: whole clusters under virtual time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli import sim_compare, sim_fuzz, sim_run, sim_search
-from memserve.cli.bench_options import command
+from memserve.cli import sim_fuzz, sim_run, sim_search
+from memserve.cli.bench_load import command
 
 app = typer.Typer(
     help="Run whole clusters under virtual time: the production machines, simulated devices.", rich_markup_mode=None
 )
 app.command("run")(sim_run.run)
-app.command("compare")(sim_compare.compare)
+app.command("compare")(sim_search.compare)
 app.command("search")(sim_search.search)
 app.command("fuzz")(sim_fuzz.fuzz)
 

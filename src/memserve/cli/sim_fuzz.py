@@ -1,4 +1,4 @@
-"""``memserve sim fuzz``: random clusters with faults, from seeds (level 4)."""
+"""``memserve sim fuzz``: random clusters with faults, from seeds."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ if TYPE_CHECKING:
     from memserve.sim.fuzz.scenario import Setting
 
 FAILURES_MAX = 10
-"""After so many a campaign stops: it has made its point."""
+"""Failures after which a campaign stops."""
 
 
 def fuzz(
     seeds: Annotated[int, typer.Option(min=1, help="Scenarios to run, over all settings.")] = 200,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
-    weather: Annotated[str, typer.Option(help="Only healthy, faulty or swarm ones; default: all.")] = "",
-    plant: Annotated[str, typer.Option(help="Take a safeguard out of the product, to see what notices.")] = "",
-    seed: Annotated[int | None, typer.Option(min=0, help="Only this one.")] = None,
+    weather: Annotated[str, typer.Option(help="Scenarios to run: healthy, faulty or swarm. Default: all.")] = "",
+    plant: Annotated[str, typer.Option(help="Remove this safeguard of the product: a check must notice.")] = "",
+    seed: Annotated[int | None, typer.Option(min=0, help="Run the scenario of this seed only.")] = None,
     setting: Annotated[str, typer.Option(help="With --seed: caching/transfer/mix/healthy|faulty|swarm.")] = "",
-    story: Annotated[bool, typer.Option("--story", help="With --seed: tell all that happened.")] = False,
-    log: Annotated[Path | None, typer.Option(help="With --seed: every event and action, byte for byte.")] = None,
+    story: Annotated[bool, typer.Option("--story", help="With --seed: print what happened, step by step.")] = False,
+    log: Annotated[
+        Path | None, typer.Option(help="With --seed: file for every event and action, byte for byte.")
+    ] = None,
 ) -> None:
-    """Run random clusters under virtual time, with faults: nothing wrong may happen, and everything must end."""
+    """Run random clusters under virtual time, with faults: no invariant may break, and every request must end."""
     from memserve.sim.fuzz.campaign import parse_setting, setting_of
     from memserve.sim.fuzz.scenario import WEATHERS
 
@@ -47,7 +49,7 @@ def fuzz(
 
 
 def _replay(seed: int, setting: Setting, plant: str | None, story: bool, log: Path | None) -> bool:
-    """One scenario again; whether it fails."""
+    """Run one scenario again. Returns whether it fails."""
     from memserve.sim.fuzz.campaign import judge
 
     if log is None:
@@ -65,7 +67,7 @@ def _replay(seed: int, setting: Setting, plant: str | None, story: bool, log: Pa
 
 
 def _campaign(seeds: range, weather: str, plant: str, jobs: int) -> bool:
-    """Many scenarios; whether any fails."""
+    """Run many scenarios. Returns whether any fails."""
     from memserve.sim.fuzz.campaign import run_campaign
 
     started, done, requests, steps, failures = time.perf_counter(), 0, 0, 0, 0

@@ -1,4 +1,4 @@
-"""A simulated run in the form of a measured one, and what only a simulation knows (level 4)."""
+"""A simulated run in the form of a measured one, and what only a simulation knows."""
 
 from __future__ import annotations
 

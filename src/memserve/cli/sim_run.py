@@ -1,35 +1,156 @@
-"""``memserve sim run``: a workload on a simulated cluster (level 4)."""
+"""``memserve sim run``: a workload on a simulated cluster."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memserve.cli import options as opt
-from memserve.cli import sim_options as sim
-from memserve.cli.grouped import grouped
-from memserve.cli.load import SloJct, SloTpot, SloTtft, read_slo
+from memserve.cli.bench_load import SloJct, SloTpot, SloTtft, read_slo
+from memserve.config import ClusterConfig, EngineOptions, MemberConfig, SchedulerConfig
+from memserve.errors import UserError
+from memserve.options import SIZE, option
+from memserve.sim.replay.setup import GPU_SCHEDULER
+from memserve.units import NS_PER_MS
 
 if TYPE_CHECKING:
+    from memserve.bench.catalogue import Recipe
     from memserve.cli.sim_results import Simulated
     from memserve.sim.hardware import Machine
+    from memserve.sim.replay.setup import Setup
     from memserve.workloads.words import Workload
 
 
-@grouped
+Out = Annotated[Path | None, typer.Option(help="Folder for records, results, report, timeline and plots.")]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkloadFlags:
+    """The workload: its sessions, and when their requests arrive."""
+
+    workload: str = option("chat")
+    """A name of ``memserve bench workload``, e.g. chat, trace, agentic."""
+    trace: Path | None = option(None)
+    """A trace in Mooncake's form, or your own JSONL of sessions."""
+    data: Path | None = option(None)
+    """Folder of data sets. None: workloads are made from the seed."""
+    sessions: int | None = option(None, least=1)
+    """Sessions: sampled, a trace's first, or generated. None: all of them."""
+    rate: float | None = option(None, least=0.001)
+    """Requests a second (Poisson). None: recorded times."""
+    speed: float = option(1.0, least=0.001)
+    """Speed-up of recorded times."""
+    seed: int = option(0, least=0)
+    """Seed of the workload."""
+
+    def recipe(self) -> Recipe:
+        """How the workload is made."""
+        from memserve.bench.catalogue import Arrivals, Recipe
+        from memserve.bench.settings import kind_of
+
+        kind = "file" if self.trace is not None else kind_of(self.workload)
+        arrivals = Arrivals.RECORDED if self.rate is None else Arrivals.POISSON
+        return Recipe(
+            kind=kind, data=self.data, file=self.trace, sessions=self.sessions, seed=self.seed, arrivals=arrivals,
+            requests_per_s=self.rate or 1.0, speed=self.speed,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """The simulated cluster as the options name it; :meth:`setup` checks them."""
+
+    instances: str = option("prefill=1,decode=1")
+    """Instances of each role, e.g. prefill=2,decode=6 or colocated=8."""
+    model: str = option("llama-3-8b")
+    """A model by name, e.g. llama-3-8b."""
+    device: str = option("h100")
+    """Device of each instance: h100, h200, a100, l40s or cpu; several: h100x4."""
+    profile: Path | None = option(None)
+    """Output of ``memserve profile``, saved or --json: instead of --device."""
+    kv_blocks: int | None = option(None, least=2)
+    """Blocks of KV in HBM. None: the memory beside the weights."""
+    dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE)
+    """Second tier of each instance, e.g. 64GiB. 0: no second tier."""
+    faults: str = option("")
+    """For example kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3: at a second, for seconds, 3 times as slow."""
+    heartbeat_ms: int = option(MemberConfig().beat_ns // NS_PER_MS, least=1)
+    """Milliseconds between two heartbeats of an instance."""
+    scheduler: SchedulerConfig = GPU_SCHEDULER
+    """Batching of each instance."""
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    """What the router decides by."""
+
+    def setup(self) -> Setup:
+        """The cluster to simulate. Raises :class:`UserError` for one that cannot be."""
+        from memserve.sim.replay.setup import Setup, Surroundings, parse_faults, parse_instances
+
+        self.cluster.admission.refuse_idle()
+        instances = parse_instances(self.instances)
+        return Setup(
+            instances,
+            self.machine(),
+            self.cluster,
+            self.scheduler,
+            around=Surroundings(heartbeat_ns=self.heartbeat_ms * NS_PER_MS),
+            faults=parse_faults(self.faults, instances),
+        )
+
+    def machine(self) -> Machine:
+        """The machine of each instance."""
+        from memserve.sim.hardware import machine
+
+        if self.profile is not None:
+            found = profiled(self.profile, self.model, self.dram_memory_bytes)
+        else:
+            kind, _, count = self.device.partition("x")
+            if count and not (count.isdecimal() and int(count)):
+                raise UserError(f"cannot read {self.device!r} as devices", hint="for example h100 or h100x4")
+            found = machine(self.model, kind, int(count or 1), self.dram_memory_bytes)
+        return found if self.kv_blocks is None else dataclasses.replace(found, hbm_blocks=self.kv_blocks)
+
+    def name(self) -> str:
+        """The setting in short."""
+        parts = [self.instances, self.cluster.policy, self.cluster.caching.value]
+        if self.cluster.transfer is not ClusterConfig().transfer:
+            parts.append(self.cluster.transfer.value)
+        return "/".join(parts) + (f" on {self.device}" if self.profile is None else "")
+
+
+def profiled(file: Path, model: str, dram_bytes: int) -> Machine:
+    """A machine as ``memserve profile`` has measured it. Raises :class:`UserError` for another file."""
+    from memserve.policy.costs import CostModel
+    from memserve.sim.hardware import MODELS, Machine, find
+
+    try:
+        costs = CostModel.from_dict(json.loads(file.read_text())["costs"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot read {file} as a profile: {error}", hint="memserve profile --json > FILE") from None
+    shape = find(MODELS, model, "model")
+    geometry = shape.geometry(dtype="float32" if "float32" in costs.model else "bfloat16")
+    hbm_blocks = EngineOptions().kv_memory_bytes // geometry.block_bytes
+    return Machine(
+        f"{costs.model} on {costs.machine}", geometry, shape.context_tokens, hbm_blocks,
+        dram_bytes // geometry.block_bytes, costs, measured=True,
+    )  # fmt: skip
+
+
+@opt.grouped
 def run(
-    workload: sim.WorkloadFlags,
-    wanted: sim.Wanted,
-    gate: opt.GateFlags,
-    limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after this virtual time, in seconds.")] = None,
+    *,
+    workload: WorkloadFlags,
+    wanted: Annotated[Wanted, opt.Without("weights")],  # simulated requests have no tenants
+    limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after this many seconds of virtual time.")] = None,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
     slo_jct_ms: SloJct = None,
-    out: sim.Out = None,
+    out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="The results as one JSON object.")] = False,
 ) -> None:
     """Replay a workload on a simulated cluster; records, figures and report as of a measured one."""
@@ -37,7 +158,7 @@ def run(
     from memserve.bench.results import describe
     from memserve.cli.sim_results import simulate, summed_up, write_folder
 
-    setup, made = wanted.setup(gate.config()), build(workload.recipe())
+    setup, made = wanted.setup(), build(workload.recipe())
     head = what_comes(made, wanted, setup.machine)
     for line in () if as_json else head:
         typer.echo(line)
@@ -57,8 +178,8 @@ def run(
         typer.echo(f"report: {out / 'report.md'}")
 
 
-def what_comes(made: Workload, wanted: sim.Wanted, machine: Machine) -> list[str]:
-    """Workload, arrivals and cluster: the context of all figures."""
+def what_comes(made: Workload, wanted: Wanted, machine: Machine) -> list[str]:
+    """Lines about the workload, its arrivals and the cluster: figures mean nothing without them."""
     due_s = [turn.due_s for session in made.sessions for turn in session.turns if turn.due_s is not None]
     if not any(due_s):
         when = "every session arrives at 0 s, the worst case; --rate R spreads the requests, R a second"

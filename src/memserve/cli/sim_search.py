@@ -1,40 +1,134 @@
-"""``memserve sim search``: the cheapest cluster that holds an SLO (level 4)."""
+"""``memserve sim search``: the cheapest cluster that holds an SLO; ``compare``: two results side by side."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memserve.cli import options as opt
-from memserve.cli import sim_options as sim
-from memserve.cli.grouped import grouped
-from memserve.cli.load import SloJct, SloTpot, SloTtft, read_slo
-from memserve.config import ClusterConfig
+from memserve.cli import sim_run as sim
+from memserve.cli.bench_load import SloJct, SloTpot, SloTtft, read_slo
+from memserve.config import POLICIES
 from memserve.errors import UserError
+from memserve.options import with_values
+from memserve.types import Caching, TransferMode
 
 if TYPE_CHECKING:
-    from memserve.bench.metrics import Slo
+    from memserve.bench.metrics import Figures, Slo
     from memserve.sim.search import Mix, Trial
+    from memserve.workloads.statistics import Spread
     from memserve.workloads.words import Workload
 
-CLUSTER = ClusterConfig()
+
+A = Annotated[str, typer.Argument(help="A folder with results, or a setting: colocated=8/session/pd-caching-1 ...")]
+SPREADS = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("JCT", "jct_s"))
+STATISTICS = ("mean", "p50", "p90", "p99")
+MS = 1e3
 
 
-@grouped
-def search(
+@opt.grouped
+def compare(
+    first: A,
+    second: A,
+    *,
     workload: sim.WorkloadFlags,
-    model: sim.ModelName = "llama-3-8b",
+    wanted: Annotated[sim.Wanted, opt.Only("model", "device", "profile", "kv_blocks", "heartbeat_ms")],
+) -> None:
+    """Two result folders (of sim or of bench), or two settings on one workload: every figure, and how it changes.
+
+    A setting is INSTANCES, then any of a policy, caching level, transfer mode and device: prefill=1,decode=3/session.
+    """
+    one, other = (_figures_of(text, workload, wanted) for text in (first, second))
+    for name in [name for name in one if name in other] or [""]:
+        before = one.get(name) or next(iter(one.values()))
+        after = other.get(name) or next(iter(other.values()))
+        typer.echo("\n".join(table(name, first, second, before, after)))
+
+
+def _figures_of(text: str, workload: sim.WorkloadFlags, wanted: sim.Wanted) -> dict[str, Figures]:
+    """Workload -> its figures."""
+    if Path(text).is_dir():
+        return read_figures(Path(text))
+    from memserve.bench.catalogue import build
+    from memserve.bench.metrics import figures
+    from memserve.cli.sim_results import simulate
+
+    chosen = parse_setting(text, wanted)
+    made = build(workload.recipe())
+    return {made.kind: figures(simulate(chosen.setup(), made, text, made.kind, workload.seed).records)}
+
+
+def read_figures(folder: Path) -> dict[str, Figures]:
+    """The figures of every workload in a folder of results. Raises :class:`UserError` where there is none."""
+    from memserve.bench.load.record import read_records
+    from memserve.bench.metrics import by_setting, figures
+    from memserve.bench.study import RECORDS
+
+    file = folder / RECORDS
+    if not file.is_file():
+        raise UserError(f"no {RECORDS} in {folder}", hint="a folder that sim run or bench serve has written with --out")
+    grouped = by_setting(read_records(file))
+    several = len({setting for _, setting in grouped}) > 1
+    return {" ".join(key) if several else key[0]: figures(records) for key, records in grouped.items()}
+
+
+def parse_setting(text: str, wanted: sim.Wanted) -> sim.Wanted:
+    """``INSTANCES/word/word``. Raises :class:`UserError` for a word that means nothing."""
+    instances, *words = text.split("/")
+    chosen = dataclasses.replace(wanted, instances=instances)
+    for word in words:
+        if word in POLICIES:
+            chosen = with_values(chosen, {("cluster", "policy"): word})
+        elif word in list(Caching):
+            chosen = with_values(chosen, {("cluster", "caching"): Caching(word)})
+        elif word in list(TransferMode):
+            chosen = with_values(chosen, {("cluster", "transfer"): TransferMode(word)})
+        else:
+            chosen = dataclasses.replace(chosen, device=word)
+    return chosen
+
+
+def table(workload: str, first: str, second: str, before: Figures, after: Figures) -> list[str]:
+    """Lines for people."""
+    lines = [f"{workload}: A = {first}, B = {second}", f"{'':<22}{'A':>12}{'B':>12}{'change':>10}"]
+    lines.append(_line("requests", before.requests, after.requests, "d"))
+    lines.append(_line("failed", before.failed, after.failed, "d"))
+    for label, field in SPREADS:
+        for statistic in STATISTICS:
+            was, is_now = (_ms(getattr(figures, field), statistic) for figures in (before, after))
+            lines.append(_line(f"{label} {statistic} (ms)", was, is_now))
+    lines.append(_line("output tokens/s", before.output_tokens_per_s, after.output_tokens_per_s))
+    lines.append(_line("cached share (%)", 100 * before.cached_share, 100 * after.cached_share))
+    return lines
+
+
+def _ms(spread: Spread | None, statistic: str) -> float:
+    return MS * getattr(spread, statistic) if spread is not None else 0.0
+
+
+def _line(name: str, before: float, after: float, form: str = ".2f") -> str:
+    change = f"{after / before - 1:+.1%}" if before else ""
+    return f"{name:<22}{before:>12{form}}{after:>12{form}}{change:>10}"
+
+
+@opt.grouped
+def search(
+    *,
+    workload: sim.WorkloadFlags,
+    wanted: Annotated[sim.Wanted, opt.Only("model", "policy", "caching", "heartbeat_ms")],
     devices: Annotated[str, typer.Option(help="Kinds of device to try, comma-separated: h100,a100,h100x2.")] = "h100",
-    prices: Annotated[str, typer.Option(help="Of a device hour, e.g. h100=3,a100=1.5; default: 1 each.")] = "",
-    mixes: Annotated[str, typer.Option(help="colocated, and prefill to decode, e.g. 1:1.")] = "colocated,1:3,1:1",
-    policy: opt.Policy = CLUSTER.policy,
-    caching: opt.CachingLevel = CLUSTER.caching,
+    prices: Annotated[str, typer.Option(help="Price of a device hour, e.g. h100=3,a100=1.5. Default: 1 each.")] = "",
+    mixes: Annotated[
+        str, typer.Option(help="Mixes of roles: colocated, or prefill to decode, e.g. 1:1.")
+    ] = "colocated,1:3,1:1",
     instances_max: Annotated[int, typer.Option(min=1, help="Largest cluster to try.")] = 64,
-    violations_max: Annotated[float, typer.Option(min=0, max=1, help="Share that may miss the SLO.")] = 0.01,
-    heartbeat_ms: sim.HeartbeatMs = 500,
+    violations_max: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of requests that may miss the SLO.")
+    ] = 0.01,
     slo_ttft_ms: SloTtft = None,
     slo_tpot_ms: SloTpot = None,
     slo_jct_ms: SloJct = None,
@@ -47,7 +141,6 @@ def search(
     slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
     if slo == read_slo(None, None, None):
         raise UserError("no SLO to hold", hint="for example --slo-ttft-ms 500 --slo-tpot-ms 50")
-    wanted = sim.Wanted(model=model, policy=policy, caching=caching, heartbeat_ms=heartbeat_ms)
     made, known = build(workload.recipe()), read_prices(prices)
     found: list[tuple[str, Trial | None]] = []
     for kind in (kind.strip() for kind in devices.split(",")):

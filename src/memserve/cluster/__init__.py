@@ -1,1 +1,1 @@
-"""The cluster's brain: its members, what each has cached, who runs which request, and what happens when one dies."""
+"""The router's machine: members, what each has cached, which of them runs a request, and what happens when one dies."""

@@ -1,6 +1,6 @@
-"""What may happen to the cluster, and what it asks its host to do (level 2).
+"""What may happen to the router, and what it asks its host to do.
 
-The words that instances use too are in :mod:`memserve.serving`; only what a router alone hears is declared here.
+Events and actions that instances share are in :mod:`memserve.serving`; those of a router alone are declared here.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import enum
 from dataclasses import dataclass
 
 from memserve.messages import Peer
-from memserve.policy.costs import CostModel
-from memserve.remembered import AnyRecord, Remembered
+from memserve.metadata import AnyRecord, RecoveredState
 from memserve.serving import (
     ClockTicked,
     EmitTokens,
@@ -27,7 +26,7 @@ from memserve.serving import (
 
 @dataclass(frozen=True, slots=True)
 class InstanceDrained:
-    """Somebody asked for the end of the instance ``name``: it finishes what it has, gets nothing new, and leaves."""
+    """An operator asked for the end of the instance ``name``: it finishes what it has, gets nothing new, and leaves."""
 
     name: str
 
@@ -42,21 +41,14 @@ class InstanceDied:
 
 
 @dataclass(frozen=True, slots=True)
-class CostsMeasured:
-    """A member has told what computing and moving cost on its machine: decisions go by that from now on."""
-
-    costs: CostModel
-
-
-@dataclass(frozen=True, slots=True)
 class StateRecovered:
-    """The first event of a machine that remembers: what the last router knew, and who this one is.
+    """The first event of a machine that remembers: what the last router knew, and the name of this one.
 
-    ``router.generation`` must be higher than the last one's. Members that are called back count as such when they have
-    answered.
+    ``router.generation`` must be higher than the last one's. Recovered members count as members when they have joined
+    again.
     """
 
-    remembered: Remembered
+    recovered: RecoveredState
     router: Peer
     address: str
     """Where members reach this router."""
@@ -79,17 +71,17 @@ class MemberChange(enum.Enum):
     LEFT = "left"
     DIED = "died"
     REFUSED = "refused"  # asked to join, and may not
-    EXPELLED = "expelled"  # took itself for a member
+    EXPELLED = "expelled"  # took itself for a member, and is none
 
 
 @dataclass(frozen=True, slots=True)
 class ReportMember:
-    """Tell operators of ``peer``. Nothing depends on this action."""
+    """News of ``peer`` for operators. Nothing depends on this action."""
 
     change: MemberChange
     peer: Peer
     address: str
-    """Of its mailbox; empty: not known."""
+    """Address of its mailbox; empty: not known."""
     why: str = ""
     """The reason, as a sentence without subject or a noun phrase; empty: the change says it all."""
 
@@ -111,7 +103,6 @@ ClusterEvent = (
     | InstanceDied
     | PrefixPinned
     | PrefixUnpinned
-    | CostsMeasured
     | StateRecovered
 )
 ClusterAction = Send | EmitTokens | RejectRequest | Remember | Note | ReportMember
@@ -120,7 +111,6 @@ __all__ = [
     "ClockTicked",
     "ClusterAction",
     "ClusterEvent",
-    "CostsMeasured",
     "EmitTokens",
     "InstanceDied",
     "InstanceDrained",

@@ -1,28 +1,26 @@
-"""Dispatch, failure, another try, the end (level 2): no request is lost.
+"""Dispatch, failure, another attempt, the end: no request is lost.
 
-Whatever goes wrong with an attempt, it is ended as a whole: those who are involved are told, its work is taken off the
-books, and the request is placed again with the tokens that the client has. Drawing depends on seed, sequence and
-position alone, so the next attempt goes on exactly where the client's stream is.
+Whatever goes wrong with an attempt, it is ended as a whole: the involved instances are told, its work is discharged,
+and the request is placed again with the tokens that the client has. Drawing depends on seed, sequence and position
+alone, so the next attempt goes on exactly where the client's stream is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memserve.cluster.gate import Gate, Refusal
-from memserve.cluster.handles import Handles
-from memserve.cluster.jobs import Attempt, Job, Jobs, attempt_story
+from memserve.cluster.admission import AdmissionController, Rejection
 from memserve.cluster.loads import Charge, LoadTable, Work
-from memserve.cluster.outbox import Outbox
+from memserve.cluster.outbox import Outbox, Timers
 from memserve.cluster.placement import Placement, Placer
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.report import Counters
-from memserve.cluster.sessions import Sessions
-from memserve.cluster.timers import Timers
+from memserve.cluster.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
+from memserve.cluster.sessions import Handles, Sessions
 from memserve.cluster.trees import IDENTITY_BYTES, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Cancel, RequestRefused
-from memserve.remembered import EntryUsed
+from memserve.metadata import EntryUsed
 from memserve.types import Caching, FinishReason, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 
@@ -32,7 +30,7 @@ RETRY_AFTER_S = 5.0
 
 
 class Lifecycle:
-    """The way of each job from arrival to its end. All of its methods leave the books balanced."""
+    """The way of each request from arrival to its end. All of its methods leave the books balanced."""
 
     def __init__(
         self,
@@ -40,7 +38,7 @@ class Lifecycle:
         registry: Registry,
         trees: Trees,
         loads: LoadTable,
-        gate: Gate,
+        admission: AdmissionController,
         placer: Placer,
         sessions: Sessions,
         handles: Handles,
@@ -52,152 +50,149 @@ class Lifecycle:
         self._registry, self._trees, self._loads = registry, trees, loads
         self._placer, self._sessions, self._handles = placer, sessions, handles
         self._timers, self._outbox = timers, outbox
-        self.jobs = Jobs()
-        #: who of them was let in, and who waits for that
-        self.gate = gate
+        self.requests = RequestTable()
+        self.admission = admission
         self._attempts = 0
 
-    # -- the gate
+    # -- admission
 
-    def arrive(self, job: Job, now: int) -> None:
-        """A new job, in ``jobs`` already: it is placed now, waits before the gate, or is turned away."""
-        if self.gate.wants_identities:
-            self._placer.identities(job)
-        refusal = self.gate.arrive(job, now)
-        if refusal is None:
+    def arrive(self, req: RequestState, now: int) -> None:
+        """A new request: placed now, queued, or rejected."""
+        self.requests.enter(req)
+        if self.admission.memory.wants_identities:
+            self._placer.identities(req)
+        rejection = self.admission.enqueue(req, now)
+        if rejection is None:
             self.admit_waiting(now)
-            refusal = self.gate.overflow(job)
-        if refusal is not None:
-            self._turn_away(refusal, now)
-        until_ns = self.gate.wait_until_ns(job)
+            rejection = self.admission.overflow(req)
+        if rejection is not None:
+            self._turn_away(rejection, now)
+        until_ns = self.admission.wait_until_ns(req)
         if until_ns is not None:
-            self._timers.arm(until_ns, ("gate", job.request_id))
+            self._timers.arm(until_ns, self._waited_in_queue, req.request_id)
 
     def admit_waiting(self, now: int) -> None:
-        """Let in whoever is next, as long as there is room."""
+        """Admit and place queued requests as long as there is room."""
         while True:
-            while (job := self.gate.next(now)) is not None:
-                self.place(job, now)
-            refusal = self.gate.hopeless(now)
-            if refusal is None:
+            while (req := self.admission.admit(now)) is not None:
+                req.move(Cause.ADMITTED)
+                self.place(req, now)
+            rejection = self.admission.hopeless(now)
+            if rejection is None:
                 return
-            self._turn_away(refusal, now)
+            self._turn_away(rejection, now)
 
-    def waited_at_gate(self, request_id: str, now: int) -> None:
-        """The timer of a job that had to wait."""
-        job = self.jobs.by_id.get(request_id)
-        refusal = self.gate.waited(job, now) if job is not None else None
-        if refusal is not None:
-            self._turn_away(refusal, now)
+    def _waited_in_queue(self, request_id: str, now: int) -> None:
+        req = self.requests.by_id.get(request_id)
+        rejection = self.admission.waited(req, now) if req is not None else None
+        if rejection is not None:
+            self._turn_away(rejection, now)
 
-    def _turn_away(self, refusal: Refusal, now: int) -> None:
-        overloaded = refusal.cause in ("wait", "pressure")
-        self._reject(refusal.job, refusal.reason, refusal.retry_after_s, now, overloaded=overloaded)
+    def _turn_away(self, rejection: Rejection, now: int) -> None:
+        self._reject(rejection.req, rejection.reason, rejection.retry_after_s, now, overloaded=rejection.is_overload)
+
+    def _reject(
+        self, req: RequestState, reason: str, retry_after_s: float | None, now: int, *, overloaded: bool = False
+    ) -> None:
+        self._counters.requests_rejected += 1
+        self._outbox.reject(req.request_id, reason, retry_after_s, overloaded)
+        self.requests.leave(req, Cause.REJECTED)
+        self.admission.release(req, now)
 
     # -- placing
 
-    def place(self, job: Job, now: int) -> None:
-        """Find somebody for an unplaced job; else it waits, or ends when waiting cannot help."""
-        if job.tries >= self._config.attempts_max:
+    def place(self, req: RequestState, now: int) -> None:
+        """Dispatch an unplaced request; else it waits, or ends when waiting cannot help."""
+        if req.tries >= self._config.attempts_max:
             self._counters.requests_failed += 1
-            self.end(job, FinishReason.ERROR, now)
+            self.end(req, FinishReason.ERROR, now)
             return
-        chosen = self._placer.place(job)
-        if chosen is None and self._give_second_chance(job):
-            chosen = self._placer.place(job)
+        chosen = self._placer.place(req)
+        if chosen is None and self._gives_second_chance(req):
+            chosen = self._placer.place(req)
         if chosen is None:
-            self._nobody(job, now)
+            self._no_instance(req, now)
         else:
-            self._dispatch(job, chosen, now)
+            self._dispatch(req, chosen, now)
 
     def place_waiting(self, now: int) -> None:
-        """Something has changed: try all unplaced jobs, in order."""
-        for job in list(self.jobs.unplaced.values()):
-            if not self.gate.holds_back(job):
-                self.place(job, now)
+        """Something has changed: try all unplaced requests, in order."""
+        for req in list(self.requests.unplaced.values()):
+            if req.phase is RequestPhase.UNPLACED:
+                self.place(req, now)
 
-    def _give_second_chance(self, job: Job) -> bool:
-        """Forget who only failed: everybody else has refused."""
-        failed = [peer for peer, retry_after_s in job.avoid.items() if retry_after_s == 0.0]
+    def _gives_second_chance(self, req: RequestState) -> bool:
+        """Avoid instances no longer where an attempt merely failed: all others have refused."""
+        failed = [peer for peer, retry_after_s in req.avoid.items() if retry_after_s == 0.0]
         for peer in failed:
-            del job.avoid[peer]
+            del req.avoid[peer]
         return bool(failed)
 
-    def _nobody(self, job: Job, now: int) -> None:
-        """Nobody takes it: say so at once when that will not change by waiting."""
-        asked = [job.avoid[m.peer] for m in self._registry if m.peer in job.avoid]
+    def _no_instance(self, req: RequestState, now: int) -> None:
+        """No instance takes the request: reject it at once when waiting will not change that."""
+        asked = [req.avoid[m.peer] for m in self._registry if m.peer in req.avoid]
         busy = [retry_after_s for retry_after_s in asked if retry_after_s is not None]
-        anybody = self._loads.longest_context() > 0
-        if not job.has_begun and busy:
-            self._reject(job, job.refusal, min(busy), now)
-        elif not job.has_begun and anybody:
-            self._reject(job, job.refusal if asked else self._too_long(job), None, now)
+        longest = self._loads.longest_context()
+        if not req.has_begun and busy:
+            self._reject(req, req.refusal, min(busy), now)
+        elif not req.has_begun and longest:
+            tokens = len(req.request.prompt)
+            too_long = f"the prompt has {tokens} tokens; with one more to generate the most that fits is {longest}"
+            self._reject(req, req.refusal if asked else too_long, None, now)
         else:
-            self._wait(job, min(busy, default=None), now)
+            self._wait(req, min(busy, default=None), now)
 
-    def _too_long(self, job: Job) -> str:
-        prompt_tokens, longest = len(job.request.prompt), self._loads.longest_context()
-        return f"the prompt has {prompt_tokens} tokens; with one more to generate the most that fits is {longest}"
-
-    def _wait(self, job: Job, retry_after_s: float | None, now: int) -> None:
-        if job.unplaced_ns is None:
-            job.unplaced_ns = now
-            self._timers.arm(now + self._config.unplaced_ns, ("unplaced", job.request_id))
+    def _wait(self, req: RequestState, retry_after_s: float | None, now: int) -> None:
+        if req.unplaced_ns is None:
+            req.unplaced_ns = now
+            self._timers.arm(now + self._config.unplaced_ns, self._waited_unplaced, req.request_id)
         if retry_after_s is not None:
-            self._timers.arm(now + max(ns_from_s(retry_after_s), NS_PER_S // 10), ("retry", job.request_id))
+            self._timers.arm(now + max(ns_from_s(retry_after_s), NS_PER_S // 10), self._retry, req.request_id)
 
-    def waited(self, request_id: str, now: int) -> None:
-        """The timer of a job that nobody could take."""
-        job = self.jobs.unplaced.get(request_id)
-        if job is None or job.unplaced_ns is None or now < job.unplaced_ns + self._config.unplaced_ns:
+    def _waited_unplaced(self, request_id: str, now: int) -> None:
+        req = self.requests.unplaced.get(request_id)
+        if req is None or req.unplaced_ns is None or now < req.unplaced_ns + self._config.unplaced_ns:
             return
-        if job.has_begun:
+        if req.has_begun:
             self._counters.requests_failed += 1
-            self.end(job, FinishReason.ERROR, now)
+            self.end(req, FinishReason.ERROR, now)
         else:
-            self._reject(job, job.refusal or "no instance is ready to take requests", RETRY_AFTER_S, now)
+            self._reject(req, req.refusal or "no instance is ready to take requests", RETRY_AFTER_S, now)
 
-    def retry(self, request_id: str, now: int) -> None:
-        """The timer of a job whose instances were all busy."""
-        job = self.jobs.unplaced.get(request_id)
-        if job is not None:
-            job.avoid = {peer: None for peer, retry_after_s in job.avoid.items() if retry_after_s is None}
-            self.place(job, now)
-
-    def _reject(
-        self, job: Job, reason: str, retry_after_s: float | None, now: int, *, overloaded: bool = False
-    ) -> None:
-        self._counters.requests_rejected += 1
-        self._outbox.reject(job.request_id, reason, retry_after_s, overloaded)
-        self.jobs.leave(job)
-        self.gate.left(job, now)
+    def _retry(self, request_id: str, now: int) -> None:
+        """All instances were busy."""
+        req = self.requests.unplaced.get(request_id)
+        if req is not None:
+            req.avoid = {peer: None for peer, retry_after_s in req.avoid.items() if retry_after_s is None}
+            self.place(req, now)
 
     # -- dispatching
 
-    def _dispatch(self, job: Job, chosen: Placement, now: int) -> None:
+    def _dispatch(self, req: RequestState, chosen: Placement, now: int) -> None:
         self._attempts += 1
-        attempt_id = f"{job.request_id}#{self._attempts}"
+        attempt_id = f"{req.request_id}#{self._attempts}"
         first, decode_at = chosen.first, chosen.decode_at
         involved = [first] if decode_at is None else [first, decode_at]
-        charges = self._charge(job, chosen)
-        attempt = Attempt(attempt_id, first, decode_at, chosen.holders, chosen.route, now, now, involved, charges)
-        self.jobs.begin(job, attempt)
-        for name in self.gate.dispatched(job, attempt):
+        attempt = Attempt(
+            attempt_id, self._attempts, first, decode_at, chosen.holders, chosen.route, now, now, involved,
+            self._charge(req, chosen),
+        )  # fmt: skip
+        self.requests.begin(req, attempt)
+        for name in self.admission.memory.reserve(req, attempt):
             self._handles.give_way(name)
-        job.tries += 1
-        self._count_dispatch(job, chosen)
-        self._expect(job, involved, now)
-        request = job.request
-        self._sessions.remember(request.tenant, request.session, involved)
-        self._note_use(job, chosen, now)
-        self._timers.arm(now + self._stalled_after_ns(job), ("stall", attempt_id))
-        message = job.message(attempt, self._config.transfer, self._returns_kv(job, attempt), now)
-        first.reckoning.dispatches += 1
-        self._outbox.send(first.peer, message)
+        req.tries += 1
+        self._count_dispatch(req, chosen)
+        self._expect(req, involved, now)
+        request = req.request
+        self._sessions.route(request.tenant, request.session, involved)
+        self._note_use(req, chosen, now)
+        self._timers.arm(now + self._stalled_after_ns(req), self._stalled, attempt_id)
+        first.totals.dispatches += 1
+        self._outbox.send(first.peer, req.message(attempt, self._config.transfer, self._returns_kv(req, attempt), now))
 
-    def _charge(self, job: Job, chosen: Placement) -> list[Charge]:
+    def _charge(self, req: RequestState, chosen: Placement) -> list[Charge]:
         """The prompt's work first, then that of decoding."""
-        width = max(job.request.n, job.request.beam_width)
+        width = max(req.request.n, req.request.beam_width)
         uncached = max(1, chosen.prompt_tokens - chosen.route.first.matched_tokens)
         decoder = chosen.decode_at or chosen.first
         return [
@@ -205,112 +200,113 @@ class Lifecycle:
             self._loads.charge(decoder.number, Work(0, width, width * chosen.prompt_tokens)),
         ]
 
-    def _count_dispatch(self, job: Job, chosen: Placement) -> None:
+    def _count_dispatch(self, req: RequestState, chosen: Placement) -> None:
         counters = self._counters
         counters.dispatches += 1
-        counters.resumptions += bool(job.past)
+        counters.resumptions += bool(req.past)
         counters.prompt_tokens += chosen.prompt_tokens
         counters.matched_tokens += chosen.route.first.matched_tokens
         way = "fetch" if chosen.holders else "reuse" if chosen.route.first.matched_tokens else "compute"
         decision = (self._config.policy, way)
         counters.decisions[decision] = counters.decisions.get(decision, 0) + 1
 
-    def _note_use(self, job: Job, chosen: Placement, now: int) -> None:
+    def _note_use(self, req: RequestState, chosen: Placement, now: int) -> None:
         """The deepest block of the prefix that is reused stands for all of them."""
         blocks = chosen.route.first.matched_tokens // chosen.first.info.geometry.block_tokens
-        if blocks and job.identities and self._outbox.remembers:
+        if blocks and req.identities and self._outbox.remembers:
             end = blocks * IDENTITY_BYTES
-            self._outbox.note(EntryUsed(chosen.first.peer, job.identities[end - IDENTITY_BYTES : end], now))
+            self._outbox.note(EntryUsed(chosen.first.peer, req.identities[end - IDENTITY_BYTES : end], now))
 
-    def _expect(self, job: Job, involved: Sequence[Member], now: int) -> None:
-        """The prompt will be cached where it is computed, and where it is decoded when those cache too."""
-        if not job.identities:
+    def _expect(self, req: RequestState, involved: Sequence[Member], now: int) -> None:
+        """The prompt will be cached where it is computed, and where it is decoded when those instances cache too."""
+        if not req.identities:
             return
         for at, member in enumerate(involved):
             if member.info.caching and (at == 0 or self._config.caching is not Caching.PD_CACHING_1):
-                self._trees.expect(member.number, job.identities, now)
+                self._trees.expect(member.number, req.identities, now)
 
-    def _returns_kv(self, job: Job, attempt: Attempt) -> bool:
-        request = job.request
+    def _returns_kv(self, req: RequestState, attempt: Attempt) -> bool:
+        request = req.request
         plain = request.n == 1 and request.beam_width == 0 and request.use_cache
         wanted = self._config.caching is Caching.PD_CACHING_3 and attempt.decode_at is not None
         return wanted and plain and attempt.first.info.caching
 
-    def _stalled_after_ns(self, job: Job) -> int:
+    def _stalled_after_ns(self, req: RequestState) -> int:
         """Longer each time: a long queue looks like a stalled instance, and must not be started over for ever."""
-        return self._config.stalled_after_ns << min(job.stalls, _STALL_DOUBLINGS_MAX)
+        return self._config.stalled_after_ns << min(req.stalls, _STALL_DOUBLINGS_MAX)
 
     # -- going on
 
-    def computed(self, attempt: Attempt) -> None:
-        """The prompt is computed: its work is done."""
-        if attempt.is_computing:
-            attempt.is_computing = False
-            self.gate.computed(attempt)
+    def prefilled(self, req: RequestState, attempt: Attempt) -> None:
+        """An instance speaks of the attempt: if it was prefilling, the prompt's work is done."""
+        if req.phase is RequestPhase.PREFILLING:
+            req.move(Cause.PREFILLED)
+            self.admission.memory.prefilled(attempt)
             self._loads.discharge(attempt.charges.pop(0))
 
     def handed_over(self, attempt_id: str, sender: Member, now: int) -> None:
-        """The decode instance has all it needs: who computed the prompt no longer matters."""
-        job = self.jobs.by_attempt.get(attempt_id)
-        attempt = job.attempt if job is not None else None
-        if attempt is None or attempt.decode_at is not sender or attempt.first not in attempt.involved:
+        """The decode instance has all that it needs: the prefill instance no longer matters."""
+        req = self.requests.by_attempt.get(attempt_id)
+        attempt = req.attempt if req is not None else None
+        if req is None or attempt is None or attempt.decode_at is not sender or req.phase is RequestPhase.HANDED_OVER:
             return
         attempt.news_ns = now
-        self.computed(attempt)
-        self.gate.handed_over(attempt)
-        attempt.involved.remove(attempt.first)
-        del attempt.first.attempts[attempt_id]
+        self.prefilled(req, attempt)
+        self.admission.memory.handed_over(attempt)
+        self.requests.hand_over(req, attempt)
 
     # -- failing
 
-    def attempt_failed(self, job: Job, cause: str, now: int, blamed: Sequence[Member] = ()) -> None:
-        """It comes to nothing: try elsewhere, and not with those to blame unless nobody else is there."""
+    def attempt_failed(self, req: RequestState, cause: str, now: int, blamed: Sequence[Member] = ()) -> None:
+        """Try elsewhere; with ``blamed`` members only when all others have refused."""
         for member in blamed:
-            job.avoid.setdefault(member.peer, 0.0)
-        self._abandon(job, cause)
-        self.place(job, now)
+            req.avoid.setdefault(member.peer, 0.0)
+        self._abandon(req, cause)
+        self.place(req, now)
 
     def refused(self, sender: Member, message: RequestRefused, now: int) -> None:
-        """An instance will not run its attempt. That costs no try, unless it had taken it before."""
-        job = self.jobs.by_attempt.get(message.request_id)
-        if job is None or job.attempt is None or sender not in job.attempt.involved:
-            return  # nobody's, or the sender has handed it over: it is another one's affair
-        job.refusal = message.reason
-        job.avoid[sender.peer] = message.retry_after_s
+        """An instance will not run its attempt. That costs no try, unless it had taken the attempt before."""
+        req = self.requests.by_attempt.get(message.request_id)
+        if req is None or req.attempt is None or sender not in req.attempt.involved:
+            return  # an old attempt's, or the sender has handed it over: another instance has it
+        req.refusal = message.reason
+        req.avoid[sender.peer] = message.retry_after_s
         if message.retry_after_s is None or message.retry_after_s > 0:
-            job.tries -= 1
-        self._abandon(job, "refused", but=sender)
-        self.place(job, now)
+            req.tries -= 1
+        self._abandon(req, "refused", but=sender)
+        self.place(req, now)
 
-    def stalled(self, attempt_id: str, now: int) -> None:
-        """The timer of an attempt: did news come meanwhile?"""
-        job = self.jobs.by_attempt.get(attempt_id)
-        if job is None or job.attempt is None:
+    def _stalled(self, attempt_id: str, now: int) -> None:
+        req = self.requests.by_attempt.get(attempt_id)
+        if req is None or req.attempt is None:
             return
-        due_ns = job.attempt.news_ns + self._stalled_after_ns(job)
+        due_ns = req.attempt.news_ns + self._stalled_after_ns(req)
         if due_ns > now:
-            self._timers.arm(due_ns, ("stall", attempt_id))
+            self._timers.arm(due_ns, self._stalled, attempt_id)
             return
-        job.stalls += 1
-        self.attempt_failed(job, "stalled", now, blamed=list(job.attempt.involved))
+        req.stalls += 1
+        self.attempt_failed(req, "stalled", now, blamed=list(req.attempt.involved))
 
     def lost(self, attempt_id: str, by: Member, now: int) -> None:
-        """``by`` has no attempt of this name, though it should: a message was lost. Once is chance; whoever loses an
-        attempt of a request that has failed before is passed over."""
-        job = self.jobs.by_attempt[attempt_id]
-        self.attempt_failed(job, "lost", now, blamed=[by] if job.past else [])
+        """``by`` has no attempt of this name, though it should: a message was lost."""
+        req = self.requests.by_attempt[attempt_id]
+        # Once is chance; a member that loses an attempt of a request that has failed before is avoided.
+        self.attempt_failed(req, "lost", now, blamed=[by] if req.past else [])
 
-    def _abandon(self, job: Job, cause: str, but: Member | None = None) -> None:
-        """Nobody waits for the attempt any more, and those involved are told, ``but`` one who knows or is gone."""
-        attempt = self.jobs.end_attempt(job)
-        job.past.append(attempt_story(attempt, cause))
+    def _abandon(self, req: RequestState, cause: str, but: Member | None = None) -> None:
+        """End the attempt, and tell the involved instances, ``but`` one that knows or is gone."""
+        attempt = req.attempt
+        if attempt is None:
+            raise ValueError(f"{req.request_id} has no attempt")
+        self.requests.fail(req, attempt)
+        req.past.append(attempt.story(cause))
         causes = self._counters.attempts_failed
         causes[cause] = causes.get(cause, 0) + 1
         self._settle(attempt, completed=False)
         self._cancel(attempt, but)
 
     def _settle(self, attempt: Attempt, *, completed: bool) -> None:
-        self.gate.over(attempt, completed=completed)
+        self.admission.memory.release(attempt, completed=completed)
         for charge in attempt.charges:
             self._loads.discharge(charge)
 
@@ -319,34 +315,34 @@ class Lifecycle:
             if member is not but:
                 self._outbox.send(member.peer, Cancel(attempt.attempt_id))
 
-    def abandon_member(self, member: Member) -> list[Job]:
-        """``member`` is gone: everything that depends on it has failed. Returns what is to be placed again."""
-        failed = [self.jobs.by_attempt[attempt_id] for attempt_id in member.attempts]
-        for job in failed:
-            self._abandon(job, "gone", but=member)
+    def abandon_member(self, member: Member) -> list[RequestState]:
+        """``member`` is gone: attempts that depend on it have failed. Returns the requests to be placed again."""
+        failed = [self.requests.by_attempt[attempt_id] for attempt_id in member.attempts]
+        for req in failed:
+            self._abandon(req, "gone", but=member)
         return failed
 
     # -- ending
 
-    def end(self, job: Job, reason: FinishReason, now: int) -> None:
+    def end(self, req: RequestState, reason: FinishReason, now: int) -> None:
         """End every unfinished sequence with ``reason``, now."""
-        for index in job.unfinished:
-            offset = len(job.emitted[index])
-            job.finished[index] = reason
+        for index in req.unfinished:
+            offset = len(req.emitted[index])
+            req.finished[index] = reason
             self._counters.finished[reason.value] += 1
-            ending = TokenOutput(job.request_id, index, (), finish_reason=reason, story=job.told(), offset=offset)
+            ending = TokenOutput(req.request_id, index, (), finish_reason=reason, story=req.told(), offset=offset)
             self._outbox.emit(ending)
-        job.is_stopped = True
-        self.leave(job, now)
+        req.is_stopped = True
+        self.leave(req, now)
 
-    def leave(self, job: Job, now: int) -> None:
-        """All of its sequences have ended."""
-        if job.attempt is not None:
-            attempt = self.jobs.end_attempt(job)
-            self._settle(attempt, completed=job.request.use_cache)
-            if job.is_stopped:  # not by the instances, which may go on
+    def leave(self, req: RequestState, now: int) -> None:
+        """All sequences of ``req`` have ended."""
+        attempt = req.attempt
+        self.requests.leave(req, Cause.FINISHED)
+        if attempt is not None:
+            self._settle(attempt, completed=req.request.use_cache)
+            if req.is_stopped:  # not by the instances, which may go on
                 self._cancel(attempt)
-        self.jobs.leave(job)
-        self.gate.left(job, now)
+        self.admission.release(req, now)
         self._counters.requests_finished += 1
-        self._handles.extend(job.request.tenant, job.request.session, now)
+        self._handles.extend(req.request.tenant, req.request.session, now)

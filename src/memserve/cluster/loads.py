@@ -1,19 +1,24 @@
-"""How much each instance has to do, in arrays by its number (level 2).
+"""How much each instance has to do, in arrays by its number.
 
-Two sources are put together. The router knows what it sent and what has not ended. A heartbeat knows how far the
-instance is, and of work that did not come from here, but it is old: so what was sent since is added. The larger of the
-two counts. A burst between two heartbeats is spread by what was sent; a stuck queue shows in either.
+Two sources are put together. The router knows the work that it sent and that has not ended. A heartbeat knows how far
+the instance is, and of work that did not come from here, but it is old: work that was sent since is added. The larger
+of the two counts. A burst between two heartbeats is spread by what was sent; a stuck queue shows in either.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memserve.errors import check
 from memserve.messages import Load
+from memserve.policy.candidates import DEFAULT_COSTS
+from memserve.policy.costs import CostModel
+from memserve.policy.routing import native_prices
 from memserve.types import Role
 
 Ints = NDArray[np.int64]
@@ -21,7 +26,9 @@ Mask = NDArray[np.bool_]
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE)
 ROLE_CODE = {role: code for code, role in enumerate(ROLES)}
-_NOBODY = -1
+_UNUSED = -1
+
+_Value = TypeVar("_Value", str, CostModel)
 
 
 class Work(NamedTuple):
@@ -49,12 +56,15 @@ class LoadTable:
         "_host_codes",
         "_numbers",
         "_own",
+        "_profile_codes",
         "_reported",
         "_since",
         "context_limit",
         "context_limit_min",
         "hosts",
         "is_open",
+        "prices",
+        "profiles",
         "role",
         "room_blocks",
         "tables",
@@ -66,26 +76,38 @@ class LoadTable:
         self._name_tables()
         self._beats = [0] * 8
         #: code of the role in ``ROLES``
-        self.role = np.full(8, _NOBODY, np.int8)
+        self.role = np.full(8, _UNUSED, np.int8)
         #: whether it takes new requests
         self.is_open: Mask = np.zeros(8, np.bool_)
         #: longest sequence that can run there
         self.context_limit = np.zeros(8, np.int64)
-        #: smallest of those that are open; 0 = none is
+        #: smallest context limit of open members; 0: none is open
         self.context_limit_min = 0
         #: free or evictable blocks of HBM at the last heartbeat
         self.room_blocks = np.zeros(8, np.int64)
-        #: code of the host, the same for those on the same one; 0 = unknown
+        #: code of the host, equal for members on one host; 0: unknown
         self.hosts = np.zeros(8, np.int64)
         self._host_codes: dict[str, int] = {}
+        #: place of its costs in ``prices``
+        self.profiles = np.zeros(8, np.int64)
+        self._profile_codes = {CostModel(): 0}
+        self.prices = native_prices(self._profile_codes)
         self._numbers: dict[Role, Ints] = {}
         self._members_changed()
 
     def __len__(self) -> int:
-        """Numbers that there are rows for."""
+        """Rows, unused numbers included."""
         return len(self.role)
 
-    def enter(self, number: int, role: Role, context_tokens: int, hbm_blocks: int, host_id: str = "") -> None:
+    def enter(
+        self,
+        number: int,
+        role: Role,
+        context_tokens: int,
+        hbm_blocks: int,
+        host_id: str = "",
+        costs: CostModel = DEFAULT_COSTS,
+    ) -> None:
         """A member without work. ``host_id`` empty: it may be anywhere."""
         while number >= len(self):
             self._grow()
@@ -93,31 +115,27 @@ class LoadTable:
         self.is_open[number] = True
         self.context_limit[number] = context_tokens
         self.room_blocks[number] = hbm_blocks
-        self.hosts[number] = self._code_of(host_id) if host_id else 0
+        self.hosts[number] = _code_of(host_id, self._host_codes, self.hosts, 1) if host_id else 0
+        if costs not in self._profile_codes:
+            _code_of(costs, self._profile_codes, self.profiles, 0)
+            by_code = {code: known for known, code in self._profile_codes.items()}
+            self.prices = native_prices(by_code.get(code, costs) for code in range(max(by_code) + 1))
+        self.profiles[number] = self._profile_codes[costs]
         self._members_changed()
 
     def close(self, number: int) -> None:
-        """It takes no new requests."""
+        """The member takes no new requests."""
         self.is_open[number] = False
         self._members_changed()
 
     def leave(self, number: int) -> None:
-        """The row is free. Everything must have been discharged."""
+        """The member is gone. All of its work must have been discharged."""
         check(not any(self.own_of(number)), f"instance {number} left with {self.own_of(number)}")
-        self.role[number] = _NOBODY
+        self.role[number] = _UNUSED
         self.is_open[number] = False
-        self.hosts[number] = 0
+        self.hosts[number] = self.profiles[number] = 0
         self.tables[:, :, number] = 0
         self._members_changed()
-
-    def _code_of(self, host_id: str) -> int:
-        """Codes stay below the number of columns: those of hosts without a member are given again."""
-        code = self._host_codes.get(host_id)
-        if code is None:
-            used = set(self.hosts.tolist())
-            self._host_codes = {name: code for name, code in self._host_codes.items() if code in used}
-            code = self._host_codes[host_id] = min(set(range(1, len(self) + 1)) - used)
-        return code
 
     def _members_changed(self) -> None:
         self._numbers = {role: np.flatnonzero(self.is_open & (self.role == ROLE_CODE[role])) for role in ROLES}
@@ -125,16 +143,16 @@ class LoadTable:
         self.context_limit_min = int(self.context_limit[able].min()) if able.any() else 0
 
     def open_numbers(self, role: Role) -> Ints:
-        """Those of a role that take new requests, in order."""
+        """Members of a role that take new requests, in order."""
         return self._numbers[role]
 
     def longest_context(self) -> int:
-        """The longest sequence that any instance with a model which takes requests can run; 0 = there is none."""
+        """The longest sequence that any open instance with a model can run; 0: there is none."""
         able = self.is_open & (self.role != ROLE_CODE[Role.STORE])
         return int(self.context_limit[able].max(initial=0))
 
     def heartbeat(self, number: int, load: Load) -> None:
-        """What it says of itself; it knows of nearly all that was sent before."""
+        """``load`` came with a heartbeat: the member knows of nearly all that was sent before."""
         said = Work(load.prefill_tokens_queued, load.sequences_running, load.context_tokens_running)
         for amount, reported, since in zip(said, self._reported, self._since, strict=True):
             reported[number], since[number] = amount, 0
@@ -142,14 +160,14 @@ class LoadTable:
         self.room_blocks[number] = load.hbm_blocks_available
 
     def charge(self, number: int, work: Work) -> Charge:
-        """Work was sent there."""
+        """``work`` was sent to a member."""
         for amount, own, since in zip(work, self._own, self._since, strict=True):
             own[number] += amount
             since[number] += amount
         return Charge(number, self._beats[number], work)
 
     def discharge(self, charge: Charge) -> None:
-        """That work has ended, or will not be done there."""
+        """Work has ended, or will not be done there."""
         number, beat, work = charge
         counted = self._since if beat == self._beats[number] else self._reported
         for amount, own, known in zip(work, self._own, counted, strict=True):
@@ -157,13 +175,41 @@ class LoadTable:
             known[number] = max(0, known[number] - amount)  # the instance may have reported that it has ended
 
     def work_of(self, number: int) -> Work:
-        """What an instance has to do, as far as is known."""
+        """Outstanding work of an instance, as far as is known."""
         own, reported, since = self.tables[:, :, number]
         return Work(*np.maximum(own, reported + since).tolist())
 
+    def tokens(self, numbers: Ints) -> Ints:
+        """Outstanding work of each: tokens to be computed, and tokens to be read in each step."""
+        own, reported, since = self.tables[:, :, numbers]
+        prefill, _, context = np.maximum(own, reported + since)
+        tokens: Ints = prefill + context
+        return tokens
+
+    def room_tokens(self, numbers: Ints, block_tokens: int) -> Ints:
+        """Free or evictable room of each at its last heartbeat, less the contexts sent since."""
+        room: Ints = self.room_blocks[numbers] * block_tokens - self.tables[2, 2, numbers]
+        return room
+
     def own_of(self, number: int) -> Work:
-        """What was charged and not discharged."""
+        """Work that was charged and not discharged."""
         return Work(*self.tables[0, :, number].tolist())
+
+    def check_invariants(self, charges: Iterable[Charge], members: Mapping[int, tuple[Role, bool]]) -> None:
+        """Raise :class:`InvariantError` unless every member is charged with exactly ``charges``. ``members``: by
+        number their role, and whether they take new requests."""
+        sums: dict[int, Counter[str]] = {}
+        for charge in charges:
+            sums.setdefault(charge.number, Counter()).update(charge.work._asdict())
+        for number, (role, is_open) in members.items():
+            expected = Work(**sums.pop(number, Counter()))
+            own = self.own_of(number)
+            check(own == expected, f"instance {number} is charged {own}, its attempts make {expected}")
+            check(self.role[number] == ROLE_CODE[role], f"instance {number} has another role in the arrays")
+            check(bool(self.is_open[number]) == is_open, f"instance {number} is open: {not is_open}")
+        check(not sums, f"instances that are gone are charged: {sums}")
+        for number in range(len(self)):
+            check(number in members or not self.is_open[number], f"{number} is open, and no member has that number")
 
     def _name_tables(self) -> None:
         """Views in which a single number is changed ten times as quickly as in an array."""
@@ -174,8 +220,21 @@ class LoadTable:
         self.tables = np.concatenate((self.tables, np.zeros((3, 3, old), np.int64)), axis=2)
         self._name_tables()
         self._beats += [0] * old
-        self.role = np.concatenate((self.role, np.full(old, _NOBODY, np.int8)))
+        self.role = np.concatenate((self.role, np.full(old, _UNUSED, np.int8)))
         self.is_open = np.concatenate((self.is_open, np.zeros(old, np.bool_)))
         self.context_limit = np.concatenate((self.context_limit, np.zeros(old, np.int64)))
         self.room_blocks = np.concatenate((self.room_blocks, np.zeros(old, np.int64)))
         self.hosts = np.concatenate((self.hosts, np.zeros(old, np.int64)))
+        self.profiles = np.concatenate((self.profiles, np.zeros(old, np.int64)))
+
+
+def _code_of(value: _Value, codes: dict[_Value, int], column: Ints, first: int) -> int:
+    """A small number for ``value``, from ``first`` on. Codes of values that no member has are given again, so that they
+    stay within the number of columns."""
+    code = codes.get(value)
+    if code is None:
+        used = set(column.tolist())
+        for gone in [known for known, code in codes.items() if code not in used]:
+            del codes[gone]
+        code = codes[value] = min(set(range(first, len(column) + 1)) - used)
+    return code

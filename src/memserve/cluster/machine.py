@@ -1,28 +1,29 @@
-"""The cluster machine (level 2): requests and messages in, messages and tokens out.
+"""The cluster machine: requests and messages in, messages and tokens out.
 
 Synchronous and deterministic, like the instance's: one mutator, ``handle(event, now)``. It holds what a router must
 know, and nothing of it is needed by instances to stay right: each message may be lost, come late or twice.
 
 ::
 
-    Membership   who is there              Registry, LoadTable
-    Trees        who has cached what       _core.PrefixDirectory, one feed of KV events an instance
-    Gate         who is let in             policy.admission, .fairness, .bestfit, .pressure
-    Placer       who runs a request        policy.routing
-    Lifecycle    attempts of each request  Jobs
-    OutputDesk   what the client gets
-    Handles      named prefixes
+    Membership            which instances there are        Registry, LoadTable, LossDetector
+    Trees                 which of them cache what         _core.PrefixDirectory, one feed of KV events an instance
+    AdmissionController   admit, queue or reject           MemoryBudget, policy.admission, .fairness, .ledger
+    Placer                which instance runs a request    policy.routing
+    Lifecycle             phases and attempts              RequestTable
+    OutputMerger          what the client gets
+    Handles, Sessions     what clients give names to
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from memserve.cluster.admission import AdmissionController
 from memserve.cluster.events import (
     ClockTicked,
     ClusterAction,
     ClusterEvent,
-    CostsMeasured,
     InstanceDied,
     InstanceDrained,
     MessageArrived,
@@ -33,23 +34,17 @@ from memserve.cluster.events import (
     SequenceStopped,
     StateRecovered,
 )
-from memserve.cluster.gate import Gate
-from memserve.cluster.handles import Handles
-from memserve.cluster.invariants import check_jobs, check_loads
-from memserve.cluster.jobs import Job
 from memserve.cluster.lifecycle import Lifecycle
 from memserve.cluster.loads import LoadTable
 from memserve.cluster.membership import Membership
-from memserve.cluster.outbox import Outbox
-from memserve.cluster.outputs import OutputDesk
+from memserve.cluster.outbox import Outbox, Timers
+from memserve.cluster.outputs import OutputMerger
 from memserve.cluster.placement import Placer
-from memserve.cluster.recording import entries_record
 from memserve.cluster.registry import Member, MemberState, Registry
-from memserve.cluster.report import ClusterStats, Counters, HandleView, InstanceView, RouteStory
-from memserve.cluster.sessions import Sessions
-from memserve.cluster.timers import Key, Timers
+from memserve.cluster.report import ClusterStats, Counters, InstanceView
+from memserve.cluster.requests import RequestState, RouteStory
+from memserve.cluster.sessions import Handles, HandleView, Sessions
 from memserve.cluster.trees import Trees, is_sane
-from memserve.cluster.views import cluster_stats, instance_view
 from memserve.config import ClusterConfig
 from memserve.errors import check
 from memserve.mempool.identity import DEFAULT_KEY
@@ -69,9 +64,8 @@ from memserve.messages import (
     StopSequence,
     Tokens,
 )
+from memserve.metadata import RouterStarted
 from memserve.policy.admission import on_terms
-from memserve.policy.costs import CostModel
-from memserve.remembered import RouterStarted
 from memserve.types import FinishReason, NamedPrefix, Request, TokenOutput
 
 
@@ -82,33 +76,24 @@ class Cluster:
     ``RejectRequest``, whatever its instances do.
     """
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        costs: CostModel | None = None,
-        *,
-        identity_key: bytes = DEFAULT_KEY,
-        remembers: bool = False,
-    ) -> None:
-        """``costs``: default: the conservative ones. ``identity_key``: 16 bytes, that of the instances' pools.
-        ``remembers``: it asks its host to ``Remember`` and to ``Note``, and its first event is a ``StateRecovered``."""
+    def __init__(self, config: ClusterConfig, *, identity_key: bytes = DEFAULT_KEY, remembers: bool = False) -> None:
+        """``identity_key``: 16 bytes, that of the instances' pools. ``remembers``: it asks its host to ``Remember`` and
+        to ``Note``, and its first event is a ``StateRecovered``."""
         self.config = config
-        self._address = ""  # where members reach this router; known to machines that remember
         self._counters = counters = Counters()
         self._timers, self._outbox = timers, outbox = Timers(), Outbox(remembers)
         self._registry, self._loads = registry, loads = Registry(), LoadTable()
         self._trees = trees = Trees(config, timers, counters, identity_key)
-        gate = Gate(config.admission, config.policy, registry, loads)
-        self._handles = handles = Handles(registry, trees, loads, gate, timers, outbox, config)
+        admission = AdmissionController(config.admission, config.policy, registry, loads)
+        memory = admission.memory
+        self._handles = handles = Handles(registry, trees, loads, memory, timers, outbox, config)
         self._sessions = sessions = Sessions(registry, outbox)
-        self._placer = placer = Placer(
-            config, costs or CostModel(), registry, trees, loads, sessions, handles, gate.memory
-        )
+        self._placer = placer = Placer(config, registry, trees, loads, sessions, handles, memory)
         self._lifecycle = lifecycle = Lifecycle(
-            config, registry, trees, loads, gate, placer, sessions, handles, timers, outbox, counters
+            config, registry, trees, loads, admission, placer, sessions, handles, timers, outbox, counters
         )
         self._membership = Membership(config, registry, trees, loads, lifecycle, handles, timers, outbox, counters)
-        self._desk = OutputDesk(lifecycle, timers, outbox, counters)
+        self._outputs = OutputMerger(lifecycle, timers, outbox, counters)
 
     # -- the one mutator
 
@@ -139,58 +124,30 @@ class Cluster:
             self._handles.pin(event, now)
         elif isinstance(event, PrefixUnpinned):
             self._handles.unpin(event)
-        elif isinstance(event, CostsMeasured):
-            self._placer.costs = event.costs
         elif isinstance(event, StateRecovered):
             self._recover(event, now)
         elif not isinstance(event, ClockTicked):
             check(False, f"unknown event {event!r}")
-        for key in self._timers.due(now):
-            self._wake(key, now)
+        self._timers.run(now)
         self._lifecycle.admit_waiting(now)
         return self._outbox.take()
 
     def _recover(self, event: StateRecovered, now: int) -> None:
-        """Go on from what the last router knew; whoever was a member is called back."""
-        check(not len(self._registry) and not self._lifecycle.jobs.by_id, "what is remembered comes first")
-        self._address = event.address
+        """Go on from what the last router knew; its members are asked to join again."""
+        check(not len(self._registry) and not self._lifecycle.requests.by_id, "the recovered state comes first")
         self._outbox.remember(RouterStarted(event.router, event.address, event.clock_offset_ns))
-        remembered = event.remembered
-        self._registry.remember_dead(remembered.gone)
-        for member in remembered.members:
-            self._membership.recall(member, event.address, now)
-        for way in remembered.sessions:
-            self._sessions.recall(way.tenant, way.session, way.peers)
-        for pin in remembered.handles:
-            self._handles.recall(pin, now)
+        recovered = event.recovered
+        self._membership.recover(recovered.members, recovered.gone, event.address, now)
+        for session in recovered.sessions:
+            self._sessions.recover(session.tenant, session.session, session.peers)
+        for pin in recovered.handles:
+            self._handles.recover(pin, now)
 
     def _excuse_own_sleep(self, now: int) -> None:
-        """Whoever did not look at the clock for so long heard nothing either: others' silence proves nothing."""
+        """A router that did not look at the clock for so long heard nothing either: no silence counts."""
         due_ns = self._timers.next_ns
         if due_ns is not None and now - due_ns > self.config.dead_after_ns // 2:
             self._registry.forgive(now)
-
-    def _wake(self, key: Key, now: int) -> None:
-        kind, name = key
-        if isinstance(name, Peer):
-            self._membership.silent(name, now)
-        elif kind == "stall":
-            self._lifecycle.stalled(name, now)
-        elif kind == "gap":
-            self._desk.gap_lasted(name, now)
-        elif kind == "deadline":
-            self._expire(name, now)
-        elif kind == "gate":
-            self._lifecycle.waited_at_gate(name, now)
-        elif kind == "unplaced":
-            self._lifecycle.waited(name, now)
-        elif kind == "retry":
-            self._lifecycle.retry(name, now)
-        elif kind == "pin":
-            self._handles.due(name, now)
-        else:
-            check(kind == "trees", f"unknown timer {key}")
-            self._trees.expire(now)
 
     # -- clients
 
@@ -198,7 +155,7 @@ class Cluster:
         self._counters.requests += 1
         request_id = request.request_id
         reason = None
-        if request_id in self._lifecycle.jobs.by_id:
+        if request_id in self._lifecycle.requests.by_id:
             reason = f"a request with the id {request_id!r} is still running"
         elif not len(request.prompt) or request.n < 1:
             reason = "the prompt is empty" if not len(request.prompt) else f"n must be at least 1, got {request.n}"
@@ -206,43 +163,42 @@ class Cluster:
             self._counters.requests_rejected += 1
             self._outbox.reject(request_id, reason, None)
             return
-        job = Job(on_terms(request, self.config.admission), now)
-        self._lifecycle.jobs.enter(job)
+        req = RequestState(on_terms(request, self.config.admission), now)
         if request.deadline_ns is not None:
-            self._timers.arm(request.deadline_ns, ("deadline", request_id))
-        self._lifecycle.arrive(job, now)
+            self._timers.arm(request.deadline_ns, self._expire, request_id)
+        self._lifecycle.arrive(req, now)
 
     def _cancel(self, request_id: str, now: int) -> None:
-        job = self._lifecycle.jobs.by_id.get(request_id)
-        if job is not None:  # else it ended while the cancellation was on its way
+        req = self._lifecycle.requests.by_id.get(request_id)
+        if req is not None:  # else it ended while the cancellation was on its way
             self._counters.requests_cancelled += 1
-            self._lifecycle.end(job, FinishReason.CANCELLED, now)
+            self._lifecycle.end(req, FinishReason.CANCELLED, now)
 
     def _expire(self, request_id: str, now: int) -> None:
-        job = self._lifecycle.jobs.by_id.get(request_id)
-        if job is not None and job.request.deadline_ns is not None and job.request.deadline_ns <= now:
+        req = self._lifecycle.requests.by_id.get(request_id)
+        if req is not None and req.request.deadline_ns is not None and req.request.deadline_ns <= now:
             self._counters.requests_expired += 1
-            self._lifecycle.end(job, FinishReason.DEADLINE, now)
+            self._lifecycle.end(req, FinishReason.DEADLINE, now)
 
     def _stop(self, request_id: str, index: int, now: int) -> None:
-        """The client has read enough of one sequence. The instances are told; their word is not waited for."""
-        job = self._lifecycle.jobs.by_id.get(request_id)
-        if job is None or not 0 <= index < job.request.n or job.request.beam_width:
+        """The client has read enough of one sequence. The instances are told; no answer is waited for."""
+        req = self._lifecycle.requests.by_id.get(request_id)
+        if req is None or not 0 <= index < req.request.n or req.request.beam_width:
             return
-        emitted = job.emitted[index]
-        if job.finished[index] is not None or not emitted:
+        emitted = req.emitted[index]
+        if req.finished[index] is not None or not emitted:
             return
         reason = FinishReason.STOP
-        job.finished[index], job.is_stopped = reason, True
+        req.finished[index], req.is_stopped = reason, True
         self._counters.finished[reason.value] += 1
         self._outbox.emit(
-            TokenOutput(request_id, index, (), finish_reason=reason, story=job.told(), offset=len(emitted))
+            TokenOutput(request_id, index, (), finish_reason=reason, story=req.told(), offset=len(emitted))
         )
-        if all(job.finished):
-            self._lifecycle.leave(job, now)
-        elif job.attempt is not None:
-            for member in job.attempt.involved:
-                self._outbox.send(member.peer, StopSequence(job.attempt.attempt_id, index))
+        if all(req.finished):
+            self._lifecycle.leave(req, now)
+        elif req.attempt is not None:
+            for member in req.attempt.involved:
+                self._outbox.send(member.peer, StopSequence(req.attempt.attempt_id, index))
 
     # -- messages
 
@@ -255,13 +211,13 @@ class Cluster:
             if not isinstance(message, Leave):
                 self._membership.expel(sender, "this incarnation is no member")
             return
-        if member.state is MemberState.RECALLED and not isinstance(message, Leave):
-            self._membership.call_again(member, self._address)
+        if member.state is MemberState.REJOINING and not isinstance(message, Leave):
+            self._membership.ask_to_rejoin(member)
             return
         member.heard_ns = now
         if isinstance(message, Tokens):
-            member.reckoning.answers += 1
-            self._desk.take(member, message, now)
+            member.totals.answers += 1
+            self._outputs.take(member, message, now)
         elif isinstance(message, Heartbeat):
             self._membership.heartbeat(member, message, now)
         elif isinstance(message, KvEvents | KvSnapshot):
@@ -269,7 +225,7 @@ class Cluster:
         elif isinstance(message, HandedOver):
             self._lifecycle.handed_over(message.request_id, member, now)
         elif isinstance(message, RequestRefused):
-            member.reckoning.answers += 1
+            member.totals.answers += 1
             self._lifecycle.refused(member, message, now)
         elif isinstance(message, AttemptsUnknown):
             self._membership.answer(member, message, now)
@@ -281,7 +237,7 @@ class Cluster:
             self._membership.gone(member, "it left", now, died=False)
 
     def _follow(self, member: Member, message: KvEvents | KvSnapshot, now: int) -> None:
-        """News of a member's index. One that talks nonsense about its memory is a danger to all."""
+        """News of a member's index. A member whose news make no sense is a danger to all."""
         trees, number = self._trees, member.number
         known = trees.feed(number).next_event
         if isinstance(message, KvEvents):
@@ -293,7 +249,7 @@ class Cluster:
         if sane:
             self._membership.ask(member, ask)
             if self._outbox.remembers and trees.feed(number).next_event != known:
-                self._outbox.note(entries_record(member, message, trees, known, now))
+                self._outbox.note(trees.record(member.peer, number, message, known, now))
             return
         self._membership.expel(member.peer, "its KV events make no sense")
         self._membership.gone(member, "its KV events make no sense", now, died=True)
@@ -302,30 +258,45 @@ class Cluster:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When a ``ClockTicked`` is worth sending at the latest; ``None`` = nothing is waited for."""
+        """When a ``ClockTicked`` is worth sending at the latest; ``None``: nothing is waited for."""
         return self._timers.next_ns
 
     def stats(self) -> ClusterStats:
         """State now, and totals since the start."""
-        lifecycle = self._lifecycle
-        gate = lifecycle.gate.snapshot()
-        return cluster_stats(self._registry, self._trees, lifecycle.jobs, self._handles, self._counters, gate)
+        requests, trees, counters = self._lifecycle.requests, self._trees, self._counters
+        admission = self._lifecycle.admission.snapshot()
+        return ClusterStats(
+            requests_live=len(requests.by_id),
+            requests_unplaced=len(requests.unplaced) - sum(admission.waiting.values()),
+            instances=len(self._registry),
+            instances_draining=sum(member.state is MemberState.DRAINING for member in self._registry),
+            tree_blocks=sum(trees.blocks(member.number) for member in self._registry),
+            tree_bytes=trees.directory.nbytes,
+            handles=len(self._handles),
+            counters=replace(
+                counters,
+                decisions=dict(counters.decisions),
+                attempts_failed=dict(counters.attempts_failed),
+                finished=dict(counters.finished),
+            ),
+            admission=admission,
+        )
 
     def instances(self) -> tuple[InstanceView, ...]:
         """All members in the order in which they joined."""
-        return tuple(instance_view(member, self._trees, self._loads) for member in self._registry)
+        return self._membership.views()
 
     def story(self, request_id: str) -> RouteStory | None:
         """What was decided for a live request."""
-        job = self._lifecycle.jobs.by_id.get(request_id)
-        return job.story() if job is not None else None
+        req = self._lifecycle.requests.by_id.get(request_id)
+        return req.story() if req is not None else None
 
     def handles(self) -> tuple[HandleView, ...]:
         """All named prefixes, in the order in which they were pinned first."""
         return self._handles.views()
 
     def pinned_tokens(self, tenant: str, handles: Sequence[str]) -> list[int | None]:
-        """How much of each of a tenant's named prefixes is pinned; ``None``: unknown, or nothing was heard of it."""
+        """How much of each of a tenant's named prefixes is pinned; ``None``: unknown, or not answered yet."""
         return self._handles.pinned_tokens(tenant, handles)
 
     def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
@@ -337,10 +308,15 @@ class Cluster:
         self._registry.check_invariants()
         self._trees.check_invariants()
         self._handles.check_invariants()
-        self._lifecycle.gate.check_invariants(self._lifecycle.jobs)
-        check_jobs(self._lifecycle.jobs, self._registry)
-        check_loads(self._lifecycle.jobs, self._registry, self._loads)
+        requests = self._lifecycle.requests
+        requests.check_invariants(self._registry)
+        self._lifecycle.admission.check_invariants(requests)
+        charges = [c for req in requests.by_id.values() if req.attempt is not None for c in req.attempt.charges]
+        members = {m.number: (m.info.role, m.state is MemberState.LIVE) for m in self._registry}
+        self._loads.check_invariants(charges, members)
 
     def __repr__(self) -> str:
-        jobs = self._lifecycle.jobs
-        return f"<Cluster members={len(self._registry)} requests={len(jobs.by_id)} unplaced={len(jobs.unplaced)}>"
+        requests = self._lifecycle.requests
+        return (
+            f"<Cluster members={len(self._registry)} requests={len(requests.by_id)} unplaced={len(requests.unplaced)}>"
+        )

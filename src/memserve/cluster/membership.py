@@ -1,52 +1,111 @@
-"""Joining, beating, draining, leaving, dying (level 2), and who has to be told."""
+"""Joining, heartbeats, draining, leaving, dying; and attempts that a member has lost."""
 
 from __future__ import annotations
 
 from memserve.cluster.events import MemberChange
-from memserve.cluster.handles import Handles
 from memserve.cluster.lifecycle import Lifecycle
 from memserve.cluster.loads import LoadTable
-from memserve.cluster.outbox import Outbox
-from memserve.cluster.reckoning import Reckoner
-from memserve.cluster.registry import Member, MemberState, Registry
-from memserve.cluster.report import Counters
-from memserve.cluster.timers import Timers
+from memserve.cluster.outbox import Outbox, Timers
+from memserve.cluster.registry import LinkTotals, Member, MemberState, Registry
+from memserve.cluster.report import Counters, InstanceView
+from memserve.cluster.sessions import Handles
 from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.messages import (
+    AskAttempts,
     AskEvents,
     AttemptsUnknown,
     Drain,
     Expelled,
-    Heard,
     Heartbeat,
+    HeartbeatAck,
     Join,
+    JoinAccepted,
+    Load,
     Peer,
     PeerGone,
     PeerInfo,
     PeerJoined,
-    Recall,
     Refused,
-    Welcome,
+    RejoinRequest,
 )
-from memserve.remembered import MemberDrained, MemberEntered, MemberGone, RememberedMember
+from memserve.metadata import MemberDrained, MemberEntered, MemberGone, RecoveredMember
+
+
+class LossDetector:
+    """Notices attempts that their instance does not have, within two heartbeats, and has them placed again.
+
+    A ``Dispatch`` can be lost on a link that stays up (a full queue, a broken connection that comes back at once), and
+    so can the last word about a request. Both ends count, and each heartbeat carries the instance's totals::
+
+        dispatches    sent - heard    may be under way; not, if it was sent before the last heartbeat but one
+        answers       told - heard    all told before the heartbeat are before it on the link: the rest is lost
+
+    Where totals differ the router asks by name, and only the answer counts: messages of one link come in order, so what
+    was dispatched before the question is there when it is heard, and what was said before the answer is heard before
+    it. A late heartbeat, or one that repeats an old reading because its engine is busy, costs a question and nothing
+    else; a lost question is repeated at the next heartbeat, where totals still differ.
+
+    Of a pair, the prefill instance is asked first. When it no longer has the attempt, the decode instance is asked: it
+    has the attempt, or has told its end, or never will.
+    """
+
+    __slots__ = ("_lifecycle", "_outbox")
+
+    def __init__(self, lifecycle: Lifecycle, outbox: Outbox) -> None:
+        self._lifecycle, self._outbox = lifecycle, outbox
+
+    def heartbeat(self, member: Member, load: Load) -> None:
+        """``load`` came with a heartbeat of ``member``."""
+        if load.dispatches_heard is None:
+            return
+        totals = member.totals
+        differs = _differs(totals, load.dispatches_heard, load.answers_told)
+        totals.dispatches_before = totals.dispatches
+        if differs:
+            self._ask(member, [attempt_id for attempt_id in member.attempts if self._is_with(member, attempt_id)])
+
+    def _is_with(self, member: Member, attempt_id: str) -> bool:
+        """Whether ``member`` must have the attempt now: the decode instance has it from the handover on."""
+        attempt = self._lifecycle.requests.by_attempt[attempt_id].attempt
+        return attempt is not None and (attempt.first is member or attempt.first not in attempt.involved)
+
+    def _ask(self, member: Member, attempts: list[str]) -> None:
+        self._outbox.send(member.peer, AskAttempts(tuple(attempts), member.totals.dispatches))
+
+    def answer(self, member: Member, message: AttemptsUnknown, now: int) -> None:
+        """``member`` has said which attempts it does not have. The difference of the totals is explained."""
+        totals = member.totals
+        totals.dispatches_lost = message.dispatches - message.dispatches_heard
+        totals.answers_lost = max(0, message.answers_told - totals.answers)
+        decoding: dict[Member, list[str]] = {}
+        for attempt_id in message.attempts:
+            req = self._lifecycle.requests.by_attempt.get(attempt_id)
+            attempt = req.attempt if req is not None else None
+            if attempt is None or member not in attempt.involved:
+                continue  # it has ended meanwhile, or was handed over
+            if attempt.first is member and attempt.decode_at is not None:
+                decoding.setdefault(attempt.decode_at, []).append(attempt_id)
+            else:
+                self._lifecycle.lost(attempt_id, member, now)
+        for other, attempts in decoding.items():
+            self._ask(other, attempts)
+
+
+def _differs(totals: LinkTotals, dispatches_heard: int, answers_told: int) -> bool:
+    """Whether something was lost for sure, or is under way for longer than from one heartbeat to the next."""
+    known = dispatches_heard + totals.dispatches_lost
+    on_time = totals.dispatches_before <= known <= totals.dispatches
+    return not on_time or answers_told > totals.answers + totals.answers_lost
 
 
 class Membership:
     """Keeps registry, trees and loads in step."""
 
     __slots__ = (
-        "_config",
-        "_counters",
-        "_handles",
-        "_lifecycle",
-        "_loads",
-        "_outbox",
-        "_reckoner",
-        "_registry",
-        "_timers",
-        "_trees",
-    )
+        "_address", "_config", "_counters", "_handles", "_lifecycle", "_loads", "_losses", "_outbox", "_registry",
+        "_timers", "_trees",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -64,7 +123,10 @@ class Membership:
         self._registry, self._trees, self._loads = registry, trees, loads
         self._lifecycle, self._handles = lifecycle, handles
         self._timers, self._outbox = timers, outbox
-        self._reckoner = Reckoner(lifecycle, outbox)
+        self._losses = LossDetector(lifecycle, outbox)
+        self._address = ""  # where members reach this router; known to machines that remember
+
+    # -- joining
 
     def join(self, sender: Peer, message: Join, now: int) -> None:
         """A new member, or one that has not heard that it is one."""
@@ -75,10 +137,10 @@ class Membership:
         known = self._registry.get(sender)
         if known is not None:
             known.heard_ns = now
-            if known.state is MemberState.RECALLED:
+            if known.state is MemberState.REJOINING:
                 self._readopt(known, message, now)
             else:
-                self._welcome(known, message.sent_to)
+                self._accept(known, message.sent_to)
             return
         newest_dead = self._registry.newest_dead(sender.name)
         if newest_dead is not None and sender.generation <= newest_dead:
@@ -87,8 +149,8 @@ class Membership:
             self.expel(sender, "this incarnation was taken to be dead", newest, address=info.address)
             return
         reason = self._registry.why_not(info)
-        if reason is not None and all(member.state is MemberState.RECALLED for member in self._registry):
-            for member in list(self._registry):  # nobody is here but shadows of another model's cluster
+        if reason is not None and all(member.state is MemberState.REJOINING for member in self._registry):
+            for member in list(self._registry):  # recovered members of another model's cluster, none of which answered
                 self.gone(member, "a new cluster has begun", now, died=False)
             reason = self._registry.why_not(info)
         if reason is not None:
@@ -104,102 +166,118 @@ class Membership:
         self._outbox.report(MemberChange.REFUSED, sender, address, reason)
         self._outbox.send(sender, Refused(reason))
 
-    def _welcome(self, member: Member, joined_at: str = "") -> None:
+    def _accept(self, member: Member, joined_at: str = "") -> None:
         others = tuple(other.info for other in self._registry if other is not member)
-        self._outbox.send(member.peer, Welcome(others, joined_at))
+        self._outbox.send(member.peer, JoinAccepted(others, joined_at))
 
     def _enter(self, message: Join, now: int) -> None:
         info = message.info
         is_back = self._registry.newest_dead(info.peer.name) is not None
         member = self._register(info, now)
-        self._outbox.report(MemberChange.RETURNED if is_back else MemberChange.JOINED, info.peer, info.address)
+        change = MemberChange.RETURNED if is_back else MemberChange.JOINED
+        self._outbox.report(change, info.peer, info.address, member.costs_note)
         self._outbox.remember(MemberEntered(info, now))
         self._counters.members_joined += 1
         self._introduce(member, message.sent_to, now)
 
     def _register(self, info: PeerInfo, now: int) -> Member:
-        """Into all the books; a timer watches it from now on."""
+        """A row in every table; a timer watches the member from now on."""
         member = self._registry.enter(info, now)
-        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id)
+        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id, member.costs)
         self._trees.enter(member.number, publishes=info.publishes_events)
-        self._lifecycle.gate.enter(member)
-        self._timers.arm(now + self._config.dead_after_ns, ("member", member.peer))
+        self._lifecycle.admission.memory.enter(member)
+        self._timers.arm(now + self._config.dead_after_ns, self._silent, member.peer)
         return member
 
     def _introduce(self, member: Member, joined_at: str, now: int) -> None:
         """The member hears of all others and they of it; requests that wait may run there."""
-        self._welcome(member, joined_at)
-        self._outbox.tell_all((m.peer for m in self._registry if m is not member), PeerJoined(member.info))
+        self._accept(member, joined_at)
+        self._tell_others(member, PeerJoined(member.info))
         self._lifecycle.place_waiting(now)
+
+    def _tell_others(self, member: Member, message: PeerJoined | PeerGone) -> None:
+        for other in self._registry:
+            if other is not member:
+                self._outbox.send(other.peer, message)
 
     # -- members of an earlier router
 
-    def recall(self, known: RememberedMember, address: str, now: int) -> None:
-        """``known`` was a member of the last router. It counts, and gets work, when it has answered."""
-        if self._registry.why_not(known.info) is not None:
-            return  # of another model than those before it: it will be told when it speaks
-        member = self._register(known.info, now)
-        member.state, member.drains = MemberState.RECALLED, known.is_draining
-        self._loads.close(member.number)
-        self._trees.recall(member.number, known.next_event, known.hbm, known.dram)
-        self._outbox.send(member.peer, Recall(address))
+    def recover(self, members: tuple[RecoveredMember, ...], gone: tuple[Peer, ...], address: str, now: int) -> None:
+        """Members of the last router. Each counts, and gets work, when it has answered."""
+        self._address = address
+        self._registry.remember_dead(gone)
+        for known in members:
+            if self._registry.why_not(known.info) is not None:
+                continue  # of another model than those before it: it is told when it speaks
+            member = self._register(known.info, now)
+            member.state, member.drains = MemberState.REJOINING, known.is_draining
+            self._loads.close(member.number)
+            self._trees.recover(member.number, known.next_event, known.hbm, known.dram)
+            self._lifecycle.admission.memory.recover(member, known.used, now)
+            self.ask_to_rejoin(member)
 
-    def call_again(self, member: Member, address: str) -> None:
-        """It speaks as if nothing had happened: the call was lost. Its silence goes on until it has understood."""
-        self._outbox.send(member.peer, Recall(address))
+    def ask_to_rejoin(self, member: Member) -> None:
+        """Repeated when the member speaks as if nothing had happened: the request was lost. Until ``Join`` it counts
+        as silent."""
+        self._outbox.send(member.peer, RejoinRequest(self._address))
 
     def _readopt(self, member: Member, message: Join, now: int) -> None:
-        """It lives, with everything that it had cached: the trees know of that already."""
+        """The member is back with everything that it had cached: the trees know of that already."""
         info = message.info
-        member.info, member.state = info, MemberState.LIVE
-        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id)
-        self._lifecycle.gate.reconsider()
+        member.introduce(info)
+        member.state = MemberState.LIVE
+        self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id, member.costs)
+        self._lifecycle.admission.memory.reconsider()
         self._counters.members_readopted += 1
         self._outbox.report(MemberChange.RETURNED, info.peer, info.address, "with the KV that it had cached")
         self._introduce(member, message.sent_to, now)
         if member.drains:
             self.drain(member)
 
-    def ask(self, member: Member, ask: AskEvents | None) -> None:
-        """Send the question, if there is one."""
-        if ask is not None:
-            self._outbox.send(member.peer, ask)
+    # -- heartbeats
 
     def heartbeat(self, member: Member, message: Heartbeat, now: int) -> None:
-        """It lives, and says how busy it is."""
+        """``member`` lives, and says how busy it is."""
         member.load = message.load
         member.stats = message.stats or member.stats
         self._loads.heartbeat(member.number, message.load)
         self.ask(member, self._trees.heartbeat(member.number, message.next_event, now))
         if member.state is MemberState.DRAINING:
             self._outbox.send(member.peer, Drain())  # the first one may have been lost
-        if message.asks:
-            self._outbox.send(member.peer, Heard())
-        self._call_the_roll(member, message.roll)
-        self._reckoner.heartbeat(member, message.load)
+        if message.wants_ack:
+            self._outbox.send(member.peer, HeartbeatAck())
+        self._compare_members(member, message.members_digest)
+        self._losses.heartbeat(member, message.load)
+
+    def ask(self, member: Member, ask: AskEvents | None) -> None:
+        """Ask for missing KV events. ``None``: there are none."""
+        if ask is not None:
+            self._outbox.send(member.peer, ask)
 
     def answer(self, member: Member, message: AttemptsUnknown, now: int) -> None:
-        """It was asked for attempts, and does not have these."""
-        self._reckoner.answer(member, message, now)
+        """``member`` was asked for attempts, and does not have these."""
+        self._losses.answer(member, message, now)
 
-    def _call_the_roll(self, member: Member, roll: int) -> None:
-        """Who lacks a member, or takes one that is gone for there, waits for a lease's end at each handoff to it."""
-        differs = roll not in (0, self._registry.roll)
+    def _compare_members(self, member: Member, digest: int) -> None:
+        """An instance that knows other members than there are waits for a lease's end at each handoff to them."""
+        differs = digest not in (0, self._registry.members_digest)
         if differs and member.knows_others:
-            self._welcome(member)
+            self._accept(member)
         member.knows_others = differs and not member.knows_others
 
+    # -- going
+
     def drain(self, member: Member) -> None:
-        """It gets nothing new. Asked for by a person, or by the instance itself."""
+        """``member`` gets nothing new: an operator or the instance itself asked for that."""
         if member.state is MemberState.LIVE:
             member.state = MemberState.DRAINING
             self._outbox.remember(MemberDrained(member.peer))
             self._loads.close(member.number)
-            self._lifecycle.gate.reconsider()
+            self._lifecycle.admission.memory.reconsider()
             self._outbox.send(member.peer, Drain())
 
     def gone(self, member: Member, reason: str, now: int, *, died: bool) -> None:
-        """It left or died: everybody is told, and what depended on it is tried elsewhere."""
+        """``member`` left or died: all others are told, and what depended on it is tried elsewhere."""
         self._outbox.remember(MemberGone(member.peer))
         if died:
             self._counters.members_died += 1
@@ -210,21 +288,21 @@ class Membership:
         failed = self._lifecycle.abandon_member(member)
         self._registry.leave(member)
         self._loads.leave(member.number)
-        self._lifecycle.gate.leave(member)
+        self._lifecycle.admission.memory.leave(member)
         self._trees.leave(member.number)
-        self._outbox.tell_all((other.peer for other in self._registry), PeerGone(member.peer, reason))
+        self._tell_others(member, PeerGone(member.peer, reason))
         self._handles.member_gone(member, now)
-        for job in failed:
-            self._lifecycle.place(job, now)
+        for req in failed:
+            self._lifecycle.place(req, now)
 
-    def silent(self, peer: Peer, now: int) -> None:
-        """The timer of a member: has it been heard of meanwhile?"""
+    def _silent(self, peer: Peer, now: int) -> None:
+        """The timer of a member that may have been silent for too long."""
         member = self._registry.get(peer)
         if member is None:
             return
         due_ns = member.heard_ns + self._config.dead_after_ns
         if due_ns > now:
-            self._timers.arm(due_ns, ("member", peer))
+            self._timers.arm(due_ns, self._silent, peer)
         else:
             self.gone(member, f"nothing was heard of it for {(now - member.heard_ns) / 1e9:.1f} s", now, died=True)
 
@@ -233,3 +311,31 @@ class Membership:
         self._counters.expelled += 1
         self._outbox.report(MemberChange.EXPELLED, sender, address, reason)
         self._outbox.send(sender, Expelled(reason, newest))
+
+    # -- looking
+
+    def views(self) -> tuple[InstanceView, ...]:
+        """All members in the order in which they joined."""
+        return tuple(self._view(member) for member in self._registry)
+
+    def _view(self, member: Member) -> InstanceView:
+        feed, work, info = self._trees.feed(member.number), self._loads.work_of(member.number), member.info
+        return InstanceView(
+            peer=member.peer,
+            role=info.role,
+            state=member.state.value,
+            address=info.address,
+            host_id=info.host_id,
+            load=member.load,
+            stats=member.stats,
+            heard_ns=member.heard_ns,
+            joined_ns=member.joined_ns,
+            requests=len(member.attempts),
+            prefill_tokens=work.prefill_tokens,
+            context_tokens=work.context_tokens,
+            hbm_blocks=info.hbm_blocks,
+            dram_blocks=info.dram_blocks,
+            tree_blocks=self._trees.blocks(member.number),
+            next_event=feed.next_event,
+            events_aside=len(feed.aside),
+        )

@@ -1,8 +1,12 @@
-"""What one ``handle`` asks the host to do (level 2)."""
+"""When the machine acts, and what it asks its host for, in which order: timers, actions, durability."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from memserve.cluster.events import (
     ClusterAction,
@@ -14,9 +18,43 @@ from memserve.cluster.events import (
     ReportMember,
     Send,
 )
+from memserve.errors import check
 from memserve.messages import AnyMessage, Peer
-from memserve.remembered import AnyRecord
+from memserve.metadata import AnyRecord
 from memserve.types import TokenOutput
+
+Subject = TypeVar("Subject")
+
+
+class Timers:
+    """One heap for all deadlines. Entries are never moved or removed: the function that is called looks whether it is
+    time, and arms again if not.
+
+    So renewing a deadline costs nothing: a member that beats twice a second has one entry in ``dead_after_ns``.
+    """
+
+    __slots__ = ("_armed", "_heap")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Callable[[Any, int], None], Any]] = []
+        self._armed = 0
+
+    def arm(self, when_ns: int, wake: Callable[[Subject, int], None], subject: Subject) -> None:
+        """Call ``wake(subject, now)`` at ``when_ns``. Entries of one time come in the order in which they were
+        armed."""
+        self._armed += 1
+        heapq.heappush(self._heap, (when_ns, self._armed, wake, subject))
+
+    def run(self, now: int) -> None:
+        """Call what is due, earliest first; what is armed meanwhile for ``now`` or before comes as well."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, wake, subject = heapq.heappop(self._heap)
+            wake(subject, now)
+
+    @property
+    def next_ns(self) -> int | None:
+        """The earliest entry."""
+        return self._heap[0][0] if self._heap else None
 
 
 class Outbox:
@@ -43,18 +81,13 @@ class Outbox:
             self._ahead.append(record)
 
     def note(self, record: AnyRecord) -> None:
-        """Durable some time."""
+        """Durable some time later."""
         if self.remembers:
             self._later.append(record)
 
     def send(self, to: Peer, message: AnyMessage) -> None:
-        """Say ``message`` to ``to``."""
+        """Send ``message`` to ``to``."""
         self._actions.append(Send(to, message))
-
-    def tell_all(self, peers: Iterable[Peer], message: AnyMessage) -> None:
-        """The same to everybody."""
-        for peer in peers:
-            self._actions.append(Send(peer, message))
 
     def emit(self, output: TokenOutput) -> None:
         """News for a client."""
@@ -69,7 +102,7 @@ class Outbox:
         self._reports.append(ReportMember(change, peer, address, why))
 
     def take(self) -> list[ClusterAction]:
-        """Everything since the last time."""
+        """Everything since the last call."""
         actions, self._actions = self._actions, []
         if self._ahead:
             actions.insert(0, Remember(tuple(self._ahead)))
@@ -83,3 +116,76 @@ class Outbox:
         actions += self._reports
         self._reports.clear()
         return actions
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write records down, in order."""
+
+    records: Sequence[AnyRecord]
+    number: int | None
+    """N: once these records and all before them are durable, or cannot be made so, :meth:`DurabilityGate.release` is to
+    be called with N. None: nothing waits for them."""
+
+
+class DurabilityGate:
+    """Holds back a router's actions until what they depend on is durable.
+
+    An action behind a ``Remember`` waits until its records are durable. So does every later message to a peer for which
+    an earlier one waits: each member hears all in order. Everything else goes on: no request is slowed by a pin that
+    waits for the disk.
+    """
+
+    __slots__ = ("_asked", "_held", "_held_for", "_released")
+
+    def __init__(self) -> None:
+        self._asked = self._released = 0
+        #: actions that wait, with the number of the Write that they wait for; numbers never fall
+        self._held: deque[tuple[int, ClusterAction]] = deque()
+        #: messages among them, by receiver
+        self._held_for: Counter[Peer] = Counter()
+
+    def admit(self, actions: Iterable[ClusterAction]) -> list[ClusterAction | Write]:
+        """What is to be done now of the actions that one event led to; the rest follows from :meth:`release`."""
+        now: list[ClusterAction | Write] = []
+        is_behind = False
+        for action in actions:
+            if isinstance(action, Note):
+                now.append(Write(action.records, None))
+            elif isinstance(action, Remember):
+                is_behind = True
+                self._asked += 1
+                now.append(Write(action.records, self._asked))
+            elif isinstance(action, ReportMember):
+                now.append(action)  # operators hear of it whatever the disk does
+            elif is_behind or (isinstance(action, Send) and action.to in self._held_for):
+                self._hold(action)
+            else:
+                now.append(action)
+        return now
+
+    def release(self, number: int) -> list[ClusterAction]:
+        """What waited for the Write of this number, or for one before it."""
+        self._released = max(self._released, number)
+        done: list[ClusterAction] = []
+        while self._held and self._held[0][0] <= self._released:
+            _, action = self._held.popleft()
+            if isinstance(action, Send):
+                self._held_for[action.to] -= 1
+                if not self._held_for[action.to]:
+                    del self._held_for[action.to]
+            done.append(action)
+        return done
+
+    def _hold(self, action: ClusterAction) -> None:
+        self._held.append((self._asked, action))
+        if isinstance(action, Send):
+            self._held_for[action.to] += 1
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if actions wait out of order, or for nothing."""
+        numbers = [number for number, _ in self._held]
+        check(numbers == sorted(numbers), "actions wait out of order")
+        check(all(self._released < number <= self._asked for number in numbers), "an action waits for nothing")
+        waiting = Counter(action.to for _, action in self._held if isinstance(action, Send))
+        check(waiting == self._held_for, f"messages wait for {waiting}, counted are {self._held_for}")

@@ -1,8 +1,9 @@
-"""From thousands of instances to the few that a policy looks at, and to a decision (level 2).
+"""From thousands of instances to the few that a policy looks at, and to a decision.
 
-Everything per instance is done on arrays, in one native pass for each role. What remains are, as far as the policy
-cares: the instance with the least work, the one with the longest prefix, the same among those that are not overloaded,
-and those that know the session; for ``cost`` the pair that costs least. Every policy would choose the same among all.
+Everything per instance is done on arrays, in one native pass for each role. What remains are, depending on the policy:
+the instance with the least work, the one with the longest prefix, the one with the longest prefix that is not
+overloaded, and those that know the session; for ``cost`` the pair that costs least, for ``best-fit`` the instances with
+the least room left over. Every policy would choose alike among all instances.
 """
 
 from __future__ import annotations
@@ -12,23 +13,21 @@ from typing import NamedTuple
 import numpy as np
 
 from memserve import _core
-from memserve.cluster.gate_memory import GateMemory
-from memserve.cluster.handles import Handles
-from memserve.cluster.jobs import Job
 from memserve.cluster.loads import ROLE_CODE, Ints, LoadTable
+from memserve.cluster.memory import MemoryBudget
 from memserve.cluster.registry import Member, Registry
-from memserve.cluster.sessions import Sessions
+from memserve.cluster.requests import RequestState
+from memserve.cluster.sessions import Handles, Sessions
 from memserve.cluster.trees import Matches, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Holder
-from memserve.policy.candidates import Ask, Candidate, Holding, Route
-from memserve.policy.costs import CostModel
-from memserve.policy.routing import OVERLOAD_FACTOR, OVERLOAD_TOKENS, POLICY, teams
-from memserve.policy.weighing import DECODE_WINDOW, native_prices
-from memserve.types import Caching, Role, Tier
+from memserve.policy.admission import Team
+from memserve.policy.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate, Holding, Route
+from memserve.policy.routing import DECODE_WINDOW, POLICY, teams
+from memserve.types import Caching, Role, Tier, TransferMode
 
 ALL_OF = 6
-"""So many instances of a role are all looked at; of more the best in each respect."""
+"""Up to N instances of a role are all looked at; of more, the best in each respect."""
 _IDLEST, _LONGEST, _LONGEST_FAIR = range(3)
 _RESPECTS = {
     "least-load": (_IDLEST,),
@@ -37,23 +36,21 @@ _RESPECTS = {
     "affinity": (_IDLEST, _LONGEST_FAIR),
     "best-fit": (_IDLEST,),
 }
-"""What of ``_core.shortlist`` a policy may choose, or compares with. ``cost`` goes by ``_core.cheapest``."""
+"""What of ``_core.shortlist`` a policy may choose, or compares with. ``cost`` goes by ``_core.cheapest``; for
+``best-fit`` the list is made of instances that fit equally well."""
 HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
 
 
-_NOBODY = -2
-"""No role's code."""
+_NO_ROLE = -2
+"""A code that no role has."""
 
 Most = tuple[int, int, bool]
 """Number, blocks, whether some of them lie in DRAM."""
 
-Crowd = list[tuple[Role, Ints]]
-"""Instances that do the same for a request, by role and number."""
-
 
 class Placement(NamedTuple):
-    """Who runs a request."""
+    """Which instances run a request."""
 
     route: Route
     first: Member
@@ -66,93 +63,79 @@ class Placement(NamedTuple):
 class Placer:
     """Decides; changes nothing."""
 
-    __slots__ = ("_config", "_costs", "_handles", "_loads", "_memory", "_prices", "_registry", "_sessions", "_trees")
+    __slots__ = ("_config", "_handles", "_loads", "_memory", "_registry", "_sessions", "_trees")
 
     def __init__(
         self,
         config: ClusterConfig,
-        costs: CostModel,
         registry: Registry,
         trees: Trees,
         loads: LoadTable,
         sessions: Sessions,
         handles: Handles,
-        memory: GateMemory | None = None,
+        memory: MemoryBudget,
     ) -> None:
-        """``memory``: what the gate knows of it; those without room for a request are then left out."""
         self._config, self._memory = config, memory
-        self.costs = costs
         self._registry, self._trees, self._loads = registry, trees, loads
         self._sessions, self._handles = sessions, handles
 
-    @property
-    def costs(self) -> CostModel:
-        """What is known of the members' machines."""
-        return self._costs
+    def place(self, req: RequestState) -> Placement | None:
+        """Which instances run ``req``; ``None``: no untried instance takes requests and has room for the prompt.
 
-    @costs.setter
-    def costs(self, costs: CostModel) -> None:
-        self._costs, self._prices = costs, native_prices(costs)
-
-    def place(self, job: Job) -> Placement | None:
-        """Who runs ``job``; ``None`` = nobody takes requests that it has not tried, with room for its prompt.
-
-        One that goes on needs room for what was generated, too; without it all that can be done is to end it there.
+        A request that goes on needs room for what was generated, too; an instance without that room can only end it.
         """
-        prompt_tokens = max(1, len(job.request.prompt))
-        emitted_tokens = max(len(tokens) for tokens in job.emitted)
-        crowds = self._crowds(job, prompt_tokens + emitted_tokens)
-        if not crowds and emitted_tokens:
-            crowds = self._crowds(job, prompt_tokens)
-        if not crowds:
+        prompt_tokens = max(1, len(req.request.prompt))
+        emitted_tokens = max(len(tokens) for tokens in req.emitted)
+        sides = self._sides(req, prompt_tokens + emitted_tokens)
+        if not sides and emitted_tokens:
+            sides = self._sides(req, prompt_tokens)
+        if not sides:
             return None
-        matches = self._trees.match(self.identities(job), len(self._loads))
+        matches = self._trees.match(self.identities(req), len(self._loads))
         prompt_tokens += emitted_tokens
         most = self._most(matches)
-        ask = self._ask(job, prompt_tokens, most)
-        first_of, *decoders = self._candidates(ask, crowds, matches)
-        decided = POLICY[self._config.policy](ask, first_of, decoders[0] if decoders else (), self.costs)
+        ask = self._ask(req, prompt_tokens, most)
+        first_of, *decoders = self._candidates(ask, sides, matches)
+        decided = POLICY[self._config.policy](ask, first_of, decoders[0] if decoders else ())
         first = self._registry.numbered(decided.first.number)
         decode_at = decided.decode_at and self._registry.numbered(decided.decode_at.number)
         holders = self._holders(ask, decided.first, most) if first.info.caching else ()
         return Placement(decided, first, decode_at or None, holders, prompt_tokens)
 
-    def _crowds(self, job: Job, prompt_tokens: int) -> list[Crowd]:
-        """Who may compute the prompt, and who may decode (if that is not the same)."""
+    def _sides(self, req: RequestState, prompt_tokens: int) -> list[Team]:
+        """Instances that may compute the prompt, and those that may decode where others do that."""
         roles = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
-        able = {role: numbers for role in roles if len(numbers := self._usable(job, role, prompt_tokens))}
+        able = {role: numbers for role in roles if len(numbers := self._usable(req, role, prompt_tokens))}
         return [[(role, able[role]) for role in team if role in able] for team in teams(able) if team]
 
-    def _usable(self, job: Job, role: Role, prompt_tokens: int) -> Ints:
-        """Numbers of those that ``job`` may be given to."""
+    def _usable(self, req: RequestState, role: Role, prompt_tokens: int) -> Ints:
+        """Numbers of the instances that ``req`` may be dispatched to."""
         loads = self._loads
         numbers = loads.open_numbers(role)
         if prompt_tokens >= loads.context_limit_min:
             numbers = numbers[loads.context_limit[numbers] > prompt_tokens]
-        if job.avoid:
-            tried = [member.number for peer in job.avoid if (member := self._registry.get(peer)) is not None]
+        if req.avoid:
+            tried = [member.number for peer in req.avoid if (member := self._registry.get(peer)) is not None]
             numbers = numbers[~np.isin(numbers, tried)]
-        if self._memory is not None and len(numbers):
-            numbers = self._memory.narrow(job, role, numbers)
-        return numbers
+        return self._memory.narrow(req, role, numbers)
 
-    def identities(self, job: Job) -> bytes:
-        """Of the whole blocks of its prompt, computed when they are needed first: before any member has joined, nobody
-        knows of what model they are."""
-        if job.identities is None:
-            request, geometry = job.request, self._registry.geometry
+    def identities(self, req: RequestState) -> bytes:
+        """Identities of the whole blocks of the prompt, computed when they are needed first: before any member has
+        joined, their model is not known."""
+        if req.identities is None:
+            request, geometry = req.request, self._registry.geometry
             if self._config.caching is Caching.OFF or not request.use_cache or geometry is None:
                 return b""
             namespace = self._registry.namespace
-            job.identities = self._trees.identities(request.isolation, namespace, request.prompt, geometry.block_tokens)
-        return job.identities
+            req.identities = self._trees.identities(request.isolation, namespace, request.prompt, geometry.block_tokens)
+        return req.identities
 
     def _block_tokens(self) -> int:
         geometry = self._registry.geometry
         return geometry.block_tokens if geometry is not None else 1
 
-    def _ask(self, job: Job, prompt_tokens: int, most: list[Most]) -> Ask:
-        request, geometry = job.request, self._registry.geometry
+    def _ask(self, req: RequestState, prompt_tokens: int, most: list[Most]) -> Ask:
+        request, geometry = req.request, self._registry.geometry
         favourites = self._sessions.numbers(request.tenant, request.session)
         pinned = self._handles.place_of(request.tenant, request.session)
         if pinned is not None and pinned.number not in favourites:
@@ -165,47 +148,59 @@ class Placer:
             favourites,
             self._longest(most),
             self._block_tokens(),
+            1 if geometry is None or self._config.transfer is TransferMode.BY_REQUEST_AGG else geometry.num_layers,
         )
 
     def _most(self, matches: Matches) -> list[Most]:
-        """Who has most of the prompt and may be asked for it: decode instances lend theirs in PD-Caching-3 only
-        (MemServe 5.1)."""
+        """Instances that have most of the prompt and may be asked for it: decode instances lend theirs in PD-Caching-3
+        only (MemServe 5.1)."""
         if not matches.holders:
             return []
-        without = _NOBODY if self._config.caching is Caching.PD_CACHING_3 else ROLE_CODE[Role.DECODE]
+        without = _NO_ROLE if self._config.caching is Caching.PD_CACHING_3 else ROLE_CODE[Role.DECODE]
         return _core.most_of(matches.columns, self._loads.role, without, HOLDERS_MAX)
 
     def _longest(self, most: list[Most]) -> tuple[Holding, ...]:
-        """The holder of most of the prompt. No other matters: whoever has as much itself needs nobody's."""
+        """The holder of most of the prompt. No other matters: an instance that has as much itself fetches nothing."""
         return tuple(
             Holding(number, blocks * self._block_tokens(), self._registry.numbered(number).info.host_id)
             for number, blocks, _ in most[:1]
         )
 
-    def _candidates(self, ask: Ask, crowds: list[Crowd], matches: Matches) -> list[list[Candidate]]:
-        """Those worth a look, of each crowd."""
+    def _candidates(self, ask: Ask, sides: list[Team], matches: Matches) -> list[list[Candidate]]:
+        """Those worth a look, of each team."""
         if self._config.policy == "cost":
-            return self._cheapest(ask, crowds, matches)
+            return self._cheapest(ask, sides, matches)
         respects, loads = _RESPECTS[self._config.policy], self._loads
         overload = OVERLOAD_FACTOR, OVERLOAD_TOKENS
         found = []
-        for crowd in crowds:
-            numbers = [numbers for _, numbers in crowd]
+        for side in sides:
+            numbers = [numbers for _, numbers in side]
+            if self._config.policy == "best-fit":
+                numbers = self._best_fitting(numbers, ask)
             rows = _core.shortlist(
                 numbers, loads.tables, loads.room_blocks, matches.columns, ask.favourites, respects, overload, ALL_OF
             )
             found.append([self._candidate(ask.block_tokens, *row) for row in rows])
         return found
 
-    def _cheapest(self, ask: Ask, crowds: list[Crowd], matches: Matches) -> list[list[Candidate]]:
+    def _best_fitting(self, numbers: list[Ints], ask: Ask) -> list[Ints]:
+        """Those with the least room left over; the most room where none has enough for the prompt."""
+        left = [self._loads.room_tokens(some, ask.block_tokens) - ask.prompt_tokens for some in numbers]
+        every = np.concatenate(left)
+        fitting = every[every >= 0]
+        best = fitting.min() if len(fitting) else every.max()
+        return [some[here == best] for some, here in zip(numbers, left, strict=True) if (here == best).any()]
+
+    def _cheapest(self, ask: Ask, sides: list[Team], matches: Matches) -> list[list[Candidate]]:
         """The best pair, or the best one that does all of it."""
-        loads, (first, *others) = self._loads, crowds
+        loads, (first, *others) = self._loads, sides
         holding = (ask.holdings[0].number, ask.holdings[0].tokens) if ask.holdings else (-1, 0)
         rows = _core.cheapest(
             [(numbers, role is not Role.PREFILL or not others) for role, numbers in first],
-            [numbers for crowd in others for _, numbers in crowd],
-            loads.tables, loads.room_blocks, matches.columns, loads.hosts, ask.favourites, self._prices,
-            (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens),
+            [numbers for side in others for _, numbers in side],
+            loads.tables, loads.room_blocks, matches.columns, loads.hosts, ask.favourites, loads.prices,
+            loads.profiles,
+            (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens, ask.handoff_pieces),
             holding, DECODE_WINDOW,
         )  # fmt: skip
         return [[self._candidate(ask.block_tokens, *row)] for row in rows if row is not None]
@@ -213,7 +208,8 @@ class Placer:
     def _candidate(self, block_tokens: int, number: int, *row: int) -> Candidate:
         """From a row of the core, where room and matches are in blocks."""
         prefill, sequences, context, room, sent, matched, dram = row
-        info = self._registry.numbered(number).info
+        member = self._registry.numbered(number)
+        info = member.info
         return Candidate(
             number,
             info.peer.name,
@@ -225,10 +221,11 @@ class Placer:
             room_tokens=room * block_tokens - sent,  # the last heartbeat did not know of what was sent since
             matched_tokens=matched * block_tokens,
             dram_tokens=dram * block_tokens,
+            costs=member.costs,
         )
 
     def _holders(self, ask: Ask, first: Candidate, most: list[Most]) -> tuple[Holder, ...]:
-        """Those who have more of the prompt than ``first``, most of it first; in HBM rather than in DRAM."""
+        """Instances that have more of the prompt than ``first``, most of it first; in HBM rather than in DRAM."""
         return tuple(
             Holder(self._registry.numbered(number).peer, blocks * ask.block_tokens, Tier.DRAM if in_dram else Tier.HBM)
             for number, blocks, in_dram in most

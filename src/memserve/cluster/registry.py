@@ -1,11 +1,11 @@
-"""Who is a member (level 2): by incarnation, with a small number for the trees and the arrays.
+"""The members: by incarnation, with a small number for the trees and the arrays.
 
 ::
 
     Join --> LIVE --Drain--> DRAINING --Leave--> gone
               |  ^              |
-              |  +--Join-- RECALLED           remembered by a router that was started anew
-              +---- silence, or a newer incarnation of the same name ----> gone
+              |  +--Join-- REJOINING          known to a router that was started anew
+              +---- silence, or a newer incarnation of that name ----> gone
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from memserve.errors import InvariantError, check
-from memserve.messages import Load, Peer, PeerInfo, roll_of
+from memserve.errors import InvariantError, UserError, check
+from memserve.messages import Load, Peer, PeerInfo, members_digest
+from memserve.policy.costs import CostModel
 from memserve.types import KVGeometry
 
 _REMEMBERED = 1024
@@ -29,12 +30,12 @@ class MemberState(enum.Enum):
 
     LIVE = "live"
     DRAINING = "draining"  # finishes what it has
-    RECALLED = "recalled"  # was a member of the last router, and has not answered yet: is given nothing
+    REJOINING = "rejoining"  # was a member of the last router, and has not answered yet: is given nothing
 
 
 @dataclass(slots=True)
-class Reckoning:
-    """Messages counted at both ends of a link: a difference that stays is what was lost (``cluster/reckoning.py``)."""
+class LinkTotals:
+    """Messages counted at both ends of a link: a difference that stays is what was lost (``LossDetector``)."""
 
     dispatches: int = 0
     """Sent to the member."""
@@ -48,7 +49,7 @@ class Reckoning:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One incarnation of an instance, as long as it is a member."""
+    """One incarnation of an instance."""
 
     info: PeerInfo
     number: int
@@ -59,21 +60,37 @@ class Member:
     load: Load = field(default_factory=Load)
     stats: bytes = b""
     knows_others: bool = False
-    """Its last heartbeat told of other members than there are: news under way, or, the second time, lost."""
+    """Its last heartbeat told of other members than there are: news are under way, or, the second time, lost."""
     drains: bool = False
-    """While it is recalled: it was draining, and shall go on."""
+    """While it is rejoining: it was draining, and shall go on."""
     attempts: dict[str, None] = field(default_factory=dict)
     """All and only the attempts that fail when it dies, in order of dispatch."""
-    reckoning: Reckoning = field(default_factory=Reckoning)
+    totals: LinkTotals = field(default_factory=LinkTotals)
+
+    costs: CostModel = field(init=False)
+    """Its own profile, or the conservative defaults."""
+    costs_note: str = field(init=False)
+    """Why its profile is not used; empty: it is, or there is none."""
+
+    def __post_init__(self) -> None:
+        self.introduce(self.info)
+
+    def introduce(self, info: PeerInfo) -> None:
+        """What it says of itself when it joins, or joins again."""
+        self.info, self.costs, self.costs_note = info, CostModel(), ""
+        try:
+            self.costs = CostModel.decoded(info.costs) if info.costs else self.costs
+        except UserError as error:
+            self.costs_note = f"its costs are not used: {error}"
 
     @property
     def peer(self) -> Peer:
-        """Its name and incarnation."""
+        """Name and generation."""
         return self.info.peer
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Equal for all incarnations."""
         return self.info.peer.name
 
     def __repr__(self) -> str:
@@ -81,7 +98,7 @@ class Member:
 
 
 class Registry:
-    """Members by name, by number and in order of joining. The first one's namespace and geometry are everybody's."""
+    """Members by name, by number and in order of joining. The first one's namespace and geometry hold for all."""
 
     __slots__ = (
         "_by_number",
@@ -91,8 +108,8 @@ class Registry:
         "_members",
         "_newest_dead",
         "geometry",
+        "members_digest",
         "namespace",
-        "roll",
     )
 
     def __init__(self) -> None:
@@ -102,8 +119,8 @@ class Registry:
         self._dead: dict[Peer, None] = {}
         self._dead_order: deque[Peer] = deque()
         self._newest_dead: dict[str, int] = {}
-        #: ``roll_of`` the members
-        self.roll = 0
+        #: :func:`members_digest` of the members
+        self.members_digest = 0
         #: of the members, while there are any
         self.namespace = ""
         self.geometry: KVGeometry | None = None
@@ -131,15 +148,15 @@ class Registry:
         return member
 
     def has_number(self, number: int) -> bool:
-        """Whether some member has it."""
+        """Whether a member has this number."""
         return number < len(self._by_number) and self._by_number[number] is not None
 
     def is_dead(self, peer: Peer) -> bool:
-        """Whether this incarnation was a member once, and is no more."""
+        """Whether ``peer`` was a member, and is no more."""
         return peer in self._dead
 
     def newest(self, name: str) -> int:
-        """The highest generation of ``name`` that is or was a member; 0 = there was none."""
+        """The highest generation of ``name`` that is or was a member; 0: there was none."""
         member = self._members.get(name)
         return max(self._newest_dead.get(name, 0), member.peer.generation if member is not None else 0)
 
@@ -148,7 +165,7 @@ class Registry:
         return self._newest_dead.get(name)
 
     def why_not(self, info: PeerInfo) -> str | None:
-        """Why ``info`` cannot be a member; ``None`` = it can."""
+        """Why ``info`` cannot be a member; ``None``: it can."""
         if info.context_tokens < 1:
             return f"its context makes no sense: {info.context_tokens} tokens"
         same_name = self._members.get(info.peer.name)
@@ -175,16 +192,16 @@ class Registry:
         if not self._members:
             self.namespace, self.geometry = info.namespace, info.geometry
         self._members[member.name] = member
-        self.roll ^= roll_of([member.peer])
+        self.members_digest ^= members_digest([member.peer])
         return member
 
     def leave(self, member: Member) -> None:
-        """It is gone; its number may be given to another."""
+        """``member`` is gone; its number may be given to another."""
         check(self._members.pop(member.name, None) is member, f"{member} is not a member")
         check(not member.attempts, f"{member} left while attempts depend on it")
         self._by_number[member.number] = None
         heapq.heappush(self._free, member.number)
-        self.roll ^= roll_of([member.peer])
+        self.members_digest ^= members_digest([member.peer])
         self._bury(member.peer)
 
     def _bury(self, peer: Peer) -> None:
@@ -198,23 +215,26 @@ class Registry:
                 del self._newest_dead[oldest.name]
 
     def remember_dead(self, peers: Iterable[Peer]) -> None:
-        """These were members of an earlier router once, and are no more."""
+        """``peers`` were members of an earlier router, and are no more."""
         for peer in peers:
             self._bury(peer)
 
     def forgive(self, now: int) -> None:
-        """The router itself was not running: nobody's silence until now counts."""
+        """The router itself was not running: no member's silence until now counts."""
         for member in self:
             member.heard_ns = now
 
     def check_invariants(self) -> None:
-        """Raise :class:`InvariantError` if the books do not agree."""
+        """Raise :class:`InvariantError` if names, numbers and the digest do not agree."""
         for name, member in self._members.items():
             check(member.name == name, f"{member} is listed as {name}")
             check(self._by_number[member.number] is member, f"{member} has not its own number")
             check(not self.is_dead(member.peer), f"{member} is dead")
             check(member.info.namespace == self.namespace, f"{member} has another namespace")
-        check(self.roll == roll_of(member.peer for member in self), "the roll is not that of the members")
+        check(
+            self.members_digest == members_digest(member.peer for member in self),
+            "the digest is not that of the members",
+        )
         used = sum(member is not None for member in self._by_number)
         check(used == len(self._members), f"{used} numbers are in use for {len(self)} members")
         free = sorted(n for n, member in enumerate(self._by_number) if member is None)

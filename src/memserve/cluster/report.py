@@ -1,4 +1,4 @@
-"""What the cluster can say about itself: frozen snapshots for metrics, a dashboard and people (level 2)."""
+"""What the router says about itself: totals, and snapshots for metrics, a dashboard and people."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Counters:
     """Dispatches by policy and by what the first instance does for the prompt: ``reuse`` (it has a prefix), ``fetch``
     (another one has more of it) or ``compute``."""
     attempts_failed: dict[str, int] = field(default_factory=dict)
-    """Attempts that came to nothing, by cause: ``gone``, ``refused``, ``stalled``, ``contradiction``, ``gap``,
+    """Attempts that failed, by cause: ``gone``, ``refused``, ``stalled``, ``lost``, ``contradiction``, ``gap``,
     ``error``."""
     outputs_late: int = 0
-    """Dropped: of attempts that nobody waits for any more, or tokens that the client has already."""
+    """Outputs that were dropped: of attempts that are over, or tokens that the client has already."""
     tokens: int = 0
     """Given to clients."""
     members_joined: int = 0
     members_readopted: int = 0
-    """Of the last router: they answered the call, with all that they had cached."""
+    """Members of the last router that joined again, with all that they had cached."""
     members_refused: int = 0
     members_died: int = 0
     members_left: int = 0
@@ -56,22 +56,21 @@ class Counters:
 
 
 @dataclass(slots=True)
-class GateStats:
-    """The gate before placement: totals since the start, and gauges of the moment in a copy."""
+class AdmissionStats:
+    """Admission before placement: totals since the start, and in a snapshot gauges of the moment."""
 
     admitted: int = 0
-    """Requests that were let in."""
     left: int = 0
-    """Of them: ended, in whatever way."""
+    """Admitted requests that have ended, in whatever way."""
     queued: int = 0
-    """Requests that had to wait, whatever became of them."""
+    """Requests that had to wait, those that were rejected later included."""
     waited_ns: int = 0
-    """Time that those waited that were let in, in total."""
+    """Time that admitted requests waited, in total."""
     rejected: dict[str, int] = field(default_factory=dict)
     """By cause: ``queue`` (too many waited), ``wait`` (for too long), ``memory`` (it would never fit) or ``pressure``
-    (evictions were not enough, and nobody was left to wait for)."""
+    (evictions were not enough, and no request was running)."""
     evictions: int = 0
-    """Ended requests whose memory newcomers took (with ``evictions_max``)."""
+    """Finished requests whose counted memory newcomers took (with ``evictions_max``)."""
     active: int = 0
     waiting: dict[str, int] = field(default_factory=dict)
     """By tenant."""
@@ -84,7 +83,7 @@ class InstanceView:
     peer: Peer
     role: Role
     state: str
-    """``live`` or ``draining``."""
+    """``live``, ``draining`` or ``rejoining``."""
     address: str
     host_id: str
     load: Load
@@ -95,64 +94,19 @@ class InstanceView:
     """When it was last heard of."""
     joined_ns: int
     requests: int
-    """Requests that it is involved in."""
+    """Requests that depend on it."""
     prefill_tokens: int
-    """Uncomputed prompt tokens, as the router takes it: the heartbeat's and what was sent since."""
+    """Uncomputed prompt tokens: those of the last heartbeat, and those sent since."""
     context_tokens: int
-    """Tokens in the contexts of sequences that decode there, likewise."""
+    """Tokens in the contexts of sequences that decode there, counted alike."""
     hbm_blocks: int
     dram_blocks: int
     tree_blocks: int
-    """Cached blocks that the router knows of, those that it only expects included."""
+    """Cached blocks that the router knows of, expected ones included."""
     next_event: int
     """Number of the next KV event to be applied."""
     events_aside: int
     """Batches of KV events that wait for an earlier one."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptStory:
-    """One try to run a request."""
-
-    attempt_id: str
-    first: Peer
-    """Who computes the prompt."""
-    decode_at: Peer | None
-    """Who decodes, when that is another one."""
-    holders: tuple[Peer, ...]
-    dispatched_ns: int
-    why: str
-    """The policy's reason."""
-    ended: str = ""
-    """Why it came to nothing; empty while it lasts."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouteStory:
-    """What was decided for a live request, and why."""
-
-    request_id: str
-    arrived_ns: int
-    emitted_tokens: tuple[int, ...]
-    """For each sequence: how many tokens the client has."""
-    ended: tuple[int, ...]
-    """Sequences that have ended."""
-    attempts: tuple[AttemptStory, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HandleView:
-    """A named, pinned prefix."""
-
-    handle: str
-    tenant: str
-    tokens: int
-    """Asked for."""
-    pinned_tokens: int | None
-    """As the instance said; ``None`` = it has not answered yet."""
-    peer: Peer | None
-    """Where it lies; ``None`` = nobody has it."""
-    expires_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +115,7 @@ class ClusterStats:
 
     requests_live: int
     requests_unplaced: int
-    """Of them: let in, but no instance could take them so far."""
+    """Admitted requests that no instance runs."""
     instances: int
     instances_draining: int
     tree_blocks: int
@@ -170,5 +124,5 @@ class ClusterStats:
     handles: int
     counters: Counters
     """A copy."""
-    gate: GateStats = field(default_factory=GateStats)
+    admission: AdmissionStats = field(default_factory=AdmissionStats)
     """A copy."""

@@ -1,4 +1,4 @@
-"""What every instance has cached (level 2): the global prompt trees, fed by numbered KV events.
+"""What every instance has cached: the global prompt trees, fed by numbered KV events.
 
 The trees of prefill, decode and colocated instances are one directory, from a block's identity to its holders, so that
 one walk matches them all. Each instance numbers the changes of its index. They are applied in order and once; behind a
@@ -10,7 +10,7 @@ gap they are kept aside while the missing ones are asked for, and answered by a 
     Heartbeat(12)    expected 10: the tail was lost, AskEvents(10)
     KvSnapshot(12)   replaces all, unless it is older than what was applied
 
-What is dispatched is expected to be cached soon: it enters with a time to live, so that the next request with the same
+What is dispatched is expected to be cached soon: it enters with a time to live, so that the next request with that
 prompt follows the first one before any event has come.
 """
 
@@ -22,17 +22,19 @@ from typing import NamedTuple
 
 from memserve import _core
 from memserve.cluster.loads import Ints
+from memserve.cluster.outbox import Timers
 from memserve.cluster.report import Counters
-from memserve.cluster.timers import Timers
 from memserve.config import ClusterConfig
 from memserve.errors import check
 from memserve.mempool.events import KvEventKind
 from memserve.mempool.identity import NAMES_MAX, namespace_id
-from memserve.messages import AskEvents, KvChange, KvEvents, KvSnapshot
+from memserve.messages import AskEvents, KvChange, KvEvents, KvSnapshot, Peer
+from memserve.metadata import EntriesChanged, EntriesReplaced
 from memserve.types import Tier, TokenArray
 from memserve.units import NS_PER_MS, NS_PER_S, ceil_div
 
 IDENTITY_BYTES = 16
+Entries = EntriesChanged | EntriesReplaced
 ASK_AGAIN_NS = 500 * NS_PER_MS
 """An unanswered ``AskEvents`` is repeated after this long, with the next thing that the instance says."""
 ASIDE_CHANGES_MAX = 16_384
@@ -45,7 +47,7 @@ class Matches(NamedTuple):
     columns: Ints
     """``[2, n]``, by instance number: blocks, and those of them that lie in DRAM alone."""
     holders: int
-    """How many have any of it."""
+    """Members that have any of it."""
 
     @property
     def blocks(self) -> Ints:
@@ -98,29 +100,23 @@ class Trees:
     # -- members
 
     def enter(self, number: int, *, publishes: bool) -> None:
-        """A new member. What it has cached from an earlier life it says itself, or its first heartbeat shows."""
+        """A new member. What it has cached it says itself, or its first heartbeat shows."""
         check(number not in self._feeds, f"instance {number} has a feed already")
         self._feeds[number] = Feed(publishes)
 
-    def recall(self, number: int, next_event: int, hbm: bytes, dram: bytes) -> None:
-        """What the last router knew of it right before its change ``next_event``; it has just entered."""
+    def recover(self, number: int, next_event: int, hbm: bytes, dram: bytes) -> None:
+        """What the last router knew of a member right before its change ``next_event``; it has just entered."""
         self.directory.store(number, Tier.HBM, hbm)
         self.directory.store(number, Tier.DRAM, dram)
         self._feeds[number].next_event = next_event
 
-    def holdings(self, number: int) -> tuple[bytes, bytes]:
-        """Identities of all that it is known to have, in HBM and in DRAM alone, 16 bytes each."""
-        known = self.directory.dump(number)
-        hbm = b"".join(identity for identity, in_hbm, _ in known if in_hbm)
-        return hbm, b"".join(identity for identity, in_hbm, in_dram in known if in_dram and not in_hbm)
-
     def leave(self, number: int) -> None:
-        """Everything of it is forgotten."""
+        """A member is gone, with all that it had."""
         del self._feeds[number]
         self.directory.clear(number)
 
     def feed(self, number: int) -> Feed:
-        """How far its events are applied; to look at."""
+        """How far a member's events are applied; to look at."""
         return self._feeds[number]
 
     # -- events
@@ -149,9 +145,28 @@ class Trees:
         return self._fill_from_aside(number, feed, now)
 
     def heartbeat(self, number: int, next_event: int, now: int) -> AskEvents | None:
-        """It has numbered its changes up to ``next_event``: were all of them heard?"""
+        """A member has numbered its changes up to ``next_event``: were all of them heard?"""
         feed = self._feeds[number]
         return self._ask(feed, now) if feed.publishes and next_event > feed.next_event else None
+
+    def record(self, peer: Peer, number: int, news: KvEvents | KvSnapshot, known: int, now: int) -> Entries:
+        """What ``news`` of ``peer`` has changed, now that it is applied; before, changes up to ``known`` were.
+
+        Mostly that is the news itself. Where it has closed a gap, and changes that waited behind it were applied as
+        well, it is everything that the member has.
+        """
+        next_event = self._feeds[number].next_event
+        if isinstance(news, KvEvents) and news.first <= known and next_event <= news.first + len(news.changes):
+            return EntriesChanged(peer, news.first, news.changes, now)
+        if isinstance(news, KvSnapshot) and next_event == news.next_event:
+            return EntriesReplaced(peer, next_event, news.hbm, news.dram, now)
+        return EntriesReplaced(peer, next_event, *self.holdings(number), now)
+
+    def holdings(self, number: int) -> tuple[bytes, bytes]:
+        """Identities of all that the member is known to have, in HBM and in DRAM alone, 16 bytes each."""
+        known = self.directory.dump(number)
+        hbm = b"".join(identity for identity, in_hbm, _ in known if in_hbm)
+        return hbm, b"".join(identity for identity, in_hbm, in_dram in known if in_dram and not in_hbm)
 
     def _apply_from(self, number: int, feed: Feed, first: int, changes: tuple[KvChange, ...]) -> None:
         for change in changes[feed.next_event - first :]:
@@ -192,7 +207,7 @@ class Trees:
     # -- prompts
 
     def identities(self, tenant: str, fingerprint: str, tokens: TokenArray, block_tokens: int) -> bytes:
-        """Of the whole blocks of ``tokens``, 16 bytes each, one behind the other."""
+        """Identities of the whole blocks of ``tokens``, 16 bytes each, one behind the other."""
         name = self._names.get((tenant, fingerprint))
         if name is None:
             if len(self._names) >= NAMES_MAX:  # salts come and go; a name is quick to compute
@@ -201,7 +216,7 @@ class Trees:
         return _core.block_identities(self._key, name, tokens, block_tokens)
 
     def match(self, identities: bytes, numbers: int) -> Matches:
-        """Who has how much of a prompt; ``numbers``: length of the arrays."""
+        """How much of a prompt each member has; ``numbers``: length of the arrays."""
         return Matches(*self.directory.match_columns(identities, numbers))
 
     def expect(self, number: int, identities: bytes, now: int) -> None:
@@ -211,8 +226,8 @@ class Trees:
         self.directory.speculate(number, identities, now + ttl_ns)
         self._wake_for_expiry()
 
-    def expire(self, now: int) -> None:
-        """The timer of the trees: forget what was expected and has not been confirmed in time."""
+    def expire(self, _: None, now: int) -> None:
+        """The timer of all that is expected: forget what was expected and has not been confirmed in time."""
         self._expires = False
         self.directory.expire(now)
         self._wake_for_expiry()
@@ -222,14 +237,14 @@ class Trees:
         due_ns = self.directory.next_expiry_ns
         if due_ns is not None and not self._expires:
             self._expires = True
-            self._timers.arm(ceil_div(due_ns, NS_PER_S) * NS_PER_S, ("trees", ""))
+            self._timers.arm(ceil_div(due_ns, NS_PER_S) * NS_PER_S, self.expire, None)
 
     def blocks(self, number: int) -> int:
         """Blocks that an instance is taken to have, those that are only expected included."""
         return self.directory.blocks(number) + self.directory.speculative_blocks(number)
 
     def check_invariants(self) -> None:
-        """Raise :class:`InvariantError` if the books do not agree."""
+        """Raise :class:`InvariantError` if the directory names members that are gone, or a gap could be closed."""
         self.directory.check_invariants()
         strangers = [holder for holder in self.directory.holders() if holder not in self._feeds]
         check(not strangers, f"the trees name instances that are gone: {strangers}")

@@ -1,1 +1,1 @@
-"""The instance machine (level 2): pool, index and step scheduler of one inference instance, without any IO."""
+"""The instance machine: pool, index and step scheduler of one inference instance, without any IO."""

@@ -1,4 +1,4 @@
-"""Beam search (level 2): which hypotheses live on. Pure bookkeeping over tokens and logprobs.
+"""Beam search: which hypotheses live on. Pure bookkeeping over tokens and logprobs.
 
 As in transformers' ``generate`` with ``early_stopping=False``: of all continuations of all beams the best
 ``candidates_wanted`` (``2 * width``, with one stop token) by summed logprob are looked at, best first. One that ends

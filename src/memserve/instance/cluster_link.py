@@ -1,9 +1,9 @@
-"""The instance as a member of a cluster (level 2): orders and messages in, messages out.
+"""The instance as a member of a cluster: messages of the router and of other instances in, messages out.
 
 What the machine does at each event, and where the link comes in::
 
     event     -> hear, pages_done, layer_finished, step_ended, kv_lost      what has happened
-    settle    -> requests that ended, imports that arrived, leases          before plans are made
+    settle    -> imports that arrived, generated KV, leases                 before plans are made
     planned   -> offers and their pages                                     after each plan
     conclude  -> messages, page jobs, KV events                             behind tokens and plans
 """
@@ -15,29 +15,30 @@ from typing import Any
 
 from memserve import _core
 from memserve.config import InstanceConfig
-from memserve.instance.actions import Action, StepPlan
-from memserve.instance.dispatching import Dispatching
+from memserve.instance.events import Action, StepPlan
 from memserve.instance.fetching import Fetches
-from memserve.instance.frontdesk import FrontDesk
-from memserve.instance.handoff import Handoffs
-from memserve.instance.kvfeed import KvFeed
-from memserve.instance.membership import Membership
+from memserve.instance.handoff_receiver import HandoffReceiver
+from memserve.instance.handoff_sender import HandoffSender
+from memserve.instance.intake import RequestIntake
+from memserve.instance.kv_feed import KvFeed
 from memserve.instance.pins import Pins
-from memserve.instance.roster import Roster
-from memserve.instance.sequence import Fact
-from memserve.instance.takeover import Takeovers
-from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed, PullPages
-from memserve.kv_transfer.outcomes import (
+from memserve.instance.scheduler_state import SchedulerState
+from memserve.instance.sequence import Cause, Fact, Group, Sequence
+from memserve.kv_transfer.events import (
     FetchEnded,
     HandoffArrived,
     HandoffFailed,
     HandoffOffered,
     Inserted,
     Outcome,
+    PagesPulled,
+    PagesSealed,
+    PullPages,
     Released,
 )
+from memserve.kv_transfer.exchange import Exchange
 from memserve.messages import (
+    ROUTER,
     AnyMessage,
     AskAttempts,
     AskEvents,
@@ -47,6 +48,7 @@ from memserve.messages import (
     Drain,
     Expelled,
     HandedOver,
+    JoinAccepted,
     KvEvents,
     KvSnapshot,
     Load,
@@ -57,67 +59,80 @@ from memserve.messages import (
     Pinned,
     StopSequence,
     Unpin,
-    Welcome,
     Withdraw,
 )
-from memserve.policy.batching import headroom_blocks
+from memserve.policy.capacity import headroom_blocks
 from memserve.serving import MessageArrived, RejectRequest, Send
 from memserve.types import KVGeometry
 
 
 class ClusterLink:
-    """Obeys the router, deals with other instances, and tells what the cache holds."""
+    """Follows the router, deals with other instances, and reports what the cache holds; the ``Transfers`` of
+    ``SchedulerState``."""
 
     def __init__(
-        self, roster: Roster, desk: FrontDesk, pins: Pins, config: InstanceConfig, geometry: KVGeometry, me: Peer
+        self,
+        state: SchedulerState,
+        intake: RequestIntake,
+        pins: Pins,
+        config: InstanceConfig,
+        geometry: KVGeometry,
+        me: Peer,
     ) -> None:
-        pool = roster.memory.pool
+        pool = state.memory.pool
+        self.me = me
+        #: None: no router has spoken yet
+        self.router: Peer | None = None
         self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
-        self.handoffs = Handoffs(roster, desk, self.exchange, geometry.num_layers)
-        self.takeovers = Takeovers(roster, desk, self.exchange)
-        self.fetches = Fetches(roster, self.exchange, geometry, config.exchange.fetch_deadline_ns)
-        self.members = Membership(self.exchange, me)
+        self.sender = HandoffSender(state, intake, self.exchange, geometry.num_layers)
+        self.receiver = HandoffReceiver(state, intake, self.exchange)
+        self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
         self.feed = KvFeed(pool, max(1, config.exchange.event_capacity))
-        #: messages of whoever is not the router, or is it no more, that only the router may send
-        self.ignored_orders = 0
-        self.blocks_sent_home = 0
+        #: messages that only the router may send, from another process or an earlier router
+        self.messages_ignored = 0
         self.blocks_come_home = 0
-        #: totals of this incarnation, which the router compares with its own (``cluster/reckoning.py``)
+        #: totals of this incarnation, which the router compares with its own (``LossDetector``)
         self.dispatches_heard = self.answers_told = 0
-        self._dispatching = Dispatching(roster, desk, self.handoffs, self.fetches)
-        self._roster = roster
-        self._desk = desk
+        self._state = state
+        self._intake = intake
         self._pins = pins
         self._geometry = geometry
         self._publishes = config.exchange.event_capacity > 0
         self._pulls: dict[int, str] = {}  # pull job -> name of the peer
         self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
         self._outbox: list[Action] = []
-        self._lost: list[Outcome] = []  # what becomes of transfers after a failed step
-        self._orders: dict[type, Callable[[Any, int], None]] = {
-            Welcome: self._welcome, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
+        self._router_messages: dict[type, Callable[[Any, int], None]] = {
+            JoinAccepted: self._join_accepted, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
             Expelled: self._expelled, Drain: self._drain, Dispatch: self._dispatch, Cancel: self._cancel,
             StopSequence: self._stop, Pin: self._pin, Unpin: self._unpin, AskEvents: self._ask_events,
             AskAttempts: self._ask_attempts,
         }  # fmt: skip
+        state.transfers = self
 
     # -- what has happened
 
     def hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
-        """Another process said something."""
-        obey = self._orders.get(type(message))
-        if obey is not None:
-            if self.members.is_superseded(sender, message):
-                self.reborn(self.members.me)
-            if self.members.obeys(sender):
-                obey(message, now)
-            else:
-                self.ignored_orders += 1
-            return
-        if isinstance(message, Withdraw):
-            self.takeovers.withdrawn(message.transfer_id)
-            self._end_transfers(now)
-        self._act(self.exchange.handle(MessageArrived(sender, message), now), now)
+        """Another process sent ``message``."""
+        follow = self._router_messages.get(type(message))
+        if follow is None:
+            if isinstance(message, Withdraw):
+                self.receiver.withdrawn(message.transfer_id)
+            self._act(self.exchange.handle(MessageArrived(sender, message), now), now)
+        elif self._comes_from_router(sender, message):
+            follow(message, now)
+        else:
+            self.messages_ignored += 1
+
+    def _comes_from_router(self, sender: Peer, message: AnyMessage) -> bool:
+        """The first router that speaks is followed, and then each newer one that accepts the instance."""
+        if sender.name != ROUTER:
+            return False
+        if self.router is None:
+            self.router = sender
+        elif sender.generation > self.router.generation and isinstance(message, JoinAccepted):
+            self.reborn(self.me)  # requests of the earlier router are void
+            self.router = sender
+        return sender == self.router
 
     def pages_done(self, event: PagesSealed | PagesPulled, now: int) -> None:
         """The host has sealed or pulled pages."""
@@ -130,42 +145,58 @@ class ClusterLink:
 
     def step_ended(self, step_id: int, now: int) -> None:
         """A plan was executed, and its tokens were taken into account; or it failed."""
-        lost, self._lost = self._lost, []
-        self._act(lost, now)
-        self._end_transfers(now)
-        self.handoffs.step_finished(step_id)
+        self.sender.step_finished(step_id)
         self._act(self.exchange.plan_finished(step_id, now), now)
 
-    def kv_lost(self, now: int) -> None:
-        """A step failed: to be called before the cache is cleared. What follows from that waits for ``step_ended``: who
-        looked for a prefix now would still find it."""
-        self.handoffs.kv_lost()
-        self._lost = self.exchange.everything_failed(now)
+    def kv_lost(self, now: int) -> list[Outcome]:
+        """A step failed: to be called before the cache is cleared. The outcomes are for :meth:`start_over`, which comes
+        behind that: a request that asked for its prefix before would still find it."""
+        self.sender.kv_lost()
+        return self.exchange.everything_failed(now)
+
+    def start_over(self, lost: list[Outcome], now: int) -> None:
+        """After a failed step, when sequences were reset and the cache cleared. ``lost``: from :meth:`kv_lost`."""
+        self._act(lost, now)
+        self.sender.start_over()
+
+    # -- how requests are scheduled (``Transfers``)
+
+    def request_ended(self, group: Group) -> None:
+        """``group`` has ended, or continues on another instance: so do its transfers."""
+        self.sender.ended(group)
+        self.receiver.ended(group)
+        self.fetches.given_up(group)
+
+    def request_preempted(self, group: Group) -> None:
+        """The KV of ``group``, which is being handed over, has gone."""
+        self.sender.interrupted(group)
+
+    def sequence_completed(self, sequence: Sequence) -> None:
+        """Another instance wants the KV that ``sequence`` has generated."""
+        self.receiver.keep_generated(sequence)
 
     # -- between event and plans, and after
 
     def settle(self, now: int) -> None:
-        """End what goes with requests that have ended, let imports go on, and forget what has outlived its lease."""
-        self._end_transfers(now)
-        if self._roster.homeward:
-            self.blocks_sent_home += self.takeovers.send_home(now)
-        self.exchange.headroom_blocks = headroom_blocks(len(self._roster.decoding))
+        """Decide about fetches, offer generated KV, let imports go on, and end what has outlived its lease."""
+        self.fetches.settle(now)
+        self.receiver.send_back(now)
+        self.exchange.headroom_blocks = headroom_blocks(len(self._state.decoding))
         self._act(self.exchange.advance(now), now)
 
     def planned(self, plan: StepPlan, now: int) -> None:
         """``plan`` has been made, with all copies recorded so far."""
         self.exchange.plan_made(plan.step_id)
-        if self.handoffs.leaving:
-            self.handoffs.planned(plan, now)
+        if self.sender.leaving:
+            self.sender.planned(plan, now)
 
     def conclude(self, actions: list[Action], now: int) -> None:
-        """Say what is to be said; it comes behind plans and tokens, which are more urgent."""
-        self._end_transfers(now)
+        """Append messages and page jobs, behind plans and tokens, which are more urgent."""
         news = self.feed.news() if self._publishes else None
-        if news is not None and self.members.router is not None:
-            self._outbox.append(Send(self.members.router, news))
+        if news is not None and self.router is not None:
+            self._outbox.append(Send(self.router, news))
         for handle in self._pins.lost:
-            self._tell_router(Pinned(handle, 0))
+            self._send_router(Pinned(handle, 0))
         self._pins.lost.clear()
         for action in self.exchange.take_actions():
             if isinstance(action, PullPages):
@@ -174,34 +205,25 @@ class ClusterLink:
         actions += self._outbox
         self._outbox.clear()
 
-    def _end_transfers(self, now: int) -> None:
-        """Transfers end with the requests that they are for; interrupted handoffs begin anew."""
-        roster = self._roster
-        for group in roster.ended_orders:
-            self.handoffs.ended(group)
-            self.takeovers.ended(group)
-            self.fetches.given_up(group)
-        roster.ended_orders.clear()
-        interrupted, roster.interrupted = roster.interrupted, []
-        for group in interrupted:
-            self.handoffs.interrupted(group, now)
-
     # -- what the exchange says
 
     def _act(self, outcomes: Iterable[Outcome], now: int) -> None:
         for outcome in outcomes:
-            if isinstance(outcome, HandoffOffered):
-                self._reject(self.takeovers.offered(outcome, now))
-            elif isinstance(outcome, HandoffArrived):
-                self._arrived(outcome, now)
-            elif isinstance(outcome, HandoffFailed):
-                self._reject(self.takeovers.failed_to_come(outcome))
-            elif isinstance(outcome, FetchEnded):
-                self.fetches.ended(outcome, now)
-            elif isinstance(outcome, Released):
-                self._released(outcome, now)
-            elif isinstance(outcome, Inserted):
-                self.blocks_come_home += outcome.pulled_blocks
+            match outcome:
+                case HandoffOffered():
+                    self._reject(self.receiver.offered(outcome, now))
+                case HandoffArrived():
+                    self._arrived(outcome, now)
+                case HandoffFailed():
+                    self._reject(self.receiver.failed_to_come(outcome))
+                case FetchEnded():
+                    self.fetches.ended(outcome, now)
+                case Released(offer_id, _, used, reason):
+                    left = self.sender.released(offer_id, used, reason)
+                    if left is not None:
+                        self._reject(RejectRequest(left, f"no instance took it over: {reason}", 0.0))
+                case Inserted():
+                    self.blocks_come_home += outcome.pulled_blocks
 
     def _arrived(self, outcome: HandoffArrived, now: int) -> None:
         facts: list[Fact] = [
@@ -212,130 +234,117 @@ class ClusterLink:
             ("handoff_link", self._links.get(outcome.sender.name, "") if outcome.pulled_blocks else "none"),
         ]
         request_id = outcome.offer.request.request_id if outcome.offer.request is not None else ""
-        if self.takeovers.arrived(outcome, now, facts) is not None:
-            self._tell_router(HandedOver(request_id))
+        if self.receiver.arrived(outcome, now, facts):
+            self._send_router(HandedOver(request_id))
         else:
             self._reject(RejectRequest(request_id, "the handoff contradicts its request", 0.0))
-
-    def _released(self, outcome: Released, now: int) -> None:
-        left = self.handoffs.released(outcome.transfer_id, outcome.used, outcome.reason, now)
-        if left is not None:
-            self._reject(RejectRequest(left, f"nobody took it over: {outcome.reason}", 0.0))
 
     def _reject(self, action: RejectRequest | None) -> None:
         if action is not None:
             self.answers_told += 1
             self._outbox.append(action)
 
-    def _tell_router(self, message: HandedOver | AttemptsUnknown | Pinned | KvEvents | KvSnapshot) -> None:
-        if self.members.router is not None:
-            self._outbox.append(Send(self.members.router, message))
+    def _send_router(self, message: HandedOver | AttemptsUnknown | Pinned | KvEvents | KvSnapshot) -> None:
+        if self.router is not None:
+            self._outbox.append(Send(self.router, message))
 
-    # -- orders
+    # -- what the router says
 
-    def _welcome(self, message: Welcome, now: int) -> None:
-        self._act(self.members.welcome(message, now), now)
+    def _join_accepted(self, message: JoinAccepted, now: int) -> None:
+        self._act(self.exchange.set_members(message.peers, now), now)
         if self._publishes and self.feed.next_event:
-            self._settle_feed()
-            self._tell_router(self.feed.snapshot())
+            self._send_news()
+            self._send_router(self.feed.snapshot())
 
     def _peer_joined(self, message: PeerJoined, now: int) -> None:
-        self._act(self.members.joined(message.info, now), now)
+        if message.info.peer.name != self.me.name:
+            self._act(self.exchange.peer_joined(message.info, now), now)
 
     def _peer_gone(self, message: PeerGone, now: int) -> None:
-        self._act(self.members.gone(message.peer, now), now)
+        self._act(self.exchange.peer_gone(message.peer, now), now)
 
     def _drain(self, message: Drain, now: int) -> None:
-        self._dispatching.draining = True
+        self._intake.draining = True
 
     def _expelled(self, message: Expelled, now: int) -> None:
-        self.reborn(self.members.me)
+        self.reborn(self.me)
 
     def _dispatch(self, order: Dispatch, now: int) -> None:
         self.dispatches_heard += 1
-        self._reject(self._dispatching.dispatch(order, self.members.me, now))
+        group = self._intake.open_dispatch(order, self.me, now)
+        if isinstance(group, RejectRequest):
+            self._reject(group)
+            return
+        request = order.request
+        resumed = not request.beam_width and bool(any(order.generated) or order.ended)
+        self.sender.begin(group, len(order.generated[0]) if resumed and request.n == 1 else 0, resumed)
+        cause = Cause.REMOTE_KV_EXPECTED if order.holders else Cause.ENQUEUED
+        self._intake.enqueue(group, cause, order.generated if resumed else (), order.ended)
+        if order.holders and group.sequences:
+            self.fetches.begin(group, now)
 
     def _ask_attempts(self, message: AskAttempts, now: int) -> None:
-        """Also those are known that have left, until somebody has taken them over."""
-        left = set(self.handoffs.left.values())
-        unknown = tuple(name for name in message.attempts if name not in self._roster.groups and name not in left)
-        self._tell_router(AttemptsUnknown(unknown, message.dispatches, self.dispatches_heard, self.answers_told))
+        """An attempt that has left is known until another instance has taken it over."""
+        left = set(self.sender.left.values())
+        unknown = tuple(name for name in message.attempts if name not in self._state.groups and name not in left)
+        self._send_router(AttemptsUnknown(unknown, message.dispatches, self.dispatches_heard, self.answers_told))
 
     def _cancel(self, message: Cancel, now: int) -> None:
-        self._desk.cancel(message.request_id)
-        self.handoffs.cancel(message.request_id)
+        self._intake.cancel(message.request_id)
+        self.sender.cancel(message.request_id)
 
     def _stop(self, message: StopSequence, now: int) -> None:
-        self._desk.stop(message.request_id, message.index)
+        self._intake.stop(message.request_id, message.index)
 
     def _pin(self, message: Pin, now: int) -> None:
         tokens = self._pins.pin(message.handle, message.tenant, message.tokens, now + message.ttl_ns)
-        self._tell_router(Pinned(message.handle, tokens))
+        self._send_router(Pinned(message.handle, tokens))
 
     def _unpin(self, message: Unpin, now: int) -> None:
         self._pins.unpin(message.handle)
 
-    # -- KV events
-
     def _ask_events(self, message: AskEvents, now: int) -> None:
         if self._publishes:
-            self._settle_feed()
+            self._send_news()
             answer = self.feed.replay(message.first)
             if answer is not None:
-                self._tell_router(answer)
+                self._send_router(answer)
 
-    def _settle_feed(self) -> None:
-        """Changes that nobody was told of come before anything that is told about them."""
+    def _send_news(self) -> None:
+        """Changes that were not sent yet go before a snapshot or a replay."""
         news = self.feed.news()
         if news is not None:
-            self._tell_router(news)
-
-    # -- beginning anew
+            self._send_router(news)
 
     def reborn(self, me: Peer) -> None:
-        """Nobody waits for anything any more: all requests end without a word, the cache stays. From now on the process
-        is ``me``, and not a member yet."""
-        self._drop_everything()
-        self._dispatching.draining = False
-        self.dispatches_heard = self.answers_told = 0
-        self.members.begin_anew(me)
-
-    def _drop_everything(self) -> None:
-        for group in list(self._roster.groups.values()):
-            if group.orders is not None:
-                self._roster.drop_group(group)
-        for part in self._roster.homeward:
-            self._roster.memory.pool.release(part.blocks)
-        for listed in (self._roster.ended_orders, self._roster.interrupted, self._roster.homeward):
-            listed.clear()
-        self.handoffs.clear()
-        self.takeovers.clear()
-        self.fetches.clear()
+        """All requests of the cluster end silently, the cache stays. The process is ``me`` from now on, and a member
+        only when a router accepts it."""
+        self.me, self.router = me, None
+        self.exchange.reborn(me)  # first: the transfers of the requests that end now shall not withdraw anything
+        for group in list(self._state.groups.values()):
+            if group.remote is not None:
+                self._state.drop_group(group)
+        self.sender.clear()
+        self.receiver.clear()
         self._pins.release_all()
         self._pins.lost.clear()
         self._outbox.clear()
+        self._intake.draining = False
+        self.dispatches_heard = self.answers_told = 0
 
     # -- views
 
     def load(self) -> Load:
         """For the next heartbeat."""
-        roster = self._roster
-        if not roster.groups:  # most members of a large cluster, most of the time
-            available = roster.memory.pool.available()
-            return Load(
-                hbm_blocks_available=available,
-                transfers_open=self.exchange.transfers_open,
-                dispatches_heard=self.dispatches_heard,
-                answers_told=self.answers_told,
-            )
-        running = [*roster.working.items, *roster.decoding.items, *roster.idle.items]
-        requests_waiting, sequences_running = roster.crowd()
+        state = self._state
+        running = [*state.prefilling.items, *state.decoding.items, *state.idle.items]
+        requests_waiting, sequences_running = state.waiting_and_running()
         return Load(
             requests_waiting=requests_waiting,
             sequences_running=sequences_running,
-            prefill_tokens_queued=roster.prefill_tokens_queued(),
+            prefill_tokens_queued=state.prefill_tokens_queued(),
             context_tokens_running=_core.count_tokens(running)[0],
-            hbm_blocks_available=roster.memory.pool.available(),
+            hbm_blocks_available=state.memory.pool.available(),
             transfers_open=self.exchange.transfers_open,
             dispatches_heard=self.dispatches_heard,
             answers_told=self.answers_told,
@@ -348,5 +357,6 @@ class ClusterLink:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When something outlives its lease or its time."""
-        return self.exchange.next_deadline_ns
+        """When the next lease or fetch ends, or fetches are decided. None: there is none."""
+        ends = (self.exchange.next_deadline_ns, self.fetches.decide_at_ns)
+        return min([end for end in ends if end is not None], default=None)

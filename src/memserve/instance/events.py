@@ -1,36 +1,108 @@
-"""What may happen to an instance: events, in the past tense (level 2)."""
+"""What the two machines of an instance hear and say: events in the past tense, actions in the imperative.
+
+``machine.Instance`` runs requests; ``member.MemberMachine`` joins the cluster. Words that they share with the router's
+machine are in ``serving``, jobs on pages in ``kv_transfer.events``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
+from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.messages import AnyMessage, Load, Peer, PeerInfo
 from memserve.serving import (
     ClockTicked,
+    EmitTokens,
     MessageArrived,
     PrefixPinned,
     PrefixUnpinned,
+    RejectRequest,
     RequestArrived,
     RequestCancelled,
+    Send,
     SequenceStopped,
 )
-from memserve.types import TokenLogprobs
+from memserve.types import CopyBlocks, SamplingParams, StopParams, TokenArray, TokenLogprobs
+
+# -- what the device is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSequence:
+    """Bind a device slot to a sequence: its tokens so far, its sampling, its block table."""
+
+    slot: int
+    tokens: TokenArray  # every token known so far: prompt, then generated
+    prompt_tokens: int  # how many of them are the prompt
+    index: int  # which of the request's sequences: part of the sampling key
+    sampling: SamplingParams
+    blocks: list[int]  # HBM block ids, in order
+    beam_candidates: int = 0  # > 0: report this many candidates at every sampled position instead of drawing
+    stop: StopParams = field(default_factory=StopParams)  # the device never draws a stop token before ``min_tokens``
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One device step. The device executes plans strictly in the order in which it gets them.
+
+    Order inside a plan: ``reset_slots``, ``close``, then ``copies`` in order, then ``open``, ``grow``, ``replace``,
+    then the rows are computed as one batch, then tokens are sampled. The device keeps, for each slot, a token buffer:
+    a sampled token is written behind the slot's last token on the device, so a later plan may name its position before
+    any host has seen it. Row ``r`` computes tokens ``[starts[r], starts[r] + counts[r])`` of slot ``slots[r]``: it
+    writes their K and V to the slot's block table and attends to positions ``<= own position``.
+    """
+
+    step_id: int
+    close: list[int] = field(default_factory=list)  # slots
+    copies: list[CopyBlocks] = field(default_factory=list)
+    open: list[OpenSequence] = field(default_factory=list)
+    grow: list[tuple[int, list[int]]] = field(default_factory=list)  # (slot, block ids appended to its table)
+    replace: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, table position, new block id)
+    slots: list[int] = field(default_factory=list)  # one for each row
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    sample_slots: list[tuple[int, ...]] = field(default_factory=list)
+    """For each row, the slots that draw a token from its last logits. ``()``: none, a prefill chunk. ``(slot,)``: the
+    usual case. Several: parallel sampling, by sequences forked from the row's prompt."""
+    decodes: int = 0
+    """N: the first N rows are decodes, each of which computes the last known token and draws one. Decodes may stand
+    behind them, too."""
+    prompt_logprob_rows: list[int] = field(default_factory=list)
+    reset_slots: bool = False  # an earlier plan failed: before all else, forget every slot
+    report_layers: bool = False
+    """Report each layer as soon as its K and V are written for all rows (``LayerFinished``), where the forward can; the
+    end of the step reports all layers in any case."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """Give ``plan`` to the device (after all earlier ones)."""
+
+    plan: StepPlan
+
+
+# -- what the device answers
 
 
 @dataclass(frozen=True, slots=True)
 class RowFailed:
-    """A slot could not draw, by its own fault: its sequence ends, and nothing else is touched.
+    """A slot could not draw, by its own fault: its sequence ends, and no other one notices.
 
-    Its row was computed all the same, so KV that its plan publishes is what its tokens say.
+    The row was computed nevertheless, so KV that its plan publishes is that of its tokens.
     """
 
     reason: str  # for the client
     kv_is_suspect: bool = False
-    """The model gave no numbers for this row: KV that it has read or written may be the reason."""
+    """True: the model gave no numbers for this row; KV that it has read or written may be the reason."""
 
 
 NO_TOKEN_LEFT = "penalties, biases and min_tokens leave no token that could come next"
-"""Reason of a row whose own request made every token impossible."""
+"""Reason of a row when its own request made every token impossible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +117,13 @@ class StepFinished:
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """Beam rows: position in ``tokens`` -> the best ``beam_candidates`` (token, logprob), best first."""
     failed: dict[int, RowFailed] = field(default_factory=dict)
-    """Slots with a row or a draw in the plan that failed alone. At a failed draw's place in ``tokens`` is some token,
-    which the device has also written behind the slot's last one, so that a plan under way may name its position."""
+    """Slots with a row or a draw in the plan that failed alone. A failed draw has a token in ``tokens``, too, any one:
+    the device has written it behind the slot's last one, so that a plan under way may name its position."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The device could not execute a plan; nothing of it can be relied upon."""
+    """The device could not execute a plan: none of its results can be relied upon."""
 
     step_id: int
     reason: str
@@ -79,20 +151,104 @@ Event = (
     | PrefixPinned
     | PrefixUnpinned
 )
+Action = RunStep | EmitTokens | RejectRequest | Send | SealPages | PullPages | CancelPulls
 
-__all__ = [
-    "ClockTicked",
-    "Event",
-    "LayerFinished",
-    "MessageArrived",
-    "PagesPulled",
-    "PagesSealed",
-    "PrefixPinned",
-    "PrefixUnpinned",
-    "RequestArrived",
-    "RequestCancelled",
-    "RowFailed",
-    "SequenceStopped",
-    "StepFailed",
-    "StepFinished",
-]
+# -- events of the member machine, beside MessageArrived and ClockTicked
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """The process wants to leave: finish what runs here, for ``patience_ns`` at most."""
+
+    patience_ns: int
+    why: str = ""
+    """For the log. Empty: nothing is logged."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRead:
+    """The answer to ``ReadLoad``: how busy the instance is."""
+
+    load: Load
+    next_event: int
+    stats: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reborn:
+    """The answer to ``BecomeNew``: the instance has dropped its work, and is ``info.peer`` from now on."""
+
+    info: PeerInfo
+
+
+# -- actions of the member machine, beside Send
+
+
+@dataclass(frozen=True, slots=True)
+class DialRouter:
+    """Send messages for ``router`` to ``address`` from now on. ``router.generation`` 0: any router at that address."""
+
+    router: Peer
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeetPeer:
+    """Exchange messages and pages with another member from now on."""
+
+    info: PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class PartFromPeer:
+    """``peer`` is no member any more."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Hand a message to the instance machine."""
+
+    sender: Peer
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLoad:
+    """Answer with ``LoadRead`` soon: with the last one read where the instance is too busy."""
+
+    with_stats: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BecomeNew:
+    """Drop all work, keep the cache, take a new generation, and answer with ``Reborn``."""
+
+    router: Peer
+    reason: str
+    generation_min: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A router has accepted the instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The process may end: it has left the cluster, or no router accepts it."""
+
+    refused: str = ""
+    """Why the router refuses the instance. Empty: the instance left in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A line for the operator's log."""
+
+    text: str
+
+
+MemberEvent = MessageArrived | ClockTicked | DrainAsked | LoadRead | Reborn
+MemberAction = Send | DialRouter | MeetPeer | PartFromPeer | Deliver | ReadLoad | BecomeNew | Joined | Left | Notice

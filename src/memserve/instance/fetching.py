@@ -1,125 +1,173 @@
-"""Asking other instances for a prefix before a request is admitted (level 2).
+"""Fetch or recompute: asking other instances for a prefix before a request is admitted.
 
-The request is EXPECTED until the KV is in the index, or the wait is over; then it lines up like any other, and finds
-what there is.
+A request with holders is WAITING_FOR_REMOTE_KV until it is decided that its KV is computed here, or the KV is in the
+index, or the wait is over; then it waits for admission like any other, and finds in the index what has come.
 """
 
 from __future__ import annotations
 
-from memserve.instance.orders import Orders
-from memserve.instance.roster import Roster
-from memserve.instance.sequence import Group, Phase
+from collections.abc import Sequence as Items
+
+from memserve.instance.scheduler_state import SchedulerState
+from memserve.instance.sequence import Cause, Group
+from memserve.kv_transfer.events import FetchEnded
 from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.outcomes import FetchEnded
 from memserve.messages import Holder
-from memserve.policy.decision import Prefix
-from memserve.policy.reuse import FetchChoice, worth_fetching
+from memserve.policy.reuse import FetchChoice, Prefix, plan_fetches
 from memserve.types import KVGeometry, TokenArray
+from memserve.units import NS_PER_MS
+
+GATHER_NS = NS_PER_MS
+"""Requests that come to a busy instance within this time are decided together: they share the link and the device."""
 
 
 class Fetches:
-    """All requests that wait for a prefix from elsewhere."""
+    """All requests that may get a prefix from elsewhere."""
 
-    __slots__ = ("_exchange", "_geometry", "_link_ns", "_roster", "_wait_max_ns", "asked", "far", "fetched_tokens")
+    __slots__ = (
+        "_exchange", "_geometry", "_link_ns", "_state", "_wait_max_ns",
+        "asked", "decide_at_ns", "far", "fetched_tokens", "undecided",
+    )  # fmt: skip
 
-    def __init__(self, roster: Roster, exchange: Exchange, geometry: KVGeometry, wait_max_ns: int) -> None:
-        self._roster = roster
+    def __init__(self, state: SchedulerState, exchange: Exchange, geometry: KVGeometry, wait_max_ns: int) -> None:
+        self._state = state
         self._exchange = exchange
         self._geometry = geometry
         self._wait_max_ns = wait_max_ns
-        #: fetch id -> the request that waits for it, and who was asked
+        #: requests whose holders have not been asked yet, in order of arrival
+        self.undecided: list[Group] = []
+        #: when they are decided; None: there are none
+        self.decide_at_ns: int | None = None
+        #: fetch id -> the request that waits for it, and the holder that was asked
         self.asked: dict[str, tuple[Group, Holder]] = {}
-        #: fetch id -> how long the link is expected to be busy with it: those who come together share the link
+        #: fetch id -> how long the link is expected to be busy with it
         self._link_ns: dict[str, int] = {}
-        #: names of peers whose pages come over a network
+        #: names of peers with pages that come over a network
         self.far: dict[str, bool] = {}
         self.fetched_tokens = 0
 
-    def begin(self, group: Group, tokens: TokenArray, now: int) -> bool:
-        """Ask the best holder of ``tokens`` if that pays; whether the request has to wait."""
-        request, orders = group.request, group.orders
-        if orders is None or not orders.holders or not request.use_cache or group.prompt_logprobs is not None:
-            return False
-        if not (self._roster.memory.pool.config.caching and self._exchange.shares_kv):
-            return False
-        orders.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
-        orders.fetch_until_ns = now + self._wait_max_ns
-        return self._ask(group, orders, tokens, now)
+    def begin(self, group: Group, now: int) -> None:
+        """A new request with holders, WAITING_FOR_REMOTE_KV: it goes on at once where nothing can be fetched."""
+        request, remote = group.request, group.remote
+        shares = self._state.memory.pool.config.caching and self._exchange.shares_kv
+        if remote is None or not shares or not request.use_cache or group.prompt_logprobs is not None:
+            self._admit(group)
+            return
+        remote.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
+        remote.fetch_until_ns = now + self._wait_max_ns
+        if len(self._state.groups) == 1:  # nothing else to share with
+            self._decide([group], now)
+            return
+        self.undecided.append(group)
+        if self.decide_at_ns is None:
+            self.decide_at_ns = now + GATHER_NS
 
-    def _ask(self, group: Group, orders: Orders, tokens: TokenArray, now: int) -> bool:
-        """Ask the first of the remaining holders that has enough to offer."""
-        isolation, block_tokens = group.isolation, self._geometry.block_tokens
-        own = self._roster.memory.pool.match(isolation, tokens)
-        while orders.holders and now < orders.fetch_until_ns:
-            holder = orders.holders.pop(0)
-            theirs = min(holder.prefix_tokens, len(tokens)) // block_tokens * block_tokens
-            if theirs <= own:
-                continue
-            choice = self._choose(len(tokens), own, theirs - own, holder.peer.name, orders.fetch_until_ns - now)
-            group.facts.append(("fetch_decision", choice.reason))
-            if not choice.tokens:
-                continue
-            end = own + choice.tokens
-            orders.fetch_id = self._exchange.fetch(
-                holder.peer,
-                isolation,
-                tokens[:end],
-                own // block_tokens,
-                end // block_tokens,
-                now,
-                now + choice.wait_ns,
-            )
-            self.asked[orders.fetch_id] = (group, holder)
-            self._link_ns[orders.fetch_id] = choice.link_ns
-            return True
-        return False
+    def settle(self, now: int) -> None:
+        """Decide for the requests that have gathered, if it is time."""
+        if self.decide_at_ns is not None and now >= self.decide_at_ns:
+            groups, self.undecided, self.decide_at_ns = self.undecided, [], None
+            self._decide(groups, now)
 
-    def _choose(self, known: int, own: int, remote: int, holder: str, wait_max_ns: int) -> FetchChoice:
-        learnt = self._roster.costs
-        prefix = Prefix(known, own, 0, remote, same_host=not self.far.get(holder, False))
-        queue_ns = learnt.queue_ns(self._roster.prefill_tokens_queued())
-        before_ns = max(self._plans_ns(remote // self._geometry.block_tokens), sum(self._link_ns.values()))
-        return worth_fetching(
-            learnt.model, self._geometry, prefix, queue_ns=queue_ns, wait_max_ns=wait_max_ns, before_ns=before_ns
+    def _decide(self, groups: list[Group], now: int) -> None:
+        """Each of ``groups`` asks the first of its holders that is worth the wait, or is computed here."""
+        while groups:
+            asks = [(group, *found) for group in groups if (found := self._next_holder(group, now)) is not None]
+            if not asks:
+                return
+            groups = []
+            for (group, holder, prefix), choice in zip(asks, self._plan(asks, now), strict=True):
+                group.facts.append(("fetch_decision", choice.reason))
+                if choice.tokens:
+                    self._ask(group, holder, prefix.own_tokens, choice, now)
+                else:
+                    groups.append(group)  # its next holder may be nearer
+
+    def _next_holder(self, group: Group, now: int) -> tuple[Holder, Prefix] | None:
+        """The next holder with more than there is here, and where the prefix lies. Without one the request goes on."""
+        remote, tokens, block_tokens = group.remote, _tokens_of(group), self._geometry.block_tokens
+        hbm, dram = self._state.memory.pool.match_blocks(group.isolation, tokens)
+        own = (hbm + dram) * block_tokens
+        while remote is not None and remote.holders and now < remote.fetch_until_ns:
+            holder = remote.holders.pop(0)
+            blocks = min(holder.prefix_tokens, len(tokens)) // block_tokens - hbm - dram
+            if blocks > 0:
+                near = not self.far.get(holder.peer.name, False)
+                dram_tokens, remote_tokens = dram * block_tokens, blocks * block_tokens
+                after_ns = self._plans_ns(blocks)
+                return holder, Prefix(len(tokens), own - dram_tokens, dram_tokens, remote_tokens, near, after_ns)
+        self._admit(group)
+        return None
+
+    def _plan(self, asks: Items[tuple[Group, Holder, Prefix]], now: int) -> list[FetchChoice]:
+        learnt = self._state.costs
+        return plan_fetches(
+            learnt.model,
+            self._geometry,
+            [prefix for _, _, prefix in asks],
+            queue_ns=learnt.queue_ns(self._state.prefill_tokens_queued()),
+            waits_max_ns=[group.remote.fetch_until_ns - now if group.remote else 0 for group, _, _ in asks],
+            link_busy_ns=sum(self._link_ns.values()),
         )
 
+    def _ask(self, group: Group, holder: Holder, own: int, choice: FetchChoice, now: int) -> None:
+        remote, end = group.remote, own + choice.tokens
+        if remote is None:
+            return
+        remote.fetch_id = self._exchange.fetch(
+            holder.peer,
+            group.isolation,
+            _tokens_of(group)[:end],
+            own // self._geometry.block_tokens,
+            end // self._geometry.block_tokens,
+            now,
+            now + choice.wait_ns,
+        )
+        self.asked[remote.fetch_id] = (group, holder)
+        self._link_ns[remote.fetch_id] = choice.link_ns
+
     def _plans_ns(self, blocks: int) -> int:
-        """Steps that have to end before so many blocks may be pulled into."""
+        """Time until ``blocks`` free blocks may be pulled into: steps under way may still use them."""
         plans = self._exchange.plans_before_pull(blocks)
         if not plans:
             return 0
-        decoding = self._roster.decoding.items
+        decoding = self._state.decoding.items
         context = sum([sequence.computed for sequence in decoding])
-        return plans * self._roster.costs.model.decode_step_ns(len(decoding), context)
+        return plans * self._state.costs.model.decode_step_ns(len(decoding), context)
+
+    def _admit(self, group: Group) -> None:
+        for sequence in group.sequences.values():
+            self._state.move(sequence, Cause.FETCH_ENDED)
 
     def ended(self, outcome: FetchEnded, now: int) -> None:
         """The KV is in the index, or will not come; then the next holder may be asked."""
         group, holder = self.asked.pop(outcome.transfer_id)
         del self._link_ns[outcome.transfer_id]
-        orders = group.orders
-        if orders is None:
+        remote = group.remote
+        if remote is None:
             return
-        orders.fetch_id = None
+        remote.fetch_id = None
         if outcome.ok:
             tokens = outcome.pulled_blocks * self._geometry.block_tokens
             self.fetched_tokens += tokens
             group.facts += [("fetched_tokens", tokens), ("fetched_from", holder.peer.name)]
+            self._admit(group)
         else:
             group.facts.append(("fetch_failed", f"{holder.peer.name}: {outcome.reason}"))
-            if self._ask(group, orders, next(iter(group.sequences.values())).known_tokens(), now):
-                return
-        for sequence in group.sequences.values():
-            self._roster.move(sequence, Phase.WAITING)
+            self._decide([group], now)
 
     def given_up(self, group: Group) -> None:
         """The request has ended."""
-        orders = group.orders
-        if orders is not None and orders.fetch_id is not None:
-            self._exchange.give_up(orders.fetch_id, "the request has ended")
-            del self.asked[orders.fetch_id], self._link_ns[orders.fetch_id]
-            orders.fetch_id = None
+        if group in self.undecided:
+            self.undecided.remove(group)
+            self.decide_at_ns = self.decide_at_ns if self.undecided else None
+        remote = group.remote
+        if remote is not None and remote.fetch_id is not None:
+            self._exchange.give_up(remote.fetch_id, "the request has ended")
+            del self.asked[remote.fetch_id], self._link_ns[remote.fetch_id]
+            remote.fetch_id = None
 
-    def clear(self) -> None:
-        """The instance was expelled: everything has ended."""
-        self.asked.clear()
-        self._link_ns.clear()
+
+def _tokens_of(group: Group) -> TokenArray:
+    """What is to be computed: a resumed sequence's own tokens included."""
+    sequences = list(group.sequences.values())
+    return sequences[0].known_tokens() if len(sequences) == 1 else group.request.prompt

@@ -1,98 +1,95 @@
-"""What must hold between any two events (level 2). Only looks; never helps."""
+"""What must hold between any two events. Nothing is changed here."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from memserve.errors import check
-from memserve.instance.outstanding import Outstanding
-from memserve.instance.roster import Roster
+from memserve.instance.batch import InflightPlan
+from memserve.instance.cluster_link import ClusterLink
+from memserve.instance.queues import RankedList, WaitingQueue
+from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Phase, Sequence
-from memserve.instance.waiting import RankedList, WaitingLine
 from memserve.units import ceil_div
 
-if TYPE_CHECKING:
-    from memserve.instance.cluster_link import ClusterLink
-
-_RUNNING = (Phase.WORKING, Phase.DECODING, Phase.IDLE)
-_HOLDING = (*_RUNNING, Phase.LANDED)
+_RUNNING = (Phase.PREFILLING, Phase.DECODING, Phase.IDLE)
+_HOLDING = (*_RUNNING, Phase.REMOTE_KV_READY)
 
 
-def check_instance(roster: Roster, outstanding: Iterable[Outstanding], link: ClusterLink | None) -> None:
+def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link: ClusterLink | None) -> None:
     """Raise :class:`InvariantError` if anything contradicts."""
-    sequences = [s for group in roster.groups.values() for s in group.sequences.values()]
-    _check_containers(roster, sequences)
-    _check_slots(roster, sequences)
-    _check_inflight(sequences, outstanding)
+    sequences = [s for group in state.groups.values() for s in group.sequences.values()]
+    _check_containers(state, sequences)
+    _check_slots(state, sequences)
+    _check_inflight(sequences, inflight)
     for sequence in sequences:
-        _check_sequence(roster, sequence)
-    check(not roster.outputs, "outputs left over from an earlier event")
-    roster.memory.pool.check_invariants()
+        _check_sequence(state, sequence)
+    check(not state.outputs, "outputs left over from an earlier event")
+    state.memory.pool.check_invariants()
     if link is not None:
         link.exchange.check_invariants()
-        _check_link(roster, link)
+        _check_link(state, link)
 
 
-def _check_link(roster: Roster, link: ClusterLink) -> None:
-    """Every transfer of a request is known from both ends, and nothing waits to be said."""
-    live = {id(group): group for group in roster.groups.values() if group.orders is not None}
-    orders = [group.orders for group in live.values() if group.orders is not None]
-    check(not (roster.ended_orders or roster.interrupted or roster.homeward), "left over from an earlier event")
-    coming = {key: group.orders.import_id for key, group in live.items() if group.orders and group.orders.import_id}
-    check(coming == {id(g): key for key, g in link.takeovers.coming.items()}, "imports and requests disagree")
-    asked = {key: group.orders.fetch_id for key, group in live.items() if group.orders and group.orders.fetch_id}
+def _check_link(state: SchedulerState, link: ClusterLink) -> None:
+    """Every transfer of a request is known from both ends."""
+    live = {id(group): group for group in state.groups.values() if group.remote is not None}
+    remote = [group.remote for group in live.values() if group.remote is not None]
+    coming = {key: group.remote.import_id for key, group in live.items() if group.remote and group.remote.import_id}
+    check(coming == {id(g): key for key, g in link.receiver.coming.items()}, "imports and requests disagree")
+    asked = {key: group.remote.fetch_id for key, group in live.items() if group.remote and group.remote.fetch_id}
     check(asked == {id(g): key for key, (g, _) in link.fetches.asked.items()}, "fetches and requests disagree")
-    leaving = {name: group for name, group in roster.groups.items() if group.tokens_here is not None}
-    check(leaving == link.handoffs.leaving, "who leaves is not who should")
-    check(all((o.offer_id, o.import_id, o.fetch_id).count(None) >= 2 for o in orders), "a request moves two ways")
-    for group in roster.groups.values():
-        expected = [s for s in group.sequences.values() if s.phase is Phase.EXPECTED]
-        waits = id(group) in coming or id(group) in asked
-        check(bool(expected) == waits, f"{group} is expected, but nothing comes, or the reverse")
+    leaving = {name: group for name, group in state.groups.items() if group.tokens_here is not None}
+    check(leaving == link.sender.leaving, "requests with tokens_here and requests that leave disagree")
+    check(all((o.offer_id, o.import_id, o.fetch_id).count(None) >= 2 for o in remote), "a request moves two ways")
+    for group in state.groups.values():
+        expected = [s for s in group.sequences.values() if s.phase is Phase.WAITING_FOR_REMOTE_KV]
+        waits = id(group) in coming or id(group) in asked or group in link.fetches.undecided
+        check(bool(expected) == waits, f"{group} waits for remote KV that does not come, or the reverse")
 
 
-def _check_containers(roster: Roster, sequences: list[Sequence]) -> None:
-    containers: dict[Phase, RankedList | WaitingLine] = {
-        Phase.LANDED: roster.landed,
-        Phase.WAITING: roster.waiting,
-        Phase.WORKING: roster.working,
-        Phase.DECODING: roster.decoding,
-        Phase.IDLE: roster.idle,
+def _check_containers(state: SchedulerState, sequences: list[Sequence]) -> None:
+    containers: dict[Phase, RankedList | WaitingQueue] = {
+        Phase.REMOTE_KV_READY: state.remote_kv_ready,
+        Phase.WAITING: state.waiting,
+        Phase.PREFILLING: state.prefilling,
+        Phase.DECODING: state.decoding,
+        Phase.IDLE: state.idle,
     }
     for phase, container in containers.items():
         expected = sorted((s.rank, id(s)) for s in sequences if s.phase is phase)
         check([(s.rank, id(s)) for s in container] == expected, f"the container of {phase} is not what it should be")
-    tenants = Counter(group.tenant for group in roster.groups.values())
-    check(tenants == roster.tenants and sorted(roster.turns) == sorted(tenants), f"tenants are not {roster.tenants}")
-    roster.turns.check_invariants()
-    for ranked in (roster.working, roster.decoding, roster.idle):
+    tenants = Counter(group.tenant for group in state.groups.values())
+    check(tenants == state.tenants and sorted(state.turns) == sorted(tenants), f"tenants are not {state.tenants}")
+    state.turns.check_invariants()
+    for ranked in (state.prefilling, state.decoding, state.idle):
         check(
             Counter(s.group.tenant for s in ranked.items) == ranked.tenants, f"tenants of {ranked} are {ranked.tenants}"
         )
-    for group in roster.groups.values():
+    for group in state.groups.values():
         check(group.sequences, f"{group} is unfinished but has no sequence")
-    check(roster.sequences == len(sequences), f"{roster.sequences} sequences were counted, there are {len(sequences)}")
-    check(all(s.phase is not Phase.FINISHED for s in sequences), "a finished sequence is still listed")
+    check(state.sequences == len(sequences), f"{state.sequences} sequences were counted, there are {len(sequences)}")
+    unlisted = Phase.NEW, Phase.FINISHED
+    check(all(s.phase not in unlisted for s in sequences), "a new or finished sequence is listed")
 
 
-def _check_slots(roster: Roster, sequences: list[Sequence]) -> None:
-    slots = [s.slot for s in sequences if s.slot is not None] + roster.free_slots
-    for group in roster.groups.values():
+def _check_slots(state: SchedulerState, sequences: list[Sequence]) -> None:
+    slots = [s.slot for s in sequences if s.slot is not None] + state.free_slots
+    for group in state.groups.values():
         slots += group.reserved_slots
-    check(sorted(slots) == list(range(roster.slots)), f"slots are lost or given twice: {sorted(slots)}")
-    check(len(set(roster.closing)) == len(roster.closing), f"a slot is to be closed twice: {roster.closing}")
+    check(sorted(slots) == list(range(state.slots)), f"slots are lost or given twice: {sorted(slots)}")
+    check(len(set(state.closing)) == len(state.closing), f"a slot is to be closed twice: {state.closing}")
 
 
-def _check_inflight(sequences: list[Sequence], outstanding: Iterable[Outstanding]) -> None:
-    draws = Counter(id(target) for plan in outstanding if not plan.void for target in plan.targets)
+def _check_inflight(sequences: list[Sequence], inflight: Iterable[InflightPlan]) -> None:
+    draws = Counter(id(target) for plan in inflight if not plan.void for target in plan.targets)
     for sequence in sequences:
         check(sequence.inflight == draws[id(sequence)], f"{sequence} waits for {draws[id(sequence)]} tokens")
 
 
-def _check_sequence(roster: Roster, sequence: Sequence) -> None:
-    block_tokens = roster.memory.block_tokens
+def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
+    block_tokens = state.memory.block_tokens
     holds = sequence.phase in _HOLDING
     runs = sequence.phase in _RUNNING
     check((sequence.slot is not None) == runs, f"{sequence} has a slot and should not, or the reverse")
@@ -114,6 +111,5 @@ def _check_sequence(roster: Roster, sequence: Sequence) -> None:
     if sequence.phase is Phase.DECODING:
         check(sequence.computed == sequence.length - 1, f"{sequence} decodes, but is not at its end")
         check(sequence.left > 0 and sequence.opened, f"{sequence} decodes, but has nothing to decode")
-    check(0 <= sequence.told <= len(sequence.out), f"{sequence} has told {sequence.told} tokens")
     if sequence.group.beam is None:
         check(not runs or sequence.left == sequence.draws_left, f"{sequence} has {sequence.left} left")

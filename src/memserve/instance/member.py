@@ -1,10 +1,10 @@
-"""An instance as a member of a cluster: joining, heartbeats, routers that change, draining, leaving (level 2).
+"""An instance as a member of a cluster: joining, heartbeats, routers that change, draining, leaving.
 
 ::
 
-    OUTSIDE --Join ... Welcome--> MEMBER --Drain--> MEMBER that drains --Leave--> LEFT
+    OUTSIDE --Join ... JoinAccepted--> MEMBER --Drain--> MEMBER that drains --Leave--> LEFT
       ^  ^                          |
-      |  +--------- Recall ---------+      another router took over: join it, with all that runs here
+      |  +--------- RejoinRequest ---------+      another router took over: join it, with all that runs here
       +-- Reborn <-- Expelled ------+      taken to be dead: drop all work, join as a new incarnation
 
 ``runtime/member.py`` hosts this machine with threads and sockets, ``sim/nodes.py`` in virtual time. What the router
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from memserve.config import MemberConfig
 from memserve.errors import check
-from memserve.instance.member_actions import (
+from memserve.instance.events import (
     BecomeNew,
     Deliver,
     DialRouter,
@@ -34,48 +34,109 @@ from memserve.instance.member_actions import (
     ReadLoad,
     Reborn,
 )
-from memserve.instance.router_addresses import RouterAddresses
 from memserve.messages import (
     ROUTER,
     AnyMessage,
     Drain,
     Expelled,
-    Heard,
     Heartbeat,
+    HeartbeatAck,
     Join,
+    JoinAccepted,
     Leave,
     Load,
     Peer,
     PeerGone,
     PeerInfo,
     PeerJoined,
-    Recall,
     Refused,
-    Welcome,
-    roll_of,
+    RejoinRequest,
+    members_digest,
 )
 from memserve.serving import MessageArrived, Send
 
 ANY_ROUTER = Peer(ROUTER, 0)
-"""Whichever router is at the address that is dialled."""
+"""Any router that is at the address that is dialled."""
+
+
+class RouterAddresses:
+    """Where an instance looks for its router: all addresses, the one in use, and when a router was last heard.
+
+    With one address the instance stays with it, and with the address that a ``RejoinRequest`` names. With several, an
+    instance that has heard no router for a while asks for a ``HeartbeatAck``, and then tries the next address, with
+    heartbeats as before: a router there remembers the instance (``RejoinRequest``) or says that it is no member
+    (``Expelled``), and either way the instance joins. A router that was only cut off for a while is found again when
+    the turn comes to its address.
+    """
+
+    __slots__ = ("_addresses", "_config", "_heard_ns", "address", "home")
+
+    def __init__(self, addresses: Sequence[str], config: MemberConfig) -> None:
+        check(addresses, "an instance needs at least one address of a router")
+        self._addresses, self._config = list(addresses), config
+        self._heard_ns = 0
+        #: the address that is tried, or where the router is
+        self.address = self._addresses[0]
+        #: the address of the router whose member this instance is. None: it is no member
+        self.home: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(self._addresses)
+
+    def wants_ack(self, now: int) -> bool:
+        """Whether the router should be asked for a sign of life."""
+        return len(self._addresses) > 1 and now - self._heard_ns >= self._config.asks_after_ns
+
+    def heard(self, now: int) -> None:
+        """A router has spoken, or the instance begins to listen."""
+        self._heard_ns = now
+
+    def turn(self, now: int) -> bool:
+        """Go on to the next address if it is time. True: it was."""
+        patience_ns = self._config.silent_after_ns if self.address == self.home else self._config.turn_ns
+        if len(self._addresses) == 1 or now - self._heard_ns < patience_ns:
+            return False
+        self._heard_ns = now
+        self.address = self._addresses[(self._addresses.index(self.address) + 1) % len(self._addresses)]
+        return True
+
+    def lead_to(self, address: str, now: int) -> None:
+        """A router calls from ``address``; one that was not known takes the place of the one that is tried."""
+        if address not in self._addresses:
+            self._addresses[self._addresses.index(self.address)] = address
+        self.address, self.home = address, None
+        self.heard(now)
+
+    def settle(self, joined_at: str) -> None:
+        """The router at ``joined_at`` has accepted this instance, perhaps after the next address was tried."""
+        if joined_at in self._addresses:  # a router of an older version does not say where
+            self.address = joined_at
+        self.home = self.address
+
+    def return_home(self) -> bool:
+        """Go back to the router's address. True: another one was tried meanwhile, the router was only cut off."""
+        if self.home in (None, self.address):
+            return False
+        self.address = self.home or ""
+        return True
 
 
 class MemberMachine:
-    """One mutator, :meth:`handle`."""
+    """The instance's part in joining, heartbeats, changes of router and leaving. One mutator, :meth:`handle`."""
 
     def __init__(self, info: PeerInfo, routers: Sequence[str], config: MemberConfig) -> None:
         """``info`` is what ``Join`` tells of the instance; ``routers``: the addresses where one may be."""
         self.info = info
         self.router: Peer | None = None
-        """The router that has accepted the instance; None: it is no member."""
+        """The router that has accepted the instance. None: it is no member."""
         self.addresses = RouterAddresses(routers, config)
         self._config = config
-        self._recalled_by: Peer | None = None  # the newest router that took over: it is asked until it answers
+        self._rejoins_at: Peer | None = None  # the newest router that took over: it is asked until it answers
         self._peers: dict[str, PeerInfo] = {}  # the other members
-        self._roll: int | None = None  # of all members; counted when it is asked for
+        self._members_digest: int | None = None  # of all members; counted when it is asked for
         self._is_reborn = True  # False between BecomeNew and Reborn
         self.drains = False
-        """Whether it takes nothing new, and leaves when it is idle."""
+        """True: it accepts no new request, and leaves when it is idle."""
         self._has_left = False
         self._leaves_at_ns: int | None = None  # while it drains: the end of the patience; None: it has no end
         self._why = ""  # of a drain that is not logged yet
@@ -90,7 +151,7 @@ class MemberMachine:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When to look again; None: never, it has left or waits for ``Reborn``."""
+        """When to look again. None: it has left, or waits for ``Reborn``."""
         return None if self._has_left or not self._is_reborn else self._next_beat_ns
 
     def knows(self, peer: Peer) -> bool:
@@ -128,7 +189,7 @@ class MemberMachine:
         actions, self._actions = self._actions, []
         return actions
 
-    # -- what others say
+    # -- messages
 
     def _hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
         if sender.name != ROUTER:
@@ -137,21 +198,21 @@ class MemberMachine:
         self.addresses.heard(now)
         if sender == self.router and self.addresses.return_home():
             self._do(DialRouter(sender, self.addresses.address))
-        if self._is_reborn:  # else it was said to the incarnation that ends now
+        if self._is_reborn:  # else the message was for the incarnation that ends now
             self._hear_router(sender, message, now)
 
     def _hear_router(self, sender: Peer, message: AnyMessage, now: int) -> None:
         match message:
-            case Welcome():
+            case JoinAccepted():
                 self._welcome(sender, message, now)
-            case Recall(address):
-                self._answer_recall(sender, address, now)
+            case RejoinRequest(address):
+                self._rejoin(sender, address, now)
             case Expelled():
                 self._leave_incarnation(sender, message)
             case Refused(reason):
                 if self.router is None:
                     self._leave(refused=reason)
-            case Heard():
+            case HeartbeatAck():
                 pass
             case PeerJoined(info):
                 self._meet(info)
@@ -167,13 +228,13 @@ class MemberMachine:
 
     def _is_outdated(self, router: Peer) -> bool:
         """Whether another router has taken the place of ``router``, as far as is known here."""
-        known = (self.router, self._recalled_by)
+        known = (self.router, self._rejoins_at)
         return any(peer is not None and router.generation < peer.generation for peer in known)
 
-    def _welcome(self, sender: Peer, message: Welcome, now: int) -> None:
+    def _welcome(self, sender: Peer, message: JoinAccepted, now: int) -> None:
         if self._is_outdated(sender):
-            return  # a late one: that router would never hear of this instance again
-        if sender != self.router:  # a further Welcome of the same router does not move it
+            return  # late: that router is gone
+        if sender != self.router:  # a further JoinAccepted of the same router does not move it
             self.addresses.settle(message.joined_at)
         self._do(DialRouter(sender, self.addresses.address))
         names = {info.peer.name for info in message.peers}
@@ -186,18 +247,18 @@ class MemberMachine:
             self._do(Joined())
         self._do(Deliver(sender, message))
 
-    def _answer_recall(self, sender: Peer, address: str, now: int) -> None:
-        """Join the new router. Requests that run here are orphaned; they are dropped when its ``Welcome`` arrives."""
-        if sender == (self.router or self._recalled_by) or self._is_outdated(sender):
+    def _rejoin(self, sender: Peer, address: str, now: int) -> None:
+        """Join the new router. Requests running here are orphaned, and dropped when its ``JoinAccepted`` arrives."""
+        if sender == (self.router or self._rejoins_at) or self._is_outdated(sender):
             return
         self._do(Notice(f"the router at {address} takes over: joining it"))
-        self.router, self._recalled_by = None, sender
+        self.router, self._rejoins_at = None, sender
         self.addresses.lead_to(address, now)
         self._do(DialRouter(ANY_ROUTER, address))
         self._next_beat_ns = now
 
     def _leave_incarnation(self, sender: Peer, message: Expelled) -> None:
-        """Also where this incarnation never heard that it was a member: its ``Welcome`` was lost, and it was silent."""
+        """Also where this incarnation never heard that it was a member: its ``JoinAccepted`` was lost."""
         if self._is_outdated(sender):
             return
         self.router, self.addresses.home = None, None
@@ -207,25 +268,25 @@ class MemberMachine:
 
     def _begin_anew(self, info: PeerInfo, now: int) -> None:
         check(info.peer.generation > self.me.generation, f"{info.peer} is not newer than {self.me}")
-        self.info, self._is_reborn, self._roll = info, True, None
+        self.info, self._is_reborn, self._members_digest = info, True, None
         self._do(DialRouter(ANY_ROUTER, self.addresses.address))
         self._next_beat_ns = now
 
     def _meet(self, info: PeerInfo) -> None:
         if info.peer.name != self.me.name and self._peers.get(info.peer.name) != info:
-            self._peers[info.peer.name], self._roll = info, None
+            self._peers[info.peer.name], self._members_digest = info, None
             self._do(MeetPeer(info))
 
     def _part(self, peer: Peer) -> None:
         if self.knows(peer):
             del self._peers[peer.name]
-            self._roll = None
+            self._members_digest = None
             self._do(PartFromPeer(peer))
 
     # -- time
 
     def _beat(self, now: int) -> None:
-        """Ask to join, or for what a heartbeat tells."""
+        """Ask to join, or read the load for a heartbeat."""
         self._next_beat_ns = now + self._config.beat_ns
         if self.addresses.turn(now):
             self._do(Notice(f"no router is heard: trying {self.addresses.address}"))
@@ -238,10 +299,12 @@ class MemberMachine:
 
     def _send_heartbeat(self, read: LoadRead, now: int) -> None:
         if self.router is None or self._has_left:
-            return  # expelled or recalled meanwhile
-        if self._roll is None:
-            self._roll = roll_of([self.me, *(info.peer for info in self._peers.values())])
-        heartbeat = Heartbeat(read.load, read.next_event, read.stats, self._roll, self.addresses.asks(now))
+            return  # expelled or asked to rejoin meanwhile
+        if self._members_digest is None:
+            self._members_digest = members_digest([self.me, *(info.peer for info in self._peers.values())])
+        heartbeat = Heartbeat(
+            read.load, read.next_event, read.stats, self._members_digest, self.addresses.wants_ack(now)
+        )
         self._do(Send(ANY_ROUTER, heartbeat))  # a restarted router shall hear it too
         if self._why:
             self._do(Notice(self._drain_notice(read.load, now)))
@@ -281,6 +344,6 @@ class MemberMachine:
         """Raise :class:`InvariantError` if the books do not agree."""
         check(self.router is None or self._is_reborn, "a member waits for its next incarnation")
         check(self.me.name not in self._peers, f"{self.me.name} is its own peer")
-        if self._roll is not None:
-            known = roll_of([self.me, *(info.peer for info in self._peers.values())])
-            check(self._roll == known, "the roll is not that of the members")
+        if self._members_digest is not None:
+            known = members_digest([self.me, *(info.peer for info in self._peers.values())])
+            check(self._members_digest == known, "the digest is not that of the members")

@@ -1,4 +1,4 @@
-"""A sequence's blocks (level 2): the only module that talks to the pool on a sequence's behalf.
+"""A sequence's blocks: the only module that talks to the pool on a sequence's behalf.
 
 Nothing here preempts: a call that lacks room changes nothing and says so.
 """
@@ -13,7 +13,7 @@ from memserve.units import ceil_div
 if TYPE_CHECKING:
     from memserve.instance.sequence import Sequence
     from memserve.mempool.pool import BlockPool, Lease
-    from memserve.policy.preemption import PreemptionModel
+    from memserve.policy.reuse import PreemptionModel
     from memserve.types import Request, TokenArray
 
 
@@ -35,7 +35,7 @@ class SequenceMemory:
     def attach(self, sequence: Sequence, headroom: int) -> bool:
         """Give a waiting sequence the blocks of all its known tokens, from the cache as far as possible.
 
-        ``headroom`` blocks more must be available, and stay so. Sets ``computed`` to the tokens whose KV is there
+        ``headroom`` blocks more must be available, and stay so. Sets ``computed`` to the tokens with KV that is there
         already: at most ``known - 1``, since the last one's logits are needed.
         """
         if sequence.dram_blocks:
@@ -46,20 +46,20 @@ class SequenceMemory:
         reusable = tokens[: self._worth_reusing(sequence, tokens)]
         if self._attach_prefix(sequence, tokens, reusable):
             return True
-        # A fully cached prompt needs a copy of its last block: one more than the tokens have. Without it, if that
-        # does not fit.
+        # A fully cached prompt needs a copy of its last block, one block more than its tokens have. Where that does not
+        # fit, the last token is computed in a new block.
         return self._attach_prefix(sequence, tokens, reusable[: len(tokens) - 1])
 
     def _worth_reusing(self, sequence: Sequence, tokens: TokenArray) -> int:
-        """How many of ``tokens`` may come from the cache: not those whose way up from DRAM takes too long."""
+        """How many of ``tokens`` may come from the cache: copying some of them up from DRAM may take too long."""
         if not self.pool.config.dram_blocks or not self.reads_cache(sequence):
             return len(tokens)
         hbm, dram = self.pool.match_blocks(sequence.group.isolation, tokens)
         blocks = self.costs.reusable_blocks(len(tokens), self.block_tokens, hbm, dram)
         return len(tokens) if blocks == hbm + dram else blocks * self.block_tokens
 
-    def land(self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int) -> None:
-        """Take over ``blocks`` that came with the KV of the first ``tokens`` tokens: a reference each, and the pin."""
+    def adopt(self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int) -> None:
+        """Take over ``blocks`` with the KV of the first ``tokens`` tokens, their references, and the pin."""
         sequence.blocks, sequence.lease = blocks, lease
         sequence.published = lease.tokens if lease is not None else 0
         sequence.computed = sequence.writable_until = tokens
@@ -70,7 +70,7 @@ class SequenceMemory:
         return self._shares(group.request) and (group.prompt_logprobs is None or bool(sequence.out))
 
     def _shares(self, request: Request) -> bool:
-        """Whether it takes part in the cache at all: then, and only then, its sequences have leases."""
+        """Whether the request takes part in the cache at all: then, and only then, its sequences have leases."""
         return self._caches and request.use_cache
 
     def has_blocks_for(self, sequence: Sequence, headroom: int) -> bool:
@@ -91,7 +91,7 @@ class SequenceMemory:
         return self.pool.acquire(sequence.group.isolation, tokens if self.reads_cache(sequence) else tokens[:0])
 
     def _attach_prefix(self, sequence: Sequence, tokens: TokenArray, reusable: TokenArray) -> bool:
-        """Acquire what is cached of ``reusable`` and allocate the rest of ``tokens``."""
+        """Acquire the cached prefix of ``reusable`` and allocate the rest of ``tokens``."""
         lease = self._acquire(sequence, reusable)
         blocks = list(lease.blocks) if lease is not None else []
         sequence.lease, sequence.blocks = lease, blocks
@@ -120,11 +120,11 @@ class SequenceMemory:
     # -- running
 
     def next_write_is_shared(self, sequence: Sequence) -> bool:
-        """Whether the next token falls into a block that it has, but may share with a fork."""
+        """Whether the next token falls into a block of the sequence that a fork may share."""
         return sequence.computed < len(sequence.blocks) * self.block_tokens
 
     def make_private(self, sequence: Sequence) -> bool:
-        """Copy-on-write: make the block that the next token falls into its own. ``False`` = no room for a copy."""
+        """Copy-on-write: make the block of the next token private. False: no room for a copy."""
         place = sequence.computed // self.block_tokens
         old = sequence.blocks[place]
         if self.pool.is_shared(old):
@@ -137,11 +137,11 @@ class SequenceMemory:
         sequence.writable_until = len(sequence.blocks) * self.block_tokens
         return True
 
-    def loosen(self, sequence: Sequence) -> bool:
-        """Give up the pin on the published prefix; ``False`` when there is none.
+    def unpin_published(self, sequence: Sequence) -> bool:
+        """Give up the pin on the published prefix. False: there is none.
 
-        Where the cache has blocks of its own for the same tokens (they were computed twice, or copied on write), the
-        pin keeps those from eviction although the sequence does not read them.
+        Where the cache has other blocks for these tokens (they were computed twice, or copied on write), the pin keeps
+        those from eviction although the sequence does not read them.
         """
         if sequence.lease is None or not sequence.published:
             return False
@@ -152,7 +152,7 @@ class SequenceMemory:
         return True
 
     def publish(self, sequence: Sequence) -> None:
-        """Offer the full blocks of the known tokens computed so far to the prefix cache."""
+        """Put the full blocks of the known tokens computed so far into the prefix cache."""
         if sequence.lease is None:
             return
         full = min(sequence.computed, sequence.known) // self.block_tokens
@@ -164,9 +164,9 @@ class SequenceMemory:
             sequence.published = tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let ``child`` share all KV of ``parent``, which has computed at least what ``child`` knows but one token.
+        """Let ``child`` share all KV of ``parent``, which has computed all known tokens of ``child`` but the last.
 
-        The child pins the published prefix too: it may outlive the parent.
+        The child pins the published prefix, too: it may outlive the parent.
         """
         shared = parent.blocks
         if parent.lease is not None:
@@ -183,7 +183,7 @@ class SequenceMemory:
     # -- going
 
     def detach(self, sequence: Sequence) -> None:
-        """Publish what can be, then return every block on every tier."""
+        """Publish full blocks, then return every block on every tier."""
         if sequence.dram_blocks:
             self.pool.release_dram(sequence.dram_blocks)
             sequence.dram_blocks = []
@@ -197,9 +197,9 @@ class SequenceMemory:
             sequence.dram_blocks = []
         self._drop(sequence)
 
-    def distrust(self, sequence: Sequence) -> None:
-        """Return every block, and forget what the index has of its tokens, but for what others hold just now: the next
-        request with this prefix computes it."""
+    def discard(self, sequence: Sequence) -> None:
+        """Return every block, and remove the tokens from the index, except blocks that others hold at this moment: the
+        next request with this prefix computes it."""
         request = sequence.group.request
         cached = sequence.known_tokens()[: sequence.published]
         shares = sequence.lease is not None and len(cached)
@@ -219,9 +219,9 @@ class SequenceMemory:
     # -- swapping
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Move the blocks to DRAM; ``False`` when it has no room. ``computed`` stays.
+        """Move the blocks to DRAM. False: it has no room. ``computed`` stays.
 
-        Nothing more is published: what the index holds too would occupy both tiers.
+        No further block is published: blocks that the index holds, too, would occupy both tiers.
         """
         blocks = sequence.blocks[: ceil_div(sequence.computed, self.block_tokens)]
         if not blocks:
@@ -251,7 +251,7 @@ class SequenceMemory:
         request = sequence.group.request
         if self._shares(request):
             sequence.lease = self.pool.acquire(sequence.group.isolation, request.prompt[:0])
-        # The blocks of tokens not computed yet: if they should be lacking after all, the step asks for them again.
+        # Blocks of tokens that are not computed yet: where they are lacking, the step asks for them again.
         sequence.writable_until = len(blocks) * self.block_tokens
         extra = missing - len(blocks)
         if extra > 0:

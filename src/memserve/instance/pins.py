@@ -1,4 +1,4 @@
-"""Named prefixes that stay in the cache until their time is over (level 2, row M14)."""
+"""Named prefixes that stay in the cache until their time is over."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from memserve.policy.quotas import TenantStore
 from memserve.types import NamedPrefix, TokenArray
 
 PINNED_TOKENS_MAX = 4 << 20
-"""Tokens of all pins whose tenants are known here; of more, the tenant with most loses its oldest."""
+"""Tokens of all pins whose tenants are known here. Beyond, the tenant with most tokens loses its oldest pin."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pin:
     handle: str
-    lease: Lease  # its pin only: the blocks' references went back at once
+    lease: Lease  # the pin alone: the references on its blocks were released at once
     until_ns: int
     tenant: str | None
 
@@ -24,7 +24,7 @@ class _Pin:
 class Pins:
     """Keeps cached paths from eviction, by name.
 
-    They are a promise to try, not to stand still for: when nothing else can make room, all are given up.
+    Pins are best effort: when nothing else can make room, all are given up.
     """
 
     __slots__ = ("_made", "_pins", "_pool", "_quota", "_times", "lost")
@@ -33,19 +33,19 @@ class Pins:
         self._pool = pool
         #: in the order in which they were made or renewed
         self._pins: dict[str, _Pin] = {}
-        #: heap of (end of its time, order of making, pin); may name such as have ended
+        #: heap of (end of its time, order of making, pin); some pins may have ended
         self._times: list[tuple[int, int, _Pin]] = []
         self._made = 0
-        #: pins whose tenant is known here
+        #: pins of tenants known here
         self._quota: TenantStore[str] = TenantStore(PINNED_TOKENS_MAX)
-        #: names that were given up for memory, or because their KV was lost, since somebody looked
+        #: names that were given up for memory, or because their KV was lost; the machine empties the list
         self.lost: list[str] = []
 
     def pin(self, handle: str, isolation: str, tokens: TokenArray, until_ns: int, *, tenant: str | None = None) -> int:
-        """Keep what is cached of ``tokens``, brought up from DRAM as far as HBM has room. Returns how many tokens.
+        """Keep the cached prefix of ``tokens``, brought up from DRAM as far as HBM has room. Returns its tokens.
 
-        A pin of the same name ends: it is renewed, extended or shortened. ``tenant``: the pin counts in its share of
-        all pins, of which the oldest go; ``None``: a router has counted it.
+        An earlier pin of this name ends: it is renewed, extended or shortened. ``tenant``: the pin counts in its share
+        of all pins, of which the oldest go. None: a router has counted it.
         """
         lease = self._pool.acquire(isolation, tokens)
         self._pool.release(lease.blocks)
@@ -71,22 +71,22 @@ class Pins:
             self._forget_times()
 
     def tokens(self, handle: str) -> int:
-        """How much is kept under the name; 0 for unknown ones."""
+        """Tokens kept under the name. 0: the name is unknown."""
         pin = self._pins.get(handle)
         return pin.lease.tokens if pin is not None else 0
 
     def of(self, tenant: str) -> list[NamedPrefix]:
-        """What is kept of a tenant that is known here, under the names that :meth:`pin` was given."""
+        """The prefixes of a tenant that is known here, under the names that :meth:`pin` was given."""
         pins = [self._pins[handle] for handle in self._quota.of(tenant)]
         return [NamedPrefix(pin.handle, pin.lease.tokens, pin.until_ns) for pin in pins]
 
     def expire(self, now: int) -> None:
-        """End the pins whose time is over."""
+        """End the pins with no time left."""
         while self._times and self._times[0][0] <= now:
             self.unpin(self._times[0][2].handle)
 
     def release_all(self) -> bool:
-        """Give up every pin; ``False`` when there was none."""
+        """Give up every pin. False: there was none."""
         names = list(self._pins)
         for handle in names:
             self.unpin(handle)
@@ -95,11 +95,11 @@ class Pins:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`expire` is worth calling."""
+        """When :meth:`expire` is worth calling. None: there is no pin."""
         return self._times[0][0] if self._times else None
 
     def _forget_times(self) -> None:
-        """The first of the heap is always a live pin; most of the rest are."""
+        """Keep the first of the heap, and most of the rest, live pins."""
         if len(self._times) > 2 * len(self._pins) + 8:
             self._times = [entry for entry in self._times if self._pins.get(entry[2].handle) is entry[2]]
             heapq.heapify(self._times)

@@ -1,16 +1,16 @@
-"""How a step is made (level 2): iteration-level batching with chunked prefill.
+"""How a step is made: iteration-level batching with chunked prefill.
 
 A plan is filled in four passes, each by turns of tenants, and in rank order within one:
 
-1. decodes: one token each; who needs a block gets one, if need be from a sequence of lower rank;
-2. work: pieces of prompts already admitted, beams, resumed sequences;
+1. decodes: one token each; a sequence that needs a block gets one, if need be from one of lower rank;
+2. prefills: pieces of prompts already admitted, beams, resumed sequences;
 3. admission: from the waiting lines while there are slots, blocks and budget;
-4. what the plan computes is published and forked. Not earlier: inside one plan nothing may depend on its own rows.
+4. what the plan computes is published and forked. Not earlier: inside one plan no row may depend on another.
 
 Progress: the sequence of the highest rank is served first in its pass, may take blocks from all others, and fits alone
-(checked on arrival), so it ends after finitely many steps. The one way to stand still is that nobody may take from
-anybody: beams that wait for each other across requests. When nothing is under way and nothing could be planned,
-pins are given up, everything is preempted and the line starts over from its head.
+(checked on arrival), so it ends after finitely many steps. The one way to stand still is that no sequence may take
+from another: beams that wait for each other across requests. When nothing is under way and nothing could be planned,
+pins are given up, everything is preempted and the queue starts over from its head.
 """
 
 from __future__ import annotations
@@ -18,110 +18,108 @@ from __future__ import annotations
 from memserve import _core
 from memserve.config import SchedulerConfig
 from memserve.errors import check
-from memserve.instance.actions import StepPlan
-from memserve.instance.admission import Admission
-from memserve.instance.outstanding import Outstanding
+from memserve.instance.admission import SequenceAdmission, Sharing
+from memserve.instance.batch import BatchBuilder, InflightPlan
+from memserve.instance.events import StepPlan
 from memserve.instance.pins import Pins
-from memserve.instance.roster import Roster
-from memserve.instance.rows import RowWriter
+from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Phase, Sequence
-from memserve.instance.sharing import Sharing
-from memserve.policy.batching import chunk_tokens
+from memserve.policy.capacity import chunk_tokens
 
 _LOOKS_AHEAD = 8  # of a line: how many of those that wait the budget of a step is kept for
 
 PROMPT_LOGPROBS_MAX = 256
-"""Prompt tokens of one plan whose logits are wanted: each costs a row of the vocabulary (200 KB, or more) at once."""
+"""Prompt tokens of one plan whose logits are wanted: each takes a row of the vocabulary (200 KB, or more)."""
 
 
 class Planner:
-    """Makes plans out of the roster."""
+    """Makes plans for the device out of the scheduler's state."""
 
-    __slots__ = ("_no_room_for", "admission", "config", "next_step_id", "pins", "roster", "sharing")
+    __slots__ = ("_no_room_for", "admission", "config", "next_step_id", "pins", "sharing", "state")
 
-    def __init__(self, roster: Roster, config: SchedulerConfig, pins: Pins | None) -> None:
-        self.roster = roster
+    def __init__(self, state: SchedulerState, config: SchedulerConfig, pins: Pins | None) -> None:
+        self.state = state
         self.config = config
         self.pins = pins
-        self.admission = Admission(roster)
-        self.sharing = Sharing(roster)
+        self.admission = SequenceAdmission(state)
+        self.sharing = Sharing(state)
         #: the head of the line, when the last plan had no room for it
         self._no_room_for: Sequence | None = None
         self.next_step_id = 1
 
-    def make(self, now: int, *, nothing_under_way: bool, copies_only: bool) -> tuple[StepPlan, Outstanding] | None:
-        """The next plan, or ``None`` when there is nothing to compute.
+    def make(self, now: int, *, nothing_under_way: bool, copies_only: bool) -> tuple[StepPlan, InflightPlan] | None:
+        """The next plan. None: there is nothing to compute.
 
-        ``copies_only``: somebody waits for copies that are recorded already, so a plan without rows is worth making.
+        ``copies_only``: a transfer waits for copies that are recorded already, so a plan without rows is of use.
         """
-        roster = self.roster
-        if roster.decoding.items or roster.working.items or roster.waiting or roster.landed:
-            rows = self._fill(now)
-            if not rows.plan.slots and nothing_under_way:
-                rows = self._start_over(rows, now)
+        state = self.state
+        if state.decoding.items or state.prefilling.items or state.waiting or state.remote_kv_ready:
+            batch = self._fill(now)
+            if not batch.plan.slots and nothing_under_way:
+                batch = self._start_over(batch, now)
         elif copies_only:
-            rows = RowWriter(roster, self.next_step_id)
+            batch = BatchBuilder(state, self.next_step_id)
         else:
             return None
-        if not (rows.plan.slots or copies_only):
+        if not (batch.plan.slots or copies_only):
             return None
         self.next_step_id += 1
-        return self._seal(rows)
+        return self._seal(batch)
 
-    def _start_over(self, rows: RowWriter, now: int) -> RowWriter:
-        """Nobody can move: give up what is kept for later, then take from everybody and begin at the line's head.
+    def _start_over(self, batch: BatchBuilder, now: int) -> BatchBuilder:
+        """No sequence can move: give up all pins, then preempt everything and begin at the head of the queue.
 
-        That must suffice, unless memory is lent to other instances. Then time helps: every loan has an end.
+        That must suffice, unless memory is lent to other instances. Then time helps: every lease has an end.
         """
-        roster = self.roster
+        state = self.state
         if self.pins is not None and self.pins.release_all():
-            rows = self._fill(now)
-        if not rows.plan.slots and roster.holds_blocks:
-            roster.counters.standstills += 1
-            roster.preempt_all()
-            rows = self._fill(now)
-        pool = roster.memory.pool
+            batch = self._fill(now)
+        if not batch.plan.slots and state.holds_blocks:
+            state.counters.standstills += 1
+            state.preempt_all()
+            batch = self._fill(now)
+        pool = state.memory.pool
         lent = pool.available() < pool.config.hbm_blocks
-        check(rows.plan.slots or lent, f"standing still with everything free: {roster}")
-        return rows
+        check(batch.plan.slots or lent, f"standing still with everything free: {state}")
+        return batch
 
-    def _fill(self, now: int) -> RowWriter:
+    def _fill(self, now: int) -> BatchBuilder:
         head, self._no_room_for = self._without_slot() or self._no_room_for, None
         has_room = head is None or self.sharing.make_way(head)
-        rows = RowWriter(self.roster, self.next_step_id)
-        budget = self.config.max_step_tokens
+        batch = BatchBuilder(self.state, self.next_step_id)
+        budget = self.config.step_tokens
         stalled = False
-        if self.roster.decoding.items:
-            stalled = self._make_room_for_decodes(rows)
-            self.roster.serve_decodes(1)
-            budget -= rows.add_decodes(not stalled)
-        if self.roster.working.items or self.roster.waiting or self.roster.landed:
-            opens = has_room and bool(self.roster.free_slots)  # else what is kept for the waiting line may be lost
-            self._prefill(rows, budget, now, stalled, opens)
-        return rows
+        if self.state.decoding.items:
+            stalled = self._make_room_for_decodes(batch)
+            self.state.serve_decodes(1)
+            budget -= batch.add_decodes(not stalled)
+        if self.state.prefilling.items or self.state.waiting or self.state.remote_kv_ready:
+            opens = has_room and bool(self.state.free_slots)  # else the budget kept for the waiting line may be lost
+            self._prefill(batch, budget, now, stalled, opens)
+        return batch
 
     def _without_slot(self) -> Sequence | None:
         """The head of the waiting lines, when no slot is free and several tenants want one."""
-        roster, turns = self.roster, self.roster.turns
-        if roster.free_slots or len(turns) == 1 or not roster.waiting:
+        state, turns = self.state, self.state.turns
+        if state.free_slots or len(turns) == 1 or not state.waiting:
             return None
-        tenant = min(roster.waiting.tenants, key=lambda name: (roster.first_urgency(name), turns.at(name)))
-        return roster.waiting.line(tenant)[0]
+        tenant = min(state.waiting.tenants, key=lambda name: (state.first_urgency(name), turns.at(name)))
+        return state.waiting.line(tenant)[0]
 
-    def _prefill(self, rows: RowWriter, budget: int, now: int, stalled: bool, opens: bool) -> None:
-        """Passes 2 and 3. Of several tenants each gets its share of the budget, and what those before it leave.
+    def _prefill(self, batch: BatchBuilder, budget: int, now: int, stalled: bool, opens: bool) -> None:
+        """Passes 2 and 3. Of several tenants each gets its share of the budget, and what the ones before it leave.
 
         ``opens``: the waiting line is likely to move, so a part of the budget is kept for it.
         """
-        roster, turns, starved = self.roster, self.roster.turns, False
+        state, turns, starved = self.state, self.state.turns, False
         if len(turns) == 1:  # nothing to share
-            left, starved = self._work(rows, budget, roster.working.items.copy())
-            if (roster.waiting or roster.landed) and not (stalled or starved):
-                self._admit(rows, left, [(tenant, 0) for tenant in turns], now)
+            left, starved = self._continue_prefills(batch, budget, state.prefilling.items.copy())
+            if (state.waiting or state.remote_kv_ready) and not (stalled or starved):
+                self._admit(batch, left, [(tenant, 0) for tenant in turns], now)
             return
         tenants = sorted(
-            {**roster.working.tenants, **dict.fromkeys(roster.waiting.tenants)},
-            key=lambda tenant: (roster.first_urgency(tenant), turns.at(tenant)),
+            {**state.prefilling.tenants, **dict.fromkeys(state.waiting.tenants)},
+            key=lambda tenant: (state.first_urgency(tenant), turns.at(tenant)),
         )
         budget = self._budget_beside_others(tenants, budget, opens)
         weights = sum([turns.weight(tenant) for tenant in tenants])
@@ -131,157 +129,157 @@ class Planner:
             share = budget if weight == weights else max(1, budget * weight // weights)
             weights -= weight
             left = share
-            if tenant in roster.working.tenants:
-                left, lacks = self._work(rows, share, roster.working.of(tenant))
+            if tenant in state.prefilling.tenants:
+                left, lacks = self._continue_prefills(batch, share, state.prefilling.of(tenant))
                 starved |= lacks
-            line = roster.waiting.line(tenant) if opens else []
+            line = state.waiting.line(tenant) if opens else []
             keep = min(left, _core.count_tokens(line[:_LOOKS_AHEAD])[1]) if line else 0
             kept.append((tenant, keep))
             budget -= share - left + keep
         if not (stalled or starved):
-            self._admit(rows, budget, kept, now)
+            self._admit(batch, budget, kept, now)
 
     def _budget_beside_others(self, tenants: list[str], budget: int, opens: bool) -> int:
         """Where several tenants have prompts to compute, the one with most fills at most half of the step beside the
-        others' tokens: a short prompt of another tenant is not to wait for as long a step as there can be."""
-        working, waiting = self.roster.working, self.roster.waiting
+        others' tokens: a short prompt of another tenant shall not wait for a step of full length."""
+        prefilling, waiting = self.state.prefilling, self.state.waiting
         wanted = [
-            _core.count_tokens(working.of(tenant)[:_LOOKS_AHEAD])[1]
+            _core.count_tokens(prefilling.of(tenant)[:_LOOKS_AHEAD])[1]
             + (_core.count_tokens(waiting.line(tenant)[:_LOOKS_AHEAD])[1] if opens else 0)
             for tenant in tenants
         ]
         others = sum(wanted) - max(wanted, default=0)
         return min(budget, others + max(1, budget // 2)) if others else budget
 
-    def _seal(self, rows: RowWriter) -> tuple[StepPlan, Outstanding]:
+    def _seal(self, batch: BatchBuilder) -> tuple[StepPlan, InflightPlan]:
         """Publish, fork, and hand over everything that has to happen on the device before the rows."""
-        roster, plan = self.roster, rows.plan
-        rows.finish()
-        plan.close, roster.closing = roster.closing, []
-        plan.reset_slots, roster.slots_unknown = roster.slots_unknown, False
-        plan.copies = roster.memory.pool.take_copies()
-        roster.counters.steps += 1
-        roster.counters.prefill_tokens += rows.outstanding.prefill_tokens
-        roster.counters.decode_tokens += rows.outstanding.decode_rows
-        return plan, rows.outstanding
+        state, plan = self.state, batch.plan
+        batch.finish()
+        plan.close, state.closing = state.closing, []
+        plan.reset_slots, state.slots_unknown = state.slots_unknown, False
+        plan.copies = state.memory.pool.take_copies()
+        state.counters.steps += 1
+        state.counters.prefill_tokens += batch.inflight.prefill_tokens
+        state.counters.decode_tokens += batch.inflight.decode_rows
+        return plan, batch.inflight
 
     # -- pass 1
 
-    def _make_room_for_decodes(self, rows: RowWriter) -> bool:
+    def _make_room_for_decodes(self, batch: BatchBuilder) -> bool:
         """Give blocks to the decodes that reached the end of theirs. Returns whether one goes without."""
-        needy = _core.out_of_room(self.roster.decoding.items)
+        needy = _core.out_of_room(self.state.decoding.items)
         if not needy:
             return False
-        memory = self.roster.memory
+        memory = self.state.memory
         growing = [sequence for sequence in needy if not memory.next_write_is_shared(sequence)]
         blocks = memory.pool.allocate(len(growing)) if growing else []
         if blocks is not None:
             for sequence, block in zip(growing, blocks, strict=True):
-                rows.append_blocks(sequence, [block])
+                batch.append_blocks(sequence, [block])
             if len(growing) == len(needy):
                 return False
         stalled = False
         for sequence in needy:
             if sequence.phase is Phase.DECODING and sequence.computed >= sequence.writable_until:
-                stalled |= not self._make_writable(rows, sequence, sequence.computed + 1)
+                stalled |= not self._make_writable(batch, sequence, sequence.computed + 1)
         return stalled
 
-    def _make_writable(self, rows: RowWriter, sequence: Sequence, end: int) -> bool:
+    def _make_writable(self, batch: BatchBuilder, sequence: Sequence, end: int) -> bool:
         """Blocks for the tokens up to ``end``, private ones; preempts others for them if that helps."""
-        while not rows.make_writable(sequence, end):
-            victim = self.sharing.victim_for(sequence, rows.plan.step_id)
+        while not batch.make_writable(sequence, end):
+            victim = self.sharing.victim_for(sequence, batch.plan.step_id)
             if victim is not None:
-                rows.forget(victim)
-                self.roster.preempt(victim)
-            elif not self.roster.memory.loosen(sequence):
+                batch.forget(victim)
+                self.state.preempt(victim)
+            elif not self.state.memory.unpin_published(sequence):
                 return False
         return True
 
     # -- pass 2
 
-    def _work(self, rows: RowWriter, budget: int, sequences: list[Sequence]) -> tuple[int, bool]:
-        """Rows for what is admitted already. Returns the budget left and whether one goes without blocks."""
+    def _continue_prefills(self, batch: BatchBuilder, budget: int, sequences: list[Sequence]) -> tuple[int, bool]:
+        """Rows for admitted sequences. Returns the budget left, and whether one of them goes without blocks."""
         starved = False
         for sequence in sequences:
             if budget <= 0:
                 break
-            if sequence.phase is not Phase.WORKING:
-                continue  # preempted for one before it
-            count = self._chunk(rows, sequence, budget)
+            if sequence.phase is not Phase.PREFILLING:
+                continue  # preempted for an earlier one
+            count = self._chunk(batch, sequence, budget)
             if not count:
                 continue
             end = sequence.computed + count
-            if self._make_writable(rows, sequence, end):
-                budget -= rows.add_chunk(sequence, end)
+            if self._make_writable(batch, sequence, end):
+                budget -= batch.add_chunk(sequence, end)
             else:
                 starved = True
         return budget, starved
 
-    def _chunk(self, rows: RowWriter, sequence: Sequence, budget: int) -> int:
-        """Tokens of ``sequence`` for this plan; 0 when it has to wait for the next one."""
-        block_tokens = self.roster.memory.block_tokens
-        chunk_max = self.config.prefill_chunk_tokens
-        if rows.reports_prompt(sequence):
-            chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - rows.prompt_logprobs)
+    def _chunk(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
+        """Tokens of ``sequence`` for this plan. 0: it has to wait for the next one."""
+        block_tokens = self.state.memory.block_tokens
+        chunk_max = self.config.chunk_tokens
+        if batch.reports_prompt(sequence):
+            chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
         return chunk_tokens(sequence.computed, sequence.known, chunk_max, budget, block_tokens)
 
     # -- pass 3
 
-    def _admit(self, rows: RowWriter, budget: int, kept: list[tuple[str, int]], now: int) -> None:
-        """Admit from the waiting lines, and give what was admitted its first row.
+    def _admit(self, batch: BatchBuilder, budget: int, kept: list[tuple[str, int]], now: int) -> None:
+        """Admit from the waiting lines, and give admitted sequences their first rows.
 
         ``kept``: tenants in turn, and what of the budget is kept for each; ``budget`` is left beside that.
         """
         later = sum([keep for _, keep in kept])
         budget += later
-        for sequence in self.admission.landed():
-            if budget <= 0 or not self._enter(rows, sequence, now):
+        for sequence in self.admission.remote_kv_ready():
+            if budget <= 0 or not self._enter(batch, sequence, now):
                 return
-            spent = self._first_row(rows, sequence, budget)
+            spent = self._first_row(batch, sequence, budget)
             if not spent:
                 return
             budget -= spent
         urgency: int | None = None
-        while (level := self.roster.waiting.first_urgency()) is not None and level != urgency:
+        while (level := self.state.waiting.first_urgency()) is not None and level != urgency:
             urgency, behind = level, later
             for tenant, keep in kept:
                 behind -= keep
-                left = self._admit_line(rows, tenant, level, budget - behind, now, self.sharing.slots_due(tenant))
+                left = self._admit_line(batch, tenant, level, budget - behind, now, self.sharing.slots_due(tenant))
                 if left is None:
                     return
                 budget = left + behind
             for tenant, _ in kept if len(kept) > 1 else ():  # slots that the others leave
-                left = self._admit_line(rows, tenant, level, budget, now, self.roster.slots)
+                left = self._admit_line(batch, tenant, level, budget, now, self.state.slots)
                 if left is None:
                     return
                 budget = left
 
     def _admit_line(
-        self, rows: RowWriter, tenant: str, urgency: int, budget: int, now: int, slots_max: int
+        self, batch: BatchBuilder, tenant: str, urgency: int, budget: int, now: int, slots_max: int
     ) -> int | None:
-        """Admit from the line of one tenant, as many sequences as there are slots for it. Returns the budget left;
-        ``None``: the plan admits no more."""
-        for sequence in self.admission.waiting(tenant, urgency, rows.publishing):
+        """Admit from the line of one tenant, as many sequences as there are slots for it. Returns the budget left.
+        None: the plan admits no more."""
+        for sequence in self.admission.waiting(tenant, urgency, batch.publishing):
             slots_max -= 1 + sequence.group.forks_pending
             if budget <= 0 or slots_max < 0:
                 break
-            if not self._enter(rows, sequence, now):
+            if not self._enter(batch, sequence, now):
                 return None
-            spent = self._first_row(rows, sequence, budget)
+            spent = self._first_row(batch, sequence, budget)
             if not spent:
                 return None
             budget -= spent
         return budget
 
-    def _enter(self, rows: RowWriter, sequence: Sequence, now: int) -> bool:
-        """Admit; the first that does not fit is remembered, and nothing is admitted behind it."""
+    def _enter(self, batch: BatchBuilder, sequence: Sequence, now: int) -> bool:
+        """Admit. The first sequence that does not fit is remembered, and none is admitted behind it."""
         if self.admission.admit(sequence, now):
             return True
         self._no_room_for = sequence
         return False
 
-    def _first_row(self, rows: RowWriter, sequence: Sequence, budget: int) -> int:
-        """A row for what was admitted; 0 = it comes with a later plan."""
-        count = self._chunk(rows, sequence, budget)
+    def _first_row(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
+        """A row for an admitted sequence; returns its tokens. 0: the row comes with a later plan."""
+        count = self._chunk(batch, sequence, budget)
         end = sequence.computed + count
-        return rows.add_chunk(sequence, end) if count and rows.make_writable(sequence, end) else 0
+        return batch.add_chunk(sequence, end) if count and batch.make_writable(sequence, end) else 0

@@ -1,38 +1,39 @@
-"""What a finished or failed step means for its sequences (level 2)."""
+"""What a finished or failed step means for its sequences, beams among them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from memserve import _core
 from memserve.errors import check
-from memserve.instance.beam_group import advance_beams, take_candidates
+from memserve.instance.batch import InflightPlan
+from memserve.instance.beam import BeamSearch, BeamState, Candidates, Hypothesis, Survivor
 from memserve.instance.events import RowFailed, StepFailed, StepFinished
-from memserve.instance.outstanding import Outstanding
-from memserve.instance.roster import Roster
-from memserve.instance.sequence import Group, Phase, Sequence
+from memserve.instance.scheduler_state import SchedulerState
+from memserve.instance.sequence import Cause, Group, Phase, Sequence
 from memserve.types import FinishReason, TokenLogprobs, TokenOutput
 
 _RETRIES = 1  # a sequence survives one failed step
 
 
-class Results:
-    """Applies what the device reports to the roster."""
+class StepResults:
+    """Applies what the device reports to the state."""
 
-    __slots__ = ("_holds", "roster")
+    __slots__ = ("state",)
 
-    def __init__(self, roster: Roster, holds_tokens: bool) -> None:
-        self.roster = roster
-        self._holds = holds_tokens
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
 
-    def apply(self, plan: Outstanding, event: StepFinished) -> None:
+    def apply(self, plan: InflightPlan, event: StepFinished) -> None:
         """Deliver the sampled tokens of ``plan``."""
-        counters = self.roster.counters
+        counters = self.state.counters
         counters.device_ns += event.device_ns
         if plan.void:
             return
         targets, tokens = plan.targets, event.tokens
         check(len(tokens) == len(targets), f"step {plan.step_id}: {len(tokens)} tokens for {len(targets)} draws")
-        self.roster.costs.learn(plan.prefill_tokens, plan.decode_rows, event.device_ns, plan.prefill_pairs)
-        if event.failed:  # first: what else the plan says of sequences that have ended is dropped
+        self.state.costs.learn(plan.prefill_tokens, plan.decode_rows, event.device_ns, plan.prefill_pairs)
+        if event.failed:  # first: further results of sequences that have ended are dropped
             self._end_failed(plan, event.failed)
         if event.prompt_logprobs:
             self._take_prompt_logprobs(plan, event)
@@ -40,38 +41,44 @@ class Results:
         if event.logprobs or event.candidates:
             self._apply_rich(targets, event)
         else:
-            self._apply_plain(targets, tokens)
+            self._apply_plain(plan, tokens)
         counters.generated_tokens += len(targets) - (counters.dropped_tokens - dropped_before)
 
-    def _apply_plain(self, targets: list[Sequence], tokens: list[int]) -> None:
-        """The hot loop: a token for each sequence; what is first, last, or unexpected goes the long way."""
-        outputs, decoding = self.roster.outputs, Phase.DECODING
-        for place in _core.take_tokens(targets, tokens, decoding, Phase.FINISHED):
+    def _apply_plain(self, plan: InflightPlan, tokens: list[int]) -> None:
+        """The hot loop: a token for each sequence. Most sequences draw on; first and last tokens need more care."""
+        targets, outputs = plan.targets, self.state.outputs
+        special = set(_core.take_tokens(targets, tokens, Phase.DECODING, Phase.FINISHED))
+        for place in self.reported(plan, special):
             sequence, token = targets[place], tokens[place]
-            offset = len(sequence.out) - 1
-            if sequence.phase is not decoding or not offset or token in sequence.stops:  # else it will draw more
-                self._look_at(sequence, token, None)
-            elif not sequence.told:
+            if place in special:
+                self._take_special(sequence, token, None)
+            else:
+                offset = len(sequence.out) - 1
                 outputs.append(TokenOutput(sequence.request_id, sequence.index, (token,), offset=offset))
-                sequence.told = offset + 1 if self._holds else 0
+
+    def reported(self, plan: InflightPlan, special: set[int]) -> Iterable[int]:
+        """Places in ``plan.targets`` whose tokens are emitted with this step, in order, those in ``special`` among
+        them: here all. A host that knows otherwise when tokens are drawn may leave out plain ones."""
+        return range(len(plan.targets))
 
     def _apply_rich(self, targets: list[Sequence], event: StepFinished) -> None:
         for position, (sequence, token) in enumerate(zip(targets, event.tokens, strict=True)):
             if sequence.group.beam is not None:
-                take_candidates(self.roster, sequence, event.candidates.get(position))
+                take_candidates(self.state, sequence, event.candidates.get(position))
             else:
                 if sequence.phase is not Phase.FINISHED:
                     sequence.inflight -= 1
                     sequence.out.append(token)
-                self._look_at(sequence, token, event.logprobs.get(position))
+                self._take_special(sequence, token, event.logprobs.get(position))
         beams: dict[str, Group] = {s.request_id: s.group for s in targets if s.group.beam is not None}
         for group in beams.values():
-            advance_beams(self.roster, group)
+            advance_beams(self.state, group)
 
-    def _look_at(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """The last token of one sequence, with all that may come with it."""
+    def _take_special(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Emit the newest token of a sequence with all that goes with a first or last one, and end the sequence or let
+        it go on."""
         if sequence.phase is Phase.FINISHED:
-            self.roster.counters.dropped_tokens += 1
+            self.state.counters.dropped_tokens += 1
             return
         generated = len(sequence.out)
         reason: FinishReason | None = None
@@ -80,26 +87,22 @@ class Results:
             reason = FinishReason.STOP
         elif generated >= sequence.max_tokens:
             reason = FinishReason.LENGTH
-        self._emit(sequence, () if scoring_only else (token,), logprobs, reason)
+        self.emit(sequence, () if scoring_only else (token,), logprobs, reason)
         if reason is not None:
-            self.roster.finish(sequence, reason)
+            self.state.finish(sequence, reason)
         else:
-            self.roster.wake(sequence)
+            self.state.resume(sequence)
 
-    def _emit(
+    def emit(
         self, sequence: Sequence, tokens: tuple[int, ...], logprobs: TokenLogprobs | None, reason: FinishReason | None
     ) -> None:
+        """Emit the newest token of a sequence, if the client is to have it."""
         first = len(sequence.out) == 1
         group = sequence.group
-        if group.muted or (sequence.told and reason is None and logprobs is None and sequence.phase is Phase.IDLE):
-            return  # nobody is to hear of it, or what comes next tells it
-        offset = len(sequence.out) - 1
-        if self._holds:
-            offset = sequence.told or offset
-            tokens = tuple(sequence.out[offset:]) if tokens else ()
-            sequence.told = len(sequence.out)
+        if group.muted:
+            return
         prompt_logprobs = group.prompt_logprobs if first else None
-        self.roster.outputs.append(
+        self.state.outputs.append(
             TokenOutput(
                 sequence.request_id,
                 sequence.index,
@@ -109,12 +112,12 @@ class Results:
                 cached_tokens=group.cached_tokens if first else 0,
                 prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
                 queue_ns=group.queue_ns if first else None,
-                offset=offset,
+                offset=len(sequence.out) - 1,
                 story=group.take_facts(),
             )
         )
 
-    def _take_prompt_logprobs(self, plan: Outstanding, event: StepFinished) -> None:
+    def _take_prompt_logprobs(self, plan: InflightPlan, event: StepFinished) -> None:
         """Entry ``j`` of a row belongs to the token after the row's ``j``-th: its logits were computed there."""
         for row, entries in event.prompt_logprobs.items():
             sequence, start = plan.prompt_rows[row]
@@ -126,27 +129,27 @@ class Results:
 
     # -- failure
 
-    def fail(self, failed: Outstanding, later: list[Outstanding], event: StepFailed) -> None:
-        """Nothing of ``failed`` can be relied upon, nor of the plans behind it: tokens, KV, copies, cache entries.
+    def fail(self, failed: InflightPlan, later: list[InflightPlan], event: StepFailed) -> None:
+        """Drop the results of ``failed`` and of the plans behind it: tokens, KV, copies, cache entries.
 
         All KV is forgotten, not only that of the failed rows: copies of others (evictions, swaps) were in those plans
-        too. Sequences that had a row are retried once, the others do not pay for it.
+        too. A sequence survives one failed step that it has a row in; failed steps of others do not count for it.
         """
-        roster = self.roster
-        roster.counters.steps_failed += 1
+        state = self.state
+        state.counters.steps_failed += 1
         if failed.void:
-            return  # expected: it was built upon a plan that failed
+            return  # expected: this plan was built upon one that failed
         for plan in later:
             plan.void = True
         involved = {id(sequence) for plan in (failed, *later) for sequence in (*plan.targets, *plan.chunks)}
-        for group in list(roster.groups.values()):
+        for group in list(state.groups.values()):
             for sequence in list(group.sequences.values()):
                 sequence.failures += id(sequence) in involved
-                roster.reset(sequence)
-        roster.memory.pool.clear_cache()
-        roster.closing.clear()
-        roster.slots_unknown = True
-        for group in list(roster.groups.values()):
+                state.reset(sequence)
+        state.memory.pool.clear_cache()
+        state.closing.clear()
+        state.slots_unknown = True
+        for group in list(state.groups.values()):
             self._end_hopeless(group)
 
     def _end_hopeless(self, group: Group) -> None:
@@ -155,27 +158,130 @@ class Results:
                 self._end(sequence)
 
     def _end(self, sequence: Sequence, error: str = "") -> None:
-        """End one sequence with an error; all of its request where the others depend on it."""
-        roster, group = self.roster, sequence.group
+        """End one sequence with an error, and with it the request where other sequences depend on this one."""
+        state, group = self.state, sequence.group
         if group.beam is not None or group.muted or group.forks_pending:
-            roster.finish_group(group, FinishReason.ERROR, error)
+            state.finish_group(group, FinishReason.ERROR, error)
             return
-        roster.outputs.append(sequence.ending(FinishReason.ERROR, error))
-        roster.finish(sequence, FinishReason.ERROR)
+        state.outputs.append(sequence.ending(FinishReason.ERROR, error))
+        state.finish(sequence, FinishReason.ERROR)
 
-    def _end_failed(self, plan: Outstanding, failed: dict[int, RowFailed]) -> None:
-        """Rows that failed alone: their sequences end, each with its own error. Trying again would fail again."""
+    def _end_failed(self, plan: InflightPlan, failed: dict[int, RowFailed]) -> None:
+        """End the sequences of rows that failed alone, each with its own error. A retry would fail again."""
         by_slot = plan.by_slot()
         reporting = {id(sequence) for sequence, _ in plan.prompt_rows.values()}
-        check(failed.keys() <= by_slot.keys(), f"step {plan.step_id}: rows failed that it does not have: {failed}")
+        check(failed.keys() <= by_slot.keys(), f"step {plan.step_id}: it does not have the rows that failed: {failed}")
         for slot, failure in failed.items():
             sequence = by_slot[slot]
             if sequence.phase is Phase.FINISHED:
                 continue
-            self.roster.counters.rows_failed += 1
+            self.state.counters.rows_failed += 1
             if failure.kv_is_suspect:
-                self.roster.memory.distrust(sequence)
+                self.state.memory.discard(sequence)
             if id(sequence) in reporting:  # prompt logprobs that its whole request waits for are lost
-                self.roster.finish_group(sequence.group, FinishReason.ERROR, failure.reason)
+                self.state.finish_group(sequence.group, FinishReason.ERROR, failure.reason)
             else:
                 self._end(sequence, failure.reason)
+
+
+# -- beams: collecting candidates, forking, dropping, delivering
+
+
+def take_candidates(state: SchedulerState, sequence: Sequence, candidates: Candidates | None) -> None:
+    """The candidates of a beam came. The next generation begins when all beams of the request have theirs."""
+    if sequence.phase is Phase.FINISHED:
+        state.counters.dropped_tokens += 1
+        return
+    check(candidates is not None, f"{sequence} is a beam, but no candidates came for it")
+    sequence.inflight -= 1
+    sequence.candidates = candidates
+
+
+def advance_beams(state: SchedulerState, group: Group) -> None:
+    """Once every beam has its candidates: make the next generation, or end the search."""
+    beams, search = list(group.sequences.values()), group.beam
+    if search is None or not beams or any(beam.candidates is None for beam in beams):
+        return
+    states = [BeamState(b.out, b.logprobs, b.cumulative_logprob, b.candidates or []) for b in beams]
+    survivors = search.advance(states, group.max_tokens)
+    if survivors:
+        _next_generation(state, group, beams, survivors)
+    else:
+        _deliver(state, group, search, beams)
+
+
+def _next_generation(state: SchedulerState, group: Group, beams: list[Sequence], survivors: list[Survivor]) -> None:
+    """A beam goes on as its first survivor; the others fork from it; beams without survivors are dropped."""
+    parents = {survivor.parent for survivor in survivors}
+    for place, beam in enumerate(beams):
+        if place not in parents:
+            state.drop_beam(beam)
+    heirs: list[Sequence] = []
+    for survivor in survivors:  # all forks come before any beam moves on: they copy its present state
+        beam = beams[survivor.parent]
+        heirs.append(beam if beam not in heirs else _fork(state, beam))
+    for heir, survivor in zip(heirs, survivors, strict=True):
+        _extend(state, heir, survivor)
+    group.sequences = {heir.index: heir for heir in heirs}  # best first: ties in the next generation go to the better
+    state.return_reserved(group)
+    group.forks_pending = 0
+
+
+def _fork(state: SchedulerState, parent: Sequence) -> Sequence:
+    """Another beam with the parent's tokens. It shares the parent's blocks if there are any and a slot is free, and is
+    computed from its tokens otherwise."""
+    group = parent.group
+    child = group.new_sequence()
+    child.out, child.logprobs = list(parent.out), list(parent.logprobs)
+    child.cumulative_logprob = parent.cumulative_logprob
+    child.failures = parent.failures
+    if parent.blocks and (group.reserved_slots or state.free_slots):
+        state.take_slot(child)
+        state.memory.fork(parent, child)
+        state.move(child, Cause.BEAM_FORKED)
+    else:
+        state.move(child, Cause.PREEMPTED)
+    return child
+
+
+def _extend(state: SchedulerState, beam: Sequence, survivor: Survivor) -> None:
+    """Append the chosen token. The device gets it by opening the slot anew."""
+    beam.out.append(survivor.token)
+    beam.logprobs.append(survivor.logprob)
+    beam.cumulative_logprob = survivor.cumulative_logprob
+    beam.candidates = None
+    state.close_slot(beam)
+    if beam.phase is Phase.IDLE:
+        state.move(beam, Cause.BEAM_EXTENDED)
+    else:
+        state.resume(beam)
+
+
+def _deliver(state: SchedulerState, group: Group, search: BeamSearch, beams: list[Sequence]) -> None:
+    """The search is over: the best ``n`` hypotheses are the request's sequences."""
+    for beam in beams:
+        state.drop_beam(beam)
+    for index in range(group.request.n):
+        output = _output(group, index, search.finished[index] if index < len(search.finished) else None)
+        state.outputs.append(output)
+        state.counters.count_finish(output.finish_reason or FinishReason.STOP)
+    state.forget_group(group)
+
+
+def _output(group: Group, index: int, hypothesis: Hypothesis | None) -> TokenOutput:
+    request = group.request
+    if hypothesis is None:  # fewer ends than asked for: every continuation was a stop token
+        return TokenOutput(request.request_id, index, (), finish_reason=FinishReason.STOP)
+    pairs = zip(hypothesis.tokens, hypothesis.logprobs, strict=True)
+    return TokenOutput(
+        request.request_id,
+        index,
+        hypothesis.tokens,
+        logprobs=tuple(TokenLogprobs(t, p) for t, p in pairs) if request.sampling.logprobs is not None else (),
+        finish_reason=hypothesis.reason,
+        cached_tokens=group.cached_tokens,
+        prompt_logprobs=tuple(group.prompt_logprobs) if group.prompt_logprobs is not None else None,
+        cumulative_logprob=hypothesis.cumulative_logprob,
+        queue_ns=group.queue_ns,
+        story=group.take_facts(),
+    )

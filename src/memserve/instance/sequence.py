@@ -1,4 +1,4 @@
-"""What the machine knows of a request and of each of its sequences (level 2).
+"""A request, its sequences, and the phases that they pass through.
 
 Tokens of a sequence, by what has happened to them::
 
@@ -14,16 +14,18 @@ Tokens of a sequence, by what has happened to them::
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memserve import _core
 from memserve.instance.beam import BeamSearch
-from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput
+from memserve.messages import Holder, Peer
+from memserve.transitions import Transitions
+from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput, TransferMode
 
 if TYPE_CHECKING:
-    from memserve.instance.orders import Orders
     from memserve.mempool.pool import Lease
 
 Rank = tuple[int, int, int, int]
@@ -35,16 +37,105 @@ Fact = tuple[str, str | int | float]
 
 
 class Phase(enum.Enum):
-    """Where a sequence is. The comment says which container holds all and only such sequences."""
+    """Where a sequence is. The comments name the container in ``SchedulerState`` that holds all and only these."""
 
-    EXPECTED = "expected"  # nowhere; holds nothing: KV for it is on its way from another instance
-    LANDED = "landed"  # Roster.landed; holds HBM blocks that came from another instance, and waits for a slot
-    WAITING = "waiting"  # Roster.waiting; holds no slot and no HBM block (maybe DRAM blocks)
-    WORKING = "working"  # Roster.working; has known tokens to compute
-    DECODING = "decoding"  # Roster.decoding; computes one token, known or not, each step
-    IDLE = "idle"  # Roster.idle; nothing to schedule: every token is under way, or a beam waits for the others
-    PARKED = "parked"  # as IDLE, but preempted: holds no slot and no HBM block
-    FINISHED = "finished"  # nowhere; results still under way are dropped
+    NEW = "new"  # no container: made, and not enqueued yet
+    WAITING_FOR_REMOTE_KV = "waiting for remote KV"  # no container, no blocks: another instance sends KV for it
+    REMOTE_KV_READY = "remote KV ready"  # remote_kv_ready: holds HBM blocks that came from there, waits for a slot
+    WAITING = "waiting"  # waiting: holds no slot and no HBM block (maybe DRAM blocks)
+    PREFILLING = "prefilling"  # prefilling: has known tokens to compute
+    DECODING = "decoding"  # decoding: computes one token, known or not, each step
+    IDLE = "idle"  # idle: nothing to schedule; every token is under way, or a beam waits for the other beams
+    PREEMPTED = "preempted"  # no container: holds no slot and no HBM block; resumed when all its tokens are known
+    FINISHED = "finished"  # no container: tokens still under way are dropped
+
+
+class Cause(enum.Enum):
+    """Why a sequence changes its phase."""
+
+    ENQUEUED = enum.auto()
+    REMOTE_KV_EXPECTED = enum.auto()
+    REMOTE_KV_ARRIVED = enum.auto()
+    FETCH_ENDED = enum.auto()
+    """The prefix is in the index, or will not come."""
+    ADMITTED = enum.auto()
+    PROMPT_SCHEDULED = enum.auto()
+    """Every known token has a row, and the sequence draws on."""
+    ALL_SCHEDULED = enum.auto()
+    """The last token that may be drawn here, or the next candidates of a beam, are under way."""
+    BEAM_FORKED = enum.auto()
+    BEAM_EXTENDED = enum.auto()
+    HANDOFF_ABANDONED = enum.auto()
+    """The request decodes where it was prefilled."""
+    PREEMPTED = enum.auto()
+    RESUMED = enum.auto()
+    FINISHED = enum.auto()
+
+
+_HOLDING = Phase.REMOTE_KV_READY, Phase.PREFILLING, Phase.DECODING, Phase.IDLE
+
+SEQUENCE = Transitions(
+    "Sequence",
+    Phase.NEW,
+    {
+        (Phase.NEW, Cause.ENQUEUED): Phase.WAITING,
+        (Phase.NEW, Cause.REMOTE_KV_EXPECTED): Phase.WAITING_FOR_REMOTE_KV,
+        (Phase.NEW, Cause.REMOTE_KV_ARRIVED): Phase.REMOTE_KV_READY,
+        (Phase.NEW, Cause.PROMPT_SCHEDULED): Phase.DECODING,
+        (Phase.NEW, Cause.ALL_SCHEDULED): Phase.IDLE,
+        (Phase.NEW, Cause.BEAM_FORKED): Phase.IDLE,
+        (Phase.NEW, Cause.PREEMPTED): Phase.PREEMPTED,
+        (Phase.WAITING_FOR_REMOTE_KV, Cause.FETCH_ENDED): Phase.WAITING,
+        (Phase.WAITING_FOR_REMOTE_KV, Cause.REMOTE_KV_ARRIVED): Phase.REMOTE_KV_READY,
+        (Phase.REMOTE_KV_READY, Cause.ADMITTED): Phase.PREFILLING,
+        (Phase.WAITING, Cause.ADMITTED): Phase.PREFILLING,
+        (Phase.PREFILLING, Cause.PROMPT_SCHEDULED): Phase.DECODING,
+        (Phase.PREFILLING, Cause.ALL_SCHEDULED): Phase.IDLE,
+        (Phase.DECODING, Cause.ALL_SCHEDULED): Phase.IDLE,
+        (Phase.IDLE, Cause.BEAM_EXTENDED): Phase.PREFILLING,
+        (Phase.IDLE, Cause.HANDOFF_ABANDONED): Phase.DECODING,
+        (Phase.PREEMPTED, Cause.RESUMED): Phase.WAITING,
+        **{(phase, Cause.PREEMPTED): Phase.PREEMPTED for phase in _HOLDING},
+        **{(phase, Cause.FINISHED): Phase.FINISHED for phase in Phase if phase not in (Phase.NEW, Phase.FINISHED)},
+    },
+)
+"""Every move of a sequence. ``SchedulerState.move`` refuses all others."""
+
+
+@dataclass(slots=True)
+class RemoteState:
+    """What other processes have to do with a request. At most one of ``fetch_id``, ``import_id`` and ``offer_id`` is
+    set: a request moves one way at a time."""
+
+    decode_at: Peer | None = None
+    """The instance that decodes after the first token. None: this one."""
+    mode: TransferMode = TransferMode.BY_REQUEST_AGG
+    return_kv: bool = False
+    """The decode instance sends back the KV of what it generates."""
+    deadline_ns: int | None = None
+    original: Request | None = None
+    """A beam search to be handed over: the request that the decode instance gets. A substitute runs here and draws
+    nothing of use."""
+    holders: list[Holder] = field(default_factory=list)
+    """Instances that may be asked for the prefix, best first."""
+    fetch_id: str | None = None
+    """The fetch that the request waits for."""
+    fetch_until_ns: int = 0
+    """When the request waits for no further holder."""
+    import_id: str | None = None
+    """The handoff that brings the request here."""
+    offer_id: str | None = None
+    """The handoff by which the request leaves."""
+    offered_blocks: int = 0
+    """Blocks of that offer."""
+    named_blocks: int = 0
+    """Of them: named as computed, or about to be, layer by layer."""
+    home: Peer | None = None
+    """The instance that gets the generated KV back."""
+    home_tokens: int = 0
+    """Tokens whose KV ``home`` has."""
+    stopped: list[int] = field(default_factory=list)
+    """Sequences with a stop string that was found before they came here."""
 
 
 class Group:
@@ -63,9 +154,9 @@ class Group:
         "max_tokens",
         "muted",
         "next_index",
-        "orders",
         "preemptions",
         "prompt_logprobs",
+        "remote",
         "request",
         "reserved_slots",
         "sequences",
@@ -99,13 +190,13 @@ class Group:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if request.sampling.prompt_logprobs:
             self.prompt_logprobs = [None] * len(request.prompt)
-        #: what the cluster wants beside running it; ``None`` = a request of the own process
-        self.orders: Orders | None = None
-        #: sequences draw their tokens here up to so many; then another instance goes on. ``None`` = to the end
+        #: None: a request of the own process
+        self.remote: RemoteState | None = None
+        #: N: its sequences draw N tokens here, then another instance decodes. None: they draw all here
         self.tokens_here: int | None = None
-        #: what it draws is not for the client (a beam's prompt, whose choice is the decode instance's)
+        #: the client gets nothing of what it draws: the substitute of a beam search, which the decode instance begins
         self.muted = False
-        #: what was done for it and why, for the story of its next output
+        #: what was done for the request and why, for the story in its next output
         self.facts: list[Fact] = []
 
     def new_sequence(self) -> Sequence:
@@ -165,10 +256,8 @@ class Sequence(_core.SequenceRow):
         self.max_tokens = group.max_tokens
         self.min_tokens = request.stop.min_tokens
         self.stops = group.stops
-        self.phase = Phase.WAITING
+        self.phase = SEQUENCE.initial
         self.out: list[int] = []
-        #: of those, the first so many have been told, the others are held (``Instance.tell``); 0 = each is told at once
-        self.told = 0
         self.inflight = 0
         #: samples that may still be scheduled
         self.left = max(1, group.max_tokens) if group.tokens_here is None else group.tokens_here
@@ -194,7 +283,7 @@ class Sequence(_core.SequenceRow):
 
     @property
     def known(self) -> int:
-        """Tokens whose value the machine knows."""
+        """Tokens with a value that the machine knows."""
         return self.prompt_tokens + len(self.out)
 
     @property
@@ -221,23 +310,12 @@ class Sequence(_core.SequenceRow):
             return self.group.request.prompt
         return np.concatenate((self.group.request.prompt, np.asarray(self.out, dtype=np.int32)))
 
-    @property
-    def holds_tokens(self) -> bool:
-        """Whether there are tokens that it has not told."""
-        return 0 < self.told < len(self.out)
-
-    def news(self) -> TokenOutput:
-        """The tokens that were held, and nothing else; now they are told."""
-        told, self.told = self.told, len(self.out)
-        return TokenOutput(self.request_id, self.index, tuple(self.out[told:]), offset=told)
-
     def ending(self, reason: FinishReason, error: str = "") -> TokenOutput:
         """The final output of a sequence that ends without another token (beams have emitted none)."""
         emitted = 0 if self.group.beam is not None else len(self.out)
-        held = tuple(self.out[self.told :]) if self.told else ()
-        offset, story = emitted - len(held), self.group.take_facts()
+        story = self.group.take_facts()
         return TokenOutput(
-            self.request_id, self.index, held, finish_reason=reason, error=error, offset=offset, story=story
+            self.request_id, self.index, (), finish_reason=reason, error=error, offset=emitted, story=story
         )
 
     def __repr__(self) -> str:

@@ -1,27 +1,33 @@
-"""What an instance machine can say about itself (level 2)."""
+"""What an instance says about itself: statistics, the use of its memory, the life of a request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from memserve.instance.cluster_link import ClusterLink
+from memserve.instance.scheduler_state import SchedulerState
+from memserve.instance.sequence import Group
+from memserve.mempool.events import PoolReport
+from memserve.types import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """Blocks of one tier: ``total = free + used``; ``cached`` of the used ones only the index holds."""
+    """Blocks of one tier: ``total = free + used``; ``cached`` ones are used by the index alone."""
 
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
-    """Held by the index alone: evictable, reusable."""
+    """Of the used ones: held by the index alone, evictable, reusable."""
     pages_free: int = 0
     """Pages not handed out."""
     pages_stranded: int = 0
-    """Of them: in blocks that are broken up, so that no request for a block can have them (external fragmentation)."""
+    """Of them: in blocks that are broken up, so that they serve no request for a block (external fragmentation)."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceStats:
-    """Gauges of the moment and totals since the start (additive: consumers ignore what they do not know)."""
+    """Gauges of the moment and totals since the start. Consumers ignore fields that they do not know."""
 
     requests_waiting: int = 0
     sequences_running: int = 0
@@ -41,13 +47,13 @@ class InstanceStats:
     preemptions_recompute: int = 0
     steps_failed: int = 0
     rows_failed: int = 0
-    """Sequences that ended because their own row failed, alone."""
+    """Sequences that ended because their own row failed, and no other."""
     hbm: TierReport = field(default_factory=TierReport)
     dram: TierReport = field(default_factory=TierReport)
     running_slots_tokens: int = 0
     """Token positions in the blocks that running sequences hold."""
     running_tokens: int = 0
-    """Of them: positions that hold a token's state (row P4)."""
+    """Of them: positions that hold a token's state."""
     plans_in_flight: int = 0
     steps: int = 0
     """Plans made."""
@@ -56,42 +62,42 @@ class InstanceStats:
     copied_on_write: int = 0
     """Blocks copied because a fork or the cache shared them."""
     dram_tokens_reused: int = 0
-    """Cached tokens whose KV a match brought up from DRAM (row M3)."""
+    """Cached tokens whose KV a match brought up from DRAM."""
     prefill_ns_per_token: int = 0
-    """What recomputing is taken to cost, learnt from finished steps."""
+    """The estimated cost of recomputing a token, learnt from finished steps."""
     finished: dict[str, int] = field(default_factory=dict)
     """Sequences by finish reason."""
     handed_over: int = 0
-    """Requests that left after their first token (M8)."""
+    """Requests that left after their first token."""
     taken_over: int = 0
-    """Requests whose prompt was computed elsewhere and that were decoded here."""
+    """Requests decoded here behind a prompt that was computed elsewhere."""
     takeovers_failed: int = 0
-    """Requests that were to come here and did not."""
+    """Requests that were to be taken over, and were not."""
     fetched_tokens: int = 0
-    """Tokens of prefixes that came from other instances before admission (M10)."""
+    """Tokens of prefixes that came from other instances before admission."""
     blocks_sent_home: int = 0
     """Blocks of generated KV offered to where their prompts were computed (PD-Caching-3)."""
     blocks_come_home: int = 0
-    """Blocks that came here that way."""
+    """Blocks of generated KV that decode instances sent here."""
     blocks_received: int = 0
-    """Blocks pulled from other instances, for whatever reason."""
+    """Blocks pulled from other instances, for any reason."""
     blocks_reused: int = 0
     """Blocks that others offered and that were here already (PD-Caching-2)."""
     bytes_received: int = 0
     dram_bytes_received: int = 0
-    """Of them: out of the owner's DRAM."""
+    """Of them: out of the sender's DRAM."""
     transfers_open: int = 0
     transfers_failed: int = 0
-    """Imports that came to nothing through no doing of this instance."""
+    """Imports that failed: withdrawn, out of time, peer gone, or damaged."""
     checksum_mismatches: int = 0
     pins: int = 0
-    """Named prefixes (M14)."""
+    """Named prefixes."""
     messages_ignored: int = 0
-    """Orders of somebody who is not the router."""
+    """Messages that only the router may send, from another process or an earlier router."""
 
     @property
     def external_fragmentation(self) -> float:
-        """Free pages that no request for a block can have, as a share of all free pages of both tiers, 0 to 1."""
+        """Free pages that serve no request for a block, as a share of all free pages of both tiers, 0 to 1."""
         free = self.hbm.pages_free + self.dram.pages_free
         return (self.hbm.pages_stranded + self.dram.pages_stranded) / free if free else 0.0
 
@@ -99,3 +105,156 @@ class InstanceStats:
     def internal_fragmentation_tokens(self) -> int:
         """Positions allocated to running sequences that hold no token yet: below one block a sequence."""
         return self.running_slots_tokens - self.running_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStory:
+    """Where the time of a live request went."""
+
+    request_id: str
+    arrived_ns: int
+    admitted_ns: int | None
+    prompt_tokens: int
+    cached_tokens: int
+    preemptions: int
+    held_steps: int
+    sequences: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """How the HBM blocks of running sequences are used.
+
+    A sequence's *internal fragmentation* is the part of its blocks that no token of it will fill: less than one block.
+    """
+
+    pool: PoolReport
+    sequences: int  # with HBM blocks
+    block_tokens: int
+    blocks_held: int  # distinct
+    tokens_held: int  # token states in them
+    fragmentation_tokens_total: int
+    fragmentation_tokens_max: int  # of one sequence: below block_tokens
+
+    @property
+    def token_states_share(self) -> float:
+        """Share of the held memory that is token states (1.0 when nothing is held)."""
+        capacity = self.blocks_held * self.block_tokens
+        return self.tokens_held / capacity if capacity else 1.0
+
+
+# -- read from the machine
+
+
+def instance_stats(state: SchedulerState, plans_in_flight: int, link: ClusterLink | None) -> InstanceStats:
+    """State now, and totals since the start."""
+    stats = _local_stats(state, plans_in_flight)
+    return stats if link is None else _with_cluster(stats, link)
+
+
+def _with_cluster(stats: InstanceStats, link: ClusterLink) -> InstanceStats:
+    counters = link.exchange.counters
+    return replace(
+        stats,
+        handed_over=link.sender.handed_over,
+        taken_over=link.receiver.taken_over,
+        takeovers_failed=link.receiver.failed,
+        fetched_tokens=link.fetches.fetched_tokens,
+        blocks_sent_home=link.receiver.blocks_sent_back,
+        blocks_come_home=link.blocks_come_home,
+        blocks_received=counters.pulled_blocks,
+        blocks_reused=counters.reused_blocks,
+        bytes_received=counters.pulled_bytes,
+        dram_bytes_received=counters.pulled_dram_bytes,
+        transfers_open=link.exchange.transfers_open,
+        transfers_failed=counters.imports_failed,
+        checksum_mismatches=counters.mismatches,
+        pins=link.pins_held,
+        messages_ignored=link.messages_ignored,
+    )
+
+
+def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
+    counters, pool = state.counters, state.memory.pool.report()
+    sequences = [s for group in state.groups.values() for s in group.sequences.values()]
+    memory = memory_report(state)
+    return InstanceStats(
+        requests_waiting=sum(s.slot is None for s in sequences),
+        sequences_running=sum(s.slot is not None for s in sequences),
+        sequences_swapped=sum(bool(s.dram_blocks) for s in sequences),
+        requests_arrived=counters.requests,
+        requests_finished=counters.requests_finished,
+        requests_rejected=counters.requests_rejected,
+        requests_cancelled=counters.requests_cancelled,
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        computed_tokens=counters.prefill_tokens + counters.decode_tokens,
+        generated_tokens=counters.generated_tokens,
+        preemptions_swap=counters.preempted_by_swap,
+        preemptions_recompute=counters.preempted_by_recompute,
+        steps_failed=counters.steps_failed,
+        rows_failed=counters.rows_failed,
+        hbm=_tier(pool, Tier.HBM),
+        dram=_tier(pool, Tier.DRAM),
+        running_slots_tokens=memory.blocks_held * memory.block_tokens,
+        running_tokens=memory.tokens_held,
+        plans_in_flight=plans_in_flight,
+        steps=counters.steps,
+        dropped_tokens=counters.dropped_tokens,
+        copied_on_write=state.memory.copied_on_write,
+        dram_tokens_reused=state.memory.dram_tokens_reused,
+        prefill_ns_per_token=state.costs.prefill_ns_per_token,
+        finished=dict(counters.finished),
+    )
+
+
+def _tier(pool: PoolReport, tier: Tier) -> TierReport:
+    report = pool.by_tier[tier]
+    return TierReport(
+        blocks_total=report.blocks_total,
+        blocks_free=report.blocks_free,
+        blocks_cached=report.blocks_evictable,
+        pages_free=report.pages_free,
+        pages_stranded=report.pages_stranded,
+    )
+
+
+def memory_report(state: SchedulerState) -> MemoryReport:
+    """How sequences use the HBM blocks. A block that several of them share counts once, by its fullest holder."""
+    block_tokens = state.memory.block_tokens
+    filled: dict[int, int] = {}
+    fragments: list[int] = []
+    for group in state.groups.values():
+        for sequence in group.sequences.values():
+            if not sequence.blocks:
+                continue
+            tokens = max(sequence.known, sequence.computed)
+            capacity = len(sequence.blocks) * block_tokens
+            held = min(tokens, capacity)
+            fragments.append(capacity - held)
+            for place, block in enumerate(sequence.blocks):
+                inside = min(block_tokens, max(0, held - place * block_tokens))
+                filled[block] = max(inside, filled.get(block, 0))
+    return MemoryReport(
+        pool=state.memory.pool.report(),
+        sequences=len(fragments),
+        block_tokens=block_tokens,
+        blocks_held=len(filled),
+        tokens_held=sum(filled.values()),
+        fragmentation_tokens_total=sum(fragments),
+        fragmentation_tokens_max=max(fragments, default=0),
+    )
+
+
+def request_story(group: Group) -> RequestStory:
+    """What happened to a live request so far."""
+    return RequestStory(
+        request_id=group.request.request_id,
+        arrived_ns=group.arrived_ns,
+        admitted_ns=group.admitted_ns,
+        prompt_tokens=len(group.request.prompt),
+        cached_tokens=group.cached_tokens,
+        preemptions=group.preemptions,
+        held_steps=group.held_steps,
+        sequences=tuple(repr(sequence) for sequence in group.sequences.values()),
+    )

@@ -1,1 +1,1 @@
-"""KV blocks between instances: offers, pulls, leases, barriers; memory at a peer (level 1)."""
+"""KV blocks between instances: offers, pulls, leases, barriers; memory at a peer."""

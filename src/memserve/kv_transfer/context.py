@@ -1,4 +1,4 @@
-"""What the parts of an exchange share: identity, numbers, deadlines, peers, outgoing work (level 1)."""
+"""What the parts of an exchange share: identity, numbers, deadlines, peers, outgoing work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from operator import itemgetter
 from typing import Protocol
 
 from memserve.config import ExchangeConfig
-from memserve.kv_transfer.jobs import CancelPulls, PullPages, SealPages
-from memserve.kv_transfer.outcomes import ExchangeCounters, Outcome
+from memserve.kv_transfer.events import CancelPulls, ExchangeCounters, Outcome, PullPages, SealPages
 from memserve.mempool.pool import BlockPool
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.serving import Send
@@ -33,27 +32,29 @@ def runs(places: Sequence[Place]) -> Iterator[tuple[Tier, int, list[int]]]:
 
 
 def is_gone(peer: Peer, gone: Peer) -> bool:
-    """Whether the end of ``gone`` is the end of ``peer``: the same process, in this or an older generation."""
+    """Whether the end of ``gone`` is the end of ``peer``, which may be an older generation of it."""
     return peer.name == gone.name and peer.generation <= gone.generation
 
 
-class Mortal(Protocol):
+class Expiring(Protocol):
     """Something with a deadline."""
 
     deadline_ns: int
-    over: bool
-    """It has ended already."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended already."""
 
 
 class Deadlines:
-    """Things by their deadlines. Mostly they end long before: those are forgotten when they are half of all."""
+    """Things by their deadlines. Most end long before: these are forgotten once they are half of all."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Mortal]] = []
+        self._heap: list[tuple[int, int, Expiring]] = []
         self._order = 0
         self._clean_at = 64  # entries
 
-    def add(self, thing: Mortal) -> None:
+    def add(self, thing: Expiring) -> None:
         """Watch ``thing.deadline_ns``."""
         if len(self._heap) >= self._clean_at:
             self._heap = [entry for entry in self._heap if not entry[2].over]
@@ -63,19 +64,19 @@ class Deadlines:
         self._order += 1
 
     def next_ns(self) -> int | None:
-        """The first deadline of something that has not ended."""
+        """The first deadline of something that has not ended. None: nothing is watched."""
         heap = self._heap
         while heap and heap[0][2].over:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
-    def pop_due(self, now: int) -> Mortal | None:
-        """The next thing whose deadline has come and that has not ended before, or ``None``."""
+    def pop_due(self, now: int) -> Expiring | None:
+        """The next thing whose deadline has come before it ended. None: there is none."""
         first = self.next_ns()
         return heapq.heappop(self._heap)[2] if first is not None and first <= now else None
 
 
-class Standing(Enum):
+class PeerStatus(Enum):
     """What is known of a peer."""
 
     MEMBER = "member"
@@ -84,15 +85,15 @@ class Standing(Enum):
 
 
 class Peers:
-    """Who is a member, in which generation."""
+    """The members of the cluster, by name, with their generations."""
 
     def __init__(self) -> None:
         self._members: dict[str, PeerInfo] = {}
         self._gone: dict[str, int] = {}  # name -> the latest generation that is gone
 
     def join(self, info: PeerInfo) -> Peer | None:
-        """``info.peer`` is a member now (one that had left may come back, unless as an older generation than is known);
-        returns the older generation that this ends."""
+        """``info.peer`` is a member now. Returns the older generation of it that ends. A generation older than the one
+        known is ignored; one that had left may come back."""
         name, generation = info.peer.name, info.peer.generation
         older = self._members.get(name)
         if self._gone.get(name, -1) > generation or (older is not None and older.peer.generation >= generation):
@@ -111,21 +112,25 @@ class Peers:
         if member is not None and member.peer.generation <= peer.generation:
             del self._members[peer.name]
 
-    def standing(self, peer: Peer) -> Standing:
-        """What ``peer``, in this generation, is to us."""
+    def status(self, peer: Peer) -> PeerStatus:
+        """Whether ``peer``, in this generation, is a member."""
         member = self._members.get(peer.name)
         if member is not None and member.peer.generation >= peer.generation:
-            return Standing.MEMBER if member.peer.generation == peer.generation else Standing.GONE
+            return PeerStatus.MEMBER if member.peer.generation == peer.generation else PeerStatus.GONE
         if self._gone.get(peer.name, -1) >= peer.generation:
-            return Standing.GONE
-        return Standing.STRANGER
+            return PeerStatus.GONE
+        return PeerStatus.STRANGER
 
     def info(self, peer: Peer) -> PeerInfo | None:
-        """What a member said of itself; ``None`` unless it is one."""
-        return self._members[peer.name] if self.standing(peer) is Standing.MEMBER else None
+        """What a member told of itself when it joined. None: ``peer`` is no member."""
+        return self._members[peer.name] if self.status(peer) is PeerStatus.MEMBER else None
+
+    def members(self) -> list[Peer]:
+        """All members, in the order in which they joined."""
+        return [info.peer for info in self._members.values()]
 
     def forget_all(self) -> None:
-        """Everybody is a stranger again."""
+        """Every peer is a stranger again."""
         self._members.clear()
         self._gone.clear()
 
@@ -161,11 +166,11 @@ class TransferContext:
         return self._jobs
 
     def send(self, to: Peer, message: AnyMessage) -> None:
-        """Say ``message`` to ``to``."""
+        """Send ``message`` to ``to``."""
         self.actions.append(Send(to, message))
 
     def misfit(self, peer: Peer) -> str | None:
-        """Why KV cannot be shared with ``peer``; ``None`` when it can."""
+        """Why KV cannot be shared with ``peer``. None: it can."""
         info = self.peers.info(peer)
         if not self.config.shares_kv:
             return "no other process can reach the KV here"
@@ -186,7 +191,7 @@ class TransferContext:
         (self.pool.release if tier == Tier.HBM else self.pool.release_dram)(blocks)
 
     def allocate(self, tier: Tier, count: int, headroom_blocks: int) -> list[int] | None:
-        """``count`` blocks of a tier, a reference each; ``None`` = no room. So much of HBM stays available."""
+        """``count`` blocks of a tier, a reference each. None: no room beside ``headroom_blocks`` of HBM."""
         if count == 0:
             return []
         if tier == Tier.HBM:

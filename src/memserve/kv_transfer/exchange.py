@@ -1,7 +1,7 @@
-"""All dealings of one pool with the pools of other processes (level 1): offers, pulls, fetches, leases, barriers.
+"""All dealings of one pool with the pools of other processes: offers, pulls, fetches, leases, barriers.
 
 Accounting and protocol only: no bytes move here. Messages, sealed and pulled pages go in through :meth:`handle`; what
-is to be sent, sealed and pulled comes out of :meth:`take_actions`, what it means for the owner as outcomes.
+is to be sent, sealed and pulled comes out of :meth:`take_actions`, results for the owner as outcomes.
 
     event -> exchange.handle(event, now) -> outcomes
              exchange.advance(now)       -> outcomes     on every event: leases, imports that wait for room
@@ -15,13 +15,12 @@ from collections.abc import Sequence
 
 from memserve.config import ExchangeConfig
 from memserve.errors import check
-from memserve.kv_transfer.arrival import Fetching, Import
 from memserve.kv_transfer.barriers import Barriers
-from memserve.kv_transfer.context import Deadlines, ExchangeAction, Place, Standing, TransferContext
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
-from memserve.kv_transfer.outcomes import ExchangeCounters, Outcome
+from memserve.kv_transfer.context import Deadlines, ExchangeAction, PeerStatus, Place, TransferContext
+from memserve.kv_transfer.events import ExchangeCounters, Outcome, PagesPulled, PagesSealed
+from memserve.kv_transfer.imports import Fetching, Import
 from memserve.kv_transfer.receiver import Receiver
-from memserve.kv_transfer.remote_allocation import Allocation, Call, Remote
+from memserve.kv_transfer.remote_allocation import Allocation, AllocCall, RemoteAllocation
 from memserve.kv_transfer.sender import Export, Sender
 from memserve.mempool.pool import BlockPool
 from memserve.messages import (
@@ -44,13 +43,12 @@ from memserve.types import KVGeometry, Request, Tier, TokenArray, TransferMode
 
 
 class Exchange:
-    """Gives blocks of one pool to peers and takes theirs; the messages' story is told in ``memserve.messages``.
+    """Gives blocks of one pool to peers and takes theirs; ``memserve.messages`` tells the order of the messages.
 
     =====================  ==================================================================================
     ``sender``             own offers: references, seals, ``Ready``, leases
-    ``receiver``           offers of others and fetches: room, pages, checks; ``placing`` and ``ending`` are its ends
-    ``fetches``            KV that peers were asked for, until they offer it
-    ``pulls``              jobs for the host, and the hold that each has on what it writes to
+    ``receiver``           offers of others: room, pages, checks; ``imports`` knows how one is placed and how it ends
+    ``pulls``              fetches that wait for an offer; jobs for the host, with references on what they write to
     ``remote_allocation``  blocks allocated for peers, and at peers
     ``barriers``           which plan must have finished before blocks are read or written beside plans
     ``context``            what all of these share: pool, peers, configuration, counters, actions
@@ -62,15 +60,15 @@ class Exchange:
     def __init__(
         self, pool: BlockPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer, namespace: str | None = None
     ) -> None:
-        """``namespace`` and ``geometry`` are those that this process tells in its own ``PeerInfo``: peers with others
-        are refused. ``namespace`` ``None`` = the pool's."""
+        """``namespace`` and ``geometry`` are those in the own ``PeerInfo``: peers with others are refused.
+        ``namespace`` None: the pool's."""
         self.shares_kv = config.shares_kv
         context = TransferContext(pool, geometry, config, me, pool.namespace if namespace is None else namespace)
         self._context = context
         self._barriers = Barriers(pool)
         self._deadlines = Deadlines()
         self._sender = Sender(context, self._barriers, self._deadlines)
-        self._remote = Remote(context, self._deadlines)
+        self._remote = RemoteAllocation(context, self._deadlines)
         self._receiver = Receiver(context, self._barriers, self._deadlines, self._remote)
 
     # -- the owner of blocks
@@ -98,9 +96,9 @@ class Exchange:
         """Offer ``blocks`` (on ``tier``), and behind them ``dram_blocks``, to ``to``; returns the transfer id.
 
         ``blocks[i]`` holds, or will hold, block ``first_block + i`` of ``tokens``. The exchange takes a reference of
-        its own on each until the taker's ``Release``, the lease's end, :meth:`withdraw` or the peer's death; the
-        caller's references stay the caller's. The taker hears of pages by :meth:`computed`. With ``request`` it is a
-        handoff of all of ``tokens``, whose blocks may come later (:meth:`more_blocks`); without, this is all.
+        its own on each until the receiver's ``Release``, the lease's end, :meth:`withdraw` or the peer's death; the
+        caller's references stay the caller's. :meth:`computed` announces pages to the receiver. With ``request`` the
+        offer is a handoff of all of ``tokens``, whose blocks may come later (:meth:`more_blocks`).
         """
         context = self._context
         transfer_id, tokens = context.new_transfer_id(), tokens.copy()
@@ -130,8 +128,7 @@ class Exchange:
         return transfer_id
 
     def more_blocks(self, transfer_id: str, blocks: Sequence[int]) -> None:
-        """A handoff goes on with HBM ``blocks`` behind those that it has (a reference each). Ignored when it has
-        ended."""
+        """Extend a handoff by HBM ``blocks``, with a reference each. Ignored when it has ended."""
         self._sender.extend(transfer_id, blocks)
 
     def computed(
@@ -144,11 +141,11 @@ class Exchange:
         fence: int | None = None,
     ) -> None:
         """Layers ``[first_layer, end_layer)`` of blocks ``[first_block, end_block)`` (from the prompt's start) hold
-        their final bytes once plan ``fence`` has finished: they are sealed then, and the taker told.
+        their final bytes once plan ``fence`` has finished: then they are sealed and announced to the receiver.
 
-        ``fence`` ``None`` = :attr:`fence`, right for what any plan made so far computes or copies; 0 = they are there
-        now (that plan, or that layer of it, has finished). ``end_layer`` ``None`` = all. Nobody writes to those pages
-        while the offer lives. Each page is named once. Ignored when the offer has ended.
+        ``fence`` None: :attr:`fence`, right for what any plan made so far computes or copies. 0: they are there now,
+        since the plan, or this layer of it, has finished. ``end_layer`` None: all layers. These pages must not be
+        written while the offer lives, and each is named once. Ignored when the offer has ended.
         """
         end_layer = self._context.geometry.num_layers if end_layer is None else end_layer
         self._sender.computed(transfer_id, (first_block, end_block), (first_layer, end_layer), fence)
@@ -164,7 +161,7 @@ class Exchange:
         """Take an offer back. Ignored when it has ended."""
         self._sender.withdraw(transfer_id, reason)
 
-    # -- the taker
+    # -- the receiver of blocks
 
     def fetch(
         self,
@@ -179,20 +176,19 @@ class Exchange:
         """Ask ``holder`` for the KV of blocks ``[first_block, end_block)`` of ``tokens``; returns the transfer id.
 
         ``deadline_ns`` is absolute. Blocks before ``first_block`` are in the own index: they are pinned meanwhile. One
-        :class:`FetchEnded` follows, at the deadline at the latest, unless it is given up. What has come by then in
-        order is kept.
+        :class:`FetchEnded` follows, at the deadline at the latest, unless the fetch is given up. Blocks that have come
+        by then without a gap are kept.
         """
         blocks = first_block, end_block
         return self._receiver.fetches.ask(holder, tenant, tokens.copy(), blocks, max(now, deadline_ns))
 
     def give_up(self, transfer_id: str, reason: str) -> None:
-        """An import or a fetch is no longer wanted: nothing is held for it any more, no outcome follows. Ignored when
-        it has ended."""
+        """End an import or a fetch: nothing is held for it any more, no outcome follows. Ignored when it has ended."""
         self._receiver.give_up(transfer_id, reason)
 
     @property
     def headroom_blocks(self) -> int:
-        """HBM blocks that an import, or an allocation for a peer, leaves available; set by the owner as it likes."""
+        """HBM blocks that an import, or an allocation for a peer, leaves available; set by the owner."""
         return self._receiver.headroom_blocks
 
     @headroom_blocks.setter
@@ -212,13 +208,13 @@ class Exchange:
     # -- both
 
     def handle(self, event: MessageArrived | PagesSealed | PagesPulled, now: int) -> list[Outcome]:
-        """A peer said something, or the host has done what it was asked for. Other messages are ignored, and so is
-        whoever is gone."""
+        """A peer said something, or the host has done a job. Messages that are not for an exchange are ignored, and
+        those of peers that are gone."""
         if isinstance(event, PagesSealed):
             self._sender.sealed(event)
         elif isinstance(event, PagesPulled):
             self._receiver.pulled(event)
-        elif self._context.peers.standing(event.sender) is not Standing.GONE:
+        elif self._context.peers.status(event.sender) is not PeerStatus.GONE:
             self._hear(event, now)
         return self._settle()
 
@@ -251,8 +247,8 @@ class Exchange:
                 pass
 
     def advance(self, now: int) -> list[Outcome]:
-        """End what has outlived its lease, and let imports go on that wait for room. Cheap when there is nothing: call
-        it on every event, behind whatever may have freed blocks."""
+        """End what has outlived its lease, and let imports go on that wait for room. Cheap when there is none: call it
+        on every event, behind all that may have freed blocks."""
         while (thing := self._deadlines.pop_due(now)) is not None:
             match thing:
                 case Export():
@@ -263,10 +259,10 @@ class Exchange:
                     self._receiver.fetches.expire(thing)
                 case Allocation():
                     self._remote.take_back(thing)
-                case Call():
+                case AllocCall():
                     self._remote.time_out(thing)
                 case _:
-                    check(False, f"nobody ends {thing!r}")
+                    check(False, f"{thing!r} has a deadline and no way to end")
         return self._settle()
 
     def plan_made(self, step_id: int) -> None:
@@ -287,8 +283,8 @@ class Exchange:
         return self._settle()
 
     def reborn(self, me: Peer) -> None:
-        """The owner was expelled: everything ends, silently for the owner, and peers are forgotten; from now on it is
-        ``me``. Pulls under way keep their blocks until they end."""
+        """The owner was expelled and is ``me`` from now on: all transfers end silently, all peers are forgotten. Pulls
+        under way keep their blocks until they end."""
         self._sender.drop_all()
         self._receiver.drop_all()
         self._remote.drop_all()
@@ -296,12 +292,24 @@ class Exchange:
         self._context.me = me
 
     def peer_joined(self, info: PeerInfo, now: int) -> list[Outcome]:
-        """``info.peer`` is a member. An older generation of the same name is gone."""
+        """``info.peer`` is a member. An older generation of it is gone."""
         older = self._context.peers.join(info)
         if older is not None:
             self._end_peer(older, f"{older.name} has started anew")
         self._receiver.peer_joined(info.peer)
         return self._settle()
+
+    def set_members(self, members: Sequence[PeerInfo], now: int) -> list[Outcome]:
+        """``members`` are all members: peers that are not among them are gone."""
+        me, names = self._context.me.name, {info.peer.name for info in members}
+        outcomes: list[Outcome] = []
+        for peer in self._context.peers.members():
+            if peer.name not in names:
+                outcomes += self.peer_gone(peer, now)
+        for info in members:
+            if info.peer.name != me:
+                outcomes += self.peer_joined(info, now)
+        return outcomes
 
     def peer_gone(self, peer: Peer, now: int) -> list[Outcome]:
         """``peer`` is dead or has left: everything with it ends."""
@@ -315,14 +323,14 @@ class Exchange:
         self._remote.peer_gone(peer)
 
     def _settle(self) -> list[Outcome]:
-        """Whatever happened may have made room or freed a job."""
+        # whatever happened may have made room or freed a job
         self._receiver.try_waiting()
         self._receiver.pulls.start()
         outcomes, self._context.outcomes = self._context.outcomes, []
         return outcomes
 
     def take_actions(self) -> list[ExchangeAction]:
-        """What the host shall do, in order."""
+        """Actions for the host, in order; none of them is returned again."""
         actions, self._context.actions = self._context.actions, []
         return actions
 
@@ -344,30 +352,25 @@ class Exchange:
         return self._barriers.safe_to_read([(Tier.HBM, block) for block in blocks])
 
     def plans_before_pull(self, blocks: int) -> int:
-        """How many plans a pull into so many new HBM blocks is expected to wait for. Blocks that are free, or that can
-        be dropped, have mostly been left alone for long; what goes down to DRAM goes with the next plan."""
+        """How many plans a pull into ``blocks`` new HBM blocks is expected to wait for. Plans have mostly finished with
+        blocks that are free or can be dropped; a block that has to go down to DRAM goes with the next plan."""
         pool = self._context.pool
         under_way = self._barriers.made - self._barriers.finished
         return under_way + 1 if under_way and pool.config.dram_blocks and blocks > pool.blocks_free else 0
 
     @property
     def wants_plan(self) -> bool:
-        """Something waits for copies that no plan carries yet: make one, be it with nothing but copies."""
+        """Whether something waits for copies that no plan carries yet: make one, be it with nothing but copies."""
         return self._barriers.wants_plan
 
     @property
     def holds_back(self) -> bool:
-        """Something waits for a plan to finish."""
+        """Whether something waits for a plan to finish."""
         return self._barriers.holds
-
-    def glided(self, steps: int) -> None:
-        """So many further plans were made, without copies, and as many have finished; nothing waits for any."""
-        self._barriers.plan_made(self._barriers.made + steps)
-        self._barriers.plan_finished(self._barriers.finished + steps)
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`advance` is worth calling; ``None`` = nothing has a deadline."""
+        """When :meth:`advance` is worth calling. None: nothing has a deadline."""
         return self._deadlines.next_ns()
 
     @property
@@ -388,11 +391,8 @@ class Exchange:
         self._barriers.check_invariants()
         self._sender.check_invariants()
         self._receiver.check_invariants()
-        check(not self._context.outcomes, f"outcomes that nobody was told: {self._context.outcomes}")
+        check(not self._context.outcomes, f"outcomes that were not returned: {self._context.outcomes}")
 
     def __repr__(self) -> str:
         exports, imports, fetches = len(self._sender.open), len(self._receiver.open), len(self._receiver.fetches.open)
         return f"<Exchange {self._context.me.name} exports={exports} imports={imports} fetches={fetches}>"
-
-
-__all__ = ["Exchange", "ExchangeAction"]

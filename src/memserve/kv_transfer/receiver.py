@@ -1,4 +1,4 @@
-"""The taker's side of transfers: from an offer to blocks that may be read (level 1).
+"""The receiver's side of transfers: from an offer to blocks that may be read.
 
 ::
 
@@ -7,8 +7,8 @@
                |  +-- no room: tried again, tenants by turns        +--> failed: mismatch, withdrawn, peer gone ...
                +--> refused
 
-Nothing is retried: what fails is computed instead. Whatever an import holds it gives back when it ends, in whichever
-way; a pull under way has a hold of its own (see ``pulls``).
+Nothing is retried: KV that does not come is computed instead. An import gives back all that it holds when it ends, in
+whichever way; a pull under way has references of its own (see ``pulls``).
 """
 
 from __future__ import annotations
@@ -17,44 +17,53 @@ from collections import Counter
 from functools import partial
 
 from memserve.errors import check
-from memserve.kv_transfer.arrival import Fetching, Import, end_block_of
 from memserve.kv_transfer.barriers import Barriers
-from memserve.kv_transfer.context import Deadlines, Place, Standing, TransferContext, is_gone, runs
-from memserve.kv_transfer.ending import completed, ended_badly, give_back
-from memserve.kv_transfer.fetches import Fetches, answers
-from memserve.kv_transfer.jobs import PagesPulled
-from memserve.kv_transfer.outcomes import HandoffOffered
-from memserve.kv_transfer.placing import Never, objection, place
-from memserve.kv_transfer.pulls import Pull, Pulls
-from memserve.kv_transfer.remote_allocation import Remote
+from memserve.kv_transfer.context import Deadlines, PeerStatus, Place, TransferContext, is_gone, runs
+from memserve.kv_transfer.events import HandoffOffered, PagesPulled
+from memserve.kv_transfer.imports import (
+    Fetching,
+    Import,
+    ImportCause,
+    NoPlace,
+    complete,
+    end_block_of,
+    give_back,
+    objection,
+    place,
+    report_failure,
+)
+from memserve.kv_transfer.pulls import PendingFetches, Pull, Pulls, answers
+from memserve.kv_transfer.remote_allocation import RemoteAllocation
 from memserve.messages import Handoff, MoreBlocks, Offer, Peer, Ready, Release, Wanted, Withdraw
 from memserve.policy.fairness import FairQueue
 from memserve.types import Tier, tenant_of
 
 _REMEMBERED = 4096
-"""Transfers that have ended whose ids are still known: a late message about them starts nothing anew."""
+"""Ids of ended transfers that are remembered: a late message about one of them starts nothing anew."""
 
 
 class Receiver:
-    """All offers of peers, and what they were asked for."""
+    """All offers of peers, and the fetches that wait for one."""
 
-    def __init__(self, context: TransferContext, barriers: Barriers, deadlines: Deadlines, remote: Remote) -> None:
+    def __init__(
+        self, context: TransferContext, barriers: Barriers, deadlines: Deadlines, remote: RemoteAllocation
+    ) -> None:
         self._context = context
         self._barriers = barriers
         self._deadlines = deadlines
         self._remote = remote
         self.pulls = Pulls(context)
-        self.fetches = Fetches(context, deadlines)
+        self.fetches = PendingFetches(context, deadlines)
         self.open: dict[str, Import] = {}
         self._waiting: FairQueue[Import] = FairQueue()  # for room
-        self._strangers: list[Import] = []  # for news of their sender; may name such as have ended
+        self._strangers: list[Import] = []  # for news of their sender; some may have ended
         self._ended: dict[str, None] = {}  # ids, oldest first
         self.headroom_blocks = 0
 
     # -- what the owner of the blocks says
 
     def heard_offer(self, sender: Peer, offer: Offer, now: int) -> None:
-        """Blocks are offered, perhaps because they were asked for."""
+        """A peer offers blocks, perhaps because it was asked for them."""
         transfer_id = offer.transfer_id
         if transfer_id in self._ended:
             self._context.send(sender, Release(transfer_id, False, "it has ended"))
@@ -66,7 +75,8 @@ class Receiver:
             reason = "not what was asked for"
         if reason is not None:
             self._refuse(imported, reason)
-        elif self._context.peers.standing(sender) is Standing.STRANGER:
+        elif self._context.peers.status(sender) is PeerStatus.STRANGER:
+            imported.move(ImportCause.SENDER_UNKNOWN)
             self._strangers = [other for other in self._strangers if not other.over] + [imported]
         else:
             self._wait(imported)
@@ -86,7 +96,7 @@ class Receiver:
         return imported
 
     def heard_more(self, sender: Peer, message: MoreBlocks) -> None:
-        """A handoff's owner has got further blocks."""
+        """The sender of a handoff has got further blocks."""
         imported = self._from(sender, message.transfer_id)
         if imported is None or message.first_block + len(message.blocks) <= imported.sources_end:
             return  # unknown, or heard before
@@ -106,7 +116,7 @@ class Receiver:
         if not 0 <= message.first_layer < message.end_layer <= self._context.geometry.num_layers:
             self._fail(imported, f"layers {message.first_layer} to {message.end_layer}")
         elif message.first_block < imported.offer.first_block or _end(message) > imported.sources_end:
-            self._fail(imported, f"block {_end(message) - 1} is ready, nobody said where it is: a message is lost")
+            self._fail(imported, f"block {_end(message) - 1} is ready, its place is not known: a message is lost")
         elif imported.placed is None:
             imported.early.append(message)
         else:
@@ -121,7 +131,7 @@ class Receiver:
             self._conclude(imported)
 
     def heard_withdraw(self, sender: Peer, message: Withdraw) -> None:
-        """The owner has changed its mind, or has nothing of what was asked for."""
+        """The sender takes its offer back, or has none of the blocks that it was asked for."""
         self.fetches.withdrawn(sender, message.transfer_id, message.reason)
         imported = self._from(sender, message.transfer_id)
         if imported is not None:
@@ -134,13 +144,14 @@ class Receiver:
     # -- a place
 
     def peer_joined(self, peer: Peer) -> None:
-        """Offers of ``peer`` may have come before the news of it."""
+        """Offers of ``peer`` may have come before the news that it is a member."""
         for imported in self._strangers:
             if imported.sender.name == peer.name and not imported.over:
                 self._wait(imported)
         self._strangers = [imported for imported in self._strangers if imported.sender.name != peer.name]
 
     def _wait(self, imported: Import) -> None:
+        imported.move(ImportCause.SENDER_KNOWN)
         tenant, blocks = tenant_of(imported.offer.tenant), imported.end_block - imported.offer.first_block
         self._waiting.push(tenant, imported.transfer_id, imported, blocks)
 
@@ -152,13 +163,14 @@ class Receiver:
                 self._waiting.pop()
 
     def _try_place(self, imported: Import) -> bool:
-        """``False`` = no room now."""
+        """False: no room now."""
         placed = place(self._context, self._remote, self._barriers, imported, self.headroom_blocks)
         if placed is None:
             return False
-        if isinstance(placed, Never):
+        if isinstance(placed, NoPlace):
             self._refuse(imported, placed.reason)
             return True
+        imported.move(ImportCause.PLACED)
         imported.placed = placed
         if placed.pull_from > imported.offer.first_block:
             self._context.send(imported.sender, Wanted(imported.transfer_id, placed.pull_from))
@@ -171,7 +183,7 @@ class Receiver:
     # -- pages
 
     def _announce(self, imported: Import, ready: Ready) -> None:
-        """Pull what ``ready`` names and is not here."""
+        """Pull the pages that ``ready`` names and that are not here."""
         placed = imported.placed
         if imported.over or placed is None:
             return
@@ -206,7 +218,7 @@ class Receiver:
         self._conclude(imported)
 
     def _conclude(self, imported: Import) -> None:
-        """End the import if everything is here, or if it is clear that this will never be."""
+        """End the import if everything is here, or can never be."""
         placed = imported.placed
         if imported.over or placed is None:
             return
@@ -217,70 +229,70 @@ class Receiver:
                 self._fail(imported, "handed over, but not every page was announced: a message is lost")
                 return
         if placed.complete:
-            self._close(imported)
-            completed(self._context, imported, placed)
+            self._close(imported, ImportCause.COMPLETED)
+            complete(self._context, imported, placed)
 
     # -- ends
 
     def give_up(self, transfer_id: str, reason: str) -> None:
-        """The own side wants it no longer."""
+        """The owner wants the import or the fetch no longer."""
         self.fetches.give_up(transfer_id)
         imported = self.open.get(transfer_id)
         if imported is not None:
             self._context.counters.imports_given_up += 1
-            self._drop(imported, Release(transfer_id, False, reason))
+            self._drop(imported, ImportCause.GIVEN_UP, Release(transfer_id, False, reason))
 
     def expire(self, imported: Import) -> None:
-        """Its time is up. Of a fetch, what has come in order is of use."""
+        """The time is up. Of a fetch, the blocks that have come without a gap are of use."""
         if imported.fetching is None:
             self._fail(imported, "the lease has ended")
             return
         self._context.counters.fetch_timeouts += 1
         if imported.placed is not None and imported.placed.unbroken_blocks > 0:
-            self._close(imported)
-            completed(self._context, imported, imported.placed, "a part, in time")
+            self._close(imported, ImportCause.COMPLETED)
+            complete(self._context, imported, imported.placed, "a part, in time")
         else:
             self._fail(imported, "not in time")
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
-        """Nothing more comes from ``peer``."""
+        """Fail all imports and fetches from ``peer``."""
         self.fetches.peer_gone(peer, reason)
         for imported in [imported for imported in self.open.values() if is_gone(imported.sender, peer)]:
             self._fail(imported, reason)
         self.pulls.cancel(peer)
 
     def fail_all(self, reason: str) -> None:
-        """Nothing of it may be used."""
+        """Fail all imports and fetches."""
         self.fetches.fail_all(reason)
         for imported in list(self.open.values()):
             self._fail(imported, reason)
 
     def drop_all(self) -> None:
-        """Everything ends without a word."""
+        """End everything, silently."""
         self.fetches.drop_all()
         for imported in list(self.open.values()):
-            self._drop(imported, None)
+            self._drop(imported, ImportCause.GIVEN_UP, None)
 
     def _refuse(self, imported: Import, reason: str) -> None:
         self._context.counters.imports_refused += 1
-        self._drop(imported, Release(imported.transfer_id, False, reason))
-        ended_badly(self._context, imported, reason)
+        self._drop(imported, ImportCause.REFUSED, Release(imported.transfer_id, False, reason))
+        report_failure(self._context, imported, reason)
 
     def _fail(self, imported: Import, reason: str) -> None:
         self._context.counters.imports_failed += 1
-        self._drop(imported, Release(imported.transfer_id, False, reason))
-        ended_badly(self._context, imported, reason)
+        self._drop(imported, ImportCause.FAILED, Release(imported.transfer_id, False, reason))
+        report_failure(self._context, imported, reason)
 
-    def _drop(self, imported: Import, word: Release | None) -> None:
-        self._close(imported)
+    def _drop(self, imported: Import, cause: ImportCause, message: Release | None) -> None:
+        self._close(imported, cause)
         give_back(self._context, imported)
-        if word is not None:
-            self._context.send(imported.sender, word)
+        if message is not None:
+            self._context.send(imported.sender, message)
 
-    def _close(self, imported: Import) -> None:
+    def _close(self, imported: Import, cause: ImportCause) -> None:
+        imported.move(cause)
         del self.open[imported.transfer_id]
         self._waiting.remove(imported.transfer_id)
-        imported.over = True
         self._ended[imported.transfer_id] = None
         if len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
@@ -314,7 +326,7 @@ class Receiver:
             if placed is not None:
                 blocks = imported.end_block - placed.base
                 check(len(placed.blocks) == blocks, f"{imported!r}: {len(placed.blocks)} blocks, not {blocks}")
-                check(not (placed.arrived & ~placed.announced).any(), f"{imported!r} has pages that nobody announced")
+                check(not (placed.arrived & ~placed.announced).any(), f"{imported!r} has pages that were not announced")
                 check(not imported.early, f"{imported!r} has a place, and messages that wait for one")
                 complete = placed.complete and (imported.offer.request is None or imported.handoff is not None)
                 check(not complete, f"{imported!r} is complete, and open")

@@ -1,4 +1,4 @@
-"""Memory at a peer: MemServe's ``alloc_mem`` and ``free_mem`` with an instance id (level 1, row M1).
+"""Memory at a peer: MemServe's ``alloc_mem`` and ``free_mem`` with an instance id.
 
 Blocks that were allocated here for a peer are held for it until its ``Free``, its end, or the lease's. They are the
 only blocks that it may name as the destination of a transfer.
@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memserve.kv_transfer.context import Deadlines, Place, Standing, TransferContext, is_gone
-from memserve.kv_transfer.outcomes import RemoteAllocated
+from memserve.kv_transfer.context import Deadlines, PeerStatus, Place, TransferContext, is_gone
+from memserve.kv_transfer.events import RemoteAllocated
 from memserve.messages import Alloc, Allocated, Free, Peer
 from memserve.types import Tier
 
@@ -30,7 +30,7 @@ class Allocation:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class AllocCall:
     """A peer was asked for blocks."""
 
     peer: Peer
@@ -38,29 +38,29 @@ class Call:
     tier: Tier
     deadline_ns: int
     over: bool = False
-    """It was answered, or it is too late for an answer."""
+    """The call was answered, or the time for an answer is over."""
 
 
-class Remote:
+class RemoteAllocation:
     """Allocations for peers, and at peers."""
 
     def __init__(self, context: TransferContext, deadlines: Deadlines) -> None:
         self._context = context
         self._deadlines = deadlines
-        #: own blocks that peers hold, by holder and its call id
+        #: own blocks that peers hold, by holder and the holder's call id
         self._lent: dict[tuple[Peer, str], Allocation] = {}
         #: calls that wait for an answer
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, AllocCall] = {}
         #: answered calls that were not given back: where the blocks are
         self._borrowed: dict[str, Peer] = {}
 
     # -- as the owner of memory
 
     def heard_alloc(self, sender: Peer, message: Alloc, now: int, headroom_blocks: int) -> None:
-        """Allocate for a member; heard twice, it gets the same answer twice."""
+        """Allocate for a member. A message heard twice is answered twice alike."""
         context, key = self._context, (sender, message.call_id)
         if key not in self._lent:
-            may = context.peers.standing(sender) is Standing.MEMBER and message.count > 0
+            may = context.peers.status(sender) is PeerStatus.MEMBER and message.count > 0
             may = may and message.tier in (Tier.HBM, Tier.DRAM)
             blocks = context.allocate(message.tier, message.count, headroom_blocks) if may else None
             if blocks is None:
@@ -78,17 +78,17 @@ class Remote:
             self.take_back(allocation)
 
     def take_back(self, allocation: Allocation) -> None:
-        """The lease has ended, or the holder."""
+        """Free an allocation whose lease or holder has ended."""
         del self._lent[allocation.peer, allocation.call_id]
         allocation.over = True
         self._context.release(allocation.tier, allocation.blocks)
 
     def refusal(self, peer: Peer, tier: Tier, blocks: Sequence[int]) -> str | None:
-        """Why ``peer`` may not have ``blocks`` written to; ``None`` = it may.
+        """Why ``peer`` may not have ``blocks`` written to. None: it may.
 
-        They must have been allocated for it, and nobody else may refer to them: not a transfer that is under way (or
-        was given up while the host still writes), not the index (what is cached never changes), not the receiver of an
-        earlier transfer.
+        The blocks must have been allocated for ``peer``, and nothing else may refer to them: no transfer that is under
+        way (or was given up while the host still writes), not the index (cached blocks never change), and not the
+        receiver of an earlier transfer.
         """
         lent = [held.blocks for held in self._lent.values() if held.peer == peer and held.tier == tier]
         if not set(blocks) <= {block for held in lent for block in held}:
@@ -97,18 +97,18 @@ class Remote:
             return "destinations that are in use: transferred to before, and not given up"
         return None
 
-    # -- as the one who asks
+    # -- as the one that asks
 
     def call(self, peer: Peer, count: int, tier: Tier, deadline_ns: int) -> str:
         """Ask ``peer`` for blocks."""
-        call = Call(peer, self._context.new_transfer_id(), tier, deadline_ns)
+        call = AllocCall(peer, self._context.new_transfer_id(), tier, deadline_ns)
         self._calls[call.call_id] = call
         self._deadlines.add(call)
         self._context.send(peer, Alloc(call.call_id, count, tier, self._context.config.lease_ns))
         return call.call_id
 
     def heard_allocated(self, sender: Peer, message: Allocated) -> None:
-        """An answer; blocks that nobody waits for any more go back at once."""
+        """An answer. Blocks of a call that has ended go back at once."""
         call = self._calls.get(message.call_id)
         if call is not None and call.peer == sender:
             if message.blocks is not None:
@@ -126,12 +126,12 @@ class Remote:
         if peer is not None:
             self._context.send(peer, Free(call_id))
 
-    def time_out(self, call: Call) -> None:
-        """No answer came in time; should it still come, the blocks go back."""
+    def time_out(self, call: AllocCall) -> None:
+        """No answer came in time. A late one is answered with ``Free``."""
         self._context.send(call.peer, Free(call.call_id))
         self._end_call(call, None)
 
-    def _end_call(self, call: Call, blocks: tuple[int, ...] | None) -> None:
+    def _end_call(self, call: AllocCall, blocks: tuple[int, ...] | None) -> None:
         del self._calls[call.call_id]
         call.over = True
         self._context.outcomes.append(RemoteAllocated(call.call_id, call.peer, call.tier, blocks))
@@ -139,7 +139,7 @@ class Remote:
     # -- ends
 
     def peer_gone(self, peer: Peer) -> None:
-        """What it holds here is free; what it held for us is gone."""
+        """Free the blocks that ``peer`` holds here, and forget those that it lent."""
         for allocation in [lent for lent in self._lent.values() if is_gone(lent.peer, peer)]:
             self.take_back(allocation)
         for call in [call for call in self._calls.values() if is_gone(call.peer, peer)]:
@@ -147,7 +147,7 @@ class Remote:
         self._borrowed = {call_id: at for call_id, at in self._borrowed.items() if not is_gone(at, peer)}
 
     def drop_all(self) -> None:
-        """Everything ends without a word."""
+        """End everything, silently."""
         for allocation in list(self._lent.values()):
             self.take_back(allocation)
         for call in self._calls.values():

@@ -1,7 +1,7 @@
-"""The owner's side of transfers: offers, seals, leases (level 1).
+"""The owner's side of transfers: offers, seals, leases.
 
-An export holds one reference on each of its blocks, from the offer to the first of: the taker's ``Release``, the
-lease's end, ``withdraw``, the taker's death. Pages are announced in three steps, each of which may be under way for
+An export holds one reference on each of its blocks, from the offer to the first of: the receiver's ``Release``, the
+lease's end, ``withdraw``, the receiver's death. Pages are announced in three steps, each of which may be under way for
 several runs of pages at once::
 
     computed(pages, fence) --plan `fence` has finished--> SealPages --PagesSealed--> Ready (with checksums)
@@ -9,6 +9,7 @@ several runs of pages at once::
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,15 +18,54 @@ from functools import partial
 from memserve.errors import check
 from memserve.kv_transfer.barriers import Barriers
 from memserve.kv_transfer.context import Deadlines, Place, TransferContext, is_gone, runs
-from memserve.kv_transfer.jobs import PagesSealed, SealPages
-from memserve.kv_transfer.outcomes import Released
+from memserve.kv_transfer.events import PagesSealed, Released, SealPages
 from memserve.messages import Fetch, Handoff, MoreBlocks, Offer, Peer, Ready, Release, Wanted, Withdraw
+from memserve.transitions import Transitions
 from memserve.types import Tier
+
+
+class ExportPhase(enum.Enum):
+    """How far an own offer has come."""
+
+    OFFERED = enum.auto()
+    """Blocks and pages are announced."""
+    HANDED_OFF = enum.auto()
+    """Every page has been named; ``Handoff`` follows the last ``Ready``."""
+    ENDED = enum.auto()
+
+
+class ExportCause(enum.Enum):
+    """Why an own offer goes on, or ends."""
+
+    EXTENDED = enum.auto()
+    """Further blocks."""
+    COMPUTED = enum.auto()
+    """Further pages have, or will have, their final bytes."""
+    HANDED_OFF = enum.auto()
+    RELEASED = enum.auto()
+    EXPIRED = enum.auto()
+    """The lease has ended, or the peer."""
+    WITHDRAWN = enum.auto()
+
+
+_OPEN = ExportPhase.OFFERED, ExportPhase.HANDED_OFF
+_ENDS = ExportCause.RELEASED, ExportCause.EXPIRED, ExportCause.WITHDRAWN
+
+EXPORT = Transitions(
+    "Export",
+    ExportPhase.OFFERED,
+    {
+        (ExportPhase.OFFERED, ExportCause.EXTENDED): ExportPhase.OFFERED,
+        (ExportPhase.OFFERED, ExportCause.COMPUTED): ExportPhase.OFFERED,
+        (ExportPhase.OFFERED, ExportCause.HANDED_OFF): ExportPhase.HANDED_OFF,
+        **{(phase, cause): ExportPhase.ENDED for phase in _OPEN for cause in _ENDS},
+    },
+)
 
 
 @dataclass(slots=True, eq=False)
 class Export:
-    """An own offer that has not ended."""
+    """An own offer."""
 
     transfer_id: str
     to: Peer
@@ -34,12 +74,21 @@ class Export:
     """Of blocks ``first_block`` and following: one reference each."""
     deadline_ns: int
     wanted_from: int = 0
-    """The taker has the blocks before this one."""
+    """The receiver has the blocks before this one."""
     unannounced: int = 0
     """Runs of pages that were named by ``computed`` and have no ``Ready`` yet."""
     handoff: Handoff | None = None
-    """To be said after the last ``Ready``."""
-    over: bool = False
+    """Sent after the last ``Ready``."""
+    phase: ExportPhase = EXPORT.initial
+
+    def move(self, cause: ExportCause) -> None:
+        """Go on, or end. Raises :class:`InvariantError` where ``EXPORT`` has no such move."""
+        self.phase = EXPORT.step(self.phase, cause)
+
+    @property
+    def over(self) -> bool:
+        """Whether the offer has ended."""
+        return self.phase is ExportPhase.ENDED
 
     @property
     def end_block(self) -> int:
@@ -74,7 +123,7 @@ class Sender:
     # -- what the owner decides
 
     def begin(self, to: Peer, offer: Offer, places: list[Place], now: int) -> None:
-        """Say ``offer``; a reference on each of ``places`` is the export's already."""
+        """Send ``offer``. The export takes over a reference on each of ``places``."""
         context = self._context
         export = Export(offer.transfer_id, to, offer.first_block, places, now + offer.lease_ns)
         self.open[offer.transfer_id] = export
@@ -87,7 +136,7 @@ class Sender:
         export = self.open.get(transfer_id)
         if export is None or not blocks:
             return
-        check(export.handoff is None, f"{export!r} gets blocks after its handoff")
+        export.move(ExportCause.EXTENDED)
         self._context.retain(Tier.HBM, blocks)
         self._context.send(export.to, MoreBlocks(transfer_id, export.end_block, tuple(blocks)))
         export.places += [(Tier.HBM, block) for block in blocks]
@@ -95,11 +144,12 @@ class Sender:
     def computed(
         self, transfer_id: str, blocks: tuple[int, int], layers: tuple[int, int], fence: int | None = None
     ) -> None:
-        """Pages of ``[begin, end)`` blocks and layers are final once plan ``fence`` has finished (``None`` = now's)."""
+        """Pages of ``[begin, end)`` blocks and layers are final once plan ``fence`` has finished. None: once everything
+        decided so far is true in memory."""
         export = self.open.get(transfer_id)
         if export is None:
             return
-        check(export.handoff is None, f"{export!r} announces pages after its handoff")
+        export.move(ExportCause.COMPUTED)
         check(export.first_block <= blocks[0] <= blocks[1] <= export.end_block, f"{export!r} has no blocks {blocks}")
         check(0 <= layers[0] <= layers[1] <= self._context.geometry.num_layers, f"{export!r} has no layers {layers}")
         if blocks[0] == blocks[1] or layers[0] == layers[1]:
@@ -109,12 +159,12 @@ class Sender:
         self._barriers.when_passed(self._barriers.all_settled() if fence is None else fence, partial(self._seal, pages))
 
     def hand_off(self, transfer_id: str, first_tokens: tuple[tuple[int, ...], ...], ended: tuple[int, ...]) -> None:
-        """Every page has been named: ``Handoff`` goes behind the last ``Ready``."""
+        """Every page has been named: ``Handoff`` follows the last ``Ready``."""
         export = self.open.get(transfer_id)
         if export is not None:
-            check(export.handoff is None, f"{export!r} is handed over twice")
+            export.move(ExportCause.HANDED_OFF)
             export.handoff = Handoff(transfer_id, first_tokens, ended)
-            self._say_handoff(export)
+            self._send_handoff_when_ready(export)
 
     def withdraw(self, transfer_id: str, reason: str) -> None:
         """Take the offer back."""
@@ -122,10 +172,10 @@ class Sender:
         if export is not None:
             self._context.counters.withdrawn += 1
             self._context.send(export.to, Withdraw(transfer_id, reason))
-            self._end(export)
+            self._end(export, ExportCause.WITHDRAWN)
 
     def answer(self, sender: Peer, fetch: Fetch, now: int) -> None:
-        """A peer asks for cached blocks: offer what is there of them, where it lies."""
+        """A peer asks for cached blocks: offer those that are here, on the tier where they lie."""
         context = self._context
         if fetch.transfer_id in self.open:
             return
@@ -154,7 +204,7 @@ class Sender:
         self.computed(fetch.transfer_id, (fetch.first_block, end_block), layers, self._barriers.safe_to_read(places))
 
     def _lend(self, fetch: Fetch) -> list[Place]:
-        """Cached blocks ``[first_block, end_block)`` of the wanted tokens, as far as there are, a reference each."""
+        """The cached ones of the wanted blocks ``[first_block, end_block)``, up to the first gap, a reference each."""
         context = self._context
         tokens = fetch.tokens[: fetch.end_block * context.pool.block_tokens]
         hbm, dram = context.pool.lend(fetch.tenant, tokens)
@@ -167,7 +217,7 @@ class Sender:
     # -- what the host has done
 
     def _seal(self, pages: Pages) -> None:
-        """The pages hold their final bytes: have their checksums computed, except where the taker has the block."""
+        """The pages hold their final bytes: have their checksums computed, except of blocks that the receiver has."""
         export = pages.export
         if export.over:
             return
@@ -180,10 +230,10 @@ class Sender:
             export.unannounced += 1
             self._context.actions.append(SealPages(job_id, tier, tuple(blocks), pages.first_layer, pages.end_layer))
         export.unannounced -= 1
-        self._say_handoff(export)
+        self._send_handoff_when_ready(export)
 
     def sealed(self, event: PagesSealed) -> None:
-        """Checksums have come: tell the taker."""
+        """Checksums have come: tell the receiver."""
         check(event.job_id in self._sealing, f"job {event.job_id} seals nothing")
         pages = self._sealing.pop(event.job_id)
         export, count = pages.export, pages.end_block - pages.first_block
@@ -194,22 +244,22 @@ class Sender:
         ready = Ready(export.transfer_id, pages.first_block, pages.first_layer, pages.end_layer, event.checksums)
         self._context.send(export.to, ready)
         export.unannounced -= 1
-        self._say_handoff(export)
+        self._send_handoff_when_ready(export)
 
-    def _say_handoff(self, export: Export) -> None:
+    def _send_handoff_when_ready(self, export: Export) -> None:
         if export.handoff is not None and export.unannounced == 0:
             self._context.send(export.to, export.handoff)
 
-    # -- what the taker says, or no longer says
+    # -- what the receiver says, or no longer says
 
     def heard_wanted(self, sender: Peer, message: Wanted) -> None:
-        """The taker has the blocks before this one."""
+        """The receiver has the blocks before ``message.first_block``."""
         export = self.open.get(message.transfer_id)
         if export is not None and export.to == sender:
             export.wanted_from = max(export.wanted_from, message.first_block)
 
     def heard_release(self, sender: Peer, message: Release) -> None:
-        """The taker is done."""
+        """The receiver is done."""
         export = self.open.get(message.transfer_id)
         if export is None or export.to != sender:
             return
@@ -217,37 +267,37 @@ class Sender:
             self._context.counters.released += 1
         else:
             self._context.counters.refused += 1
-        self._finish(export, message.used, message.reason)
+        self._finish(export, ExportCause.RELEASED, message.used, message.reason)
 
     def expire(self, export: Export, reason: str) -> None:
-        """Nobody will release it."""
+        """The lease or the peer has ended before a ``Release`` came."""
         self._context.counters.expired += 1
-        self._finish(export, False, reason)
+        self._finish(export, ExportCause.EXPIRED, False, reason)
 
     def peer_gone(self, peer: Peer, reason: str) -> None:
-        """Everything offered to ``peer`` ends."""
+        """End everything offered to ``peer``."""
         for export in [export for export in self.open.values() if is_gone(export.to, peer)]:
             self.expire(export, reason)
 
     def withdraw_all(self, reason: str) -> None:
-        """Take everything back, and say so to the owner too."""
+        """Take everything back, and report it to the owner."""
         for export in list(self.open.values()):
             self.withdraw(export.transfer_id, reason)
             self._context.outcomes.append(Released(export.transfer_id, export.to, False, reason))
 
     def drop_all(self) -> None:
-        """Everything ends without a word."""
+        """End everything, silently."""
         for export in list(self.open.values()):
-            self._end(export)
+            self._end(export, ExportCause.WITHDRAWN)
 
-    def _finish(self, export: Export, used: bool, reason: str) -> None:
-        self._end(export)
+    def _finish(self, export: Export, cause: ExportCause, used: bool, reason: str) -> None:
+        self._end(export, cause)
         self._context.outcomes.append(Released(export.transfer_id, export.to, used, reason))
 
-    def _end(self, export: Export) -> None:
-        """The references go back. What is being sealed is forgotten: reading a block that is free harms nobody."""
+    def _end(self, export: Export, cause: ExportCause) -> None:
+        """Release the references. Pages that are being sealed are forgotten: reading a free block does no harm."""
+        export.move(cause)
         del self.open[export.transfer_id]
-        export.over = True
         for tier, _, blocks in runs(export.places):
             self._context.release(tier, blocks)
 
@@ -265,5 +315,5 @@ class Sender:
             check(export.unannounced >= sealing[id(export)], f"{export!r} forgot pages that are being sealed")
             check(
                 export.unannounced > 0 or all(p.export is not export for p in self._sealing.values()),
-                f"{export!r} has said all, and seals",
+                f"{export!r} has announced every page, and seals",
             )

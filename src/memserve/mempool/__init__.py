@@ -1,1 +1,1 @@
-"""The memory of one instance: blocks, tiers, prefix index, eviction (level 1)."""
+"""The memory of one instance: blocks, tiers, prefix index, eviction."""

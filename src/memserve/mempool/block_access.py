@@ -1,10 +1,11 @@
-"""What plans that have not finished may still do to blocks (level 1): the accounts behind ``kv_transfer/barriers.py``.
+"""What plans that have not finished may still do to blocks, and the copies that no plan carries yet.
 
-Nothing is written down for blocks that stay with a sequence, however many plans use them. Three moments tell the rest:
+These are the accounts behind ``kv_transfer/barriers.py``. Nothing is written down for blocks that stay with a sequence,
+however many plans use them. Three moments tell the rest:
 
-let go      somebody gives back an HBM block: rows of plans made by now may read and write it for him, later ones do not
+let go      an HBM block is given back: rows of plans made by now may read and write it, later ones do not
 copied      a copy is recorded: the next plan reads the one block and writes the other
-filled      the index takes a block whose last tokens a plan computes: no later plan writes to it, since what is cached
+filled      the index takes a block as a plan computes its last tokens: no later plan writes to it; what is cached
             never changes
 
 Only plans under way are remembered, and the next one: two or three small sets, whatever the pool's size.
@@ -12,10 +13,57 @@ Only plans under way are remembered, and the next one: two or three small sets, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from memserve.errors import check
-from memserve.types import Tier
+from memserve.types import CopyBlocks, Tier
+
+
+class CopyLog:
+    """Copies that a pool has recorded and no plan has taken, in order.
+
+    Neighbours of the same direction are merged while that cannot change the result.
+
+    The pairs of one :class:`CopyBlocks` may be executed in any order or at once. So a pair starts a new one when it
+    writes a block that the open one reads or writes, or reads a block that the open one writes.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[CopyBlocks] = []
+        self._read: set[tuple[Tier, int]] = set()  # of the last entry of `_copies`
+        self._written: set[tuple[Tier, int]] = set()
+
+    def __len__(self) -> int:
+        return sum(len(copy.src) for copy in self._copies)
+
+    def record(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
+        """Append the copies ``src[i] -> dst[i]``."""
+        for source, target in zip(src, dst, strict=True):
+            reads, writes = (src_tier, source), (dst_tier, target)
+            if not self._may_join(reads, writes):
+                self._copies.append(CopyBlocks(src_tier, dst_tier, [], []))
+                self._read, self._written = set(), set()
+            self._copies[-1].src.append(source)
+            self._copies[-1].dst.append(target)
+            self._read.add(reads)
+            self._written.add(writes)
+
+    def take(self) -> list[CopyBlocks]:
+        """Everything recorded since the last call, in order."""
+        copies, self._copies = self._copies, []
+        self._read, self._written = set(), set()
+        return copies
+
+    def _may_join(self, reads: tuple[Tier, int], writes: tuple[Tier, int]) -> bool:
+        if not self._copies:
+            return False
+        last = self._copies[-1]
+        return (
+            (last.src_tier, last.dst_tier) == (reads[0], writes[0])
+            and reads not in self._written
+            and writes not in self._written
+            and writes not in self._read
+        )
 
 
 class LastPlans:
@@ -27,11 +75,11 @@ class LastPlans:
         self._blocks: dict[int, set[int]] = {}
 
     def note(self, plan: int, blocks: Iterable[int]) -> None:
-        """``plan`` does it to ``blocks``, or may do so."""
+        """``plan`` is the last, so far, that may touch ``blocks``."""
         self._blocks.setdefault(plan, set()).update(blocks)
 
     def of(self, blocks: Iterable[int]) -> int:
-        """The last plan that does it to any of ``blocks``; 0 = none that has not finished."""
+        """The last plan that does it to any of ``blocks``; 0: none that has not finished."""
         return max([plan for plan, noted in self._blocks.items() if not noted.isdisjoint(blocks)], default=0)
 
     def forget(self, finished: int) -> None:
@@ -47,7 +95,7 @@ class BlockAccessLog:
     __slots__ = ("_accounts", "_touched", "_written", "finished", "made")
 
     def __init__(self) -> None:
-        self.made = 0  # the last plan made; 0 = none
+        self.made = 0  # the last plan made; 0: none
         self.finished = 0  # the last plan that touches memory no more
         self._touched = {tier: LastPlans() for tier in (Tier.HBM, Tier.DRAM)}
         self._written = {tier: LastPlans() for tier in (Tier.HBM, Tier.DRAM)}
@@ -56,7 +104,7 @@ class BlockAccessLog:
     # -- what happens
 
     def let_go(self, blocks: Iterable[int]) -> None:
-        """Whoever gives back these HBM blocks has no row with them in any plan that is made from now on."""
+        """These HBM blocks were given back: no plan that is made from now on has rows with them."""
         if self.made > self.finished:
             self._touched[Tier.HBM].note(self.made, blocks)
 
@@ -87,9 +135,9 @@ class BlockAccessLog:
     # -- what may still happen
 
     def last_touch(self, tier: Tier, blocks: Iterable[int]) -> int:
-        """The last plan that reads or writes any of ``blocks``, which no sequence holds; 0 = none that is under way."""
+        """The last plan that reads or writes any of ``blocks``, which no sequence holds; 0: none that is under way."""
         return self._touched[tier].of(blocks)
 
     def last_write(self, tier: Tier, blocks: Iterable[int]) -> int:
-        """The last plan that writes to any of ``blocks``, which are cached; 0 = none that is under way."""
+        """The last plan that writes to any of ``blocks``, which are cached; 0: none that is under way."""
         return self._written[tier].of(blocks)

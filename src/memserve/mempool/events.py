@@ -1,10 +1,10 @@
-"""What a pool tells the global trees: KV events (level 1, rows M12 and X2)."""
+"""What a pool tells others: KV events for the global trees, and a report of its memory."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 from operator import itemgetter
@@ -33,18 +33,8 @@ class KvEvent:
     identities: tuple[bytes, ...]  # 16 bytes each
 
 
-@dataclass(frozen=True, slots=True)
-class KvHoldings:
-    """Identities of every block that an index holds, 16 bytes each, in no particular order."""
-
-    next_event: int
-    """Number that the next event will have: those before it, also such as nobody has taken yet, are part of this."""
-    hbm: bytes
-    dram: bytes
-
-
 class EventLog:
-    """A bounded buffer of :class:`KvEvent`; knows which identity lies in which block.
+    """A bounded buffer of :class:`KvEvent` that knows which identity lies in which block.
 
     With ``capacity`` 0 it is off and costs nothing. When the buffer overflows the oldest event goes, and the next
     ``take`` opens with a ``LOST`` event.
@@ -105,14 +95,6 @@ class EventLog:
             self._lost = False
         return events
 
-    def holdings(self) -> KvHoldings:
-        """Everything that the index holds now. Changes nothing."""
-        by_tier = {
-            tier: b"".join(identity for (where, _), identity in self._identity.items() if where == tier)
-            for tier in (Tier.HBM, Tier.DRAM)
-        }
-        return KvHoldings(self._sequence, by_tier[Tier.HBM], by_tier[Tier.DRAM])
-
     @property
     def next_number(self) -> int:
         """Number of the next event."""
@@ -128,3 +110,43 @@ class EventLog:
         self._lost = self._lost or len(self._events) == self._events.maxlen
         self._events.append(KvEvent(self._sequence, kind, tier, tuple(identities)))
         self._sequence += 1
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """Blocks of one tier. ``total = free + used``; cached blocks are part of the used ones."""
+
+    tier: Tier
+    blocks_total: int
+    blocks_free: int
+    blocks_used: int
+    blocks_cached: int  # known to the prefix index
+    blocks_pinned: int  # cached and under a pin: not evictable
+    blocks_evictable: int  # cached, and free as soon as the index gives them up
+    pages_free: int = 0  # pages that are not handed out, in free and in broken blocks
+    pages_stranded: int = 0  # of them in broken blocks: no request for a block can have them
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """The state of a pool's memory.
+
+    External fragmentation is free memory that a request for a block cannot have. Every block has the same size and any
+    free block serves any request, so only loose pages (which break blocks) can cause it. Internal fragmentation (the
+    unused tail of each sequence's last block, below one block a sequence) is known to the machine only: see
+    ``MemoryReport`` of the instance.
+    """
+
+    tiers: tuple[TierReport, ...]
+    block_tokens: int
+    copies_pending: int = 0  # blocks with a recorded copy that has not been taken yet
+    by_tier: dict[Tier, TierReport] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_tier", {report.tier: report for report in self.tiers})
+
+    @property
+    def external_fragmentation(self) -> float:
+        """Free pages in broken blocks as a share of all free pages, 0 to 1."""
+        free = sum(tier.pages_free for tier in self.tiers)
+        return sum(tier.pages_stranded for tier in self.tiers) / free if free else 0.0

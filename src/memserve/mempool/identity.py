@@ -1,19 +1,31 @@
-"""Names that are the same on every process and machine: namespaces and blocks (level 1).
+"""Names of namespaces and blocks, equal on every process and machine of a cluster.
 
 ``identity[i] = SipHash-2-4-128(key, identity[i-1] || tokens of block i as little-endian int32)``, starting from the
 namespace. A block's identity therefore names its whole prefix.
+
+The key follows from the cluster's secret. What a client sends decides identities, and identities decide the place in
+the router's directory: with a key that is public, a client could compute prompts whose blocks all fall into one
+place, which makes every look-up slow; and a reader of the journal could try out which prompts were cached.
 """
 
 from __future__ import annotations
+
+from hashlib import blake2b
 
 from memserve import _core
 from memserve.types import TokenArray
 
 DEFAULT_KEY = b"memserve-kv-0001"
-"""16 bytes. Clusters that share KV share the key; a secret one makes identities unforgeable."""
+"""16 bytes, public: for pools whose identities leave their process for no other cluster member (one engine alone, the
+simulator)."""
 
 NAMES_MAX = 1024
 """Names of namespaces that a pool, or a router, keeps at hand."""
+
+
+def identity_key(secret: str) -> bytes:
+    """The key of the cluster with this secret: 16 bytes, from which the secret cannot be found."""
+    return blake2b(secret.encode(), digest_size=16, person=b"memserve-kv").digest()
 
 
 def namespace_id(tenant: str, fingerprint: str, key: bytes = DEFAULT_KEY) -> bytes:

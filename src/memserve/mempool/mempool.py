@@ -1,20 +1,22 @@
-"""MemPool: MemServe's memory API (Table 1), with real memory behind it and no engine in front (level 1).
+"""MemPool: MemServe's memory API (Table 1), with real memory behind it and no engine in front.
 
     pool = MemPool(geometry, hbm_bytes=64 << 20, dram_bytes=256 << 20)
     held = pool.alloc_mem(4)                    # addresses, or None: no room
     pool.view(held[0])[...] = ...               # the block's bytes
     pool.insert(tokens, held)                   # the index takes references of its own
-    pool.free_mem(held)                         # ours are gone; the blocks stay until eviction needs them
+    pool.free_mem(held)                         # the caller's hold is gone; the blocks stay until eviction needs them
     again = pool.match(tokens)                  # back in HBM if they had gone down to DRAM
     pool.free_mem(again)
 
-What an instance uses inside itself is :class:`BlockPool`; this class adds the bytes.
+Addresses are small typed values that a remote instance can use later. What an instance uses inside itself is
+:class:`BlockPool`; this module adds the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, groupby
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +24,60 @@ from numpy.typing import NDArray
 from memserve import _core
 from memserve.config import PoolConfig
 from memserve.errors import UserError
-from memserve.mempool.addresses import Address, Addresses
+from memserve.mempool.events import PoolReport
 from memserve.mempool.pool import BlockPool
-from memserve.mempool.report import PoolReport
 from memserve.types import KVGeometry, Tier, TokenArray
 from memserve.units import human_bytes
+
+
+class Address(NamedTuple):
+    """One block of one pool."""
+
+    tier: Tier
+    block: int
+    generation: int = 0  # of the pool that owns the block: a restarted owner has another one
+
+
+class Addresses(Sequence[Address]):
+    """Addresses of blocks in one tier, kept as one native array: a list of a few hundred tuples costs more than a
+    whole ``match``."""
+
+    __slots__ = ("blocks", "generation", "tier")
+
+    def __init__(self, tier: Tier, blocks: _core.BlockIds, generation: int = 0) -> None:
+        self.tier = tier
+        self.blocks = blocks
+        self.generation = generation
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> Address: ...
+    @overload
+    def __getitem__(self, index: slice) -> Addresses: ...
+    def __getitem__(self, index: int | slice) -> Address | Addresses:
+        if isinstance(index, slice):
+            return Addresses(self.tier, self.blocks[index], self.generation)
+        return Address(self.tier, self.blocks[index], self.generation)
+
+    def __iter__(self) -> Iterator[Address]:
+        return (Address(self.tier, block, self.generation) for block in self.blocks)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Addresses):
+            return NotImplemented
+        return (self.tier, self.generation) == (other.tier, other.generation) and self.blocks == other.blocks
+
+    def __hash__(self) -> int:
+        return hash((self.tier, self.generation, np.asarray(self.blocks).tobytes()))
+
+    def __add__(self, other: Addresses) -> list[Address]:
+        return [*self, *other]
+
+    def __repr__(self) -> str:
+        return f"Addresses({self.tier.name}, {self.blocks.tolist()})"
+
 
 AddressList = Addresses | Sequence[Address]
 Groups = Sequence[tuple[Tier, _core.BlockIds | Sequence[int]]]
@@ -71,13 +122,14 @@ class MemPool:
         generation: int | None = None,
         copy_threads: int = 1,
         new_arena: Callable[[int], _core.Arena | _core.SharedArena] = _core.Arena,
+        identity_key: bytes | None = None,
     ) -> None:
         """Room for as many whole blocks as the bytes hold. Raises :class:`UserError` when that is none.
 
         ``namespace`` names model and weights; dtype and shapes come from ``geometry``. Pools share KV only where
         ``tenant``, ``namespace`` and ``geometry`` are equal. Addresses carry ``generation``, by default one that no
         other pool of this process has; ``new_arena`` makes the memory of a tier from its bytes
-        (:class:`memserve.PoolPeer` lets other processes read it).
+        (:class:`memserve.PoolPeer` lets other processes read it). ``identity_key`` as in :class:`PoolConfig`.
         """
         self.geometry = geometry
         self.tenant = tenant
@@ -90,7 +142,7 @@ class MemPool:
                 hint=f"give at least {block_bytes} bytes",
                 param="hbm_bytes",
             )
-        config = PoolConfig(hbm_bytes // block_bytes, dram_bytes // block_bytes)
+        config = PoolConfig(hbm_bytes // block_bytes, dram_bytes // block_bytes, identity_key=identity_key)
         self._pool = BlockPool(config, geometry.block_tokens, f"{namespace}|{geometry!r}")
         self.arenas = {Tier.HBM: new_arena(config.hbm_blocks * block_bytes)}
         if config.dram_blocks:
@@ -104,9 +156,9 @@ class MemPool:
     # -- memory blocks
 
     def alloc_mem(self, count: int, tier: Tier = Tier.HBM) -> Addresses | None:
-        """``count`` blocks, held by the caller until :meth:`free_mem`. ``None`` = no room, nothing changed.
+        """``count`` blocks, held by the caller until :meth:`free_mem`. None: no room, nothing changed.
 
-        Cached blocks that nobody holds make room, least recently used first: from HBM they move to DRAM, from DRAM
+        Cached blocks that no caller holds make room, least recently used first: from HBM they move to DRAM, from DRAM
         they go. Contents are whatever the block had before.
         """
         if count < 0:
@@ -138,7 +190,7 @@ class MemPool:
 
         They are the block's until it is freed or swapped: a view kept longer shows what lies there then.
         """
-        self._require_ours(address.generation)
+        self._require_own(address.generation)
         self.require_held([(address.tier, (address.block,))])
         return self.bytes_of(address.tier, address.block)
 
@@ -183,23 +235,23 @@ class MemPool:
     # -- tiers
 
     def swap_out(self, num_blocks: int) -> int:
-        """Move up to ``num_blocks`` cached blocks that nobody holds from HBM to DRAM; returns how many moved."""
+        """Move up to ``num_blocks`` cached blocks that no caller holds from HBM to DRAM; returns how many moved."""
         moved = self._pool.demote(num_blocks)
         self.run_copies()
         return moved
 
     def swap_out_blocks(self, addresses: AddressList) -> Addresses | None:
-        """Move blocks that the caller holds to DRAM; returns their new addresses. ``None`` = no room there."""
+        """Move blocks that the caller holds to DRAM; returns their new addresses. None: no room there."""
         return self._move(Tier.HBM, addresses, Tier.DRAM, self._pool.swap_out)
 
     def swap_in(self, addresses: AddressList) -> Addresses | None:
-        """Move DRAM blocks that the caller holds to HBM; returns their new addresses. ``None`` = no room there."""
+        """Move DRAM blocks that the caller holds to HBM; returns their new addresses. None: no room there."""
         return self._move(Tier.DRAM, addresses, Tier.HBM, self._pool.swap_in)
 
     # -- state
 
     def report(self) -> PoolReport:
-        """The state of the memory (row P4)."""
+        """The state of the memory."""
         return self._pool.report()
 
     @property
@@ -272,7 +324,7 @@ class MemPool:
                 param="addresses",
             )
 
-    def _require_ours(self, generation: int) -> None:
+    def _require_own(self, generation: int) -> None:
         if generation != self.generation:
             raise UserError(
                 f"an address of generation {generation}, this pool is generation {self.generation}",
@@ -283,10 +335,10 @@ class MemPool:
     def _by_tier(self, addresses: AddressList) -> list[tuple[Tier, Sequence[int]]]:
         """Runs of neighbouring addresses on one tier."""
         if isinstance(addresses, Addresses):
-            self._require_ours(addresses.generation)
+            self._require_own(addresses.generation)
             return [(addresses.tier, addresses.blocks)] if len(addresses) else []
         for address in addresses:
-            self._require_ours(address.generation)
+            self._require_own(address.generation)
         return [(tier, [a.block for a in run]) for tier, run in groupby(addresses, key=lambda a: a.tier)]
 
     def _only(self, tier: Tier, addresses: AddressList) -> list[int]:

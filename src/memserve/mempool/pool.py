@@ -1,11 +1,11 @@
-"""The blocks and the prefix cache of one instance: accounting only, no bytes move here (level 1).
+"""The blocks and the prefix cache of one instance: accounting only, no bytes move here.
 
     acquire ------> Lease: cached prefix, pinned, one reference a block for the caller
     allocate -----> blocks with one reference each, for what is not cached
     publish ------> the index takes references of its own and the lease's pin moves down
     unpin, release: the caller is done; the cached blocks stay until eviction takes them
 
-Who owns what: a block of HBM is free, or held by its reference count. The index holds one reference on each block
+References: a block of HBM is free, or held by its reference count. The index holds one reference on each block
 that it names. Every other reference belongs to a caller of this class.
 """
 
@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from memserve import _core
 from memserve.config import PoolConfig
 from memserve.errors import InvariantError
-from memserve.mempool.block_access import BlockAccessLog
-from memserve.mempool.copylog import CopyLog
-from memserve.mempool.events import EventLog, KvEvent, KvHoldings
-from memserve.mempool.identity import NAMES_MAX, block_identities, namespace_id
-from memserve.mempool.report import PoolReport, TierReport
+from memserve.mempool.block_access import BlockAccessLog, CopyLog
+from memserve.mempool.events import EventLog, KvEvent, PoolReport, TierReport
+from memserve.mempool.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id
 from memserve.types import CopyBlocks, Tier, TokenArray, tenant_of
 
 
@@ -36,7 +34,7 @@ class Lease:
     dram_tokens: int = 0
     """How many of them had to be brought up from DRAM (copies recorded)."""
     pin: int = 0
-    """The index's handle of the path's end; 0 = nothing pinned."""
+    """The index's handle of the path's end; 0: nothing is pinned."""
 
 
 def _promised(blocks: _core.BlockIds | None) -> _core.BlockIds:
@@ -51,10 +49,11 @@ class BlockPool:
     def __init__(
         self, config: PoolConfig, geometry_block_tokens: int, namespace: str, *, event_capacity: int = 0
     ) -> None:
-        """``namespace`` names model and weights, dtype and layout. ``event_capacity`` 0 = no KV events."""
+        """``namespace`` names model and weights, dtype and layout. ``event_capacity`` 0: no KV events."""
         self.config = config
         self.block_tokens = geometry_block_tokens
         self._namespace = namespace
+        self._key = config.identity_key or DEFAULT_KEY
         self._names: dict[str, bytes] = {}  # isolation -> namespace id
         self._owners: dict[str, bytes] = {}  # isolation -> namespace id of its tenant
         self._hbm = _core.BlockAllocator(config.hbm_blocks)
@@ -73,7 +72,7 @@ class BlockPool:
     def identity(self, tenant: str, tokens: TokenArray) -> bytes:
         """Identity of the last whole block of ``tokens`` (16 bytes; b"" when there is none): names namespace, tenant
         and every token up to there."""
-        identities = block_identities(self._name(tenant), tokens, self.block_tokens)
+        identities = block_identities(self._name(tenant), tokens, self.block_tokens, self._key)
         return identities[-1] if identities else b""
 
     # -- prefix cache
@@ -106,11 +105,11 @@ class BlockPool:
 
     def publish(self, lease: Lease, tenant: str, tokens: TokenArray, blocks: Sequence[int], *, written_by: int) -> int:
         """Make the KV of ``tokens`` (whole blocks of it) reusable; ``blocks`` hold it, all in HBM, at the latest when
-        plan ``written_by`` has finished (0 = they do now).
+        plan ``written_by`` has finished (0: they do now).
 
-        The index takes a reference on each block that it did not have yet; where it already has the same tokens it
-        keeps its own block (unless that lies in DRAM: then it takes the caller's and frees its own). The lease's pin
-        moves to the end of ``tokens``. Returns the blocks that the index took.
+        The index takes a reference on each block that it did not have yet. A block that it has for these tokens it
+        keeps, unless that lies in DRAM: then it takes the caller's and frees its own. The lease's pin moves to the end
+        of ``tokens``. Returns the blocks that the index took.
         """
         if not self.config.caching or len(tokens) < self.block_tokens:
             return 0
@@ -186,7 +185,7 @@ class BlockPool:
     # -- blocks
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` HBM blocks with one reference each. ``None`` = no room, and nothing changed.
+        """``count`` HBM blocks with one reference each. None: no room, and nothing changed.
 
         Unpinned cached blocks are evicted for it, the least recently used of the tenant with most first: to DRAM while
         there is room (or can be made by the same rule), else dropped.
@@ -206,7 +205,7 @@ class BlockPool:
         return self._hbm.allocate(count)
 
     def allocate_dram_ids(self, count: int) -> _core.BlockIds | None:
-        """``count`` DRAM blocks with one reference each; cached blocks are evicted for it. ``None`` = no room."""
+        """``count`` DRAM blocks with one reference each; cached blocks are evicted for it. None: no room."""
         missing = count - self._dram.blocks_free
         if missing > self._dram.blocks_evictable:
             return None
@@ -220,7 +219,7 @@ class BlockPool:
 
     @property
     def blocks_free(self) -> int:
-        """HBM blocks that nobody holds, not even the cache: allocating them changes nothing else."""
+        """HBM blocks without a reference, not even of the cache: allocating them changes nothing else."""
         return self._hbm.blocks_free
 
     def retain(self, blocks: Sequence[int]) -> None:
@@ -246,7 +245,7 @@ class BlockPool:
         return self._hbm.ref_count(block) > 1
 
     def copy_block(self, block: int) -> int | None:
-        """A new block with the contents of ``block`` (copy recorded), or ``None`` = no room.
+        """A new block with the contents of ``block`` (copy recorded), or None: no room.
 
         The caller's reference on the old block stays the caller's.
         """
@@ -259,8 +258,8 @@ class BlockPool:
     # -- preemption by swap
 
     def swap_out(self, blocks: Sequence[int]) -> list[int] | None:
-        """Copy ``blocks`` to DRAM, whose unpinned cached blocks are evicted for it, and drop the caller's references on
-        them. ``None`` = no room, nothing changed."""
+        """Copy ``blocks`` to DRAM (cached blocks there are evicted for it), and drop the caller's references on
+        them. None: no room, nothing changed."""
         below = self.allocate_dram_ids(len(blocks))
         if below is None:
             return None
@@ -269,7 +268,7 @@ class BlockPool:
         return below.tolist()
 
     def swap_in(self, dram_blocks: Sequence[int]) -> list[int] | None:
-        """Copy ``dram_blocks`` up into new HBM blocks (one reference each) and free them. ``None`` = no room."""
+        """Copy ``dram_blocks`` up into new HBM blocks (one reference each) and free them. None: no room."""
         above = self.allocate_ids(len(dram_blocks))
         if above is None:
             return None
@@ -296,10 +295,6 @@ class BlockPool:
         """KV events since the last call, in order (none when the pool was built without a buffer for them)."""
         return self._events.take()
 
-    def holdings(self) -> KvHoldings:
-        """Everything that the index holds now, for a follower that missed events. Needs a buffer for events."""
-        return self._events.holdings()
-
     @property
     def next_event(self) -> int:
         """Number of the next KV event."""
@@ -310,7 +305,7 @@ class BlockPool:
         return self._events.held(tier)
 
     def report(self) -> PoolReport:
-        """The state of the memory (row P4)."""
+        """The state of the memory."""
         tiers = ((Tier.HBM, self._hbm), (Tier.DRAM, self._dram))
         return PoolReport(
             tiers=tuple(
@@ -360,8 +355,8 @@ class BlockPool:
             if len(self._names) >= NAMES_MAX:  # salts come and go; a name is quick to compute
                 self._names.clear()
                 self._owners.clear()
-            name = self._names[tenant] = namespace_id(tenant, self._namespace)
-            self._owners[tenant] = namespace_id(tenant_of(tenant), self._namespace)
+            name = self._names[tenant] = namespace_id(tenant, self._namespace, self._key)
+            self._owners[tenant] = namespace_id(tenant_of(tenant), self._namespace, self._key)
         return name
 
     def _evict(self, count: int) -> int:
@@ -396,5 +391,5 @@ class BlockPool:
         found = self._index.match_blocks(name, tokens)
         hbm, dram = found.hbm, found.dram.tolist()
         first = 0 if adopted or dram else len(hbm) - done.added  # an index grows at its ends: what is new comes last
-        identities = block_identities(name, tokens, self.block_tokens, first=first)
+        identities = block_identities(name, tokens, self.block_tokens, self._key, first)
         self._events.published(hbm[first:].tolist(), dram, identities, adopted)

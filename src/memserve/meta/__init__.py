@@ -1,1 +1,1 @@
-"""What the cluster must remember, kept: records, their journal, and the state that they make (level 2)."""
+"""What the cluster must remember, kept: records, their journal, and the state that they make."""

@@ -1,4 +1,4 @@
-"""The cache entries of one member (level 2): which blocks, on which tier, since when, and when last used.
+"""The cache entries of one member: which blocks, on which tier, since when, when last used, and how often.
 
 A million of them must fit, so an entry is a key of 16 bytes in a dict and one integer, its stamp, which all entries of
 one batch share::
@@ -7,7 +7,7 @@ one batch share::
     tier: 1 DRAM  | created, s since 1970    | last used, s since 1970
 
 Use is noted at the deepest block of the prefix that was used: a block was last used when it or one of its descendants
-was.
+was. Few blocks are the deepest of a prefix, so how often they were used lies in a dict of its own.
 """
 
 from __future__ import annotations
@@ -15,34 +15,26 @@ from __future__ import annotations
 from struct import unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memserve.errors import check
 from memserve.mempool.events import KvEventKind
 from memserve.messages import KvChange
+from memserve.metadata import EntriesKept
 from memserve.peers import Peer
-from memserve.remembered import EntriesKept
 from memserve.types import Tier
 from memserve.units import NS_PER_S
 
 IDENTITY_BYTES = 16
 _DRAM = 1 << 63
 _SECONDS = (1 << 31) - 1
+_HITS, _AGE_S = (1 << 6) - 1, (1 << 26) - 1  # as far as an order looks: 63 uses, two years
 
 
 def stamp_of(tier: Tier, created_ns: int, used_ns: int) -> int:
     """One integer of all three; times in ns since 1970."""
     created_s, used_s = (max(0, ns // NS_PER_S) & _SECONDS for ns in (created_ns, used_ns))
     return (_DRAM if tier is Tier.DRAM else 0) | created_s << 32 | used_s
-
-
-def tier_of(stamp: int) -> Tier:
-    """Where the entry lies."""
-    return Tier.DRAM if stamp & _DRAM else Tier.HBM
-
-
-def times_of(stamp: int) -> tuple[int, int]:
-    """When it was created and last used, whole seconds since 1970."""
-    return stamp >> 32 & _SECONDS, stamp & _SECONDS
 
 
 def split(identities: bytes) -> tuple[bytes, ...]:
@@ -54,11 +46,13 @@ def split(identities: bytes) -> tuple[bytes, ...]:
 class Entries:
     """Blocks by identity, with their stamps, up to one number of the member's KV events."""
 
-    __slots__ = ("next_event", "stamps")
+    __slots__ = ("hits", "next_event", "stamps")
 
     def __init__(self) -> None:
         self.next_event = 0
         self.stamps: dict[bytes, int] = {}
+        #: how often a block was the last of a prefix that was used; absent: never
+        self.hits: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self.stamps)
@@ -78,6 +72,7 @@ class Entries:
         if change.kind == KvEventKind.EVICTED:
             for identity in identities:
                 stamps.pop(identity, None)
+                self.hits.pop(identity, None)
         else:  # stored, or moved; what moves and is not known counts as stored, as in the directory
             fresh = stamp_of(change.tier, now_ns, now_ns)
             for identity in identities:
@@ -94,12 +89,14 @@ class Entries:
             for identity in split(identities):
                 known = old.get(identity)
                 self.stamps[identity] = fresh if known is None else _moved(known, tier)
+        self.hits = {identity: count for identity, count in self.hits.items() if identity in self.stamps}
 
     def use(self, identity: bytes, now_ns: int) -> None:
         """It was used; unknown ones are ignored."""
         known = self.stamps.get(identity)
         if known is not None:
             self.stamps[identity] = known & ~_SECONDS | (now_ns // NS_PER_S & _SECONDS)
+            self.hits[identity] = self.hits.get(identity, 0) + 1
 
     def by_tier(self) -> tuple[bytes, bytes]:
         """Identities in HBM, and those in DRAM."""
@@ -107,10 +104,32 @@ class Entries:
         in_dram = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps)) >= np.uint64(_DRAM)
         return keys[~in_dram].tobytes(), keys[in_dram].tobytes()
 
+    def by_use(self) -> list[tuple[int, int]]:
+        """How many blocks in HBM were last used when: seconds since 1970 and a count, least recently used first; of one
+        second those that were used less often first, and of these the older ones."""
+        stamps = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps))
+        hits = np.zeros(len(stamps), np.uint64)
+        places, counts = self._hits_by_place().T
+        hits[places] = np.minimum(counts, _HITS)
+        in_hbm = stamps < np.uint64(_DRAM)
+        stamps, hits = stamps[in_hbm].astype(np.int64), hits[in_hbm].astype(np.int64)
+        used, created = stamps & _SECONDS, stamps >> 32
+        youth = _AGE_S - np.clip(used - created, 0, _AGE_S)
+        order, counts = np.unique((used * (_HITS + 1) + hits) * (_AGE_S + 1) + youth, return_counts=True)
+        return list(zip((order // ((_HITS + 1) * (_AGE_S + 1))).tolist(), counts.tolist(), strict=True))
+
+    def _hits_by_place(self) -> NDArray[np.uint32]:
+        """Of blocks that were used: their place among all, and how often. ``[n, 2]``."""
+        hits = self.hits
+        found = [(at, hits[name]) for at, name in enumerate(self.stamps) if name in hits] if hits else []
+        return np.array(found, "<u4").reshape(-1, 2)
+
     def record(self, peer: Peer) -> EntriesKept:
         """All of it for a checkpoint."""
         stamps = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps)).astype("<u8")
-        return EntriesKept(peer, self.next_event, b"".join(self.stamps), stamps.tobytes())
+        return EntriesKept(
+            peer, self.next_event, b"".join(self.stamps), stamps.tobytes(), self._hits_by_place().tobytes()
+        )
 
     def restore(self, kept: EntriesKept) -> None:
         """What :meth:`record` gave."""
@@ -118,6 +137,7 @@ class Entries:
         identities = split(kept.identities)
         check(len(stamps) == len(identities), f"{len(identities)} entries have {len(stamps)} stamps")
         self.next_event, self.stamps = kept.next_event, dict(zip(identities, stamps, strict=True))
+        self.hits = {identities[at]: count for at, count in np.frombuffer(kept.hits, "<u4").reshape(-1, 2).tolist()}
 
 
 def _moved(stamp: int, tier: Tier) -> int:

@@ -1,4 +1,4 @@
-"""Records as bytes, and bytes as records again, whatever happened to them (level 2). Pure: bytes in, bytes out.
+"""Records as bytes, and bytes as records again, whatever happened to them. Pure: bytes in, bytes out.
 
 ::
 
@@ -11,9 +11,9 @@ A frame is there as a whole or not at all: its seal is a hash of all the rest of
 that bytes of an older journal, which a disk may give back, are never taken for one. ``durable`` tells how much of the
 journal was known to be safe when the frame was written. That makes two cases plain that look alike:
 
-* *torn*: broken bytes behind which no frame vouches for them. The last write did not get through, nobody was promised
-  it, and it is dropped, even if later parts of that write did arrive.
-* *damaged*: broken bytes that a later frame says were safe, or in the checkpoint that the journal began with, whose
+* *torn*: broken bytes behind which no frame vouches for them. The last write did not get through, its
+  records were not acknowledged, and it is dropped, even if later parts of that write did arrive.
+* *damaged*: broken bytes that a later frame says were safe, or in the checkpoint that the journal began with, and its
   length its head tells. Something acknowledged is gone: reading stops with an error, and nothing is guessed.
 
 Only damage to the very last frame passes for a torn write, because nothing was written behind it.
@@ -29,7 +29,7 @@ import msgspec
 
 from memserve import _core
 from memserve.errors import UserError
-from memserve.remembered import AnyRecord
+from memserve.metadata import AnyRecord
 
 FORMAT = 1
 """Raised whenever an older memserve would misread what is written. New records and fields at the end don't."""
@@ -118,7 +118,7 @@ def _read_head(data: bytes) -> tuple[int, int]:
 
 
 def records_of(body: memoryview | bytes) -> list[AnyRecord]:
-    """The records of a frame. Raises :class:`UserError` for such as this memserve does not know."""
+    """The records of a frame. Raises :class:`UserError` for a record that this memserve does not know."""
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -139,7 +139,7 @@ def _key_of(number: int) -> bytes:
 
 
 def _frame_at(view: memoryview, at: int, key: bytes) -> _Frame | None:
-    """The frame that begins at ``at``; ``None``: there is none, or not a whole one."""
+    """The frame that begins at ``at``; None: there is none, or not a whole one."""
     if len(view) - at < _FRAME.size:
         return None
     magic, body_bytes, sequence, durable_bytes, seal = _FRAME.unpack_from(view, at)

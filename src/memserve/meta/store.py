@@ -1,16 +1,16 @@
-"""A journal on a medium, and the book that it makes (level 2): what every host of a ``Cluster`` writes to.
+"""A journal on a medium, and the state that it makes: what every host of a ``Cluster`` writes to.
 
 ::
 
     store = Store(medium)                     reads what is there; drops a torn last write, refuses damage
-    store.book.remembered(clock_offset_ns)    for the StateRecovered event of a new machine
+    store.state.recovered(clock_offset_ns)    for the StateRecovered event of a new machine
     store.write(records)                      for each Remember and Note, in order
     store.sync()                              before anything behind a Remember is done
 
 In the runtime a thread does this (``runtime/meta_keeper.py``), one ``sync`` for all that came meanwhile. A simulator
-calls it in virtual time on a ``meta/faulty.py`` medium.
+calls it in virtual time on a ``FaultyMedium``.
 
-The journal is replaced by a checkpoint of the book when it has grown to three times the last one, and by its host
+The journal is replaced by a checkpoint of the state when it has grown to three times the last one, and by its host
 (:meth:`Store.checkpoint`) some time after it :attr:`holds what was deleted <Store.holds_deleted>`. After a failure
 nothing is written until a whole checkpoint gets through (:meth:`Store.checkpoint`): a journal never goes on behind a
 hole.
@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from memserve.meta.book import Book
 from memserve.meta.journal import JournalWriter, read_journal, records_of
 from memserve.meta.medium import Medium, MediumFailed
-from memserve.remembered import AnyRecord, DocumentDropped, DocumentPut, HandleDropped
+from memserve.meta.state import MetadataState
+from memserve.metadata import AnyRecord, DocumentDropped, DocumentPut, HandleDropped
 from memserve.units import MIB
 
 CHECKPOINT_BYTES_MIN = 4 * MIB
@@ -41,14 +41,14 @@ class Store:
         :class:`MediumFailed`."""
         self._medium = medium
         self._checkpoint_bytes_min = checkpoint_bytes_min
-        self.book = Book()
+        self.state = MetadataState()
         self.torn_bytes = 0
         """Of a last write that had not got through when this store was opened."""
         self.checkpoints = 0
         self.is_broken = False
         """Nothing can be promised until a checkpoint gets through."""
         self.holds_deleted = False
-        """The journal has text of documents or pinned prefixes that the book no longer has; a checkpoint has not."""
+        """The journal has text of documents or pinned prefixes that the state no longer has; a checkpoint has not."""
         self._writer = JournalWriter(0)
         self._bytes = self._durable_bytes = self._checkpoint_bytes = 0
         self._open()
@@ -73,7 +73,7 @@ class Store:
         return self._bytes
 
     def write(self, records: Iterable[AnyRecord]) -> None:
-        """Take ``records`` into the book and the journal. Not safe before :meth:`sync`; not written at all while the
+        """Take ``records`` into the state and the journal. Not safe before :meth:`sync`; not written at all while the
         store is broken. Raises :class:`MediumFailed`, and is broken then."""
         records = list(records)
         self._apply(records)
@@ -98,9 +98,9 @@ class Store:
         self._durable_bytes = self._bytes
 
     def checkpoint(self) -> None:
-        """A new journal that begins with the whole book. Raises :class:`MediumFailed`, and is broken then."""
+        """A new journal that begins with the whole state. Raises :class:`MediumFailed`, and is broken then."""
         writer = JournalWriter(self._writer.number + 1)
-        data = writer.begin(_batches(self.book.records()))
+        data = writer.begin(_batches(self.state.records()))
         try:
             self._medium.replace(data)
         except MediumFailed:
@@ -111,8 +111,8 @@ class Store:
         self.checkpoints += 1
 
     def forget_expired(self, now_unix_ns: int) -> None:
-        """Take documents whose time is over out of the book. The next router would have done so."""
-        expired = [record for record in self.book.documents.values() if record.expires_unix_ns <= now_unix_ns]
+        """Take documents whose time is over out of the state. The next router would have done so."""
+        expired = [record for record in self.state.documents.values() if record.expires_unix_ns <= now_unix_ns]
         self._apply([DocumentDropped(record.tenant, record.document_id) for record in expired])
 
     def close(self) -> None:
@@ -123,13 +123,13 @@ class Store:
         for record in records:
             match record:
                 case DocumentPut(tenant, document_id, body):
-                    known = self.book.documents.get((tenant, document_id))
+                    known = self.state.documents.get((tenant, document_id))
                     self.holds_deleted |= known is not None and known.body != body
                 case DocumentDropped(tenant, document_id):
-                    self.holds_deleted |= (tenant, document_id) in self.book.documents
+                    self.holds_deleted |= (tenant, document_id) in self.state.documents
                 case HandleDropped(tenant, handle):
-                    self.holds_deleted |= (tenant, handle) in self.book.handles
-            self.book.apply([record])
+                    self.holds_deleted |= (tenant, handle) in self.state.handles
+            self.state.apply([record])
 
     def _guarded_append(self, frame: bytes) -> None:
         try:

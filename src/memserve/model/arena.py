@@ -1,4 +1,4 @@
-"""Arenas of KV blocks and the copies between them (level 3)."""
+"""Arenas of KV blocks and the copies between them."""
 
 from __future__ import annotations
 

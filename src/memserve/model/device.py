@@ -1,4 +1,4 @@
-"""The device (level 3): executes step plans with a real model, as :class:`memserve.instance.actions.StepPlan` says."""
+"""The device: executes step plans with a real model, as :class:`memserve.instance.events.StepPlan` says."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from torch import Tensor
 
 from memserve import _core
 from memserve.config import InstanceConfig
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.model.arena import KvArenas
 from memserve.model.attention.backends import AttentionFactory, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
-from memserve.model.failures import NOT_NUMBERS, Failures, stage
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.loading.loader import LoadedModel
-from memserve.model.sampling.logprobs import report_logprobs
-from memserve.model.sampling.sampler import Drawn, sample
-from memserve.model.slots import Int64s, SlotTable
+from memserve.model.sampling import Drawn, report_logprobs, sample
+from memserve.model.slots import NOT_NUMBERS, Failures, Int64s, SlotTable, stage
 from memserve.runtime.memory import trim_heap
 from memserve.runtime.ports import OnLayer
 from memserve.types import Tier, TokenLogprobs
@@ -157,7 +154,7 @@ class ModelDevice:
     ) -> dict[int, list[TokenLogprobs | None]]:
         """Row -> one entry for each token that it computed: the logprobs of the prompt token *behind* that one.
 
-        ``None`` where the prompt ends. A row whose slot ``failed``, here or before, has none.
+        ``None`` where the prompt ends. A row with a slot that ``failed``, here or before, has none.
         """
         reports: dict[int, list[TokenLogprobs | None]] = {}
         first = 0

@@ -1,128 +1,217 @@
-"""oneDNN-packed linear layers (level 3, CPU): the largest single gain on this hardware.
+"""Linears with packed weights: oneDNN for many rows, a kernel of ours for few, one copy of the weights.
 
-``F.linear`` lays the weight out anew on every call; packed once, a decode step streams it at memory speed (twice as
-fast at batch 8). The two torch ops are what Inductor emits. They are private in name, so they are tried out first, and
-the plain layers stay where they do not behave.
+oneDNN packs a weight into blocks of 64 outputs, or of 32 where the processor has matrix units (AMX). Its matrix product
+reads them well from many rows on. With few rows a step is bound by memory, and there oneDNN reaches about half of the
+bandwidth. Our kernel (``_kernels.linear``) reads the very same blocks, so nothing is kept twice. The block format is
+private to oneDNN; it is therefore checked by computing with it when a weight is packed, and a weight that does not pass
+is left to oneDNN.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+from collections.abc import Callable
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from memserve.model.capture import fused_linear
+from memserve import _kernels
+from memserve.errors import InvariantError
 
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-_TRIAL_ROWS = 8
+ROWS_NATIVE_MAX = 128
+"""Up to here our kernel is ahead of oneDNN (by 1.6 at one row, 1.1 at 128, equal at 512)."""
 
+_BUCKETS_OF_A_DOUBLING = 8
+_TILE_ROWS = 16  # of a matrix unit: filling up to them costs nothing
 
-class PackedLinear(nn.Module):
-    """``y = x W^T + b`` with ``W`` in oneDNN's own layout, for any number of rows."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = _pack(linear.weight.detach())
-        self.bias = linear.bias
-        #: shape and dtype for code that asks; computing with it is an error, not a wrong result
-        self.weight = torch.empty_like(linear.weight, device="meta")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features] -> [..., out_features]``."""
-        if x.numel() == 0:  # a step in which no row samples
-            return x.new_empty((*x.shape[:-1], self.out_features))
-        return fused_linear.in_bucket(x, lambda rows: _linear(rows, self.packed, self.bias))
+_BLOCKS_OUTPUTS = (64, 32)  # the formats that our kernel reads
+_ROWS_HINT = 8  # what oneDNN is told of the rows to come when it chooses how to lay a weight out
+_WIDE_SLICE = 4096  # outputs
+_BLOCK_INPUTS = {torch.float32: 16, torch.bfloat16: 32}
+_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
-def pack_linears(module: nn.Module) -> int:
-    """Replace every ``nn.Linear`` below ``module`` by a packed one and free its weight; returns how many.
+def bucket_rows(rows: int) -> int:
+    """The least row count from ``rows`` on that oneDNN is called with: every one to 16, then multiples of 16 to 128,
+    then 8 to each doubling.
 
-    Nothing is replaced on other devices, for other dtypes, or where the packed result would differ.
+    oneDNN builds and keeps a primitive for each row count that it meets: up to 0.8 MB and 6 ms of CPU each. Prompts
+    have every length, so without this a prefill instance builds four in nearly every step, and keeps hundreds.
     """
-    found = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
-    linears = [(p, n, c) for p, n, c in found if isinstance(c, nn.Linear) and type(c) is nn.Linear and _is_packable(c)]
-    trusted: dict[tuple[Any, ...], bool] = {}
-    packed = 0
-    for parent, name, linear in linears:
-        replacement = _try_pack(linear, trusted)
-        if replacement is not None:
-            setattr(parent, name, replacement)
-            packed += 1
-    own_storage(module)
-    return packed
+    if rows <= _TILE_ROWS:
+        return max(rows, 1)
+    step = max(_TILE_ROWS, (1 << (rows - 1).bit_length() - 1) // _BUCKETS_OF_A_DOUBLING)
+    return -(-rows // step) * step
 
 
-class WideLinear(nn.Module):
-    """The output head of a 16-bit model, with float32 logits: see ``PackedLinear`` in ``capture/fused_linear.py``."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self._packed: fused_linear.PackedLinear | None = None
-        if linear.weight.device.type == "cpu":
-            biases = None if linear.bias is None else [linear.bias.detach()]
-            self._packed = fused_linear.PackedLinear([linear.weight.detach()], biases, wide=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features] -> [..., out_features]`` float32."""
-        return fused_linear.wide_linear(x, self.weight, self.bias) if self._packed is None else self._packed(x)
+def in_bucket(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """``product(x)`` for ``x [..., k]``, computed over a bucket of rows; the rows that fill it up are zeros."""
+    flat = x.reshape(-1, x.shape[-1])
+    rows = len(flat)
+    padded = torch.nn.functional.pad(flat, (0, 0, 0, bucket_rows(rows) - rows)) if bucket_rows(rows) > rows else flat
+    y = product(padded)[:rows]
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def widen_head(module: Any) -> bool:
-    """Let the output head of a 16-bit causal language model give float32 logits; False where it is no plain linear."""
-    head = module.get_output_embeddings()
-    if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
+class PackedLinear:
+    """``y = x @ weight.T + bias`` with ``weight [n, k]``, possibly several weights below one another."""
+
+    __slots__ = (
+        "_address", "_bias_address", "_block", "_code", "_dense", "_inputs_padded", "_packed", "_rows_max",
+        "bias", "k", "n", "source", "wide",
+    )  # fmt: skip
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor] | None, *, wide: bool = False) -> None:
+        """``weights``: ``[n_i, k]`` each, all of one dtype; ``biases``: ``[n_i]`` each, or None.
+
+        ``wide``: results are the float32 sums themselves, not rounded to the dtype. For logits: at the size they have,
+        bfloat16 has steps of an eighth, which makes ties between tokens that differ clearly.
+        """
+        weight = _joined(weights)
+        self.wide = wide
+        #: address of the only weight while it is packed: an embedding tied to it can be read from here
+        self.source = weight.data_ptr() if len(weights) == 1 else 0
+        self.n, self.k = weight.shape
+        self.bias = None if biases is None else _joined(biases).clone()
+        self._packed = _pack(weight)
+        self._dense = weight.clone() if self._packed is None else None  # the module's own storage may be let go
+        self._code = _CODES.get(weight.dtype, 0)
+        self._bias_address = 0 if self.bias is None else self.bias.data_ptr()
+        self._address, self._block = 0, _BLOCKS_OUTPUTS[0]
+        self._rows_max = 0
+        block_inputs = _BLOCK_INPUTS.get(weight.dtype, 1)
+        self._inputs_padded = -(-self.k // block_inputs) * block_inputs
+        if self._packed is not None:
+            self._rows_max = ROWS_NATIVE_MAX if self._find_format(weight) else 0
+        if wide and not self._rows_max and self._dense is None:
+            self._dense = weight.clone()
+            # Float32 sums of 16-bit operands are our kernel's alone: without it the packed copy serves nothing.
+            self._packed = self._packed if weight.dtype == torch.float32 else None
+
+    @property
+    def is_native(self) -> bool:
+        """True when a program can hold this layer: our kernel computes it, with results of the inputs' dtype."""
+        return self._rows_max > 0 and not self.wide
+
+    @property
+    def is_ours(self) -> bool:
+        """True when no product of up to ``ROWS_NATIVE_MAX`` rows is oneDNN's."""
+        return self._rows_max > 0
+
+    @property
+    def native_weights(self) -> tuple[int, int]:
+        """Addresses of the packed weight and of the bias (0: none)."""
+        return self._address, self._bias_address
+
+    @property
+    def native_sizes(self) -> tuple[int, int, int, int]:
+        """``(k, k padded to whole blocks, n, outputs of a block)``"""
+        return self.k, self._inputs_padded, self.n, self._block
+
+    @property
+    def code(self) -> int:
+        """The dtype's number in ``_kernels``."""
+        return self._code
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x [..., k]`` -> ``[..., n]``, of the dtype of ``x``, or float32 if ``wide``."""
+        if self.wide and x.dtype != torch.float32:
+            return self._wide(x)
+        if self._packed is None:
+            return in_bucket(x, lambda rows: torch.nn.functional.linear(rows, self._plain_weight, self.bias))
+        rows = x.numel() // self.k
+        if rows <= self._rows_max:
+            return self._few_rows(x, rows)
+        return in_bucket(x, self._many_rows)
+
+    def blocks(self) -> Tensor | None:
+        """The packed weight itself: ``[n / block, k, block]``, or ``[n / block, k / 2, block, 2]`` in bfloat16.
+
+        None where it is padded.
+        """
+        if not self._rows_max or self._packed is None or self.n % self._block or self.k != self._inputs_padded:
+            return None
+        dtype, tail = (torch.float32, ()) if self._code == 0 else (torch.bfloat16, (2,))
+        shape = (self.n // self._block, self.k // (2 if tail else 1), self._block, *tail)
+        size = self.n * self.k * dtype.itemsize
+        memory = (ctypes.c_uint8 * size).from_address(self._address)  # lives as long as this layer
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def _few_rows(self, x: Tensor, rows: int) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty((*x.shape[:-1], self.n), dtype=torch.float32 if self.wide else x.dtype)
+        _kernels.linear(
+            x.data_ptr(), self.k, self._address, self._bias_address, y.data_ptr(), self.n,
+            rows, *self.native_sizes, self._code, self.wide,
+        )  # fmt: skip
+        return y
+
+    def _many_rows(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]  # an operator: torch types none
+
+    def _wide(self, x: Tensor) -> Tensor:
+        """Float32 results. oneDNN has none for 16-bit weights, so our kernel takes any number of rows, else torch."""
+        if self._rows_max:
+            return self._few_rows(x, x.numel() // self.k)
+        return wide_linear(x, self._plain_weight, self.bias)
+
+    @property
+    def _plain_weight(self) -> Tensor:
+        if self._dense is None:
+            raise InvariantError("a packed linear was asked for the dense weight that it gave up")
+        return self._dense
+
+    def _find_format(self, weight: Tensor) -> bool:
+        """Find the block width with which our kernel computes what torch does; False: oneDNN's format is another."""
+        for self._block in _BLOCKS_OUTPUTS:
+            self._address = _address_of(self._packed, self.n, self._block, self._inputs_padded * weight.element_size())
+            if self._address and self._reads_the_format(weight):
+                return True
         return False
-    module.set_output_embeddings(WideLinear(head))
-    return True
+
+    def _reads_the_format(self, weight: Tensor) -> bool:
+        """One row through our kernel and through torch: equal up to rounding only if the blocks are what we think."""
+        x = torch.linspace(-1.0, 1.0, self.k, dtype=weight.dtype)[None]
+        expected = torch.nn.functional.linear(x, weight, self.bias).float()
+        tolerance = 2e-2 if weight.dtype == torch.bfloat16 else 1e-4
+        scale = float(expected.abs().max()) + 1e-6
+        return bool((self._few_rows(x, 1).float() - expected).abs().max() <= tolerance * scale)
 
 
-def own_storage(module: nn.Module) -> None:
-    """Copy every parameter that is left in host memory out of the weights file that it may be mapped from.
-
-    As long as one parameter refers to the mapping, all of it stays resident, the packed weights' originals too.
-    """
-    for parameter in module.parameters():
-        if parameter.device.type == "cpu":
-            parameter.data = parameter.data.clone()
-
-
-def _is_packable(linear: nn.Linear) -> bool:
-    weight = linear.weight
-    return weight.device.type == "cpu" and weight.dtype in _TOLERANCE
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [..., k] @ weight [n, k].T + bias`` in float32, from operands of 16 bits."""
+    if x.device.type == "cuda":
+        y = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
+        return (y if bias is None else y + bias).view(*x.shape[:-1], weight.shape[0])
+    y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
+    for first in range(0, weight.shape[0], _WIDE_SLICE):  # a slice of the weight in float32 at a time
+        dense = weight[first : first + _WIDE_SLICE].float()
+        y[..., first : first + _WIDE_SLICE] = in_bucket(x.float(), partial(torch.nn.functional.linear, weight=dense))
+    return y if bias is None else y + bias
 
 
-def _try_pack(linear: nn.Linear, trusted: dict[tuple[Any, ...], bool]) -> PackedLinear | None:
-    """The packed layer, or ``None`` if layers of this shape failed their trial (run once a shape)."""
-    kind = (linear.weight.shape, linear.weight.dtype, linear.bias is not None)
-    if trusted.get(kind) is False:
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One below the other."""
+    return parts[0].detach() if len(parts) == 1 else torch.cat(parts)
+
+
+def _pack(weight: Tensor) -> Tensor | None:
+    """oneDNN's packed copy; None where this processor or build has none for the dtype."""
+    if weight.dtype not in _CODES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch does not type it
         return None
     try:
-        packed = PackedLinear(linear)
-        if kind not in trusted:
-            trusted[kind] = _agrees(packed, linear)
-    except (RuntimeError, AttributeError):  # this build of torch has no such op, or not for this dtype
-        trusted[kind] = False
-    return packed if trusted[kind] else None
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)  # type: ignore[no-any-return]  # an operator: torch types none
+    except (RuntimeError, AttributeError):
+        return None
 
 
-def _agrees(packed: PackedLinear, linear: nn.Linear) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn((_TRIAL_ROWS, linear.in_features), generator=generator).to(linear.weight.dtype)
-    with torch.inference_mode():
-        expected, got = F.linear(x, linear.weight, linear.bias).float(), packed(x).float()
-    return bool((got - expected).abs().max() <= _TOLERANCE[linear.weight.dtype] * expected.abs().max())
-
-
-def _pack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TRIAL_ROWS)
-    return packed
-
-
-def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return y
+def _address_of(packed: Tensor | None, n: int, block: int, column_bytes: int) -> int:
+    """Where the packed blocks lie, or 0 when their size is not that of ``n`` outputs in blocks of ``block``."""
+    try:
+        expected = -(-n // block) * block * column_bytes
+        if torch.ops.mkldnn._nbytes(packed) != expected:
+            return 0
+        return int(torch.ops.mkldnn.data_ptr(packed))
+    except (RuntimeError, AttributeError):
+        return 0

@@ -1,26 +1,47 @@
-"""What the device knows of each slot: tokens, block table, sampling (level 3).
+"""What the device knows of each slot: tokens, block table, sampling, and why it draws no token.
 
 Everything is a preallocated array with one row a slot, so that a step reads the rows it needs with one indexing
 operation each, however many sequences run. Untouched rows cost no memory: the pages come zeroed from the kernel.
+
+Rows fail alone: what one request asks for must not cost others their step. Anything that is done for one slot on its
+own behalf runs under :func:`stage` or :func:`each`: opening it, changing its logits, drawing, reporting. Errors of the
+device itself, and broken promises of the plan, are not caught: then the step has failed.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from memserve.errors import check
-from memserve.instance.actions import OpenSequence
-from memserve.instance.events import RowFailed
-from memserve.model.failures import Failures, stage
+from memserve.errors import InvariantError, check
+from memserve.instance.events import NO_TOKEN_LEFT, OpenSequence, RowFailed
 from memserve.types import VOCAB_MAX, SamplingParams, StopParams
 from memserve.units import ceil_div
+
+log = logging.getLogger(__name__)
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 _SEED_MASK = (1 << 64) - 1
 _HARMLESS = SamplingParams(temperature=0.0)
+
+
+Failures = dict[int, RowFailed]
+"""Slot -> why it draws no token."""
+
+_OF_THE_STEP = (InvariantError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+NOT_NUMBERS = RowFailed("the model gave no finite number for any next token", kv_is_suspect=True)
+"""Not a number or infinity among the logits, or every token impossible, before anything was done to them."""
+
+NOTHING_LEFT = RowFailed(NO_TOKEN_LEFT)
+"""The same after they were changed as the request wants it."""
 
 
 class SlotTable:
@@ -41,7 +62,7 @@ class SlotTable:
         self.seed: NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self.index: Int64s = np.zeros(slots, np.int64)
         self.beam_candidates: Int64s = np.zeros(slots, np.int64)
-        #: slots whose logits are changed before drawing: penalties, bias, ``min_tokens``
+        #: slots with logits that are changed before drawing: penalties, bias, ``min_tokens``
         self.adjusts: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         #: slots that report logprobs
         self.reports: NDArray[np.bool_] = np.zeros(slots, np.bool_)
@@ -94,7 +115,7 @@ class SlotTable:
         self.failed.pop(slot, None)
 
     def close_all(self) -> None:
-        """Forget every slot: after a failed step nobody knows which of its orders were carried out."""
+        """Forget every slot: after a failed step it is unknown which of its orders were carried out."""
         self.opened[:] = False
         self.failed.clear()
 
@@ -149,3 +170,36 @@ def changes_logits(sampling: SamplingParams) -> bool:
         or sampling.repetition_penalty != 1.0
         or sampling.logit_bias
     )
+
+
+# -- rows that fail alone
+
+
+@contextmanager
+def stage(failures: Failures, slot: int, what: str) -> Iterator[None]:
+    """An error inside is ``slot``'s own."""
+    try:
+        yield
+    except _OF_THE_STEP:
+        raise
+    except Exception as error:
+        log.warning("%s of one row failed: %s: %s", what, type(error).__name__, str(error)[:200])
+        failures.setdefault(slot, RowFailed(f"{what} failed ({type(error).__name__})"))
+
+
+def each(
+    failures: Failures, what: str, slots: NDArray[np.int64], work: Callable[[NDArray[np.int64]], None],
+    places: NDArray[np.int64],
+) -> None:  # fmt: skip
+    """``work(places)`` for all at once; when that fails, for each alone, so that only the rows at fault fail.
+
+    ``slots[place]`` is the slot at fault. ``work`` must not mind to be done again.
+    """
+    try:
+        work(places)
+    except _OF_THE_STEP:
+        raise
+    except Exception:
+        for at in range(len(places)):
+            with stage(failures, int(slots[places[at]]), what):
+                work(places[at : at + 1])

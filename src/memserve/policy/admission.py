@@ -1,6 +1,6 @@
-"""Whether a request is let in now (level 1, row C6): the reasons in words, and when to come again.
+"""Whether a request is admitted now: what it needs, the reasons in words, and when to retry.
 
-Overload rejects quickly: a line that is longer than can be served in time only adds to everybody's tail.
+Overload rejects quickly: a queue that is longer than can be served in time only adds to every request's latency.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from typing import NamedTuple
 from msgspec import structs
 
 from memserve.config import AdmissionConfig
-from memserve.policy.bestfit import Need, required_blocks
-from memserve.types import Request
+from memserve.policy.ledger import Ints, Need, required_blocks
+from memserve.types import Request, Role
 from memserve.units import NS_PER_S
 
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
-IDENTITY_BYTES = 16
 _SMOOTHING = 8  # a new measurement weighs 1/8
 
 
 class Crowd(NamedTuple):
-    """How full it is."""
+    """How many requests are active and waiting."""
 
     active: int
     active_max: int | None
@@ -30,16 +29,16 @@ class Crowd(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """No more requests may run at once."""
+        """Whether no more requests may be active."""
         return self.active_max is not None and self.active >= self.active_max
 
     @property
     def overflows(self) -> bool:
-        """More wait than may."""
+        """Whether more wait than may."""
         return self.waiting > self.waiting_max
 
     def reason(self, room: str = "") -> str:
-        """Why a request waits, or is turned away. ``room``: why there is no memory for it."""
+        """Why a request waits, or is rejected. ``room``: why there is no memory for it."""
         why = f"{self.active} requests are active, the most allowed" if self.is_full else room or "others are before it"
         return f"{why}; {self.waiting} wait, at most {self.waiting_max} may" if self.overflows else why
 
@@ -48,30 +47,56 @@ def tokens_needed(request: Request, output_tokens_max: int, generated: int = 0) 
     """Tokens of KV that all sequences of ``request`` share, and those that each has for itself, in order.
 
     Of what it may still generate at most ``output_tokens_max`` count: nearly all answers end long before their limit,
-    and memory that is kept for what never comes serves nobody.
+    and memory that is kept for tokens that never come serves no request.
     """
     to_come = min(max(0, request.stop.max_tokens - generated), output_tokens_max)
     return len(request.prompt), generated + to_come
 
 
-def full_need(request: Request, output_tokens_max: int, unit_tokens: int, generated: int = 0) -> Need:
+def whole_blocks(request: Request, output_tokens_max: int, unit_tokens: int, generated: int = 0) -> int:
     """Blocks of ``unit_tokens`` tokens for prompt and output. Sequences share the prompt's whole blocks (``n > 1``)."""
     shared, own = tokens_needed(request, output_tokens_max, generated)
     width = max(request.n, request.beam_width)
     whole = shared // unit_tokens if width > 1 else 0
-    return Need(whole + width * required_blocks(shared - whole * unit_tokens + own, unit_tokens))
+    return whole + width * required_blocks(shared - whole * unit_tokens + own, unit_tokens)
 
 
-def prompt_need(request: Request, unit_tokens: int, generated: int = 0) -> Need:
-    """The same where only the prompt is computed: a prefill instance."""
-    return Need(required_blocks(len(request.prompt) + generated, unit_tokens))
+def prompt_blocks(request: Request, unit_tokens: int, generated: int = 0) -> int:
+    """Blocks of ``unit_tokens`` tokens where only the prompt is computed: on a prefill instance."""
+    return required_blocks(len(request.prompt) + generated, unit_tokens)
 
 
-def with_reuse(need: Need, identities: bytes) -> Need:
-    """The same need where the prompt's whole blocks have names: shared with whoever holds the same prefix."""
-    count = min(len(identities) // IDENTITY_BYTES, need.blocks)
-    names = tuple(identities[at : at + IDENTITY_BYTES] for at in range(0, count * IDENTITY_BYTES, IDENTITY_BYTES))
-    return Need(need.blocks - count, names)
+Team = list[tuple[Role, Ints]]
+"""Instances that do one part of a request's work, by role and number; a request needs one of them."""
+
+
+class MemoryNeed(NamedTuple):
+    """What one request needs where it may run: computed once, and carried along by its ``RequestState`` until instances
+    or pins change, or it has generated tokens."""
+
+    prompt: int
+    """Blocks of the tokens that are known: where the prompt alone is computed."""
+    whole: dict[Role, int]
+    """Blocks with the output, where it is decoded, by the instance's role."""
+    names: tuple[bytes, ...]
+    """Blocks of the prompt that are counted once for all that share them."""
+    teams: list[Team]
+    """One team that does everything, or one that prefills and one that decodes."""
+    basis: tuple[int, int, bool]
+    """From which state it was computed."""
+
+    def at(self, role: Role, *, decodes: bool) -> Need:
+        """On an instance of ``role``. ``decodes``: it also generates the output."""
+        blocks = self.whole[role] if decodes else self.prompt
+        return Need(blocks - len(self.names), self.names)
+
+    def before_handover(self, role: Role) -> Need:
+        """On an instance of ``role`` that computes the prompt; it decodes too, unless a team of its own does that."""
+        return self.at(role, decodes=role is not Role.PREFILL or len(self.teams) < 2)
+
+    def by_team(self) -> list[list[tuple[Need, Ints]]]:
+        """For each team the needs by role, with the instances of that role."""
+        return [[(self.before_handover(role), numbers) for role, numbers in team] for team in self.teams]
 
 
 def cost_tokens(request: Request, output_tokens_max: int) -> int:
@@ -90,7 +115,7 @@ def on_terms(request: Request, config: AdmissionConfig) -> Request:
 
 
 class ServiceTimes:
-    """How long requests are active, learned from those that have ended: by it clients are told when to come again."""
+    """How long requests are active, learned from those that have ended: clients are told when to retry."""
 
     __slots__ = ("mean_ns", "samples")
 
@@ -99,17 +124,17 @@ class ServiceTimes:
         self.samples = 0
 
     def learn(self, active_ns: int) -> None:
-        """A request has ended that was active for so long."""
+        """A request has ended that was active for ``active_ns``."""
         self.samples += 1
         share = min(self.samples, _SMOOTHING)  # the first ones count as their mean
         self.mean_ns += (active_ns - self.mean_ns) // share
 
     def retry_after_s(self, ahead: int, at_once: int) -> float:
-        """When a place is expected to be free behind ``ahead`` others, ``at_once`` of which run together."""
+        """When a place is expected to be free behind ``ahead`` requests, ``at_once`` of which run together."""
         rounds = ahead // max(1, at_once) + 1
         return bounded_retry_s(rounds * self.mean_ns / NS_PER_S)
 
 
 def bounded_retry_s(seconds: float) -> float:
-    """What a client is told: a time that it takes seriously, and whole milliseconds that are not too few."""
+    """``seconds`` within the limits of what clients are told, rounded up to whole milliseconds."""
     return min(RETRY_MAX_S, max(RETRY_MIN_S, ceil(seconds * 1000) / 1000))

@@ -1,29 +1,20 @@
-"""What a routing decision is made of (level 1): candidates in numbers, what a request needs, and the answer."""
+"""What a routing decision is made of: candidates in numbers, what a request needs, the answer, and choosing by load."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
+from memserve.policy.costs import CostModel
 from memserve.types import Role
 
+OVERLOAD_FACTOR = 2
+OVERLOAD_TOKENS = 8192
+"""An instance is overloaded with more than ``OVERLOAD_FACTOR`` times the work of the least loaded, and this much."""
 
-class RoutingCosts(Protocol):
-    """Expected times in nanoseconds; :class:`memserve.policy.costs.CostModel` has them."""
-
-    def prefill_ns(self, new_tokens: int, context_tokens: int) -> int:
-        """Computing ``new_tokens`` behind ``context_tokens`` whose KV is there."""
-
-    def decode_step_ns(self, batch: int, context_tokens: int) -> int:
-        """One step of ``batch`` sequences that attend to ``context_tokens`` tokens altogether."""
-
-    def swap_in_ns(self, copy_bytes: int) -> int:
-        """DRAM to HBM."""
-
-    def transfer_ns(self, copy_bytes: int, same_host: bool) -> int:
-        """From one instance to another."""
+DEFAULT_COSTS = CostModel()
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -38,15 +29,17 @@ class Candidate(msgspec.Struct, frozen=True):
     prefill_tokens: int = 0
     """Uncomputed prompt tokens before this request."""
     sequences: int = 0
-    """That decode there."""
+    """Sequences that decode there."""
     context_tokens: int = 0
-    """In their contexts: what each decode step reads."""
+    """Tokens in the contexts of those sequences: what each decode step reads."""
     room_tokens: int = 1 << 40
-    """KV that it has memory for, its evictable cache included."""
+    """Tokens of KV that fit, evictable cache included."""
     matched_tokens: int = 0
     """The prompt's prefix in its cache, HBM and DRAM."""
     dram_tokens: int = 0
-    """Of them: in DRAM."""
+    """Of ``matched_tokens``: in DRAM."""
+    costs: CostModel = DEFAULT_COSTS
+    """What computing and moving cost there, by its own profile."""
 
     @property
     def work_tokens(self) -> int:
@@ -55,7 +48,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """A long prefix of the prompt in somebody's cache, that whoever computes the prompt may fetch."""
+    """A long prefix of the prompt in an instance's cache, which another instance may fetch."""
 
     number: int
     tokens: int
@@ -70,13 +63,15 @@ class Ask(msgspec.Struct, frozen=True):
     max_tokens: int = 16
     sequences: int = 1
     token_bytes: int = 0
-    """Of KV."""
+    """Bytes of KV of one token."""
     favourites: tuple[int, ...] = ()
     """Instances that know the session, or have its prefix pinned."""
     holdings: tuple[Holding, ...] = ()
-    """Longest first."""
+    """Instances that hold much of the prompt, most of it first."""
     block_tokens: int = 1
-    """Prefixes are cached in whole blocks of so many."""
+    """Prefixes are cached, and KV is moved, in whole blocks of this size."""
+    handoff_pieces: int = 1
+    """Pieces of a block when it is handed to the decoder. 1: whole blocks. The number of layers: page by page."""
 
 
 class Route(NamedTuple):
@@ -85,8 +80,35 @@ class Route(NamedTuple):
     first: Candidate
     """Computes the prompt."""
     decode_at: Candidate | None
-    """Decodes; ``None`` = the first one does."""
+    """Decodes; ``None``: the first one does."""
     reason: str
 
 
-Policy = Callable[[Ask, Sequence[Candidate], Sequence[Candidate], RoutingCosts], Route]
+Policy = Callable[[Ask, Sequence[Candidate], Sequence[Candidate]], Route]
+"""From what is asked, the instances that may compute the prompt and those that may decode, to a route."""
+
+
+def load_rank(ask: Ask, candidate: Candidate) -> tuple[int, bool, int]:
+    """Less work first; ties go to an instance that knows the session, then to the lowest number."""
+    return candidate.work_tokens, candidate.number not in ask.favourites, candidate.number
+
+
+def least_loaded(ask: Ask, candidates: Sequence[Candidate]) -> Candidate:
+    """The first by :func:`load_rank`; there must be one."""
+    return min(candidates, key=lambda c: load_rank(ask, c))
+
+
+def not_overloaded(candidates: Sequence[Candidate], least: Candidate) -> list[Candidate]:
+    """Those whose cache may make up for their queue: the others have far more to do than ``least``."""
+    limit = OVERLOAD_FACTOR * least.work_tokens + OVERLOAD_TOKENS
+    return [c for c in candidates if c.work_tokens <= limit]
+
+
+def with_decoder(
+    first: Candidate, why: str, decoders: Sequence[Candidate], choose: Callable[[Sequence[Candidate]], Candidate]
+) -> Route:
+    """The whole route once ``first`` is chosen: where it only prefills, ``choose`` picks the decoder."""
+    if first.role is not Role.PREFILL or not decoders:
+        return Route(first, None, why)
+    decoder = choose(decoders)
+    return Route(first, decoder, f"{why}; decodes at {decoder.name}, {decoder.work_tokens} tokens of work")

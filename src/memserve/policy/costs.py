@@ -1,32 +1,107 @@
-"""What things cost on this machine, and what follows from it (level 1).
+"""What computing and moving KV cost on one machine: the curves, the fit to measurements, and the model of an instance.
 
-A prefix that was computed before can be *reused* where it lies, *swapped in* from host memory, *fetched* from another
-instance, or *recomputed*. Which is cheapest depends on the machine, the model and the length; curves say it (MemServe
-5.3 and figure 13), and ``memserve profile`` measures their coefficients.
+::
+
+    prefill   step + token * new + pair * (pairs of query and key)     LayerKV, equation 3: the quadratic part
+    decode    step + row * batch + context * (tokens attended to)
+    copy      start + piece * pieces + byte * bytes                    discrete and aggregated differ in pieces only
+
+Each coefficient has a meaning, and none is negative (MemServe 5.3 and figure 13). ``memserve profile`` measures them.
+The defaults take computing to be quick and moving to be slow: without a profile only what clearly pays is moved.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from memserve.errors import UserError
-from memserve.policy.curves import CopyCurve, DecodeCurve, PrefillCurve
-from memserve.policy.decision import Decision, Option, Prefix, Way
-from memserve.types import KVGeometry
 from memserve.units import NS_PER_MS, ceil_div
 
 VERSION = 1
 """Of the dictionary form."""
 
+_NS_MAX = 1e15
+"""A coefficient beyond 11 days is no measurement, and with large ones sums would not be finite."""
+_REFITS = 8
+_FAR = 1.5
+"""Errors beyond this multiple of the median error weigh less in a fit."""
+_ERROR_MIN = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCurve:
+    """Computing a prompt, or the rest of one."""
+
+    step_ns: float = 2.0 * NS_PER_MS
+    """A step that computes hardly anything: reading the weights once."""
+    token_ns: float = 200_000.0
+    """Each new token: the linear layers."""
+    pair_ns: float = 10.0
+    """Each pair of a new token and one that it attends to, over all layers and heads."""
+
+    def ns(self, new_tokens: int, context_tokens: int) -> int:
+        """``new_tokens`` computed behind ``context_tokens`` with KV that is there."""
+        return self.step(new_tokens, attended_pairs(new_tokens, context_tokens))
+
+    def step(self, new_tokens: int, pairs: int) -> int:
+        """One step over pieces of several prompts: ``new_tokens`` and their ``pairs``, summed over the pieces."""
+        return round(self.step_ns + self.token_ns * new_tokens + self.pair_ns * pairs) if new_tokens > 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCurve:
+    """One step that gives each of some sequences its next token."""
+
+    step_ns: float = 10.0 * NS_PER_MS
+    row_ns: float = 200_000.0
+    """Each sequence of the batch."""
+    context_ns: float = 30.0
+    """Each token attended to, summed over the batch: its KV is read."""
+
+    def ns(self, batch: int, context_tokens: int) -> int:
+        """``batch`` sequences with ``context_tokens`` altogether."""
+        return round(self.step_ns + self.row_ns * batch + self.context_ns * context_tokens) if batch > 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCurve:
+    """Moving bytes over one link, in pieces that each lie in one place."""
+
+    start_ns: float
+    piece_ns: float
+    byte_ns: float
+
+    def ns(self, copy_bytes: int, pieces: int = 1) -> int:
+        """``copy_bytes`` in all, in ``pieces`` pieces."""
+        return round(self.start_ns + self.piece_ns * pieces + self.byte_ns * copy_bytes) if copy_bytes > 0 else 0
+
+    def kv_ns(self, tokens: int, block_tokens: int, token_bytes: int, block_pieces: int = 1) -> int:
+        """The KV of ``tokens`` tokens, in whole blocks of ``block_pieces`` pieces: 1 when a block is moved as one
+        piece, the number of layers when it is moved page by page.
+
+        The price of every swap and every transfer, at the router and at the instances; ``_core.cheapest`` repeats it.
+        """
+        blocks = ceil_div(tokens, block_tokens)
+        return self.ns(blocks * block_tokens * token_bytes, blocks * block_pieces)
+
+
+def attended_pairs(new_tokens: int, context_tokens: int) -> int:
+    """Pairs of query and key when ``new_tokens`` attend to ``context_tokens`` before them and, causally, to each
+    other."""
+    return new_tokens * context_tokens + new_tokens * (new_tokens + 1) // 2
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Expected times in nanoseconds: never negative, and never less for more work."""
+    """Expected times of one instance in nanoseconds: never negative, and never less for more work."""
 
     prefill: PrefillCurve = field(default_factory=PrefillCurve)
     decode: DecodeCurve = field(default_factory=DecodeCurve)
@@ -47,125 +122,23 @@ class CostModel:
         """Whether a profile stands behind it."""
         return bool(self.machine)
 
+    def link(self, same_host: bool) -> CopyCurve:
+        """The curve of transfers from another instance to this one."""
+        return self.same_host if same_host else self.network
+
     def prefill_ns(self, new_tokens: int, context_tokens: int = 0) -> int:
-        """Computing ``new_tokens`` behind ``context_tokens`` whose KV is there."""
+        """Computing ``new_tokens`` behind ``context_tokens`` with KV that is there."""
         return self.prefill.ns(new_tokens, context_tokens)
 
     def decode_step_ns(self, batch: int, context_tokens: int) -> int:
         """One step of ``batch`` sequences that attend to ``context_tokens`` tokens altogether."""
         return self.decode.ns(batch, context_tokens)
 
-    def swap_in_ns(self, copy_bytes: int, pieces: int = 1) -> int:
-        """DRAM to HBM."""
-        return self.swap_in.ns(copy_bytes, pieces)
-
-    def swap_out_ns(self, copy_bytes: int, pieces: int = 1) -> int:
-        """HBM to DRAM."""
-        return self.swap_out.ns(copy_bytes, pieces)
-
-    def transfer_ns(self, copy_bytes: int, same_host: bool = True, pieces: int = 1) -> int:
-        """From one instance to another. ``pieces``: blocks when aggregated, pages when discrete."""
-        return (self.same_host if same_host else self.network).ns(copy_bytes, pieces)
-
     def scaled(self, prefill_scale: float) -> CostModel:
-        """The same with another speed of computing a prompt: what finished steps have taught."""
+        """These costs with another speed of computing a prompt: what finished steps have taught."""
         old = self.prefill
         scaled = (old.step_ns * prefill_scale, old.token_ns * prefill_scale, old.pair_ns * prefill_scale)
         return replace(self, prefill=PrefillCurve(*scaled))
-
-    def decide(
-        self,
-        prompt_tokens: int,
-        hbm_tokens: int,
-        dram_tokens: int,
-        remote_tokens: int,
-        geometry: KVGeometry,
-        *,
-        same_host: bool = True,
-        aggregated: bool = True,
-        queue_ns: int = 0,
-        link_busy_ns: int = 0,
-    ) -> Decision:
-        """How the pieces of a prompt's prefix get their KV; see :class:`Prefix` for where they lie.
-
-        ``queue_ns``: work that is before this request in any case; a fetch goes on beside it. ``link_busy_ns``:
-        fetches before this one. A piece is moved as a whole or not at all: moving costs the same for each of its
-        tokens while computing costs more for each further one, so the best point is at an end of a piece. With one
-        exception: what can be fetched while the request queues costs nothing, and more of it may not pay.
-        """
-        prefix = Prefix(prompt_tokens, hbm_tokens, dram_tokens, remote_tokens, same_host)
-        pieces_of_block = 1 if aggregated else geometry.num_layers
-        return self._decide(prefix, geometry, pieces_of_block, queue_ns, link_busy_ns)
-
-    def decide_batch(
-        self, prefixes: Sequence[Prefix], geometry: KVGeometry, *, aggregated: bool = True, queue_ns: int = 0
-    ) -> list[Decision]:
-        """Decisions for requests that come together, in their order.
-
-        Their fetches share the link: who saves most for its time on it goes first, and the others find it busy.
-        """
-        pieces_of_block = 1 if aggregated else geometry.num_layers
-
-        def saved_share(at: int) -> float:
-            prefix = prefixes[at]
-            fetch_ns = self._fetch_ns(prefix, geometry, pieces_of_block, prefix.remote_tokens)
-            context = prefix.hbm_tokens + prefix.dram_tokens
-            return self.prefill_ns(prefix.remote_tokens, context) / fetch_ns if fetch_ns else 0.0
-
-        decisions: dict[int, Decision] = {}
-        link_busy_ns = 0
-        for at in sorted(range(len(prefixes)), key=lambda at: (-saved_share(at), at)):
-            decision = self._decide(prefixes[at], geometry, pieces_of_block, queue_ns, link_busy_ns)
-            link_busy_ns += self._fetch_ns(prefixes[at], geometry, pieces_of_block, decision.tokens(Way.FETCH))
-            decisions[at] = decision
-        return [decisions[at] for at in range(len(prefixes))]
-
-    def _decide(
-        self, prefix: Prefix, geometry: KVGeometry, pieces_of_block: int, queue_ns: int, link_busy_ns: int
-    ) -> Decision:
-        options: list[Option] = []
-        free_ns = queue_ns - link_busy_ns
-        hidden_tokens = self._hidden_blocks(prefix, geometry, pieces_of_block, free_ns) * geometry.block_tokens
-        for swapped, fetched in (
-            (0, 0),
-            (prefix.dram_tokens, 0),
-            (prefix.dram_tokens, min(hidden_tokens, prefix.remote_tokens)),
-            (prefix.dram_tokens, prefix.remote_tokens),
-        ):
-            pieces = ((Way.REUSE, prefix.hbm_tokens), (Way.SWAP_IN, swapped), (Way.FETCH, fetched))
-            moved = _trimmed(pieces, prefix.prompt_tokens - 1)  # the last token's logits are always computed
-            if options and moved == options[-1].ways[:-1]:
-                continue
-            tokens_by = dict(moved)
-            context = sum(tokens_by.values())
-            new_tokens, fetched = prefix.prompt_tokens - context, tokens_by.get(Way.FETCH, 0)
-            fetch_ns = link_busy_ns + self._fetch_ns(prefix, geometry, pieces_of_block, fetched) if fetched else 0
-            options.append(
-                Option(
-                    (*moved, (Way.RECOMPUTE, new_tokens)),
-                    wait_ns=max(queue_ns, fetch_ns),
-                    swap_ns=self._swap_ns(geometry, tokens_by.get(Way.SWAP_IN, 0)),
-                    prefill_ns=self.prefill_ns(new_tokens, context),
-                )
-            )
-        chosen = min(options, key=lambda option: option.expected_ns)
-        return Decision(chosen, tuple(option for option in options if option is not chosen))
-
-    def _swap_ns(self, geometry: KVGeometry, tokens: int) -> int:
-        blocks = ceil_div(tokens, geometry.block_tokens)
-        return self.swap_in_ns(blocks * geometry.block_bytes, blocks)
-
-    def _fetch_ns(self, prefix: Prefix, geometry: KVGeometry, pieces_of_block: int, tokens: int) -> int:
-        blocks = ceil_div(tokens, geometry.block_tokens)
-        return self.transfer_ns(blocks * geometry.block_bytes, prefix.same_host, blocks * pieces_of_block)
-
-    def _hidden_blocks(self, prefix: Prefix, geometry: KVGeometry, pieces_of_block: int, free_ns: int) -> int:
-        """Blocks that can be fetched within ``free_ns``."""
-        link = self.same_host if prefix.same_host else self.network
-        block_ns = link.piece_ns * pieces_of_block + link.byte_ns * geometry.block_bytes
-        if free_ns <= link.start_ns:
-            return 0
-        return int((free_ns - link.start_ns) / block_ns) if block_ns else prefix.remote_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary for JSON."""
@@ -181,17 +154,122 @@ class CostModel:
         except msgspec.ValidationError as error:
             raise UserError(f"not a cost profile: {error}", hint="run: memserve profile") from None
         curves = (model.prefill, model.decode, model.swap_in, model.swap_out, model.same_host, model.network)
-        if not all(math.isfinite(value) and value >= 0 for curve in curves for value in asdict(curve).values()):
+        if not all(0 <= value <= _NS_MAX for curve in curves for value in asdict(curve).values()):
             raise UserError("a cost profile with impossible times", hint="run: memserve profile")
         return model
 
+    def encode(self) -> bytes:
+        """As JSON, for other processes."""
+        return msgspec.json.encode(self.to_dict())
 
-def _trimmed(pieces: Sequence[tuple[Way, int]], limit: int) -> tuple[tuple[Way, int], ...]:
-    """``pieces`` without the empty ones, cut off after ``limit`` tokens."""
-    kept: list[tuple[Way, int]] = []
-    for way, tokens in pieces:
-        tokens = min(tokens, limit)
-        if tokens > 0:
-            kept.append((way, tokens))
-            limit -= tokens
-    return tuple(kept)
+    @staticmethod
+    def decoded(data: bytes) -> CostModel:
+        """The reverse of :meth:`encode`. Raises :class:`UserError` as :meth:`from_dict`."""
+        try:
+            values = msgspec.json.decode(data, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise UserError(f"not a cost profile: {error}", hint="run: memserve profile") from None
+        return CostModel.from_dict(values)
+
+
+# -- from measurements to curves
+
+Curve = TypeVar("Curve", PrefillCurve, DecodeCurve, CopyCurve)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement: the two arguments of a curve's ``ns``, and the time that it really took.
+
+    Prefill: new tokens, cached tokens. Decode: batch, tokens attended to. Copies: bytes, pieces.
+    """
+
+    first: int
+    second: int
+    ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How well a curve foretells samples that it was not fitted to: relative errors, 0.1 = 10 %."""
+
+    samples: int
+    median_error: float
+    worst_error: float
+
+
+def fit_prefill(samples: Sequence[Sample]) -> PrefillCurve:
+    """From samples of (new tokens, cached tokens). Raises :class:`UserError` for fewer than three."""
+    rows = [(1, sample.first, attended_pairs(sample.first, sample.second)) for sample in samples]
+    return PrefillCurve(*_coefficients(rows, samples))
+
+
+def fit_decode(samples: Sequence[Sample]) -> DecodeCurve:
+    """From samples of (batch, tokens attended to). Raises :class:`UserError` for fewer than three."""
+    return DecodeCurve(*_coefficients([(1, sample.first, sample.second) for sample in samples], samples))
+
+
+def fit_copy(samples: Sequence[Sample]) -> CopyCurve:
+    """From samples of (bytes, pieces). Raises :class:`UserError` for fewer than three.
+
+    When all pieces were of one size, bytes and pieces cannot be told apart: then bytes bear all of the cost.
+    """
+    one_size = len({sample.first * samples[0].second - samples[0].first * sample.second for sample in samples}) == 1
+    rows = [(1, 0 if one_size else sample.second, sample.first) for sample in samples]
+    return CopyCurve(*_coefficients(rows, samples))
+
+
+def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Curve]) -> tuple[Curve, Quality]:
+    """The curve through all samples, and how well one through two thirds of them foretells the rest.
+
+    A third of the samples is left out, three times over, so that each is foretold once by a curve that has not seen it.
+    The thirds run diagonally through a grid of any width, so that none of them is a whole row or column.
+    """
+    ordered = sorted(samples, key=lambda sample: (sample.first, sample.second))
+    errors: list[float] = []
+    for turn in range(3):
+        curve = fit([sample for at, sample in enumerate(ordered) if (at + at // 3) % 3 != turn])
+        unseen = [sample for at, sample in enumerate(ordered) if (at + at // 3) % 3 == turn]
+        errors += [abs(curve.ns(sample.first, sample.second) - sample.ns) / sample.ns for sample in unseen]
+    return fit(ordered), Quality(len(errors), median(errors), max(errors))
+
+
+def _coefficients(features: list[tuple[int, int, int]], samples: Sequence[Sample]) -> tuple[float, float, float]:
+    """Least squares of the relative error: a prompt of 100 tokens is estimated as well as one of 8,000.
+
+    Fitted again and again with less weight on what lies far off (Huber): one slow moment of the machine shall not bend
+    the curve.
+    """
+    if len(samples) < 3 or any(sample.ns <= 0 for sample in samples):
+        raise UserError(f"{len(samples)} samples cannot tell a curve", hint="measure at least three, all above zero")
+    times = np.array([sample.ns for sample in samples], dtype=np.float64)
+    relative = np.array(features, dtype=np.float64) / times[:, None]
+    weights = np.ones(len(samples))
+    for _ in range(_REFITS):
+        found = _solve_not_negative(relative, weights)
+        errors = np.abs(relative @ found - 1.0)
+        usual = max(float(np.median(errors)), _ERROR_MIN) * _FAR
+        weights = np.sqrt(np.minimum(1.0, usual / np.maximum(errors, 1e-12)))
+    first, second, third = (float(value) for value in found)
+    return first, second, third
+
+
+def _solve_not_negative(rows: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Coefficients >= 0 that bring ``rows @ coefficients`` closest to 1, the squares weighted by ``weights ** 2``.
+
+    The best solution uses some subset of the columns and is a plain least-squares solution there; three columns have
+    seven subsets.
+    """
+    columns = rows.shape[1]
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    scaled = rows / scale * weights[:, None]
+    best, best_loss = np.zeros(columns), float(np.square(weights).sum())
+    for size in range(1, columns + 1):
+        for chosen in itertools.combinations(range(columns), size):
+            part = scaled[:, chosen]
+            solution = np.linalg.lstsq(part, weights, rcond=None)[0]
+            loss = float(np.square(part @ solution - weights).sum())
+            if (solution >= 0).all() and loss < best_loss:
+                best, best_loss = np.zeros(columns), loss
+                best[list(chosen)] = solution
+    return np.asarray(best / scale)

@@ -1,8 +1,9 @@
-"""Whose turn it is (level 1): a waiting line that is fair to tenants, however many requests each of them has.
+"""Which request is next: a queue that is fair to tenants, however many requests each of them has.
 
 Start-time fair queueing (Goyal 1996), as VTC uses it for language models (Sheng 2024): every tenant has a clock of
-the service that it got, cost by weight, and the one whose clock is furthest behind is next. Who comes back after a
-pause starts at the time of those that are served now: a pause earns nothing, a burst costs only the one who has it.
+the service that it got, cost by weight, and the one whose clock is furthest behind is next. A tenant that comes
+back after a pause starts at the time of those that are served now: a pause earns nothing, a burst costs its own tenant
+only.
 
 While two tenants both wait, the service that they get differs by at most one request of each, per weight::
 
@@ -97,7 +98,7 @@ class Turns:
         return iter(self._clocks)
 
     def check_invariants(self) -> None:
-        """Raise :class:`InvariantError` if the books do not agree."""
+        """Raise :class:`InvariantError` if a tenant is both here and away, or has a clock without a weight."""
         both = [tenant for tenant in self._away if tenant in self._clocks]
         check(not both and len(self._weights) == len(self._clocks), f"here and away: {both}")
 
@@ -118,7 +119,7 @@ class FairQueue(Generic[Item]):
         self._items: dict[str, tuple[str, Place, int, Item]] = {}
 
     def push(self, tenant: str, key: str, item: Item, cost: int, priority: int = 0, urgency: int = 0) -> None:
-        """``item`` waits from now on. ``key`` is its name, ``cost`` (tokens, at least 1) what its service takes.
+        """``item`` joins the queue. ``key`` is its name, ``cost`` (tokens, at least 1) what its service takes.
 
         ``priority`` orders the items of a tenant, ``urgency`` those of all tenants, before their turns; lower goes
         first.
@@ -131,7 +132,7 @@ class FairQueue(Generic[Item]):
         self._items[key] = tenant, place, max(1, cost), item
 
     def head(self) -> Item | None:
-        """Whose turn it is; ``None`` = nobody waits."""
+        """The next item; ``None``: the queue is empty."""
         place = self._first()
         return self._items[place.key][3] if place is not None else None
 
@@ -139,7 +140,7 @@ class FairQueue(Generic[Item]):
         """Serve the head, which must exist: its tenant's clock goes on by its cost."""
         place = self._first()
         if place is None:
-            raise InvariantError("nobody waits")
+            raise InvariantError("the queue is empty")
         tenant, _, cost, item = self._items.pop(place.key)
         del self._lines[tenant][0]
         self._turns.serve(tenant, cost)
@@ -147,7 +148,7 @@ class FairQueue(Generic[Item]):
         return item
 
     def remove(self, key: str) -> bool:
-        """It waits no more, and has got nothing. ``False`` = it did not wait."""
+        """The item leaves the queue unserved. ``False``: it was not there."""
         known = self._items.pop(key, None)
         if known is None:
             return False
@@ -157,9 +158,9 @@ class FairQueue(Generic[Item]):
         return True
 
     def most_crowded(self, newcomer: str) -> Item | None:
-        """Who is turned away when there are too many: the last one of the tenant that has most waiting, by weight.
+        """The item to reject when there are too many: the last one of the tenant that has most waiting, by weight.
 
-        Of equal ones it is the ``newcomer``'s own: nobody loses a place to somebody who has as many.
+        Among equal tenants the ``newcomer``'s own: no tenant loses a place to one that has as many.
         """
         if not self._lines:
             return None
@@ -198,7 +199,10 @@ class FairQueue(Generic[Item]):
         check(sorted(self._turns) == sorted(self._lines), f"lines of {list(self._lines)}, turns of {list(self._turns)}")
         for tenant, line in self._lines.items():
             check(line == sorted(line) and bool(line), f"the line of {tenant!r} is out of order, or empty")
-            check(all(self._items[place.key][0] == tenant for place in line), f"strangers in {tenant!r}'s line")
+            check(
+                all(self._items[place.key][0] == tenant for place in line),
+                f"{tenant!r}'s line has items of others",
+            )
 
     def __repr__(self) -> str:
         return f"<FairQueue {self.waiting()}>"

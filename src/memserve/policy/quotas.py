@@ -1,8 +1,8 @@
-"""What tenants may leave behind (level 1): a store with room for so much, shared fairly when it is full.
+"""What tenants may leave behind: a bounded store, shared fairly when it is full.
 
-One tenant alone may fill it. When it is full, the tenant with most loses what it has not used for longest; of those
-with as much it is the newcomer's own. So a flood of one tenant's names costs others nothing below their share, and a
-request costs a look at a few counters, whatever there is.
+One tenant alone may fill it. When it is full, the tenant with most loses what it has not used for longest; among equal
+tenants the one that adds a value. So a flood of one tenant's names costs others nothing below their share, and a
+request costs a look at a few counters, however many values are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Kept(NamedTuple, Generic[Value]):
 
 
 class TenantStore(Generic[Value]):
-    """Values by tenant and name, all together of a cost of at most ``cost_max`` (but for one that alone is larger)."""
+    """Values by tenant and name, with a total cost of at most ``cost_max`` (one value alone may exceed it)."""
 
     __slots__ = ("_costs", "_kept", "_total", "cost_max")
 
@@ -35,7 +35,7 @@ class TenantStore(Generic[Value]):
         self._total = 0
 
     def put(self, tenant: str, name: str, value: Value, cost: int = 1) -> list[Value]:
-        """Keep ``value``, in the place of an earlier one of that name. Returns what had to go for it."""
+        """Keep ``value``, in the place of an earlier one of that name. Returns the values that were evicted for it."""
         self.pop(tenant, name)
         self._kept.setdefault(tenant, OrderedDict())[name] = _Kept(value, cost)
         self._costs[tenant] = self._costs.get(tenant, 0) + cost
@@ -54,7 +54,7 @@ class TenantStore(Generic[Value]):
         return kept.value if kept is not None else None
 
     def pop(self, tenant: str, name: str) -> Value | None:
-        """Forget a name; ``None``: it was not known."""
+        """Forget a name and return its value; ``None``: the name was not known."""
         names = self._kept.get(tenant)
         kept = names.pop(name, None) if names is not None else None
         if names is None or kept is None:

@@ -1,12 +1,212 @@
-"""Whether another instance's KV is worth the wait (level 1)."""
+"""Where KV comes from: reused where it lies, swapped in, fetched from another instance, or recomputed.
+
+:func:`decide_batch` chooses for the prompts that an instance gets together, :class:`PreemptionModel` for a sequence
+that is preempted or admitted (MemServe 4 and 5.3). Both go by the curves of ``policy/costs.py``.
+"""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memserve.policy.costs import CostModel
-from memserve.policy.decision import Prefix, Way
+from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve
 from memserve.types import KVGeometry
+from memserve.units import NS_PER_MS, NS_PER_S, ceil_div
+
+_SMOOTHING = 8  # a new measurement weighs 1/8
+_TYPICAL_TOKENS = 256
+_STEP_SHARE_MIN = 8  # prefill tokens a decode row: with fewer a step says little about prefill
+
+
+class Way(enum.StrEnum):
+    """How one piece of a prompt gets its KV."""
+
+    REUSE = "reuse"  # it lies where attention reads
+    SWAP_IN = "swap-in"  # from host memory
+    FETCH = "fetch"  # from another instance
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Where the pieces of one prompt's prefix lie: first HBM, behind it DRAM, behind it another instance."""
+
+    prompt_tokens: int
+    hbm_tokens: int = 0
+    dram_tokens: int = 0
+    remote_tokens: int = 0
+    """What the other instance has beyond the first two pieces."""
+    same_host: bool = True
+    """Whether that instance can be read through shared memory."""
+    fetch_after_ns: int = 0
+    """Until the transfer can begin: steps under way that use the blocks it writes to."""
+
+    @property
+    def own_tokens(self) -> int:
+        """In this instance's cache, on either tier."""
+        return self.hbm_tokens + self.dram_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to serve a whole prompt: move the pieces up to some point, compute what is behind it."""
+
+    ways: tuple[tuple[Way, int], ...]
+    """Pieces in order, with their tokens; the last one is always recomputed, and never empty."""
+    wait_ns: int
+    """From now until the prefill can begin: other work before it, or a fetch that takes longer than that."""
+    swap_ns: int
+    prefill_ns: int
+    fetch_ends_ns: int = 0
+    """From now until the link is free again; 0: this option fetches nothing."""
+
+    @property
+    def compute_ns(self) -> int:
+        """How long the device is busy with it."""
+        return self.swap_ns + self.prefill_ns
+
+    @property
+    def expected_ns(self) -> int:
+        """From now until the first token."""
+        return self.wait_ns + self.compute_ns
+
+    @property
+    def name(self) -> str:
+        """For example ``reuse 512 + swap-in 256 + recompute 32``."""
+        return " + ".join(f"{way} {tokens}" for way, tokens in self.ways)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The quickest option, and those that it was chosen over."""
+
+    chosen: Option
+    others: tuple[Option, ...] = ()
+    queue_ns: int = 0
+    """Computing before this prompt."""
+
+    def tokens(self, way: Way) -> int:
+        """Tokens that get their KV this way."""
+        return sum(tokens for chosen_way, tokens in self.chosen.ways if chosen_way is way)
+
+    @property
+    def expected_ns(self) -> int:
+        """From now until the first token."""
+        return self.chosen.expected_ns
+
+    @property
+    def reason(self) -> str:
+        """Why, in one line for people."""
+        text = f"{self.chosen.name}: {_ms(self.expected_ns)}"
+        if not self.others:
+            return text
+        rival = min(self.others, key=lambda option: option.expected_ns)
+        return f"{text}; {rival.name}: {_ms(rival.expected_ns)}"
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / NS_PER_MS:.1f} ms"
+
+
+def decide_batch(
+    costs: CostModel,
+    geometry: KVGeometry,
+    prefixes: Sequence[Prefix],
+    *,
+    aggregated: bool = True,
+    queue_ns: int = 0,
+    link_busy_ns: int = 0,
+) -> list[Decision]:
+    """How each of some prompts that came together gets its KV, in their order.
+
+    ``queue_ns``: computing that is before all of them; ``link_busy_ns``: fetches before theirs. A fetch goes on beside
+    computing, so a prompt waits for the longer of the two::
+
+        expected(i) = max(queue + computing of those before i, link + fetches of those before i + fetch(i))
+                      + swap_in(i) + prefill(i)
+
+    The prompt that saves most computing for its time on the link is decided first, the next one finds device and link
+    busy with it, and so on. A batch of one is the plain case.
+    """
+    pieces = 1 if aggregated else geometry.num_layers
+
+    def saved_share(at: int) -> float:
+        prefix = prefixes[at]
+        fetch_ns = _kv_ns(costs.link(prefix.same_host), geometry, prefix.remote_tokens, pieces)
+        return costs.prefill_ns(prefix.remote_tokens, prefix.own_tokens) / fetch_ns if fetch_ns else 0.0
+
+    decisions: dict[int, Decision] = {}
+    for at in sorted(range(len(prefixes)), key=lambda at: (-saved_share(at), at)):
+        decisions[at] = _decide(costs, geometry, prefixes[at], pieces, queue_ns, link_busy_ns)
+        chosen = decisions[at].chosen
+        queue_ns += chosen.compute_ns
+        link_busy_ns = max(link_busy_ns, chosen.fetch_ends_ns)
+    return [decisions[at] for at in range(len(prefixes))]
+
+
+def _decide(
+    costs: CostModel, geometry: KVGeometry, prefix: Prefix, pieces: int, queue_ns: int, link_busy_ns: int
+) -> Decision:
+    """A piece is moved as a whole or not at all: moving costs the same for each of its tokens while computing costs
+    more for each further one, so the best point is at an end of a piece. With one exception: what can be fetched while
+    the request queues costs nothing, and more of it may not pay."""
+    link = costs.link(prefix.same_host)
+    begins_ns = max(link_busy_ns, prefix.fetch_after_ns)
+    hidden_tokens = _hidden_tokens(link, geometry, pieces, queue_ns - begins_ns, prefix.remote_tokens)
+    options: list[Option] = []
+    for swapped, fetched in (
+        (0, 0),
+        (prefix.dram_tokens, 0),
+        (prefix.dram_tokens, hidden_tokens),
+        (prefix.dram_tokens, prefix.remote_tokens),
+    ):
+        moved = _trimmed(
+            ((Way.REUSE, prefix.hbm_tokens), (Way.SWAP_IN, swapped), (Way.FETCH, fetched)),
+            prefix.prompt_tokens - 1,  # the last token's logits are always computed
+        )
+        if options and moved == options[-1].ways[:-1]:
+            continue
+        tokens_by = dict(moved)
+        context = sum(tokens_by.values())
+        fetched = tokens_by.get(Way.FETCH, 0)
+        fetch_ends_ns = begins_ns + _kv_ns(link, geometry, fetched, pieces) if fetched else 0
+        options.append(
+            Option(
+                (*moved, (Way.RECOMPUTE, prefix.prompt_tokens - context)),
+                wait_ns=max(queue_ns, fetch_ends_ns),
+                swap_ns=_kv_ns(costs.swap_in, geometry, tokens_by.get(Way.SWAP_IN, 0)),
+                prefill_ns=costs.prefill_ns(prefix.prompt_tokens - context, context),
+                fetch_ends_ns=fetch_ends_ns,
+            )
+        )
+    chosen = min(options, key=lambda option: option.expected_ns)
+    return Decision(chosen, tuple(option for option in options if option is not chosen), queue_ns)
+
+
+def _kv_ns(curve: CopyCurve, geometry: KVGeometry, tokens: int, pieces: int = 1) -> int:
+    return curve.kv_ns(tokens, geometry.block_tokens, geometry.token_bytes, pieces)
+
+
+def _hidden_tokens(link: CopyCurve, geometry: KVGeometry, pieces: int, free_ns: int, tokens: int) -> int:
+    """How many of ``tokens`` can be fetched within ``free_ns``: whole blocks, or all."""
+    block_ns, left_ns = link.piece_ns * pieces + link.byte_ns * geometry.block_bytes, free_ns - link.start_ns
+    if left_ns <= 0:
+        return 0
+    if ceil_div(tokens, geometry.block_tokens) * block_ns <= left_ns:
+        return tokens
+    return int(left_ns / block_ns) * geometry.block_tokens
+
+
+def _trimmed(pieces: Sequence[tuple[Way, int]], limit: int) -> tuple[tuple[Way, int], ...]:
+    """``pieces`` without the empty ones, cut off after ``limit`` tokens."""
+    kept: list[tuple[Way, int]] = []
+    for way, tokens in pieces:
+        tokens = min(tokens, limit)
+        if tokens > 0:
+            kept.append((way, tokens))
+            limit -= tokens
+    return tuple(kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +214,7 @@ class FetchChoice:
     """What to ask another instance for."""
 
     tokens: int
-    """Behind the own prefix, whole blocks; 0 = computing is expected to be quicker."""
+    """Behind the own prefix, whole blocks. 0: computing is expected to be quicker."""
     wait_ns: int
     """How long an answer is worth waiting for."""
     reason: str
@@ -23,32 +223,128 @@ class FetchChoice:
     """How long the link is expected to be busy with it."""
 
 
-def worth_fetching(
-    costs: CostModel, geometry: KVGeometry, prefix: Prefix, *, queue_ns: int, wait_max_ns: int, before_ns: int = 0
-) -> FetchChoice:
-    """How much of ``prefix.remote_tokens`` to fetch, and how long to wait for it. ``before_ns``: until the transfer can
-    begin: steps under way, what other requests fetch already.
+def plan_fetches(
+    costs: CostModel,
+    geometry: KVGeometry,
+    prefixes: Sequence[Prefix],
+    *,
+    queue_ns: int,
+    waits_max_ns: Sequence[int],
+    link_busy_ns: int = 0,
+) -> list[FetchChoice]:
+    """How much of each ``remote_tokens`` to fetch, and how long to wait for it, at most ``waits_max_ns``.
 
-    The wait is bounded by the time that computing the same tokens would take, behind the work that is before them in
-    any case: so a holder that never answers at most doubles the time to the first token.
+    The wait is bounded by the time that computing the tokens would take, behind the work that is before them in any
+    case: so a holder that never answers at most doubles the time to the first token.
     """
-    decision = costs.decide(
-        prefix.prompt_tokens,
-        prefix.hbm_tokens,
-        prefix.dram_tokens,
-        prefix.remote_tokens,
-        geometry,
-        same_host=prefix.same_host,
-        queue_ns=queue_ns,
-        link_busy_ns=before_ns,
-    )
-    tokens = decision.tokens(Way.FETCH)
-    own = prefix.hbm_tokens + prefix.dram_tokens
-    if prefix.prompt_tokens - 1 - own <= tokens < prefix.remote_tokens:
-        tokens += 1  # the last token is computed in any case, but its block may come as a whole
-    tokens = tokens // geometry.block_tokens * geometry.block_tokens
-    if not tokens:
-        return FetchChoice(0, 0, decision.reason)
-    computing_ns = costs.prefill_ns(tokens, own)
-    link_ns = costs.transfer_ns(tokens * geometry.token_bytes, prefix.same_host, tokens // geometry.block_tokens)
-    return FetchChoice(tokens, max(1, min(wait_max_ns, queue_ns + computing_ns)), decision.reason, link_ns)
+    choices = []
+    decisions = decide_batch(costs, geometry, prefixes, queue_ns=queue_ns, link_busy_ns=link_busy_ns)
+    for prefix, decision, wait_max_ns in zip(prefixes, decisions, waits_max_ns, strict=True):
+        tokens = decision.tokens(Way.FETCH)
+        if prefix.prompt_tokens - 1 - prefix.own_tokens <= tokens < prefix.remote_tokens:
+            tokens += 1  # the last token is computed in any case, but its block may come as a whole
+        tokens = tokens // geometry.block_tokens * geometry.block_tokens
+        if not tokens:
+            choices.append(FetchChoice(0, 0, decision.reason))
+            continue
+        wait_ns = decision.queue_ns + costs.prefill_ns(tokens, prefix.own_tokens)
+        link_ns = _kv_ns(costs.link(prefix.same_host), geometry, tokens)
+        choices.append(FetchChoice(tokens, max(1, min(wait_max_ns, wait_ns)), decision.reason, link_ns))
+    return choices
+
+
+# -- sequences that are preempted, and prefixes in DRAM
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionCosts:
+    """What is known before anything is measured."""
+
+    block_bytes: int = 1 << 20
+    """Bytes of one block over all layers (``KVGeometry.block_bytes``)."""
+    link_bytes_per_s: int = 5_000_000_000
+    """Copy rate between the arena and host memory, one way."""
+    prefill_ns_per_token: int = 500_000
+    """First guess; replaced by measurements as steps finish."""
+    profile: CostModel | None = None
+    """Measured on this machine: replaces the two rates above."""
+
+    @property
+    def model(self) -> CostModel:
+        """The profile, or one of these rates."""
+        if self.profile is not None:
+            return self.profile
+        copy = CopyCurve(0.0, 0.0, NS_PER_S / self.link_bytes_per_s)
+        return CostModel(prefill=PrefillCurve(0.0, self.prefill_ns_per_token, 0.0), swap_in=copy, swap_out=copy)
+
+
+class PreemptionModel:
+    """Costs in nanoseconds; learns from finished steps how quickly prompts are computed now."""
+
+    __slots__ = ("_block_bytes", "_is_measured", "_known", "_scale", "model", "samples")
+
+    def __init__(self, costs: PreemptionCosts) -> None:
+        self._block_bytes = costs.block_bytes
+        self._known = costs.model
+        #: all costs, prompts at the speed that was learnt
+        self.model = costs.model
+        self._scale = 1.0
+        self._is_measured = costs.profile is not None
+        self.samples = int(self._is_measured)
+
+    def learn(self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0) -> None:
+        """Take a finished step into account when it was mostly prefill, so that its time says something about it.
+
+        ``prefill_pairs``: see :func:`memserve.policy.costs.attended_pairs`, over all pieces of prompts. The first step
+        replaces a guess; after that, and to a profile, each adds an eighth of what it says.
+        """
+        if device_ns <= 0 or prefill_tokens < _STEP_SHARE_MIN * (decode_rows + 1):
+            return
+        scale = device_ns / max(1, self._known.prefill.step(prefill_tokens + decode_rows, prefill_pairs))
+        self._scale = scale if self.samples == 0 else self._scale + (scale - self._scale) / _SMOOTHING
+        self.samples += 1
+        self.model = self._known.scaled(self._scale)
+
+    def step_ns(self, prefill_tokens: int, decode_rows: int, prefill_pairs: int) -> int:
+        """Expected time of a step; 0: it has no prefill, or no step with prefill was measured yet."""
+        if not (prefill_tokens and self.samples):
+            return 0
+        return self.model.prefill.step(prefill_tokens + decode_rows, prefill_pairs)
+
+    @property
+    def prefill_ns_per_token(self) -> int:
+        """Of a prompt of typical length."""
+        return max(1, round(self.recompute_ns(_TYPICAL_TOKENS) / _TYPICAL_TOKENS))
+
+    def recompute_ns(self, tokens: int) -> int:
+        """Time to run ``tokens`` through the model again."""
+        return self.model.prefill_ns(tokens)
+
+    def queue_ns(self, tokens: int) -> int:
+        """Time to compute the ``tokens`` of several waiting prompts of typical length."""
+        return tokens * self.prefill_ns_per_token
+
+    def swap_ns(self, blocks: int) -> int:
+        """Time to copy ``blocks`` out and in again."""
+        copy_bytes = blocks * self._block_bytes
+        return self._known.swap_out.ns(copy_bytes, blocks) + self._known.swap_in.ns(copy_bytes, blocks)
+
+    def reusable_blocks(self, tokens: int, block_tokens: int, hbm_blocks: int, dram_blocks: int) -> int:
+        """Blocks of a cached prefix to reuse for ``tokens`` tokens: those in HBM, and behind them those in DRAM if
+        bringing them up is quicker than computing them again.
+
+        Only a profile says that it may not be: without one, what was kept is used.
+        """
+        if not (self._is_measured and dram_blocks):
+            return hbm_blocks + dram_blocks
+        own = min(hbm_blocks * block_tokens, tokens - 1)
+        all_of_it = min((hbm_blocks + dram_blocks) * block_tokens, tokens - 1)
+        copy_ns = self._known.swap_in.ns(dram_blocks * self._block_bytes, dram_blocks)
+        saved_ns = self.model.prefill_ns(tokens - own, own) - self.model.prefill_ns(tokens - all_of_it, all_of_it)
+        return hbm_blocks + (dram_blocks if copy_ns <= saved_ns else 0)
+
+    def prefers_swap(self, mode: str, tokens: int, blocks: int) -> bool:
+        """Whether to swap: as ``mode`` says, or by cost when it is ``auto``."""
+        if mode == "auto":
+            return self.swap_ns(blocks) < self.recompute_ns(tokens)
+        return mode == "swap"

@@ -1,34 +1,54 @@
-"""Who computes a prompt, and who decodes it (level 1): pure functions over a tuple of candidates.
+"""Which instance computes a prompt, and which one decodes it: pure functions over a few candidates.
 
     least-load    fewest tokens of outstanding work
     session       where the session's last request ran, unless that one is overloaded
     prompt-tree   longest cached prefix, unless that one is overloaded (the global prompt trees of MemServe 6)
-    affinity      the session's place, else an exact hit, else the longest prefix, else by load (row C2)
-    best-fit      least room left over, ties by load (row C4)
-    cost          shortest expected time to the first token, and what decoding there costs everybody
+    affinity      the session's place, else an exact hit, else the longest prefix, else by load
+    best-fit      least room left over, ties by load
+    cost          shortest expected time to the first token, and what decoding there costs all (MemServe 5.3)
 
 Each gives its reason in words. Ties go to an instance that knows the session, then to the lowest number.
+
+What ``cost`` adds up, with each candidate's own profile::
+
+    first     max(prompts before it, fetch) + the next step + swap in + prefill, by the best way to get the prompt's KV
+    between   transfer of what the decoder lacks, which the decoder pulls
+    decoder   the steps to come, with what decodes there already
+
+``_core.cheapest`` does these sums for all instances of a cluster at once, and finds what :func:`cost` would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import astuple
+from typing import NamedTuple
 
-from memserve.policy.affinity import affinity
-from memserve.policy.bestfit import best_fit_route
-from memserve.policy.byload import OVERLOAD_FACTOR as OVERLOAD_FACTOR
-from memserve.policy.byload import OVERLOAD_TOKENS as OVERLOAD_TOKENS
-from memserve.policy.byload import is_overloaded, least_loaded, load_rank, with_decoder
-from memserve.policy.candidates import Ask, Candidate, Policy, Route, RoutingCosts
-from memserve.policy.weighing import cost
+from memserve import _core
+from memserve.policy.candidates import (
+    Ask,
+    Candidate,
+    Policy,
+    Route,
+    least_loaded,
+    load_rank,
+    not_overloaded,
+    with_decoder,
+)
+from memserve.policy.costs import CopyCurve, CostModel
+from memserve.policy.ledger import best_fit_route
 from memserve.types import Role
+from memserve.units import NS_PER_MS
+
+DECODE_WINDOW = 16
+"""Decode steps that count in a decision. More of them are to come, but work may leave by then."""
 
 
 def teams(present: Container[Role]) -> tuple[tuple[Role, ...], tuple[Role, ...]]:
     """Which roles may compute the prompt, and which may decode for those of role ``prefill`` (none: each does all).
 
-    Pairs need both roles. Without a pair colocated instances do all of it, and without those whoever is left does: any
-    instance with a model can prefill and decode.
+    Pairs need both roles. Without a pair colocated instances do all of it, and without those the role that is left
+    does: any instance with a model can prefill and decode.
     """
     if Role.PREFILL in present and Role.DECODE in present:
         return (Role.PREFILL, Role.COLOCATED), (Role.DECODE,)
@@ -39,55 +59,218 @@ def teams(present: Container[Role]) -> tuple[tuple[Role, ...], tuple[Role, ...]]
 
 
 def split(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """Those who take requests, by :func:`teams`."""
+    """Those that take requests, by :func:`teams`."""
     usable = [c for c in candidates if c.takes_requests]
     first, decoders = teams({c.role for c in usable})
     return [c for c in usable if c.role in first], [c for c in usable if c.role in decoders]
 
 
-def route(policy: str, ask: Ask, candidates: Sequence[Candidate], costs: RoutingCosts) -> Route | None:
-    """Decide by ``policy``; ``None`` = no candidate takes requests. A ``KeyError`` for an unknown policy."""
+def route(policy: str, ask: Ask, candidates: Sequence[Candidate]) -> Route | None:
+    """Decide by ``policy``; ``None``: no candidate takes requests. A ``KeyError`` for an unknown policy."""
     first, decoders = split(candidates)
-    return POLICY[policy](ask, first, decoders, costs) if first else None
+    return POLICY[policy](ask, first, decoders) if first else None
 
 
-def least_load(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> Route:
+def least_load(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
     """Fewest outstanding tokens, for the prompt and for decoding."""
     chosen = least_loaded(ask, first)
     why = f"least load: {chosen.name} has {chosen.work_tokens} tokens of work"
     return with_decoder(chosen, why, decoders, lambda some: least_loaded(ask, some))
 
 
-def session(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> Route:
+def session(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
     """Where the session is known, while that one is not overloaded; else by load."""
 
     def choose(some: Sequence[Candidate]) -> Candidate:
         least = least_loaded(ask, some)
-        known = [c for c in some if c.number in ask.favourites and not is_overloaded(c, least)]
+        known = [c for c in not_overloaded(some, least) if c.number in ask.favourites]
         return least_loaded(ask, known) if known else least
 
     chosen = choose(first)
     if chosen.number in ask.favourites:
         why = f"session: {chosen.name} knows it"
     else:
-        why = f"session: nobody free enough knows it, {chosen.name} has {chosen.work_tokens} tokens of work"
+        why = f"session: none that knows it is free enough, {chosen.name} has {chosen.work_tokens} tokens of work"
     return with_decoder(chosen, why, decoders, choose)
 
 
-def prompt_tree(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate], costs: RoutingCosts) -> Route:
+def prompt_tree(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
     """The longest cached prefix among those that are not overloaded; equal ones by load."""
-
-    def choose(some: Sequence[Candidate]) -> Candidate:
-        least = least_loaded(ask, some)
-        fair = [c for c in some if not is_overloaded(c, least)]
-        return min(fair, key=lambda c: (-c.matched_tokens, *load_rank(ask, c)))
-
-    chosen = choose(first)
+    chosen = _longest_prefix(ask, first)
     longest = max(first, key=lambda c: (c.matched_tokens, -c.number))
     why = f"prompt tree: {chosen.name} has {chosen.matched_tokens} of {ask.prompt_tokens} tokens"
     if longest.matched_tokens > chosen.matched_tokens:
         why += f" ({longest.name} has {longest.matched_tokens}, but {longest.work_tokens} tokens of work)"
-    return with_decoder(chosen, why, decoders, choose)
+    return with_decoder(chosen, why, decoders, lambda some: _longest_prefix(ask, some))
+
+
+def _longest_prefix(ask: Ask, some: Sequence[Candidate]) -> Candidate:
+    fair = not_overloaded(some, least_loaded(ask, some))
+    return min(fair, key=lambda c: (-c.matched_tokens, *load_rank(ask, c)))
+
+
+def affinity(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
+    """The first rule that has an answer decides, for the prompt and for decoding::
+
+        1  session affinity   the instance that ran the session's last request
+        2  exact hit          the instance that has all whole blocks of the prompt
+        3  longest prefix     the instance that has most of it
+        4  miss               the least loaded instance, whose cache the request itself fills
+
+    An overloaded instance is no answer to 1 to 3: a cache does not make up for a queue of other prompts.
+    """
+    chosen, why = _first_rule(ask, first)
+    return with_decoder(chosen, f"affinity: {why}", decoders, lambda some: _first_rule(ask, some)[0])
+
+
+def _first_rule(ask: Ask, some: Sequence[Candidate]) -> tuple[Candidate, str]:
+    least = least_loaded(ask, some)
+    known = [c for c in not_overloaded(some, least) if c.number in ask.favourites]
+    if known:
+        chosen = least_loaded(ask, known)
+        return chosen, f"session: {chosen.name} knows it"
+    chosen = _longest_prefix(ask, some)
+    if not chosen.matched_tokens:
+        return least, f"miss: {least.name} has {least.work_tokens} tokens of work, and fills its cache"
+    if ask.prompt_tokens - chosen.matched_tokens < ask.block_tokens:
+        return chosen, f"exact hit: {chosen.name} has the whole prompt"
+    return chosen, f"longest prefix: {chosen.name} has {chosen.matched_tokens} of {ask.prompt_tokens} tokens"
+
+
+# -- by cost
+
+
+class FirstCost(NamedTuple):
+    """Expected time until an instance has computed the prompt.
+
+    Fetching goes on while other prompts are computed (what is fetched, and where it goes, is mostly older than the
+    steps under way: ``kv_transfer/barriers.py``); the request then waits for the next step like any other.
+    """
+
+    total_ns: int
+    queue_ns: int
+    fetch_ns: int
+    swap_ns: int
+    prefill_ns: int
+    reused_tokens: int
+    """Not computed: own, or fetched."""
+
+
+def first_cost(ask: Ask, candidate: Candidate) -> FirstCost:
+    """The best way for ``candidate`` to get the prompt's KV: recompute, swap in, fetch, each for what lies there."""
+    costs = candidate.costs
+    prompt, last = ask.prompt_tokens, ask.prompt_tokens - 1  # the last token's logits are always computed
+    prompts_ns = _prompts_ns(ask, candidate)
+    step_ns = costs.decode_step_ns(candidate.sequences, candidate.context_tokens)  # of those that decode there
+    queue_ns = prompts_ns + step_ns
+    own = min(candidate.matched_tokens, last)
+    hbm = min(candidate.matched_tokens - candidate.dram_tokens, last)
+    prefill_ns = costs.prefill_ns(prompt - hbm, hbm)
+    best = FirstCost(queue_ns + prefill_ns, queue_ns, 0, 0, prefill_ns, hbm)
+    swap_ns = 0
+    if own > hbm:
+        swap_ns = _kv_ns(ask, costs.swap_in, own - hbm)
+        prefill_ns = costs.prefill_ns(prompt - own, own)
+        best = min(best, FirstCost(queue_ns + swap_ns + prefill_ns, queue_ns, 0, swap_ns, prefill_ns, own))
+    for holding in ask.holdings:
+        there = min(holding.tokens, last)
+        if there > own and holding.number != candidate.number:
+            link = costs.link(_same_host(holding.host_id, candidate.host_id))
+            fetch_ns = _kv_ns(ask, link, there - own)
+            prefill_ns = costs.prefill_ns(prompt - there, there)
+            total_ns = max(prompts_ns, fetch_ns) + step_ns + swap_ns + prefill_ns
+            best = min(best, FirstCost(total_ns, queue_ns, fetch_ns, swap_ns, prefill_ns, there))
+    return best
+
+
+def _same_host(one: str, other: str) -> bool:
+    return one == other and one != ""
+
+
+def _kv_ns(ask: Ask, curve: CopyCurve, tokens: int, block_pieces: int = 1) -> int:
+    return curve.kv_ns(tokens, ask.block_tokens, ask.token_bytes, block_pieces)
+
+
+def _prompts_ns(ask: Ask, candidate: Candidate) -> int:
+    """The prompts before this one, as if they were like it."""
+    return candidate.prefill_tokens * candidate.costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
+
+
+def _decode_ns(ask: Ask, candidate: Candidate) -> int:
+    """What decoding there costs: the steps to come, and waiting for memory when it has none."""
+    batch = candidate.sequences + ask.sequences
+    context_tokens = candidate.context_tokens + ask.sequences * ask.prompt_tokens
+    steps = min(DECODE_WINDOW, max(1, ask.max_tokens))
+    if ask.prompt_tokens > candidate.room_tokens:
+        steps += DECODE_WINDOW  # another sequence has to end first
+    return steps * candidate.costs.decode_step_ns(batch, context_tokens)
+
+
+def _decoder_ns(ask: Ask, candidate: Candidate) -> int:
+    """Decoding there, with what is before it: prompts that it computes, and swapping in."""
+    swap_ns = _kv_ns(ask, candidate.costs.swap_in, candidate.dram_tokens)
+    return _decode_ns(ask, candidate) + _prompts_ns(ask, candidate) + swap_ns
+
+
+def _handoff_ns(ask: Ask, first: Candidate, decoder: Candidate) -> int:
+    """The decoder pulls what it lacks of the prompt."""
+    link = decoder.costs.link(_same_host(first.host_id, decoder.host_id))
+    return _kv_ns(ask, link, max(0, ask.prompt_tokens - decoder.matched_tokens), ask.handoff_pieces)
+
+
+class Weighed(NamedTuple):
+    """One of the possible decisions, with what it is expected to cost."""
+
+    total_ns: int
+    first: Candidate
+    decode_at: Candidate | None
+    first_cost: FirstCost
+    transfer_ns: int
+
+
+def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> list[Weighed]:
+    """Every pair, and every candidate that would do all of it alone."""
+    ready = [(candidate, _decoder_ns(ask, candidate)) for candidate in decoders]
+    weighed = []
+    for candidate in first:
+        computed = first_cost(ask, candidate)
+        total_ns = computed.total_ns
+        if candidate.role is not Role.PREFILL or not ready:
+            weighed.append(Weighed(total_ns + _decode_ns(ask, candidate), candidate, None, computed, 0))
+            continue
+        for decoder, decode_ns in ready:
+            transfer_ns = _handoff_ns(ask, candidate, decoder)
+            weighed.append(Weighed(total_ns + transfer_ns + decode_ns, candidate, decoder, computed, transfer_ns))
+    return weighed
+
+
+def native_prices(profiles: Iterable[CostModel]) -> _core.RoutingPrices:
+    """``profiles`` as ``_core.cheapest`` wants them."""
+    return _core.RoutingPrices(
+        [[astuple(curve) for curve in (p.prefill, p.decode, p.swap_in, p.same_host, p.network)] for p in profiles]
+    )
+
+
+def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
+    """The least of what :func:`weigh` says."""
+
+    def rank(entry: Weighed) -> tuple[int, int, int]:
+        decoder = entry.decode_at.number if entry.decode_at else -1
+        known = (entry.first.number in ask.favourites) + (decoder in ask.favourites)
+        return -known, entry.first.number, decoder
+
+    weighed = weigh(ask, first, decoders)
+    least_ns = min([entry.total_ns for entry in weighed])
+    best = min([entry for entry in weighed if entry.total_ns == least_ns], key=rank)
+    return Route(best.first, best.decode_at, _cost_reason(ask, best))
+
+
+def _cost_reason(ask: Ask, best: Weighed) -> str:
+    _, queue_ns, fetch_ns, swap_ns, prefill_ns, reused_tokens = best.first_cost
+    spent = (("queue", queue_ns), ("fetch", fetch_ns), ("swap in", swap_ns), ("prefill", prefill_ns))
+    listed = ", ".join([f"{name} {ns / NS_PER_MS:.1f}" for name, ns in (*spent, ("transfer", best.transfer_ns)) if ns])
+    where = f"{best.first.name} to {best.decode_at.name}" if best.decode_at else best.first.name
+    return f"cost: {where} reuses {reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"
 
 
 POLICY: dict[str, Policy] = {

@@ -1,4 +1,4 @@
-"""Puts the parts together: a model, a device and a machine, as an engine or as a member of a cluster (level 3)."""
+"""Puts the parts together: a model, a device and a machine, as an engine or as a member of a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from memserve.config import EngineOptions, InstanceConfig
 from memserve.errors import UserError
 from memserve.messages import Peer
-from memserve.runtime.threads import set_thread_environment
+from memserve.runtime.process import set_thread_environment
 from memserve.types import Role
 from memserve.units import human_bytes
 
@@ -37,19 +37,22 @@ class Parts:
     """Measured on this machine, or the defaults."""
 
 
-def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = Role.COLOCATED) -> Parts:
+def build_parts(
+    options: EngineOptions, *, me: Peer | None = None, role: Role = Role.COLOCATED, identity_key: bytes | None = None
+) -> Parts:
     """Load the model and build its device and its machine. Imports torch, so it takes seconds.
 
-    ``me``: its name in a cluster, where its KV lies in memory that peers may read; ``None``: it is alone. Raises
-    :class:`UserError` when the model cannot be served or the memory cannot hold it.
+    ``me``: None: the engine is alone. Else: its name in a cluster, where its KV lies in memory that peers may read, and
+    ``identity_key`` is the cluster's. Raises :class:`UserError` when the model cannot be served or the memory cannot
+    hold it.
     """
     set_thread_environment()
     from memserve.instance.machine import Instance
+    from memserve.model.capture.forward import best_forward
     from memserve.model.device import ModelDevice
-    from memserve.model.forward import best_forward
     from memserve.model.loading.loader import load_model, model_sizes
-    from memserve.policy.batching import context_note
-    from memserve.policy.preemption import PreemptionCosts
+    from memserve.policy.capacity import context_note
+    from memserve.policy.reuse import PreemptionCosts
     from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes
     from memserve.runtime.profile_store import load_profile
 
@@ -65,7 +68,8 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
         geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu
     )
     exchange = dataclasses.replace(config.exchange, shares_kv=not on_gpu)
-    config = dataclasses.replace(config, role=role, exchange=exchange)
+    pool = dataclasses.replace(config.pool, identity_key=identity_key)
+    config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool)
     check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
     costs = load_profile(model.fingerprint, geometry, model.device.type, options.threads)
     known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
@@ -73,7 +77,7 @@ def build_parts(options: EngineOptions, *, me: Peer | None = None, role: Role = 
     note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
     kv_tokens = config.pool.hbm_blocks * geometry.block_tokens
     served = dataclasses.replace(model, max_model_tokens=machine.context_tokens, context_note=note, kv_tokens=kv_tokens)
-    bound = memory_bound(model_sizes(model), geometry, config, in_cluster=me is not None)  # it has its weights still
+    bound = memory_bound(model_sizes(model), geometry, config, in_cluster=me is not None)  # with its weights
     device = ModelDevice(served, config, best_forward(model.module), shared=me is not None)
     if not on_gpu:
         device.bound_bytes = bound.total_bytes

@@ -1,4 +1,4 @@
-"""The process of one instance: loads the model, joins the cluster, works until it is told to leave (level 3)."""
+"""The process of one instance: loads the model, joins the cluster, works until it is told to leave."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from memserve.config import EngineOptions
 from memserve.errors import UserError
+from memserve.mempool.identity import identity_key
 from memserve.messages import Peer, PeerInfo
 from memserve.runtime.build import Parts, build_parts
 from memserve.runtime.links.data import open_data_port
@@ -22,7 +23,7 @@ from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.memory import keep_heap_small, leave_triton_out, objects_that_stay, trim_heap
 from memserve.runtime.meta_children import end_when_orphaned
-from memserve.runtime.signals import Askings, on_ending_signals
+from memserve.runtime.process import Askings, on_ending_signals
 from memserve.types import Role
 
 JOIN_TIMEOUT_S = 30.0
@@ -47,6 +48,8 @@ class MemberOptions:
     """Where the router's mailbox may be, ``tcp://host:port`` each."""
     secret: str
     """The cluster's."""
+    drain_s: float
+    """How long it may finish what it has when it is told to end; what is left then goes on elsewhere."""
     host: str = "127.0.0.1"
     """Where its own mailbox listens."""
     port: int = 0
@@ -54,8 +57,6 @@ class MemberOptions:
     """The host by which others reach it."""
     link: str = "auto"
     """How KV moves: ``auto``, ``shm`` or ``nixl``."""
-    drain_s: float = 0.0
-    """How long it may finish what it has when it is told to end; what is left then goes on elsewhere."""
     is_supervised: bool = False
     """A ``memserve serve`` on this host has started it, and ends it."""
 
@@ -81,7 +82,7 @@ def run_instance(
         end_when_orphaned(outlive, lambda: members[0].router if members else None)
     with objects_that_stay():
         leave_triton_out(options.device)
-        parts = build_parts(options, me=me, role=place.role)
+        parts = build_parts(options, me=me, role=place.role, identity_key=identity_key(place.secret))
     member = _open_member(parts, place, me)
     members.append(member)
     _forget_tokenizer(parts)
@@ -150,7 +151,7 @@ def _no_router(found: Mapping[str, Knock]) -> UserError:
 def die_with(parent_pid: int) -> None:
     """From now on this process is killed when its parent ends, however that ends, and even while it is stopped.
 
-    The kernel watches the parent's *thread*: whoever starts instances keeps the thread that did.
+    The kernel watches the parent's *thread*: a parent keeps the thread that started instances.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it has ended already
@@ -193,5 +194,6 @@ def _introduce(parts: Parts, place: MemberOptions, me: Peer) -> PeerInfo:
         context_tokens=parts.machine.context_tokens,
         caching=config.pool.caching,
         publishes_events=config.exchange.event_capacity > 0,
-        model_card=ModelCard.of(parts.model, parts.costs).encode(),
+        model_card=ModelCard.of(parts.model).encode(),
+        costs=parts.costs.encode() if parts.costs.is_measured else b"",
     )

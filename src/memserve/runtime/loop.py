@@ -1,4 +1,4 @@
-"""One machine in a thread of its own (level 3): events in through one inbox, actions out through one function.
+"""One machine in a thread of its own: events in through one inbox, actions out through one function.
 
 Clients, devices, mailboxes and data ports all post into the inbox; the loop's thread is the only one that touches the
 machine. Between events it wakes when the machine's next deadline comes, and not before: an idle machine costs nothing.
@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from memserve.runtime.clients import EngineStopped
 from memserve.serving import ClockTicked
 from memserve.units import NS_PER_S
 
@@ -25,10 +24,14 @@ TICK_MIN_S = 0.001
 """The shortest sleep before a deadline: one that lies in the past cannot make the loop spin."""
 
 ANSWER_TIMEOUT_S = 5.0
-"""How long somebody who asks waits for the loop."""
+"""How long a caller waits for the loop's answer."""
 
 EventT = TypeVar("EventT", contravariant=True)
 Answer = TypeVar("Answer")
+
+
+class EngineStopped(Exception):
+    """The engine was closed or broke, so it cannot say anything about itself."""
 
 
 class Machine(Protocol[EventT]):
@@ -48,7 +51,7 @@ class _Close:
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """Inbox item: someone wants to look at the machine between two events, so that what he sees is consistent."""
+    """Inbox item: a look at the machine between two events, where its state is consistent."""
 
     question: Callable[[], Any]
     answer: Future[Any]
@@ -103,7 +106,7 @@ class MachineLoop(Generic[EventT]):
         """
         ask = _Ask(question, Future())
         self._inbox.put(ask)
-        if self._stopped:  # set before the inbox is emptied for the last time: nobody asks in vain
+        if self._stopped:  # set before the inbox is emptied for the last time: no question stays without an answer
             raise EngineStopped
         answer: Answer = ask.answer.result(timeout=timeout_s)
         return answer
@@ -171,7 +174,7 @@ class MachineLoop(Generic[EventT]):
 
 
 def _complain(answer: Future[Any]) -> None:
-    """Nobody looks at the answer of a call: what went wrong is at least in the log."""
+    """No caller looks at the answer of a posted call: an error is at least in the log."""
     error = answer.exception()
     if error is not None and not isinstance(error, EngineStopped):
         log.error("a call in the machine's thread failed", exc_info=error)

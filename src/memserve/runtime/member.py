@@ -1,4 +1,4 @@
-"""Hosts an instance that is a member of a cluster: its machines, its mailbox, its data port (level 3).
+"""Hosts an instance that is a member of a cluster: its machines, its mailbox, its data port.
 
 Three threads touch it. The mailbox's thread brings messages; the engine thread sends what the instance machine says;
 the member's own thread keeps time, and does what has to wait for the engine: a long step of the device blocks neither
@@ -18,10 +18,8 @@ import msgspec
 
 from memserve.config import MemberConfig
 from memserve.errors import InvariantError, UserError
-from memserve.instance.actions import Action, EmitTokens, RejectRequest, Send
-from memserve.instance.machine import Instance
-from memserve.instance.member import MemberMachine
-from memserve.instance.member_actions import (
+from memserve.instance.events import (
+    Action,
     BecomeNew,
     Deliver,
     DialRouter,
@@ -37,11 +35,13 @@ from memserve.instance.member_actions import (
     ReadLoad,
     Reborn,
 )
+from memserve.instance.machine import Instance
+from memserve.instance.member import MemberMachine
 from memserve.messages import AnyMessage, Expelled, Load, Peer, PeerInfo, RequestRefused, Tokens
-from memserve.runtime.clients import EngineStopped
-from memserve.runtime.hosted import HostedInstance
+from memserve.runtime.engine import HostedInstance
+from memserve.runtime.loop import EngineStopped
 from memserve.runtime.ports import DataPort, Device, Mailbox, OnMessage, OnPages
-from memserve.serving import ClockTicked, MessageArrived
+from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.units import ns_from_s
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""How much memory and how many cores this machine has for us, and how much an instance takes at most (level 3)."""
+"""How much memory and how many cores this machine has for us, and how much an instance takes at most."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def sizes_from_config(config: Mapping[str, Any], weights_bytes: int) -> ModelSiz
 def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig, *, in_cluster: bool) -> MemoryBound:
     """The most that an instance of ``model`` should have resident."""
     from memserve.instance.planner import PROMPT_LOGPROBS_MAX
-    from memserve.runtime.threads import PRIMITIVES_MAX
+    from memserve.runtime.process import PRIMITIVES_MAX
 
     scheduler, pool = config.scheduler, config.pool
-    step_tokens = max(scheduler.max_step_tokens, scheduler.max_running)
+    step_tokens = max(scheduler.step_tokens, scheduler.max_running)
     longest = min(config.max_model_tokens, pool.hbm_blocks * geometry.block_tokens)
     return MemoryBound(
         program_bytes=PROGRAM_BYTES,
@@ -116,7 +116,7 @@ def objects_that_stay() -> Iterator[None]:
     """For the start of a process of ours: what is made here (half a million objects of torch and transformers) stays.
 
     To look for garbage among them again and again costs a sixth of the start, and later a pause in the middle of
-    serving. Not for a library's user, whose own objects would stay as well.
+    serving. Not for a library's user: other objects would stay as well.
     """
     gc.disable()
     try:
@@ -134,9 +134,9 @@ def leave_triton_out(device: str) -> None:
     """For a process of ours that computes on a CPU: ``import triton`` fails there from now on.
 
     transformers imports torch's compiler, which imports triton where it is installed: 73 MB resident in each instance
-    for kernels of a GPU. Not for a library's user, whose own code may compile.
+    for kernels of a GPU. Not for a library's user: other code may compile.
     """
-    from memserve.runtime.threads import set_thread_environment
+    from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
     import torch
@@ -172,7 +172,7 @@ def keep_heap_small(every_s: float = TRIM_EVERY_S) -> None:
 
 
 def available_memory_bytes() -> int | None:
-    """The kernel's estimate, or what the control group leaves, whichever is less; ``None`` where nobody says."""
+    """The kernel's estimate, or what the control group leaves, whichever is less; ``None``: neither is known."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,9 +1,9 @@
-"""Instances that outlive the ``memserve serve`` that started them, and are found by the next one (level 3).
+"""Instances that outlive the ``memserve serve`` that started them, and are found by the next one.
 
-A supervisor with a state folder writes down whom it has started. When it is killed, they live on and keep their KV;
-each asks the kernel now and then whether somebody holds the folder's lock, and ends when nobody has come back for
-``ORPHAN_S``. The next supervisor with this folder takes over whoever still runs the very command that it would run
-itself, and ends the others.
+A supervisor with a state folder writes down the instances that it has started. When the supervisor is killed, they live
+on and keep their KV; each asks the kernel now and then whether a process holds the folder's lock, and ends when none
+has held it for ``ORPHAN_S``. The next supervisor with this folder takes over the instances that run the command that it
+would run itself, and ends the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 
 from memserve.messages import Peer
-from memserve.runtime.meta_state import OUT_OF_RESOURCES, is_locked, write_private
+from memserve.runtime.meta_folder import OUT_OF_RESOURCES, is_locked, write_private
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ ORPHAN_S = 60.0
 """How long an instance waits for a new ``memserve serve``."""
 LOOK_S = 0.5
 END_S = 5.0
-"""How long one of no use may take to say good-bye."""
+"""How long an instance that is of no use may take to leave."""
 
 
 class AdoptedProcess:
@@ -42,12 +42,12 @@ class AdoptedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """``None`` while it runs; its real status is not ours to know."""
+        """None: it runs. 0: it has ended; the kernel tells its status to its parent alone."""
         self._wait(0.0)
         return self.returncode
 
     def communicate(self, _greeting: str | None, _timeout_s: float | None = None) -> tuple[str, None]:
-        """Wait for its end. Its words went to a pipe that nobody reads any more."""
+        """Wait for its end. What it printed went to a pipe without a reader."""
         self._wait(None)
         return "", None
 
@@ -83,7 +83,7 @@ class _Started(msgspec.Struct):
 
 
 class ChildrenFile:
-    """Who was started by name: process, its start (so that no later process is taken for it), command."""
+    """Instances that were started, by name: process, its start (so that no later process is taken for it), command."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -115,7 +115,7 @@ class ChildrenFile:
             self.adopt(name, wanted[name])
 
     def living(self, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` whose processes run."""
+        """Those of ``names`` with processes that run."""
         alive = []
         for name in names:
             process = self._living(name)
@@ -150,17 +150,17 @@ class ChildrenFile:
             if error.errno in OUT_OF_RESOURCES:
                 raise  # it may live: taken for dead, a second one of its name would be started
             return None
-        if _start_of(known.pid) == known.started:  # asked behind the pidfd: it is the one that we hold
+        if _start_of(known.pid) == known.started:  # asked behind the pidfd: the pidfd is of this process
             return AdoptedProcess(known.pid, pidfd)
         os.close(pidfd)
         return None
 
 
 def end_when_orphaned(folder: Path, router: Callable[[], Peer | None], patience_s: float = ORPHAN_S) -> None:
-    """From now on a thread ends this process (SIGTERM) when nobody has held the lock of ``folder`` for ``patience_s``.
+    """From now on a thread ends this process (SIGTERM) when the lock of ``folder`` has been free for ``patience_s``.
 
-    ``router``: who has welcomed us. Another one than the last holder of the lock: one elsewhere has taken over, and
-    nobody needs to come back.
+    ``router`` gives the router that has accepted this instance. Where that is another one than the last holder of the
+    lock, a router elsewhere has taken over, and the instance goes on without the lock's holder.
     """
     threading.Thread(target=_watch, args=(folder, router, patience_s), name="memserve-orphan", daemon=True).start()
 
@@ -178,7 +178,7 @@ def _watch(folder: Path, router: Callable[[], Peer | None], patience_s: float) -
             alone_since = None
         elif alone_since is None:
             alone_since = time.monotonic()
-    log.warning("nobody has come back for %.0f s: this instance ends", patience_s)
+    log.warning("no router has come back for %.0f s: this instance ends", patience_s)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -194,7 +194,7 @@ def _read(path: Path) -> dict[str, _Started]:
 
 
 def _start_of(pid: int) -> int | None:
-    """When it began, in the kernel's ticks; ``None``: there is no such process."""
+    """When it began, in the kernel's ticks. None: there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError) as error:

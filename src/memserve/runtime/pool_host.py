@@ -1,4 +1,4 @@
-"""The threads and ports of a :class:`PoolPeer` (level 3): one loop for the machine, a mailbox, a data port.
+"""The threads and ports of a :class:`PoolPeer`: one loop for the machine, a mailbox, a data port.
 
 application --Call--> [loop: PoolMachine] --Send--> mailbox;  --SealPages, PullPages--> data port
 mailbox, data port --events--> [loop] --Arrived--> [delivery thread: the application's callback]
@@ -8,34 +8,29 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, TypeVar
-
-import msgspec
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from memserve import _core
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
+from memserve.instance.events import MeetPeer, PartFromPeer, Reborn
+from memserve.kv_transfer.events import Delivered, Inserted, PagesPulled, PagesSealed
 from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed
-from memserve.kv_transfer.outcomes import Delivered, ExchangeCounters, Inserted
-from memserve.mempool.addresses import Addresses
-from memserve.mempool.mempool import AddressList, MemPool
+from memserve.mempool.mempool import MemPool
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.loop import MachineLoop
-from memserve.runtime.pool_machine import PoolMachine
-from memserve.runtime.pool_words import Arrived, Call, Lost, Met, PoolAction, PoolEvent, Reborn, Transferred
+from memserve.runtime.pool_machine import Arrived, Call, PoolAction, PoolEvent, PoolMachine
 from memserve.serving import MessageArrived, Send
-from memserve.types import Role, Tier, TokenArray
+from memserve.types import Role, Tier
 
 log = logging.getLogger(__name__)
 
 _CALL_S = 30.0
-"""How long a call waits for the loop, which never waits for anybody."""
+"""How long a call waits for the loop, which itself never waits."""
 
 Answer = TypeVar("Answer")
 
@@ -64,9 +59,9 @@ class PoolHost:
         self._mailbox = ZmqMailbox(me, secret, *address, self._heard)
         info = self._data.describe(_info(memory, me, namespace, self._mailbox.address))
         exchange = Exchange(memory.pool, memory.geometry, config, me, namespace)
-        self._machine = PoolMachine(memory, exchange, info, silent_ns)
+        self.machine = PoolMachine(memory, exchange, info, silent_ns)
         self._loop: MachineLoop[PoolEvent] = MachineLoop(
-            self._machine, self._perform, on_broken=self._broken, name="memserve-pool-peer"
+            self.machine, self._perform, on_broken=self._broken, name="memserve-pool-peer"
         )
         self._loop.start()
 
@@ -81,75 +76,11 @@ class PoolHost:
         answer: Answer = call.answer.result(_CALL_S)
         return answer
 
-    def info_bytes(self) -> bytes:
-        """See :meth:`PoolPeer.info`."""
-        return msgspec.msgpack.encode(self._machine.info)
-
-    def connect(self, packed: bytes, timeout_s: float) -> str:
-        """See :meth:`PoolPeer.connect`."""
-        try:
-            info = msgspec.msgpack.decode(packed, type=PeerInfo)
-        except (msgspec.MsgspecError, UserError) as error:
-            raise UserError(
-                f"not a peer's info: {error}", hint="give the bytes of PoolPeer.info()", param="info"
-            ) from error
-        answered = self.ask(lambda now: self._machine.meet(info, now))
-        try:
-            answered.result(timeout_s)
-        except (TimeoutError, CancelledError) as error:
-            hint = "is it running, and has it the same secret?"
-            raise UserError(f"no answer from {info.peer.name} at {info.address}", hint=hint, param="info") from error
-        return info.peer.name
-
-    def leave(self, name: str) -> None:
-        """See :meth:`PoolPeer.disconnect`."""
-        self.ask(lambda now: self._machine.leave(name, now))
-
-    def names(self) -> list[str]:
-        """See :meth:`PoolPeer.peers`."""
-        return self.ask(lambda now: self._machine.names())
-
-    def known(self, name: str) -> Peer:
-        """The peer of that name; raises :class:`UserError` when there is none."""
-        return self.ask(lambda now: self._machine.known(name))
-
-    def offer(self, to: Peer, blocks: Sequence[int], **terms: Any) -> Future[Transferred]:
-        """Offer own blocks; ``terms`` as in :meth:`Exchange.offer`."""
-        waiter: Future[Transferred] = Future()
-        self.ask(lambda now: self._machine.start_offer(waiter, to, blocks, now, **terms))
-        return waiter
-
-    def fetch(self, name: str, tokens: TokenArray, within_ns: int) -> Future[int]:
-        """Ask a peer for cached KV."""
-        waiter: Future[int] = Future()
-        self.ask(lambda now: self._machine.start_fetch(waiter, self._machine.known(name), tokens, now, within_ns))
-        return waiter
-
-    def allocate_at(self, name: str, count: int, tier: Tier, within_ns: int) -> Future[Addresses | None]:
-        """Ask a peer for blocks."""
-        waiter: Future[Addresses | None] = Future()
-        machine = self._machine
-        self.ask(lambda now: machine.start_allocation(waiter, machine.known(name), count, tier, now, within_ns))
-        return waiter
-
-    def free_at(self, generation: int, addresses: AddressList) -> None:
-        """Give up blocks of a peer."""
-        self.ask(lambda now: self._machine.free_at(generation, addresses))
-
-    def counters(self) -> ExchangeCounters:
-        """A copy of the totals."""
-        return self.ask(lambda now: replace(self._machine.exchange.counters))
-
-    def check_invariants(self) -> None:
-        """Of the memory and of the exchange."""
-        self.ask(lambda now: self._machine.memory.check_invariants())
-        self.ask(lambda now: self._machine.exchange.check_invariants())
-
     def close(self) -> None:
-        """Say goodbye, stop threads and ports. Later calls raise; waiting ones get their "no"."""
+        """Leave all peers, stop threads and ports. Calls that wait end; later ones raise :class:`UserError`."""
         if self._closed:
             return
-        self.ask(lambda now: self._machine.close(now))
+        self.ask(lambda now: self.machine.close(now))
         self._closed = True
         self._loop.close(_CALL_S)
         self._mailbox.close()
@@ -166,21 +97,22 @@ class PoolHost:
 
     def _perform(self, event: PoolEvent, actions: list[PoolAction], spent_ns: int) -> None:
         for action in actions:
-            if isinstance(action, Send):
-                self._mailbox.send(action.to, action.message)
-            elif isinstance(action, Met):
-                self._mailbox.connect(action.info.peer, action.info.address)
-                self._data.add_peer(action.info)
-            elif isinstance(action, Lost):
-                self._data.remove_peer(action.peer)
-                self._mailbox.disconnect(action.peer)
-            elif isinstance(action, Reborn):
-                self._mailbox.become(action.info.peer)
-                self._data.describe(action.info)
-            elif isinstance(action, Arrived):
-                self._deliveries.submit(self._deliver, action.outcome)
-            else:
-                self._data.start(action)
+            match action:
+                case Send(to, message):
+                    self._mailbox.send(to, message)
+                case MeetPeer(info):
+                    self._mailbox.connect(info.peer, info.address)
+                    self._data.add_peer(info)
+                case PartFromPeer(peer):
+                    self._data.remove_peer(peer)
+                    self._mailbox.disconnect(peer)
+                case Reborn(info):
+                    self._mailbox.become(info.peer)
+                    self._data.describe(info)
+                case Arrived(outcome):
+                    self._deliveries.submit(self._deliver, outcome)
+                case _:
+                    self._data.start(action)
 
     def _deliver(self, outcome: Delivered | Inserted) -> None:
         try:
@@ -189,7 +121,7 @@ class PoolHost:
             log.exception("the application's delivery callback raised")
 
     def _broken(self) -> None:
-        """The loop has ended: nobody shall wait for it."""
+        """The loop has ended: later calls are refused."""
         self._closed = True
 
 

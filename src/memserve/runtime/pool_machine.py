@@ -1,8 +1,5 @@
-"""What a :class:`PoolPeer` does, without threads and sockets (level 3): a memory, an exchange, and who else is there.
-
-Membership without a router: who is told of a peer says ``PeerJoined`` to it and is answered in kind; then both send
-heartbeats. One that was silent for too long is gone, and whatever it held is freed; should it speak again, it is told
-(``Expelled``), and starts over as a new generation.
+"""What a :class:`PoolPeer` does, without threads and sockets: a memory, an exchange, and the machine of its
+membership (:class:`memserve.instance.peer_group.PeerGroup`), which it hosts.
 """
 
 from __future__ import annotations
@@ -11,45 +8,69 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from memserve import _core
 from memserve.errors import UserError
-from memserve.kv_transfer.exchange import Exchange
-from memserve.kv_transfer.outcomes import (
+from memserve.instance.events import BecomeNew, Deliver, MeetPeer, PartFromPeer, Reborn
+from memserve.instance.peer_group import GroupEvent, MeetAsked, PartAsked, PeerGroup
+from memserve.kv_transfer.context import ExchangeAction
+from memserve.kv_transfer.events import (
     Delivered,
     FetchEnded,
     HandoffOffered,
     Inserted,
     Outcome,
+    PagesPulled,
+    PagesSealed,
     Released,
     RemoteAllocated,
 )
-from memserve.mempool.addresses import Addresses
-from memserve.mempool.mempool import AddressList, MemPool
-from memserve.messages import Expelled, Heartbeat, Leave, Load, Peer, PeerInfo, PeerJoined
-from memserve.runtime.pool_words import Arrived, Call, Lost, Met, PoolAction, PoolEvent, Reborn, Transferred
+from memserve.kv_transfer.exchange import Exchange
+from memserve.mempool.mempool import Addresses, AddressList, MemPool
+from memserve.messages import Peer, PeerInfo
 from memserve.serving import ClockTicked, MessageArrived, Send
 from memserve.types import Tier, TokenArray
 
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """How a transfer ended."""
+
+    done: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.done
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Event: a thread of the application wants something; ``do(now)`` runs in the machine's thread."""
+
+    do: Callable[[int], Any]
+    answer: Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Action: tell the application what a peer has sent."""
+
+    outcome: Delivered | Inserted
+
+
+PoolEvent = Call | MessageArrived | PagesSealed | PagesPulled | ClockTicked
+PoolAction = ExchangeAction | MeetPeer | PartFromPeer | Reborn | Arrived
+
+Answer = TypeVar("Answer")
 RemotePlace = tuple[int, Tier, int]
 """A block of a peer: its generation, tier, block."""
 
 
-@dataclass(slots=True)
-class _Neighbour:
-    info: PeerInfo
-    heard_ns: int
-    answered: Future[None]
-    forgot: bool = False
-    """Whether blocks of it that the application held went back without being given up: it freed them, or this peer
-    started over."""
-
-
 def _settle(future: Future[Any], result: Any) -> None:
-    """Answer somebody, unless he has cancelled the future."""
+    """Answer a call, unless its future was cancelled."""
     try:
         future.set_result(result)
     except InvalidStateError:
@@ -63,7 +84,7 @@ def _transferred(ended: Released | None) -> Transferred:
 
 
 def _ignore(outcome: Outcome) -> None:
-    """Nobody waits for it (an answer to a peer's fetch was released)."""
+    """No call waits for it: an answer to a peer's fetch was released."""
 
 
 class RemoteBlocks:
@@ -74,12 +95,12 @@ class RemoteBlocks:
         self._left: Counter[str] = Counter()  # blocks of a call that are still held
 
     def hold(self, call_id: str, places: Sequence[RemotePlace]) -> None:
-        """A call has got these."""
+        """A call has got these blocks."""
         self._left[call_id] = len(places)
         self._call |= dict.fromkeys(places, call_id)
 
     def give_up(self, place: RemotePlace) -> str | None:
-        """The call to be freed, if this was the last one that was held of it."""
+        """The call to be freed, if ``place`` was the last one that was held of it. Else None."""
         call_id = self._call.pop(place, None)
         if call_id is None:
             return None
@@ -99,7 +120,7 @@ class RemoteBlocks:
         return None
 
     def forget(self, generation: int) -> None:
-        """Their owner is gone."""
+        """The owner of this generation is gone."""
         for place in [place for place in self._call if place[0] == generation]:
             self._left.pop(self._call.pop(place), None)
 
@@ -110,47 +131,46 @@ class PoolMachine:
     def __init__(self, memory: MemPool, exchange: Exchange, info: PeerInfo, silent_ns: int) -> None:
         self.memory = memory
         self.exchange = exchange
-        self.info = info
-        self._silent_ns = silent_ns
-        self._beat_ns = silent_ns // 5
-        self._next_beat_ns = 0
+        self._group = PeerGroup(info, silent_ns)
         self._steps = 0
         self._actions: list[PoolAction] = []
-        #: by name
-        self._neighbours: dict[str, _Neighbour] = {}
-        #: peers that were left on purpose
-        self._left: set[Peer] = set()
-        #: name -> latest generation that was lost or left: what it had promised is void, and so it stays
-        self._gone: dict[str, int] = {}
-        #: calls that wait, by transfer or call id: they get the outcome, or ``None`` when there will be none
+        self._outcomes: list[Outcome] = []
+        #: calls of ``meet`` that wait for the peer's answer, by its name
+        self._meeting: dict[str, Future[None]] = {}
+        #: calls that wait, by transfer or call id: they get the outcome, or None when there will be none
         self._waiting: dict[str, Callable[[Any], None]] = {}
         self._remote = RemoteBlocks()
+        #: peers at which blocks that the application held went back without being given up: this peer started over
+        self._forgot: set[Peer] = set()
+
+    @property
+    def info(self) -> PeerInfo:
+        """What others are told of this peer."""
+        return self._group.info
 
     def handle(self, event: PoolEvent, now: int) -> list[PoolAction]:
         """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order."""
-        outcomes: list[Outcome] = []
         if isinstance(event, Call):
             self._call(event, now)
-        elif isinstance(event, MessageArrived):
-            outcomes += self._hear(event, now)
-        elif not isinstance(event, ClockTicked):
-            outcomes += self.exchange.handle(event, now)
-        if now >= self._next_beat_ns:
-            outcomes += self._beat(now)
-        outcomes += self.exchange.advance(now)
-        outcomes += self._do_copies(now)
-        self._tell(outcomes)
+        elif isinstance(event, PagesSealed | PagesPulled):
+            self._outcomes += self.exchange.handle(event, now)
+        else:
+            self._tell_group(event, now)
+        due_ns = self._group.next_deadline_ns
+        if due_ns is not None and now >= due_ns:
+            self._tell_group(ClockTicked(), now)
+        self._outcomes += self.exchange.advance(now)
+        self._outcomes += self._do_copies(now)
+        self._tell()
         self._actions += self.exchange.take_actions()
         actions, self._actions = self._actions, []
         return actions
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """The next heartbeat or, if sooner, the end of a lease; ``None`` = alone and idle."""
-        ends = [end for end in (self.exchange.next_deadline_ns,) if end is not None]
-        if self._neighbours:
-            ends.append(self._next_beat_ns)
-        return min(ends, default=None)
+        """The next heartbeat or, if sooner, the end of a lease. None: alone and idle."""
+        ends = (self.exchange.next_deadline_ns, self._group.next_deadline_ns)
+        return min((end for end in ends if end is not None), default=None)
 
     def _call(self, call: Call, now: int) -> None:
         try:
@@ -167,168 +187,115 @@ class PoolMachine:
         self.exchange.plan_made(self._steps)
         return self.exchange.plan_finished(self._steps, now)
 
-    # -- who is there
+    # -- the group
 
     def known(self, name: str) -> Peer:
         """The peer called ``name``; raises :class:`UserError` when there is none."""
-        if name not in self._neighbours:
+        peer = self._group.find(name)
+        if peer is None:
             raise UserError(f"no peer {name!r}", hint=f"connect to it first; known: {self.names()}", param="id")
-        return self._neighbours[name].info.peer
+        return peer
 
     def names(self) -> list[str]:
         """All peers."""
-        return sorted(self._neighbours)
+        return sorted(peer.name for peer in self._group.peers())
 
     def meet(self, info: PeerInfo, now: int) -> Future[None]:
-        """Say hello to a peer; the future ends when it has answered."""
-        if info.peer.name == self.info.peer.name:
-            raise UserError(
-                f"both are called {info.peer.name!r}", hint="give every peer a name of its own", param="info"
-            )
-        if (info.namespace, info.geometry) != (self.info.namespace, self.info.geometry):
-            mine, its = (self.info.namespace, self.info.geometry), (info.namespace, info.geometry)
-            raise UserError(f"{info.peer.name} has other KV: {its}", hint=f"this peer has {mine}", param="info")
-        if self._is_gone(info.peer):  # and does not know it, perhaps: whoever wants to start over is the new one
-            self._be_reborn(now)
-        self._remember(info, now)
-        neighbour = self._neighbours[info.peer.name]
-        self._say(neighbour)
-        return neighbour.answered
+        """Greet a peer; the future ends when it has answered, and is cancelled when it is lost."""
+        name, me = info.peer.name, self.info
+        if name == me.peer.name:
+            raise UserError(f"both are called {name!r}", hint="give every peer a name of its own", param="info")
+        if (info.namespace, info.geometry) != (me.namespace, me.geometry):
+            mine, its = (me.namespace, me.geometry), (info.namespace, info.geometry)
+            raise UserError(f"{name} has other KV: {its}", hint=f"this peer has {mine}", param="info")
+        self._tell_group(MeetAsked(info), now)
+        answered: Future[None] = self._meeting.setdefault(name, Future())
+        self._settle_meetings()
+        return answered
 
     def leave(self, name: str, now: int) -> None:
         """End all dealings with a peer."""
-        peer = self.known(name)
-        self._left.add(peer)
-        self._tell(self._lose(peer, now))
-        self._actions.append(Send(peer, Leave()))  # behind `Lost`, which drops what is queued
+        self._tell_group(PartAsked(self.known(name)), now)
 
     def close(self, now: int) -> None:
-        """Leave everybody; what still waits gets its "no"."""
+        """Leave all peers; what still waits gets its "no"."""
         for name in self.names():
             self.leave(name, now)
-        self._tell(self.exchange.everything_failed(now))
+        self._outcomes += self.exchange.everything_failed(now)
 
-    def _remember(self, info: PeerInfo, now: int) -> bool:
-        """Whether this is news."""
-        known = self._neighbours.get(info.peer.name)
-        if known is not None and known.info.peer.generation >= info.peer.generation:
-            return False
-        if known is not None:
-            self._tell(self._lose(known.info.peer, now))
-        self._left.discard(info.peer)
-        self._neighbours[info.peer.name] = _Neighbour(info, now, Future())
-        self._actions.append(Met(info))
-        self._tell(self.exchange.peer_joined(info, now))
-        self._next_beat_ns = min(self._next_beat_ns, now + self._beat_ns)
-        return True
+    def _tell_group(self, event: GroupEvent, now: int) -> None:
+        for action in self._group.handle(event, now):
+            match action:
+                case Deliver(sender, message):
+                    self._outcomes += self.exchange.handle(MessageArrived(sender, message), now)
+                case MeetPeer(info):
+                    self._actions.append(action)
+                    self._outcomes += self.exchange.peer_joined(info, now)
+                case PartFromPeer(peer):
+                    self._part(peer, now)
+                case BecomeNew(generation_min=generation):
+                    self._become_new(generation, now)
+                case Send():
+                    self._actions.append(action)
+        self._settle_meetings()
 
-    def _hear(self, event: MessageArrived, now: int) -> list[Outcome]:
-        sender, message = event.sender, event.message
-        if isinstance(message, PeerJoined):
-            self._greet(sender, message.info, now)
-        neighbour = self._neighbours.get(sender.name)
-        if neighbour is None or neighbour.info.peer != sender:
-            if not isinstance(message, Expelled | Leave):
-                left = sender in self._left
-                self._actions.append(Send(sender, Leave() if left else Expelled("silent for too long, or unknown")))
-            return []
-        neighbour.heard_ns = now
-        if not neighbour.answered.done():
-            neighbour.answered.set_result(None)
-        if isinstance(message, Leave):
-            return self._lose(sender, now)
-        if isinstance(message, Expelled):
-            self._be_reborn(now)
-            return []
-        return self.exchange.handle(event, now)
+    def _part(self, peer: Peer, now: int) -> None:
+        self._outcomes += self.exchange.peer_gone(peer, now)
+        self._remote.forget(peer.generation)
+        if peer.name in self._meeting:
+            self._meeting.pop(peer.name).cancel()
+        self._actions += [*self.exchange.take_actions(), PartFromPeer(peer)]
 
-    def _is_gone(self, peer: Peer) -> bool:
-        return peer.generation <= self._gone.get(peer.name, -1)
-
-    def _greet(self, sender: Peer, info: PeerInfo, now: int) -> None:
-        """Somebody has got to know this peer. (Where the KV differs the exchange will refuse what is offered.)"""
-        honest = info.peer == sender and sender.name != self.info.peer.name
-        if honest and not self._is_gone(sender) and self._remember(info, now):
-            self._say(self._neighbours[sender.name])
-
-    def _be_reborn(self, now: int) -> None:
-        """Somebody has freed all that was ours there. What this generation has promised anybody is void."""
-        peer = self.info.peer
-        self.info = replace(self.info, peer=Peer(peer.name, peer.generation + 1))
-        self.exchange.reborn(self.info.peer)
-        self._actions += [*self.exchange.take_actions(), Reborn(self.info)]
-        former, self._neighbours = self._neighbours, {}
-        self._gone.clear()
-        self._left.clear()
+    def _become_new(self, generation: int, now: int) -> None:
+        info = replace(self.info, peer=Peer(self.info.peer.name, generation))
+        self.exchange.reborn(info.peer)
+        self._actions += [*self.exchange.take_actions(), Reborn(info)]
         self._remote = RemoteBlocks()
+        self._forgot = set(self._group.peers())
         for end in self._waiting.values():
             end(None)
         self._waiting.clear()
-        for neighbour in former.values():
-            neighbour.answered.cancel()
-            self._actions.append(Lost(neighbour.info.peer))
-            self.meet(neighbour.info, now)
-            self._neighbours[neighbour.info.peer.name].forgot = True
+        self._tell_group(Reborn(info), now)
 
-    def _say(self, neighbour: _Neighbour) -> None:
-        """Hello until there is an answer, then heartbeats."""
-        peer = neighbour.info.peer
-        if neighbour.answered.done():
-            self._actions.append(Send(peer, Heartbeat(Load())))
-        else:  # to whoever has that name by now
-            self._actions.append(Send(Peer(peer.name, 0), PeerJoined(self.info)))
-
-    def _beat(self, now: int) -> list[Outcome]:
-        asleep = now - self._next_beat_ns > self._silent_ns // 2  # this process was stopped: it heard nobody
-        self._next_beat_ns = now + self._beat_ns
-        outcomes: list[Outcome] = []
-        for neighbour in list(self._neighbours.values()):
-            neighbour.heard_ns = now if asleep else neighbour.heard_ns
-            if now - neighbour.heard_ns > self._silent_ns:
-                outcomes += self._lose(neighbour.info.peer, now)
-            else:
-                self._say(neighbour)
-        return outcomes
-
-    def _lose(self, peer: Peer, now: int) -> list[Outcome]:
-        neighbour = self._neighbours.pop(peer.name)
-        neighbour.answered.cancel()
-        self._gone[peer.name] = max(peer.generation, self._gone.get(peer.name, -1))
-        outcomes = self.exchange.peer_gone(peer, now)
-        self._remote.forget(peer.generation)
-        self._actions += self.exchange.take_actions()
-        self._actions.append(Lost(peer))
-        return outcomes
+    def _settle_meetings(self) -> None:
+        for name in [name for name in self._meeting if self._group.has_answered(name)]:
+            _settle(self._meeting.pop(name), None)
 
     # -- calls of the application
 
     def start_offer(
-        self, waiter: Future[Transferred], to: Peer, blocks: Sequence[int], now: int, tokens: TokenArray, **terms: Any
-    ) -> None:
+        self, to: Peer, blocks: Sequence[int], now: int, tokens: TokenArray, **terms: Any
+    ) -> Future[Transferred]:
         """Offer blocks that hold their final bytes; ``terms`` as in :meth:`Exchange.offer`."""
         if self.known(to.name) != to:
             raise UserError(f"{to.name} has been restarted", hint="connect to it again", param="id")
         self.memory.require_held([(terms["tier"], blocks)])
         transfer_id = self.exchange.offer(to, self.memory.tenant, tokens, blocks, now, **terms)
-        self._waiting[transfer_id] = lambda ended: _settle(waiter, _transferred(ended))
+        ended = self._wait_for(transfer_id, _transferred)
         self.exchange.computed(transfer_id, 0, len(blocks), fence=0)
+        return ended
 
-    def start_fetch(self, waiter: Future[int], holder: Peer, tokens: TokenArray, now: int, within_ns: int) -> None:
-        """Ask a peer for what is not here of the whole blocks of ``tokens``."""
-        memory, block_tokens = self.memory, self.memory.geometry.block_tokens
+    def start_fetch(self, name: str, tokens: TokenArray, now: int, within_ns: int) -> Future[int]:
+        """Ask a peer for what is not here of the whole blocks of ``tokens``; gives the cached prefix, in tokens."""
+        memory, block_tokens, holder = self.memory, self.memory.geometry.block_tokens, self.known(name)
         first, end = memory.cached_tokens(tokens) // block_tokens, len(tokens) // block_tokens
         if first >= end:
-            _settle(waiter, first * block_tokens)
-            return
+            nothing: Future[int] = Future()
+            nothing.set_result(first * block_tokens)
+            return nothing
         transfer_id = self.exchange.fetch(holder, memory.tenant, tokens, first, end, now, now + within_ns)
-        self._waiting[transfer_id] = lambda _: _settle(waiter, memory.cached_tokens(tokens))
+        return self._wait_for(transfer_id, lambda _: memory.cached_tokens(tokens))
 
-    def start_allocation(
-        self, waiter: Future[Addresses | None], at: Peer, count: int, tier: Tier, now: int, within_ns: int
-    ) -> None:
+    def start_allocation(self, name: str, count: int, tier: Tier, now: int, within_ns: int) -> Future[Addresses | None]:
         """Ask a peer for blocks."""
-        call_id = self.exchange.allocate_at(at, count, tier, now, now + within_ns)
-        self._waiting[call_id] = lambda answer: _settle(waiter, self._allocated(answer))
+        call_id = self.exchange.allocate_at(self.known(name), count, tier, now, now + within_ns)
+        return self._wait_for(call_id, self._allocated)
+
+    def _wait_for(self, call_id: str, result: Callable[[Any], Answer]) -> Future[Answer]:
+        """What ``result`` makes of the outcome of a call, when that is there."""
+        waiter: Future[Answer] = Future()
+        self._waiting[call_id] = lambda outcome: _settle(waiter, result(outcome))
+        return waiter
 
     def free_at(self, generation: int, addresses: AddressList) -> None:
         """Give up blocks of a peer; a call's blocks go back when the last of them is given up.
@@ -337,12 +304,12 @@ class PoolMachine:
         :class:`UserError` for others that are not held; then nothing has changed.
         """
         places = [(generation, address.tier, address.block) for address in addresses]
-        owner = next((n for n in self._neighbours.values() if n.info.peer.generation == generation), None)
+        owner = next((peer for peer in self._group.peers() if peer.generation == generation), None)
         lacking = self._remote.lacking(places)
-        if lacking is not None and owner is not None and not owner.forgot:
+        if lacking is not None and owner is not None and owner not in self._forgot:
             _, tier, block = lacking
             raise UserError(
-                f"{Tier(tier).name} block {block} of {owner.info.peer.name} is not held: freed already",
+                f"{Tier(tier).name} block {block} of {owner.name} is not held: freed already",
                 hint="free what alloc_mem(..., id=...) gave, once",
                 param="addresses",
             )
@@ -360,7 +327,8 @@ class PoolMachine:
 
     # -- outcomes
 
-    def _tell(self, outcomes: Sequence[Outcome]) -> None:
+    def _tell(self) -> None:
+        outcomes, self._outcomes = self._outcomes, []
         for outcome in outcomes:
             if isinstance(outcome, Delivered):
                 self.memory.hold(outcome.offer.dst_tier, _core.BlockIds(outcome.blocks))

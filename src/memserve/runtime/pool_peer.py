@@ -1,11 +1,11 @@
-"""PoolPeer: MemServe's Table 1 across processes, without an engine (level 3, rows M1, M4, M5).
+"""PoolPeer: MemServe's Table 1 across processes, without an engine.
 
     with PoolPeer(geometry, name="a", secret=SECRET, hbm_bytes=64 << 20) as a:
         a.connect(info_of_b)                              # bytes of `PoolPeer.info()`, by whatever way
         held = a.alloc_mem(4)
         a.view(held[0])[...] = ...
         a.transfer_with_insert("b", tokens, held)         # b's index has the prefix: `match` finds it there
-        there = a.alloc_mem(4, id="b")                    # memory of b, held by a
+        there = a.alloc_mem(4, id="b")                    # memory of b, held by a: both transfers take it as `dst`
         a.transfer("b", held, there, private=b"for b's application")
         a.free_mem(there)
         a.free_mem(held)
@@ -18,24 +18,26 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from memserve import _core
 from memserve.config import ExchangeConfig
 from memserve.errors import UserError
-from memserve.kv_transfer.outcomes import Delivered, ExchangeCounters, Inserted
-from memserve.mempool.addresses import Address, Addresses
-from memserve.mempool.mempool import AddressList, MemPool, as_tokens
-from memserve.mempool.report import PoolReport
-from memserve.messages import Peer
+from memserve.kv_transfer.events import Delivered, ExchangeCounters, Inserted
+from memserve.mempool.events import PoolReport
+from memserve.mempool.identity import identity_key
+from memserve.mempool.mempool import Address, Addresses, AddressList, MemPool, as_tokens
+from memserve.messages import Peer, PeerInfo
 from memserve.runtime.pool_host import PoolHost
-from memserve.runtime.pool_words import Transferred
+from memserve.runtime.pool_machine import Transferred
 from memserve.types import KVGeometry, Tier, TokenArray, TransferMode
 from memserve.units import ns_from_s
 
@@ -43,29 +45,30 @@ _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 class TransferFlag(enum.Flag):
-    """How a transfer is to be done."""
+    """Where a transfer goes, and in which pieces."""
 
     NONE = 0
     TO_DRAM = enum.auto()
-    """The receiver allocates in its DRAM (raw transfers; what is inserted lies in HBM)."""
+    """The receiver allocates in its DRAM. What is inserted lies there until the receiver's ``match`` brings it up."""
     BY_PAGE = enum.auto()
     """Move each layer of each block on its own, as a layout without aggregation has to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a peer has sent of its own accord."""
+    """Blocks or cached KV that a peer has sent unasked."""
 
     sender: str
     addresses: Addresses | None
-    """Of a raw transfer: the receiver holds these blocks until ``free_mem``. ``None``: inserted, so ``match`` them."""
+    """Of a raw transfer: the receiver holds these blocks until ``free_mem``. None: they were inserted, so
+    ``match`` them."""
     tokens: TokenArray
     """What was inserted; empty for a raw transfer."""
     private: bytes
 
 
 class PoolPeer:
-    """A pool whose blocks other processes can get, and which can get theirs."""
+    """A pool with blocks that other processes can get, and which can get theirs."""
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class PoolPeer:
         silent_s: float = 5.0,
         on_delivery: Callable[[Delivery], None] | None = None,
     ) -> None:
-        """Memory in shared arenas, a mailbox at ``host:port`` (0 = any) that takes peers with the same ``secret``.
+        """Memory in shared arenas, a mailbox at ``host:port`` (0: any port) that takes peers with this ``secret``.
 
         ``link`` is how pages come here: ``auto``, ``shm`` or ``nixl``. What a peer holds here, or was offered and has
         not taken, goes back after ``lease_s``, or when it was not heard of for ``silent_s``. ``on_delivery`` is called,
@@ -102,6 +105,7 @@ class PoolPeer:
             namespace=namespace,
             generation=generation,
             new_arena=_core.SharedArena,
+            identity_key=identity_key(secret),
         )
         self._host = PoolHost(
             self._memory,
@@ -114,6 +118,7 @@ class PoolPeer:
             silent_ns=ns_from_s(silent_s),
             on_arrival=self._arrived,
         )
+        self._machine = self._host.machine
 
     # -- peers
 
@@ -124,30 +129,42 @@ class PoolPeer:
 
     def info(self) -> bytes:
         """What another process needs for :meth:`connect`."""
-        return self._host.info_bytes()
+        return msgspec.msgpack.encode(self._machine.info)
 
     def connect(self, info: bytes, timeout_s: float = 5.0) -> str:
         """Get to know a peer, and be known to it; returns its name, the ``id`` of the other calls.
 
-        Raises :class:`UserError` when ``info`` is none, when its KV has another shape or namespace, and when nobody
-        answers (it is gone, or has another secret).
+        Raises :class:`UserError` when ``info`` is no peer's, when that peer's KV has another shape or namespace, and
+        when there is no answer: the peer is gone, or has another secret.
         """
-        return self._host.connect(info, timeout_s)
+        try:
+            peer_info = msgspec.msgpack.decode(info, type=PeerInfo)
+        except (msgspec.MsgspecError, UserError) as error:
+            hint = "give the bytes of PoolPeer.info()"
+            raise UserError(f"not a peer's info: {error}", hint=hint, param="info") from error
+        name = peer_info.peer.name
+        answered = self._host.ask(lambda now: self._machine.meet(peer_info, now))
+        try:
+            answered.result(timeout_s)
+        except (TimeoutError, CancelledError) as error:
+            hint = "is it running, and does it have this peer's secret?"
+            raise UserError(f"no answer from {name} at {peer_info.address}", hint=hint, param="info") from error
+        return name
 
     def disconnect(self, id: str) -> None:
         """End all dealings with a peer: each side frees what the other held."""
-        self._host.leave(id)
+        self._host.ask(lambda now: self._machine.leave(id, now))
 
     def peers(self) -> list[str]:
         """Names of the peers that are known and not silent."""
-        return self._host.names()
+        return self._host.ask(lambda now: self._machine.names())
 
     # -- Table 1: memory blocks
 
     def alloc_mem(
         self, size: int, tier: Tier = Tier.HBM, id: str | None = None, timeout_s: float = 5.0
     ) -> Addresses | None:
-        """``size`` blocks here or, with ``id``, of a peer, held until :meth:`free_mem`. ``None`` = no room.
+        """``size`` blocks here or, with ``id``, of a peer, held until :meth:`free_mem`. None: no room.
 
         Blocks of a peer also go back when their lease (``lease_s`` of this peer) ends. Raises :class:`UserError` when
         there is no peer ``id``; a peer that does not answer in time has no room.
@@ -156,7 +173,8 @@ class PoolPeer:
             return self._host.ask(lambda now: self._memory.alloc_mem(size, tier))
         if size < 1:
             raise UserError(f"cannot allocate {size} blocks at {id!r}", hint="size must be positive", param="size")
-        return self._host.allocate_at(id, size, tier, ns_from_s(timeout_s)).result()
+        within_ns = ns_from_s(timeout_s)
+        return self._host.ask(lambda now: self._machine.start_allocation(id, size, tier, now, within_ns)).result()
 
     def free_mem(self, addresses: AddressList) -> None:
         """Give up blocks from :meth:`alloc_mem`, :meth:`match` or a delivery, wherever they lie.
@@ -168,7 +186,7 @@ class PoolPeer:
             if generation == self._me.generation:
                 self._host.ask(partial(self._free_own, group))
             else:
-                self._host.free_at(generation, group)
+                self._host.ask(partial(self._free_remote, generation, group))
 
     def view(self, address: Address) -> NDArray[np.uint8]:
         """The bytes of an own block, ``[num_layers, page_bytes]`` uint8, writable, without a copy."""
@@ -237,50 +255,60 @@ class PoolPeer:
         id: str,
         tokens: TokenArray,
         src_addresses: AddressList,
+        dst_addresses: AddressList | None = None,
         flags: TransferFlag = TransferFlag.NONE,
         private: bytes = b"",
     ) -> Transferred:
         """As :meth:`transfer`, and the peer's index has the whole blocks of ``tokens`` when this returns.
 
-        One message carries tokens, addresses and ``private``; what the peer has already is not moved.
+        One message carries tokens, addresses and ``private``. Where the peer allocates, what it has already is not
+        moved. With ``dst_addresses`` all blocks are moved there, and the peer's index takes those whose tokens it
+        does not have; the caller's hold on them stays the caller's.
         """
-        return self.transfer_with_insert_later(id, tokens, src_addresses, flags, private).result()
+        return self.transfer_with_insert_later(id, tokens, src_addresses, dst_addresses, flags, private).result()
 
     def transfer_with_insert_later(
         self,
         id: str,
         tokens: TokenArray,
         src_addresses: AddressList,
+        dst_addresses: AddressList | None = None,
         flags: TransferFlag = TransferFlag.NONE,
         private: bytes = b"",
     ) -> Future[Transferred]:
         """As :meth:`transfer_with_insert`, without waiting."""
         tokens, block_tokens = as_tokens(tokens), self._memory.geometry.block_tokens
         whole = len(tokens) // block_tokens
-        if whole < 1 or len(src_addresses) < whole:
-            raise UserError(f"{len(src_addresses)} addresses for {whole} blocks of tokens", hint="one a whole block")
-        return self._offer(id, tokens[: whole * block_tokens], src_addresses[:whole], None, flags, private)
+        for addresses in (src_addresses, dst_addresses):
+            if whole < 1 or (addresses is not None and len(addresses) < whole):
+                raise UserError(
+                    f"{len(addresses or ())} addresses for {whole} blocks of tokens", hint="one a whole block"
+                )
+        dst = None if dst_addresses is None else dst_addresses[:whole]
+        return self._offer(id, tokens[: whole * block_tokens], src_addresses[:whole], dst, flags, private)
 
     def fetch(self, id: str, tokens: TokenArray, timeout_s: float = 5.0) -> int:
         """Get into the own index what the peer ``id`` has of ``tokens``; returns the cached prefix in tokens then.
 
         What does not come in time, or with a wrong checksum, is not there.
         """
-        return self._host.fetch(id, as_tokens(tokens), ns_from_s(timeout_s)).result()
+        wanted, within_ns = as_tokens(tokens), ns_from_s(timeout_s)
+        return self._host.ask(lambda now: self._machine.start_fetch(id, wanted, now, within_ns)).result()
 
     # -- state
 
     def report(self) -> PoolReport:
-        """The state of the memory (row P4)."""
+        """The state of the memory."""
         return self._host.ask(lambda now: self._memory.report())
 
     def counters(self) -> ExchangeCounters:
         """What was exchanged so far."""
-        return self._host.counters()
+        return self._host.ask(lambda now: replace(self._machine.exchange.counters))
 
     def check_invariants(self) -> None:
         """Raise :class:`memserve.errors.InvariantError` when the books do not balance."""
-        self._host.check_invariants()
+        self._host.ask(lambda now: self._memory.check_invariants())
+        self._host.ask(lambda now: self._machine.exchange.check_invariants())
 
     def close(self) -> None:
         """Tell the peers, stop the threads, give the memory back. Waiting calls end."""
@@ -307,27 +335,31 @@ class PoolPeer:
         private: bytes,
     ) -> Future[Transferred]:
         tier, blocks = self._own_blocks(src)
-        to, dst_tier, dst_blocks = self._host.known(id), Tier.HBM, tuple[int, ...]()
+        to, dst_tier, dst_blocks = self._host.ask(lambda now: self._machine.known(id)), Tier.HBM, tuple[int, ...]()
         if dst is not None:
             dst_tier, dst_blocks = _blocks_of(to, dst)
             if len(dst_blocks) != len(blocks):
                 raise UserError(f"{len(blocks)} blocks to {len(dst_blocks)} addresses", hint="as many as there are")
+            if TransferFlag.TO_DRAM in flags and dst_tier is not Tier.DRAM:
+                raise UserError("TO_DRAM, and addresses in HBM", hint="leave the flag out: addresses name their tier")
         elif TransferFlag.TO_DRAM in flags:
             dst_tier = Tier.DRAM
-        return self._host.offer(
-            to,
-            blocks,
-            tokens=tokens,
-            tier=tier,
-            mode=TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
-            insert=len(tokens) > 0,
-            private=private,
-            dst_blocks=dst_blocks,
-            dst_tier=dst_tier,
-        )
+        terms: dict[str, Any] = {
+            "tokens": tokens,
+            "tier": tier,
+            "mode": TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
+            "insert": len(tokens) > 0,
+            "private": private,
+            "dst_blocks": dst_blocks,
+            "dst_tier": dst_tier,
+        }
+        return self._host.ask(lambda now: self._machine.start_offer(to, blocks, now, **terms))
 
     def _free_own(self, addresses: AddressList, now: int) -> None:
         self._memory.free_mem(addresses)
+
+    def _free_remote(self, generation: int, addresses: AddressList, now: int) -> None:
+        self._machine.free_at(generation, addresses)
 
     def _own_blocks(self, src: AddressList) -> tuple[Tier, tuple[int, ...]]:
         if not len(src):

@@ -1,13 +1,12 @@
-"""The ports through which a host reaches the world (level 3)."""
+"""The ports through which a host reaches the world."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
-from memserve.kv_transfer.jobs import PageJob, PagesPulled, PagesSealed
+from memserve.instance.events import StepFinished, StepPlan
+from memserve.kv_transfer.events import PageJob, PagesPulled, PagesSealed
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.runtime.links.outbox import MailboxCounters
 
@@ -31,7 +30,7 @@ class Device(Protocol):
 class Mailbox(Protocol):
     """Carries messages between processes. Thread-safe; nothing here blocks.
 
-    The one who builds it gives a callback ``(sender: Peer, message: AnyMessage)``, which is called from the mailbox's
+    Its builder gives a callback ``(sender: Peer, message: AnyMessage)``, which is called from the mailbox's
     thread, once for each message at most and in the order in which one sender sent them. Messages may be lost.
     """
 
@@ -50,7 +49,7 @@ class Mailbox(Protocol):
         """Forget ``peer``: what is queued for it is dropped."""
 
     def send(self, to: Peer, message: AnyMessage) -> None:
-        """Queue ``message``; unknown peers and full queues lose it, counted. Generation 0: whoever has the name now."""
+        """Queue ``message``; unknown peers and full queues lose it, counted. Generation 0: any process of that name."""
 
     def become(self, me: Peer) -> None:
         """Go on as another generation: letters to the former one are dropped from now on."""
@@ -62,7 +61,7 @@ class Mailbox(Protocol):
 class DataPort(Protocol):
     """Moves pages between own arenas and those of peers. Thread-safe; ``start`` does not block.
 
-    The one who builds it gives a callback for :class:`PagesSealed` and :class:`PagesPulled`, called from a worker's
+    Its builder gives a callback for :class:`PagesSealed` and :class:`PagesPulled`, called from a worker's
     thread. Each ``SealPages`` and ``PullPages`` is answered exactly once, whatever happens.
     """
 
@@ -73,7 +72,7 @@ class DataPort(Protocol):
         """Prepare to read from ``info.peer``."""
 
     def remove_peer(self, peer: Peer) -> None:
-        """Its arenas are read no more; pulls from it fail."""
+        """Stop to read the arenas of ``peer``; pulls from it fail."""
 
     def start(self, job: PageJob) -> None:
         """Queue a job."""

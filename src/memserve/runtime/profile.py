@@ -1,31 +1,44 @@
-"""Measures what things cost on this machine, and fits the curves (level 3, row M11; MemServe 5.3).
+"""Measures what computing and moving KV cost on this machine, and fits the curves (MemServe 5.3).
 
-Steps are timed on the real device with exactly the rows that are asked for: so many tokens behind so many cached ones,
-so many sequences with such contexts. What the cached KV contains does not matter to the time, so it is not computed
-first, and a minute is enough.
+Steps are timed on the real device with exactly the rows that are asked for: new tokens behind cached ones, or sequences
+of given contexts that decode. What the cached KV contains does not matter to the time, so it is not computed first, and
+a minute is enough.
+
+Transfers are timed between two processes: one owns pages and seals them, the other pulls. Both are children, started
+afresh: a link's library reads its environment once, and the process that measures shall not carry what the other has
+mapped. A sample lasts from asking for the pages until their checksums were compared, as a fetch does.
 """
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import queue
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from memserve import _core
 from memserve.config import EngineOptions, InstanceConfig
 from memserve.errors import UserError
-from memserve.instance.actions import OpenSequence, StepPlan
-from memserve.policy.costs import CostModel
-from memserve.policy.fit import Quality, Sample, fit_copy, fit_decode, fit_held_out, fit_prefill
+from memserve.instance.events import OpenSequence, StepPlan
+from memserve.kv_transfer.events import PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.messages import Peer, PeerInfo
+from memserve.policy.costs import CostModel, Quality, Sample, fit_copy, fit_decode, fit_held_out, fit_prefill
 from memserve.runtime.build import build_parts
+from memserve.runtime.links.data import PagePort, open_data_port
 from memserve.runtime.ports import Device
-from memserve.types import CopyBlocks, KVGeometry, SamplingParams, Tier
-from memserve.units import ceil_div
+from memserve.runtime.profile_store import Measured, Profile
+from memserve.types import CopyBlocks, KVGeometry, Role, SamplingParams, Tier
+from memserve.units import MIB, ceil_div
 
 if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
@@ -39,32 +52,26 @@ ROUNDS_MAX = 5
 SAMPLES_MIN = 5
 """With fewer a curve cannot be fitted to two thirds of them and tried on the rest."""
 SHARES = {"prefill": 0.55, "decode": 0.25, "swap": 0.1, "transfer": 0.1}
-"""Of the time that a profile may take."""
+"""Shares of the time that a profile may take."""
+
+ARENA_BYTES_MAX = 128 * MIB
+_START_S = 30.0
+_PULL_S = 20.0
+_OWNER, _TAKER = Peer("profile-owner", 1), Peer("profile-taker", 1)
+
+NETWORK_ENVIRONMENT = {"UCX_TLS": "tcp,self"}
+"""Another host cannot be asked: NIXL over this one's own TCP stands for the network."""
+
+
+LINKS: dict[str, tuple[str, dict[str, str]]] = {"same_host": ("shm", {}), "network": ("nixl", NETWORK_ENVIRONMENT)}
+"""Curve -> link and environment."""
 
 Point = TypeVar("Point", bound=Hashable)
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Samples by curve: ``prefill``, ``decode``, ``swap_in``, ``swap_out``, ``same_host``, ``network``."""
-
-    samples: Mapping[str, Sequence[Sample]]
-    missing: Mapping[str, str] = field(default_factory=dict)
-    """Curves that could not be measured, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """The fitted model, and how well its curves foretell samples that they were not fitted to."""
-
-    costs: CostModel
-    quality: Mapping[str, Quality]
-    measured: Measured
-
-
 class StepProfiler:
-    """Times single steps of one device, which nobody else uses meanwhile."""
+    """Times single steps of one device, which has no other user meanwhile."""
 
     def __init__(self, device: Device, config: InstanceConfig, block_tokens: int, vocab_size: int) -> None:
         self._device = device
@@ -88,7 +95,7 @@ class StepProfiler:
     def prompts_ns(self, batch: int, new_tokens: int, context_tokens: int, from_dram: bool = False) -> int:
         """One step that computes ``new_tokens`` of each of ``batch`` prompts behind ``context_tokens`` each.
 
-        ``from_dram``: the whole blocks of the contexts are brought up from DRAM in the same step, before it computes.
+        ``from_dram``: the whole blocks of the contexts are brought up from DRAM in that step, before it computes.
         """
         return self._run(batch, context_tokens + new_tokens, new_tokens, context_tokens if from_dram else 0)
 
@@ -146,7 +153,7 @@ def measure_steps(
             profiler.prefill_ns(new_tokens, 0)
     samples: dict[str, Sequence[Sample]] = {}
     tell("prefill: prompt lengths and cached ratios")
-    samples["prefill"] = _prefill_samples(profiler, config.scheduler.max_step_tokens, SHARES["prefill"] * seconds)
+    samples["prefill"] = _prefill_samples(profiler, config.scheduler.step_tokens, SHARES["prefill"] * seconds)
     tell("decode: batches and contexts")
     samples["decode"] = _decode_samples(profiler, SHARES["decode"] * seconds)
     blocks = [count for count in COPY_BLOCKS if count <= min(config.pool.hbm_blocks, config.pool.dram_blocks)]
@@ -225,14 +232,124 @@ def fit_profile(measured: Measured, machine: str, model: str) -> Profile:
     return Profile(CostModel(**curves, machine=machine, model=model), quality, measured)
 
 
-def crossover_tokens(
-    costs: CostModel, geometry: KVGeometry, move_ns: Callable[[int, int], int], limit: int
-) -> int | None:
-    """The shortest cached prefix, in whole blocks, that is quicker moved by ``move_ns(bytes, blocks)`` than computed
-    again; ``None`` when there is none below ``limit`` tokens."""
-    for blocks in range(1, limit // geometry.block_tokens + 1):
-        tokens = blocks * geometry.block_tokens
-        saved_ns = costs.prefill_ns(tokens + 1, 0) - costs.prefill_ns(1, tokens)
-        if move_ns(blocks * geometry.block_bytes, blocks) < saved_ns:
-            return tokens
-    return None
+# -- transfers
+
+
+def with_transfers(measured: Measured, geometry: KVGeometry, seconds: float, tell: Tell) -> Measured:
+    """``measured`` and what moving pages between two processes costs, in about ``seconds``."""
+    samples, missing = dict(measured.samples), dict(measured.missing)
+    for curve, (link, environment) in LINKS.items():
+        tell(f"transfer: between two processes over {link}")
+        try:
+            samples[curve] = measure_transfer(geometry, link, seconds / 2, environment)
+        except UserError as error:
+            missing[curve] = str(error)
+    return replace(measured, samples=samples, missing=missing)
+
+
+def measure_transfer(
+    geometry: KVGeometry,
+    link: str,
+    seconds: float,
+    environment: dict[str, str] | None = None,
+    block_counts: Sequence[int] = COPY_BLOCKS,
+) -> list[Sample]:
+    """Samples of ``(bytes, pieces)`` over ``link`` (``shm`` or ``nixl``): in whole blocks, and page by page.
+
+    Raises :class:`UserError` when the link does not work here.
+    """
+    blocks = min(max(block_counts), ARENA_BYTES_MAX // geometry.block_bytes)
+    if blocks < 2:
+        raise UserError("the model's blocks are too large to be moved for a test")
+    settings = (geometry, link, blocks, environment or {})
+    context = multiprocessing.get_context("spawn")
+    owner_side, taker_side = context.Pipe()
+    ours, theirs = context.Pipe()
+    owner = context.Process(target=_own, args=(owner_side, *settings), daemon=True)
+    asked = (theirs, taker_side, seconds, tuple(block_counts))
+    taker = context.Process(target=_take, args=(*asked, *settings), daemon=True)
+    for process in (owner, taker):
+        process.start()
+    for end in (owner_side, taker_side, theirs):
+        end.close()
+    try:
+        answer: Any = ours.recv() if ours.poll(_START_S + 3 * seconds + _PULL_S) else "no answer in time"
+    except EOFError:
+        answer = "the measuring process died"
+    finally:
+        for process in (taker, owner):
+            process.terminate()
+            process.join()
+    if isinstance(answer, str):
+        raise UserError(f"cannot move pages over {link}: {answer}")
+    return [Sample(*sample) for sample in answer]
+
+
+def _own(asked: Connection, geometry: KVGeometry, link: str, blocks: int, environment: dict[str, str]) -> None:
+    """The owner's process: seals the first ``n`` blocks as often as ``n`` is asked for."""
+    with _port(geometry, link, blocks, environment) as (port, answers):
+        asked.send(port.describe(_info(_OWNER, geometry, blocks)))
+        port.add_peer(asked.recv())  # members know each other
+        while True:
+            try:
+                count = asked.recv()
+            except EOFError:
+                return
+            port.start(SealPages(0, Tier.HBM, tuple(range(count)), 0, geometry.num_layers))
+            sealed = answers.get()
+            asked.send(sealed.checksums)
+
+
+def _take(
+    told: Connection, owner: Connection, seconds: float, block_counts: Sequence[int],
+    geometry: KVGeometry, link: str, blocks: int, environment: dict[str, str],
+) -> None:  # fmt: skip
+    """The taker's process: measures, and tells the samples or what went wrong."""
+    with _port(geometry, link, blocks, environment) as (port, answers):
+        if not owner.poll(_START_S):
+            told.send("the other process does not start")
+            return
+        port.add_peer(owner.recv())
+        owner.send(port.describe(_info(_TAKER, geometry, blocks)))
+
+        def pull(point: tuple[int, bool]) -> int:
+            count, by_page = point
+            started_ns = time.perf_counter_ns()
+            owner.send(count)
+            ids, layers = tuple(range(count)), geometry.num_layers
+            pages = PullPages(1, _OWNER, Tier.HBM, ids, Tier.HBM, ids, 0, layers, owner.recv(), by_page)
+            port.start(pages)
+            pulled = answers.get(timeout=_PULL_S)
+            if pulled.error:
+                raise UserError(pulled.error)
+            return time.perf_counter_ns() - started_ns
+
+        points = [(count, by_page) for count in block_counts if count <= blocks for by_page in (False, True)]
+        try:
+            times = timed_rounds(points, pull, seconds)
+        except (UserError, queue.Empty, EOFError) as error:
+            told.send(str(error) or "a pull did not end")
+            return
+        pieces = {False: 1, True: geometry.num_layers}
+        told.send([(n * geometry.block_bytes, n * pieces[paged], ns) for (n, paged), ns in times.items()])
+
+
+@contextmanager
+def _port(
+    geometry: KVGeometry, link: str, blocks: int, environment: dict[str, str]
+) -> Iterator[tuple[PagePort, queue.SimpleQueue[Any]]]:
+    os.environ.update(environment)
+    arena = _core.SharedArena(blocks * geometry.block_bytes)
+    np.frombuffer(memoryview(arena), dtype=np.uint8)[:] = (
+        1  # pages that exist: the kernel's zeros are no memory to read
+    )
+    answers: queue.SimpleQueue[PagesSealed | PagesPulled] = queue.SimpleQueue()
+    port = open_data_port(link, geometry, {Tier.HBM: arena}, answers.put)
+    try:
+        yield port, answers
+    finally:
+        port.close()
+
+
+def _info(peer: Peer, geometry: KVGeometry, blocks: int) -> PeerInfo:
+    return PeerInfo(peer, Role.COLOCATED, "", "profile", geometry, blocks, 0, 0, False)

@@ -1,4 +1,4 @@
-"""Where profiles are kept: one file for a machine, a model and how it is run (level 3). Imports no torch.
+"""What a profile says, and where it is kept: one file for a machine, a model and how it is run. Imports no torch.
 
 A profile of another machine, model, dtype, device, block size or number of threads says nothing, so all of them are
 part of the file's name.
@@ -6,20 +6,47 @@ part of the file's name.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
 import os
 import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from memserve.errors import UserError
 from memserve.model.loading.cache import cache_root
-from memserve.policy.costs import CostModel
+from memserve.policy.costs import CopyCurve, CostModel, Quality, Sample
+from memserve.policy.reuse import Prefix, Way, decide_batch
 from memserve.types import KVGeometry
 
 log = logging.getLogger(__name__)
+
+EXAMPLE_TOKENS = 2048
+EXAMPLE_CROWD = 32
+PREFIX_TOKENS_MAX = 8192
+"""Where moving pays is looked for up to here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Samples by curve: ``prefill``, ``decode``, ``swap_in``, ``swap_out``, ``same_host``, ``network``."""
+
+    samples: Mapping[str, Sequence[Sample]]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Curves that could not be measured, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The fitted model, and how well its curves foretell samples that they were not fitted to."""
+
+    costs: CostModel
+    quality: Mapping[str, Quality]
+    measured: Measured
 
 
 def machine_name(device: str) -> str:
@@ -82,3 +109,58 @@ def _processor() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+# -- what it says
+
+
+def profile_values(found: Profile, geometry: KVGeometry) -> dict[str, Any]:
+    """Everything that was measured and fitted, and what follows from that: for the file, ``--json`` and reports."""
+    return {
+        "machine": found.costs.machine,
+        "model": found.costs.model,
+        "costs": found.costs.to_dict(),
+        "quality": {name: dataclasses.asdict(quality) for name, quality in found.quality.items()},
+        "missing": dict(found.measured.missing),
+        "pays_from_tokens": pays_from(found.costs, geometry),
+        "decisions": _decisions(found.costs, geometry),
+        "samples": {
+            name: [[sample.first, sample.second, sample.ns] for sample in samples]
+            for name, samples in found.measured.samples.items()
+        },
+    }
+
+
+def pays_from(costs: CostModel, geometry: KVGeometry) -> dict[str, int | None]:
+    """From how many cached tokens on each way of moving them is quicker than computing them again."""
+    ways = {"swap-in": costs.swap_in, "fetch, same host": costs.same_host, "fetch, network": costs.network}
+    return {way: crossover_tokens(costs, geometry, curve, PREFIX_TOKENS_MAX) for way, curve in ways.items()}
+
+
+def crossover_tokens(costs: CostModel, geometry: KVGeometry, curve: CopyCurve, limit: int) -> int | None:
+    """The shortest cached prefix, in whole blocks, that is quicker moved over ``curve`` than computed again; ``None``:
+    there is none up to ``limit`` tokens."""
+    for tokens in range(geometry.block_tokens, limit + 1, geometry.block_tokens):
+        saved_ns = costs.prefill_ns(tokens + 1, 0) - costs.prefill_ns(1, tokens)
+        if curve.kv_ns(tokens, geometry.block_tokens, geometry.token_bytes) < saved_ns:
+            return tokens
+    return None
+
+
+def _decisions(costs: CostModel, geometry: KVGeometry) -> dict[str, str]:
+    """What is decided for a prompt with a first half that was computed before, by where that lies."""
+    prompt, cached = EXAMPLE_TOKENS, EXAMPLE_TOKENS // 2
+    far = Prefix(prompt, remote_tokens=cached, same_host=False)
+    alone = {
+        "in HBM": Prefix(prompt, hbm_tokens=cached),
+        "in DRAM": Prefix(prompt, dram_tokens=cached),
+        "on this host": Prefix(prompt, remote_tokens=cached),
+        "on another host": far,
+    }
+    told = {where: decide_batch(costs, geometry, [prefix])[0].reason for where, prefix in alone.items()}
+    crowd = decide_batch(costs, geometry, [far] * EXAMPLE_CROWD)
+    fetched = sum(decision.tokens(Way.FETCH) > 0 for decision in crowd)
+    told[f"there, {EXAMPLE_CROWD} at once"] = (
+        f"{fetched} fetch, {EXAMPLE_CROWD - fetched} recompute: they share link and device"
+    )
+    return told

@@ -1,4 +1,5 @@
-"""Log lines that cannot flood the log (level 3): what happens again and again has one line, then a count."""
+"""Log lines that cannot flood the log: one line for what happens again and again, then a count; and one line for each
+death, return and refusal of a member."""
 
 from __future__ import annotations
 
@@ -8,16 +9,41 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+from memserve.cluster.events import MemberChange, ReportMember
+
+log = logging.getLogger(__name__)
+
 EVERY_S = 10.0
 """Between two lines about one thing."""
 
 KEYS_MAX = 256
-"""Things that are told apart; the one that was heard of least recently makes room."""
+"""Things that are told apart; the one that was logged least recently makes room."""
 
 LINES_MAX = 60
-"""Lines a minute about all things together: many strangers are no reason for many lines."""
+"""Lines a minute about all things together."""
 
 _MINUTE_S = 60.0
+
+_NAMES_MAX = 1024
+"""Names of which the last end is remembered, for the line about their return."""
+
+_LEVELS = {
+    MemberChange.JOINED: logging.INFO,
+    MemberChange.LEFT: logging.INFO,
+    MemberChange.RETURNED: logging.WARNING,  # beside the line about the death: one without the other alarms
+    MemberChange.DIED: logging.WARNING,
+    MemberChange.REFUSED: logging.WARNING,
+    MemberChange.EXPELLED: logging.WARNING,
+}
+
+_WORDS = {
+    MemberChange.JOINED: "joined",
+    MemberChange.LEFT: "left",
+    MemberChange.RETURNED: "is back",
+    MemberChange.DIED: "is dead",
+    MemberChange.REFUSED: "may not join",
+    MemberChange.EXPELLED: "is told to join again",
+}
 
 
 class RatedLog:
@@ -58,3 +84,30 @@ class RatedLog:
         if len(self._last) > KEYS_MAX:
             self._last.popitem(last=False)
         return True
+
+
+class MemberLog:
+    """Writes what operators read of a cluster's members. One thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lines = RatedLog(log, clock=clock)
+        self._gone: OrderedDict[str, float] = OrderedDict()
+        """Name -> when its last incarnation ended."""
+
+    def say(self, report: ReportMember) -> None:
+        """One line, unless there was one like it just now."""
+        change, name = report.change, report.peer.name
+        why = [report.why] if report.why else []
+        if change in (MemberChange.DIED, MemberChange.LEFT):
+            self._gone[name] = self._clock()
+            self._gone.move_to_end(name)
+            if len(self._gone) > _NAMES_MAX:
+                self._gone.popitem(last=False)
+        elif change is MemberChange.RETURNED and (since := self._gone.pop(name, None)) is not None:
+            why.append(f"after {self._clock() - since:.1f} s")
+        # one process that knocks at short intervals under ever new generations has one line, too
+        thing = (change, name, report.address)
+        place = f" at {report.address}" if report.address else ""
+        what = _WORDS[change] + (f": {', '.join(why)}" if why else "")
+        self._lines.say(_LEVELS[change], thing, "instance %s%s %s", name[:100], place[:200], what[:300])

@@ -1,4 +1,4 @@
-"""The router's engine: a whole cluster behind the interface that the API knows from one engine (level 3).
+"""The router's engine: a whole cluster behind the interface that the API knows from one engine.
 
 client threads --submit--> inbox --> [router thread: Cluster.handle] --Send--> mailbox --> instances
                              ^                     |                                          |
@@ -8,7 +8,6 @@ client threads --submit--> inbox --> [router thread: Cluster.handle] --Send--> m
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import (
-    CostsMeasured,
     EmitTokens,
     InstanceDied,
     InstanceDrained,
@@ -34,22 +31,20 @@ from memserve.cluster.events import (
     StateRecovered,
 )
 from memserve.cluster.machine import Cluster
-from memserve.cluster.report import InstanceView, RouteStory
-from memserve.errors import InvariantError, UserError
-from memserve.messages import AnyMessage, Join, Peer, PeerInfo, Welcome
-from memserve.model.loading.card import ModelCard
-from memserve.policy.costs import CostModel
-from memserve.remembered import DocumentDropped, DocumentPut
-from memserve.runtime.clients import Clients, Sink
+from memserve.cluster.outbox import DurabilityGate, Write
+from memserve.cluster.report import InstanceView
+from memserve.cluster.requests import RouteStory
+from memserve.errors import InvariantError
+from memserve.messages import AnyMessage, Join, JoinAccepted, Peer, PeerInfo
+from memserve.metadata import DocumentDropped, DocumentPut
+from memserve.runtime.engine import Clients, Sink
 from memserve.runtime.loop import MachineLoop
-from memserve.runtime.member_log import MemberLog
 from memserve.runtime.meta_keeper import Durability, MetaKeeper
 from memserve.runtime.ports import Mailbox, OnMessage
+from memserve.runtime.rated import MemberLog
 from memserve.runtime.stats import RouterStats
 from memserve.runtime.supervisor import ChildStats
 from memserve.types import NamedPrefix, Request, TokenArray
-
-log = logging.getLogger(__name__)
 
 MEMBERS_LOOK_S = 1.0
 """How often the lines to instances are compared with the members."""
@@ -74,7 +69,7 @@ class RouterEngine:
         self._members: dict[str, PeerInfo] = {}  # all and only the members, as they introduced themselves
         self._changed = threading.Condition()  # notified whenever _members changes
         self._look_again_s = 0.0
-        self._lines: dict[Peer, None] = {}  # all and only those whom the mailbox knows
+        self._lines: dict[Peer, None] = {}  # all and only those that the mailbox knows
         self._handle_ns = 0
         self._log = MemberLog()
         self.children: Callable[[], Mapping[str, ChildStats]] = dict
@@ -88,7 +83,7 @@ class RouterEngine:
         self._gate = DurabilityGate() if keeper is not None else None
         self._mailbox = open_mailbox(self._message_arrived)
         if keeper is not None and me is not None:
-            recovered = StateRecovered(keeper.remembered, me, self._mailbox.address, keeper.clock_offset_ns)
+            recovered = StateRecovered(keeper.recovered, me, self._mailbox.address, keeper.clock_offset_ns)
             self._loop.post(recovered)
             self._is_listening = True
         self._loop.start()
@@ -142,7 +137,7 @@ class RouterEngine:
         """Whether new requests are refused: the router is closing, or its machine broke."""
         return self._clients.closing
 
-    # -- for whoever runs the cluster
+    # -- for the process that runs the cluster
 
     @property
     def address(self) -> str:
@@ -182,11 +177,10 @@ class RouterEngine:
 
     def documents(self) -> tuple[DocumentPut, ...]:
         """Those that the last router knew."""
-        return self._keeper.remembered.documents if self._keeper is not None else ()
+        return self._keeper.recovered.documents if self._keeper is not None else ()
 
     def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
-        """Make ``record`` durable; whether it is so. Without metadata it is not, and nobody is told that it would be:
-        ``True``."""
+        """Make ``record`` durable. The future says whether it is; True without metadata: no client is promised more."""
         kept: Future[bool] = Future()
         if self._keeper is None:
             kept.set_result(True)
@@ -219,7 +213,7 @@ class RouterEngine:
         if isinstance(event, MessageArrived):
             self._follow_members(event, actions)
         elif isinstance(event, StateRecovered):
-            for member in event.remembered.members:
+            for member in event.recovered.members:
                 self._connect(member.info)
         for action in self._gate.admit(actions) if self._gate is not None else actions:
             self._do(action)
@@ -253,22 +247,22 @@ class RouterEngine:
         keeper.keep(write.records, lambda _durable: self._loop.call(release))
 
     def _follow_members(self, event: MessageArrived, actions: list[Any]) -> None:
-        """Lines follow membership: whoever is welcome can be spoken to from now on."""
+        """Lines follow membership: a process that is welcome can be sent to from now on."""
         message = event.message
-        if isinstance(message, Join) and any(isinstance(a, Send) and isinstance(a.message, Welcome) for a in actions):
+        if isinstance(message, Join) and any(
+            isinstance(a, Send) and isinstance(a.message, JoinAccepted) for a in actions
+        ):
             self._connect(message.info)
             with self._changed:
                 self._members[event.sender.name] = message.info
                 self._changed.notify_all()
-            if (costs := _measured_costs(message.info)) is not None:
-                self._loop.post(CostsMeasured(costs))
 
     def _connect(self, info: PeerInfo) -> None:
         self._mailbox.connect(info.peer, info.address)
         self._lines[info.peer] = None
 
     def _forget_gone(self) -> None:
-        """Now and then: those who are no members any more need no line."""
+        """Now and then: processes that are no members any more need no line."""
         if time.monotonic() < self._look_again_s:
             return
         self._look_again_s = time.monotonic() + MEMBERS_LOOK_S
@@ -279,15 +273,3 @@ class RouterEngine:
         for peer in [peer for peer in self._lines if peer not in live]:
             del self._lines[peer]
             self._mailbox.disconnect(peer)
-
-
-def _measured_costs(info: PeerInfo) -> CostModel | None:
-    """What a member has measured on its machine, if it has."""
-    if not info.model_card:
-        return None
-    try:
-        costs = ModelCard.decode(info.model_card).costs
-        return CostModel.from_dict(costs) if costs else None
-    except UserError as error:
-        log.warning("the costs of %s are not used: %s", info.peer.name, error)
-        return None

@@ -1,4 +1,4 @@
-"""What an engine counts about itself: the scheduler's own time beside the device's (level 3, row P5)."""
+"""What an engine counts about itself: the scheduler's own time beside the device's."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _decoded(stats: bytes) -> EngineStats | None:
     try:
         return msgspec.msgpack.decode(stats, type=EngineStats) if stats else None
     except msgspec.MsgspecError:
-        return None  # another version's: it is no reason to say nothing of the others
+        return None  # of another version: the statistics of the others are still told
 
 
 def _added(first: Any, second: Any) -> Any:

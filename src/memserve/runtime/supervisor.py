@@ -1,4 +1,4 @@
-"""Keeps the instance processes of one host alive (level 3).
+"""Keeps the instance processes of one host alive.
 
 Each child has a thread here that starts it, waits for its end, and starts it again, later and later the more often it
 ends. Children die with that thread, so none outlives this process, whatever happens to it; unless there is a state
@@ -146,7 +146,7 @@ class Supervisor:
             raise self._failure
 
     def settle(self) -> None:
-        """Everybody is ready: from now on whoever dies is started again."""
+        """All are ready: from now on one that dies is started again."""
         self.check()
         self._settled = True
 

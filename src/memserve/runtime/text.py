@@ -1,4 +1,4 @@
-"""From tokens to text, one sequence at a time: UTF-8-safe, with stop strings (level 3).
+"""From tokens to text, one sequence at a time: UTF-8-safe, with stop strings.
 
     tokens -> Detokenizer -> text that can no longer change -> StopFinder -> text that the client may see
                  |                                                 |
@@ -23,7 +23,7 @@ PENDING_TOKENS_MAX = 16
 """A character has at most four bytes, so more tokens than this without one valid character are junk: let them go."""
 
 PENDING_TOKENS_KEPT = 4
-"""Of the junk, what may still be the start of a character."""
+"""Last tokens of the junk, which may still be the start of a character."""
 
 
 @lru_cache(maxsize=8)
@@ -89,7 +89,7 @@ class Detokenizer:
 class Stops:
     """The stop strings of a request, shared by its sequences.
 
-    A finder holds back the end of the text that may become a stop string. The stop string whose *last* character comes
+    A finder holds back the end of the text that may become a stop string. The stop string that ends
     first wins, and of several ending together the longest: the answer is the same for any way of cutting the text.
     """
 

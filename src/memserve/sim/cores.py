@@ -1,4 +1,4 @@
-"""Processors that the instances of one host share: who computes beside others is slower."""
+"""Processors that the instances of one host share: an instance that computes beside others is slower."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class _Job:
 
 
 class Cores:
-    """Work in progress. Alone it goes on at full speed, beside other work at a speed that was measured for two; more
-    than two share evenly what two get."""
+    """Jobs in progress. A job alone has full speed, two have a measured one, more share evenly what two get."""
 
     __slots__ = ("_clock", "_jobs", "_since_ns", "_turn")
 
@@ -32,7 +31,7 @@ class Cores:
         return 1.0 if count == 1 else job.beside * 2 / count
 
     def start(self, alone_ns: int, beside: float, done: Callable[[], None]) -> None:
-        """Call ``done`` once what would take ``alone_ns`` alone is done; ``beside``: its speed beside one other."""
+        """Call ``done`` at the end of a job that takes ``alone_ns`` alone; ``beside``: its speed beside one other."""
         self._progress()
         self._jobs[_Job(float(alone_ns), beside, done)] = None
         self._plan_next()

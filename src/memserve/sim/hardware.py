@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from memserve.errors import UserError
-from memserve.policy.costs import CostModel
-from memserve.policy.curves import CopyCurve, DecodeCurve, PrefillCurve
+from memserve.policy.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
 from memserve.types import KVGeometry
 from memserve.units import GIB, NS_PER_MS, NS_PER_S, NS_PER_US
 

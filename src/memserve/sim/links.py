@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memserve.kv_transfer.jobs import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.policy.curves import CopyCurve
+from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.policy.costs import CopyCurve
 from memserve.sim.clock import Clock
 from memserve.sim.hardware import SEAL_BYTE_NS
 from memserve.sim.nodes import InstanceNode
@@ -99,7 +99,7 @@ class TimedPort:
         self.node.later(spent_ns, self.node.post, PagesSealed(job.job_id, (0,) * len(job.blocks)))
 
     def pull(self, job: PullPages) -> None:
-        """Answer when all pages are here; with an error when there is nobody to pull from."""
+        """Answer when all pages are here; with an error when there is no peer to pull from."""
         if self.node.owner_of(job) is None:
             self.node.later(1, self.node.post, PagesPulled(job.job_id, "no such peer"))
             return

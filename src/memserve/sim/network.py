@@ -9,7 +9,7 @@ from memserve.sim.clock import Clock
 
 
 class Node(ABC):
-    """Somebody with a name, an incarnation and a mailbox."""
+    """A process with a name, an incarnation and a mailbox."""
 
     peer: Peer
 
@@ -33,7 +33,7 @@ class Network:
         self._last_arrival: dict[tuple[Peer, Peer], int] = {}
 
     def send(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
-        """Carry ``message``; ``to.generation`` 0 = whoever has the name."""
+        """Carry ``message``; ``to.generation`` 0: the bearer of the name now."""
         self.sent += 1
         self.travel(sender, to, message)
 

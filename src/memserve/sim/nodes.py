@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from memserve.cluster.events import ClusterAction, ReportMember
 from memserve.cluster.machine import Cluster
+from memserve.config import MemberConfig
 from memserve.errors import check
-from memserve.instance.actions import (
+from memserve.instance.events import (
     Action,
-    CancelPulls,
-    EmitTokens,
-    PullPages,
-    RejectRequest,
-    RunStep,
-    SealPages,
-    Send,
-    StepPlan,
-)
-from memserve.instance.events import LayerFinished, MessageArrived
-from memserve.instance.machine import Instance
-from memserve.instance.member import MemberMachine
-from memserve.instance.member_actions import (
     BecomeNew,
     Deliver,
     DialRouter,
+    LayerFinished,
     Left,
     LoadRead,
     MeetPeer,
@@ -35,26 +25,120 @@ from memserve.instance.member_actions import (
     PartFromPeer,
     ReadLoad,
     Reborn,
+    RunStep,
+    StepFailed,
+    StepFinished,
+    StepPlan,
 )
-from memserve.messages import ROUTER, AnyMessage, Expelled, Peer, RequestRefused, Tokens
-from memserve.serving import ClockTicked
-from memserve.sim.host import DataPort, Device, Host
+from memserve.instance.machine import Instance
+from memserve.instance.member import MemberMachine
+from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
+from memserve.messages import ROUTER, AnyMessage, Expelled, Peer, PeerInfo, RequestRefused, Tokens
+from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
+from memserve.sim.clock import Clock
+from memserve.sim.network import Network
 from memserve.sim.process import Process, Ticking
-from memserve.types import Role
+from memserve.types import Role, TokenOutput
 
 ROUTER_ADDRESS = "virtual://router"
+
+
+class Device(Protocol):
+    """Executes plans strictly in order. Between :meth:`step_ns` and the answer that time passes."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers report that they are done, for a plan with ``report_layers``."""
+
+    def step_ns(self, plan: StepPlan) -> int:
+        """How long ``plan`` will take, its copies included."""
+
+    def finish_layer(self, plan: StepPlan, layer: int) -> bool:
+        """``layer`` of the plan under way is computed; whether that is to be told."""
+
+    def run(self, plan: StepPlan) -> StepFinished | StepFailed:
+        """The plan has been executed, or has failed."""
+
+
+class DataPort(Protocol):
+    """Moves pages beside the device. Each job but a cancellation is answered through ``node.post``, at its time."""
+
+    def seal(self, job: SealPages) -> None:
+        """Answer with ``PagesSealed``."""
+
+    def pull(self, job: PullPages) -> None:
+        """Answer with ``PagesPulled``."""
+
+    def cancel(self, job: CancelPulls) -> None:
+        """Pulls from a peer need not begin; each is answered all the same."""
+
+
+class Host(Protocol):
+    """A world. ``clock`` and ``network`` are shared by all its nodes."""
+
+    @property
+    def clock(self) -> Clock:
+        """Virtual time."""
+
+    @property
+    def network(self) -> Network:
+        """The wires between the nodes."""
+
+    @property
+    def member_config(self) -> MemberConfig:
+        """How often an instance says that it lives, and how long it waits for its router."""
+
+    @property
+    def router_addresses(self) -> Sequence[str]:
+        """Where instances look for a router, in turn."""
+
+    @property
+    def router(self) -> RouterNode:
+        """The one router there is."""
+
+    @property
+    def tells(self) -> bool:
+        """Whether :meth:`say` is wanted: else no lines are built."""
+
+    def new_cluster(self) -> Cluster:
+        """The machine of the router, which starts now."""
+
+    def new_instance(self, node: InstanceNode) -> Instance:
+        """The machine of an instance, which starts now as ``node.peer``."""
+
+    def new_device(self, node: InstanceNode) -> Device:
+        """Its device."""
+
+    def new_port(self, node: InstanceNode) -> DataPort:
+        """Its way to the pages of others."""
+
+    def peer_info(self, node: InstanceNode) -> PeerInfo:
+        """What it tells of itself when it joins."""
+
+    def emitted(self, output: TokenOutput) -> None:
+        """The router gives tokens to a client."""
+
+    def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
+        """The router rejects a client's request."""
+
+    def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
+        """A machine has handled ``event``; none of ``actions`` is done yet."""
+
+    def say(self, line: str, what: object = "") -> None:
+        """Something worth telling happened; ``what`` is written out only when it is read."""
 
 
 class InstanceNode(Process):
     """Hosts a ``MemberMachine`` and an ``Instance``, its device and its data port, as ``runtime/member`` does."""
 
+    host: Host
     machine: Instance
     member: MemberMachine
     device: Device
     port: DataPort
 
     def __init__(self, host: Host, name: str, role: Role, place: int, generation: int = 0) -> None:
-        """``place``: its number in the world; ``generation``: of the process before it. It boots at once."""
+        """Boots at once. ``place``: number in the world; ``generation``: of the process before it."""
         super().__init__(host, Peer(name, generation))
         self.role, self.place = role, place
         self.boot()
@@ -79,10 +163,10 @@ class InstanceNode(Process):
         self._do(self.member.start(self.now))
 
     def left(self) -> None:
-        """It has been drained, has said goodbye, and its process has ended."""
+        """The instance has been drained, has left the cluster, and its process has ended."""
 
     def refused(self, reason: str) -> None:
-        """The router does not take it."""
+        """The router does not accept the instance."""
         check(False, f"{self.peer.name} was refused: {reason}")
 
     # -- as a member
@@ -136,7 +220,7 @@ class InstanceNode(Process):
         self._tell_member(Reborn(self.host.peer_info(self)))
 
     def post(self, event: object) -> None:
-        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # whoever posts knows what the machine hears
+        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only
         self.host.handled(self, event, actions)
         for action in actions:
             self._perform(action)
@@ -167,7 +251,7 @@ class InstanceNode(Process):
             self.send(self.member.router, message)
 
     def send(self, to: Peer, message: AnyMessage) -> None:
-        """Messages to peers that the mailbox does not know are lost, and those to an address without a router."""
+        """Messages to peers that the mailbox does not know, and to an address without a router, are lost."""
         reached = self._dialled == self.host.router.address if to.name == ROUTER else self._lines.get(to.name) == to
         if reached:
             self.host.network.send(self.peer, to, message)
@@ -175,7 +259,7 @@ class InstanceNode(Process):
             self.host.say(f"      lost: {self.peer.name} does not reach {to}: ", message)
 
     def owner_of(self, job: PullPages) -> InstanceNode | None:
-        """The living process whose pages ``job`` is to read; ``None`` = it is unknown here, or another generation."""
+        """The living process whose pages ``job`` is to read. None: it is unknown here, or of another generation."""
         node = self.host.network.nodes.get(job.peer.name)
         if isinstance(node, InstanceNode) and node.peer == job.peer and self._lines.get(job.peer.name) == job.peer:
             return node
@@ -207,8 +291,9 @@ class InstanceNode(Process):
 
 
 class RouterNode(Process):
-    """What ``runtime/router`` does."""
+    """Hosts a ``Cluster``, as ``runtime/router`` does."""
 
+    host: Host
     machine: Cluster
 
     def __init__(self, host: Host, generation: int = 7) -> None:
@@ -217,7 +302,7 @@ class RouterNode(Process):
         self.machine = host.new_cluster()
 
     def restart(self) -> None:
-        """It dies and starts again: its clients are gone, the instances are there."""
+        """The router dies and starts again: its clients are gone, the instances are there."""
         self.begin_life()
         self.peer = Peer(ROUTER, self.peer.generation + 1)
         self.machine = self.host.new_cluster()
@@ -228,7 +313,7 @@ class RouterNode(Process):
         self.post(MessageArrived(sender, message))
 
     def post(self, event: object) -> None:
-        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # whoever posts knows what the machine hears
+        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only
         self.host.handled(self, event, actions)
         self.perform(actions)
         self.ticking.look(self.machine.next_deadline_ns)
@@ -239,7 +324,7 @@ class RouterNode(Process):
             self.perform_one(action)
 
     def perform_one(self, action: ClusterAction) -> None:
-        """Do it now. This router has no disk: its machine must not ask for one."""
+        """Do one action now. This router has no disk: its machine must not ask for one."""
         match action:
             case Send():
                 self.host.network.send(self.peer, action.to, action.message)

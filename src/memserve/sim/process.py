@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from memserve.messages import AnyMessage, Peer
 from memserve.serving import ClockTicked
-from memserve.sim.host import Host
+from memserve.sim.clock import Clock
 from memserve.sim.network import Node
 
 TICK_MIN_NS = 1_000_000
@@ -40,10 +40,18 @@ class Ticking:
             self._tells()
 
 
-class Process(Node):
-    """A node that can be killed and paused: whatever would happen to it waits then, or never happens."""
+class Clocked(Protocol):
+    """A world, as far as a process must know it."""
 
-    def __init__(self, host: Host, peer: Peer) -> None:
+    @property
+    def clock(self) -> Clock:
+        """Virtual time."""
+
+
+class Process(Node):
+    """A node that can be killed and paused: events wait then, or never happen."""
+
+    def __init__(self, host: Clocked, peer: Peer) -> None:
         self.host = host
         self.peer = peer
         self.alive = True
@@ -56,7 +64,7 @@ class Process(Node):
 
     @property
     def now(self) -> int:
-        """What its own clock says: the clocks of two hosts have nothing to do with each other."""
+        """The time of its own clock: clocks of two hosts have nothing to do with each other."""
         return self.host.clock.now + self.skew_ns
 
     def _tick(self) -> None:
@@ -65,7 +73,7 @@ class Process(Node):
     # -- life
 
     def begin_life(self) -> None:
-        """It starts, with nothing in memory."""
+        """The process starts, with nothing in memory."""
         self.life += 1
         self.alive, self.paused = True, 0
         self._frozen.clear()
@@ -82,12 +90,12 @@ class Process(Node):
         self.paused += 1
 
     def resume(self) -> None:
-        """SIGCONT: everything that has queued up is handled now, late."""
+        """SIGCONT: events that have queued up are handled now, late."""
         self.paused -= 1
         while self._frozen and not self.paused:
             self._fire(*self._frozen.popleft())
 
-    # -- whatever happens to it
+    # -- events
 
     def later(self, delay_ns: int, do: Callable[..., None], *arguments: Any) -> None:
         """``do(*arguments)`` in ``delay_ns``, if this life lasts so long; after a pause, if it is paused then."""
@@ -101,7 +109,7 @@ class Process(Node):
             self._soon(self._hear_as, self.peer, sender, message)
 
     def submit(self, event: object) -> None:
-        """Somebody on this host posts an event."""
+        """Another part of this host posts an event."""
         self._soon(self.post, event)
 
     def _soon(self, do: Callable[..., None], *arguments: Any) -> None:
@@ -117,7 +125,7 @@ class Process(Node):
             do(*arguments)
 
     def _hear_as(self, meant: Peer, sender: Peer, message: AnyMessage) -> None:
-        if self.peer == meant:  # else it was born anew while it had the message in its mailbox
+        if self.peer == meant:  # else the process got a new generation while the message was in its mailbox
             self.hear(sender, message)
 
     @abstractmethod

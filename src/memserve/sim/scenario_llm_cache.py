@@ -1,12 +1,12 @@
 """The experiments of llm-serving-cache on the production machines: a router, one instance and a client.
 
-The source adds its constants up in a formula. Here its requests go through the ``Cluster`` machine (gate, placement by
-``affinity``) and an ``Instance`` (index, pool, eviction), and a virtual clock times the result::
+The source adds its constants up in a formula. Here its requests go through the ``Cluster`` machine (admission, and
+placement by ``affinity``) and an ``Instance`` (index, pool, eviction), and a virtual clock times the result::
 
     latency = 5 ms routing + 1 ms * uncached prompt tokens + 1 ms * output tokens
               the dispatch    the prefill, whole               each token that is drawn
 
-KV of ten tokens is 1 MB. The source's block of 16 MB, 160 tokens, is the unit of the gate; the instance's own blocks
+KV of ten tokens is 1 MB. The source's block of 16 MB, 160 tokens, is the unit of admission; the instance's own blocks
 have 40 tokens, since whole blocks are reused and a hit of 840 tokens is not a whole number of 160. A prompt that is
 cached as a whole has its last token computed again, for its logits: that is the cost of the first output token.
 """
@@ -20,13 +20,12 @@ from typing import NamedTuple
 import numpy as np
 
 from memserve.cluster.machine import Cluster
-from memserve.cluster.report import GateStats
+from memserve.cluster.report import AdmissionStats
 from memserve.config import AdmissionConfig, ClusterConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.errors import check
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
-from memserve.kv_transfer.jobs import CancelPulls, PullPages, SealPages
+from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
 from memserve.messages import AnyMessage, Dispatch, Peer, PeerInfo
 from memserve.serving import RequestArrived
 from memserve.sim.clock import Clock
@@ -156,7 +155,7 @@ class SourceWorld:
 
     def _config(self) -> InstanceConfig:
         pool = PoolConfig(self.case.units * UNIT_TOKENS // BLOCK_TOKENS, 0, self.case.caching is not Caching.OFF)
-        whole = SchedulerConfig(max_step_tokens=1 << 20, prefill_chunk_tokens=1 << 20)
+        whole = SchedulerConfig(max_running=256, max_step_tokens=1 << 20)
         return InstanceConfig(CONTEXT_TOKENS, "source", pool, whole)
 
     def new_instance(self, node: InstanceNode) -> Instance:
@@ -217,9 +216,9 @@ class SourceWorld:
     def say(self, line: str, what: object = "") -> None:
         """Not recorded."""
 
-    def gate(self) -> GateStats:
-        """What the gate has counted."""
-        return self.router.machine.stats().gate
+    def admission(self) -> AdmissionStats:
+        """Totals of the router's admission."""
+        return self.router.machine.stats().admission
 
 
 def _by_memory(evictions_max: int) -> AdmissionConfig:

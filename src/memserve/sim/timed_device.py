@@ -1,7 +1,7 @@
 """A device that computes nothing and knows how long it would take; the moments at which tokens were drawn.
 
-A token's number is the number of the step that drew it: so whoever gets a token late, and several at once, can still
-say when each was there (:class:`Moments`).
+A token's number is the number of the step that drew it: so a client that gets several tokens at once, late, still knows
+when each was drawn (:class:`Moments`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from typing import Protocol
 
 import numpy as np
 
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import StepFinished
-from memserve.policy.costs import CostModel
-from memserve.policy.curves import attended_pairs
+from memserve.instance.events import StepFinished, StepPlan
+from memserve.policy.costs import CostModel, attended_pairs
 from memserve.sim.clock import Clock
 from memserve.sim.hardware import Machine
 from memserve.types import Tier
 
 ARRAY_STEPS_MIN = 12
-"""So many steps are computed as an array sooner than one by one."""
+"""N: from N steps on, computing their times as an array is faster than one by one."""
 
 
 class Steps(Protocol):
@@ -54,7 +52,7 @@ class Moments:
     def seen_ns(self, steps: Sequence[int]) -> Iterable[int]:
         """When the tokens of ``steps`` are seen, in rising order."""
         first, end = steps[0], steps[-1] + 1
-        if end - first == len(steps):  # they follow upon each other: nobody else was computing
+        if end - first == len(steps):  # consecutive: no other device was computing
             return self._seen_ns[first:end]
         return map(self._seen_ns.__getitem__, steps)
 
@@ -83,7 +81,7 @@ def step_times(machine: Machine) -> Steps:
 
 
 class TimedDevice:
-    """Answers each plan with as many tokens as it draws. Requests end by their length: nothing stops them earlier.
+    """Answers each plan with as many tokens as it draws. Requests end by their length alone.
 
     Beams and logprobs are not computed: no workload asks for them.
     """
@@ -109,7 +107,7 @@ class TimedDevice:
         return self.spent_ns
 
     def decode_steps_ns(self, rows: int, context_tokens: int, steps: int) -> list[int]:
-        """How long each of so many steps takes that do nothing but decode; the first attends to ``context_tokens``."""
+        """How long each of ``steps`` steps takes that only decode; the first attends to ``context_tokens``."""
         fixed_ns, context_ns = self._steps.decode_line(rows)
         slowness = self.slowness
         if steps < ARRAY_STEPS_MIN:
@@ -137,7 +135,7 @@ class TimedDevice:
     def _copy_ns(self, src: Tier, dst: Tier, blocks: int) -> int:
         if src == dst:
             return 0
-        move_ns = self._costs.swap_in_ns if src is Tier.DRAM else self._costs.swap_out_ns
+        move_ns = (self._costs.swap_in if src is Tier.DRAM else self._costs.swap_out).ns
         return move_ns(blocks * self._block_bytes, blocks)
 
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
@@ -145,7 +143,7 @@ class TimedDevice:
         return True
 
     def run(self, plan: StepPlan) -> StepFinished:
-        """It has ended now."""
+        """The step has ended now."""
         self.busy_ns += self.spent_ns
         draws = plan.decodes + sum(map(len, plan.sample_slots[plan.decodes :]))
         tokens = self._moments.add([self._clock.now]) * draws if draws else []

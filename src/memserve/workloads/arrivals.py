@@ -1,4 +1,4 @@
-"""When requests are due (level 1): every function takes a workload and returns it with new times.
+"""When requests are due: every function takes a workload and returns it with new times.
 
 Open loop: requests come when they come (:func:`by_request`, :func:`by_session`, :func:`trace_time`). Closed loop: so
 many users, each sending when its last answer has ended (:func:`closed_loop`).
@@ -57,7 +57,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Bursty:
-    """Arrivals in bursts: Gamma gaps whose deviation is ``variation`` times their mean (1 = Poisson)."""
+    """Arrivals in bursts: Gamma gaps with a deviation of ``variation`` times their mean (1 = Poisson)."""
 
     requests_per_s: float
     variation: float
@@ -127,7 +127,7 @@ def _due(session: Session, times_s: Sequence[float | None]) -> Session:
 
 
 def _dealing_order(sessions: Sequence[Session], rng: Draws, overlap: int) -> list[int]:
-    """Whose turn each request is: a session number for every request, at most ``overlap`` sessions open at a time."""
+    """The session of each request: a session number for every request, at most ``overlap`` sessions open at a time."""
     left = [len(session.turns) for session in sessions]
     opened = list(range(min(overlap, len(sessions))))
     waiting = iter(range(len(opened), len(sessions)))

@@ -1,4 +1,4 @@
-"""Where chance comes from (level 1): a generator per purpose, all fixed by one seed, and English-looking text."""
+"""Where chance comes from: a generator per purpose, all fixed by one seed, and English-looking text."""
 
 from __future__ import annotations
 

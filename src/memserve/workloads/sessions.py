@@ -1,4 +1,4 @@
-"""Sessions of the three types of MemServe 8.2, of groups that share a system prompt, and of one length (level 1).
+"""Sessions of the three types of MemServe 8.2, of groups that share a system prompt, and of one length.
 
 ========= =========================================================================================
 chats     ShareGPT type: several turns; the history holds the answers of the model under test

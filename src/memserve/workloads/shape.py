@@ -1,4 +1,4 @@
-"""Cuts and copies of a workload (level 1): caps for small models, a smaller block, a sample, the share ratio."""
+"""Cuts and copies of a workload: caps for small models, a smaller block, a sample, the share ratio."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Caps:
 def capped(workload: Workload, caps: Caps, *, meter: Meter | None = None) -> Workload:
     """``workload`` within ``caps``.
 
-    Answers and turns beyond the bounds are cut off. A session ends before the turn whose prompt would be too long. If
+    Answers and turns beyond the bounds are cut off. A session ends before the turn with too long a prompt. If
     that is its first, or a whole chat of its own (a document and a question), what it says is cut to its head (the
     leading blocks, the head of the longest message), which keeps the prefixes that it shares; the frame of a chat
     (roles, template) is never cut. Under a closed history every answer is assumed as long as it may be.

@@ -1,4 +1,4 @@
-"""What a workload is like (level 1): lengths, turns, shared prefixes (MemServe figure 7); and :class:`Spread`, the one
+"""What a workload is like: lengths, turns, shared prefixes (MemServe figure 7); and :class:`Spread`, the one
 distribution that every study reports.
 
 Shared prefixes are those of a cache that never forgets: a radix tree whose edges are *runs* of consecutive block

@@ -1,4 +1,4 @@
-"""Token ids of text and of blocks, and workloads as if the model gave the recorded answers (level 1).
+"""Token ids of text and of blocks, and workloads as if the model gave the recorded answers.
 
 A :class:`Meter` turns text into tokens. :class:`TokenizerMeter` holds the served model's tokenizer; :class:`ByteMeter`
 needs none and estimates: four bytes a token, close to English text under today's vocabularies.

@@ -1,4 +1,4 @@
-"""Replay of recorded traffic (level 1): lengths and block identities, agent calls, and ServeGen's client windows."""
+"""Replay of recorded traffic: lengths and block identities, agent calls, and ServeGen's client windows."""
 
 from __future__ import annotations
 

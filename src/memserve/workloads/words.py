@@ -1,4 +1,4 @@
-"""The words of a workload: sessions of turns, each with what is asked and when it is due (level 1).
+"""The words of a workload: sessions of turns, each with what is asked and when it is due.
 
 One vocabulary for real text and for traces that hold lengths only, for the load client and for the simulator::
 

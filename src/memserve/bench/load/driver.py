@@ -1,4 +1,4 @@
-"""Sends a workload at the times it asks for (level 4).
+"""Sends a workload at the times it asks for.
 
 Open loop: a turn is sent when it is due, whatever became of other sessions; only its own session holds it back, since
 its prompt contains the answer before (MemServe 8.2, "causal order"). Closed loop: ``users`` sessions at a time; when

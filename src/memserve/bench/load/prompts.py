@@ -1,4 +1,4 @@
-"""What each turn of a session sends (level 4): the history with the answers that this server gave. And the meter that
+"""What each turn of a session sends: the history with the answers that this server gave. And the meter that
 weighs text with the served model's tokenizer.
 """
 

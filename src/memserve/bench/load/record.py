@@ -1,4 +1,4 @@
-"""One record a request, and the file they are written to as the run goes (level 4).
+"""One record a request, and the file they are written to as the run goes.
 
 All times are nanoseconds since the run began, on one monotonic clock. **Latency counts from** ``scheduled_ns``, the
 moment at which the workload wanted the request to be sent: a client that falls behind cannot hide a slow server

@@ -1,4 +1,4 @@
-"""Figure 9: the calls of MemServe's Table 1 by blocks and by cached ratio, within a process and between two (level 4).
+"""Figure 9: the calls of MemServe's Table 1 by blocks and by cached ratio, within a process and between two.
 
 Calls that only keep accounts are timed on a pool of many small blocks, for they never touch a block's bytes; calls that
 copy (``swap_out``, ``swap_in``) on blocks of the model's own size. Between processes (``alloc_mem`` at a peer,
@@ -18,8 +18,7 @@ import numpy as np
 
 from memserve.bench.pool.moves import Pair, serve
 from memserve.errors import check
-from memserve.mempool.addresses import Addresses
-from memserve.mempool.mempool import MemPool
+from memserve.mempool.mempool import Addresses, MemPool
 from memserve.mempool.pool import BlockPool
 from memserve.runtime.pool_peer import PoolPeer, TransferFlag
 from memserve.types import KVGeometry, Tier, TokenArray

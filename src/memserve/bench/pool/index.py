@@ -1,4 +1,4 @@
-"""Figure 10: the radix index beside indexes that are a dictionary of hashes (level 4).
+"""Figure 10: the radix index beside indexes that are a dictionary of hashes.
 
 Rivals, plain Python as an engine would write them:
 
@@ -182,7 +182,7 @@ def race(block_tokens: int, works: Sequence[tuple[int, float]], tree_prompts: in
 
 
 def _one(index: Index, prompt: TokenArray, block_tokens: int, ratio: float) -> tuple[int, int]:
-    """Times of match and insert in ns, of a prompt whose first part is cached; the index is left as it was."""
+    """Times of match and insert in ns, of a prompt with a cached first part; the index is left as it was."""
     blocks = len(prompt) // block_tokens
     shared = round(blocks * ratio)
     if shared:

@@ -1,4 +1,4 @@
-"""Figure 11: a prompt's KV between two processes, aggregated and discrete; bandwidth by the size of pieces (level 4).
+"""Figure 11: a prompt's KV between two processes, aggregated and discrete; bandwidth by the size of pieces.
 
 Piece ``i`` of another process's memory goes to place ``perm[i]`` of ours, so that nothing can be merged. All movers
 take turns within a round, each with the same pieces. Our links checksum what they copy; ``memcpy`` stays within one
@@ -20,7 +20,7 @@ import numpy as np
 
 from memserve import _core
 from memserve.errors import UserError
-from memserve.kv_transfer.jobs import PagesPulled, PagesSealed, SealPages
+from memserve.kv_transfer.events import PagesPulled, PagesSealed, SealPages
 from memserve.messages import Join, Peer, PeerInfo
 from memserve.runtime.links import wire
 from memserve.runtime.links.data import open_data_port

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from memserve.bench.pool.calls import (
@@ -24,8 +24,8 @@ from memserve.bench.report_writer import Cell, Drawing, Table, draw_intervals, d
 from memserve.bench.study import Study, StudyResults, Tell
 from memserve.config import EngineOptions
 from memserve.errors import UserError
-from memserve.runtime.profile import StepProfiler, open_profiler
-from memserve.runtime.profile_transfer import NETWORK_ENVIRONMENT
+from memserve.options import with_values
+from memserve.runtime.profile import NETWORK_ENVIRONMENT, StepProfiler, open_profiler
 from memserve.types import KVGeometry
 from memserve.units import KIB, MIB, NS_PER_MS, NS_PER_US, human_bytes
 from memserve.workloads.statistics import Spread, spread_of
@@ -245,7 +245,9 @@ class PoolStudy(Study[PoolResults]):
         plan, results = self._plan, self.results
         with ExitStack() as stack:
             tell("loading the model ...")
-            model, _, profiler = open_profiler(replace(self._options, max_step_tokens=STEP_TOKENS))
+            model, _, profiler = open_profiler(
+                with_values(self._options, {("scheduler", "max_step_tokens"): STEP_TOKENS})
+            )
             stack.callback(profiler.close)
             results.models, results.geometry = [model.name], model.geometry
             block_tokens = model.geometry.block_tokens

@@ -1,1 +1,1 @@
-"""Paged attention behind transformers' attention interface (level 3): CPU kernels, Triton, torch reference."""
+"""Paged attention behind transformers' attention interface: CPU kernels, Triton, torch reference."""

@@ -1,4 +1,4 @@
-"""Who computes a step's attention: the native kernel, Triton, or plain torch (level 3)."""
+"""What computes a step's attention: the native kernel, Triton, or plain torch."""
 
 from __future__ import annotations
 

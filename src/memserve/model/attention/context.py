@@ -1,8 +1,12 @@
-"""The step context: what attention must know about the running step, without going through the model (level 3).
+"""The step context, and our attention function in transformers' attention interface, which looks there.
 
 Families differ in which keyword arguments they hand down to their attention function, some drop unknown ones. So the
 device installs the step's attention here, and the function registered with transformers picks it up. It is kept per
 thread: each device has a thread of its own, so two devices in one process never see each other's step.
+
+The function is entered once a layer, in order, after rotary embedding and key/query norms. No mask function is
+registered beside it: transformers then builds no mask at all ("for TGI/vLLM backends"), and causality, windows and
+paging are the step's business alone.
 """
 
 from __future__ import annotations
@@ -12,16 +16,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memserve.errors import InvariantError
+from memserve.errors import InvariantError, check
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+ATTENTION_NAME = "memserve"
+"""Give this as ``attn_implementation`` to ``from_pretrained``."""
 
 
 class StepAttention(Protocol):
     """One step's ragged batch, seen by one layer after the other in model order.
 
-    This is the seam for everything that happens per layer. Whoever loads, saves or places KV by layer wraps a
+    This is the seam for everything that happens per layer. What loads, saves or places KV by layer wraps a
     ``StepAttention`` in another one, which waits for layer ``l`` before the inner call or sends it off after it; see
     :class:`ReportingAttention`.
     """
@@ -87,3 +94,41 @@ class ReportingAttention:
         mixed = self._attention.attend(layer, q, k, v, **options)
         self._written(layer)
         return mixed
+
+
+# -- transformers' interface
+
+
+def memserve_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: ``query [1, H, T, Dk]`` -> ``([1, T, H, Dv], None)``."""
+    check(attention_mask is None, "transformers built an attention mask although none is registered for memserve")
+    mixed = current_attention().attend(
+        module.layer_idx,
+        query,
+        key,
+        value,
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return mixed, None
+
+
+def register_attention() -> None:
+    """Make ``attn_implementation="memserve"`` known to transformers (may be called again)."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, memserve_attention)

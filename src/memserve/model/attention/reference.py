@@ -1,4 +1,4 @@
-"""Paged attention in plain torch (level 3): the fallback for devices without a kernel of ours, and a test oracle.
+"""Paged attention in plain torch: the fallback for devices without a kernel of ours, and a test oracle.
 
 It gathers each sequence's pages into dense K and V and computes the softmax in float32 (float64 for float64 queries).
 Clear and slow; the layout is the one of :class:`memserve.types.KVGeometry`.

@@ -1,4 +1,4 @@
-"""Paged attention on a CUDA device: the same calls as the CPU kernels' ``PagedBatch`` and ``attend`` (level 3).
+"""Paged attention on a CUDA device: the same calls as the CPU kernels' ``PagedBatch`` and ``attend``.
 
 The package ``triton`` is imported on first use, so that a machine without it can import this module and ask
 :func:`available`.
@@ -47,7 +47,7 @@ class TritonBatch:
     the arena's device, or an array that is copied there. ``table_rows`` int32 ``[rows]``: which row of ``tables``
     belongs to each sequence. ``q_starts`` int32 ``[rows + 1]``: the rows of q that belong to each sequence.
     ``contexts`` int32 ``[rows]``: tokens of each sequence after this step. ``splits``: pieces into which a row's blocks
-    are divided among programs; ``None`` = enough to fill the device.
+    are divided among programs; ``None``: enough to fill the device.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The CUDA kernels of paged attention, in Triton (level 3). Importing this module needs the package ``triton``.
+"""The CUDA kernels of paged attention, in Triton. Importing this module needs the package ``triton``.
 
 Three kernels: :func:`write_kv` puts a step's K and V into their pages, :func:`attend_tile` attends one tile of queries
 to one row's pages (online softmax: FlashAttention-2, Algorithm 1), :func:`combine_splits` merges the pieces of a row
-whose pages were divided among several programs (Flash-Decoding). ``TRITON_INTERPRET=1`` runs them on a CPU.
+with pages divided among several programs (Flash-Decoding). ``TRITON_INTERPRET=1`` runs them on a CPU.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Captured forwards (level 3): a module recorded as a graph, rewritten, and run as fused operations."""
+"""Captured forwards: a module recorded as a graph, rewritten, and run as fused operations."""

@@ -1,4 +1,4 @@
-"""Captured forwards: a Hugging Face module as one flat list of fused operations (level 3, CPU).
+"""Captured forwards: a Hugging Face module as one flat list of fused operations, on CPU.
 
 Record the forward twice, merge the recordings into a graph for any number of tokens, rewrite it, compile it, and
 compare it with the module it came from. Nothing here knows a model family; where any stage does not understand what
@@ -17,15 +17,22 @@ from torch.nn.functional import pad
 
 from memserve.model.attention.context import attending
 from memserve.model.capture import fused
-from memserve.model.capture.emit import emit
-from memserve.model.capture.fused_linear import ROWS_NATIVE_MAX, bucket_rows
+from memserve.model.capture.emit import NativeStep, emit
 from memserve.model.capture.lower import Lowering
-from memserve.model.capture.native import NativeStep
-from memserve.model.capture.passes_linear import normalise_linears, pack_linears, share_tied_embedding, widen_logits
-from memserve.model.capture.passes_match import match_gates, match_residuals, match_rms_norms, match_rotary
+from memserve.model.capture.passes_fuse import (
+    match_gates,
+    match_residuals,
+    match_rms_norms,
+    match_rotary,
+    normalise_linears,
+    pack_linears,
+    share_tied_embedding,
+    widen_logits,
+)
 from memserve.model.capture.passes_simplify import has_mutation, simplify
 from memserve.model.capture.record import CaptureRefused, generalise, record
-from memserve.model.forward import EagerForward
+from memserve.model.forward import EagerForward, Forward
+from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
 from memserve.model.loading.probe import DenseAttention
 
 log = logging.getLogger(__name__)
@@ -63,6 +70,15 @@ class CapturedForward:
             if native is not None and len(input_ids) <= native.rows_max and len(logits_rows) <= native.rows_max:
                 return native(input_ids, positions, logits_rows)
             return self._run(input_ids, positions, logits_rows)
+
+
+def best_forward(module: Any) -> Forward:
+    """The captured forward where ``module`` can be captured (which takes its weights away), else the module itself."""
+    captured = capture_forward(module)
+    if captured is None:
+        return EagerForward(module)
+    release_weights(module)
+    return captured
 
 
 def capture_forward(module: Any) -> CapturedForward | None:

@@ -1,4 +1,4 @@
-"""The operations that graph passes put in place of several small ones (level 3).
+"""The operations that graph passes put in place of several small ones.
 
 Each is a plain function of tensors, so that a rewritten graph runs node by node at any size. The kernels take
 addresses and strides; what they cannot take (a last dimension that is not dense) is made dense first.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memserve import _kernels
-from memserve.model.capture.fused_linear import PackedLinear
+from memserve.model.linears import PackedLinear
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GATE_CODES = {"silu": 0, "gelu_tanh": 1}
@@ -32,7 +32,7 @@ def linear(x: Tensor, layer: PackedLinear) -> Tensor:
 
 
 class TiedEmbedding:
-    """The rows of a linear's packed weight, for a model whose embedding is its output head: one copy serves both."""
+    """The rows of a linear's packed weight, for a model with its embedding as output head: one copy serves both."""
 
     def __init__(self, layer: PackedLinear, blocks: Tensor) -> None:
         self._layer, self._blocks = layer, blocks  # the layer owns the memory

@@ -1,4 +1,4 @@
-"""Lowering: runs of fused operations become pieces of one native program (level 3).
+"""Lowering: runs of fused operations become pieces of one native program.
 
 First every node is sorted: native operation, view of a native value, or foreign (embedding, attention, whatever torch
 must do). Then native values get their offsets in the workspace by lifetime, and the operations go into the program.

@@ -1,4 +1,4 @@
-"""Graph passes that change no number: fold constants, drop copies that copy nothing, share equal work (level 3)."""
+"""Graph passes that change no number: fold constants, drop copies that copy nothing, share equal work."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where the values of a graph lie when its fused operations run natively (level 3).
+"""Where the values of a graph lie when its fused operations run natively.
 
 A step of few tokens spends as long in Python between its operations as inside them. So runs of fused operations become
-one native call (``_kernels.Program``), whose values lie at fixed places in one workspace. A :class:`Place` says where
+one native call (``_kernels.Program``), with values at fixed places in one workspace. A :class:`Place` says where
 a value lies and with which strides; views are places too and cost nothing.
 """
 
@@ -33,7 +33,7 @@ class Place:
     count: int  # TOKENS or LOGITS_ROWS
 
     def core(self) -> tuple[Dim, ...]:
-        """The dimensions whose size is not 1."""
+        """The dimensions with a size other than 1."""
         return tuple(dim for dim in self.dims if dim.size != 1)
 
     def view(self, shape: tuple[int | None, ...]) -> Place | None:

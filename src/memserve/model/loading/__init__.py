@@ -1,1 +1,1 @@
-"""From a name, folder or file to a model that is known to work here (level 3)."""
+"""From a name, folder or file to a model that is known to work here."""

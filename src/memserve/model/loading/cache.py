@@ -1,4 +1,4 @@
-"""The cache folder for converted models (level 3): each entry is built once, appears whole, or not at all.
+"""The cache folder for converted models: each entry is built once, appears whole, or not at all.
 
 A build happens in a temporary sibling under a lock (``flock``: freed by the kernel when its holder dies), gets a marker
 as its last file, and is renamed into place. An entry without the right marker is a torn or outdated one: built again.

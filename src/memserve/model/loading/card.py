@@ -1,4 +1,4 @@
-"""The model's card (level 3): what the edge must know of a model that other processes have loaded.
+"""The model's card: what the edge must know of a model that other processes have loaded.
 
 A router tokenizes and renders chats, and computes nothing: it needs neither weights nor torch, which would cost it
 seconds and hundreds of megabytes. What only a loaded model tells for certain comes from its instances, as the card.
@@ -18,7 +18,6 @@ from memserve.model.loading.sources import ModelFolder
 
 if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
-    from memserve.policy.costs import CostModel
 
 _PLAIN_TOKENIZER = "TokenizersBackend"
 """The one tokenizer of transformers that does not depend on the model's family."""
@@ -36,14 +35,12 @@ class ModelCard:
     generation_defaults: dict[str, float]
     tokenizer_class: str
     """What transformers made of the tokenizer's files."""
-    costs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What was measured where the instance runs (``CostModel.to_dict``); empty: nothing."""
     context_note: str = ""
     """Why ``max_model_tokens`` is less than the model's own; empty: it is not."""
 
     @classmethod
-    def of(cls, model: LoadedModel, costs: CostModel | None = None) -> ModelCard:
-        """The card of a loaded model, and what computing and moving cost beside it if that was measured."""
+    def of(cls, model: LoadedModel) -> ModelCard:
+        """The card of a loaded model."""
         return cls(
             model.name,
             model.max_model_tokens,
@@ -51,7 +48,6 @@ class ModelCard:
             model.eos_token_ids,
             dict(model.generation_defaults),
             type(model.tokenizer).__name__,
-            costs.to_dict() if costs is not None and costs.is_measured else {},
             model.context_note,
         )
 

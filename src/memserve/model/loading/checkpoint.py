@@ -1,4 +1,4 @@
-"""A checkpoint becomes a module, whole and exactly, or one clear line says what is wrong with it (level 3).
+"""A checkpoint becomes a module, whole and exactly, or one clear line says what is wrong with it.
 
 Files of models come from strangers, and reading them is the work of other people's code, which fails in many ways:
 whatever it raises is a :class:`UserError` here. Code that a checkpoint brings along is never run: no pickles (``.bin``)
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 CONTEXT_TOKENS_MAX = 100_000_000
-"""Ten times the longest context that anybody has trained for."""
+"""Ten times the longest context that any model was trained for."""
 _SIZE_MAX = 1 << 31
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

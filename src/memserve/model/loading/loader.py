@@ -1,4 +1,4 @@
-"""Loads a model and everything that serving it needs to know (level 3)."""
+"""Loads a model and everything that serving it needs to know."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _TEXT_END = "<|endoftext|>"
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A causal language model whose attention goes through the step context, with plain (not packed) linears."""
+    """A causal language model with attention that goes through the step context, with plain (not packed) linears."""
 
     module: Any  # transformers.PreTrainedModel
     tokenizer: Any  # transformers.PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""The probe: one small forward at load that finds every attention layer, or refuses the model (level 3).
+"""The probe: one small forward at load that finds every attention layer, or refuses the model.
 
 No per-family knowledge and no guessing from the config: what reaches our attention function is what the KV cache must
 hold. The same forward is compared with the family's own eager attention, so a family that does more than its call says
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memserve.errors import UserError, check
-from memserve.model.attention.context import attending
-from memserve.model.attention.interface import ATTENTION_NAME, register_attention
+from memserve.model.attention.context import ATTENTION_NAME, attending, register_attention
 from memserve.model.attention.reference import attend_dense
 from memserve.model.loading.checkpoint import errors_named
 from memserve.types import KVGeometry
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PROBE_TOKENS = 6
-_HINT = "serve a model whose attention goes through transformers' attention interface (Llama, Qwen, Gemma, OPT, ...)"
+_HINT = "serve a model that attends through transformers' attention interface (Llama, Qwen, Gemma, OPT, ...)"
 
 
 @dataclass(frozen=True, slots=True)

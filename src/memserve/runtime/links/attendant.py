@@ -1,4 +1,4 @@
-"""A thread that looks after something: often for a while, then now and then (level 3)."""
+"""A thread that looks after something: often for a while, then now and then."""
 
 from __future__ import annotations
 

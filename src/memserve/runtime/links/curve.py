@@ -1,6 +1,6 @@
-"""Who may speak: keys that follow from the cluster's secret, and the doorkeeper that asks for them (level 3).
+"""Which processes may speak: keys that follow from the cluster's secret, and the doorkeeper that asks for them.
 
-Every member has the same CURVE key pair, derived from the secret. Nobody else knows even the public key, which a
+Every member has the same CURVE key pair, derived from the secret. No other process knows even the public key, which a
 client needs to say anything at all; the doorkeeper (ZeroMQ's authentication protocol, RFC 27) makes sure that the
 client has the secret one as well. What is sent is encrypted, and cannot be recorded and sent again by a stranger.
 """

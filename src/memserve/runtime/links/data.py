@@ -1,4 +1,4 @@
-"""Moves pages between arenas: one port that knows the way to every peer (level 3)."""
+"""Moves pages between arenas: one port that knows the way to every peer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from memserve import _core
 from memserve.errors import UserError, check
-from memserve.kv_transfer.jobs import CancelPulls, PageJob, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.kv_transfer.events import CancelPulls, PageJob, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import ArenaPlace, Peer, PeerInfo
 from memserve.runtime.links.lanes import Lanes, Task
 from memserve.runtime.links.link import Arenas, ChecksumError, LinkError, PageLink, UnreachableError

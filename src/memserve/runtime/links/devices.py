@@ -1,4 +1,4 @@
-"""Which network device has an address: a library that listens by device does so where it was asked (level 3)."""
+"""Which network device has an address: a library that listens by device does so where it was asked."""
 
 from __future__ import annotations
 

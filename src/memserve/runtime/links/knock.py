@@ -1,4 +1,4 @@
-"""Why no router answers (level 3): whether something listens at its address, and takes the cluster's secret."""
+"""Why no router answers: whether something listens at its address, and takes the cluster's secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker threads that keep the order of each lane (level 3)."""
+"""Worker threads that keep the order of each lane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One way to read a peer's memory (level 3)."""
+"""One way to read a peer's memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PageLink(Protocol):
     def read(self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges) -> Seals:
         """Copy ``ranges``; the checksums of what was written, one a range. Blocks for a bounded time.
 
-        Raises :class:`LinkError`; then, and on return, nobody writes the destination any more.
+        Raises :class:`LinkError`; then, and on return, nothing writes the destination any more.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Messages between processes, over ZeroMQ (level 3).
+"""Messages between processes, over ZeroMQ.
 
 One thread receives. It reads the letters, looks whether they are for us and new, and calls back. Sending happens in
 the calling thread, so that a message costs one change of threads and not two. Hostile or broken input is dropped and
@@ -33,10 +33,10 @@ _EVERYWHERE = ("0.0.0.0", "*", "::")
 
 
 class ZmqMailbox:
-    """A :class:`memserve.runtime.ports.Mailbox` on ``tcp://host:port``, for those who know the cluster's secret.
+    """A :class:`memserve.runtime.ports.Mailbox` on ``tcp://host:port``, among processes that know the cluster's secret.
 
     ``port`` 0 takes a free one; ``advertise`` is the host name that others use when ``host`` is a wildcard. A message
-    to a peer that is not connected, but has spoken lately, still leaves, at most once a second: so somebody who was
+    to a peer that is not connected, but has spoken lately, still leaves, at most once a second: so a process that was
     expelled can be told, and a ``Join`` be refused.
 
     Raises :class:`UserError` when the address cannot be listened on or the secret is too short.
@@ -109,7 +109,7 @@ class ZmqMailbox:
         self._context.term()
 
     def _receive(self) -> None:
-        """The thread: letters, questions at the door, strangers who failed at it, and the word to stop."""
+        """The thread: letters, questions at the door, strangers that failed at it, and the word to stop."""
         poller = zmq.Poller()
         for source in (self._inbox, self._doorkeeper.socket, self._strangers.monitor, self._stop_fd):
             poller.register(source, zmq.POLLIN)

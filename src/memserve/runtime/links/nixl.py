@@ -1,8 +1,8 @@
-"""Reading peers over NIXL: between hosts, and wherever memory cannot be mapped (level 3).
+"""Reading peers over NIXL: between hosts, and wherever memory cannot be mapped.
 
 Without progress on the owner's side a READ does not end: over TCP because the owner sends, on one host because the
 connection takes both. NIXL's own thread costs 60 % of a core while nothing happens (1.5, UCX). Ours looks now and
-then, and often for a while after pages were sealed, for then somebody is about to read them, and after a peer said that
+then, and often for a while after pages were sealed, for then a peer is about to read them, and after a peer said that
 it reads.
 
 UCX listens where the process does: on the network device of the host that it was given, and the RDMA adapters behind
@@ -51,7 +51,7 @@ class NixlLink:
         self._agent = Agent(f"memserve {os.getpid()} {time.time_ns():x}", host)
         for arena in arenas.values():
             self._agent.register(arena.address, arena.nbytes)
-        self._metadata = self._agent.metadata()  # without slots: they are nobody's to read
+        self._metadata = self._agent.metadata()  # without slots: no peer may read those
         self._reader = SlotReader(self._agent, max(SLOT_BYTES_MIN, block_bytes), ns_from_s(stall_s))
         self._lock = threading.Lock()
         self._peers: dict[Peer, PeerInfo] = {}
@@ -60,7 +60,7 @@ class NixlLink:
         self._reading: Counter[str] = Counter()
         """Reads under way, by agent."""
         self._leaving: list[str] = []
-        """Agents of nobody, to be removed once nothing is under way from them."""
+        """Agents without a peer, to be removed once nothing is under way from them."""
         self._broken: set[str] = set()
         """Agents from which a read failed: to be connected to anew."""
         self._attendant = Attendant(self._attend)

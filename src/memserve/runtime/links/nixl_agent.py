@@ -1,4 +1,4 @@
-"""The few calls of NIXL that reading takes, behind one lock (level 3)."""
+"""The few calls of NIXL that reading takes, behind one lock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 _DEFAULTS = {
     "NIXL_LOG_LEVEL": "WARN",
     # UCX's module for AWS EFA needs Debian's libefa, and with it a second libnl beside the one in NIXL's wheel: one of
-    # the two then crashes when the process ends (NIXL 1.5). Who has EFA and not the wheel says UCX_MODULES=all.
+    # the two then crashes when the process ends (NIXL 1.5). With EFA and without the wheel: UCX_MODULES=all.
     "UCX_MODULES": "^efa",
 }
 
@@ -80,9 +80,12 @@ class Agent:
             return bytes(self._agent.get_agent_metadata())
 
     def register(self, address: int, nbytes: int) -> None:
-        """Let peers read, and READs write, these bytes."""
+        """Let peers read, and READs write, these bytes. Raises :class:`LinkError`."""
         with self._lock:
-            self._agent.register_memory([(address, nbytes, 0, "")], "DRAM")
+            try:
+                self._agent.register_memory([(address, nbytes, 0, "")], "DRAM")
+            except Exception as error:
+                raise LinkError(f"NIXL registers no memory: {error}") from error
 
     def add_peer(self, metadata: bytes) -> str:
         """The name of the peer's agent. Raises :class:`UnreachableError` when the metadata cannot be used."""
@@ -145,7 +148,7 @@ class Agent:
                 raise LinkError(f"NIXL makes no progress: {error}") from error
 
     def close(self) -> None:
-        """Nobody reads us any more, and we read nobody."""
+        """No peer reads this process any more, and it reads none."""
         with self._lock:
             self._agent = None
 

@@ -1,4 +1,4 @@
-"""Reading through slots: memory of ours that READs may write, whatever became of them (level 3).
+"""Reading through slots: memory of ours that READs may write, whatever became of them.
 
 A READ that was given up can still write. Over TCP (NIXL 1.5, UCX), most of 64 MB landed after the handle had been
 released and the agent removed, when a stopped peer went on. So nothing is read into an arena: ranges land in a slot,
@@ -63,7 +63,7 @@ class SlotReader:
     ) -> Seals:
         """Copy ``ranges``, relative to the addresses; one checksum each of what was written.
 
-        Raises :class:`LinkError` when a slot does not fill in time, or nobody wants it any more.
+        Raises :class:`LinkError` when a slot does not fill in time, or is not wanted any more.
         """
         if ranges.range_bytes > self._slot_bytes:
             raise LinkError(f"ranges of {ranges.range_bytes} bytes are longer than a slot")
@@ -156,8 +156,13 @@ class SlotReader:
             if self._made == SLOTS_MAX:
                 raise LinkError(f"all {SLOTS_MAX} slots are held by reads that did not end")
             self._made += 1
-        slot = _core.Arena(self._slot_bytes)
-        self._agent.register(slot.address, self._slot_bytes)
+        try:
+            slot = _core.Arena(self._slot_bytes)
+            self._agent.register(slot.address, self._slot_bytes)
+        except BaseException:
+            with self._lock:
+                self._made -= 1
+            raise
         return slot
 
     def _give_back(self, slot: _core.Arena) -> None:

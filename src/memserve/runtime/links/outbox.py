@@ -1,4 +1,4 @@
-"""The sending half of a mailbox: one line to each peer, opened when there is something to say (level 3)."""
+"""The sending half of a mailbox: one line to each peer, opened when there is something to say."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Outbox:
                 self._heard.popitem(last=False)
 
     def send(self, to: Peer, message: bytes) -> None:
-        """Queue an encoded message for ``to`` (generation 0: whoever has the name now), or lose and count it."""
+        """Queue an encoded message for ``to`` (generation 0: the bearer of the name now), or lose and count it."""
         with self._lock:
             if self._closed:
                 return
@@ -178,7 +178,7 @@ class Outbox:
             self._counters.sent_bytes += len(letter)
 
     def _answer(self, to: Peer, message: bytes) -> None:
-        """One letter to somebody who spoke but is no longer, or not yet, connected."""
+        """One letter to a process that spoke but is no longer, or not yet, connected."""
         heard, now_ns = self._heard.get(to), time.monotonic_ns()
         lately = heard and heard.answered_ns is not None and now_ns - heard.answered_ns < _ANSWER_EVERY_NS
         if heard is None or lately:

@@ -1,4 +1,4 @@
-"""Pages and shards of KV as byte ranges (level 3).
+"""Pages and shards of KV as byte ranges.
 
 An arena is blocks in a row, a block its layers' pages in a row, a page its heads' runs in a row; so any part that a
 rank holds, or lacks, is a list of equal ranges. Ranks of different tensor or pipeline parallelism exchange what they

@@ -1,4 +1,4 @@
-"""Reading peers on the same host: their arenas are mapped, read-only, and copied from (level 3)."""
+"""Reading peers on the same host: their arenas are mapped, read-only, and copied from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections that came to a mailbox and went without a letter (level 3): peers without the secret are named, counted.
+"""Connections that came to a mailbox and went without a letter: peers without the secret are named, counted.
 
 ZeroMQ tells that a connection was accepted, or has ended, by its descriptor; of a failed handshake it tells only that
 there was one. So a connection is a stranger's until it has brought a letter, or was the only one that could have

@@ -1,4 +1,4 @@
-"""Messages and their envelopes as bytes: msgpack, typed, bounded (level 3).
+"""Messages and their envelopes as bytes: msgpack, typed, bounded.
 
 A letter is four bytes of protocol (``mss`` and the version), then an :class:`Envelope`. The message inside is decoded
 only when the letter is for us and new. Whatever arrives, the only error is :class:`WireError`.
@@ -15,7 +15,7 @@ from memserve.errors import MemserveError, UserError
 from memserve.messages import AnyMessage, Natural, Peer
 from memserve.units import MIB
 
-VERSION = 2
+VERSION = 3
 """Of envelope and messages: raised whenever an older process would misread them. Fields added at the end don't."""
 MAGIC = b"mss"
 
@@ -34,13 +34,13 @@ class WireVersionError(WireError):
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """Who speaks to whom. ``number`` grows with every letter of one sender's generation."""
+    """Sender and receiver. ``number`` grows with every letter of one sender's generation."""
 
     sender: Peer
     reply_to: str
     """Address of the sender's mailbox."""
     receiver: Peer
-    """Generation 0: whoever bears the name."""
+    """Generation 0: the bearer of the name now."""
     number: Natural
     message: msgspec.Raw
 

@@ -1,6 +1,6 @@
-"""Is a cluster right, whatever goes wrong? Scenarios from seeds, faults, and referees that only watch (level 3).
+"""Is a cluster right, whatever goes wrong? Scenarios from seeds, faults, and referees that only watch.
 
-A seed is a complete bug report: it decides who is there, who asks what, what goes wrong and when.
+A seed is a complete bug report: it decides which processes there are, what is asked, what goes wrong and when.
 
 ::
 

@@ -109,7 +109,7 @@ def judge(
 
 
 def _place_of(error: Exception) -> str:
-    """Who noticed, not who raised."""
+    """What noticed, not what raised."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""What must hold when all is over: nothing is held by anybody, nothing is open, everybody knows what is there."""
+"""What must hold when all is over: nothing is held, nothing is open, every process knows what is there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memserve.types import Tier
 
 
 def check_at_rest(router: Cluster, nodes: Sequence[InstanceNode], has_events: bool) -> None:
-    """Every block is free or kept for reuse alone, and the router knows exactly who has what."""
+    """Every block is free or kept for reuse alone, and the router knows exactly where each lies."""
     members = [view.peer for view in router.instances()]
     require(sorted(members, key=_name) == sorted((n.peer for n in nodes), key=_name), f"members: {members}")
     for node in nodes:

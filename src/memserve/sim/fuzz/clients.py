@@ -172,7 +172,7 @@ class Referee:
             return 0
         prompt, theirs, best = ask.request.prompt.tolist(), request.prompt.tolist(), 0
         if request.beam_width and prompt[: len(theirs)] == theirs:
-            return len(prompt)  # who knows what beams have tried
+            return len(prompt)  # what beams have tried is not known
         for answer in [[], *(other.expected(index, self._limit(request)) for index in range(request.n))]:
             said = theirs + answer
             same = next((i for i, (a, b) in enumerate(zip(prompt, said, strict=False)) if a != b), None)
@@ -206,7 +206,7 @@ class Referee:
         if reason is FinishReason.LENGTH:
             room = [context - len(request.prompt) for context in self.contexts]
             limits = [min(request.stop.max_tokens, max(1, tokens)) for tokens in room]
-            # who was moved to where there is less room ends there at once
+            # a request that was moved to where there is less room ends there at once
             fits = len(got) in limits or (self.excused and min(limits) < len(got) < max(limits))
             require(fits, f"{key}: LENGTH after {len(got)} tokens, not {limits}")
         if reason is None:
@@ -231,7 +231,7 @@ class Referee:
     def _judge_reason(self, ask: Ask, output: TokenOutput, key: str, now: int) -> None:
         reason, deadline_ns = output.finish_reason, ask.request.deadline_ns
         if reason is FinishReason.CANCELLED:
-            require(ask.cancelled, f"{key}: nobody cancelled it")
+            require(ask.cancelled, f"{key}: no client cancelled it")
         elif reason is FinishReason.DEADLINE:
             require(deadline_ns is not None and deadline_ns <= now, f"{key}: DEADLINE {deadline_ns} at {now}")
         elif reason is FinishReason.ERROR:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from memserve.instance.events import PagesPulled
-from memserve.kv_transfer.jobs import CancelPulls, PullPages, SealPages
+from memserve.kv_transfer.events import CancelPulls, PagesPulled, PullPages, SealPages
 from memserve.sim.fuzz.instances import FuzzedInstance
 from memserve.sim.process import TICK_MIN_NS
 

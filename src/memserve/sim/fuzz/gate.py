@@ -1,7 +1,8 @@
-"""What the gate may do: gates that seeds draw, and a judge who counts for himself.
+"""What admission may do: limits that seeds draw, and a judge that keeps an account of its own.
 
-He hears what the router hears and sees what it answers, knows from that who is there and since when, and asks the gate
-only who of those waits. So he can say whether a client was turned away, or still waits, for a reason that was real.
+The judge hears what the router hears and sees its answers. From those it knows which requests are there and since when;
+it asks the router only which of them wait. So it can say whether a request was rejected, or still waits, for a reason
+that was real.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from memserve.cluster.events import ClusterAction, EmitTokens, RejectRequest, RequestArrived
+from memserve.cluster.events import ClusterAction, EmitTokens, RejectRequest, RequestArrived, StateRecovered
 from memserve.cluster.machine import Cluster
 from memserve.config import AdmissionConfig
+from memserve.messages import Peer
 from memserve.policy.admission import cost_tokens
+from memserve.policy.ledger import IDENTITY_BYTES
 from memserve.sim.fuzz.gate_room import fits_surely, is_too_large
 from memserve.sim.fuzz.truth import require
 from memserve.types import Admission, Request
@@ -24,15 +27,15 @@ CAUSES = {
     "most allowed": "queue",
     "others are before it": "queue",
     "enough free KV memory": "queue",
-    "not let in within": "wait",
-    "and nobody runs": "pressure",
+    "not admitted within": "wait",
+    "and no request is running": "pressure",
     "no instance has more than": "memory",
 }
-"""What a refusal says -> why. Later ones say more: the last that fits counts."""
+"""Words of a rejection and its cause. Later ones say more: the last that fits counts."""
 
 
 def draw_gate(random: Random) -> AdmissionConfig:
-    """Any gate: narrow ones, so that it matters; patience from a moment to longer than any scenario."""
+    """Any admission: narrow limits, so that they matter; patience from a moment to longer than any scenario."""
     mode = random.choice([Admission.BOUNDED, Admission.BOUNDED, Admission.MEMORY, Admission.CACHE])
     active_max = random.choice([1, 1, 2, 4])
     evictions = mode is not Admission.BOUNDED and random.random() < 0.4
@@ -49,12 +52,12 @@ def draw_gate(random: Random) -> AdmissionConfig:
 
 
 def draw_kept_ns(random: Random) -> int:
-    """How long that of ended requests counts: shorter than any scenario, or until it is over."""
+    """How long KV of ended requests counts: shorter than any scenario, or until it is over."""
     return random.choice([NS_PER_S // 5, 5 * NS_PER_S, 20 * NS_PER_S])
 
 
 def cause_of(action: RejectRequest) -> str:
-    """Why the gate has turned somebody away; "" = somebody else did, for a reason of his own."""
+    """Why admission has rejected a request; "": it was rejected elsewhere, for another reason."""
     causes = [cause for words, cause in CAUSES.items() if words in action.reason]
     return causes[-1] if causes else ""
 
@@ -67,41 +70,45 @@ class Waiter:
     arrived_ns: int
     waits: bool = True
     left: int = 0
-    """How often it may have left something where it runs no more: attempts that failed, a prompt handed over."""
+    """Times that it may have left KV where it runs no more: attempts that failed, a prompt handed over."""
     ended: set[int] = field(default_factory=set)
 
 
 class Before(NamedTuple):
-    """Who was there when an event came, whoever came with it included."""
+    """Requests that were there when an event came, those that came with it included."""
 
     waited: dict[str, Waiter]
     ran: list[str]
     let_in: bool
-    """The event let somebody in: those who waited are fewer than they were."""
+    """The event admitted a request: fewer wait than before."""
 
 
 class GateJudge:
-    """Watches one router after the other. Knows nothing of tokens and instances but who is a member."""
+    """Watches one router after the other. Of instances it knows the members alone, of tokens nothing."""
 
     def __init__(self) -> None:
-        #: whom a gate has turned away, and why
+        #: rejected requests, and why
         self.refused: dict[str, str] = {}
-        #: and after how many seconds they may come again
+        #: and after how many seconds they may retry
         self.told: dict[str, float] = {}
         self._cluster: Cluster | None = None
         self._config = AdmissionConfig()
         self._here: dict[str, Waiter] = {}
         self._served: dict[tuple[str, str], int] = {}
-        """Tokens that the first tenant was let in for, while the second one waited, since both wait."""
+        """Tokens that the first tenant was admitted for, while the second one waited, since both wait."""
         self._cost_most = 0
-        #: (when, who) of those that have ended, once for each time that they may have left something behind
+        #: (when, which) of those that have ended, once for each time that they may have left something behind
         self._gone: list[tuple[int, Request]] = []
+        #: blocks that an earlier router's requests may have left at each member, and since when this one knows of them
+        self._recovered: tuple[int, dict[Peer, int]] = 0, {}
 
     def judge(self, cluster: Cluster, event: object, actions: Sequence[ClusterAction], now: int) -> None:
         """``cluster`` has handled ``event`` at ``now``, by its own clock."""
         if cluster is not self._cluster:
             self._cluster, self._config, self._here, self._served = cluster, cluster.config.admission, {}, {}
-            self._gone = []
+            self._gone, self._recovered = [], (0, {})
+        if isinstance(event, StateRecovered):
+            self._recovered = now, {m.info.peer: len(m.hbm) // IDENTITY_BYTES for m in event.recovered.members}
         here = self._here
         if isinstance(event, RequestArrived):
             here[event.request.request_id] = Waiter(event.request, now)
@@ -110,12 +117,12 @@ class GateJudge:
         ran = [name for name, waiter in here.items() if not waiter.waits]
         for action in actions:
             self._ended(action, now)
-        gate = cluster._lifecycle.gate
+        admission = cluster._lifecycle.admission
         for name, waiter in here.items():
-            job = cluster._lifecycle.jobs.by_id[name]
-            attempt = job.attempt
+            req = cluster._lifecycle.requests.by_id[name]
+            attempt = req.attempt
             handed_over = attempt is not None and attempt.first not in attempt.involved
-            waiter.waits, waiter.left = waiter.waits and gate.holds_back(job), len(job.past) + handed_over
+            waiter.waits, waiter.left = waiter.waits and admission.is_waiting(req), len(req.past) + handed_over
         let_in = [name for name in waited if name in here and not here[name].waits]
         for action in actions:
             if isinstance(action, RejectRequest) and (cause := cause_of(action)):
@@ -143,22 +150,28 @@ class GateJudge:
             self._gone += [(now, waiter.request)] * (waiter.left + 1)
 
     def _kept(self, now: int) -> list[Request]:
-        """Those who have ended, or run somewhere else by now, and may still count."""
+        """Requests that have ended, or run elsewhere by now, and may still count."""
         if self._config.evictions_max is None:
             return []
         self._gone = [(ended_ns, request) for ended_ns, request in self._gone if now - ended_ns < self._config.kept_ns]
         moved = [waiter.request for waiter in self._here.values() for _ in range(waiter.left)]
         return [request for _, request in self._gone] + moved
 
-    # -- whoever was turned away
+    def _room(self, now: int) -> dict[str, Any]:
+        """What else counts when a request is to find room."""
+        at_ns, blocks = self._recovered
+        counts = self._config.evictions_max is not None and now - at_ns < self._config.kept_ns
+        return {"ended": self._kept(now), "recovered": blocks if counts else {}}
+
+    # -- rejected requests
 
     def _judge_refusal(self, cluster: Cluster, action: RejectRequest, cause: str, before: Before, now: int) -> None:
         name, config = action.request_id, self._config
-        require(name in before.waited, f"{name}: turned away by the gate, which had let it in: {action.reason}")
+        require(name in before.waited, f"{name}: rejected after it was admitted: {action.reason}")
         require(action.overloaded == (cause in ("wait", "pressure")), f"{name}: {action} is not the right answer")
         waiter = before.waited[name]
         if cause == "memory":
-            require(action.retry_after_s is None, f"{name}: it could never run, and is to come again: {action}")
+            require(action.retry_after_s is None, f"{name}: it could never run, and is to retry: {action}")
             require(is_too_large(cluster, waiter.request), f"{name} is not too large: {action.reason}")
             return
         require(1.0 <= (action.retry_after_s or 0.0) <= 60.0, f"{name}: {action}")
@@ -168,7 +181,7 @@ class GateJudge:
         elif cause == "pressure":
             still = [other for other in before.ran if other in self._here]
             require(not still, f"{name}: {still} run, and would have made room: {action.reason}")
-            fits = fits_surely(cluster, waiter.request, empty=True, ended=self._kept(now))
+            fits = fits_surely(cluster, waiter.request, empty=True, **self._room(now))
             require(not fits, f"{name} fits: {action.reason}")
         else:
             self._judge_crowd(action, before)
@@ -183,18 +196,18 @@ class GateJudge:
             self._judge_victim(before.waited[name].request.tenant, before.waited)
 
     def _judge_victim(self, victim: str, waited: dict[str, Waiter]) -> None:
-        """It is the tenant with the longest line that loses somebody."""
+        """The tenant with the longest line loses a request."""
         weights, lines = dict(self._config.weights), dict[str, int]()
         for waiter in waited.values():
             lines[waiter.request.tenant] = lines.get(waiter.request.tenant, 0) + 1
         for tenant, line in lines.items():
             fair = lines[victim] * weights.get(tenant, 1) >= line * weights.get(victim, 1)
-            require(fair, f"{victim!r} loses somebody, and {tenant!r} has more: {lines}, weights {weights}")
+            require(fair, f"{victim!r} loses a request, and {tenant!r} has more: {lines}, weights {weights}")
 
-    # -- whoever waits
+    # -- waiting requests
 
     def _judge_waiting(self, cluster: Cluster, now: int) -> None:
-        """Nobody waits without need, for too long, or in too long a line."""
+        """No request waits without need, for too long, or in too long a queue."""
         config, here = self._config, self._here
         waiting = [name for name, waiter in here.items() if waiter.waits]
         active = len(here) - len(waiting)
@@ -204,19 +217,19 @@ class GateJudge:
             return
         spent_ns = now - min(here[name].arrived_ns for name in waiting)
         require(spent_ns < config.wait_ns, f"{waiting}: the first waits for {spent_ns} ns: {config}")
-        require(active > 0, f"{waiting} wait for nobody: {config}")
+        require(active > 0, f"{waiting} wait, and none is active: {config}")
         if active == config.active_max:
             return
         require(config.mode is not Admission.BOUNDED, f"{waiting} wait, and only {active} are active: {config}")
-        head = cluster._lifecycle.gate._queue.head()
+        head = cluster._lifecycle.admission._queue.head()
         if head is not None:
-            fits = fits_surely(cluster, head.request, ended=self._kept(now))
+            fits = fits_surely(cluster, head.request, **self._room(now))
             require(not fits, f"{head.request_id} waits, and there is room for it")
 
     def _judge_turns(self, let_in: list[Request]) -> None:
         """While two tenants wait, neither gets more than the other but for one request of each, by weight.
 
-        Of two who are let in by one event nobody knows who was first: then the count begins anew.
+        Of two requests that one event admits the first one is not known: then the count begins anew.
         """
         weights = dict(self._config.weights)
         waiting = {waiter.request.tenant for waiter in self._here.values() if waiter.waits}

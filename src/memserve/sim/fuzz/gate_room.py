@@ -1,35 +1,40 @@
-"""Whether there is room for a request, reckoned as carelessly as can be: without a ledger, names, or shared blocks.
+"""Whether there is room for a request, estimated as roughly as can be: without a ledger, names, or shared blocks.
 
-Everybody is taken to need all that he could ever need, pins to be as long as was wished, and whatever has been read
-somewhere else to be lent by all who have it: what fits then fits surely. A prompt that is larger than any instance by
-itself fits surely not. Between the two only the gate knows.
+Every request is taken to need all that it could ever need, pins to be as long as was wished, and every prefix that may
+be fetched to be lent by all instances that have it: what fits then fits surely. A prompt that is larger than any
+instance by itself surely does not fit. Between the two only the router's ledger knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from memserve.cluster.jobs import Job
 from memserve.cluster.machine import Cluster
 from memserve.cluster.registry import Member, MemberState
+from memserve.cluster.requests import RequestState
+from memserve.messages import Peer
 from memserve.policy.admission import tokens_needed
 from memserve.policy.routing import teams
 from memserve.types import Admission, Request, Role
 from memserve.units import ceil_div
 
 
-def fits_surely(cluster: Cluster, request: Request, *, empty: bool = False, ended: Iterable[Request] = ()) -> bool:
-    """Whether of each team that ``request`` needs some member has room for it; ``empty``: were nobody else here, and
-    nothing pinned. ``ended``: those whose memory counts everywhere as if they still ran there."""
+def fits_surely(
+    cluster: Cluster, request: Request, *, empty: bool = False, ended: Iterable[Request], recovered: Mapping[Peer, int]
+) -> bool:
+    """Whether of each team that ``request`` needs some member has room for it; ``empty``: without other requests and
+    pins. ``ended``: requests whose memory counts everywhere as if they still ran there. ``recovered``: blocks of an
+    instance's own size that count besides."""
     sides = _sides(cluster, len(request.prompt))
-    jobs = [] if empty else list(cluster._lifecycle.jobs.by_id.values())
+    requests = [] if empty else list(cluster._lifecycle.requests.by_id.values())
     kept = sum(_all_of(cluster, gone) for gone in ended)
     paired = len(sides) > 1
     for side in sides:
         decodes = {m: m.info.role is not Role.PREFILL or not paired for m in side}  # a colocated one does, in any team
         need = {m: kept + _most(cluster, request, 0, decodes=decodes[m]) for m in side}
-        taken = {m: _used(cluster, jobs, m) + (0 if empty else _claimed(cluster, jobs, m)) for m in side}
-        if not any(_total(cluster, member) - taken[member] >= need[member] for member in side):
+        taken = {m: _used(cluster, requests, m) + (0 if empty else _claimed(cluster, requests, m)) for m in side}
+        left = {m: recovered.get(m.peer, 0) * ceil_div(m.info.geometry.block_tokens, _unit(cluster)) for m in side}
+        if not any(_total(cluster, m) - taken[m] - left[m] >= need[m] for m in side):
             return False
     return bool(sides)
 
@@ -42,7 +47,7 @@ def is_too_large(cluster: Cluster, request: Request) -> bool:
 
 
 def _sides(cluster: Cluster, prompt_tokens: int) -> list[Sequence[Member]]:
-    """Who computes such prompts, and, if others do that, who decodes."""
+    """Members that compute such prompts, and those that decode where others do that."""
     here = [m for m in cluster._registry if m.state is MemberState.LIVE and m.info.context_tokens > prompt_tokens]
     roles = teams({member.info.role for member in here})
     return [[member for member in here if member.info.role in team] for team in roles if team]
@@ -71,22 +76,22 @@ def _all_of(cluster: Cluster, request: Request) -> int:
     return max(request.n, request.beam_width) * ceil_div(tokens, _unit(cluster))
 
 
-def _claimed(cluster: Cluster, jobs: Sequence[Job], member: Member) -> int:
+def _claimed(cluster: Cluster, requests: Sequence[RequestState], member: Member) -> int:
     """Blocks that are pinned there, and that may be lent from there."""
     prefixes = [handle.tokens for handle in cluster.handles() if handle.peer == member.peer]
-    for attempt in [job.attempt for job in jobs if job.attempt is not None]:
+    for attempt in [req.attempt for req in requests if req.attempt is not None]:
         prefixes += [holder.prefix_tokens for holder in attempt.holders if holder.peer == member.peer]
     return sum(ceil_div(tokens, _unit(cluster)) for tokens in prefixes)
 
 
-def _used(cluster: Cluster, jobs: Sequence[Job], member: Member) -> int:
-    """Blocks of all that run there. Who decodes may have a prompt twice, if somebody brought the same one meanwhile."""
+def _used(cluster: Cluster, requests: Sequence[RequestState], member: Member) -> int:
+    """Blocks of all that run there. A decode instance may have a prompt twice, if another request brings it."""
     used = 0
-    for job in jobs:
-        attempt, generated = job.attempt, max(len(tokens) for tokens in job.emitted)
+    for req in requests:
+        attempt, generated = req.attempt, max(len(tokens) for tokens in req.emitted)
         if attempt is not None and member in attempt.involved:
             paired = attempt.decode_at is not None
-            used += _most(cluster, job.request, generated, decodes=not paired or member is attempt.decode_at)
+            used += _most(cluster, req.request, generated, decodes=not paired or member is attempt.decode_at)
             if member is attempt.decode_at and cluster.config.admission.mode is Admission.CACHE:
-                used += ceil_div(len(job.request.prompt), _unit(cluster))
+                used += ceil_div(len(req.request.prompt), _unit(cluster))
     return used

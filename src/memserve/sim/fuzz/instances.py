@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import RowFailed, StepFailed, StepFinished
+from memserve.instance.events import RowFailed, StepFailed, StepFinished, StepPlan
 from memserve.instance.sequence import Phase
-from memserve.kv_transfer.jobs import PullPages
+from memserve.kv_transfer.events import PullPages
 from memserve.kv_transfer.sender import Export
 from memserve.messages import AnyMessage, Peer, Ready
 from memserve.sim.fuzz.literal_device import fail_row
+from memserve.sim.fuzz.network import FaultyNetwork
+from memserve.sim.fuzz.scenario import Scenario
 from memserve.sim.fuzz.truth import Violation
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
-from memserve.sim.nodes import InstanceNode
-from memserve.types import Role, Tier
-
-if TYPE_CHECKING:
-    from memserve.sim.fuzz.world import World
+from memserve.sim.nodes import Host, InstanceNode
+from memserve.types import KVGeometry, Role, Tier
 
 FIRST_GENERATION = 100_000_000
 STEP_MAX_NS = 10_000_000_000
@@ -28,13 +26,30 @@ _Page = tuple[Tier, int, int, int, int]
 """Tier, block, first and end layer, checksum."""
 
 
+class FuzzHost(Host, Protocol):
+    """A world that a seed decides, as its nodes know it."""
+
+    scenario: Scenario
+    random: Random
+    geometry: KVGeometry
+    links_cut: bool
+    """Whether a cut between two instances is one for pages, too."""
+
+    @property
+    def network(self) -> FaultyNetwork:
+        """The wires between the nodes."""
+
+    def row_fails(self, node: FuzzedInstance, attempt_id: str, index: int) -> None:
+        """A row of an attempt fails, and with it that sequence of the client's request."""
+
+
 class FuzzedInstance(InstanceNode):
     """A node with knobs for faults, which remembers what it has promised of its pages."""
 
-    host: World
+    host: FuzzHost
     device: FuzzedDevice
 
-    def __init__(self, world: World, name: str, role: Role, place: int) -> None:
+    def __init__(self, world: FuzzHost, name: str, role: Role, place: int) -> None:
         self.random = Random(f"{world.scenario.seed}/{name}")
         self.fails_next_step = False
         self.rows_to_fail = 0
@@ -108,7 +123,7 @@ class FuzzedInstance(InstanceNode):
             raise Violation(f"{self.peer.name} has written to {page}, offered as {sorted(still_open)}")
 
     def _open_offers(self) -> dict[str, Export]:
-        link = self.machine._link
+        link = self.machine.link
         return link.exchange._sender.open if link is not None else {}
 
 
@@ -158,7 +173,7 @@ class FuzzedDevice:
             return event
         node.rows_to_fail -= 1
         slot = node.random.choice(sorted({*plan.slots, *(slot for slots in plan.sample_slots for slot in slots)}))
-        sequence = node.machine._outstanding[0].by_slot()[slot]
+        sequence = node.machine.inflight[0].by_slot()[slot]
         fail_row(plan, event, slot, RowFailed(PLANTED, kv_is_suspect=node.random.random() < 0.5))
         if sequence.phase is not Phase.FINISHED:  # else the row was one too many
             node.host.row_fails(node, sequence.request_id, sequence.index)

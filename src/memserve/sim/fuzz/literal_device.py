@@ -6,8 +6,7 @@ the contract between machine and device is a :class:`Violation`.
 
 from __future__ import annotations
 
-from memserve.instance.actions import OpenSequence, StepPlan
-from memserve.instance.events import RowFailed, StepFailed, StepFinished
+from memserve.instance.events import OpenSequence, RowFailed, StepFailed, StepFinished, StepPlan
 from memserve.sim.fuzz.truth import Violation, candidates, cell, draw, mix, require
 from memserve.types import Tier, TokenLogprobs
 

@@ -11,15 +11,15 @@ from memserve.sim.clock import Clock
 from memserve.sim.network import Network
 
 Way = tuple[str, str]
-"""From whom, to whom."""
+"""Sender and receiver."""
 
 
 def _silent(line: str, what: object = "") -> None:
-    """Nobody listens."""
+    """Nothing listens."""
 
 
 class FaultyNetwork(Network):
-    """Worse than the real one, whose mailbox drops what comes twice and what a later message has overtaken: here they
+    """Worse than the real one: its mailbox drops what comes twice and what a later message has overtaken: here they
     are heard, and the machines must not mind.
 
     Messages held by a partition come late, in order, or are lost: each partition is of one kind.

@@ -10,15 +10,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import ClusterAction
+from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.trees import Feed, Trees
 from memserve.errors import UserError
-from memserve.instance.member import MemberMachine
-from memserve.instance.router_addresses import RouterAddresses
-from memserve.kv_transfer.context import Deadlines, Mortal
-from memserve.kv_transfer.jobs import PagesPulled
+from memserve.instance.member import MemberMachine, RouterAddresses
+from memserve.kv_transfer.context import Deadlines, Expiring
+from memserve.kv_transfer.events import PagesPulled
 from memserve.kv_transfer.receiver import Receiver
 from memserve.mempool import pool as pool_module
 from memserve.mempool.identity import DEFAULT_KEY, namespace_id
@@ -34,16 +33,16 @@ def _any_generation(self: Registry, peer: Peer) -> Member | None:
 
 
 def _generation_check() -> list[Swap]:
-    """Whoever has the name of a member is taken for it, whichever process it is."""
+    """Any process with the name of a member is taken for it."""
     return [(Registry, "get", _any_generation)]
 
 
-def _never_due(self: Deadlines, now: int) -> Mortal | None:
+def _never_due(self: Deadlines, now: int) -> Expiring | None:
     return None
 
 
 def _lease_sweep() -> list[Swap]:
-    """Offers, imports and fetches that nobody ends live for ever."""
+    """Offers, imports and fetches that are not ended live for ever."""
     return [(Deadlines, "pop_due", _never_due)]
 
 

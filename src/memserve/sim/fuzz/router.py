@@ -7,21 +7,17 @@ it has promised to keep, and which actions must not leave before that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from memserve.cluster.durability import DurabilityGate, Write
 from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember, StateRecovered
+from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.messages import ROUTER, Peer
-from memserve.meta.book import Book
-from memserve.meta.faulty import FaultyMedium
-from memserve.meta.medium import MediumFailed
+from memserve.meta.medium import FaultyMedium, MediumFailed
+from memserve.meta.state import MetadataState
 from memserve.meta.store import Store
-from memserve.remembered import AnyRecord
+from memserve.metadata import AnyRecord
+from memserve.sim.fuzz.instances import FuzzHost
 from memserve.sim.fuzz.truth import Violation
 from memserve.sim.nodes import RouterNode
-
-if TYPE_CHECKING:
-    from memserve.sim.fuzz.world import World
 
 CHECKPOINT_BYTES_MIN = 4096
 REPAIR_NS = 500_000_000
@@ -32,7 +28,7 @@ class Promises:
     it, in order."""
 
     def __init__(self) -> None:
-        self._kept = Book()
+        self._kept = MetadataState()
         self._pending: list[Sequence[AnyRecord]] = []
         #: by identity: actions that have not left, each with what must be safe before that; and what is not safe yet
         self._needs: dict[int, tuple[ClusterAction, Sequence[AnyRecord]]] = {}
@@ -69,27 +65,27 @@ class Promises:
             self._unsafe.pop(id(records), None)
         self._pending.clear()
 
-    def check(self, found: Book) -> None:
+    def check(self, found: MetadataState) -> None:
         """Raise :class:`Violation` unless ``found`` keeps the promise. What it has beyond that may yet be lost: it was
         read, and not made safe."""
         there = list(found.records())
-        book = Book()
-        book.apply(self._kept.records())
+        state = MetadataState()
+        state.apply(self._kept.records())
         for count in range(len(self._pending) + 1):
-            if list(book.records()) == there:
+            if list(state.records()) == there:
                 del self._pending[count:]
                 return
             if count < len(self._pending):
-                book.apply(self._pending[count])
+                state.apply(self._pending[count])
         raise Violation(f"durable is not durable: the disk gives {len(there)} records, and more was promised")
 
 
 class FuzzedRouter(RouterNode):
     """A router that may be killed, with or without what its disk had not yet made safe."""
 
-    host: World
+    host: FuzzHost
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FuzzHost) -> None:
         super().__init__(world)
         self.medium = FaultyMedium()
         self.disk_ns = 0
@@ -122,16 +118,16 @@ class FuzzedRouter(RouterNode):
         """Go on from what is there. The wall clock makes generations grow, also when nothing could be kept."""
         try:
             self._store = Store(self.medium, checkpoint_bytes_min=CHECKPOINT_BYTES_MIN)
-        except MediumFailed:  # a torn write is to be replaced, and there is no room: somebody has to make some
+        except MediumFailed:  # a torn write is to be replaced, and there is no room: an operator has to make some
             self.medium.room_bytes = None
             self._store = Store(self.medium, checkpoint_bytes_min=CHECKPOINT_BYTES_MIN)
-        self.promises.check(self._store.book)
+        self.promises.check(self._store.state)
         if self._store.checkpoints:  # the last write was torn: what is left was written anew
             self.promises.synced()
-        remembered = self._store.book.remembered(-self.skew_ns)
-        last = remembered.router.generation if remembered.router is not None else 0
+        recovered = self._store.state.recovered(-self.skew_ns)
+        last = recovered.router.generation if recovered.router is not None else 0
         self.peer = Peer(ROUTER, max(last, self.peer.generation) + 1)
-        self.post(StateRecovered(remembered, self.peer, self.address, -self.skew_ns))
+        self.post(StateRecovered(recovered, self.peer, self.address, -self.skew_ns))
 
     # -- actions, in the order that the gate finds safe
 

@@ -1,4 +1,4 @@
-"""Scenarios of the cluster world, drawn from a seed: who is there, who asks what, what goes wrong and when."""
+"""Scenarios of the cluster world, drawn from a seed: which processes, what is asked, what goes wrong and when."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Scenario:
     routers: int = 1
     """Addresses at which a router may be, of which one has it at a time."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    """Who is let in. Clients who are turned away ask something else."""
+    """What is let in. Clients that are turned away ask something else."""
     step_ns: tuple[int, int] = (1 * MS, 6 * MS)
     delay_ns: tuple[int, int] = (50_000, 2 * MS)
     pull_ns: tuple[int, int] = (100_000, 3 * MS)
@@ -236,7 +236,7 @@ def _add_flood(random: Random, scenario: Scenario, count: int) -> None:
 
 
 def _make_uneven(random: Random, scenario: Scenario, least: int) -> None:
-    """Not all instances have room for the whole context: who goes on with a request decides where it must end."""
+    """Not all instances have room for the whole context: the one that goes on with a request decides where it ends."""
     sizes = [random.choice([size, least // 2]) for size in scenario.hbm_blocks]
     sizes[random.randrange(len(sizes))] = max(scenario.hbm_blocks)
     scenario.hbm_blocks = tuple(sizes)
@@ -245,7 +245,7 @@ def _make_uneven(random: Random, scenario: Scenario, least: int) -> None:
 
 
 def _make_hectic(random: Random, scenario: Scenario, least: int) -> None:
-    """Many clients at once, who change their minds; memory for one or two of them; pages that take many steps."""
+    """Many clients at once, which change their minds; memory for one or two of them; pages that take many steps."""
     scenario.hbm_blocks = tuple(least + random.randint(0, 4) for _ in scenario.hbm_blocks)
     scenario.pull_ns = random.choice([(2 * MS, 10 * MS), (5 * MS, 60 * MS)])
     scenario.step_ns = (MS // 2, 2 * MS)

@@ -1,4 +1,4 @@
-"""What every request must get: a "model" whose KV is a number, and whose next token is a hash of all KV that it sees.
+"""What every request must get: a "model" with a number as KV, and a next token that is a hash of all KV it sees.
 
 The KV of a position is made of (token, position, everything that attention would have seen before it). A wrong block, a
 stale reuse, a missing copy or a wrong position changes the number, and with it every token behind it.

@@ -1,14 +1,13 @@
-"""A literal device whose memory can be read by others: two layers, checksums, pulls, layers that finish one by one.
+"""A literal device with memory that can be read by others: two layers, checksums, pulls, layers that finish one by one.
 
 Layer 0 of a cell is the number that :class:`LiteralDevice` computes with, layer 1 a function of it. A row that reads a
-cell whose layers do not belong together has read a block that was moved by halves.
+cell with layers that do not belong together has read a block that was moved by halves.
 """
 
 from __future__ import annotations
 
-from memserve.instance.actions import StepPlan
-from memserve.instance.events import PagesSealed, StepFailed, StepFinished
-from memserve.kv_transfer.jobs import PullPages, SealPages
+from memserve.instance.events import StepFailed, StepFinished, StepPlan
+from memserve.kv_transfer.events import PagesSealed, PullPages, SealPages
 from memserve.sim.fuzz.literal_device import Cells, LiteralDevice, Slot
 from memserve.sim.fuzz.truth import Violation, mix
 from memserve.types import Tier, TokenLogprobs
@@ -25,8 +24,8 @@ class TruthDevice(LiteralDevice):
         self.upper: dict[Tier, Cells] = {
             tier: [[None] * block_tokens for _ in range(count)] for tier, count in sizes.items()
         }
-        self._begun: dict[int, StepFinished | StepFailed] = {}  # plans whose first layer is done
-        self._late: list[tuple[int, int]] | None = None  # cells whose upper layer is still to be written
+        self._begun: dict[int, StepFinished | StepFailed] = {}  # plans with a first layer that is done
+        self._late: list[tuple[int, int]] | None = None  # cells with an upper layer still to be written
 
     # -- plans
 

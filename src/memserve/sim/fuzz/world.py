@@ -14,6 +14,8 @@ from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.instance.machine import Instance
 from memserve.messages import Heartbeat, PeerInfo
+from memserve.policy.costs import CopyCurve, CostModel
+from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
 from memserve.sim.clock import Clock
 from memserve.sim.fuzz import checks, faults
@@ -36,8 +38,14 @@ NAMESPACE = "world"
 SECOND = 1000 * MS
 LEASE_NS = 2 * SECOND
 STANDBY_ADDRESS = "virtual://standby"
+PROFILES = (
+    None,
+    CostModel(machine="quick", swap_in=CopyCurve(50.0 * MS, 0.0, 0.0)),
+    CostModel(machine="slow").scaled(20.0),
+)
+"""Of the instances, in turn: unlike machines, one of them with a slow second tier, and some that measured nothing."""
 STEPS_MAX = 200_000
-"""Scenarios have some thousands of steps. Who has so many goes round in circles."""
+"""Scenarios have some thousands of steps. One with so many goes round in circles."""
 
 
 class World:
@@ -116,10 +124,12 @@ class World:
 
     def new_instance(self, node: InstanceNode) -> Instance:
         """The production machine."""
-        return Instance(self.instance_config(node), BLOCK_TOKENS, me=node.peer, geometry=self.geometry)
+        profile = PROFILES[node.place % len(PROFILES)]
+        costs = PreemptionCosts(self.geometry.block_bytes, profile=profile)
+        return Instance(self.instance_config(node), BLOCK_TOKENS, costs, me=node.peer, geometry=self.geometry)
 
     def new_device(self, node: InstanceNode) -> FuzzedDevice:
-        """Its device, whose memory is the instance's arenas."""
+        """Its device, with the instance's arenas as memory."""
         config = self.instance_config(node).pool
         memory = TruthDevice(BLOCK_TOKENS, config.hbm_blocks, config.dram_blocks, VOCAB)
         return FuzzedDevice(_fuzzed(node), memory)
@@ -142,6 +152,7 @@ class World:
             node.machine.context_tokens,
             config.pool.caching,
             publishes_events=self.scenario.event_capacity > 0,
+            costs=profile.encode() if (profile := PROFILES[node.place % len(PROFILES)]) is not None else b"",
         )
 
     # -- clients
@@ -185,7 +196,7 @@ class World:
         self._next_turn(self.referee.rejected(request_id, reason, self.router.now, by_gate=by_gate))
 
     def router_dies(self) -> None:
-        """Whoever waited for it gets an error from the network, and asks something else later."""
+        """Its clients get an error from the network, and ask something else later."""
         self.router.restart()
         for ask in list(self.referee.asks.values()):
             if not ask.over:
@@ -228,7 +239,7 @@ class World:
             self.gate_judge.judge(node.machine, event, cast("Sequence[ClusterAction]", actions), node.now)
 
     def say(self, line: str, what: object = "") -> None:
-        """One line of the story; ``what`` is written out only when somebody reads it."""
+        """One line of the story; ``what`` is written out only when it is read."""
         if not isinstance(what, Heartbeat):  # they would drown all else
             self._story.append((self.clock.now, line, what))
 
@@ -260,8 +271,8 @@ class World:
         checks.check_memory_is_whole(self.instances)
 
     def _ask_once_more(self) -> None:
-        """All is healed: whoever asks now is served without excuses, and before any lease could end. Whom a gate turns
-        away comes again when he was told to, with all others whom it has turned away; it lets some of them in each
+        """All is healed: a client that asks now is served without excuses, and before any lease could end. One that a
+        gate turns away comes again when it was told to, with all others that it turned away; some get in each
         time, or is asked once more when what has ended is let go."""
         self.referee.excused = False
         is_open = self.scenario.admission.mode is Admission.NONE
@@ -282,7 +293,7 @@ class World:
                 break
             waiting = [asked[name] for name in refused]
             self._run_until(self.clock.now + ns_from_s(max(refused.values())))
-        require(not refused, f"the cluster was healed, and its gate never lets in who fits: {refused}")
+        require(not refused, f"the cluster was healed, and its gate never lets in what fits: {refused}")
         self._run_until(self.clock.now + 4 * SECOND)
         self.check_at_rest()
 
@@ -310,7 +321,7 @@ class World:
                 raise Violation(f"{STEPS_MAX} things have happened, and there is no end")
 
     def check_at_rest(self) -> None:
-        """Nothing is held, nothing is open, and the router knows who has what."""
+        """Nothing is held, nothing is open, and the router knows where everything lies."""
         checks.check_at_rest(self.router.machine, self.instances, self.scenario.event_capacity > 0)
         for node in self.instances:
             failed = node.machine.stats().steps_failed
@@ -326,15 +337,15 @@ class World:
         done.update(f"refused: {cause}" for cause in self.gate_judge.refused.values())
         if self.scenario.remembers:
             done.update(readopted=router.members_readopted)
-        for link in (node.machine._link for node in self.instances):
+        for link in (node.machine.link for node in self.instances):
             if link is None:
                 continue
             exchange = link.exchange.counters
-            done.update(handed_over=link.handoffs.handed_over, taken_over=link.takeovers.taken_over)
-            done.update(fetched=link.fetches.fetched_tokens, sent_home=link.blocks_sent_home)
+            done.update(handed_over=link.sender.handed_over, taken_over=link.receiver.taken_over)
+            done.update(fetched=link.fetches.fetched_tokens, sent_home=link.receiver.blocks_sent_back)
             done.update(came_home=link.blocks_come_home, mismatches=exchange.mismatches)
             done.update(pulled=exchange.pulled_blocks, reused=exchange.reused_blocks, expired=exchange.expired)
-            done.update(withdrawn=exchange.withdrawn, failed=link.takeovers.failed)
+            done.update(withdrawn=exchange.withdrawn, failed=link.receiver.failed)
         return done
 
 

@@ -1,1 +1,1 @@
-"""Workloads on a cluster of production machines in virtual time (level 3)."""
+"""Workloads on a cluster of production machines in virtual time."""

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from memserve.serving import RequestArrived
-from memserve.sim.replay.nodes import ReplayHost
+from memserve.sim.clock import Clock
 from memserve.sim.replay.scripts import Script
+from memserve.sim.replay.setup import Surroundings
+from memserve.sim.timed_device import Moments
 from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
 from memserve.units import ns_from_s
 from memserve.workloads.words import History, Session, Workload
@@ -64,8 +66,18 @@ class _Talk:
 class Clients:
     """All clients of a workload. ``served`` holds every request that was sent, in the order of sending."""
 
-    def __init__(self, world: ReplayHost, workload: Workload, make_script: MakeScript = Script) -> None:
-        self._world, self._workload, self._make_script = world, workload, make_script
+    def __init__(
+        self,
+        clock: Clock,
+        around: Surroundings,
+        moments: Moments,
+        submit: Callable[[RequestArrived], None],
+        workload: Workload,
+        make_script: MakeScript = Script,
+    ) -> None:
+        """``moments``: when tokens were drawn; ``submit``: the way to the router."""
+        self._clock, self._around, self._moments, self._submit = clock, around, moments, submit
+        self._workload, self._make_script = workload, make_script
         self.served: list[Served] = []
         self.tokens = 0
         self.answered = 0
@@ -82,11 +94,11 @@ class Clients:
 
     def begin(self) -> None:
         """The workload's second 0 is now."""
-        self._start_ns = self._world.clock.now
-        around = self._world.setup.around
-        self._world.moments.way_ns = around.message_ns + around.back_ns - self._start_ns
+        self._start_ns = self._clock.now
+        around = self._around
+        self._moments.way_ns = around.message_ns + around.back_ns - self._start_ns
         if self._workload.users is None:
-            self._world.clock.at_each(self._first_turns(), self._ask)
+            self._clock.at_each(self._first_turns(), self._ask)
         else:
             for _ in range(self._workload.users):
                 self._take_next(0)
@@ -105,7 +117,7 @@ class Clients:
         return _Talk(session, self._make_script(session))
 
     def _ask_at(self, talk: _Talk, due_ns: int) -> None:
-        self._world.clock.at(self._start_ns + due_ns, self._ask, talk, due_ns)
+        self._clock.at(self._start_ns + due_ns, self._ask, talk, due_ns)
 
     def _ask(self, talk: _Talk, due_ns: int) -> None:
         session, number = talk.session, talk.number
@@ -117,7 +129,7 @@ class Clients:
         self._talks[request_id] = talk
         stop = StopParams(max_tokens=session.turns[number].output_tokens_max)
         request = Request(request_id, prompt, _SAMPLING, stop, session=session.session_id)
-        self._world.clock.after(self._world.setup.around.front_ns, self._world.router.submit, RequestArrived(request))
+        self._clock.after(self._around.front_ns, self._submit, RequestArrived(request))
 
     # -- answers
 
@@ -126,10 +138,10 @@ class Clients:
         talk = self._talks[output.request_id]
         served = talk.served
         assert served is not None, "it has asked"
-        world, tokens = self._world, output.tokens
+        tokens = output.tokens
         if tokens:
             self.tokens += len(tokens)
-            served.token_ns.extend(world.moments.seen_ns(tokens))
+            served.token_ns.extend(self._moments.seen_ns(tokens))
             talk.answer.extend(tokens)
             if served.first_ns is None:
                 served.first_ns = served.token_ns[0]
@@ -140,7 +152,7 @@ class Clients:
                 served.instance = str(value)
         if output.finish_reason is not None:
             served.finish = output.finish_reason.value
-            end_ns = world.clock.now + world.setup.around.back_ns - self._start_ns
+            end_ns = self._clock.now + self._around.back_ns - self._start_ns
             self._end(output.request_id, talk, max(end_ns, *served.token_ns[-1:], 0))
 
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
@@ -148,7 +160,7 @@ class Clients:
         talk = self._talks[request_id]
         assert talk.served is not None, "it has asked"
         talk.served.error, talk.served.retry_after_s = reason, retry_after_s
-        self._end(request_id, talk, self._world.clock.now + self._world.setup.around.back_ns - self._start_ns)
+        self._end(request_id, talk, self._clock.now + self._around.back_ns - self._start_ns)
 
     def _end(self, request_id: str, talk: _Talk, end_ns: int) -> None:
         served, session = talk.served, talk.session

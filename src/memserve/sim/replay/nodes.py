@@ -7,40 +7,39 @@ from typing import Protocol
 
 from memserve.messages import ROUTER, AnyMessage, Dispatch, Peer, Tokens
 from memserve.sim.cores import Cores
-from memserve.sim.host import Host
-from memserve.sim.nodes import InstanceNode
+from memserve.sim.fast_forward import FastForwardInstance
+from memserve.sim.nodes import Host, InstanceNode
 from memserve.sim.replay.setup import Setup
 from memserve.sim.timed_device import Moments, TimedDevice
 from memserve.types import Role
 
-TELLS_UNTIL_STALLED = 2
-"""Messages about an attempt within the time after which the router takes it for stalled."""
+SENDS_UNTIL_STALLED = 2
+"""How often the router gets tokens of an attempt within the time after which it takes the attempt for stalled."""
 
 
 class ReplayHost(Host, Protocol):
-    """What instances and clients need of their world."""
+    """A world that replays a workload."""
 
     @property
     def setup(self) -> Setup:
-        """The cluster that is simulated."""
+        """What it was built from."""
 
     @property
     def moments(self) -> Moments:
-        """When tokens were drawn."""
+        """When each token was drawn."""
 
 
 class ReplayNode(InstanceNode):
-    """An instance that glides: while it only draws further tokens, its steps are not handled one by one.
+    """An instance whose machine skips like steps: while it can only draw further tokens, no event is posted to it.
 
-    The moments at which its steps end are known in advance (``_ends_ns``). Before an event that comes sooner than the
-    last of them, :meth:`catch_up` tells the machine of all the steps that have ended by then.
+    The moments at which its steps end are known in advance (``_ends_ns``). Whatever comes before the last of them is
+    preceded by :meth:`catch_up`, which fast-forwards the machine over all steps that have ended by then.
 
-    The machine holds tokens: they reach the router late, and the client reads off them when they were drawn
-    (``timed_device.Moments``). The router looks at tokens when an attempt fails, and counts the time without any. So it
-    gets all tokens before the instance is called off, and often enough that no attempt seems to stall (:meth:`tell`).
+    Tokens reach the router late, and the client reads off them when they were drawn (``timed_device.Moments``). The
+    router looks at tokens where an attempt fails, and counts how long it has had none. So it gets them all before the
+    instance is called off, and often enough that no attempt seems to stall (:meth:`send_tokens`).
 
-    An instance that is to be killed or paused neither glides nor holds tokens: when its end is noticed depends on its
-    last message.
+    An instance that is to be killed or paused does none of this: its last message decides when that is noticed.
     """
 
     host: ReplayHost
@@ -48,15 +47,15 @@ class ReplayNode(InstanceNode):
 
     def __init__(self, host: ReplayHost, name: str, role: Role, place: int, cores: Cores | None) -> None:
         self._cores = cores
-        self.glides = host.setup.glides and not any(fault.stops(name) for fault in host.setup.faults)
+        self.fast_forwards = host.setup.fast_forwards and not any(fault.stops(name) for fault in host.setup.faults)
         super().__init__(host, name, role, place)
 
     def boot(self) -> None:
         self._turn = 0
         self._begun_ns = self._end_ns = 0  # of the step under way
         self._beat_ns = 0
-        self._told_ns = 0
-        self._ends_ns: list[int] = []  # of it and the steps behind it, while gliding
+        self._sent_ns = 0
+        self._ends_ns: list[int] = []  # of it and the steps behind it, while it skips steps
         super().boot()
 
     # -- step by step
@@ -95,38 +94,44 @@ class ReplayNode(InstanceNode):
 
     def hear(self, sender: Peer, message: AnyMessage) -> None:
         if sender.name == ROUTER and not isinstance(message, Dispatch):
-            self.tell()  # it may be told to forget what it has
+            self.send_tokens()  # the message may make it forget them
         super().hear(sender, message)
 
     def post(self, event: object) -> None:
         self.catch_up()
         super().post(event)
         if self._working:
-            self._glide()
+            self._look_ahead()
 
     def _member_ticks(self) -> None:
         self.catch_up()
         now = self.host.clock.now
-        if now - self._told_ns >= self.host.setup.cluster.stalled_after_ns // TELLS_UNTIL_STALLED:
-            self.tell()
+        if now - self._sent_ns >= self.host.setup.cluster.stalled_after_ns // SENDS_UNTIL_STALLED:
+            self.send_tokens()
         self._beat_ns = now + self.host.member_config.beat_ns  # a heartbeat interrupts: no use in looking beyond
         super()._member_ticks()
-        self._glide()
+        self._look_ahead()
 
-    def tell(self) -> None:
-        """The router gets all tokens drawn by now."""
+    def send_tokens(self) -> None:
+        """Send the router all tokens drawn by now."""
         self.catch_up()
-        self._told_ns = self.host.clock.now
-        outputs = self.machine.tell()
+        self._sent_ns = self.host.clock.now
+        machine = self._fast_forward
+        outputs = machine.take_held_tokens() if machine is not None else None
         if outputs:
             self._tell_router(Tokens(tuple(outputs)))
 
     # -- many steps at once
 
-    def _glide(self) -> None:
-        if self._ends_ns or not self._working or not self.glides or self._cores is not None:
+    @property
+    def _fast_forward(self) -> FastForwardInstance | None:
+        return self.machine if isinstance(self.machine, FastForwardInstance) else None
+
+    def _look_ahead(self) -> None:
+        machine = self._fast_forward
+        if self._ends_ns or not self._working or machine is None or self._cores is not None:
             return
-        ahead = self.machine.steps_ahead()
+        ahead = machine.steps_ahead()
         if ahead < 2:
             return
         plan, end_ns = self.plans[0], self._end_ns
@@ -142,23 +147,24 @@ class ReplayNode(InstanceNode):
         if len(ends_ns) > 1:
             self._ends_ns = ends_ns
             self._turn += 1
-            self.later(ends_ns[-1] - self.host.clock.now, self._glided, self._turn)
+            self.later(ends_ns[-1] - self.host.clock.now, self._skipped, self._turn)
 
-    def _glided(self, turn: int) -> None:
+    def _skipped(self, turn: int) -> None:
         if turn == self._turn:
             self.catch_up()
-            self._glide()
+            self._look_ahead()
 
     def catch_up(self) -> None:
-        """Tell the machine of the steps that have ended by now; the next one goes on."""
-        if not self._ends_ns:
+        """Fast-forward the machine over the steps that have ended by now; the next step goes on."""
+        machine = self._fast_forward
+        if not self._ends_ns or machine is None:
             return
         ends_ns, self._ends_ns = self._ends_ns, []
         steps = bisect_right(ends_ns, self.host.clock.now)
         begun_ns = self._begun_ns if not steps else ends_ns[steps - 1]
         if steps:
             spent_ns = begun_ns - self._begun_ns
-            self.machine.glide(self.host.moments.add(ends_ns[:steps]), spent_ns)
+            machine.fast_forward(self.host.moments.add(ends_ns[:steps]), spent_ns)
             for plan in self.plans:
                 plan.step_id += steps
                 plan.starts = [start + steps for start in plan.starts]

@@ -11,8 +11,9 @@ from memserve.sim.hardware import Machine
 from memserve.types import Caching, Role, TransferMode
 from memserve.units import NS_PER_MS, NS_PER_US
 
-GPU_SCHEDULER = SchedulerConfig(max_running=256, max_step_tokens=8192, prefill_chunk_tokens=8192)
-"""A step that a GPU is worth: vLLM's ``max_num_batched_tokens`` of its V1 engine."""
+GPU_SCHEDULER = SchedulerConfig(max_running=256, max_step_tokens=8192)
+"""What an operator would give ``memserve serve`` on a GPU of a data center; steps as large as those of vLLM's V1
+engine. The defaults of ``memserve serve`` suit any machine, and are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class Setup:
     scheduler: SchedulerConfig = GPU_SCHEDULER
     around: Surroundings = field(default_factory=Surroundings)
     faults: tuple[Fault, ...] = ()
-    glides: bool = True
-    """Tell machines many like steps at once (``instance/gliding``): equal results, sooner."""
+    fast_forwards: bool = True
+    """Run many like steps in one go (``sim/fast_forward``): the results are equal, and come sooner."""
 
     def __post_init__(self) -> None:
         if not sum(self.instances.values()):

@@ -60,7 +60,7 @@ class Timeline:
             return
         waiting, running, used, busy = [], [], [], []
         for node in self._instances:
-            in_line, at_work = node.machine.crowd()
+            in_line, at_work = node.machine.state.waiting_and_running()
             waiting.append(in_line)
             running.append(at_work)
             used.append(round(1 - node.machine.pool.blocks_free / node.host.setup.machine.hbm_blocks, 4))

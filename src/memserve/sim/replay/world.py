@@ -11,9 +11,10 @@ from memserve.config import ExchangeConfig, InstanceConfig, MemberConfig, PoolCo
 from memserve.errors import UserError
 from memserve.instance.machine import Instance
 from memserve.messages import PeerInfo
-from memserve.policy.preemption import PreemptionCosts
+from memserve.policy.reuse import PreemptionCosts
 from memserve.sim.clock import Clock
 from memserve.sim.cores import Cores
+from memserve.sim.fast_forward import FastForwardInstance
 from memserve.sim.links import Fabric, LinkTotals, TimedPort
 from memserve.sim.network import Network
 from memserve.sim.nodes import ROUTER_ADDRESS, InstanceNode, RouterNode
@@ -68,9 +69,10 @@ class ReplayWorld:
         self.moments = Moments()
         self.fabric, self.links = Fabric(self.clock), LinkTotals()
         self._steps = step_times(setup.machine)
+        self._costs = setup.machine.costs.encode()
         self._cores: dict[str, Cores] = {}
-        self.clients = Clients(self, workload, make_script)
         self.router = RouterNode(self)
+        self.clients = Clients(self.clock, setup.around, self.moments, self.router.submit, workload, make_script)
         self.network.nodes[self.router.peer.name] = self.router
         self.instances: list[ReplayNode] = []
         for place, (name, role) in enumerate(names_of(setup.instances)):
@@ -92,18 +94,16 @@ class ReplayWorld:
         return self._cores.setdefault(self._host_of(place), Cores(self.clock))
 
     def new_cluster(self) -> Cluster:
-        """The router's machine; it knows the instances' costs, as if they had been measured."""
-        return Cluster(self.setup.cluster, self.setup.machine.costs)
+        """The router's machine."""
+        return Cluster(self.setup.cluster)
 
     def new_instance(self, node: InstanceNode) -> Instance:
         """An instance's machine."""
         machine = self.setup.machine
         known = PreemptionCosts(block_bytes=machine.geometry.block_bytes, profile=machine.costs)
         block_tokens = machine.geometry.block_tokens
-        return Instance(
-            self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry,
-            holds_tokens=isinstance(node, ReplayNode) and node.glides,
-        )  # fmt: skip
+        kind = FastForwardInstance if isinstance(node, ReplayNode) and node.fast_forwards else Instance
+        return kind(self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry)
 
     def _config(self, node: InstanceNode) -> InstanceConfig:
         machine = self.setup.machine
@@ -128,7 +128,7 @@ class ReplayWorld:
         return PeerInfo(
             node.peer, node.role, f"virtual://{node.peer.name}", NAMESPACE, self.setup.machine.geometry,
             config.pool.hbm_blocks, config.pool.dram_blocks, node.machine.context_tokens, config.pool.caching,
-            host_id=self._host_of(node.place),
+            host_id=self._host_of(node.place), costs=self._costs,
         )  # fmt: skip
 
     # -- what happens
@@ -172,7 +172,7 @@ class ReplayWorld:
         """Time is up: clients get the tokens drawn by then, also those that no message has carried yet."""
         self.clock.now = end_ns
         for node in self.instances:
-            node.tell()
+            node.send_tokens()
         self.clock.run_until(end_ns + self.setup.around.message_ns)
 
     @property

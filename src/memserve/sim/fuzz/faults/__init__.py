@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
 
 from memserve.sim.fuzz.faults import device, disk, process, wire
+from memserve.sim.fuzz.faults.process import World
 from memserve.sim.fuzz.scenario import ROW, Fault
 from memserve.sim.fuzz.truth import require
-
-if TYPE_CHECKING:
-    from memserve.sim.fuzz.world import World
 
 KINDS = {**process.KINDS, **wire.KINDS, **device.KINDS, **disk.KINDS}
 

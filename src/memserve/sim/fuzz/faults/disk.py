@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from random import Random
-from typing import TYPE_CHECKING
 
-from memserve.sim.fuzz.faults.process import Kind, Undo
+from memserve.sim.fuzz.faults.process import Kind, Undo, World
+from memserve.sim.fuzz.instances import FuzzedInstance
 from memserve.sim.fuzz.scenario import MS, Fault
-
-if TYPE_CHECKING:
-    from memserve.sim.fuzz.instances import FuzzedInstance
-    from memserve.sim.fuzz.world import World
 
 
 def _router_power(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:

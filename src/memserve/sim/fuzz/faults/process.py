@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from memserve.cluster.events import InstanceDrained
+from memserve.sim.fuzz.clients import Referee
+from memserve.sim.fuzz.instances import FuzzedInstance, FuzzHost
+from memserve.sim.fuzz.router import FuzzedRouter
 from memserve.sim.fuzz.scenario import MS, Fault
 
-if TYPE_CHECKING:
-    from memserve.sim.fuzz.instances import FuzzedInstance
-    from memserve.sim.fuzz.world import World
+
+class World(FuzzHost, Protocol):
+    """A world in which something can go wrong."""
+
+    referee: Referee
+    happened: Counter[str]
+    """Faults so far, by kind."""
+    instances: list[FuzzedInstance]
+    router_slept_ns: int
+
+    @property
+    def router(self) -> FuzzedRouter:
+        """The one router there is."""
+
+    def router_dies(self) -> None:
+        """Its clients get an error from the network."""
+
 
 Undo = Callable[[], None]
-Kind = Callable[["World", Fault, "FuzzedInstance", Random], Undo | None]
+Kind = Callable[[World, Fault, FuzzedInstance, Random], Undo | None]
 """Does the damage; returns what undoes it when the fault's time is over."""
 
 
@@ -53,7 +71,7 @@ def _pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> 
 
 
 def _router_pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    """The router itself is stopped: it must not take everybody else to be dead."""
+    """The router itself is stopped: it must not take all others to be dead."""
     world.router.pause()
     world.router_slept_ns += fault.for_ns
     life = world.router.life
@@ -87,7 +105,7 @@ def _router_clock_jump(world: World, fault: Fault, node: FuzzedInstance, random:
 
 
 def _clock_back(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
-    """It is started again after somebody has set its host's wall clock back: its generation is an old one."""
+    """It is started again after its host's wall clock was set back: its generation is an old one."""
     if node.alive:
         node.kill()
         node.boot_in_the_past(random.randrange(1_000, 1_000_000))

@@ -1,0 +1,189 @@
+"""Admission before placement: admit a request, let it wait in a queue, or reject it.
+
+::
+
+    arrives --> QUEUED --its turn, and there is room--> active --every sequence ended--> released
+                   |                                      (retries and resumptions stay active)
+                   +--too many wait, or it has waited too long: rejected, with a time to retry after
+
+A request is admitted when it is its tenant's turn (``policy.fairness``), fewer than ``active_max`` are active, and an
+instance has memory for it (``cluster.memory``). The head of the queue is not overtaken: a large request would starve
+behind small ones. Every admitted request is released exactly once, however it ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from memserve.cluster.loads import LoadTable
+from memserve.cluster.memory import MemoryBudget
+from memserve.cluster.registry import Registry
+from memserve.cluster.report import AdmissionStats
+from memserve.cluster.requests import RequestPhase, RequestState, RequestTable
+from memserve.config import AdmissionConfig
+from memserve.errors import check
+from memserve.policy.admission import Crowd, ServiceTimes, bounded_retry_s, cost_tokens
+from memserve.policy.fairness import FairQueue
+from memserve.units import NS_PER_S
+
+
+class Rejection(NamedTuple):
+    """A request that is turned away."""
+
+    req: RequestState
+    cause: str
+    """As in :attr:`AdmissionStats.rejected`."""
+    reason: str
+    retry_after_s: float | None
+    """``None``: it can never run."""
+
+    @property
+    def is_overload(self) -> bool:
+        """Whether any other request would have been rejected, too."""
+        return self.cause in ("wait", "pressure")
+
+
+class AdmissionController:
+    """Counts active requests and keeps waiting ones. Sends nothing: its answers say what is to be done."""
+
+    __slots__ = ("_active", "_config", "_queue", "_times", "_waits_since", "memory", "stats")
+
+    def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
+        self._config = config
+        self._queue: FairQueue[RequestState] = FairQueue(dict(config.weights))
+        #: since when, of all and only those in the queue
+        self._waits_since: dict[str, int] = {}
+        #: since when, of all and only admitted requests that have not ended
+        self._active: dict[str, int] = {}
+        self._times = ServiceTimes()
+        self.stats = AdmissionStats()
+        self.memory = MemoryBudget(config, policy, registry, loads)
+
+    def enqueue(self, req: RequestState, now: int) -> Rejection | None:
+        """``req`` joins the queue, unless it could never run."""
+        never = self.memory.never_fits(req)
+        if never is not None:
+            return self._reject(req, "memory", never, None)
+        request = req.request
+        cost = cost_tokens(request, self._config.output_tokens_max)
+        self._queue.push(request.tenant, request.request_id, req, cost, request.priority, request.urgency)
+        self._waits_since[request.request_id] = now
+        self.memory.changed = True
+        return None
+
+    def admit(self, now: int) -> RequestState | None:
+        """Admit the head of the queue: it is active from now on. ``None``: the queue is empty, or there is no room.
+
+        To be called with every event; heartbeats are frequent enough to notice in time what has expired.
+        """
+        self.memory.expire(now)
+        req = self._queue.head() if self.memory.changed else None
+        if req is None or self._crowd().is_full or not self._has_room(req):
+            self.memory.changed = False
+            return None
+        self._queue.pop()
+        self._active[req.request_id] = now
+        self.stats.admitted += 1
+        self.stats.waited_ns += now - self._waits_since.pop(req.request_id)
+        return req
+
+    def release(self, req: RequestState, now: int) -> None:
+        """``req`` has ended in whatever way: it was active, in the queue, or rejected on arrival."""
+        request_id = req.request_id
+        self.memory.changed = True
+        if self._queue.remove(request_id):
+            del self._waits_since[request_id]
+        since_ns = self._active.pop(request_id, None)
+        if since_ns is not None:
+            self.stats.left += 1
+            if req.has_begun:  # else nothing was done for it
+                self._times.learn(now - since_ns)
+
+    # -- rejecting
+
+    def overflow(self, newcomer: RequestState) -> Rejection | None:
+        """Too many wait, with ``newcomer``: the last request of the tenant with most waiting is rejected."""
+        crowd = self._crowd()
+        victim = self._queue.most_crowded(newcomer.request.tenant) if crowd.overflows else None
+        self.stats.queued += self.is_waiting(newcomer) and victim is not newcomer
+        if victim is None:
+            return None
+        return self._reject(victim, "queue", crowd.reason(self._no_room()), self._retry_after_s())
+
+    def hopeless(self, now: int) -> Rejection | None:
+        """The head of the queue has no room although no request is active: only time will make room for it."""
+        req = self._queue.head() if not self._active else None
+        if req is None or not self.memory.is_counting:
+            return None
+        retry_after_s = bounded_retry_s(self.memory.room_in_ns(req, now) / NS_PER_S)
+        return self._reject(req, "pressure", f"{self._no_room()}, and no request is running", retry_after_s)
+
+    def wait_until_ns(self, req: RequestState) -> int | None:
+        """When ``req`` has waited too long; ``None``: it is not in the queue."""
+        since_ns = self._waits_since.get(req.request_id)
+        return None if since_ns is None else since_ns + self._config.wait_ns
+
+    def waited(self, req: RequestState, now: int) -> Rejection | None:
+        """The timer of a queued request: rejected if it is still in the queue."""
+        until_ns = self.wait_until_ns(req)
+        if until_ns is None or now < until_ns:
+            return None
+        waited_s = self._config.wait_ns / 1e9
+        reason = f"not admitted within {waited_s:g} s: {self._crowd().reason(self._no_room())}"
+        return self._reject(req, "wait", reason, self._retry_after_s())
+
+    def _reject(self, req: RequestState, cause: str, reason: str, retry_after_s: float | None) -> Rejection:
+        self.stats.rejected[cause] = self.stats.rejected.get(cause, 0) + 1
+        return Rejection(req, cause, reason, retry_after_s)
+
+    def _no_room(self) -> str:
+        """Why the head of the queue waits although fewer than ``active_max`` are active."""
+        if not self.memory.is_counting:
+            return ""
+        limit = self._config.evictions_max
+        evicted = "" if limit is None else f", nor by {limit} evictions"
+        return f"no instance has enough free KV memory for the next one{evicted}"
+
+    def _retry_after_s(self) -> float:
+        at_once = self._config.active_max or max(1, len(self._active))
+        return self._times.retry_after_s(len(self._queue), at_once)
+
+    # -- looking
+
+    def is_waiting(self, req: RequestState) -> bool:
+        """Whether ``req`` is in the queue."""
+        return req.request_id in self._queue
+
+    def snapshot(self) -> AdmissionStats:
+        """Totals and gauges."""
+        stats = self.stats
+        return replace(
+            stats,
+            rejected=dict(stats.rejected),
+            active=len(self._active),
+            waiting=self._queue.waiting(),
+            evictions=self.memory.ledger.evictions,
+        )
+
+    def _crowd(self) -> Crowd:
+        config = self._config
+        return Crowd(len(self._active), config.active_max, len(self._queue), config.waiting_max)
+
+    def _has_room(self, req: RequestState) -> bool:
+        # Pins keep a request out only while another one is running, whose end may help as well.
+        return self.memory.fits(req) or (not self._active and self.memory.fits_but_for_pins(req))
+
+    def check_invariants(self, requests: RequestTable) -> None:
+        """Raise :class:`InvariantError` unless every live request is either queued or active, and the limits hold."""
+        config = self._config
+        self._queue.check_invariants()
+        queued = [name for name, req in requests.by_id.items() if req.phase is RequestPhase.QUEUED]
+        check(sorted(self._waits_since) == sorted(queued), f"{list(self._waits_since)} wait, not {queued}")
+        check(all(name in self._queue for name in queued), f"{queued} are not all in the queue")
+        active = [name for name in requests.by_id if name not in self._waits_since]
+        check(sorted(self._active) == sorted(active), f"{list(self._active)} are active, not {active}")
+        check(config.active_max is None or len(self._active) <= config.active_max, f"{len(self._active)} are active")
+        check(len(self._queue) == len(queued) <= config.waiting_max, f"{len(self._queue)} wait")
+        check(self.stats.admitted == self.stats.left + len(self._active), "an admitted request was not released once")
+        self.memory.check_invariants(requests.by_id)

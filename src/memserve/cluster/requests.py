@@ -1,0 +1,315 @@
+"""A client's request as the router sees it: its phase, what the client has, and the attempt that is under way.
+
+An attempt has an id of its own, unique in the life of the router, so that whatever is still said about an old one is
+known by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from msgspec import structs
+
+from memserve.cluster.loads import Charge
+from memserve.cluster.registry import Member, Registry
+from memserve.errors import check
+from memserve.messages import Dispatch, Holder, Peer
+from memserve.policy.admission import MemoryNeed
+from memserve.policy.candidates import Route
+from memserve.transitions import Transitions
+from memserve.types import FinishReason, Request, TokenOutput, TransferMode
+
+
+class RequestPhase(Enum):
+    """Where a request stands."""
+
+    QUEUED = auto()  # waits for admission
+    UNPLACED = auto()  # admitted; no instance runs it
+    PREFILLING = auto()  # dispatched; no output has come
+    DECODING = auto()  # its prompt is computed; of a pair both instances must live on
+    HANDED_OVER = auto()  # the decode instance has all that it needs
+    FINISHED = auto()
+    REJECTED = auto()
+
+
+class Cause(Enum):
+    """Why a request changes its phase."""
+
+    ADMITTED = auto()
+    DISPATCHED = auto()
+    PREFILLED = auto()  # its first output, or word of the handover
+    HANDED_OVER = auto()
+    ATTEMPT_FAILED = auto()  # refused, stalled, lost, contradictory, or its instance is gone
+    FINISHED = auto()  # every sequence has ended: completed, cancelled, past its deadline, or failed
+    REJECTED = auto()
+
+
+REQUEST_PHASES = Transitions(
+    "A request at the router",
+    RequestPhase.QUEUED,
+    {
+        (RequestPhase.QUEUED, Cause.ADMITTED): RequestPhase.UNPLACED,
+        (RequestPhase.QUEUED, Cause.REJECTED): RequestPhase.REJECTED,
+        (RequestPhase.QUEUED, Cause.FINISHED): RequestPhase.FINISHED,
+        (RequestPhase.UNPLACED, Cause.DISPATCHED): RequestPhase.PREFILLING,
+        (RequestPhase.UNPLACED, Cause.REJECTED): RequestPhase.REJECTED,
+        (RequestPhase.UNPLACED, Cause.FINISHED): RequestPhase.FINISHED,
+        (RequestPhase.PREFILLING, Cause.PREFILLED): RequestPhase.DECODING,
+        (RequestPhase.PREFILLING, Cause.ATTEMPT_FAILED): RequestPhase.UNPLACED,
+        (RequestPhase.PREFILLING, Cause.FINISHED): RequestPhase.FINISHED,
+        (RequestPhase.DECODING, Cause.HANDED_OVER): RequestPhase.HANDED_OVER,
+        (RequestPhase.DECODING, Cause.ATTEMPT_FAILED): RequestPhase.UNPLACED,
+        (RequestPhase.DECODING, Cause.FINISHED): RequestPhase.FINISHED,
+        (RequestPhase.HANDED_OVER, Cause.ATTEMPT_FAILED): RequestPhase.UNPLACED,
+        (RequestPhase.HANDED_OVER, Cause.FINISHED): RequestPhase.FINISHED,
+    },
+)
+"""A failed attempt is followed by another one, with the tokens that the client has."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStory:
+    """One attempt, for people."""
+
+    attempt_id: str
+    first: Peer
+    """Computes the prompt."""
+    decode_at: Peer | None
+    """Decodes; ``None``: the first instance does."""
+    holders: tuple[Peer, ...]
+    dispatched_ns: int
+    why: str
+    """The policy's reason."""
+    ended: str = ""
+    """Why it failed; empty while it lasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteStory:
+    """What was decided for a live request, and why."""
+
+    request_id: str
+    arrived_ns: int
+    emitted_tokens: tuple[int, ...]
+    """For each sequence the number of tokens that the client has."""
+    ended: tuple[int, ...]
+    """Sequences that have ended."""
+    attempts: tuple[AttemptStory, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One try to run a request: which instances were asked, and what came of it so far."""
+
+    attempt_id: str
+    number: int
+    """Attempts of the router count from 1: a higher number is younger."""
+    first: Member
+    """Computes the prompt."""
+    decode_at: Member | None
+    """Decodes; ``None``: ``first`` does."""
+    holders: tuple[Holder, ...]
+    route: Route
+    dispatched_ns: int
+    news_ns: int
+    involved: list[Member]
+    """All and only the members that fail it when they die."""
+    charges: list[Charge]
+    """Work not yet discharged; while the request is prefilling the prompt's is the first one."""
+    early: list[TokenOutput] = field(default_factory=list)
+    """Outputs behind tokens that have not come, in order of arrival: two members may speak, on two ways."""
+    gap_ns: int | None = None
+    """Since when there are any."""
+
+    def is_from(self, peer: Peer) -> bool:
+        """Whether ``peer`` may speak for it: a prefill instance's last words may come after its part has ended."""
+        return peer == self.first.peer or (self.decode_at is not None and peer == self.decode_at.peer)
+
+    def story(self, ended: str) -> AttemptStory:
+        """What is kept of it."""
+        return AttemptStory(
+            self.attempt_id,
+            self.first.peer,
+            self.decode_at.peer if self.decode_at is not None else None,
+            tuple(holder.peer for holder in self.holders),
+            self.dispatched_ns,
+            self.route.reason,
+            ended,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request."""
+
+    request: Request
+    arrived_ns: int
+    request_id: str = field(init=False)
+    """The client's name for it."""
+    emitted: list[list[int]] = field(init=False)
+    """For each sequence the tokens that the client has."""
+    finished: list[FinishReason | None] = field(init=False)
+    """For each sequence why it ended; ``None``: it goes on."""
+    introduced: list[bool] = field(init=False)
+    """For each sequence whether the client has had its first output, with all that only comes once."""
+    phase: RequestPhase = REQUEST_PHASES.initial
+    identities: bytes | None = None
+    """Of the prompt's whole blocks; ``None``: not known yet, or nothing of it may be cached."""
+    need: MemoryNeed | None = None
+    """What it needs, with memory-aware admission (``cluster.memory``)."""
+    attempt: Attempt | None = None
+    tries: int = 0
+    """Attempts that count against ``attempts_max``."""
+    stalls: int = 0
+    avoid: dict[Peer, float | None] = field(default_factory=dict)
+    """Instances to avoid, with a retry-after in seconds. ``None``: it can never run there. 0: an attempt failed
+    there."""
+    refusal: str = ""
+    """The reason that an instance gave last for refusing it."""
+    unplaced_ns: int | None = None
+    """Since when no instance could take it; until news come."""
+    is_stopped: bool = False
+    """The client ended a sequence: instances may not have heard of it."""
+    past: list[AttemptStory] = field(default_factory=list)
+    """Attempts that have failed."""
+
+    def __post_init__(self) -> None:
+        self.request_id, n = self.request.request_id, self.request.n
+        self.emitted, self.finished, self.introduced = [[] for _ in range(n)], [None] * n, [False] * n
+
+    def move(self, cause: Cause) -> None:
+        """To the next phase. Raises :class:`InvariantError` for an illegal move."""
+        self.phase = REQUEST_PHASES.step(self.phase, cause)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has got anything: then it cannot be rejected any more."""
+        return any(self.introduced) or any(reason is not None for reason in self.finished)
+
+    @property
+    def unfinished(self) -> Iterator[int]:
+        """Sequences that go on."""
+        return (index for index, reason in enumerate(self.finished) if reason is None)
+
+    def message(self, attempt: Attempt, transfer: TransferMode, return_kv: bool, now: int) -> Dispatch:
+        """What the first instance is told."""
+        request = self.request
+        generated: tuple[tuple[int, ...], ...] = ()
+        ended: tuple[int, ...] = ()
+        if request.beam_width == 0 and self.has_begun:
+            generated = tuple(tuple(tokens) for tokens in self.emitted)
+            ended = tuple(index for index, reason in enumerate(self.finished) if reason is not None)
+        deadline_ns = request.deadline_ns
+        return Dispatch(
+            structs.replace(request, request_id=attempt.attempt_id, deadline_ns=None),
+            deadline_in_ns=None if deadline_ns is None else max(0, deadline_ns - now),
+            generated=generated,
+            ended=ended,
+            decode_at=attempt.decode_at.peer if attempt.decode_at is not None else None,
+            transfer=transfer,
+            holders=attempt.holders,
+            return_kv=return_kv,
+        )
+
+    def told(self) -> tuple[tuple[str, str | int | float], ...]:
+        """What the router decided, and what went wrong, for the client (``TokenOutput.story``)."""
+        attempt = self.attempt
+        if attempt is None:
+            return (("attempts", len(self.past)), ("last_failure", self.past[-1].ended)) if self.past else ()
+        where = attempt.first.name + (f" to {attempt.decode_at.name}" if attempt.decode_at is not None else "")
+        return ("route", where), ("route_why", attempt.route.reason), ("attempts", len(self.past) + 1)
+
+    def story(self) -> RouteStory:
+        """All attempts and what the client has, for people."""
+        now = (self.attempt.story(""),) if self.attempt is not None else ()
+        ended = tuple(index for index, reason in enumerate(self.finished) if reason is not None)
+        counts = tuple(len(tokens) for tokens in self.emitted)
+        return RouteStory(self.request_id, self.arrived_ns, counts, ended, (*self.past, *now))
+
+
+class RequestTable:
+    """All and only the requests that have not ended, in order of arrival, and their attempts by id."""
+
+    __slots__ = ("by_attempt", "by_id", "unplaced")
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, RequestState] = {}
+        self.by_attempt: dict[str, RequestState] = {}
+        #: requests without an attempt, queued ones included, in the order in which they arrived or lost it
+        self.unplaced: dict[str, RequestState] = {}
+
+    def enter(self, req: RequestState) -> None:
+        """A new request, queued."""
+        check(req.request_id not in self.by_id, f"{req.request_id} is known")
+        self.by_id[req.request_id] = self.unplaced[req.request_id] = req
+
+    def begin(self, req: RequestState, attempt: Attempt) -> None:
+        """``attempt`` is under way for ``req``."""
+        req.move(Cause.DISPATCHED)
+        del self.unplaced[req.request_id]
+        req.attempt = attempt
+        self.by_attempt[attempt.attempt_id] = req
+        for member in attempt.involved:
+            member.attempts[attempt.attempt_id] = None
+
+    def hand_over(self, req: RequestState, attempt: Attempt) -> None:
+        """The instance that computed the prompt no longer matters."""
+        req.move(Cause.HANDED_OVER)
+        attempt.involved.remove(attempt.first)
+        del attempt.first.attempts[attempt.attempt_id]
+
+    def fail(self, req: RequestState, attempt: Attempt) -> None:
+        """``req`` has lost its attempt."""
+        req.move(Cause.ATTEMPT_FAILED)
+        self._detach(req, attempt)
+        self.unplaced[req.request_id] = req
+
+    def leave(self, req: RequestState, cause: Cause) -> None:
+        """``req`` was rejected, or has finished."""
+        req.move(cause)
+        if req.attempt is not None:
+            self._detach(req, req.attempt)
+        else:
+            del self.unplaced[req.request_id]
+        del self.by_id[req.request_id]
+
+    def _detach(self, req: RequestState, attempt: Attempt) -> None:
+        for member in attempt.involved:
+            del member.attempts[attempt.attempt_id]
+        del self.by_attempt[attempt.attempt_id]
+        req.attempt = None
+
+    def check_invariants(self, registry: Registry) -> None:
+        """Raise :class:`InvariantError` unless requests, attempts and members agree on what runs where."""
+        for request_id, req in self.by_id.items():
+            check(req.request_id == request_id, f"{req.request_id} is listed as {request_id}")
+            check(not all(req.finished), f"{request_id} has ended and is still here")
+            is_unplaced = req.phase in (RequestPhase.QUEUED, RequestPhase.UNPLACED)
+            check(is_unplaced == (req.attempt is None), f"{request_id} is {req.phase}: {req.attempt}")
+            check(is_unplaced == (self.unplaced.get(request_id) is req), f"{request_id} is {req.phase}, listed wrongly")
+            if req.attempt is not None:
+                check(self.by_attempt.get(req.attempt.attempt_id) is req, f"{request_id}: its attempt is not listed")
+                _check_attempt(req, req.attempt, registry)
+        check(all(request_id in self.by_id for request_id in self.unplaced), "a request is unplaced, but unknown")
+        check(len(self.by_attempt) == len(self.by_id) - len(self.unplaced), "attempts without a request are listed")
+        for member in registry:
+            for attempt_id in member.attempts:
+                attempt = self.by_attempt[attempt_id].attempt
+                check(attempt is not None and member in attempt.involved, f"{member} is not involved in {attempt_id}")
+
+
+def _check_attempt(req: RequestState, attempt: Attempt, registry: Registry) -> None:
+    name = attempt.attempt_id
+    for member in attempt.involved:
+        check(registry.get(member.peer) is member, f"{name} depends on {member}, which is gone")
+        check(name in member.attempts, f"{member} does not know that {name} depends on it")
+    check(attempt.involved, f"{name} depends on no instance")
+    has_left = attempt.first not in attempt.involved
+    check(has_left == (req.phase is RequestPhase.HANDED_OVER), f"{name} is {req.phase}, and depends on wrong instances")
+    charges = 1 + (req.phase is RequestPhase.PREFILLING)
+    check(len(attempt.charges) == charges, f"{name} is {req.phase}, and charged {attempt.charges}")
+    check(bool(attempt.early) == (attempt.gap_ns is not None), f"{name}: a gap without end")
+    for output in attempt.early:
+        check(output.offset > len(req.emitted[output.index]), f"{name}: {output} could be delivered")

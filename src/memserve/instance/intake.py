@@ -1,0 +1,198 @@
+"""Requests come in, from clients or the router, are called off, or run out of time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence as Many
+from dataclasses import replace
+
+from msgspec import structs
+
+from memserve.config import InstanceConfig
+from memserve.errors import UserError
+from memserve.instance.scheduler_state import SchedulerState
+from memserve.instance.sequence import Cause, Group, RemoteState, Sequence
+from memserve.messages import Dispatch, Peer
+from memserve.policy.capacity import impossible_reason
+from memserve.serving import RejectRequest
+from memserve.types import FinishReason, Request
+from memserve.units import NS_PER_S
+from memserve.validation import check_request
+
+
+class RequestIntake:
+    """Makes groups out of requests and puts them into the scheduler's state, or rejects them."""
+
+    __slots__ = ("_arrivals", "_config", "_context", "_deadlines", "_state", "draining")
+
+    def __init__(self, state: SchedulerState, config: InstanceConfig, context: int) -> None:
+        self._state = state
+        self._config = config
+        self._context = context
+        self._arrivals = 0
+        self._deadlines: list[tuple[int, int, str]] = []  # heap of (deadline_ns, arrival, request id)
+        self.draining = False
+        """True: dispatches are rejected, the instance is about to leave."""
+
+    # -- coming
+
+    def refusal(self, request: Request, now: int) -> RejectRequest | None:
+        """Why ``request`` is rejected. None: it is accepted. Counts it either way."""
+        state = self._state
+        state.counters.requests += 1
+        reason = self._fault(request) or impossible_reason(request, self._context, state.slots)
+        retry_after_s: float | None = None
+        if request.request_id in state.groups:
+            reason = f"a request with the id {request.request_id!r} is still running"
+        elif reason is None and self._is_full_for(request.tenant):
+            reason = f"the queue is full: {len(state.waiting)} sequences wait"
+            retry_after_s = self._retry_after_s(now)
+        if reason is None:
+            return None
+        state.counters.requests_rejected += 1
+        return RejectRequest(request.request_id, reason, retry_after_s)
+
+    def _fault(self, request: Request) -> str | None:
+        """What of ``request`` the model cannot do. The HTTP edge checks this, too; another process may not have."""
+        try:
+            check_request(request, self._config.vocab_size)
+        except UserError as error:
+            return error.message
+        return None
+
+    def unknown_token(self, generated: Many[Many[int]]) -> bool:
+        """Whether tokens that another process has drawn are none of the model's."""
+        vocab_size = self._config.vocab_size
+        return any(not 0 <= token < vocab_size for tokens in generated for token in tokens)
+
+    def _is_full_for(self, tenant: str) -> bool:
+        """Whether the queue is full and ``tenant`` has its share of it: the lines of others do not keep it out.
+
+        With ``k`` tenants at most ``max_waiting * (1 + 1/2 + ... + 1/k)`` wait, weights apart.
+        """
+        waiting, limit = self._state.waiting, self._config.scheduler.max_waiting
+        if len(waiting) < limit:
+            return False
+        return len(waiting.line(tenant)) >= self._state.turns.share(tenant, limit)
+
+    def tokens_to_generate(self, request: Request) -> int:
+        """The most that one sequence of ``request`` gets: what it asks for, or what the context has room for."""
+        return min(request.stop.max_tokens, self._context - len(request.prompt))
+
+    def open(self, request: Request, now: int, deadline_ns: int | None) -> Group:
+        """A group without sequences yet; ``deadline_ns`` is absolute."""
+        group = Group(request, self._arrivals, self.tokens_to_generate(request), now)
+        self._arrivals += 1
+        self._state.open(group)
+        if deadline_ns is not None:
+            heapq.heappush(self._deadlines, (deadline_ns, group.arrival, request.request_id))
+        return group
+
+    def enqueue(self, group: Group, cause: Cause, generated: Many[Many[int]] = (), ended: Many[int] = ()) -> None:
+        """Give ``group`` its sequences. Where tokens were ``generated`` before, each goes on behind its own, except
+        those that have ``ended``; beams start over, they have emitted nothing."""
+        if group.beam is not None or not (any(generated) or ended):
+            self._state.move(group.new_sequence(), cause)
+            return
+        group.forks_pending = 0
+        if all(generated[index] for index in range(group.request.n) if index not in ended):
+            group.prompt_logprobs = None  # the client has them
+        for index in range(group.request.n):
+            sequence = group.new_sequence()
+            sequence.out = list(generated[index])
+            self._state.move(sequence, cause)
+        for sequence in list(group.sequences.values()):
+            if sequence.index in ended:
+                self._state.finish_silently(sequence)
+            elif sequence.known_ending is not None:
+                self.finish_known(sequence, sequence.known_ending)
+
+    def finish_known(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence whose known tokens are all that it gets."""
+        self._state.outputs.append(sequence.ending(reason))
+        self._state.finish(sequence, reason)
+
+    def _retry_after_s(self, now: int) -> float:
+        """The time that the head of a line has waited: an estimate of the time until a new request gets there."""
+        since_ns = min(line[0].group.arrived_ns for line in self._state.waiting.lines)
+        return min(60.0, max(1.0, (now - since_ns) / NS_PER_S))
+
+    # -- coming from the router
+
+    def open_dispatch(self, order: Dispatch, me: Peer, now: int) -> Group | RejectRequest:
+        """A group for ``order``, without sequences yet. What runs here may be a substitute of its request."""
+        request = order.request
+        if self.draining:
+            return RejectRequest(request.request_id, "the instance is about to leave", 0.0)
+        refusal = self.refusal(request, now) or self._contradiction(order)
+        if refusal is not None:
+            return refusal
+        remote = self._remote_state(order, me, now)
+        group = self.open(request if remote.original is None else _substitute(request), now, remote.deadline_ns)
+        group.remote = remote
+        return group
+
+    def _remote_state(self, order: Dispatch, me: Peer, now: int) -> RemoteState:
+        """A beam search leaves by a substitute, if it leaves at all."""
+        request = order.request
+        decode_at = None if order.decode_at is None or order.decode_at.name == me.name else order.decode_at
+        if request.beam_width and (request.sampling.prompt_logprobs or self.tokens_to_generate(request) <= 1):
+            decode_at = None
+        return RemoteState(
+            decode_at,
+            order.transfer,
+            order.return_kv,
+            None if order.deadline_in_ns is None else now + order.deadline_in_ns,
+            request if request.beam_width and decode_at is not None else None,
+            list(order.holders),
+        )
+
+    def _contradiction(self, order: Dispatch) -> RejectRequest | None:
+        """Dispatches that the router never sends."""
+        n = order.request.n
+        fits = not order.generated or len(order.generated) == n
+        fits = fits and bool(order.generated or not order.ended) and all(index < n for index in order.ended)
+        if fits and not self.unknown_token(order.generated):
+            return None
+        return RejectRequest(order.request.request_id, "generated tokens do not fit the request")
+
+    # -- going
+
+    def cancel(self, request_id: str) -> None:
+        """The client went away."""
+        group = self._state.groups.get(request_id)
+        if group is not None:  # else the request ended while the cancellation was on its way
+            self._state.counters.requests_cancelled += 1
+            self._state.finish_group(group, FinishReason.CANCELLED)
+
+    def stop(self, request_id: str, index: int) -> None:
+        """The edge found a stop string in the text of one sequence."""
+        group = self._state.groups.get(request_id)
+        if group is None or group.beam is not None or group.muted:
+            return
+        if group.remote is not None and group.remote.import_id is not None:
+            group.remote.stopped.append(index)  # its tokens are on their way here
+            return
+        sequence = group.sequences.get(index)
+        if sequence is not None and sequence.out:
+            self.finish_known(sequence, FinishReason.STOP)
+
+    def expire(self, now: int) -> None:
+        """End all requests that have outlived their deadlines."""
+        deadlines, groups = self._deadlines, self._state.groups
+        while deadlines and deadlines[0][0] <= now:
+            _, arrival, request_id = heapq.heappop(deadlines)
+            group = groups.get(request_id)
+            if group is not None and group.arrival == arrival:  # else it ended before
+                self._state.finish_group(group, FinishReason.DEADLINE)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`expire` is worth calling. None: no request has a deadline."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+
+def _substitute(request: Request) -> Request:
+    """The request that runs here for a beam search that leaves: the prompt, and a draw that is discarded."""
+    stop = replace(request.stop, max_tokens=2, min_tokens=0, stop_token_ids=())
+    return structs.replace(request, beam_width=0, stop=stop, sampling=replace(request.sampling, logprobs=None))

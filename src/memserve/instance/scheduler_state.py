@@ -1,0 +1,335 @@
+"""All sequences by phase, the device slots, and the moves between phases.
+
+``sequence.SEQUENCE`` is the table of all moves, ``docs/REFERENCE.md`` shows it::
+
+    WAITING_FOR_REMOTE_KV --fetched--> WAITING                          (KV from another instance)
+             +----handed over--> REMOTE_KV_READY --admit--> PREFILLING
+
+    WAITING --admit--> PREFILLING --prompt scheduled--> DECODING --all tokens scheduled--> IDLE
+       ^                  |                               |                                  |
+       |                  +---------- preempt ------------+--------> PREEMPTED <-------------+
+       +<---------------------------- resume, when all its tokens are known ---+
+    any --finish--> FINISHED
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from memserve import _core
+from memserve.errors import check
+from memserve.instance.memory import SequenceMemory
+from memserve.instance.queues import RankedList, WaitingQueue
+from memserve.instance.sequence import SEQUENCE, Cause, Group, Phase, Sequence
+from memserve.policy.fairness import Turns
+from memserve.types import FinishReason, TokenOutput
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Running totals since the instance was made."""
+
+    steps: int = 0
+    steps_failed: int = 0
+    rows_failed: int = 0
+    requests: int = 0
+    requests_rejected: int = 0
+    requests_finished: int = 0
+    requests_cancelled: int = 0  # of those
+    generated_tokens: int = 0
+    prefill_tokens: int = 0  # computed
+    decode_tokens: int = 0  # computed
+    prompt_tokens: int = 0  # of admitted requests
+    cached_tokens: int = 0  # of those, not computed
+    dropped_tokens: int = 0  # sampled after the sequence had ended (stop tokens are seen one step late)
+    preempted_by_swap: int = 0
+    preempted_by_recompute: int = 0
+    preempted_for_slots: int = 0  # of both: for a slot that another tenant was due
+    standstills: int = 0  # times that everything was preempted because nothing could move
+    prefix_holds: int = 0  # admissions put off because the prefix was being computed for another sequence
+    device_ns: int = 0
+    queued_ns: int = 0  # sum over admitted requests of the time until they were first scheduled
+    finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
+
+    def count_finish(self, reason: FinishReason) -> None:
+        """One more sequence ended for ``reason``."""
+        self.finished[reason.value] += 1
+
+
+class Transfers(Protocol):
+    """The transfers of requests, which follow their scheduling at once: a transfer never outlives its request."""
+
+    def request_ended(self, group: Group) -> None:
+        """``group`` has ended, or continues on another instance."""
+
+    def request_preempted(self, group: Group) -> None:
+        """The KV of ``group``, which is being handed over, has gone."""
+
+    def sequence_completed(self, sequence: Sequence) -> None:
+        """Another instance wants the KV that ``sequence`` has generated; its blocks are released after this call."""
+
+
+class SchedulerState:
+    """Sequences by phase, slots, outputs to emit. Every move keeps slots and blocks accounted exactly once."""
+
+    __slots__ = (
+        "_containers",
+        "closing",
+        "costs",
+        "counters",
+        "decoding",
+        "free_slots",
+        "groups",
+        "idle",
+        "memory",
+        "outputs",
+        "preemption",
+        "prefilling",
+        "remote_kv_ready",
+        "sequences",
+        "slots",
+        "slots_unknown",
+        "tenants",
+        "transfers",
+        "turns",
+        "waiting",
+    )
+
+    def __init__(self, memory: SequenceMemory, slots: int, preemption: str) -> None:
+        self.memory = memory
+        self.slots = slots
+        self.preemption = preemption
+        self.costs = memory.costs
+        self.counters = SchedulerCounters()
+        #: None: outside a cluster, where no request has transfers
+        self.transfers: Transfers | None = None
+        #: all and only unfinished requests, in order of arrival
+        self.groups: dict[str, Group] = {}
+        #: unfinished requests of each tenant that has any
+        self.tenants: dict[str, int] = {}
+        #: the order in which those tenants are served
+        self.turns = Turns()
+        #: unfinished sequences
+        self.sequences = 0
+        self.remote_kv_ready = WaitingQueue()
+        self.waiting = WaitingQueue()
+        self.prefilling = RankedList()
+        self.decoding = RankedList()
+        self.idle = RankedList()
+        self._containers: dict[Phase, RankedList | WaitingQueue] = {
+            Phase.REMOTE_KV_READY: self.remote_kv_ready,
+            Phase.WAITING: self.waiting,
+            Phase.PREFILLING: self.prefilling,
+            Phase.DECODING: self.decoding,
+            Phase.IDLE: self.idle,
+        }
+        #: the last is given first
+        self.free_slots = list(range(slots - 1, -1, -1))
+        #: slots that the device has to close with the next plan; they may be opened again in that very plan
+        self.closing: list[int] = []
+        #: a plan failed: which slots the device has open is not known, so the next plan makes it forget them all
+        self.slots_unknown = False
+        #: outputs to emit at the end of this ``handle``
+        self.outputs: list[TokenOutput] = []
+
+    # -- tenants
+
+    def open(self, group: Group) -> None:
+        """Register a new request."""
+        self.groups[group.request.request_id] = group
+        self.tenants[group.tenant] = self.tenants.get(group.tenant, 0) + 1
+        self.turns.enter(group.tenant, group.request.weight)
+
+    def first_urgency(self, tenant: str) -> int:
+        """The lowest urgency of the tenant's sequences that have prompts to compute."""
+        line = self.waiting.line(tenant)
+        first = next((sequence for sequence in self.prefilling.items if sequence.group.tenant == tenant), None)
+        return min([sequence.rank[0] for sequence in (first, *line[:1]) if sequence is not None], default=0)
+
+    def serve_decodes(self, steps: int) -> None:
+        """Count a token for each decoding sequence in each of ``steps`` steps in the turns of its tenant."""
+        if len(self.turns) > 1:  # a single tenant has no turns
+            for tenant, count in self.decoding.tenants.items():
+                self.turns.serve(tenant, count, steps)
+
+    # -- slots
+
+    def take_slot(self, sequence: Sequence) -> None:
+        """Bind a free slot."""
+        reserved = sequence.group.reserved_slots
+        slot = reserved.pop(0) if reserved else self.free_slots.pop()
+        sequence.slot = slot
+        sequence.draw = (slot,)
+
+    def reserve_slots(self, group: Group) -> None:
+        """Keep slots for the sequences that will be forked from the first one."""
+        for _ in range(group.forks_pending):
+            group.reserved_slots.append(self.free_slots.pop())
+
+    def return_reserved(self, group: Group) -> None:
+        """Give up reserved slots that are not needed (now)."""
+        self.free_slots.extend(reversed(group.reserved_slots))
+        group.reserved_slots.clear()
+
+    def close_slot(self, sequence: Sequence) -> None:
+        """Have the device forget what it knows of the slot; the sequence keeps it."""
+        if sequence.opened:
+            check(sequence.slot is not None, f"{sequence.request_id} is open without a slot")
+            self.closing.append(sequence.slot)  # type: ignore[arg-type]  # checked in the line before
+            sequence.opened = False
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        self.close_slot(sequence)
+        if sequence.slot is not None:
+            self.free_slots.append(sequence.slot)
+            sequence.slot = None
+        self.return_reserved(sequence.group)
+
+    # -- moves
+
+    def move(self, sequence: Sequence, cause: Cause) -> None:
+        """Change the phase, and the container that goes with it. Raises :class:`InvariantError` for an illegal move."""
+        before, after = sequence.phase, SEQUENCE.step(sequence.phase, cause)
+        container = self._containers.get(before)
+        if container is not None:
+            container.remove(sequence)
+        self.sequences += (before is Phase.NEW) - (after is Phase.FINISHED)
+        sequence.phase = after
+        container = self._containers.get(after)
+        if container is not None:
+            container.add(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """A preempted sequence waits for admission again, unless tokens or candidates of it are still under way."""
+        if sequence.phase is Phase.PREEMPTED and not sequence.inflight and sequence.candidates is None:
+            self.move(sequence, Cause.RESUMED)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take slot and blocks away; the sequence continues with the tokens that it has."""
+        memory, counters = self.memory, self.counters
+        tokens, blocks = sequence.computed, len(sequence.blocks)
+        finished_by_count = sequence.phase is Phase.IDLE and sequence.left == 0
+        swap = not finished_by_count and self.costs.prefers_swap(self.preemption, tokens, blocks)
+        if swap and memory.swap_out(sequence):
+            counters.preempted_by_swap += 1
+        else:
+            memory.detach(sequence)
+            counters.preempted_by_recompute += 0 if finished_by_count else 1
+        sequence.group.preemptions += 0 if finished_by_count else 1
+        self._leave_slot(sequence)
+        self.move(sequence, Cause.PREEMPTED)
+        self.resume(sequence)
+        if sequence.group.tokens_here is not None and self.transfers is not None:
+            self.transfers.request_preempted(sequence.group)
+
+    def preempt_all(self) -> None:
+        """Preempt every sequence that holds blocks: the way out of a standstill (see ``Planner``)."""
+        for container in (self.idle, self.decoding, self.prefilling, self.remote_kv_ready):
+            for sequence in list(container):
+                if sequence in container:  # else the request has started over: a handoff that came to nothing
+                    self.preempt(sequence)
+
+    def reset(self, sequence: Sequence) -> None:
+        """The device failed: drop all KV of the sequence, which starts over from its known tokens."""
+        self.memory.abandon(sequence)
+        self._leave_slot(sequence)
+        sequence.inflight = 0
+        sequence.left = sequence.draws_left
+        if SEQUENCE.allows(sequence.phase, Cause.PREEMPTED):
+            self.move(sequence, Cause.PREEMPTED)
+        self.resume(sequence)
+
+    # -- views
+
+    def prefill_tokens_queued(self) -> int:
+        """Known tokens of all sequences, running ones included, that are not computed yet."""
+        _, prefilling = _core.count_tokens(self.prefilling.items)
+        return prefilling + sum([_core.count_tokens(line)[1] for line in self.waiting.lines])
+
+    def waiting_and_running(self) -> tuple[int, int]:
+        """How many sequences have no slot, for whatever reason, and how many have one."""
+        running = len(self.prefilling.items) + len(self.decoding.items) + len(self.idle.items)
+        return self.sequences - running, running
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether any sequence holds HBM blocks."""
+        return bool(self.idle.items or self.decoding.items or self.prefilling.items or self.remote_kv_ready)
+
+    # -- endings
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End one sequence: slot and blocks go back, results still under way will be dropped."""
+        group = sequence.group
+        wants_kv = group.remote is not None and group.remote.home is not None
+        if wants_kv and reason in (FinishReason.STOP, FinishReason.LENGTH) and self.transfers is not None:
+            self.transfers.sequence_completed(sequence)
+        self._retire(sequence)
+        self.counters.count_finish(reason)
+        if not group.sequences:
+            self.forget_group(group)
+
+    def forget_group(self, group: Group) -> None:
+        """The request has ended, all its outputs are emitted."""
+        self.counters.requests_finished += 1
+        self._forget(group)
+
+    def finish_silently(self, sequence: Sequence) -> None:
+        """End one sequence without an output: the client has its ending already."""
+        self._retire(sequence)
+        if not sequence.group.sequences:
+            self._forget(sequence.group)
+
+    def drop_group(self, group: Group) -> None:
+        """Remove the request without emitting output: another instance owns it, or has finished it."""
+        for sequence in list(group.sequences.values()):
+            self._retire(sequence)
+        self._forget(group)
+
+    def _forget(self, group: Group) -> None:
+        del self.groups[group.request.request_id]
+        left = self.tenants[group.tenant] - 1
+        if left:
+            self.tenants[group.tenant] = left
+        else:
+            del self.tenants[group.tenant]
+            self.turns.leave(group.tenant)
+        if group.remote is not None and self.transfers is not None:
+            self.transfers.request_ended(group)
+
+    def drop_beam(self, sequence: Sequence) -> None:
+        """End a beam that no hypothesis continues. Its KV behind the prompt is of no use to others, and not cached."""
+        self.memory.abandon(sequence)
+        self._retire(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        self.memory.detach(sequence)
+        self._leave_slot(sequence)
+        self.move(sequence, Cause.FINISHED)
+        del sequence.group.sequences[sequence.index]
+
+    def finish_group(self, group: Group, reason: FinishReason, error: str = "") -> None:
+        """End every unfinished sequence of a request now, each with one final output."""
+        request = group.request
+        live = list(group.sequences.values())
+        if group.beam is not None or group.muted:
+            indices = list(range(request.n))
+        else:
+            forks = range(group.next_index, group.next_index + group.forks_pending)
+            indices = [sequence.index for sequence in live] + list(forks)
+        for sequence in live:
+            self._retire(sequence)
+        by_index = {s.index: s.ending(reason, error) for s in live if group.beam is None and not group.muted}
+        for index in indices:
+            unforked = TokenOutput(request.request_id, index, (), finish_reason=reason, error=error)
+            self.outputs.append(by_index.get(index, unforked))
+            self.counters.count_finish(reason)
+        self.forget_group(group)
+
+    def __repr__(self) -> str:
+        return (
+            f"<SchedulerState waiting={len(self.waiting)} prefilling={len(self.prefilling)}"
+            f" decoding={len(self.decoding)} idle={len(self.idle)}"
+            f" slots={self.slots - len(self.free_slots)}/{self.slots}>"
+        )

@@ -1,0 +1,295 @@
+"""Graph passes that put one operation in the place of several: patterns that modules spell out, and their linears.
+
+Each matcher starts at an operation that only this pattern has (``rsqrt`` for RMSNorm, ``cat`` of a negated half for
+rotary embedding), walks to its neighbours, and does nothing when one of them is not as expected. What no matcher knows
+runs as aten: slower, never wrong. Linears that read one input are joined, and all are packed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from memserve.model.capture import fused
+from memserve.model.capture.passes_simplify import Node, add_constant, constant_of, drop_dead, nodes_of, value_of
+from memserve.model.linears import PackedLinear
+
+aten = torch.ops.aten
+
+_KEEPS_NUMBERS = (aten.select.int, aten.view.default, aten.reshape.default, aten.slice.Tensor, aten.unsqueeze.default,
+                  aten.index.Tensor, aten.squeeze.dim)  # fmt: skip
+_POINTWISE = (aten.mul.Tensor, aten.div.Tensor, aten.tanh.default)
+_CASTS = {aten.to.dtype, aten.type_as.default, aten._to_copy.default, aten.to.other}
+
+
+def calls(node: Any, *targets: Any) -> bool:
+    """True when ``node`` calls one of ``targets``."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def same_kind(a: Node, b: Node) -> bool:
+    """True when both values have one shape and one dtype, so that no broadcast or promotion hides between them."""
+    x, y = value_of(a), value_of(b)
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype
+
+
+def replace(graph: fx.Graph, old: Node, target: Any, args: tuple[Any, ...]) -> Node:
+    """Put a call of ``target`` where ``old`` stands and hand it all of its users."""
+    with graph.inserting_before(old):
+        node = graph.call_function(target, args)
+    node.meta["value"] = value_of(old)
+    old.replace_all_uses_with(node)
+    return node
+
+
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _other_factor(product: Node, factor: Node) -> Any:
+    a, b = product.args[:2]
+    return b if a is factor else a
+
+
+def match_rms_norms(graph: fx.Graph) -> None:
+    """``w * cast(x * rsqrt(mean(x^2) + eps))`` and ``cast(w * x * rsqrt(...))`` become :func:`fused.rms_norm`."""
+    for node in nodes_of(graph):
+        if calls(node, aten.rsqrt.default) or (calls(node, aten.pow.Tensor_Scalar) and node.args[1] == -0.5):
+            _match_rms_norm(graph, node)
+        elif calls(node, aten.rms_norm.default) and len(node.args) == 4 and None not in node.args:
+            x, shape, weight, eps = node.args
+            if constant_of(weight) is not None and len(shape) == 1:
+                _emit_rms_norm(graph, node, x, weight, eps, round_first=False)
+    drop_dead(graph)
+
+
+def _match_rms_norm(graph: fx.Graph, rsqrt: Node) -> None:
+    shifted = rsqrt.args[0]
+    if not calls(shifted, aten.add.Tensor) or not isinstance(shifted.args[1], float):
+        return
+    mean = shifted.args[0]
+    if not calls(mean, aten.mean.dim) or list(mean.args[1]) != [-1] or mean.args[2] is not True:
+        return
+    wide = _squared(mean.args[0])
+    normed = _only_user(rsqrt)
+    if wide is None or not calls(normed, aten.mul.Tensor) or _other_factor(normed, rsqrt) is not wide:
+        return
+    x = wide.args[0] if calls(wide, *_CASTS) else wide
+    last, weight, round_first = _scaled(normed)
+    if weight is not None and value_of(last).dtype == value_of(x).dtype and value_of(wide).dtype == torch.float32:
+        _emit_rms_norm(graph, last, x, weight, shifted.args[1], round_first)
+
+
+def _squared(node: Any) -> Node | None:
+    if calls(node, aten.pow.Tensor_Scalar) and node.args[1] == 2:
+        return node.args[0]
+    if calls(node, aten.mul.Tensor) and node.args[0] is node.args[1]:
+        return node.args[0]
+    return node.args[0] if calls(node, aten.square.default) else None
+
+
+def _scaled(normed: Node) -> tuple[Node, Node | None, bool]:
+    """What follows the normalised value: (last node of the pattern, weight or None, cast before the weight?)."""
+    round_first, last = False, normed
+    user = _only_user(last)
+    if calls(user, *_CASTS):
+        round_first, last, user = True, user, _only_user(user)
+    if not calls(user, aten.mul.Tensor):
+        return last, None, round_first
+    weight = _other_factor(user, last)
+    if constant_of(weight) is None or weight.meta["value"].shape != value_of(last).shape[-1:]:
+        return last, None, round_first
+    last, after = user, _only_user(user)
+    if not round_first and calls(after, *_CASTS):
+        last = after
+    return last, weight, round_first
+
+
+def _emit_rms_norm(graph: fx.Graph, last: Node, x: Any, weight: Any, eps: Any, round_first: bool) -> None:
+    wide = add_constant(graph, value_of(weight).float().contiguous())
+    replace(graph, last, fused.rms_norm, (x, wide, eps, round_first))
+
+
+def match_rotary(graph: fx.Graph) -> None:
+    """``x * cos + cat(-x[half:], x[:half]) * sin`` becomes :func:`fused.rotary`."""
+    for node in nodes_of(graph):
+        if calls(node, aten.cat.default):
+            _match_rotary(graph, node)
+    drop_dead(graph)
+
+
+def _match_rotary(graph: fx.Graph, cat: Node) -> None:
+    parts = cat.args[0]
+    by_sine = _only_user(cat)
+    if not isinstance(parts, list | tuple) or len(parts) != 2 or not calls(parts[0], aten.neg.default):
+        return
+    upper, lower = parts[0].args[0], parts[1]
+    if not (calls(upper, aten.slice.Tensor) and calls(lower, aten.slice.Tensor) and calls(by_sine, aten.mul.Tensor)):
+        return
+    x, total = lower.args[0], _only_user(by_sine)
+    if upper.args[0] is not x or not calls(total, aten.add.Tensor) or not _halves(x, lower, upper):
+        return
+    by_cosine, sine = _other_factor(total, by_sine), _other_factor(by_sine, cat)
+    if not calls(by_cosine, aten.mul.Tensor) or x not in by_cosine.args:
+        return
+    cosine = _other_factor(by_cosine, x)
+    token_dim = _token_dim(x, cosine, sine)
+    if token_dim is not None and same_kind(x, total):
+        replace(graph, total, fused.rotary, (x, cosine, sine, token_dim))
+
+
+def _halves(x: Node, lower: Node, upper: Node) -> bool:
+    dims = value_of(x).dim()
+    half = value_of(x).shape[-1] // 2
+
+    def bounds(node: Node) -> tuple[Any, ...]:
+        dim, start, end = (*node.args[1:], None, None, None)[:3]
+        return dim % dims, start or 0, end
+
+    low, high = bounds(lower), bounds(upper)
+    return low == (dims - 1, 0, half) and high[:2] == (dims - 1, half) and (high[2] is None or high[2] >= 2 * half)
+
+
+def _token_dim(x: Node, cosine: Any, sine: Any) -> int | None:
+    """1 or 2: where the tokens are in ``x [1, T, H, D]`` or ``[1, H, T, D]``; None when the tables do not fit."""
+    if not isinstance(cosine, fx.Node) or not isinstance(sine, fx.Node) or not same_kind(cosine, sine):
+        return None
+    shape, table = value_of(x).shape, value_of(cosine).shape
+    if value_of(x).dim() != 4 or value_of(x).dtype != value_of(cosine).dtype or shape[0] != 1:
+        return None
+    fits = [dim for dim in (1, 2) if table == (1, *(shape[d] if d == dim else 1 for d in (1, 2)), shape[3])]
+    return fits[0] if len(fits) == 1 else None
+
+
+_GATES = {aten.silu.default: "silu", aten.gelu.default: "gelu"}
+
+
+def match_gates(graph: fx.Graph) -> None:
+    """``act(gate) * up`` becomes :func:`fused.gated` (SiLU, both GELUs)."""
+    for node in nodes_of(graph):
+        if not calls(node, *_GATES):
+            continue
+        product = _only_user(node)
+        if calls(product, aten.mul.Tensor) and same_kind(node, product):
+            gate, up = node.args[0], _other_factor(product, node)
+            if isinstance(up, fx.Node) and same_kind(gate, up):
+                kind = "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else _GATES[node.target]
+                replace(graph, product, fused.gated, (gate, up, kind))
+    drop_dead(graph)
+
+
+def match_residuals(graph: fx.Graph) -> None:
+    """``rms_norm(a + b)`` becomes :func:`fused.add_rms_norm`, which gives the sum and the norm in one pass."""
+    for norm in nodes_of(graph):
+        if not calls(norm, fused.rms_norm):
+            continue
+        total = norm.args[0]
+        plain = calls(total, aten.add.Tensor) and len(total.args) == 2 and not total.kwargs
+        if plain and all(isinstance(a, fx.Node) and same_kind(a, total) for a in total.args):
+            _fuse_residual(graph, total, norm)
+    drop_dead(graph)
+
+
+def _fuse_residual(graph: fx.Graph, total: Node, norm: Node) -> None:
+    values = (value_of(total), value_of(norm))
+    both = replace(graph, total, fused.add_rms_norm, (*total.args, *norm.args[1:]))
+    both.meta["value"] = values
+    with graph.inserting_after(both):
+        second = graph.call_function(fused.item, (both, 1))
+        first = graph.call_function(fused.item, (both, 0))
+    first.meta["value"], second.meta["value"] = values
+    norm.replace_all_uses_with(second)
+    both.replace_all_uses_with(first, delete_user_cb=lambda user: user not in (first, second))
+
+
+# -- linears
+
+
+def normalise_linears(graph: fx.Graph) -> None:
+    """``addmm(b, x, W)`` of ``Conv1D`` families becomes ``linear(x, W^T, b)``."""
+    for node in nodes_of(graph):
+        if calls(node, aten.addmm.default) and not node.kwargs:
+            bias, x, weight = node.args
+            if constant_of(bias) is not None and constant_of(weight) is not None:
+                turned = add_constant(graph, value_of(weight).t())
+                replace(graph, node, aten.linear.default, (x, turned, bias))
+    drop_dead(graph)
+
+
+def widen_logits(graph: fx.Graph) -> None:
+    """The linear with results that are turned into float32 at the end gives float32 itself, unrounded.
+
+    What lies between the two (picking rows, a soft cap, a constant factor) is then computed in float32 as well.
+    """
+    for node in nodes_of(graph):
+        if not calls(node, aten.to.dtype) or node.args[1] != torch.float32 or not _ends_the_graph(node):
+            continue
+        between, at = [], node.args[0]
+        while calls(at, *_KEEPS_NUMBERS, *_POINTWISE) and len(at.users) == 1 and _reads_one(at):
+            between.append(at)
+            at = at.args[0]
+        if calls(at, aten.linear.default) and len(at.users) == 1 and value_of(at).dtype != torch.float32:
+            for changed in (*between, at):
+                changed.meta["value"] = value_of(changed).float()
+            at.meta["wide"] = True
+            node.replace_all_uses_with(node.args[0])
+    drop_dead(graph)
+
+
+def _ends_the_graph(node: Node) -> bool:
+    return [user.op for user in node.users] == ["output"]
+
+
+def _reads_one(node: Node) -> bool:
+    """The first argument is the only one computed in the model's dtype: numbers and sizes do not hold float32 back."""
+    others = [value_of(other) for other in node.all_input_nodes if other is not node.args[0]]
+    return not any(isinstance(other, Tensor) and other.is_floating_point() for other in others)
+
+
+def pack_linears(graph: fx.Graph) -> None:
+    """Linears of one input (q, k, v; gate, up) become one, and its output columns are handed out as views."""
+    readers: dict[tuple[Node, bool, bool], list[Node]] = defaultdict(list)
+    for node in nodes_of(graph):
+        if calls(node, aten.linear.default) and all(constant_of(arg) is not None for arg in _parameters(node)):
+            readers[node.args[0], len(_parameters(node)) == 2, "wide" in node.meta].append(node)
+    for (x, _, _), group in readers.items():
+        _pack_group(graph, x, group)
+    drop_dead(graph)
+
+
+def share_tied_embedding(graph: fx.Graph) -> None:
+    """An embedding with a table that is also a packed linear's weight is read from there: tens of megabytes less."""
+    layers: list[PackedLinear] = [node.args[1] for node in nodes_of(graph) if calls(node, fused.linear)]
+    tied = {layer.source: layer for layer in layers if layer.source}
+    for node in nodes_of(graph):
+        table = constant_of(node.args[0]) if calls(node, aten.embedding.default) else None
+        layer = tied.get(table.data_ptr()) if table is not None else None
+        blocks = layer.blocks() if layer is not None else None
+        if table is not None and layer is not None and blocks is not None and table.shape == (layer.n, layer.k):
+            replace(graph, node, fused.embed, (node.args[1], fused.TiedEmbedding(layer, blocks)))
+    drop_dead(graph)
+
+
+def _parameters(node: Node) -> list[Node]:
+    """Weight, and bias if there is one."""
+    return [arg for arg in node.args[1:] if arg is not None]
+
+
+def _pack_group(graph: fx.Graph, x: Node, group: list[Node]) -> None:
+    weights: list[Tensor] = [value_of(node.args[1]) for node in group]
+    biases = [value_of(node.args[2]) for node in group] if len(_parameters(group[0])) == 2 else None
+    with graph.inserting_before(group[0]):
+        layer: Any = PackedLinear(weights, biases, wide="wide" in group[0].meta)
+        whole = graph.call_function(fused.linear, (x, layer))
+    whole.meta["value"] = value_of(group[0]).new_empty(*value_of(group[0]).shape[:-1], sum(w.shape[0] for w in weights))
+    start = 0
+    for node in group:
+        width = value_of(node).shape[-1]
+        view = whole if len(group) == 1 else replace(graph, node, fused.columns, (whole, start, width))
+        if len(group) == 1:
+            node.replace_all_uses_with(whole)
+        view.meta["value"] = value_of(node)
+        start += width

@@ -1,1 +1,0 @@
-"""Drawing tokens from logits (level 3): stateless, so that batch, preemption and migration change nothing."""

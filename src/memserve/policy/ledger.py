@@ -1,0 +1,321 @@
+"""Which requests hold which KV memory, where one more fits best, and what is evicted when it fits nowhere.
+
+A node is an instance, by its number. Memory is counted in blocks, as allocators give it out, so a request needs
+``ceil(kv size / block size)`` of them. Best fit chooses the node with the least left over: large holes stay for large
+requests.
+
+Blocks may have names (their identities). Requests that hold a block of one name on a node share it: the block counts
+once there, as it will after prefix reuse.
+
+A request that has ended may stay in the ledger as *inactive*: its blocks count as used, and may be evicted::
+
+    no node has room
+      -> the blocks of the oldest inactive request are freed, never those of a running one
+      -> is there room now?   yes: the request has its node
+                              no:  rejected, and nothing was evicted in vain
+
+Inactive requests are kept for a limited time (:meth:`BlockLedger.expire`). Otherwise blocks that no request asks for
+again would keep out, for ever, a request that needs more than may be evicted for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve.errors import check
+from memserve.policy.candidates import Ask, Candidate, Route, load_rank, with_decoder
+from memserve.units import ceil_div
+
+Ints = NDArray[np.int64]
+
+IDENTITY_BYTES = 16
+
+Entry = tuple[int, str]
+"""Age and name of an inactive request; a higher age is younger."""
+
+
+def required_blocks(kv_size: int, block_size: int) -> int:
+    """Blocks that hold ``kv_size``, in the unit of ``block_size`` (bytes, MB or tokens)."""
+    return ceil_div(kv_size, block_size)
+
+
+def block_names(identities: bytes) -> tuple[bytes, ...]:
+    """The names of blocks, from their identities one behind the other."""
+    return tuple(identities[at : at + IDENTITY_BYTES] for at in range(0, len(identities), IDENTITY_BYTES))
+
+
+class Need(NamedTuple):
+    """What a request holds on one node while it runs there."""
+
+    blocks: int
+    """Of the request alone: computed anew, or not whole."""
+    names: tuple[bytes, ...] = ()
+    """Whole blocks known by name, shared with other requests. A chain: each name stands for all before it as well, so
+    a holder of one holds those before it."""
+
+    @property
+    def total(self) -> int:
+        """Blocks needed where nothing is shared."""
+        return self.blocks + len(self.names)
+
+
+class Relief(NamedTuple):
+    """The node where room was made, and the requests whose blocks were evicted for it."""
+
+    node: int
+    evicted: tuple[str, ...]
+
+
+def best_fit(nodes: Ints, blocks_left: Ints, load: Ints) -> Ints:
+    """The one of ``nodes`` with the least left over; ties go to less load, then to the lower number. Empty: no node has
+    room. Shapes ``[n]``; ``blocks_left``: free blocks once the request has its own, negative where it does not fit."""
+    fitting = np.flatnonzero(blocks_left >= 0)
+    order = np.lexsort((nodes[fitting], load[fitting], blocks_left[fitting]))
+    return nodes[fitting[order[:1]]]
+
+
+def best_fit_route(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
+    """The least room left over, for the prompt and for decoding; the most room where no candidate has enough."""
+
+    def left(candidate: Candidate) -> int:
+        return candidate.room_tokens - ask.prompt_tokens
+
+    def choose(some: Sequence[Candidate]) -> Candidate:
+        fitting = [c for c in some if left(c) >= 0]
+        if not fitting:
+            return min(some, key=lambda c: (-left(c), *load_rank(ask, c)))
+        return min(fitting, key=lambda c: (left(c), *load_rank(ask, c)))
+
+    chosen = choose(first)
+    why = f"best fit: {chosen.name} has room for {chosen.room_tokens} tokens, {left(chosen)} left over"
+    return with_decoder(chosen, why, decoders, choose)
+
+
+@dataclass(slots=True)
+class _Node:
+    needs: dict[str, Need] = field(default_factory=dict)
+    """All and only the requests that hold blocks here, in order of allocation."""
+    shared: Counter[bytes] = field(default_factory=Counter)
+    """For each name the number of requests that hold it."""
+    inactive: list[Entry] = field(default_factory=list)
+    """Those of ``needs`` that have ended, oldest first."""
+
+    def known(self, names: tuple[bytes, ...]) -> int:
+        """How many of ``names``, a chain, are held here: found by halving."""
+        return bisect_left(names, True, key=lambda name: name not in self.shared)
+
+
+class BlockLedger:
+    """Requests to blocks, by node. It counts blocks; which ones they are is known to the instance alone.
+
+    A node may be used beyond its total: an admitted request is not thrown out when its work moves. Nodes are small
+    numbers, so that what is free stands in one array.
+    """
+
+    __slots__ = ("_ended", "_expiring", "_free", "_nodes", "_roots", "_total", "evictions")
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, _Node] = {}
+        self._total: Ints = np.zeros(8, np.int64)
+        self._free: Ints = np.zeros(8, np.int64)
+        #: for each name that begins a chain, the nodes that have it
+        self._roots: dict[bytes, dict[int, None]] = {}
+        #: (until, node, entry) of inactive requests in the order in which they ended; may name freed ones
+        self._expiring: deque[tuple[int, int, Entry]] = deque()
+        #: (node, entry) of those that have ended since :meth:`expire` was called last
+        self._ended: list[tuple[int, Entry]] = []
+        self.evictions = 0
+
+    # -- nodes
+
+    def enter(self, node: int, blocks_total: int) -> None:
+        """A new node with nothing on it."""
+        check(node not in self._nodes, f"node {node} is known")
+        while node >= len(self._total):
+            self._total, self._free = (np.concatenate((row, np.zeros_like(row))) for row in (self._total, self._free))
+        self._nodes[node] = _Node()
+        self._total[node] = self._free[node] = blocks_total
+
+    def leave(self, node: int) -> None:
+        """The node is gone, and all that was on it."""
+        for request_id in self.holders(node):
+            self.free(request_id, node)
+        del self._nodes[node]
+
+    # -- requests
+
+    def allocate(self, request_id: str, node: int, need: Need) -> None:
+        """``request_id`` holds ``need`` on ``node`` from now on. It must hold nothing there yet."""
+        held = self._nodes[node]
+        check(request_id not in held.needs, f"{request_id} holds blocks on node {node} already")
+        self._free[node] -= need.total - held.known(need.names)
+        held.needs[request_id] = need
+        held.shared.update(need.names)
+        if need.names:
+            self._roots.setdefault(need.names[0], {})[node] = None
+
+    def free(self, request_id: str, node: int) -> int:
+        """Give back exactly what it was given there. Returns the blocks that are free now; the rest is shared."""
+        held = self._nodes[node]
+        need = held.needs.pop(request_id)
+        if held.inactive:
+            held.inactive = [entry for entry in held.inactive if entry[1] != request_id]
+        freed = need.blocks
+        for name in need.names:
+            held.shared[name] -= 1
+            if not held.shared[name]:
+                del held.shared[name]
+                freed += 1
+        if need.names and need.names[0] not in held.shared:
+            nodes = self._roots[need.names[0]]
+            del nodes[node]
+            if not nodes:
+                del self._roots[need.names[0]]
+        self._free[node] += freed
+        return freed
+
+    def retire(self, request_id: str, node: int, age: int) -> None:
+        """``request_id`` has ended: its blocks stay counted, and may be evicted. A higher ``age`` is younger."""
+        held = self._nodes[node]
+        check(request_id in held.needs, f"{request_id} holds nothing on node {node}")
+        insort(held.inactive, (age, request_id))
+        self._ended.append((node, (age, request_id)))
+
+    def restore(self, request_id: str, node: int, blocks: int, age: int, until_ns: int) -> None:
+        """Blocks of ended requests that an earlier router knew: inactive, and expiring at ``until_ns``."""
+        self.allocate(request_id, node, Need(blocks))
+        insort(self._nodes[node].inactive, (age, request_id))
+        self._expiring = deque(sorted([*self._expiring, (until_ns, node, (age, request_id))]))
+
+    # -- eviction
+
+    def expire(self, now: int, kept_ns: int) -> int:
+        """Free what ended ``kept_ns`` ago or earlier. Returns the number of requests; they are no evictions.
+
+        To be called with every event: requests that were retired since the last call count as ended ``now``.
+        """
+        self._expiring.extend((now + kept_ns, node, entry) for node, entry in self._ended)
+        self._ended.clear()
+        expired = 0
+        while self._expiring and self._expiring[0][0] <= now:
+            _, node, entry = self._expiring.popleft()
+            if self._is_inactive(node, entry):
+                self.free(entry[1], node)
+                expired += 1
+        return expired
+
+    def relieve(self, need: Need, nodes: Sequence[int], evictions_max: int) -> Relief | None:
+        """Make room for ``need`` on one of ``nodes`` by at most ``evictions_max`` evictions: on the node where the
+        fewest are enough, of those on the one with the oldest victim. ``None``: no node has enough to evict, and
+        nothing was changed."""
+        plans = [(len(victims), victims[0][0], node, victims)
+                 for node in nodes if (victims := self._victims(need, node, evictions_max))]  # fmt: skip
+        if not plans:
+            return None
+        _, _, node, victims = min(plans)
+        for _, request_id in victims:
+            self.free(request_id, node)
+        self.evictions += len(victims)
+        return Relief(node, tuple(request_id for _, request_id in victims))
+
+    def room_at_ns(self, need: Need, node: int) -> int | None:
+        """When ``node`` has room for ``need`` if no other request comes or goes, as inactive ones expire. 0: it has
+        room now. ``None``: that is not enough, or :meth:`expire` is yet to be called."""
+        wanted = -int(self.blocks_left(np.array([node]), need)[0])
+        dropped: Counter[bytes] = Counter()
+        kept, until_ns = set(need.names), 0
+        for end_ns, at, entry in self._expiring:
+            if wanted <= 0:
+                break
+            if at == node and self._is_inactive(node, entry):
+                wanted, until_ns = wanted - self._freed(entry[1], node, dropped, kept), end_ns
+        return until_ns if wanted <= 0 else None
+
+    def _victims(self, need: Need, node: int, evictions_max: int) -> list[Entry]:
+        """The oldest that must go for ``need`` to fit; empty where ``evictions_max`` are not enough."""
+        wanted = -int(self.blocks_left(np.array([node]), need)[0])
+        chosen: list[Entry] = []
+        dropped: Counter[bytes] = Counter()
+        kept = set(need.names)
+        for entry in self._nodes[node].inactive:
+            if wanted <= 0 or len(chosen) == evictions_max:
+                break
+            chosen.append(entry)
+            wanted -= self._freed(entry[1], node, dropped, kept)
+        return chosen if wanted <= 0 else []
+
+    def _freed(self, request_id: str, node: int, dropped: Counter[bytes], kept: set[bytes]) -> int:
+        """Blocks that one more eviction makes free for the newcomer: not those that the newcomer shares."""
+        held = self._nodes[node]
+        need = held.needs[request_id]
+        dropped.update(need.names)
+        gone = [name for name in need.names if dropped[name] == held.shared[name]]
+        return need.blocks + sum(name not in kept for name in gone)
+
+    def _is_inactive(self, node: int, entry: Entry) -> bool:
+        return node in self._nodes and entry in self._nodes[node].inactive
+
+    # -- looking
+
+    def holders(self, node: int) -> Sequence[str]:
+        """Requests that hold blocks there, in order of allocation."""
+        return list(self._nodes[node].needs)
+
+    def inactive(self, node: int) -> Sequence[str]:
+        """Requests whose blocks may be evicted there, oldest first."""
+        return [request_id for _, request_id in self._nodes[node].inactive]
+
+    def needs(self, node: int, request_id: str) -> Need | None:
+        """What a request holds there; ``None``: nothing, or the node is gone."""
+        held = self._nodes.get(node)
+        return held.needs.get(request_id) if held is not None else None
+
+    def known(self, node: int, names: tuple[bytes, ...]) -> int:
+        """How many of ``names``, a chain, are held there: the first ones."""
+        return self._nodes[node].known(names)
+
+    def blocks_total(self, nodes: Ints) -> Ints:
+        """All blocks of each node."""
+        return self._total[nodes]
+
+    def blocks_free(self, node: int) -> int:
+        """Blocks that no request holds; negative when more was moved there than fits."""
+        return int(self._free[node])
+
+    def blocks_left(self, nodes: Ints, need: Need) -> Ints:
+        """What would be free on each of ``nodes`` (ascending) with ``need`` allocated; negative: there is no room."""
+        left: Ints = self._free[nodes] - need.total
+        for node in self._roots.get(need.names[0], ()) if need.names else ():
+            at = int(nodes.searchsorted(node))
+            if at < len(nodes) and nodes[at] == node:
+                left[at] += self._nodes[node].known(need.names)
+        return left
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if counts, names or the order of inactive requests are wrong."""
+        waiting = {(node, entry) for _, node, entry in self._expiring} | set(self._ended)
+        for node, held in self._nodes.items():
+            names = Counter(name for need in held.needs.values() for name in need.names)
+            check(held.shared == names, f"node {node}: names are held {held.shared}, not {names}")
+            used = sum(need.blocks for need in held.needs.values()) + len(names)
+            free = int(self._total[node]) - used
+            check(self.blocks_free(node) == free, f"node {node}: {self.blocks_free(node)} blocks are free, not {free}")
+            roots = {need.names[0] for need in held.needs.values() if need.names}
+            listed = {name for name, nodes in self._roots.items() if node in nodes}
+            check(roots == listed, f"node {node}: chains begin with {roots}, listed are {listed}")
+            inactive = self.inactive(node)
+            check(held.inactive == sorted(held.inactive), f"node {node}: {held.inactive} are out of order")
+            check(len(set(inactive)) == len(inactive), f"node {node}: twice in {inactive}")
+            check(all(request_id in held.needs for request_id in inactive), f"node {node}: {inactive} hold nothing")
+            check(all((node, entry) in waiting for entry in held.inactive), f"node {node}: an entry never expires")
+
+    def __repr__(self) -> str:
+        nodes = ", ".join(f"{n}: {self.blocks_free(n)}/{self._total[n]} free" for n in self._nodes)
+        return f"<BlockLedger {nodes}>"

@@ -1,0 +1,150 @@
+"""The gate as people meet it: options, HTTP statuses, metrics, and a router in real threads."""
+
+from __future__ import annotations
+
+import queue
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from msgspec import structs
+from prometheus_client.parser import text_string_to_metric_families
+
+from fake_instances import SECRET, FakeInstance
+from memserve.api.errors import rejected
+from memserve.api.metrics import ApiMetrics
+from memserve.cli.main import run
+from memserve.cli.serve import _alone
+from memserve.cluster.machine import Cluster
+from memserve.cluster.report import AdmissionStats, ClusterStats, Counters
+from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions, SchedulerConfig
+from memserve.errors import UserError
+from memserve.messages import ROUTER, Peer
+from memserve.runtime.engine import Refusal, Rejected
+from memserve.runtime.links.mailbox import ZmqMailbox
+from memserve.runtime.router import RouterEngine
+from memserve.runtime.stats import RouterStats
+from memserve.types import Admission, Request, SamplingParams, StopParams
+from memserve.units import NS_PER_MS, NS_PER_S
+
+WAIT_S = 20.0
+
+
+# -- HTTP
+
+
+@pytest.mark.parametrize(
+    "refusal, retry_after_s, status, code, header",
+    [
+        (Refusal.BUSY, 2.1, 429, "rate_limit_exceeded", "3"),
+        (Refusal.OVERLOADED, 7.0, 503, "overloaded", "7"),
+        (Refusal.IMPOSSIBLE, None, 400, "request_rejected", None),
+    ],
+)
+def test_each_refusal_has_its_status_and_says_when_to_come_again(refusal, retry_after_s, status, code, header):
+    error = rejected(Rejected("r", "3 requests are active", retry_after_s, refusal))
+    assert (error.status, error.code, error.headers.get("retry-after")) == (status, code, header)
+    assert "3 requests are active" in error.message
+
+
+def test_the_metrics_of_the_gate():
+    gate = AdmissionStats(12, 9, 5, 3 * NS_PER_S, {"queue": 4, "wait": 2}, 1, 3, {"a": 2, "": 1})
+    stats = RouterStats.of(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(ApiMetrics().render(stats, names_tenants=True).decode())
+        for sample in family.samples
+    }
+    expected = {
+        ("memserve_gate_active",): 3,
+        ("memserve_gate_admitted_total",): 12,
+        ("memserve_gate_queued_total",): 5,
+        ("memserve_gate_waited_seconds_total",): 3,
+        ("memserve_gate_evictions_total",): 1,
+        ("memserve_gate_waiting", "a"): 2,
+        ("memserve_gate_waiting", ""): 1,
+        ("memserve_gate_rejected_total", "queue"): 4,
+        ("memserve_gate_rejected_total", "wait"): 2,
+    }
+    assert {name: samples[name] for name in expected} == expected
+
+
+# -- options
+
+
+def gate_of(monkeypatch, *words):
+    seen = []
+    monkeypatch.setattr("memserve.cli.serve.run_server", lambda options, http, cluster: seen.append(cluster))
+    assert run(["serve", *words]) == 0
+    return seen[0].config.admission
+
+
+def test_options_become_a_gate(monkeypatch):
+    assert gate_of(monkeypatch) == AdmissionConfig()
+    words = ["--admission", "cache", "--max-active", "32", "--admission-queue", "8", "--admission-wait", "2.5"]
+    config = gate_of(monkeypatch, *words, "--admission-evictions", "1")
+    assert (config.active_max, config.waiting_max, config.wait_ns, config.evictions_max) == (32, 8, 2_500_000_000, 1)
+    words = ["--admission", "bounded", "--max-active", "4", "--tenant-weight", "a=3", "--tenant-weight", "b=c=2"]
+    assert gate_of(monkeypatch, *words).weights == (("a", 3), ("b=c", 2))
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        (["--admission", "bounded"], "needs a number of requests"),
+        (["--max-active", "3"], "--max-active does nothing without admission"),
+        (["--in-process", "--tenant-weight", "a=3"], "one engine alone treats all tenants alike"),
+        (["--admission", "memory", "--tenant-weight", "a"], "cannot read 'a' as a tenant's weight"),
+        (["--admission", "memory", "--tenant-weight", "a=0"], "weight of 'a' must be at least 1"),
+        (["--admission", "bounded", "--max-active", "3", "--admission-evictions", "1"], "does not look at memory"),
+        (["--in-process", "--admission", "memory"], "one engine alone"),
+        (["--in-process", "--admission", "bounded", "--max-active", "3", "--admission-queue", "0"], "one engine alone"),
+    ],
+)
+def test_options_that_do_nothing_are_refused_before_anything_is_loaded(options, complaint, capsys):
+    assert run(["serve", "--port", "0", *options]) == 1
+    error = capsys.readouterr().err
+    assert complaint in error and "hint: " in error
+
+
+def test_one_engine_takes_the_limits_of_the_gate_for_its_own():
+    options = EngineOptions(scheduler=SchedulerConfig(max_running=64))
+    gate = AdmissionConfig(Admission.BOUNDED, 3, waiting_max=5)
+    bounded = _alone(options, gate, None, None)
+    assert (bounded.scheduler.max_running, bounded.scheduler.max_waiting) == (3, 5)
+    assert _alone(options, AdmissionConfig(), None) == options
+    with pytest.raises(UserError):
+        _alone(options, gate, 1)
+
+
+# -- threads
+
+
+@pytest.fixture
+def gated_router():
+    gate = AdmissionConfig(Admission.BOUNDED, 1, waiting_max=1, wait_ns=400 * NS_PER_MS)
+    machine = Cluster(ClusterConfig(admission=gate))
+    engine = RouterEngine(machine, partial(ZmqMailbox, Peer(ROUTER, time.time_ns()), SECRET, "127.0.0.1", 0))
+    member = FakeInstance("c1", engine.address, token_s=0.005)
+    assert engine.wait_for(["c1"], WAIT_S)
+    yield engine
+    engine.close(WAIT_S)
+    member.die()
+    machine.check_invariants()
+
+
+def test_a_router_turns_away_at_once_who_cannot_wait_and_later_who_has_waited(gated_router):
+    """One runs, one waits, the third is told at once; the second one's patience ends, by the machine's own timer."""
+    news = {name: queue.Queue() for name in ("runs", "waits", "too many")}
+    request = Request("", np.arange(1, 70, dtype=np.int32), SamplingParams(temperature=0.0), StopParams(10_000))
+    for name, sink in news.items():
+        gated_router.submit(structs.replace(request, request_id=name), sink.put)
+    first = news["too many"].get(timeout=WAIT_S)
+    assert isinstance(first, Rejected) and first.refusal is Refusal.BUSY and first.retry_after_s >= 1
+    second = news["waits"].get(timeout=WAIT_S)
+    assert isinstance(second, Rejected) and second.refusal is Refusal.OVERLOADED and second.retry_after_s >= 1
+    assert not isinstance(news["runs"].get(timeout=WAIT_S), Rejected)
+    gate = gated_router.stats().cluster.admission
+    assert (gate.admitted, gate.queued, gate.rejected) == (1, 1, {"queue": 1, "wait": 1})
+    gated_router.cancel("runs")

@@ -1,0 +1,419 @@
+"""The failure matrix on real processes: a role, a fault, a phase, a link; what clients see, and what is left behind.
+
+    python tests/support/failure_matrix.py [--roles prefill,decode] [--faults kill,stop] [--phases decoding]
+                                           [--links shm] [--pause-s 30] [--sample N --seed S] [--table FILE]
+
+For each role and link a router and healthy instances are started, once; for each case one more instance of that role,
+which fails by itself at the chosen moment (``faulty_instance.py``), while a crowd of clients streams. Every answer must
+be exactly what one engine alone gives, or one clean error within the deadline; afterwards no block may be held
+anywhere. The model is tiny and random, everything else is what users run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ports import free_port
+
+HERE = Path(__file__).resolve().parent
+ROLES = ("prefill", "decode", "colocated", "holder", "fetcher")
+"""``holder``: an instance with a prefix that another one fetches; ``fetcher``: the one that does. Both are
+colocated."""
+FAULTS = ("kill", "stop", "cut", "cut-data", "corrupt", "restart")
+"""``cut``: no messages; ``cut-data``: no KV."""
+PHASES = ("queued", "prefilling", "asking", "transferring", "decoding", "returning")
+"""``asking``: a fetch was asked for and nothing offered yet. ``returning``: PD-Caching-3."""
+LINKS = ("shm", "nixl")
+MOMENTS = {
+    ("prefill", "queued"): "queued",
+    ("prefill", "prefilling"): "prefilling",
+    ("prefill", "transferring"): "handing-over",
+    ("prefill", "returning"): "coming-home",
+    ("decode", "queued"): "queued",
+    ("decode", "transferring"): "taking-over",
+    ("decode", "decoding"): "decoding",
+    ("decode", "returning"): "sending-home",
+    ("colocated", "queued"): "queued",
+    ("colocated", "prefilling"): "prefilling",
+    ("colocated", "decoding"): "decoding",
+    ("holder", "asking"): "fetch-heard",
+    ("holder", "transferring"): "lending",
+    ("fetcher", "asking"): "fetch-asked",
+    ("fetcher", "transferring"): "fetching",
+}
+"""When the fault happens (``faulty_instance.MOMENTS``); there are no other phases that a role is in."""
+MOVING = ("transferring", "returning")
+PULLING = ("taking-over", "coming-home", "fetching")
+"""Moments in which the failing instance itself reads pages."""
+DEADLINE_S = 90.0
+SETTLE_S = 75.0
+ENGINE = ("--dtype", "float32", "--kv-memory", "256KiB", "--prefill-chunk-tokens", "64", "--threads", "1")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix."""
+
+    role: str
+    fault: str
+    phase: str
+    link: str = "shm"
+
+    @property
+    def moment(self) -> str | None:
+        """When the instance fails; ``None``: it is never in this phase."""
+        return MOMENTS.get((self.role, self.phase))
+
+    @property
+    def possible(self) -> bool:
+        """What befalls pages befalls their reader; connections, which only NIXL has, have two ends. Over NIXL
+        there are the cases in which KV moves: the others have nothing to do with the link."""
+        if self.moment is None or (self.link == "nixl" and self.phase not in MOVING):
+            return False
+        if self.fault == "corrupt" or (self.fault == "cut-data" and self.link == "shm"):
+            return self.moment in PULLING
+        return self.fault != "cut-data" or self.phase in MOVING
+
+
+@dataclass
+class Result:
+    """What came of a case."""
+
+    case: Case
+    right: int = 0
+    errors: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    reached: bool = False
+    leaks: str = ""
+    slowest_s: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing was wrong, late or left behind."""
+        return self.reached and not self.wrong and not self.leaks and self.slowest_s <= DEADLINE_S
+
+    def line(self) -> str:
+        """For people."""
+        verdict = "ok  " if self.good else "MISS"
+        what = f"{self.right} right, {len(self.errors)} errors, slowest {self.slowest_s:.1f} s"
+        notes = [] if self.reached else ["the fault did not happen"]
+        notes += [*self.wrong[:2], *self.errors[:2], self.leaks]
+        name = f"{self.case.role:<10} {self.case.fault:<8} {self.case.phase:<13} {self.case.link:<5}"
+        return f"{verdict} {name} {what:<38} {self.seconds:6.1f} s  {'; '.join(filter(None, notes))[:300]}"
+
+
+# -- clients
+
+
+def requests(count: int, seed: int) -> list[dict[str, Any]]:
+    """Streaming completions: shared and own prefixes, greedy and drawn."""
+    rng = random.Random(seed)
+    heads = [[rng.randrange(3, 131) for _ in range(96)] for _ in range(3)]
+    bodies = []
+    for i in range(count):
+        prompt = [*heads[i % 3], *(rng.randrange(3, 131) for _ in range(rng.randrange(1, 60)))]
+        body = {"prompt": prompt, "max_tokens": rng.randrange(24, 60), "stream": True, "ignore_eos": True}
+        body |= {"temperature": 0} if i % 2 else {"temperature": 1.0, "seed": 1000 + i}
+        bodies.append(body | {"timeout_s": DEADLINE_S, "model": "tiny"})
+    return bodies
+
+
+def ask(url: str, body: dict[str, Any]) -> tuple[str, str, float]:
+    """``(text, error, seconds)`` of one streamed completion."""
+    started, text, error = time.monotonic(), "", ""
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=DEADLINE_S + 30) as answer:
+            if answer.status_code != 200:
+                answer.read()
+                return "", f"{answer.status_code}: {answer.text[:200]}", time.monotonic() - started
+            for line in answer.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    error = chunk["error"]["message"]
+                for choice in chunk.get("choices", []):
+                    text += choice["text"]
+    except httpx.HTTPError as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    return text, error, time.monotonic() - started
+
+
+def expected(model: Path, bodies: list[dict[str, Any]]) -> list[str]:
+    """The texts that one engine alone gives."""
+    from memserve import LLM, SamplingParams
+
+    texts = []
+    with LLM(str(model), dtype="float32", kv_memory_bytes=4 << 20, threads=1) as llm:
+        for body in bodies:
+            sampling = SamplingParams(temperature=body["temperature"], seed=body.get("seed", 0))
+            [answer] = llm.generate([body["prompt"]], sampling, max_tokens=body["max_tokens"], ignore_eos=True)
+            texts.append(answer.outputs[0].text)
+    return texts
+
+
+# -- processes
+
+
+class Fleet:
+    """A router, healthy instances of some roles, and one more that will fail."""
+
+    def __init__(self, model: Path, folder: Path, roles: list[str], link: str) -> None:
+        self.model, self.folder, self.link = model, folder, link
+        first = free_port() // 2  # below the ports that servers of tests are given
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if link == "nixl":  # as between hosts; the range tells its connections from those of messages
+            self.environment |= {"UCX_TLS": "tcp,self", "UCX_TCP_PORT_RANGE": f"{first}-{first + 199}"}
+        self.secret = folder / "secret"
+        self.secret.write_text(secrets.token_urlsafe(32))
+        self.join = f"127.0.0.1:{free_port()}"
+        self.http = free_port()
+        self.url = f"http://127.0.0.1:{self.http}"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._launch("router", [sys.executable, "-m", "memserve", *self._serve()])
+        self.healthy = 0
+        for number, role in enumerate(roles):
+            self.start(f"{role}-{number}", role)
+            self.healthy += 1
+        if roles:  # without an instance the router does not know its model, and has no metrics
+            self.wait_for(lambda: self.up() == self.healthy, 180, "the healthy instances did not join")
+
+    def _serve(self) -> list[str]:
+        port = self.join.rpartition(":")[2]
+        counts = ["--prefill", "0", "--decode", "0", "--colocated", "0"]
+        cluster = ["--cluster-port", port, "--cluster-secret-file", str(self.secret), "--policy", "least-load"]
+        name = ["--served-model-name", "tiny", "--port", str(self.http), "--metadata", "none"]
+        return ["serve", "--model", str(self.model), *counts, *cluster, *name, *ENGINE]
+
+    def start(self, name: str, role: str, *flags: str, fault: tuple[str, str, int] | None = None) -> None:
+        """Start an instance; with ``fault`` = (fault, moment, skip) one that will fail."""
+        options = ["--join", self.join, "--cluster-secret-file", str(self.secret), "--role", role, "--name", name]
+        options += ["--link", self.link, *flags]
+        command = ["instance", *options, "--model", str(self.model), *ENGINE, "--dram-memory", "1MiB"]
+        launcher = [sys.executable, "-m", "memserve"]
+        if fault:
+            armed = ["--fault", fault[0], "--moment", fault[1], "--skip", str(fault[2])]
+            launcher = [sys.executable, str(HERE / "faulty_instance.py"), *armed, "--"]
+        self._launch(name, [*launcher, *command])
+
+    def _launch(self, name: str, command: list[str]) -> None:
+        log = (self.folder / f"{name}.log").open("ab")
+        self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
+
+    def log(self, name: str) -> str:
+        """What an instance has written."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def metrics(self) -> dict[str, float]:
+        """``/metrics``; empty while there are none."""
+        try:
+            lines = httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        except httpx.HTTPError:
+            return {}
+        return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in lines if line and line[0] != "#")}
+
+    def up(self) -> int:
+        """Members of the cluster."""
+        return int(self.metrics().get("memserve_router_instances", 0))
+
+    def left_behind(self) -> str:
+        """What is still held although nothing runs; empty: nothing."""
+        found = []
+        for key, value in self.metrics().items():
+            name = key.split("{")[0]
+            held = name == "memserve_instance_blocks" and 'state="held"' in key
+            busy = name in ("memserve_instance_transfers_open", "memserve_instance_requests")
+            if value and (held or busy or name == "memserve_router_requests_live"):
+                found.append(f"{key}={value:g}")
+        return ", ".join(found) or ("" if self.metrics() else "no metrics")
+
+    def wait_for(self, true: Any, seconds: float, complaint: str) -> None:
+        """Poll until ``true()``."""
+        until = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > until:
+                logs = "\n".join(self.log(name)[-800:] for name in self.processes)
+                raise TimeoutError(f"{complaint} within {seconds:.0f} s\n{logs}")
+            time.sleep(0.1)
+
+    def stop(self, name: str) -> None:
+        """End one process, whatever state it is in."""
+        process = self.processes.pop(name)
+        for sig in (signal.SIGCONT, signal.SIGKILL):
+            if process.poll() is None:
+                process.send_signal(sig)
+        process.wait()
+
+    def close(self) -> None:
+        """End all."""
+        for name in list(self.processes):
+            self.stop(name)
+
+
+@contextmanager
+def fleet_for(role: str, link: str, model: Path) -> Iterator[Fleet]:
+    """The healthy ones beside an instance of ``role``. A holder is alone at first: so no other has what it has."""
+    beside = {"colocated": ["colocated"], "fetcher": ["colocated"], "holder": []}
+    with tempfile.TemporaryDirectory(prefix="memserve-matrix-") as folder:
+        fleet = Fleet(model, Path(folder), beside.get(role, ["prefill", "decode"]), link)
+        try:
+            yield fleet
+        finally:
+            fleet.close()
+
+
+# -- one case
+
+NEWCOMER = "newcomer"
+
+
+def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[str], pause_s: float) -> Result:
+    """Let the victim join, send the crowd, look what they got and what is left."""
+    started, result = time.monotonic(), Result(case)
+    victim = f"victim-{case.role}-{case.fault}-{case.phase}"
+    lasting = case.fault in ("stop", "cut", "cut-data")
+    fault = f"{case.fault}:{pause_s}" if lasting else case.fault.replace("restart", "kill")
+    role = "colocated" if case.role in ("holder", "fetcher") else case.role
+    flags = ["--max-running", "1"] if case.phase == "queued" else []  # the second request waits
+    skip = {"decoding": 6, "prefilling": 1}.get(case.phase, 0)
+    fleet.wait_for(lambda: fleet.up() == fleet.healthy, 60, "the end of the last victim was not noticed")
+    if case.role == "fetcher":  # what the healthy one has, and the victim has not
+        _send_crowd(fleet, bodies, want, result)
+    fleet.start(victim, role, *flags, fault=(fault, case.moment or "", skip))
+    try:
+        fleet.wait_for(lambda: fleet.up() > fleet.healthy, 120, "the victim did not join")
+        if case.role == "holder":  # what the victim has, and the newcomer has not
+            _send_crowd(fleet, bodies, want, result)
+            fleet.start(NEWCOMER, role)
+            fleet.healthy += 1
+            fleet.wait_for(lambda: fleet.up() > fleet.healthy, 120, "the newcomer did not join")
+        nurse = threading.Thread(target=_restart_when_dead, args=(fleet, victim, role), daemon=True)
+        if case.fault == "restart":
+            nurse.start()
+        for _ in range(3):  # the moment may need luck with the placement: send the crowd again
+            _send_crowd(fleet, bodies, want, result)
+            result.reached = "fault: " in fleet.log(victim)
+            if result.reached or result.wrong:
+                break
+        if case.fault == "restart":
+            nurse.join(60)
+        if lasting and result.reached:  # it comes back, and must do no harm
+            fleet.wait_for(lambda: "fault over" in fleet.log(victim), pause_s + 60, "it did not wake up")
+            fleet.wait_for(lambda: fleet.up() > fleet.healthy, 60, "the victim did not join again")
+            _send_crowd(fleet, bodies, want, result)
+        fleet.wait_for(lambda: not fleet.left_behind(), SETTLE_S, "not everything was given back")
+    except TimeoutError as problem:
+        result.leaks = f"{str(problem).splitlines()[0]}: {fleet.left_behind()}"
+    finally:
+        fleet.stop(victim)
+        if NEWCOMER in fleet.processes:
+            fleet.stop(NEWCOMER)
+            fleet.healthy -= 1
+    result.seconds = time.monotonic() - started
+    return result
+
+
+def _restart_when_dead(fleet: Fleet, name: str, role: str) -> None:
+    process = fleet.processes[name]
+    process.wait()
+    fleet.start(name, role)
+
+
+def _send_crowd(fleet: Fleet, bodies: list[dict[str, Any]], want: list[str], result: Result) -> None:
+    with ThreadPoolExecutor(len(bodies)) as crowd:
+        answers = list(crowd.map(lambda body: ask(fleet.url, body), bodies))
+    for number, ((text, error, seconds), right) in enumerate(zip(answers, want, strict=True)):
+        result.slowest_s = max(result.slowest_s, seconds)
+        if error:
+            result.errors.append(f"request {number}: {error}")
+            if not right.startswith(text):
+                result.wrong.append(f"request {number}: {text[-60:]!r} before its error")
+        elif text == right:
+            result.right += 1
+        else:
+            result.wrong.append(f"request {number}: {text!r} instead of {right!r}")
+
+
+def all_cases() -> list[Case]:
+    """Every cell that can happen."""
+    return [case for combo in itertools.product(ROLES, FAULTS, PHASES, LINKS) if (case := Case(*combo)).possible]
+
+
+def run_matrix(cases: list[Case], pause_s: float, clients: int = 10, seed: int = 0) -> Iterator[Result]:
+    """Run ``cases``, those of one role and link on one fleet."""
+    from tiny_models import save_folder, tiny_module
+
+    with ExitStack() as stack:
+        model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memserve-tiny-")))
+        save_folder(tiny_module("llama"), model)
+        bodies = requests(clients, seed)
+        want = expected(model, bodies)
+        ordered = sorted(cases, key=lambda case: (ROLES.index(case.role), case.link))
+        for (role, link), group in itertools.groupby(ordered, key=lambda case: (case.role, case.link)):
+            with fleet_for(role, link, model) as fleet:
+                for case in group:
+                    yield run_case(fleet, case, bodies, want, pause_s)
+
+
+def markdown(results: list[Result]) -> str:
+    """The table for the docs: the slowest answer of each cell."""
+    lines = ["| role | link | fault | " + " | ".join(PHASES) + " |", "| --- " * (3 + len(PHASES)) + "|"]
+    found = {(r.case.role, r.case.link, r.case.fault, r.case.phase): r for r in results}
+    for role, link, fault in itertools.product(ROLES, LINKS, FAULTS):
+        row = [found.get((role, link, fault, phase)) for phase in PHASES]
+        if any(row):
+            cells = ["-" if r is None else f"{r.slowest_s:.1f} s" if r.good and not r.errors else "MISS" for r in row]
+            lines.append("| " + " | ".join([role, link, fault, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the chosen cells."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--roles", default=",".join(ROLES))
+    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--links", default=",".join(LINKS))
+    parser.add_argument("--pause-s", type=float, default=8.0, help="how long stop and the cuts last")
+    parser.add_argument("--sample", type=int, default=0, help="only so many cells, drawn from --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--table", type=Path)
+    args = parser.parse_args()
+    combos = set(itertools.product(*(w.split(",") for w in (args.roles, args.faults, args.phases, args.links))))
+    chosen = [case for case in all_cases() if (case.role, case.fault, case.phase, case.link) in combos]
+    if args.sample:
+        chosen = random.Random(args.seed).sample(chosen, min(args.sample, len(chosen)))
+    results = []
+    for result in run_matrix(chosen, args.pause_s, args.clients, args.seed):
+        results.append(result)
+        print(result.line(), flush=True)
+    if args.table:
+        args.table.write_text(markdown(results) + "\n")
+    bad = sum(not result.good for result in results)
+    print(f"{len(results)} cells, {bad} missed")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

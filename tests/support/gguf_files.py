@@ -1,0 +1,48 @@
+"""GGUF files of tiny models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def write_gguf(module: Any, path: Path) -> Path:
+    """A GGUF file of a tiny Llama: quantised matrices (Q8_0), everything else float32."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import quantize
+
+    config = module.config
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["w", "1", *(f"w{i}" for i in range(2, config.vocab_size - 1)), "w1"])
+    writer.add_token_merges(["w 1"])
+    writer.add_eos_token_id(2)
+    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+    names |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
+    names |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    names |= {"model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    for name, value in module.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        array = value.numpy()
+        if array.ndim == 2 and array.shape[1] % 32 == 0:
+            kind = GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

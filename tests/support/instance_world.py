@@ -1,0 +1,269 @@
+"""A world around one instance machine: a literal device, and a referee that knows what every request must get."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.instance.events import RowFailed, RunStep, StepFailed
+from memserve.instance.machine import Instance
+from memserve.instance.sequence import Phase
+from memserve.mempool.pool import BlockPool
+from memserve.policy.reuse import PreemptionCosts
+from memserve.serving import EmitTokens, RejectRequest, RequestArrived
+from memserve.sim.fuzz.literal_device import LiteralDevice, fail_row
+from memserve.sim.fuzz.truth import lone_beams as beams_of
+from memserve.sim.fuzz.truth import lone_tokens
+from memserve.types import FinishReason, Request, SamplingParams, StopParams, Tier
+from pool_twin import TwinPool
+
+VOCAB = 12
+PROMPT = [(3 * i + i * i) % VOCAB for i in range(40)]
+
+
+def request(
+    name, prompt, *, max_tokens=5, seed=0, stops=(), min_tokens=0, logprobs=None, prompt_logprobs=False, **rest
+):
+    """A request with the parameters that tests care about."""
+    return Request(
+        name,
+        np.asarray(prompt, dtype=np.int32),
+        sampling=SamplingParams(seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+        stop=StopParams(max_tokens, min_tokens, tuple(stops)),
+        **rest,
+    )
+
+
+def config(
+    *,
+    hbm=16,
+    dram=0,
+    caching=True,
+    context=64,
+    running=6,
+    step_tokens=16,
+    chunk=8,
+    waiting=100,
+    depth=2,
+    preemption="auto",
+):
+    """An instance small enough to think about."""
+    return InstanceConfig(
+        max_model_tokens=context,
+        pool=PoolConfig(hbm, dram, caching),
+        scheduler=SchedulerConfig(running, step_tokens, chunk, waiting, depth, preemption),
+    )
+
+
+def lone_beams(req, context):
+    """What a beam search gets when it is alone in the world."""
+    return beams_of(req, context, VOCAB)
+
+
+class World:
+    """Posts events, performs actions, and compares every output with what the lone request would get."""
+
+    def __init__(self, cfg, block_tokens=4, twin=True, costs=None):
+        self.cfg, self.block_tokens, self.twin, self.costs = cfg, block_tokens, twin, costs
+        self.machine = self.new_machine()
+        self.device = LiteralDevice(block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB)
+        self.plans = deque()
+        self.requests, self.got, self.final, self.rejected = {}, {}, {}, {}
+        self.asked_to_end = set()
+        self.diary = []
+        self.now = 0
+        self.failed = False
+        #: requests of which a row failed alone
+        self.rows_failed = set()
+        #: plans that were under way when an earlier one failed
+        self.void = set()
+
+    def new_machine(self):
+        kind = TwinPool if self.twin else BlockPool
+        pool = kind(self.cfg.pool, self.block_tokens, "test")
+        return Instance(self.cfg, self.block_tokens, self.costs or PreemptionCosts(), pool)
+
+    # -- doing
+
+    def post(self, event):
+        if isinstance(event, RequestArrived) and event.request.request_id not in self.requests:
+            self.requests[event.request.request_id] = event.request
+        actions = self.machine.handle(event, self.now)
+        self.diary.append((event, self.now, repr(actions)))
+        for action in actions:
+            if isinstance(action, RunStep):
+                self.plans.append(action.plan)
+            elif isinstance(action, EmitTokens):
+                for output in action.outputs:
+                    self._judge(output)
+            elif isinstance(action, RejectRequest):
+                assert action.request_id not in self.rejected
+                self.rejected[action.request_id] = action
+        assert len(self.plans) <= self.cfg.scheduler.steps_in_flight
+        for plan in self.plans:
+            assert 0 < plan.num_tokens <= self.cfg.scheduler.max_step_tokens
+        self.machine.check_invariants()
+        report = self.machine.report()
+        assert report.fragmentation_tokens_max < self.block_tokens
+        return actions
+
+    def arrive(self, req):
+        return self.post(RequestArrived(req))
+
+    def step(self):
+        """The device finishes its oldest plan."""
+        self.now += 1
+        plan = self.plans.popleft()
+        void = plan.step_id in self.void
+        return self.post(self.device.run_void(plan) if void else self.device.run(plan))
+
+    def fail(self, seed=0):
+        self.now += 1
+        self.failed = True
+        plan = self.plans.popleft()
+        event = self.device.fail(plan, seed)
+        assert isinstance(event, StepFailed)
+        self.void.update(later.step_id for later in self.plans)
+        return self.post(event)
+
+    def fail_row(self, which, suspect=False):
+        """One row of the oldest plan fails alone; returns its request (``None``: the plan has no rows)."""
+        if not self.plans[0].slots or self.plans[0].step_id in self.void:
+            self.step()
+            return None
+        self.now += 1
+        plan = self.plans.popleft()
+        event = self.device.run(plan)
+        owners = self.machine.inflight[0].by_slot()
+        slot = sorted(owners)[which % len(owners)]
+        fail_row(plan, event, slot, RowFailed("planted", kv_is_suspect=suspect))
+        if owners[slot].phase is not Phase.FINISHED:
+            self.rows_failed.add(owners[slot].request_id)
+        steps_failed = self.machine.stats().steps_failed
+        self.post(event)
+        assert self.machine.stats().steps_failed == steps_failed
+        return owners[slot].request_id
+
+    def drain(self, limit=3000):
+        """Run until nothing is under way."""
+        while self.plans:
+            self.step()
+            limit -= 1
+            assert limit, f"no end: {self.machine}"
+
+    # -- judging
+
+    def _judge(self, output):
+        key = (output.request_id, output.index)
+        assert key not in self.final, f"{key}: an output after the final one"
+        assert output.request_id not in self.rejected
+        req = self.requests[output.request_id]
+        got = self.got.setdefault(key, [])
+        if output.tokens and not got:
+            self._judge_first(req, output)
+        assert output.offset == (0 if req.beam_width else len(got))
+        got.extend(output.tokens)
+        if output.finish_reason is not None:
+            self.final[key] = output.finish_reason
+        if req.beam_width:
+            self._judge_beam(req, output)
+        else:
+            self._judge_tokens(req, key, got, output.finish_reason)
+
+    def _judge_first(self, req, output):
+        assert 0 <= output.cached_tokens < len(req.prompt)
+        if not (req.use_cache and self.cfg.pool.caching) or req.sampling.prompt_logprobs:
+            assert output.cached_tokens == 0
+        if req.sampling.prompt_logprobs:
+            wanted = [(int(t), -float(i)) for i, t in enumerate(req.prompt) if i]
+            assert output.prompt_logprobs[0] is None
+            assert [(e.token, e.logprob) for e in output.prompt_logprobs[1:]] == wanted
+
+    def _judge_tokens(self, req, key, got, reason):
+        expected = lone_tokens(req.prompt, len(got), req.sampling.seed, key[1], VOCAB)
+        assert got == expected, f"{key}: {got} instead of {expected}"
+        limit = min(req.stop.max_tokens, self.machine.context_tokens - len(req.prompt))
+        stop_at = [i for i, token in enumerate(got, 1) if token in req.stop.stop_token_ids and i >= req.stop.min_tokens]
+        assert not stop_at or (stop_at == [len(got)] and reason is FinishReason.STOP)
+        assert len(got) <= limit
+        if reason is FinishReason.STOP:
+            assert stop_at or key in self.asked_to_end
+        elif reason is FinishReason.LENGTH:
+            assert len(got) == limit
+        elif reason is FinishReason.ERROR:
+            assert self.failed or req.request_id in self.rows_failed
+        elif reason is FinishReason.CANCELLED:
+            assert req.request_id in self.asked_to_end
+        elif reason is FinishReason.DEADLINE:
+            assert req.deadline_ns <= self.now
+        else:
+            assert len(got) < limit
+
+    def _judge_beam(self, req, output):
+        assert output.finish_reason is not None, "beams are delivered when they are finished"
+        if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            expected = lone_beams(req, self.machine.context_tokens)
+            if output.index < len(expected):
+                tokens, total, reason = expected[output.index]
+                assert output.tokens == tokens
+                assert abs(output.cumulative_logprob - total) < 1e-9
+                assert output.finish_reason is reason
+            else:
+                assert output.tokens == ()
+
+    # -- at the end
+
+    def check_all_ended(self):
+        """Each request has its endings, nothing is held, and the same diary gives the same actions again."""
+        for name, req in self.requests.items():
+            finals = sorted(index for owner, index in self.final if owner == name)
+            if name in self.rejected:
+                assert finals == []
+            else:
+                assert finals == list(range(req.n)), f"{name}: {finals}"
+        self.check_nothing_held()
+        if not any(req.beam_width for req in self.requests.values()):
+            assert not self.machine.state.counters.standstills, "only beams may block each other"
+        twin_machine = self.new_machine()
+        for event, now, actions in self.diary:
+            assert repr(twin_machine.handle(event, now)) == actions
+
+    def check_nothing_held(self):
+        """No block is leaked on any tier, cached ones can all be had."""
+        pool = self.machine.pool
+        assert pool.available() == self.cfg.pool.hbm_blocks
+        pool.clear_cache()
+        if self.twin:
+            assert len(pool.free[Tier.HBM]) == self.cfg.pool.hbm_blocks
+            assert len(pool.free[Tier.DRAM]) == self.cfg.pool.dram_blocks
+            return
+        for tier in pool.report().tiers:
+            assert tier.blocks_free == tier.blocks_total
+
+
+def building_worlds(request):
+    """A fixture: builds worlds on either pool; at the end all must be ended, returned and repeatable."""
+    worlds = []
+
+    def build(costs=None, **sizes):
+        worlds.append(World(config(**sizes), 4, request.param == "twin", costs))
+        return worlds[-1]
+
+    yield build
+    for world in worlds:
+        world.drain()
+        world.check_all_ended()
+
+
+def rows(plan):
+    return list(zip(plan.slots, plan.starts, plan.counts, plan.sample_slots, strict=True))
+
+
+def plans_of(actions):
+    return [action.plan for action in actions if isinstance(action, RunStep)]
+
+
+def outputs_of(actions):
+    return [output for action in actions if isinstance(action, EmitTokens) for output in action.outputs]

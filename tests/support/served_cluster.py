@@ -1,0 +1,81 @@
+"""A ``memserve serve`` in a process of its own, with what tests ask of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import httpx
+import openai
+
+WAIT_S = 120.0
+GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+class Server:
+    """A ``memserve serve`` and its children."""
+
+    def __init__(self, folder: Path, *arguments: str, stderr: IO[str] | None = None) -> None:
+        flags = ["--model", str(folder), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1", "--port", "0"]
+        command = [sys.executable, "-m", "memserve", "serve", *flags, *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        self.lines = [self.process.stdout.readline() for _ in range(3)]
+        self.url = re.search(r"http://[^ ]+/v1", self.lines[0])[0]
+        self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=WAIT_S)
+
+    def children(self) -> dict[str, int]:
+        """Name -> process id; one that is only just being started, or has ended, has no name."""
+        found = {}
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            for pid in children.read_text().split():
+                try:
+                    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                except OSError:
+                    continue
+                if "--name" in words:
+                    found[words[words.index("--name") + 1]] = int(pid)
+        return found
+
+    def members(self) -> set[str]:
+        """The members that take requests, by the metrics page."""
+        page = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
+        return set(re.findall(r'memserve_instance_up{instance="(\w+)",role="\w+"} 1.0', page))
+
+    def counter(self, name: str) -> int:
+        """``memserve_instance_<name>_total``, summed over the instances."""
+        page = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
+        return sum(
+            int(float(value)) for value in re.findall(rf"^memserve_instance_{name}_total{{.*}} (.+)$", page, re.M)
+        )
+
+    def complete(self, tokens: list[int], count: int) -> str:
+        return self.client.completions.create(prompt=tokens, max_tokens=count, **GREEDY).choices[0].text
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits to be asked about does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def processes_below(pid: int) -> list[int]:
+    """The process and all that it has started, and they."""
+    found = [pid]
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            found += processes_below(int(child))
+    return found

@@ -1,0 +1,141 @@
+"""Tiny random models of several families, and the plans that drive them through the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.instance.events import OpenSequence, StepPlan
+from memserve.model.device import ModelDevice
+from memserve.model.loading.loader import LoadedModel
+from memserve.model.loading.probe import probe_model
+from memserve.types import SamplingParams, StopParams
+
+VOCAB = 131
+CONTEXT_TOKENS = 256
+GREEDY = SamplingParams(temperature=0)
+
+
+def _config(family: str) -> Any:
+    import transformers as t
+
+    common = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    common |= {"max_position_embeddings": CONTEXT_TOKENS, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+    gated = common | {"num_key_value_heads": 2, "intermediate_size": 48}
+    match family:
+        case "llama":
+            return t.LlamaConfig(**gated, tie_word_embeddings=True)
+        case "qwen3":
+            return t.Qwen3Config(**gated, head_dim=16)
+        case "gemma2":  # window on every other layer, soft caps on scores and logits
+            gated |= {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
+            return t.Gemma2Config(**gated, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
+        case "gpt_oss":  # attention sinks, windows, experts
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "head_dim": 16}
+            return t.GptOssConfig(**gated, **experts, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+        case "opt":
+            return t.OPTConfig(**common, ffn_dim=48, word_embed_proj_dim=32)
+        case "gpt_neox":
+            return t.GPTNeoXConfig(**common, intermediate_size=48)
+    raise ValueError(family)
+
+
+FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "opt", "gpt_neox")
+
+
+def tiny_module(family: str, seed: int = 0) -> Any:
+    """A random causal language model with weights large enough that its logits have opinions."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    module = AutoModelForCausalLM.from_config(_config(family), attn_implementation="eager").float()
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1 or "sinks" in name:
+            torch.nn.init.normal_(parameter, std=0.25)
+    module.requires_grad_(False)
+    return module.train(False)
+
+
+def loaded(module: Any, dtype: str = "float32") -> LoadedModel:
+    """``module`` as the loader would give it, without a tokenizer. The module is switched to our attention."""
+    geometry, _ = probe_model(module, dtype, 32)
+    return LoadedModel(
+        module=module,
+        tokenizer=None,
+        geometry=geometry,
+        fingerprint="tiny",
+        name="tiny",
+        max_model_tokens=CONTEXT_TOKENS,
+        vocab_size=VOCAB,
+        eos_token_ids=(2,),
+        has_chat_template=False,
+        device=torch.device("cpu"),
+        dtype=getattr(torch, dtype),
+    )
+
+
+def save_folder(module: Any, folder: Path) -> Path:
+    """Write ``module`` with a word-level tokenizer as a Hugging Face folder."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w0")
+    module.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def prompt(length: int, seed: int) -> np.ndarray:
+    """``length`` random token ids, int32."""
+    return np.random.default_rng(seed).integers(3, VOCAB, length).astype(np.int32)
+
+
+def greedy_tokens(module: Any, tokens: np.ndarray, count: int) -> list[int]:
+    """What the family's own eager path gives: ``count`` greedy tokens, the whole sequence computed anew each time."""
+    module.set_attn_implementation("eager")
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    for _ in range(count):
+        with torch.inference_mode():
+            best = module(input_ids=ids, use_cache=False).logits[0, -1].argmax()
+        ids = torch.cat([ids, best.view(1, 1)], dim=1)
+    return ids[0, len(tokens) :].tolist()
+
+
+class Driver:
+    """A device and the plans for it, written by hand with little ink. Counts the steps."""
+
+    def __init__(self, model: LoadedModel, *, blocks: int = 64, dram_blocks: int = 8, **options: Any) -> None:
+        scheduler = SchedulerConfig(max_running=8)
+        config = InstanceConfig(CONTEXT_TOKENS, pool=PoolConfig(blocks, dram_blocks), scheduler=scheduler)
+        self.device = ModelDevice(model, config, **options)
+        self.steps = 0
+
+    def step(self, rows: list[tuple[int, int, int, tuple[int, ...]]] = (), **parts: Any) -> Any:
+        """Execute one plan; ``rows``: (slot, start, count, slots that sample)."""
+        slots, starts, counts, samples = ([row[i] for row in rows] for i in range(4))
+        plan = StepPlan(self.steps, slots=slots, starts=starts, counts=counts, sample_slots=samples, **parts)
+        self.steps += 1
+        finished = self.device.execute(plan)
+        assert finished.step_id == plan.step_id
+        return finished
+
+    def decode(self, slot: int, position: int, count: int) -> list[int]:
+        """``count`` steps of one token each, the first of which computes ``position``."""
+        tokens = []
+        for offset in range(count):
+            tokens += self.step([(slot, position + offset, 1, (slot,))]).tokens
+        return tokens
+
+
+def sequence(
+    slot: int, tokens: np.ndarray, blocks: list[int], sampling: SamplingParams = GREEDY, **more: Any
+) -> OpenSequence:
+    """An ``OpenSequence`` with tokens that are all prompt, unless told otherwise."""
+    more = {"prompt_tokens": len(tokens), "index": 0, "stop": StopParams()} | more
+    return OpenSequence(slot=slot, tokens=tokens, sampling=sampling, blocks=blocks, **more)

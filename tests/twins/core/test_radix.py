@@ -1,0 +1,174 @@
+"""The radix index alone: contract, the global tree's twin, deletion's twin. (Eviction: twins/mempool/test_pool.py.)"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memserve._core import BlockAllocator, RadixIndex
+from memserve.errors import InvariantError
+
+A, B = b"a" * 16, b"b" * 16
+BLOCK = 2
+PATH = st.lists(st.integers(0, 1), max_size=12)
+
+
+def whole(tokens: list[int]) -> list[tuple[int, ...]]:
+    return [tuple(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+
+
+def test_match_is_read_only() -> None:
+    index, allocator = None, BlockAllocator(8)
+    index = RadixIndex(1, allocator)
+    for tokens in ([1, 2, 3], [7, 8, 9]):
+        blocks = allocator.allocate(3)
+        index.insert(A, tokens, blocks)
+        allocator.release(blocks)
+    nodes, size = index.nodes, index.nbytes
+    for _ in range(5):
+        assert index.match(A, [1, 2]) == 2 and index.match_blocks(A, [1, 2, 3]).hbm == [0, 1, 2]
+    assert (index.nodes, index.nbytes) == (nodes, size)  # no split
+    assert index.evict(0, 2).dropped_hbm == [1, 2]  # the older one went first: no touch either
+
+
+def test_namespaces_never_mix() -> None:
+    index = RadixIndex(2)
+    index.insert(A, [1, 2, 3, 4], [1, 2])
+    assert index.match(B, [1, 2, 3, 4]) == 0
+    index.insert(B, [1, 2, 5, 6], [3, 4])
+    assert index.match_blocks(A, [1, 2, 5, 6]).hbm == [1]
+    assert index.match_blocks(B, [1, 2, 5, 6]).hbm == [3, 4]
+    index.delete(A, [1, 2, 3, 4])
+    assert index.match(A, [1, 2]) == 0 and index.match(B, [1, 2, 5, 6]) == 4
+    index.check_invariants()
+    with pytest.raises(ValueError, match="16 bytes"):
+        index.match(b"short", [1, 2])
+
+
+def test_emptied_namespaces_leave_nothing_behind() -> None:
+    index = RadixIndex(1)
+    for i in range(300):
+        index.insert(i.to_bytes(16, "little"), [i], [i])
+    index.clear()
+    assert index.nodes == 0
+    index.check_invariants()
+
+
+def test_pins_protect_whole_paths_and_end_once() -> None:
+    allocator = BlockAllocator(6)
+    index = RadixIndex(1, allocator)
+    blocks = allocator.allocate(6)
+    index.insert(A, [1, 2, 3, 4], blocks[:4])
+    index.insert(A, [1, 2, 8, 9], [blocks[0], blocks[1], blocks[4], blocks[5]])
+    allocator.release(blocks)
+    held = index.acquire(A, [1, 2, 3])
+    allocator.release(held.hbm)
+    assert held.tokens == 3 and allocator.blocks_evictable == 3
+    assert sorted(index.evict(0, 99).dropped_hbm) == [3, 4, 5]
+    assert index.match(A, [1, 2, 3, 4]) == 3
+    index.unpin(held.pin)
+    with pytest.raises(InvariantError, match="not held"):
+        index.unpin(held.pin)
+    assert index.evict(0, 99).freed == 3 and index.nodes == 0
+    allocator.check_invariants()
+
+
+def test_an_existing_entry_keeps_its_block() -> None:
+    allocator = BlockAllocator(4)
+    index = RadixIndex(1, allocator)
+    first, second = allocator.allocate(2), allocator.allocate(2)
+    assert index.insert(A, [1, 2], first).added == 2
+    assert index.insert(A, [1, 2], second).added == 0
+    assert index.match_blocks(A, [1, 2]).hbm == first
+    assert allocator.release(second) == 2 and allocator.release(first) == 0
+
+
+def test_inserting_a_free_block_changes_nothing() -> None:
+    allocator = BlockAllocator(4)
+    index = RadixIndex(1, allocator)
+    held = allocator.allocate(1)
+    with pytest.raises(InvariantError, match="block 2:"):
+        index.insert(A, [1, 2], [held[0], 2])
+    assert index.nodes == 0 and allocator.ref_count(0) == 1
+    with pytest.raises(ValueError, match="fewer blocks"):
+        index.insert(A, [1, 2, 3], held)
+    index.check_invariants()
+
+
+def test_colliding_first_blocks_are_told_apart() -> None:
+    """Many children under few buckets, and edges that share everything but the last token of a block."""
+    index = RadixIndex(4)
+    for i in range(5000):
+        index.insert(A, [1, 2, 3, i], [i])
+    assert all(index.match_blocks(A, [1, 2, 3, i]).hbm == [i] for i in range(5000))
+    assert index.match(A, [1, 2, 3, 5000]) == 0
+    index.check_invariants()
+
+
+@settings(max_examples=150, deadline=None)
+@given(ops=st.lists(st.tuples(st.sampled_from("iiidpu"), PATH), max_size=40))
+def test_insert_and_delete_equal_their_twin(ops: list[tuple[str, list[int]]]) -> None:
+    index = RadixIndex(BLOCK)
+    blocks: dict[tuple[int, ...], int] = {}
+    pins: list[tuple[int, tuple[int, ...]]] = []
+    asked = []
+    for number, (op, tokens) in enumerate(ops):
+        asked.append(tokens)
+        path = whole(tokens)
+        if op == "i":
+            ids = [1000 * number + i for i in range(len(path))]
+            want = sum(prefix not in blocks for prefix in path)
+            assert index.insert(A, tokens, ids).added == want
+            for prefix, block in zip(path, ids, strict=True):
+                blocks.setdefault(prefix, block)
+        elif op == "p":
+            held = index.acquire(A, tokens)
+            pins.append((held.pin, tuple(tokens[: held.tokens])))
+        elif op == "u" and pins:
+            index.unpin(pins.pop(number % len(pins))[0])
+        elif op == "d":
+            gone = delete(blocks, path, [pinned for _, pinned in pins])
+            assert sorted(index.delete(A, tokens).dropped_hbm) == sorted(gone)
+        for tokens in asked:
+            known = [blocks[p] for p in whole(tokens) if p in blocks]
+            assert index.match_blocks(A, np.array(tokens, np.int32)).hbm == known
+        assert index.blocks(0) == len(blocks)
+        pinned = {prefix for _, path in pins for prefix in whole(list(path))}
+        assert index.blocks_pinned(0) == len(pinned)
+        index.check_invariants()
+
+
+def delete(blocks: dict, path: list[tuple[int, ...]], pinned: list[tuple[int, ...]]) -> list[int]:
+    """The sentence in ``RadixIndex.delete``'s docstring, word by word."""
+    if not path or path[-1] not in blocks:
+        return []
+
+    def is_pinned(prefix: tuple[int, ...]) -> bool:
+        return any(pin[: len(prefix)] == prefix for pin in pinned)
+
+    below = [p for p in blocks if len(p) > len(path[-1]) and p[: len(path[-1])] == path[-1]]
+    gone = [blocks.pop(prefix) for prefix in below if not is_pinned(prefix)]
+    for prefix in reversed(path):
+        leads_on = any(len(p) > len(prefix) and p[: len(prefix)] == prefix for p in blocks)
+        if leads_on or is_pinned(prefix):
+            break
+        gone.append(blocks.pop(prefix))
+    return gone
+
+
+def test_demotion_does_not_make_older_dram_blocks_new_again() -> None:
+    """An edge that goes down in two pieces: what was used between them is newer than the first piece."""
+    hbm, dram = BlockAllocator(3), BlockAllocator(3)
+    index = RadixIndex(1, hbm, dram)
+    for tokens in ([7], [1, 2]):
+        blocks = hbm.allocate(len(tokens))
+        index.insert(A, tokens, blocks)
+        hbm.release(blocks)
+    assert index.evict(0, 2).moved_from == [0, 2]  # [7], then the tail of [1, 2]
+    index.unpin(index.acquire(A, [7]).pin)
+    assert index.evict(0, 1).moved_from == [1]
+    index.check_invariants()
+    assert len(index.evict(1, 1).dropped_dram) == 1
+    assert (index.match(A, [1, 2]), index.match(A, [7])) == (1, 1)

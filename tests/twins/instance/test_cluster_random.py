@@ -1,0 +1,220 @@
+"""Random lives of two to four instances: messages are lost, peers die, are expelled, and fail; every token is right.
+
+PYTHONPATH=tests/support python tests/twins/instance/test_cluster_random.py 17 [18 ...]     these seeds
+PYTHONPATH=tests/support python tests/twins/instance/test_cluster_random.py --count 2000    many
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from fleet_world import ROUTER_PEER, Fleet, TransferMode, fleet_config
+from instance_world import VOCAB, request
+from memserve.config import ExchangeConfig
+from memserve.messages import Cancel, Drain, Holder, Pin, StopSequence, Unpin
+from memserve.types import FinishReason
+from memserve.units import NS_PER_S
+
+FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
+
+
+class Life:
+    """Everything that a cluster does to instances, in any order, on tiny pools; a seed is a complete bug report."""
+
+    def __init__(self, seed):
+        self.random = random = Random(seed)
+        common = {
+            "dram": random.choice([0, 0, 6, 20]),
+            "caching": random.random() < 0.8,
+            "running": random.randint(4, 8),
+            "step_tokens": random.randint(8, 24),
+            "chunk": random.randint(2, 12),
+            "depth": random.randint(1, 3),
+            "preemption": random.choice(["auto", "swap", "recompute"]),
+        }
+        exchange = ExchangeConfig(pulls_in_flight=random.randint(1, 3), event_capacity=random.choice([0, 8, 1000]))
+        self.configs = {}
+        for name in "pdqe"[: random.randint(2, 4)]:
+            self.configs[name] = replace(fleet_config(hbm=random.randint(12, 30), **common), exchange=exchange)
+        self.fleet = Fleet(**self.configs)
+        self.loss = random.choice([0.0, 0.0, 0.02, 0.1])
+        self.fleet.lose = lambda sender, to, message: (
+            random.random() < self.loss and type(message).__name__ not in ("JoinAccepted", "PeerGone")
+        )
+        faulty = random.random() < 0.7
+        self.rules = [self.submit] * 6 + [self.go_on] * 10 + [self.run_dry, self.cancel, self.pin, self.stop]
+        self.rules += [self.try_elsewhere, self.pass_time, self.stand_still]
+        self.rules += [self.fail_step, self.corrupt, self.kill, self.restart, self.expel, self.drain] if faulty else []
+        self.count = 0
+
+    def live(self, steps=60):
+        for _ in range(steps):
+            self.random.choice(self.rules)()
+        self.loss = 0.0
+        self.fleet.finish()
+
+    def _member(self):
+        return self.random.choice(list(self.fleet.members.values()))
+
+    def _job(self):
+        unfinished = [job for job in self.fleet.jobs.values() if not job.done]
+        return self.random.choice(unfinished) if unfinished else None
+
+    def submit(self):
+        """A turn of a conversation, or something new."""
+        random, names = self.random, list(self.fleet.members)
+        self.count += 1
+        shared, family = random.randint(1, 26), random.randrange(3)
+        n, beam_width = random.choice([(1, 0)] * 5 + [(2, 0), (3, 0), (1, 2), (2, 3)])
+        req = request(
+            f"r{self.count}",
+            FAMILIES[family][:shared] + [random.randrange(VOCAB) for _ in range(random.randint(0, 6))],
+            max_tokens=random.randint(1, 14),
+            seed=family,
+            stops=random.choice([(), (), (random.randrange(VOCAB),)]),
+            logprobs=random.choice([None, None, 0]),
+            n=n,
+            beam_width=beam_width,
+            use_cache=random.random() < 0.9,
+            priority=random.randrange(3),
+        )
+        first = random.choice(names)
+        others = [name for name in names if name != first]
+        decode_at = random.choice([*others, *others, None])
+        holders = [self.fleet.members[name].peer for name in random.sample(others, random.randint(0, len(others)))]
+        self.fleet.submit(
+            req,
+            first,
+            decode_at,
+            transfer=random.choice(list(TransferMode)),
+            return_kv=random.random() < 0.5,
+            deadline_in_ns=random.choice([None] * 6 + [random.randint(1, 200)]),
+            holders=tuple(Holder(peer, random.randint(shared // 2, shared)) for peer in holders),
+        )
+
+    def go_on(self):
+        for _ in range(self.random.randint(1, 60)):
+            choices = self.fleet.choices()
+            if not choices:
+                return
+            do, argument = self.random.choice(choices)
+            self.fleet.now += 1
+            do(argument) if argument is not None else do()
+
+    def run_dry(self):
+        self.fleet.run()
+
+    def pass_time(self):
+        """A lease and a half, or a moment."""
+        self.fleet.pass_time(self.random.choice([1, 3 * NS_PER_S, 45 * NS_PER_S]))
+
+    def fail_step(self):
+        member = self._member()
+        if member.plans:
+            member.do_plan(fail=self.random.randrange(2))
+
+    def stand_still(self):
+        self._member().stand_still()
+
+    def corrupt(self):
+        self._member().corrupt_pulls = 1
+
+    def kill(self):
+        if len(self.fleet.members) > 1:
+            self.fleet.kill(self._member().peer.name)
+
+    def restart(self):
+        for name in self.configs:
+            if name not in self.fleet.members:
+                self.fleet.join(name, self.configs[name])
+
+    def expel(self):
+        self.fleet.expel(self._member().peer.name)
+
+    def drain(self):
+        """Refuses what is new; a later incarnation takes its place."""
+        member = self._member()
+        self.fleet.send(ROUTER_PEER, member.peer, Drain())
+        self.go_on()
+        if member.peer.name in self.fleet.members:
+            self.fleet.expel(member.peer.name)
+
+    def try_elsewhere(self):
+        """The router takes a request to be stalled."""
+        if job := self._job():
+            self.fleet.attempt(job)
+
+    def cancel(self):
+        """The client goes away: silence, at once or a little later."""
+        if job := self._job():
+            del self.fleet.jobs[job.request.request_id]
+            self._tell(job, Cancel(job.attempt_id))
+
+    def stop(self):
+        """A stop string was found in what the client has of a sequence."""
+        job = self._job()
+        if job is None or job.request.beam_width:
+            return
+        index = self.random.randrange(job.request.n)
+        if job.got.get(index) and index not in job.final:
+            job.final[index] = FinishReason.CANCELLED  # the client waits no more
+            self._tell(job, StopSequence(job.attempt_id, index))
+
+    def _tell(self, job, message):
+        for name in job.involved:
+            if name in self.fleet.members:
+                self.fleet.send(ROUTER_PEER, self.fleet.members[name].peer, message)
+
+    def pin(self):
+        tokens = request("x", FAMILIES[self.random.randrange(3)][: self.random.randint(1, 30)]).prompt
+        handle, to = f"h{self.random.randrange(3)}", self._member().peer
+        pin = Pin(handle, "", tokens, self.random.choice([1, 60]) * NS_PER_S)
+        self.fleet.send(ROUTER_PEER, to, self.random.choice([pin, pin, Unpin(handle)]))
+
+
+SEEDS = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "48"))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_lives(part):
+    for seed in range(part, SEEDS, 4):
+        try:
+            Life(seed).live()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def survey(seeds):
+    """What happened in many lives: a test in which nothing happens proves nothing."""
+    seen = Counter()
+    for seed in seeds:
+        life = Life(seed)
+        try:
+            life.live()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        seen["lives"] += 1
+        seen["handed_over"] += len(life.fleet.handed_over)
+        seen.update(f"refused: {refused.reason[:70]}" for refused in life.fleet.refused)
+        for member in life.fleet.members.values():
+            stats = member.machine.stats()
+            seen["standstills"] += member.machine.state.counters.standstills
+            for name in stats.__slots__:
+                if isinstance(getattr(stats, name), int):
+                    seen[name] += getattr(stats, name)
+        seen.update(f"ended: {reason}" for job in life.fleet.jobs.values() for reason in job.final.values())
+        seen["attempts"] += sum(job.attempt + 1 for job in life.fleet.jobs.values())
+    for name, count in sorted(seen.items()):
+        print(f"{count:8} {name}")
+
+
+if __name__ == "__main__":
+    survey(range(int(sys.argv[2])) if sys.argv[1] == "--count" else map(int, sys.argv[1:]))

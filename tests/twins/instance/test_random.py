@@ -1,0 +1,147 @@
+"""Random lives of an instance machine: every token as the lone request's, nothing leaked, all deterministic."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from instance_world import VOCAB, World, config, request
+from memserve.policy.reuse import PreemptionCosts
+from memserve.serving import ClockTicked, RequestCancelled, SequenceStopped
+
+FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
+
+
+class InstanceLife(RuleBasedStateMachine):
+    """Arrivals, cancellations, stops, deadlines, steps and failures in any order, on tiny pools."""
+
+    twin = True
+
+    @initialize(
+        hbm=st.integers(4, 24),
+        dram=st.sampled_from([0, 0, 3, 12]),
+        caching=st.booleans(),
+        running=st.integers(1, 8),
+        step_tokens=st.integers(1, 24),
+        chunk=st.integers(1, 12),
+        depth=st.integers(1, 3),
+        waiting=st.sampled_from([3, 100]),
+        preemption=st.sampled_from(["auto", "swap", "recompute"]),
+        block_bytes=st.sampled_from([1, 1 << 30]),
+    )
+    def begin(self, block_bytes, **sizes):
+        self.world = World(config(context=48, **sizes), 4, self.twin, PreemptionCosts(block_bytes=block_bytes))
+        self.count = 0
+
+    @rule(
+        family=st.integers(0, 2),
+        shared=st.integers(0, 30),
+        own=st.lists(st.integers(0, VOCAB - 1), max_size=6),
+        max_tokens=st.integers(0, 14),
+        shape=st.sampled_from([(1, 0), (1, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 3)]),
+        priority=st.integers(0, 2),
+        stops=st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True),
+        min_tokens=st.integers(0, 3),
+        lifetime=st.sampled_from([None, None, None, 3, 12]),
+        use_cache=st.sampled_from([True, True, True, False]),
+        tenant=st.sampled_from(["", "", "other"]),
+        prompt_logprobs=st.sampled_from([False, False, False, True]),
+        penalty=st.sampled_from([0.0, 1.0]),
+    )
+    def arrive(self, family, shared, own, shape, lifetime, penalty, max_tokens, **rest):
+        self.count += 1
+        n, beam_width = shape
+        self.world.arrive(
+            request(
+                f"r{self.count}",
+                FAMILIES[family][:shared] + own,
+                max_tokens=max(max_tokens, 1 if beam_width else 0),
+                n=n,
+                beam_width=beam_width,
+                length_penalty=penalty,
+                seed=family,
+                deadline_ns=None if lifetime is None else self.world.now + lifetime,
+                **rest,
+            )
+        )
+
+    def _some_request(self, which):
+        names = list(self.world.requests)
+        return names[-1 - which % min(len(names), 8)]
+
+    @precondition(lambda self: self.world.requests)
+    @rule(which=st.integers(0, 7))
+    def cancel(self, which):
+        name = self._some_request(which)
+        self.world.asked_to_end.add(name)
+        self.world.post(RequestCancelled(name))
+
+    @precondition(lambda self: self.world.requests)
+    @rule(which=st.integers(0, 7), index=st.integers(0, 2))
+    def stop(self, which, index):
+        name = self._some_request(which)
+        self.world.asked_to_end.add((name, index))
+        self.world.post(SequenceStopped(name, index))
+
+    @precondition(lambda self: self.world.plans)
+    @rule(steps=st.integers(1, 12))
+    def steps(self, steps):
+        for _ in range(steps):
+            if self.world.plans:
+                self.world.step()
+
+    @precondition(lambda self: self.world.plans)
+    @rule(seed=st.integers(0, 1))
+    def fail(self, seed):
+        self.world.fail(seed)
+
+    @precondition(lambda self: self.world.plans)
+    @rule(which=st.integers(0, 7), suspect=st.booleans())
+    def fail_row(self, which, suspect):
+        self.world.fail_row(which, suspect)
+
+    @rule(ticks=st.integers(1, 5))
+    def tick(self, ticks):
+        self.world.now += ticks
+        self.world.post(ClockTicked())
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.drain()
+            self.world.check_all_ended()
+
+
+class InstanceLifeOnRealPool(InstanceLife):
+    """The same lives on the pool that is shipped."""
+
+    twin = False
+
+
+EXAMPLES = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "100"))
+_SETTINGS = settings(
+    max_examples=EXAMPLES, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestInstanceLife = InstanceLife.TestCase
+TestInstanceLife.settings = _SETTINGS
+TestInstanceLifeOnRealPool = InstanceLifeOnRealPool.TestCase
+TestInstanceLifeOnRealPool.settings = _SETTINGS
+
+
+def test_the_oracle_notices_a_wrong_block():
+    """The referee must fail when the machine's tables are wrong, else all the above proves nothing."""
+    world = World(config(), 4)
+    world.arrive(request("a", np.arange(10) % VOCAB, max_tokens=8))
+    world.step()
+    plan = world.plans[0]
+    table = world.device.slots[plan.slots[0]].table
+    table[0], table[1] = table[1], table[0]
+    try:
+        world.drain()
+    except AssertionError as wrong:
+        assert "instead of" in str(wrong)
+    else:
+        raise AssertionError("swapped blocks went unnoticed")

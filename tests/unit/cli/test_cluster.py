@@ -1,0 +1,136 @@
+"""What ``memserve serve`` makes of its cluster options, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memserve.cli import cluster
+from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, shape_text
+from memserve.cli.main import command_line
+from memserve.cli.options import split_address
+from memserve.config import ClusterConfig, EngineOptions, SchedulerConfig
+from memserve.errors import UserError
+from memserve.model.loading.sources import weight_bytes
+from memserve.options import command_line_of
+from memserve.policy.capacity import Machine, Shape, choose_shape
+from memserve.runtime import memory
+from memserve.types import Caching, Role
+from memserve.units import GIB
+
+
+@pytest.mark.parametrize(
+    ("asked", "counts"),
+    [
+        ((2, None, None), (2, 1, 0)),
+        ((None, 3, None), (1, 3, 0)),
+        ((None, None, 2), (0, 0, 2)),
+        ((1, None, 1), (1, 1, 1)),
+        ((1, 0, 0), (1, 0, 0)),
+    ],
+)
+def test_a_prefill_and_a_decode_instance_go_together(asked, counts) -> None:
+    assert choose_counts(*asked, EngineOptions()) == Shape(*counts)
+
+
+def test_a_shape_that_nobody_asks_for_suits_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    here = EngineOptions(model=str(tmp_path), device="cpu")
+    for cores, memory_bytes, apart in ((2, 64 * GIB, False), (16, 64 * GIB, True), (16, 2 * GIB, False)):
+        monkeypatch.setattr(cluster, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(cluster, "available_memory_bytes", lambda size=memory_bytes: size)
+        shape = choose_counts(None, None, None, here)
+        assert (shape.prefill, shape.decode, shape.colocated) == ((1, 1, 0) if apart else (0, 0, 1))
+        other = "--colocated 1" if apart else "--prefill 1 --decode 1"
+        assert shape_text(shape).endswith(f"({shape.reason}); for the other: {other}")
+    assert choose_counts(None, None, None, EngineOptions(device="cuda")).colocated == 1
+    assert choose_counts(1, 1, None, EngineOptions(device="cuda")) == Shape(1, 1, 0)
+    assert shape_text(Shape(1, 1, 0)) == ""
+
+
+@pytest.mark.parametrize(
+    ("machine", "instance", "counts"),
+    [
+        (Machine(8, 4 * GIB), GIB, (1, 1, 0)),
+        (Machine(8, 4 * GIB), 2 * GIB, (1, 1, 0)),
+        (Machine(8, 4 * GIB), 2 * GIB + 1, (0, 0, 1)),
+        (Machine(7, 400 * GIB), GIB, (0, 0, 1)),
+        (Machine(1, None), GIB, (0, 0, 1)),
+        (Machine(64, None), GIB, (0, 0, 1)),
+        (Machine(64, 400 * GIB), None, (0, 0, 1)),
+        (Machine(64, 400 * GIB, gpu=True), GIB, (0, 0, 1)),
+    ],
+)
+def test_prefill_and_decode_go_apart_where_there_is_room(machine: Machine, instance: int | None, counts) -> None:
+    shape = choose_shape(machine, instance)
+    assert (shape.prefill, shape.decode, shape.colocated) == counts and shape.reason
+
+
+def test_weights_are_weighed_where_they_lie(tmp_path: Path) -> None:
+    assert weight_bytes(str(tmp_path)) is None and weight_bytes("some/where") is None
+    (tmp_path / "model.safetensors").write_bytes(bytes(10))
+    assert weight_bytes(str(tmp_path)) == 10
+    (tmp_path / "one.gguf").write_bytes(bytes(3))
+    assert weight_bytes(str(tmp_path / "one.gguf")) == 12
+
+
+def test_a_share_of_the_processors_time_counts_as_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory.os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert memory.usable_cores() == 16
+    for said, cores in (("max 100000", 16), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 16)):
+        (tmp_path / "cpu.max").write_text(said + "\n")
+        assert memory.usable_cores() == cores
+
+
+def test_the_start_says_what_fits() -> None:
+    assert room_text(17_472, 8192, 64) == (
+        "memory: 17,472 tokens of KV, contexts up to 8,192: about 17 clients at once with 1,000 tokens each"
+    )
+    assert room_text(1_000_000, 8192, 64).endswith("about 64 clients at once with 1,000 tokens each")
+    assert room_text(96, 97, 64).endswith("about 1 client at once with 97 tokens each")
+
+
+@pytest.mark.parametrize(
+    ("caching", "caches"),
+    [
+        (Caching.OFF, []),
+        (Caching.PD_CACHING_1, [Role.PREFILL, Role.COLOCATED]),
+        (Caching.PD_CACHING_2, [Role.PREFILL, Role.DECODE, Role.COLOCATED]),
+        (Caching.PD_CACHING_3, [Role.PREFILL, Role.DECODE, Role.COLOCATED]),
+    ],
+)
+def test_who_caches_at_which_level(caching: Caching, caches: list[Role]) -> None:
+    options = ClusterOptions(1, 1, 1, ClusterConfig(caching))
+    assert [role for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED) if options.caches(role)] == caches
+    orders = cluster._orders(EngineOptions(), options, "tcp://127.0.0.1:1", "info")
+    assert [order.role for order in orders if "--no-cache" not in order.flags] == caches
+    assert [order.name for order in orders] == ["p1", "d1", "c1"]
+    for order in orders:
+        shown = " ".join(order.command)
+        assert f"memserve instance --role {order.role.value} --name {order.name}" in shown and "--link shm" in shown
+
+
+def test_children_are_given_the_same_engine_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``command_line_of`` writes, ``memserve instance`` must read as the same options."""
+    options = EngineOptions(
+        model="m", dtype="float16", device="cpu", kv_memory_bytes=5120, dram_memory_bytes=7168, caching=False,
+        scheduler=SchedulerConfig(3, 5, 4, 6, 1, "swap"), max_model_tokens=9, block_tokens=16, threads=1,
+    )  # fmt: skip
+    assert command_line_of(EngineOptions()) == ()
+    seen: list[EngineOptions] = []
+    monkeypatch.setattr("memserve.cli.instance._run_supervised", lambda options, *rest: seen.append(options))
+    command_line()(["instance", "--join", "h:1", "--supervised", *command_line_of(options)], standalone_mode=False)
+    assert seen == [options]
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":5900", "host:port", "host:0", "host:70000"])
+def test_addresses_are_checked(text: str) -> None:
+    with pytest.raises(UserError, match="HOST:PORT"):
+        split_address(text, "--join")
+
+
+def test_addresses_are_read() -> None:
+    assert split_address("10.0.0.1:5900", "--join") == ("10.0.0.1", 5900)
+    assert split_address("tcp://[::1]:5900", "--join") == ("::1", 5900)

@@ -1,0 +1,188 @@
+"""The machine of an instance as a play: what it hears, and everything it wants done about it.
+
+``RunStep(0: slot 0 [0, 8))``: plan 0 computes the first eight tokens of the sequence in slot 0; *draws* when it also
+draws the next token. Two plans may be under way; blocks have 4 tokens.
+"""
+
+from __future__ import annotations
+
+from fleet_world import BLOCK, GEOMETRY, ROUTER_PEER, fleet_config
+from golden import Script
+from instance_world import request
+from memserve.instance.events import StepFailed, StepFinished
+from memserve.instance.machine import Instance
+from memserve.kv_transfer.events import PagesPulled, PagesSealed
+from memserve.messages import (
+    AnyMessage,
+    Dispatch,
+    Drain,
+    Handoff,
+    Holder,
+    JoinAccepted,
+    Offer,
+    Peer,
+    PeerGone,
+    PeerInfo,
+    Ready,
+    Release,
+)
+from memserve.serving import MessageArrived, RequestArrived, RequestCancelled
+from memserve.sim.fuzz.truth_device import LAYERS
+from memserve.types import Request, Role
+
+P, D = Peer("p", 1), Peer("d", 1)
+PROMPT = [5, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+def info(peer: Peer) -> PeerInfo:
+    return PeerInfo(peer, Role.COLOCATED, "", fleet_config().namespace, GEOMETRY, 24, 0, 64, True)
+
+
+class Member(Script):
+    """The machine of one member of a cluster of two."""
+
+    def __init__(self, me: Peer, **sizes) -> None:
+        super().__init__(Instance(fleet_config(**sizes), BLOCK, me=me, geometry=GEOMETRY))
+        self.machine.handle(MessageArrived(ROUTER_PEER, JoinAccepted(tuple(info(p) for p in (P, D) if p != me))), 0)
+
+    def hears(self, ms: float, sender: Peer, message: AnyMessage, *wanted: str) -> list:
+        return self.at(ms, MessageArrived(sender, message), *wanted)
+
+    def steps(self, ms: float, step: int, *wanted: str, drawn: tuple[int, ...] = ()) -> list:
+        """The device has executed plan ``step`` and drawn these tokens."""
+        return self.at(ms, StepFinished(step, list(drawn), 1_000_000), *wanted)
+
+
+class Alone(Script):
+    """The machine of an engine without a cluster."""
+
+    def __init__(self, **sizes) -> None:
+        super().__init__(Instance(fleet_config(**sizes), BLOCK))
+
+    steps = Member.steps
+
+
+def a_request(name: str = "r", prompt: list[int] = PROMPT, max_tokens: int = 3) -> Request:
+    return request(name, prompt, max_tokens=max_tokens)
+
+
+def offer_in(actions: list) -> Offer:
+    return next(action.message for action in actions if isinstance(getattr(action, "message", None), Offer))
+
+
+def test_admitted_prefilled_and_decoded() -> None:
+    """The prompt in pieces that end with blocks, then a token a step. A plan is made before the token is known that the
+    plan before it draws; the answer ends by its length, so none is made for nothing."""
+    it = Alone()
+    it.at(1, RequestArrived(a_request()), "RunStep(1: open 0, slot 0 [0, 8))", "RunStep(2: slot 0 [8, 10) draws)")
+    it.steps(2, 1, "RunStep(3: slot 0 [10, 11) draws)")
+    it.steps(3, 2, "RunStep(4: slot 0 [11, 12) draws)", "EmitTokens(r 0:[7])", drawn=(7,))
+    it.steps(4, 3, "EmitTokens(r 1:[8])", drawn=(8,))
+    it.steps(5, 4, "EmitTokens(r 2:[9] LENGTH)", drawn=(9,))
+    cached = "RunStep(5: close 0, open 0, slot 0 [8, 10) draws)", "RunStep(6: slot 0 [10, 11) draws)"
+    it.at(6, RequestArrived(a_request("s")), *cached)  # two blocks of its prompt are there
+
+
+def test_two_in_one_batch() -> None:
+    """A prompt that comes while another sequence decodes joins it in the next step."""
+    it = Alone(depth=1)
+    it.at(1, RequestArrived(a_request("a")), "RunStep(1: open 0, slot 0 [0, 8))")
+    it.at(1, RequestArrived(a_request("b", PROMPT[::-1])))
+    it.steps(2, 1, "RunStep(2: open 1, slot 0 [8, 10) draws, slot 1 [0, 8))")
+    it.steps(3, 2, "RunStep(3: slot 0 [10, 11) draws, slot 1 [8, 10) draws)", "EmitTokens(a 0:[7])", drawn=(7,))
+    both = "RunStep(4: slot 0 [11, 12) draws, slot 1 [10, 11) draws)"
+    it.steps(4, 3, both, "EmitTokens(a 1:[8]; b 0:[1])", drawn=(8, 1))
+    alone = "RunStep(5: close 0, slot 1 [11, 12) draws)"
+    it.steps(5, 4, alone, "EmitTokens(a 2:[9] LENGTH; b 1:[2])", drawn=(9, 2))
+    it.steps(6, 5, "EmitTokens(b 2:[3] LENGTH)", drawn=(3,))
+
+
+def test_a_client_leaves() -> None:
+    """The plans under way are carried out, and what they draw is dropped."""
+    it = Alone()
+    it.at(1, RequestArrived(a_request()), "RunStep(1: open 0, slot 0 [0, 8))", "RunStep(2: slot 0 [8, 10) draws)")
+    it.at(2, RequestCancelled("r"), "EmitTokens(r 0:[] CANCELLED)")
+    it.steps(3, 1)
+    it.steps(4, 2, drawn=(7,))
+    assert it.machine.is_idle
+
+
+def test_a_step_fails_and_its_sequences_are_tried_again_once() -> None:
+    it = Alone(depth=1)
+    it.at(1, RequestArrived(a_request(prompt=PROMPT[:4])), "RunStep(1: open 0, slot 0 [0, 4) draws)")
+    it.at(2, StepFailed(1, "out of memory"), "RunStep(2: open 0, slot 0 [0, 4) draws)")
+    it.at(3, StepFailed(2, "out of memory"), "EmitTokens(r 0:[] ERROR)")
+    assert it.machine.is_idle
+
+
+def test_a_preemption() -> None:
+    """Seven blocks: the older sequence needs its fifth, and the younger one's three go to DRAM until it has ended."""
+    it = Alone(hbm=7, dram=4, depth=1, chunk=16, caching=False, preemption="swap")
+    older, younger = a_request("a", (PROMPT * 2)[:14], max_tokens=5), a_request("b", PROMPT[:8], max_tokens=4)
+    it.at(1, RequestArrived(older), "RunStep(1: open 0, slot 0 [0, 14) draws)")
+    it.at(1, RequestArrived(younger))
+    joined = "RunStep(2: open 1, slot 0 [14, 15) draws, slot 1 [0, 8) draws)"
+    it.steps(2, 1, joined, "EmitTokens(a 0:[7])", drawn=(7,))
+    both = "RunStep(3: slot 0 [15, 16) draws, slot 1 [8, 9) draws)"
+    it.steps(3, 2, both, "EmitTokens(a 1:[7]; b 0:[1])", drawn=(7, 1))
+    out = "RunStep(4: close 1, copy 3 from HBM to DRAM, slot 0 [16, 17) draws)"
+    it.steps(4, 3, out, "EmitTokens(a 2:[7]; b 1:[1])", drawn=(7, 1))
+    it.steps(5, 4, "RunStep(5: slot 0 [17, 18) draws)", "EmitTokens(a 3:[7])", drawn=(7,))
+    back = "RunStep(6: close 0, copy 3 from DRAM to HBM, open 0, slot 0 [9, 10) draws)"
+    it.steps(6, 5, back, "EmitTokens(a 4:[7] LENGTH)", drawn=(7,))
+    it.steps(7, 6, "RunStep(7: slot 0 [10, 11) draws)", "EmitTokens(b 2:[1])", drawn=(1,))
+    it.steps(8, 7, "EmitTokens(b 3:[1] LENGTH)", drawn=(1,))
+
+
+def test_a_prefill_instance_hands_over() -> None:
+    """Blocks are offered at once, sealed when they are computed, and held until the taker has them."""
+    it = Member(P)
+    planned = "RunStep(1: open 0, slot 0 [0, 8))", "RunStep(2: slot 0 [8, 10) draws)"
+    said = "Send(router, KvEvents)", "Send(d, Offer p/1/1, r, blocks 0 1 2)"
+    offer = offer_in(it.hears(1, ROUTER_PEER, Dispatch(a_request(), decode_at=D), *planned, *said))
+    it.steps(2, 1, "SealPages(blocks 0 1, layers 0 to 2)")
+    it.steps(3, 2, "EmitTokens(r 0:[7])", "SealPages(blocks 2, layers 0 to 2)", drawn=(7,))
+    it.at(4, PagesSealed(1, (11, 22)), "Send(d, Ready p/1/1, 2 blocks from block 0)")
+    it.at(5, PagesSealed(2, (33,)), "Send(d, Ready p/1/1, 1 blocks from block 2)", "Send(d, Handoff p/1/1, [7])")
+    assert not it.machine.is_idle
+    it.hears(6, D, Release(offer.transfer_id))
+    assert it.machine.is_idle
+
+
+def test_a_decode_instance_takes_over() -> None:
+    """It pulls what is ready, and decodes when it knows the first token: the prompt is not computed again."""
+    theirs = Instance(fleet_config(), BLOCK, me=P, geometry=GEOMETRY)
+    theirs.handle(MessageArrived(ROUTER_PEER, JoinAccepted((info(D),))), 0)
+    offer = offer_in(theirs.handle(MessageArrived(ROUTER_PEER, Dispatch(a_request(), decode_at=D)), 0))
+    it = Member(D)
+    it.hears(1, P, offer)
+    ready = Ready(offer.transfer_id, 0, 0, LAYERS, (11, 22, 33))
+    it.hears(2, P, ready, "PullPages(blocks 0 1 2 of p into blocks 0 1 2)")
+    it.at(3, PagesPulled(1, "", 100, "shm"))
+    planned = "RunStep(1: open 0, slot 0 [10, 11) draws)", "RunStep(2: slot 0 [11, 12) draws)"
+    said = "Send(router, HandedOver r)", "Send(router, KvEvents)", "Send(p, Release p/1/1)"
+    it.hears(4, P, Handoff(offer.transfer_id, ((7,),)), *planned, *said)
+    it.steps(5, 1, "EmitTokens(r 1:[8])", drawn=(8,))
+    it.steps(6, 2, "EmitTokens(r 2:[9] LENGTH)", "Send(router, KvEvents)", drawn=(9,))
+    assert it.machine.is_idle
+
+
+def test_a_prefix_is_fetched_and_when_its_holder_is_gone_it_is_computed() -> None:
+    it = Member(D)
+    order = Dispatch(a_request(), holders=(Holder(P, 8),))
+    it.hears(1, ROUTER_PEER, order, "Send(p, Fetch d/1/1, blocks 0 to 2)")
+    planned = "RunStep(1: open 0, slot 0 [0, 8))", "RunStep(2: slot 0 [8, 10) draws)"
+    it.hears(2, ROUTER_PEER, PeerGone(P, "it died"), *planned, "Send(router, KvEvents)")
+
+
+def test_an_instance_that_drains_finishes_what_it_has() -> None:
+    it = Member(P)
+    planned = "RunStep(1: open 0, slot 0 [0, 8))", "RunStep(2: slot 0 [8, 10) draws)"
+    it.hears(1, ROUTER_PEER, Dispatch(a_request()), *planned, "Send(router, KvEvents)")
+    it.hears(2, ROUTER_PEER, Drain())
+    it.hears(3, ROUTER_PEER, Dispatch(a_request("s")), "RejectRequest(s, try again)")
+    it.steps(4, 1, "RunStep(3: slot 0 [10, 11) draws)")
+    it.steps(5, 2, "RunStep(4: slot 0 [11, 12) draws)", "EmitTokens(r 0:[7])", drawn=(7,))
+    it.steps(6, 3, "EmitTokens(r 1:[8])", drawn=(8,))
+    it.steps(7, 4, "EmitTokens(r 2:[9] LENGTH)", "Send(router, KvEvents)", drawn=(9,))
+    assert it.machine.is_idle

@@ -1,0 +1,144 @@
+"""Memory of the machine and of the interpreter: too much is refused at once, what stays is not looked through again."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from memserve.config import EngineOptions, SchedulerConfig
+from memserve.errors import UserError
+from memserve.runtime import memory
+from memserve.runtime.process import PRIMITIVES_MAX
+from memserve.types import KVGeometry
+from memserve.units import GIB, MIB
+
+
+def test_more_kv_memory_than_the_machine_has_is_a_user_error() -> None:
+    memory.check_host_memory(1)
+    with pytest.raises(UserError) as caught:
+        memory.check_host_memory(1_000_000 * GIB)
+    assert "--kv-memory" in (caught.value.hint or "")
+
+
+def test_the_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    free = memory.available_memory_bytes()
+    assert free is not None and free > 1 << 20, "no files: the kernel's own figure"
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert memory.available_memory_bytes() == 3000
+    with pytest.raises(UserError):
+        memory.check_host_memory(GIB)
+
+
+def test_what_stays_is_not_looked_through_again() -> None:
+    """The collector rests while a process starts, and leaves alone what was made then; later garbage is collected."""
+    frozen = gc.get_freeze_count()
+    try:
+        with memory.objects_that_stay():
+            assert not gc.isenabled()
+            kept = [[] for _ in range(1000)]
+        assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(kept)
+        with pytest.raises(ZeroDivisionError), memory.objects_that_stay():
+            raise ZeroDivisionError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+
+
+GEOMETRY = KVGeometry(30, 3, 64, 64, "bfloat16", 32)
+
+
+def bound(sizes: memory.ModelSizes, **options: int) -> memory.MemoryBound:
+    scheduler = SchedulerConfig(**options)
+    config = EngineOptions(kv_memory_bytes=64 * MIB, dram_memory_bytes=128 * MIB, scheduler=scheduler)
+    return memory.memory_bound(sizes, GEOMETRY, config.instance_config(GEOMETRY, 8192, ""), in_cluster=True)
+
+
+def test_the_bound_is_the_sum_of_its_terms() -> None:
+    sizes = memory.sizes_from_config({"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}, 269 * 10**6)
+    found = bound(sizes)
+    assert found.arenas_bytes <= 192 * MIB < found.arenas_bytes + 2 * GEOMETRY.block_bytes
+    assert found.weights_bytes == 269 * 10**6
+    assert found.primitives_bytes == PRIMITIVES_MAX * memory.PRIMITIVE_BYTES
+    assert found.total_bytes == sum(getattr(found, part.name) for part in dataclasses.fields(found))
+    assert all(part.name.removesuffix("_bytes") in str(found) for part in dataclasses.fields(found))
+
+
+def test_each_option_that_costs_memory_is_in_the_bound() -> None:
+    sizes = memory.ModelSizes(1, 3072, 49152, 2)
+    least = bound(sizes, max_running=8, max_step_tokens=512, max_waiting=16)
+    assert bound(sizes, max_running=16, max_step_tokens=512, max_waiting=16).logits_bytes > least.logits_bytes
+    assert bound(sizes, max_running=8, max_step_tokens=1024, max_waiting=16).activations_bytes > least.activations_bytes
+    assert bound(sizes, max_running=8, max_step_tokens=512, max_waiting=32).requests_bytes > least.requests_bytes
+
+
+def test_what_is_resident_grows_with_what_is_touched() -> None:
+    before = memory.resident_bytes()
+    touched = bytearray(64 * MIB)
+    assert memory.resident_bytes() - before > 48 * MIB
+    del touched
+
+
+def test_a_process_that_computes_on_a_cpu_loads_no_kernels_of_gpus() -> None:
+    """The compiler that transformers brings along would import triton: 73 MB in each instance."""
+    program = """
+from memserve.runtime.memory import leave_triton_out
+leave_triton_out("cpu")
+import sys
+import torch._dynamo
+import torch.nn.attention.flex_attention
+maps = open("/proc/self/maps").read()
+print([name for name, found in sys.modules.items() if name.startswith("triton") and found], "libtriton" in maps)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["[]", "False"], done.stdout
+
+
+FROZEN = """
+from memserve import _core
+from memserve.runtime.memory import objects_that_stay
+
+class Holder:
+    pass
+
+with objects_that_stay():
+    holder = Holder()
+    holder.itself, holder.native = holder, _core.BlockAllocator({arguments})
+del holder
+"""
+
+
+def test_frozen_objects_are_taken_apart_at_the_end() -> None:
+    """A cycle that is frozen and given up holds a native object: the native module must not call it leaked."""
+    code = FROZEN.format(arguments="8")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_free_heap_goes_back_to_the_system_while_the_program_waits() -> None:
+    """Small pieces below one that stays: glibc gives nothing of them back by itself."""
+    program = """
+import ctypes, sys, time
+from memserve.runtime.memory import keep_heap_small, resident_bytes
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+pieces = [libc.malloc(1000) for _ in range(100_000)]
+for piece in pieces:
+    ctypes.memset(piece, 1, 1000)
+last, filled = libc.malloc(1000), resident_bytes()
+for piece in pieces:
+    libc.free(ctypes.c_void_p(piece))
+assert resident_bytes() > filled - 20_000_000
+keep_heap_small(every_s=0.01)
+deadline = time.monotonic() + 60
+while resident_bytes() > filled - 80_000_000 and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(resident_bytes() <= filled - 80_000_000)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "True"

@@ -1,0 +1,70 @@
+"""State machines as tables: what a table accepts, refuses, and shows."""
+
+from __future__ import annotations
+
+import enum
+
+import pytest
+
+from memserve.errors import InvariantError
+from memserve.transitions import Transitions
+
+
+class Phase(enum.Enum):
+    QUEUED = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+class Cause(enum.Enum):
+    ADMITTED = 0
+    STEPPED = 1
+    PREEMPTED = 2
+    ENDED = 3
+
+
+TABLE = {
+    (Phase.QUEUED, Cause.ADMITTED): Phase.RUNNING,
+    (Phase.QUEUED, Cause.ENDED): Phase.FINISHED,
+    (Phase.RUNNING, Cause.STEPPED): Phase.RUNNING,
+    (Phase.RUNNING, Cause.PREEMPTED): Phase.QUEUED,
+    (Phase.RUNNING, Cause.ENDED): Phase.FINISHED,
+}
+MACHINE = Transitions("Sequence", Phase.QUEUED, TABLE)
+
+
+def test_every_pair_of_phase_and_cause_is_either_in_the_table_or_refused() -> None:
+    for phase in Phase:
+        for cause in Cause:
+            assert MACHINE.allows(phase, cause) == ((phase, cause) in TABLE)
+            if (phase, cause) in TABLE:
+                assert MACHINE.step(phase, cause) is TABLE[phase, cause]
+            else:
+                with pytest.raises(InvariantError, match=f"Sequence: {cause.name} is no legal cause in {phase.name}"):
+                    MACHINE.step(phase, cause)
+
+
+def test_a_phase_without_a_way_out_is_final() -> None:
+    assert [phase for phase in Phase if MACHINE.is_final(phase)] == [Phase.FINISHED]
+
+
+def test_a_phase_that_no_move_reaches_and_a_cause_without_a_move_are_mistakes() -> None:
+    with pytest.raises(InvariantError, match=r"no moves lead to \['FINISHED'\]"):
+        Transitions("Sequence", Phase.QUEUED, {(Phase.QUEUED, Cause.ADMITTED): Phase.RUNNING})
+    lacking = {move: to for move, to in TABLE.items() if move[1] is not Cause.STEPPED}
+    with pytest.raises(InvariantError, match=r"no move has a cause of \['STEPPED'\]"):
+        Transitions("Sequence", Phase.QUEUED, lacking)
+
+
+def test_the_docs_show_one_row_for_each_way_from_a_phase_to_another() -> None:
+    assert MACHINE.markdown().splitlines() == [
+        "**Sequence** begins in `queued`. Final: `finished`.",
+        "",
+        "| phase | cause | next phase |",
+        "| --- | --- | --- |",
+        "| `queued` | `admitted` | `running` |",
+        "| `queued` | `ended` | `finished` |",
+        "| `running` | `stepped` | `running` |",
+        "| `running` | `preempted` | `queued` |",
+        "| `running` | `ended` | `finished` |",
+    ]
