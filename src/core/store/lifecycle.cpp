@@ -267,7 +267,7 @@ void SegmentLog::finish_emptying() {
     command(Command::Kind::sync, {Step::Kind::sync_moves, number, {}, {}});
     return;
   }
-  // Found no longer from here on; who reads it still may go on.
+  // Found no longer from here on; reads that hold the segment go on.
   for (const Hash128 key : std::exchange(segment.keys, {})) {
     const Entry* const entry = index_.find(key);
     if (!entry || entry->segment != number) continue;
