@@ -90,7 +90,7 @@ def be_instances(model: Path, count: int) -> None:
 
     config = json.loads((model / "config.json").read_text())
     context = int(config["max_position_embeddings"])
-    card = ModelCard(model.name, context, (0,), {}, "TokenizersBackend").encode()
+    card = ModelCard(model.name, context, int(config["vocab_size"]), (0,), {}, "TokenizersBackend").encode()
     router, secret = f"tcp://{os.environ['ROUTER_ADDRESS']}", os.environ["ROUTER_SECRET"]
     alive = [NullInstance(f"null-{number}", router, secret, card, context) for number in range(count)]
     sys.stdin.read()
