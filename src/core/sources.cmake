@@ -1,12 +1,14 @@
 nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/bind/allocator.cpp
   src/core/bind/directory.cpp
+  src/core/bind/disk_queue.cpp
   src/core/bind/identity.cpp
   src/core/bind/json_shape.cpp
   src/core/bind/memory.cpp
   src/core/bind/module.cpp
   src/core/bind/radix.cpp
   src/core/bind/sealed_copy.cpp
+  src/core/bind/segment_log.cpp
   src/core/bind/shared_arena.cpp
   src/core/bind/stop_strings.cpp
   src/core/directory/check.cpp
@@ -30,6 +32,14 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/routing/shortlist.cpp
   src/core/scheduling/rows.cpp
   src/core/scheduling/sequence.cpp
+  src/core/store/check.cpp
+  src/core/store/disk_queue.cpp
+  src/core/store/disk_threads.cpp
+  src/core/store/disk_uring.cpp
+  src/core/store/lifecycle.cpp
+  src/core/store/record_index.cpp
+  src/core/store/recovery.cpp
+  src/core/store/segment_log.cpp
   src/core/text/stop_strings.cpp
   src/core/transfer/seal_sums.cpp
   src/core/transfer/sealed_copy.cpp

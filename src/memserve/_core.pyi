@@ -4,7 +4,7 @@ Wherever blocks or tokens go in, a buffer of int32 (numpy, ``array('i')``) or a 
 buffer of int64 is narrowed, and any other sequence of int is read item by item.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -519,3 +519,156 @@ def json_shape(text: bytes) -> JsonShape:
     """How much a parser would have to build for ``text``: never less than it does. Linear in the text, of which more
     than 64 KiB are read without the GIL. What is no JSON is counted as if it were, and is for the parser to refuse.
     """
+
+class Ticket:
+    """Room for a record: ``pages`` pages of 4 KiB from byte ``offset`` of the disk on, the head's included."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def pages(self) -> int: ...
+
+class Found:
+    """A record that was found. Offsets are bytes from the disk's start; that of a short payload is no whole page."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def head_offset(self) -> int: ...
+    @property
+    def length(self) -> int:
+        """Bytes of the payload."""
+    @property
+    def segment(self) -> int:
+        """For :meth:`SegmentLog.let_go`."""
+    @property
+    def seal(self) -> int:
+        """As :func:`seal_ranges` gives it for the payload; 0: it is empty."""
+    @property
+    def scope(self) -> int: ...
+
+Source = int | Callable[[int, int], bytes | None]
+"""A disk to recover from: a file descriptor, or ``read(offset, count)``, which gives None for what cannot be read."""
+
+class SegmentLog:
+    """Where records lie on one disk, and when their space is written again: bookkeeping alone, no IO.
+
+    The host performs what :meth:`take_commands` gives and tells each end, in any order. Keys have 16 bytes. A record
+    is found once it is written, and, with ``sync`` 2, synced. ``ValueError``: sizes that no segment has.
+    """
+
+    def __init__(
+        self, segments: int, segment_bytes: int, secret: bytes, move_share: float = 0.25, sync: int = 1
+    ) -> None:
+        """``secret``: 16 bytes that only this disk's superblock knows. ``move_share``: how much of a segment is written
+        again, when its space is needed, because it was hit. ``sync``: 0 never, 1 each segment, 2 each record."""
+    @staticmethod
+    def read_superblock(source: Source) -> tuple[int, int, bytes] | None:
+        """``(segments, segment_bytes, secret)`` of a disk; None: nothing of ours is on it."""
+    def format(self) -> None:
+        """Begin on a disk that nothing was on."""
+    def recover(self, source: Source) -> None:
+        """Begin with what an earlier life left. ``ValueError``: the disk is another log's."""
+    def place(self, key: bytes, length: int, name: bytes = b"", scope: int = 0, seal: int = 0) -> Ticket | None:
+        """Room for a record; None: no segment is ready. The host writes :meth:`head` and the payload behind it."""
+    def place_moved(self, command: int, name: bytes = b"") -> Ticket | None:
+        """Room for a record that has to move; None: it is gone meanwhile, or there is no room."""
+    def head(self, ticket: int, name: bytes = b"", payload: bytes = b"") -> bytes:
+        """The record's first page. A payload that has room in it, ``pages == 1``, is given here."""
+    def read_head(self, page: bytes) -> tuple[bytes, int, int, bytes, int] | None:
+        """``(key, length, scope, name, seal)`` of a page that begins a record of this disk."""
+    def finish_record(self, ticket: int, written: bool) -> None: ...
+    def hold(self, key: bytes, counts: bool = True) -> Found | None:
+        """Find a record; its bytes stay where they are until :meth:`let_go`. ``counts``: this is a hit."""
+    def let_go(self, segment: int) -> None: ...
+    def __contains__(self, key: bytes) -> bool: ...
+    def __len__(self) -> int: ...
+    def prefix(self, keys: bytes) -> int:
+        """How many of the keys, one behind the other, are here from the first on."""
+    def keys(self) -> bytes:
+        """All of them, one behind the other, in no order."""
+    def remove(self, key: bytes) -> bool:
+        """False: there is no such record. A restart knows of it once :attr:`removals_written`."""
+    def purge(self) -> None:
+        """Forget everything."""
+    def take_commands(self) -> list[tuple[int, int, int, bytes]]:
+        """``(id, kind, offset, data)``: 0 write these pages, 1 sync, 2 move the record with this key."""
+    def finish_command(self, command: int, done: bool) -> None: ...
+    def close_open(self) -> None:
+        """Write the footer of the open segment now, so that a restart need not read all of it."""
+    def take_ended(self) -> list[tuple[int, bool]]:
+        """Tickets that came to their end, and whether their record is found now."""
+    def take_evicted(self) -> list[bytes]:
+        """Keys that are found no longer because their space was needed, or all was purged."""
+    def counters(self) -> dict[str, int]: ...
+    def check_invariants(self) -> None: ...
+    @property
+    def record_bytes_max(self) -> int: ...
+    @property
+    def disk_bytes(self) -> int: ...
+    @property
+    def segments_free(self) -> int: ...
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way."""
+    @property
+    def removals_written(self) -> bool: ...
+    @property
+    def broken(self) -> bool:
+        """The disk has failed eight commands in a row: nothing more is written."""
+    @property
+    def nbytes(self) -> int:
+        """Memory of index and segments."""
+
+class Frequency:
+    """How often keys of 16 bytes were asked for of late (TinyLFU)."""
+
+    def __init__(self, keys: int) -> None:
+        """``keys``: about how many are told apart; three bytes each."""
+    def note(self, key: bytes) -> int:
+        """One request more; how many came before it, at most 16, never too few of late ones."""
+    @property
+    def nbytes(self) -> int: ...
+
+class DiskQueue:
+    """Reads and writes of one file or device, many at once, past the page cache where the file system can.
+
+    By io_uring, or by a few threads where that is forbidden. One thread uses it. ``OSError``: it cannot be opened, or
+    has no room for ``nbytes``. ``ValueError``: past the page cache places, addresses and sizes are whole pages.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        nbytes: int = 0,
+        depth: int = 32,
+        direct: bool = True,
+        engine: str = "",
+        memory: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """``nbytes``: the file's size, all of it taken now; 0: as it is. ``engine``: ``io_uring``, ``threads``, or
+        empty for the better one that works. ``memory``: address and size of arenas that operations use."""
+    def read(self, tag: int, offset: int, address: int, count: int) -> None:
+        """The memory stays alive until ``tag`` comes back."""
+    def write(self, tag: int, offset: int, address: int, count: int) -> None: ...
+    def write_bytes(self, tag: int, offset: int, data: bytes) -> None:
+        """Whole pages, copied now."""
+    def sync(self, tag: int) -> None:
+        """What has come back before is on the disk when this comes back."""
+    def take(self) -> list[tuple[int, int]]:
+        """``(tag, errno)`` of what has ended; 0: all bytes were read or written."""
+    def fileno(self) -> int:
+        """Readable when something has ended."""
+    @property
+    def file(self) -> int:
+        """The file's descriptor."""
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def under_way(self) -> int: ...

@@ -32,4 +32,6 @@ NB_MODULE(_core, m) {
   memserve::bind_rows(m);
   memserve::bind_stop_strings(m);
   memserve::bind_json_shape(m);
+  memserve::bind_segment_log(m);
+  memserve::bind_disk_queue(m);
 }

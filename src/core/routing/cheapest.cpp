@@ -1,7 +1,7 @@
-// Which instance computes a prompt and which one decodes it, at the least expected cost, of all pairs there are: the sums
-// of policy/routing.py in one pass, each instance by its own profile. The pairs need not be looked at one by one: a
-// decoder costs each first instance the same, but for the transfer, which the decoder pulls, and which knows near and far
-// only.
+// Which instance computes a prompt and which one decodes it, at the least expected cost, of all pairs there are: the
+// sums of policy/routing.py in one pass, each instance by its own profile. The pairs need not be looked at one by one: a
+// decoder costs each first instance the same, but for the transfer, which the decoder pulls, and which knows near and
+// far only.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
@@ -39,6 +39,7 @@ int64_t rounded(double ns) { return std::lrint(std::min(ns, kForeverNs)); }
 // How KV is cut up: a token's bytes, a block's tokens, and pieces of a block.
 struct Cut {
   int64_t token_bytes, block_tokens, pieces;
+  int64_t blocks(int64_t tokens) const { return (tokens + block_tokens - 1) / block_tokens; }
 };
 
 // The curves of one CostModel of policy/costs.py.
@@ -54,15 +55,14 @@ struct Prices {
     if (batch <= 0) return 0;
     return rounded(decode[0] + decode[1] * static_cast<double>(batch) + decode[2] * static_cast<double>(context));
   }
-  int64_t swap_in_ns(int64_t tokens, const Cut& cut) const { return kv_ns(swap_in, tokens, cut); }
-  int64_t transfer_ns(int64_t tokens, const Cut& cut, bool near) const {
-    return kv_ns(near ? same_host : network, tokens, cut);
+  int64_t swap_in_ns(int64_t blocks, const Cut& cut) const { return kv_ns(swap_in, blocks, cut); }
+  int64_t transfer_ns(int64_t blocks, const Cut& cut, bool near) const {
+    return kv_ns(near ? same_host : network, blocks, cut);
   }
 
  private:
   // CopyCurve.kv_ns
-  static int64_t kv_ns(const Coefficients& curve, int64_t tokens, const Cut& cut) {
-    const int64_t blocks = (tokens + cut.block_tokens - 1) / cut.block_tokens;
+  static int64_t kv_ns(const Coefficients& curve, int64_t blocks, const Cut& cut) {
     const int64_t bytes = blocks * cut.block_tokens * cut.token_bytes;
     if (bytes <= 0) return 0;
     return rounded(curve[0] + curve[1] * static_cast<double>(blocks * cut.pieces) +
@@ -100,6 +100,9 @@ class Weighing {
         hosts_(hosts),
         favourites_(favourites),
         window_(window_steps),
+        prompt_blocks_(wanted.whole.blocks(wanted.prompt_tokens)),
+        there_(std::min(wanted.holder_tokens, wanted.prompt_tokens - 1)),
+        there_blocks_(wanted.whole.blocks(there_)),
         alone_ns_(profiles.size()),
         near_(table.columns + 1) {
     for (size_t at = 0; at < profiles.size(); ++at) alone_ns_[at] = profiles[at].prefill_ns(wanted.prompt_tokens, 0);
@@ -108,11 +111,9 @@ class Weighing {
   void offer_decoder(int64_t at) {
     const Work work = table_.work(at);
     const Prices& prices = prices_of(at);
-    const int64_t dram_tokens = table_.matched_in_dram(at) * wanted_.block_tokens;
-    const int64_t swap_ns = prices.swap_in_ns(dram_tokens, wanted_.whole);
+    const int64_t swap_ns = prices.swap_in_ns(table_.matched_in_dram(at), wanted_.whole);
     const int64_t decoder_ns = decode_ns(at, work) + queued_ns(at, work.prefill) + swap_ns;
-    const int64_t lacking =
-        std::max<int64_t>(0, wanted_.prompt_tokens - table_.matched(at) * wanted_.block_tokens);
+    const int64_t lacking = std::max<int64_t>(0, prompt_blocks_ - table_.matched(at));
     const auto price = [&](bool near) {
       return Price{decoder_ns + prices.transfer_ns(lacking, wanted_.handoff, near), -is_known(at), kNobody, at};
     };
@@ -184,14 +185,13 @@ class Weighing {
     int64_t best_ns = prompts_ns + prices.prefill_ns(prompt - hbm, hbm);
     int64_t swap_ns = 0;
     if (own > hbm) {
-      swap_ns = prices.swap_in_ns(own - hbm, wanted_.whole);
+      swap_ns = prices.swap_in_ns(wanted_.whole.blocks(own - hbm), wanted_.whole);
       best_ns = std::min(best_ns, prompts_ns + swap_ns + prices.prefill_ns(prompt - own, own));
     }
-    const int64_t there = std::min(wanted_.holder_tokens, last);
-    if (there > own && wanted_.holder != at) {
+    if (there_ > own && wanted_.holder != at) {  // so all that matched is own
       const bool near = hosts_[at] != kUnknownHost && hosts_[at] == hosts_[wanted_.holder];
-      const int64_t fetch_ns = prices.transfer_ns(there - own, wanted_.whole, near);
-      const int64_t rest_ns = swap_ns + prices.prefill_ns(prompt - there, there);
+      const int64_t fetch_ns = prices.transfer_ns(there_blocks_ - table_.matched(at), wanted_.whole, near);
+      const int64_t rest_ns = swap_ns + prices.prefill_ns(prompt - there_, there_);
       best_ns = std::min(best_ns, std::max(prompts_ns, fetch_ns) + rest_ns);
     }
     return best_ns;
@@ -203,7 +203,7 @@ class Weighing {
   const LoadColumns& table_;
   const std::span<const int64_t> hosts_;
   const std::vector<int64_t>& favourites_;
-  const int64_t window_;
+  const int64_t window_, prompt_blocks_, there_, there_blocks_;
   std::vector<int64_t> alone_ns_;  // by profile: this prompt, with nothing cached
   std::vector<Price> near_;        // by host
   Price far_, other_far_, best_;

@@ -66,5 +66,7 @@ void bind_cheapest(nb::module_& m);
 void bind_rows(nb::module_& m);
 void bind_stop_strings(nb::module_& m);
 void bind_json_shape(nb::module_& m);
+void bind_segment_log(nb::module_& m);
+void bind_disk_queue(nb::module_& m);
 
 }  // namespace memserve

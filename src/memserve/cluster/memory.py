@@ -244,26 +244,26 @@ class MemoryBudget:
     def may_pin(self, name: str, member: Member, identities: bytes, tokens: int) -> bool:
         """Whether the first ``tokens`` of a prefix may be pinned at ``member``, beside admitted requests; then they
         count. ``identities``: of its whole blocks."""
-        self._needs_changed()
+        self.reconsider()
         need = self._kept_need(identities, tokens)
         return not self.is_counting or self.reservations.may_pin(name, member.number, need)
 
     def pinned(self, name: str, member: Member, identities: bytes, tokens: int) -> None:
         """The first ``tokens`` of a prefix are pinned at ``member`` under ``name``, and nothing elsewhere."""
         if self.is_counting:
-            self._needs_changed()
+            self.reconsider()
             self.reservations.pin(name, member.number, self._kept_need(identities, tokens))
 
     def unpinned(self, name: str) -> None:
         """Nothing is pinned under ``name``."""
-        self._needs_changed()
+        self.reconsider()
         self.reservations.unpin(name)
 
     # -- members
 
     def enter(self, member: Member) -> None:
         """A new instance, empty as far as is known."""
-        self._needs_changed()
+        self.reconsider()
         if self.is_counting:
             info = member.info
             self.ledger.enter(member.number, info.hbm_blocks * info.geometry.block_tokens // self._unit_tokens())
@@ -282,16 +282,14 @@ class MemoryBudget:
 
     def leave(self, member: Member) -> None:
         """An instance is gone; attempts there must be over."""
-        self._needs_changed()
+        self.reconsider()
         if self.is_counting:
             self.reservations.leave(member.number)
             self.ledger.leave(member.number)
 
     def reconsider(self) -> None:
-        """An instance takes requests from now on, or takes none any more and others do its work."""
-        self._needs_changed()
-
-    def _needs_changed(self) -> None:
+        """Needs may have changed, and there may be more room: pins changed, or an instance takes requests from now on,
+        or takes none any more and others do its work."""
         self._state += 1
         self.changed = True
 

@@ -72,6 +72,8 @@ class Fetches:
         """Each of ``groups`` asks the first of its holders that is worth the wait, or is computed here."""
         while groups:
             asks = [(group, *found) for group in groups if (found := self._next_holder(group, now)) is not None]
+            if not asks:
+                return
             groups = []
             for (group, holder, prefix), choice in zip(asks, self._plan(asks, now), strict=True):
                 group.facts.append(("fetch_decision", choice.reason))

@@ -84,6 +84,7 @@ class EtcdMedium:
         self._root = f"/memserve/{name}/"
         self._access = access or EtcdAccess()
         self._rpc, self._t = aetcd.rpc, aetcd.client.Transactions()
+        self._passing = aetcd.exceptions.ConnectionFailedError | aetcd.exceptions.ConnectionTimeoutError
         self._number = self._tried = self._pieces = 0
         self._pending: list[bytes] = []
         self._lease_id: int | None = None
@@ -254,8 +255,10 @@ class EtcdMedium:
         if not done:
             raise MediumFailed("another router is active")
 
-    def _do(self, call: Callable[[Any], Awaitable[Answer]], within_s: float = _CALL_S) -> Answer:
-        """Wait for what ``call(client)`` gives. Raises :class:`MediumFailed`, whatever goes wrong with it."""
+    def _do(self, call: Callable[[Any], Awaitable[Answer]], within_s: float | None = None) -> Answer:
+        """Wait for what ``call(client)`` gives, by default for ``_CALL_S``. Raises :class:`MediumFailed`, whatever goes
+        wrong with it."""
+        within_s = _CALL_S if within_s is None else within_s
         return self._wait_for(self._ask(call, within_s), within_s)
 
     def _wait_for(self, answer: Coroutine[Any, Any, Answer], within_s: float) -> Answer:
@@ -267,17 +270,31 @@ class EtcdMedium:
             raise MediumFailed(f"etcd: {error or type(error).__name__}") from error
 
     async def _ask(self, call: Callable[[Any], Awaitable[Answer]], within_s: float) -> Answer:
-        """What ``call(client)`` gives at the first member that answers, beginning with the one that answered last."""
-        failure: Exception | None = None
-        for client in list(self._clients):
-            try:
-                async with asyncio.timeout(within_s / len(self._clients)):
-                    return await self._ask_one(client, call)
-            except Exception as error:
-                failure = error if not isinstance(error, TimeoutError) else failure or error
-            if client is self._clients[0]:
-                self._clients.rotate(-1)
-        raise failure or TimeoutError()
+        """What ``call(client)`` gives at the first member that answers, beginning with the one that answered last.
+
+        Members that cannot be reached, or have no leader, are asked again and again: an election takes a second or two.
+        A call that is repeated may have been done before; each is such that this changes nothing.
+        """
+        end_s = self._loop.time() + within_s
+        while True:
+            failures: list[Exception] = []
+            for client in list(self._clients):
+                try:
+                    async with asyncio.timeout(min(within_s / len(self._clients), end_s - self._loop.time())):
+                        return await self._ask_one(client, call)
+                except Exception as error:
+                    failures.append(error)
+                if client is self._clients[0]:
+                    self._clients.rotate(-1)
+            if not all(map(self._is_passing, failures)) or self._loop.time() + _LOOK_S >= end_s:
+                raise next((error for error in failures if not isinstance(error, TimeoutError)), failures[-1])
+            await asyncio.sleep(_LOOK_S)
+
+    def _is_passing(self, error: Exception) -> bool:
+        """Whether the next try may find a member that answers."""
+        if isinstance(error, self._rpc.AioRpcError):
+            return bool(error.code() in (self._rpc.StatusCode.UNAVAILABLE, self._rpc.StatusCode.DEADLINE_EXCEEDED))
+        return isinstance(error, TimeoutError | self._passing)
 
     async def _ask_one(self, client: Any, call: Callable[[Any], Awaitable[Answer]]) -> Answer:
         """A member forgets the token of a user when it starts anew, or has not seen that for some minutes."""

@@ -127,6 +127,18 @@ def test_a_member_that_hangs_costs_a_moment(three: EtcdCluster, number: int) -> 
     journal.keeper.close()
 
 
+def test_an_election_among_the_members_is_waited_for(three: EtcdCluster) -> None:
+    """Each member dies in turn, so the leader does; the next call comes right behind the kill."""
+    journal = Journal(elected(three))
+    for number in range(3):
+        assert journal.write()
+        three.kill(number)
+        assert journal.write(), f"without member {number}"
+        three.start(number)
+    assert journal.keeper.durability().failures == 0
+    journal.keeper.close()
+
+
 def test_a_standby_starts_with_any_member_and_waits_while_there_is_no_quorum(three: EtcdCluster) -> None:
     first = elected(three)
     Journal(first).keeper.close()  # leaves at once
@@ -192,7 +204,9 @@ def test_a_checkpoint_whose_answer_was_lost_is_not_written_over(tmp_path: Path, 
 
 
 @NEEDS_OPENSSL
-def test_tls_with_a_certificate_of_the_client_and_a_user(tmp_path: Path, certificates: Certificates) -> None:
+def test_tls_with_a_certificate_of_the_client_and_a_user(
+    tmp_path: Path, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = EtcdCluster(tmp_path, 1, certificates)
     try:
         cluster.demand_users("memserve", "a password")
@@ -202,6 +216,7 @@ def test_tls_with_a_certificate_of_the_client_and_a_user(tmp_path: Path, certifi
         assert journal.write()
 
         other = Certificates.make(tmp_path / "others")
+        monkeypatch.setattr(meta_etcd, "_CALL_S", 1.0)  # for the connections that do not come about
         wrong = {
             "no TLS": EtcdAccess(user=right.user, password=right.password),
             "no certificate": dataclasses.replace(right, certificate=None, key=None),
@@ -216,6 +231,7 @@ def test_tls_with_a_certificate_of_the_client_and_a_user(tmp_path: Path, certifi
             with pytest.raises(UserError, match="no etcd answers") as caught:
                 EtcdMedium(cluster.hosts, "test", access)
             assert "a password" not in caught.value.message and "another" not in caught.value.message, what
+        monkeypatch.undo()
         with pytest.raises(MediumFailed, match="permission denied"):  # the user may do no more than a router must
             journal.keeper._store._medium._do(lambda client: client.put(b"/others", b"x"))
 

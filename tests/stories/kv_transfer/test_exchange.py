@@ -257,6 +257,20 @@ def test_an_offer_may_come_before_the_news_of_its_sender(world) -> None:
     assert isinstance(last(d), HandoffArrived)
 
 
+def test_an_offer_whose_sender_stays_unknown_ends_with_its_lease(world) -> None:
+    """The news that arrives afterwards starts nothing anew."""
+    p, d = world.add("p"), world.add("d")
+    p.take(p.exchange.peer_joined(d.info(), 0))
+    p.hand_over(d.peer, p.compute("", PROMPT))
+    world.run()
+    world.wait(2 * LEASE_NS)
+    assert [type(outcome) for outcome in d.outcomes] == [HandoffOffered, HandoffFailed]
+    assert d.exchange.counters.imports_failed == 1 and not d.exchange.transfers_open
+    d.take(d.exchange.peer_joined(p.info(), 0))
+    world.run()
+    assert isinstance(last(d), HandoffFailed)
+
+
 def test_the_old_generation_of_a_member_is_not_heard(world) -> None:
     p, d = pair(world)
     old = p.peer

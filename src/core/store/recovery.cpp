@@ -1,0 +1,210 @@
+// What an earlier life left: footers say what sealed segments hold; a segment without one is read page by page.
+#include <algorithm>
+#include <cstddef>
+#include <utility>
+
+#include "errors.h"
+#include "store/segment_log.h"
+#include "transfer/seal_sums.h"
+
+namespace memserve::store {
+
+namespace {
+
+constexpr size_t kWindowBytes = size_t{4} << 20;
+constexpr size_t kTailBytes = 64 << 10;  // read at once with the trailer: the whole footer where records are large
+
+// Bytes of the disk, read ahead in one direction. What cannot be read is zeros.
+class Window {
+ public:
+  Window(Source& source, uint64_t begin, uint64_t end) : source_(source), end_(end), from_(begin), bytes_(0) {
+    buffer_.resize(kWindowBytes);
+  }
+
+  // `kPage` bytes at `offset`, which is inside.
+  const uint8_t* page(uint64_t offset) {
+    if (offset < from_ || offset + kPage > from_ + bytes_) {
+      from_ = offset;
+      bytes_ = std::min<uint64_t>(kWindowBytes, end_ - offset);
+      if (!source_.read(from_, buffer_.data(), bytes_)) {
+        // Something of it may be readable still.
+        for (size_t at = 0; at < bytes_; at += kPage) {
+          if (!source_.read(from_ + at, buffer_.data() + at, kPage)) std::memset(buffer_.data() + at, 0, kPage);
+        }
+      }
+    }
+    return buffer_.data() + (offset - from_);
+  }
+
+ private:
+  Source& source_;
+  uint64_t end_, from_, bytes_;
+  std::vector<uint8_t> buffer_;
+};
+
+template <class T>
+T load(const uint8_t* bytes) {
+  T item;
+  std::memcpy(&item, bytes, sizeof item);
+  return item;
+}
+
+}  // namespace
+
+std::optional<Superblock> SegmentLog::read_superblock(Source& source) {
+  std::optional<Superblock> newest;
+  std::vector<uint8_t> page(kPage);
+  for (const uint64_t offset : {uint64_t{0}, uint64_t{kPage}}) {
+    if (!source.read(offset, page.data(), kPage)) continue;
+    const auto super = load<Superblock>(page.data());
+    if (!Checksum(kNoSecret).holds(super) || super.version != kVersion) continue;
+    if (!newest || newest->written < super.written) newest = super;
+  }
+  return newest;
+}
+
+void SegmentLog::recover(Source& source, const Superblock& super) {
+  check(super.segments == options_.segments && super.segment_bytes == options_.segment_bytes,
+        "a superblock of another size");
+  super_written_ = super_wanted_ = super.written;
+  epoch_ = super.epoch;
+  // Numbers of this life are above all that an earlier one gave, also those of which nothing is left.
+  next_serial_ = (super.written + 1) << 32;
+  next_number_ = (super.written + 1) << 40;
+  std::vector<SegmentHead> heads(segments_.size());
+  std::vector<uint8_t> page(kPage);
+  for (uint32_t i = 0; i < heads.size(); ++i) {
+    if (!source.read(offset_of(i, 0), page.data(), kPage)) continue;
+    const auto head = load<SegmentHead>(page.data());
+    if (!checksum_.holds(head) || head.segment != i) continue;
+    heads[i] = head;
+    // A purge whose superblock was lost: a head that knows of it was written after it.
+    epoch_ = std::max(epoch_, head.epoch);
+  }
+  for (uint32_t i = 0; i < heads.size(); ++i) {
+    if (heads[i].serial == 0 || heads[i].epoch != epoch_) {
+      free_.push_back(i);
+      continue;
+    }
+    segments_[i].serial = heads[i].serial;
+    if (read_footer(source, i)) {
+      segments_[i].state = State::sealed;
+      sealed_.insert({heads[i].serial, i});
+      continue;
+    }
+    scan(source, i);
+    segments_[i].state = State::closing;
+    closing_.push_back(i);
+  }
+  for (const Removal& removal : std::exchange(removed_, {})) {
+    const Entry* const entry = index_.find(removal.key);
+    if (entry && entry->number < removal.number) index_.erase(removal.key);
+  }
+  counters_.records_recovered = index_.size();
+  ++super_wanted_;
+  tend();
+}
+
+void SegmentLog::recovered(const FooterEntry& entry, uint32_t segment) {
+  if (entry.kind == Kind::removed) {
+    removed_.push_back({entry.key, entry.number});
+    return;
+  }
+  const Entry* const now = index_.find(entry.key);
+  // Of a record that was moved there are two copies for a while: the later one stays longer.
+  const bool newer = !now || now->number < entry.number ||
+                     (now->number == entry.number && segments_[now->segment].serial < segments_[segment].serial);
+  if (!newer) return;
+  Entry record;
+  record.key = entry.key;
+  record.seal = entry.seal;
+  record.number = entry.number;
+  record.length = entry.length;
+  record.scope = entry.scope;
+  record.page = entry.page;
+  record.segment = static_cast<uint16_t>(segment);
+  record.name_bytes = entry.name_bytes;
+  index_.insert(record);
+}
+
+bool SegmentLog::read_footer(Source& source, uint32_t number) {
+  const uint64_t end = offset_of(number, 0) + options_.segment_bytes;
+  const size_t tail_bytes = std::min<size_t>(kTailBytes, options_.segment_bytes);
+  std::vector<uint8_t> tail(tail_bytes);
+  if (!source.read(end - tail.size(), tail.data(), tail.size())) return false;
+  const auto trailer = load<Trailer>(tail.data() + tail.size() - sizeof(Trailer));
+  if (!checksum_.holds(trailer) || trailer.serial != segments_[number].serial) return false;
+  const size_t entry_bytes = trailer.entries * sizeof(FooterEntry);
+  const size_t footer_bytes = footer_pages(trailer.entries) * kPage;
+  if (footer_bytes > options_.segment_bytes) return false;
+  if (footer_bytes > tail.size()) {
+    tail.resize(footer_bytes);
+    if (!source.read(end - footer_bytes, tail.data(), footer_bytes)) return false;
+  }
+  const uint8_t* const entries = tail.data() + tail.size() - sizeof(Trailer) - entry_bytes;
+  if (checksum_.of(entries, entry_bytes) != trailer.entries_check) return false;
+  Segment& segment = segments_[number];
+  for (size_t i = 0; i < trailer.entries; ++i) {
+    const auto entry = load<FooterEntry>(entries + i * sizeof(FooterEntry));
+    recovered(entry, number);
+    if (entry.kind == Kind::value) segment.keys.push_back(entry.key);
+  }
+  return true;
+}
+
+void SegmentLog::scan(Source& source, uint32_t number) {
+  Segment& segment = segments_[number];
+  const uint64_t begin = offset_of(number, 0);
+  Window window(source, begin, begin + options_.segment_bytes);
+  for (uint32_t at = 1; at < segment_pages();) {
+    const uint8_t* const bytes = window.page(begin + at * uint64_t{kPage});
+    const auto found = read_head(bytes);
+    if (!found || found->serial != segment.serial || found->page != at) {
+      ++at;
+      continue;
+    }
+    const RecordHead& head = *found;
+    FooterEntry entry;
+    entry.number = head.number;
+    entry.page = at;
+    entry.kind = head.kind;
+    const uint8_t* const inside = bytes + sizeof head + head.name_bytes;
+    if (head.kind == Kind::removed) {
+      if (head.length <= kInlineBytesMax && checksum_.of(inside, head.length) == head.seal) {
+        for (size_t i = 0; i < head.length / sizeof(Removal); ++i) {
+          const auto removal = load<Removal>(inside + i * sizeof(Removal));
+          entry.key = removal.key;
+          entry.number = removal.number;
+          segment.footer.push_back(entry);
+          recovered(entry, number);
+        }
+      }
+      ++at;
+      continue;
+    }
+    entry.key = head.key;
+    entry.seal = head.seal;
+    entry.length = head.length;
+    entry.scope = head.scope;
+    entry.name_bytes = head.name_bytes;
+    const size_t pages = record_pages(head.length, head.name_bytes);
+    SealSums sums;
+    if (lies_in_head(head.length, head.name_bytes)) {
+      sums = seal_sums(inside, nullptr, 0, head.length);
+    } else {
+      for (size_t from = 0; from < head.length; from += kPage) {
+        const uint8_t* const payload = window.page(begin + at * uint64_t{kPage} + kPage + from);
+        sums += seal_sums(payload, nullptr, from, std::min<size_t>(kPage, head.length - from));
+      }
+    }
+    if ((head.length > 0 ? sums.finish(head.length) : 0) == head.seal) {
+      segment.footer.push_back(entry);
+      recovered(entry, number);
+    } else {
+      ++counters_.records_torn;
+    }
+    at += static_cast<uint32_t>(pages);
+  }
+}
+
+}  // namespace memserve::store
