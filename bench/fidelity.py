@@ -26,12 +26,9 @@ from typing import TypeVar
 
 from memserve.bench.catalogue import Arrivals, Recipe, build
 from memserve.bench.load.client import Target
-from memserve.bench.load.driver import Driver, Labels, LoadRun, drive
-from memserve.bench.load.progress import Progress
-from memserve.bench.load.prompts import Manner
+from memserve.bench.load.driver import Driver, Labels, LoadRun, Progress, drive
+from memserve.bench.load.prompts import Manner, weighing
 from memserve.bench.load.record import RecordWriter, RequestRecord, read_records
-from memserve.bench.load.synthetic import uniform_workload
-from memserve.bench.meters import weighing
 from memserve.bench.metrics import Figures, figures
 from memserve.bench.servers import Servers
 from memserve.bench.settings import Setting, parse_setting
@@ -45,6 +42,7 @@ from memserve.sim.replay.setup import Setup, Surroundings
 from memserve.types import Caching, Role, TransferMode
 from memserve.units import NS_PER_S
 from memserve.workloads.arrivals import closed_loop
+from memserve.workloads.sessions import uniform_workload
 from memserve.workloads.shape import Caps
 from memserve.workloads.tokens import TokenizerMeter
 from memserve.workloads.words import Session, Workload

@@ -21,10 +21,10 @@ from memserve.bench.load.client import Target
 from memserve.bench.load.driver import Driver, drive
 from memserve.bench.load.prompts import Manner
 from memserve.bench.load.record import RequestRecord
-from memserve.bench.load.synthetic import uniform_workload
 from memserve.bench.metrics import timing
 from memserve.units import NS_PER_S
 from memserve.workloads.arrivals import Poisson, by_session
+from memserve.workloads.sessions import uniform_workload
 
 COUNTS = {
     "requests": "time_to_first_token_seconds_count",

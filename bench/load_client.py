@@ -22,9 +22,9 @@ from statistics import median
 from memserve.bench.load.client import Target
 from memserve.bench.load.driver import Driver, drive
 from memserve.bench.load.prompts import Manner
-from memserve.bench.load.synthetic import uniform_workload
 from memserve.bench.metrics import figures
 from memserve.workloads.arrivals import Constant, by_session
+from memserve.workloads.sessions import uniform_workload
 
 TOKENS, PROMPT_TOKENS = 4, 200
 

@@ -65,7 +65,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def plan(args: argparse.Namespace, seed: int) -> list[tuple[float, str, list[int]]]:
-    """When who asks what: the same in every setting."""
+    """``(time, tenant, prompt)`` of every request, equal in all settings."""
     rng, due = random.Random(seed), []
     if args.at_once:
         tenants_at = [("burst", 0.0)] * args.at_once

@@ -161,7 +161,7 @@ def measure(url: str, pid: int, script: Path, connections: int, seconds: float, 
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

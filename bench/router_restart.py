@@ -1,9 +1,9 @@
-"""The control plane killed with -9 under load: how long nobody is served, and what is left of the cache.
+"""The control plane killed with -9 under load: seconds without service, and what is left of the cache.
 
     python bench/router_restart.py [--model DIR] [--clients 4] [--etcd /usr/bin/etcd] [--json FILE]
 
-Clients ask again and again, greedily, streamed, and try again when there is nobody; each answer must be the one that
-was given before the kill.
+Clients ask again and again, greedily, streamed, and retry while there is no server; each answer must equal the one
+before the kill.
 
 * *file*: ``memserve serve --metadata FOLDER`` with a prefill and a decode instance; its process is killed, and the same
   command is started again at once, as systemd does. The time includes the start of a Python process.

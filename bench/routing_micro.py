@@ -205,7 +205,7 @@ def bench_changes(world: World, reps: int) -> Iterator[Record]:
 
 
 def bench_clear(world: World) -> Iterator[Record]:
-    """An instance dies: all that it held goes. Then everybody does."""
+    """One instance after the other dies, and all its blocks leave the directory."""
     timer, blocks = Timer(), []
     for holder in range(world.holders):
         blocks.append(world.directory.blocks(holder))

@@ -80,7 +80,7 @@ class Bench:
         return spent, spent_cpu, len(plan.slots)
 
     def measure(self, steps: int) -> dict[str, Any]:
-        """Warm up until everybody runs, then time ``steps`` steps."""
+        """Warm up until all sequences run, then time ``steps`` steps."""
         for _ in range(self.running):
             self.arrive()
         for _ in range(self.running + 20 if not self.mixed else 2 * self.running + 50):

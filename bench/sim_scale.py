@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memserve.bench.catalogue import Recipe, build
-from memserve.bench.load.synthetic import uniform_workload
 from memserve.bench.metrics import figures
 from memserve.cli.sim_results import Simulated, simulate
 from memserve.config import ClusterConfig, SchedulerConfig
@@ -28,6 +27,7 @@ from memserve.sim.replay.setup import GPU_SCHEDULER, Setup, Surroundings, parse_
 from memserve.types import Caching
 from memserve.units import NS_PER_MS, parse_bytes
 from memserve.workloads.arrivals import Poisson, by_request, trace_time
+from memserve.workloads.sessions import uniform_workload
 from memserve.workloads.words import Blocks, History, Session, Span, Turn, Workload
 
 CHUNKED = SchedulerConfig(max_running=128, max_step_tokens=512, prefill_chunk_tokens=512)
@@ -66,7 +66,7 @@ def trace(data: Path) -> Workload:
 
 
 def agentic(data: Path) -> Workload:
-    """Coding agents, all of whom begin within ten minutes, with a tenth of their think times (some last for hours)."""
+    """Coding agents that all begin within ten minutes, with a tenth of their think times (some last for hours)."""
     made = trace_time(build(Recipe(kind="agentic", data=data)), speed=10.0)
     gap_s = 600 / len(made.sessions)
     sessions = [

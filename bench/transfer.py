@@ -267,7 +267,7 @@ def main() -> None:
 
 
 def contenders(owner: Child, nbytes: int, options: argparse.Namespace, stack: ExitStack) -> dict[str, Contender]:
-    """Whoever can take part."""
+    """Contenders that work on this machine."""
     join = wire.decode(bytes.fromhex(owner.hello))
     assert isinstance(join, Join)
     arena = {Tier.HBM: shared(nbytes)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from multiprocessing.connection import Connection
 
-from memserve.bench.pool.pair import serve
+from memserve.bench.pool.moves import serve
 
 
 def own_squares(taker: Connection, power: int) -> None:

@@ -1,6 +1,18 @@
-"""Workloads by name (level 4): from a folder of data sets, from a user's file, or out of nothing.
+"""Workloads by name: from a folder of data sets, from a user's file, or from a seed alone.
 
-``build`` is the one door: it reads, generates, samples, scales, caps, copies and sets the times, in this order.
+``build`` reads, generates, samples, scales, caps, copies and sets the times, in this order. The form of a user's JSONL
+file is recognised by the first line's fields; all lines of a file have one form, and ``id`` and, of chats, ``group``
+are optional everywhere:
+
+========================================================  =============================================
+fields of a line                                          becomes
+========================================================  =============================================
+``messages`` or ``conversations`` or ``turns``            a chat: turns, the model's own answers between
+``document``, ``questions``                               a document and its questions
+``prompt``, ``output``?                                   one request of plain text
+``timestamp``, ``input_length``, ``output_length``,       one request of a trace (Mooncake's form)
+``hash_ids``
+========================================================  =============================================
 """
 
 from __future__ import annotations
@@ -11,10 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memserve.bench import datasets
-from memserve.bench.own import own_workload
+from memserve.bench.rows import BadRow, Row, read_json_lines
 from memserve.errors import UserError
 from memserve.workloads import builtin
-from memserve.workloads.agents import react_workload
 from memserve.workloads.arrivals import (
     OVERLAP_DEFAULT,
     Bursty,
@@ -26,10 +37,16 @@ from memserve.workloads.arrivals import (
     closed_loop,
     trace_time,
 )
-from memserve.workloads.chats import chat_workload
-from memserve.workloads.documents import DOCUMENT_TOKENS, Layout, document_workload
-from memserve.workloads.groups import group_workload
-from memserve.workloads.records import Conversation, Document
+from memserve.workloads.records import Call, CallLog
+from memserve.workloads.sessions import (
+    DOCUMENT_TOKENS,
+    Layout,
+    chat_workload,
+    document_workload,
+    group_workload,
+    react_workload,
+    uniform_workload,
+)
 from memserve.workloads.shape import Caps, capped, leading, sampled, shared, with_block_tokens, with_turns
 from memserve.workloads.tokens import Meter
 from memserve.workloads.traces import from_windows, replay, replay_calls, replay_sessions
@@ -38,6 +55,7 @@ from memserve.workloads.words import Workload
 BUILTIN_SESSIONS = 100
 GROUP_USERS = 5
 GROUP_PREFIX_TOKENS = 6000
+UNIFORM_PROMPT_TOKENS, UNIFORM_OUTPUT_TOKENS = 1024, 32  # MemServe figure 12
 NO_CAPS = Caps()
 
 
@@ -82,9 +100,12 @@ class Kind:
     """One entry of the catalogue."""
 
     about: str
-    make: Callable[[Recipe, Meter | None], Workload]
+    make: Callable[..., Workload]
+    """From a recipe, a meter and ``names``."""
     is_trace: bool = False
     """Cut to its beginning, not sampled: its order means something."""
+    names: tuple[str, ...] = ()
+    """Data sets, where several kinds are made alike."""
 
 
 def build(recipe: Recipe, meter: Meter | None = None) -> Workload:
@@ -97,7 +118,7 @@ def build(recipe: Recipe, meter: Meter | None = None) -> Workload:
         raise UserError(f"unknown workload '{recipe.kind}'", hint=f"one of {', '.join(KINDS)}")
     if recipe.sessions is not None and recipe.sessions < 1:
         raise UserError(f"{recipe.sessions} sessions", hint="take at least 1")
-    workload = kind.make(recipe, meter)
+    workload = kind.make(recipe, meter, *kind.names)
     if recipe.turns_min > 1:
         workload = with_turns(workload, recipe.turns_min)
     if recipe.sessions is not None:
@@ -133,6 +154,10 @@ def _process(recipe: Recipe) -> Process:
     return Poisson(recipe.requests_per_s)
 
 
+CHATS = ("conversations/mtbench101.jsonl.gz", "conversations/mtrag_un_human.jsonl.gz")
+DOCUMENTS = ("longdocs/loogle_wikipedia.jsonl.gz", "longdocs/qmsum_meetings.jsonl.gz")
+
+
 def _path(recipe: Recipe, name: str) -> Path:
     """A data set's file, in the data folder or its subfolders' place."""
     if recipe.data is None:
@@ -147,20 +172,15 @@ def _path(recipe: Recipe, name: str) -> Path:
     raise UserError(f"no {name} in {recipe.data}", hint="--data names a folder of data sets")
 
 
-def _chats_of(*names: str) -> Callable[[Recipe, Meter | None], Workload]:
-    def make(recipe: Recipe, meter: Meter | None) -> Workload:
-        conversations: list[Conversation] = []
-        for name in names:
-            conversations += datasets.read_conversations(_path(recipe, name))
-        source = ", ".join(Path(name).name.split(".")[0] for name in names)
-        return chat_workload(conversations, kind=recipe.kind, source=source, meter=meter)
-
-    return make
+def _chats_of(recipe: Recipe, meter: Meter | None, *names: str) -> Workload:
+    conversations = [one for name in names for one in datasets.read_conversations(_path(recipe, name))]
+    source = ", ".join(Path(name).name.split(".")[0] for name in names)
+    return chat_workload(conversations, kind=recipe.kind, source=source, meter=meter)
 
 
 def _chat(recipe: Recipe, meter: Meter | None) -> Workload:
     if recipe.data is not None:
-        return _chats_of("conversations/mtbench101.jsonl.gz", "conversations/mtrag_un_human.jsonl.gz")(recipe, meter)
+        return _chats_of(recipe, meter, *CHATS)
     count = recipe.sessions if recipe.sessions and recipe.turns_min == 1 else BUILTIN_SESSIONS
     made = builtin.conversations(recipe.seed, count)
     return chat_workload(made, source=builtin.SOURCE, meter=meter)
@@ -177,13 +197,9 @@ def _documents(recipe: Recipe, meter: Meter | None) -> Workload:
         source, words = builtin.SOURCE, _document_tokens(recipe)
         made = builtin.documents(recipe.seed, recipe.sessions or BUILTIN_SESSIONS, words=words)
     else:
-        source, made = "loogle_wikipedia, qmsum_meetings", _read_documents(recipe)
+        source = "loogle_wikipedia, qmsum_meetings"
+        made = [document for name in DOCUMENTS for document in datasets.read_documents(_path(recipe, name))]
     return document_workload(made, source=source, meter=meter, document_tokens=_document_tokens(recipe))
-
-
-def _read_documents(recipe: Recipe) -> list[Document]:
-    names = ("longdocs/loogle_wikipedia.jsonl.gz", "longdocs/qmsum_meetings.jsonl.gz")
-    return [document for name in names for document in datasets.read_documents(_path(recipe, name))]
 
 
 def _fewshot(recipe: Recipe, meter: Meter | None) -> Workload:
@@ -226,27 +242,30 @@ def _groups(recipe: Recipe, meter: Meter | None) -> Workload:
     return group_workload(seed=recipe.seed, groups=groups, users=GROUP_USERS, prefix_tokens=prefix_tokens, meter=meter)
 
 
-def _mooncake(name: str) -> Callable[[Recipe, Meter | None], Workload]:
-    def make(recipe: Recipe, meter: Meter | None) -> Workload:
-        rows = datasets.read_mooncake(_path(recipe, f"traces/{name}.jsonl.gz"))
-        return replay(rows, kind=recipe.kind, source=name, block_tokens=datasets.MOONCAKE_BLOCK_TOKENS)
+def _uniform(recipe: Recipe, meter: Meter | None) -> Workload:
+    return uniform_workload(
+        recipe.sessions or BUILTIN_SESSIONS,
+        prompt_tokens=recipe.caps.prompt_tokens_max or UNIFORM_PROMPT_TOKENS,
+        output_tokens=recipe.caps.output_tokens_max or UNIFORM_OUTPUT_TOKENS,
+        seed=recipe.seed,
+    )
 
-    return make
+
+def _mooncake(recipe: Recipe, meter: Meter | None, name: str) -> Workload:
+    rows = datasets.read_mooncake(_path(recipe, f"traces/{name}.jsonl.gz"))
+    return replay(rows, kind=recipe.kind, source=name, block_tokens=datasets.MOONCAKE_BLOCK_TOKENS)
 
 
 def _trace(recipe: Recipe, meter: Meter | None) -> Workload:
     if recipe.data is not None:
-        return _mooncake("mooncake_conversation_0-30min")(recipe, meter)
+        return _mooncake(recipe, meter, "mooncake_conversation_0-30min")
     rows = builtin.trace_rows(recipe.seed, recipe.sessions or 10 * BUILTIN_SESSIONS)
     return replay(rows, kind="trace", source=builtin.SOURCE, block_tokens=builtin.TRACE_BLOCK_TOKENS)
 
 
-def _azure(name: str) -> Callable[[Recipe, Meter | None], Workload]:
-    def make(recipe: Recipe, meter: Meter | None) -> Workload:
-        rows = datasets.read_azure(_path(recipe, f"traces/{name}.csv.gz"))
-        return replay(rows, kind=recipe.kind, source=name, block_tokens=recipe.block_tokens or 16)
-
-    return make
+def _azure(recipe: Recipe, meter: Meter | None, name: str) -> Workload:
+    rows = datasets.read_azure(_path(recipe, f"traces/{name}.csv.gz"))
+    return replay(rows, kind=recipe.kind, source=name, block_tokens=recipe.block_tokens or 16)
 
 
 def _agentic(recipe: Recipe, meter: Meter | None) -> Workload:
@@ -260,12 +279,48 @@ def _servegen(recipe: Recipe, meter: Meter | None) -> Workload:
     return from_windows(clients, source="servegen_m-small_day1", seed=recipe.seed, duration_s=60.0)
 
 
-def _calls(name: str) -> Callable[[Recipe, Meter | None], Workload]:
-    def make(recipe: Recipe, meter: Meter | None) -> Workload:
-        logs = datasets.read_call_logs(_path(recipe, f"agents/agent_calls_{name}.jsonl.gz"))
-        return replay_calls(logs, kind=recipe.kind, source=f"agent_calls_{name}", meter=meter)
+def _calls(recipe: Recipe, meter: Meter | None, name: str) -> Workload:
+    logs = datasets.read_call_logs(_path(recipe, f"agents/agent_calls_{name}.jsonl.gz"))
+    return replay_calls(logs, kind=recipe.kind, source=f"agent_calls_{name}", meter=meter)
 
-    return make
+
+# -- a user's own file
+
+
+def own_workload(path: Path, meter: Meter | None = None) -> Workload:
+    """The requests of ``path``. :class:`UserError` names file and line of what can't be read."""
+    name = path.name
+    match read_json_lines(path, _form)[0]:
+        case "documents":
+            return document_workload(datasets.read_documents(path), kind="file", source=name, meter=meter)
+        case "chats":
+            return chat_workload(datasets.read_conversations(path), kind="file", source=name, meter=meter)
+        case "trace":
+            rows = datasets.read_mooncake(path)
+            return replay(rows, kind="file", source=name, block_tokens=datasets.MOONCAKE_BLOCK_TOKENS)
+        case _:
+            calls = enumerate(read_json_lines(path, _call), 1)
+            logs = [CallLog(given or f"{name}-{number}", (call,)) for number, (given, call) in calls]
+            return replay_calls(logs, kind="file", source=name, meter=meter)
+
+
+def _form(row: Row) -> str:
+    for form, fields in FIELDS.items():
+        if any(field in row for field in fields):
+            return form
+    raise BadRow(f"none of the known forms; fields: {row.keys()}")
+
+
+def _call(row: Row) -> tuple[str, Call]:
+    return row.name("id", ""), Call(row.text("prompt"), row.text("output") if "output" in row else None)
+
+
+FIELDS = {
+    "documents": ("document",),
+    "chats": ("messages", "conversations", "turns", "nodes", "transcript"),
+    "trace": ("hash_ids",),
+    "prompts": ("prompt",),
+}
 
 
 def _file(recipe: Recipe, meter: Meter | None) -> Workload:
@@ -279,22 +334,27 @@ KINDS: dict[str, Kind] = {
     "documents": Kind("a long document, several questions (LooGLE type)", _documents),
     "react": Kind("an agent that thinks, acts, observes (ReAct type)", _react),
     "groups": Kind("system prompts shared in groups: 150 groups of 5 users", _groups),
+    "uniform": Kind("prompts of 1,024 tokens that share nothing, answers of 32", _uniform),
     "trace": Kind("Mooncake's conversation trace, or one like it", _trace, is_trace=True),
-    "synthetic": Kind("Mooncake's synthetic trace", _mooncake("mooncake_synthetic_first_half"), is_trace=True),
-    "toolagent": Kind("Mooncake's tool and agent trace", _mooncake("mooncake_toolagent_fragment"), is_trace=True),
-    "azure-conv": Kind("Azure's chat service, 2023", _azure("azure_llm_2023_conv_0-30min"), is_trace=True),
-    "azure-code": Kind("Azure's code completion, 2023", _azure("azure_llm_2023_code_0-30min"), is_trace=True),
+    "synthetic": Kind("Mooncake's synthetic trace", _mooncake, names=("mooncake_synthetic_first_half",), is_trace=True),
+    "toolagent": Kind(
+        "Mooncake's tool and agent trace", _mooncake, names=("mooncake_toolagent_fragment",), is_trace=True
+    ),
+    "azure-conv": Kind("Azure's chat service, 2023", _azure, names=("azure_llm_2023_conv_0-30min",), is_trace=True),
+    "azure-code": Kind("Azure's code completion, 2023", _azure, names=("azure_llm_2023_code_0-30min",), is_trace=True),
     "agentic": Kind("coding agents: long, growing contexts", _agentic),
     "servegen": Kind("a minute of ServeGen's clients", _servegen, is_trace=True),
     "fewshot": Kind("worked examples, many questions (BIG-Bench Hard)", _fewshot),
-    "tree-chat": Kind("branching chats (OpenAssistant)", _chats_of("conversations/oasst_trees.jsonl.gz")),
-    "task-chat": Kind("many short turns (SGD)", _chats_of("conversations/sgd_task_dialogues.jsonl.gz")),
-    "airline": Kind("customer service with tools (tau-bench)", _chats_of("agents/tau_airline_trajectories.jsonl.gz")),
-    "calls-web": Kind("calls of web research agents, as recorded", _calls("magagent")),
-    "calls-code": Kind("calls of a coding agent, as recorded", _calls("miniswe")),
-    "calls-service": Kind("calls of a customer service agent, as recorded", _calls("taubench")),
+    "tree-chat": Kind("branching chats (OpenAssistant)", _chats_of, names=("conversations/oasst_trees.jsonl.gz",)),
+    "task-chat": Kind("many short turns (SGD)", _chats_of, names=("conversations/sgd_task_dialogues.jsonl.gz",)),
+    "airline": Kind(
+        "customer service with tools (tau-bench)", _chats_of, names=("agents/tau_airline_trajectories.jsonl.gz",)
+    ),
+    "calls-web": Kind("calls of web research agents, as recorded", _calls, names=("magagent",)),
+    "calls-code": Kind("calls of a coding agent, as recorded", _calls, names=("miniswe",)),
+    "calls-service": Kind("calls of a customer service agent, as recorded", _calls, names=("taubench",)),
     "file": Kind("your own JSONL", _file),
 }
 """Every workload by name."""
-BUILT_IN = ("chat", "documents", "react", "groups", "trace")
-"""Those that are made from the seed where there is no ``data``."""
+BUILT_IN = ("chat", "documents", "react", "groups", "uniform", "trace")
+"""Made from the seed where there is no ``data``."""

@@ -1,4 +1,4 @@
-"""Readers of data files (level 4): rows in, the records of ``workloads/records.py`` out.
+"""Readers of data files: rows in, the records of ``workloads/records.py`` out.
 
 Every reader takes a path, plain or ``.gz``, and raises :class:`UserError` with file and line for what it can't read.
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 from memserve.bench.rows import BadRow, Row, read_csv, read_json_lines
 from memserve.errors import UserError
 from memserve.units import ceil_div
-from memserve.workloads.recorded import blocks_from_ids
 from memserve.workloads.records import (
     Call,
     CallLog,
@@ -30,12 +29,13 @@ from memserve.workloads.records import (
     Step,
     Window,
 )
+from memserve.workloads.tokens import blocks_from_ids
 from memserve.workloads.words import Message, Span
 
 MOONCAKE_BLOCK_TOKENS = 512
 AGENTIC_BLOCK_TOKENS = 64
 ROLES = {"human": "user", "gpt": "assistant", "tool": "user", "function": "user", "ai": "assistant", "bot": "assistant"}
-"""Other names of OpenAI's roles. A tool's result is handed over as the user's words: no call belongs to it here."""
+"""Other names of OpenAI's roles. A tool's result becomes a user's message: recordings hold no call for it."""
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -258,7 +258,7 @@ def _window(window: object) -> Window:
         raise BadRow(f"a window should be [{', '.join(names)}]")
     row = Row(dict(zip(names, window, strict=True)))
     if "family" not in row or row.number("rate") <= 0:
-        return Window(row.number("t"), 0.0, "Gamma", 1.0)  # nobody came
+        return Window(row.number("t"), 0.0, "Gamma", 1.0)  # no request in this window
     family, shape = row.text("family"), row.number("a")
     if family not in ("Gamma", "Weibull"):
         raise BadRow(f"'{family}' is no family of gaps: Gamma or Weibull")

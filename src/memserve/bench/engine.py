@@ -1,4 +1,4 @@
-"""``memserve bench engine``: what one engine does on this machine, in about a minute (level 4, rows P4 and P5).
+"""``memserve bench engine``: what one engine does on this machine, in about a minute.
 
 Random tokens, greedy, end-of-sequence ignored: prefill speed and TTFT cold and warm at two lengths, decode speed at
 three batch sizes, then a mixed workload for the memory report. The shapes are those of the comparison with other
@@ -40,7 +40,7 @@ class Figure:
 
 
 class Prompts:
-    """Fresh random prompts, the same ones for the same seed."""
+    """Fresh random prompts, equal for equal seeds."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -128,7 +128,7 @@ def _instance(llm: LLM) -> InstanceStats:
 
 
 def describe(llm: LLM) -> dict[str, Any]:
-    """What was measured on what."""
+    """The model and its KV memory."""
     geometry = llm.model.geometry
     hbm = _instance(llm).hbm
     return {

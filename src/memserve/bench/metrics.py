@@ -1,4 +1,4 @@
-"""What requests felt, in numbers: pure functions of records (level 4).
+"""Latency, throughput and goodput of requests: pure functions of records.
 
 ====== ===================================================================================================
 TTFT   from the scheduled arrival to the first chunk with text
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from memserve.bench.load.record import Outcome, RequestRecord
 from memserve.units import NS_PER_S
+from memserve.workloads.statistics import Spread, spread
 
 Floats = NDArray[np.float64]
 Key = TypeVar("Key")
@@ -44,7 +45,7 @@ class Timing:
 
 
 def timing(record: RequestRecord) -> Timing | None:
-    """What ``record`` felt; ``None`` when it was not answered to its end, or without a token."""
+    """Latencies of ``record``. None: the request was not answered to its end, or has no token."""
     if not record.ok or record.first_ns is None or record.end_ns is None:
         return None
     times = record.token_ns
@@ -60,42 +61,18 @@ def timing(record: RequestRecord) -> Timing | None:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep to be good, in seconds; ``None``: no such limit."""
+    """Limits of a good request, in seconds. None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     jct_s: float | None = None
 
     def kept(self, felt: Timing | None) -> bool:
-        """Whether all limits hold; never for a request that was not answered."""
+        """Whether all limits hold. False for a request without an answer."""
         if felt is None:
             return False
         pairs = ((felt.ttft_s, self.ttft_s), (felt.tpot_s, self.tpot_s), (felt.jct_s, self.jct_s))
         return all(value is None or limit is None or value <= limit for value, limit in pairs)
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A quantity over requests."""
-
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
-    standard_error: float = 0.0
-    """Of the mean; 0 for a single value."""
-
-
-def spread(values: Iterable[float]) -> Spread | None:
-    """Mean and percentiles (linear between the neighbours, as numpy does); ``None`` of nothing."""
-    array = np.fromiter(values, dtype=np.float64)
-    if not array.size:
-        return None
-    p50, p90, p99 = (float(value) for value in np.percentile(array, (50, 90, 99)))
-    error = float(array.std(ddof=1)) / array.size**0.5 if array.size > 1 else 0.0
-    return Spread(array.size, float(array.mean()), p50, p90, p99, float(array.max()), error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +82,14 @@ class Figures:
     requests: int
     failed: int
     stopped: int
-    """Under way when the run was ended: neither answered nor failed, and counted nowhere else."""
+    """Under way when the run ended: neither answered nor failed, and in no other count."""
     wall_s: float
     ttft_s: Spread | None
     tpot_s: Spread | None
     itl_s: Spread | None
     jct_s: Spread | None
     late_s: Spread | None
-    """The client's own part: scheduled to sent."""
+    """The client's own lateness: scheduled to sent."""
     requests_per_s: float
     output_tokens_per_s: float
     goodput_per_s: float
@@ -126,7 +103,7 @@ class Figures:
     """Of the cached tokens, those that came from another instance."""
     errors: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    """What the server said to the first request of each of :attr:`errors`; where it said nothing, it is left out."""
+    """Kind of error, as in :attr:`errors` -> the server's message to the first such request."""
 
     @property
     def cached_share(self) -> float:
@@ -140,8 +117,7 @@ class Figures:
 
 
 def figures(records: Sequence[RequestRecord], *, slo: Slo | None = None, wall_s: float | None = None) -> Figures:
-    """``records`` summed up. ``wall_s``: how long they took together; from the first arrival to the last end unless
-    told."""
+    """``records`` summed up. ``wall_s``: duration of all of them. None: from the first arrival to the last end."""
     ended = [record for record in records if record.outcome is not Outcome.STOPPED]
     felt = [timing(record) for record in ended]
     answered = [one for one in felt if one is not None]
@@ -176,7 +152,7 @@ def _rate(count: int, wall_s: float) -> float:
 
 
 def _errors(records: Iterable[RequestRecord]) -> dict[str, int]:
-    """Outcome and HTTP status of what failed, and how often."""
+    """Outcome and HTTP status -> failed requests."""
     counts = Counter(_kind_of_error(record) for record in records if not record.ok)
     return dict(sorted(counts.items()))
 
@@ -228,6 +204,11 @@ def mean(values: Floats) -> float:
     return float(values.mean())
 
 
+def p95(values: Floats) -> float:
+    """The value that one in twenty exceeds."""
+    return float(np.percentile(values, 95))
+
+
 def p99(values: Floats) -> float:
     """The value that one in a hundred exceeds."""
     return float(np.percentile(values, 99))
@@ -238,17 +219,20 @@ def bootstrap(
 ) -> tuple[float, float] | None:
     """A 95 % confidence interval of ``statistic`` by the percentile bootstrap (Efron 1979).
 
-    Whole groups are drawn, not values: requests of one session hang together, and so do those of one run. ``None``
-    when there are fewer than two groups with values, for then nothing is known about the spread.
+    Whole groups are drawn, not values: requests of one session depend on each other, and so do those of one run. None:
+    fewer than two groups have values.
     """
     arrays = [np.asarray(group, dtype=np.float64) for group in groups if len(group)]
     if len(arrays) < 2:
         return None
-    rng = np.random.default_rng(seed)
-    drawn = rng.integers(len(arrays), size=(rounds, len(arrays)))
-    found = [statistic(np.concatenate([arrays[at] for at in row])) for row in drawn]
+    drawn = np.random.default_rng(seed).integers(len(arrays), size=(rounds, len(arrays)))
+    return _middle([statistic(np.concatenate([arrays[at] for at in row])) for row in drawn])
+
+
+def _middle(values: Sequence[float]) -> tuple[float, float]:
+    """Where the middle 95 % of ``values`` lie."""
     tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(found, (tail, 100 - tail))
+    low, high = np.percentile(values, (tail, 100 - tail))
     return float(low), float(high)
 
 
@@ -262,8 +246,8 @@ def paired(
 ) -> tuple[float, float] | None:
     """The confidence interval of ``statistic(after) / statistic(before) - 1``, sessions drawn in pairs.
 
-    Both were sent the same sessions, so that what makes one session slower than another cancels out. ``None`` when
-    fewer than two sessions were answered by both.
+    Both settings got the same sessions: what makes one session slower than another cancels out. None: fewer than two
+    sessions were answered by both.
     """
     olds, news = _values_by_session(before, value), _values_by_session(after, value)
     common = [key for key, numbers in olds.items() if numbers and news.get(key)]
@@ -275,15 +259,13 @@ def paired(
     for row in drawn:
         was, now = (statistic(np.concatenate([pairs[at][side] for at in row])) for side in (0, 1))
         found.append(now / was - 1 if was > 0 else 0.0)
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(found, (tail, 100 - tail))
-    return float(low), float(high)
+    return _middle(found)
 
 
 def interval(
     records: Iterable[RequestRecord], value: Callable[[Timing], float | None], statistic: Statistic, *, seed: int = 0
 ) -> tuple[float, float] | None:
-    """The confidence interval of a statistic of what requests felt; sessions of a run are the groups."""
+    """The confidence interval of a statistic of latencies; the groups are the sessions of each run."""
     return bootstrap(list(_values_by_session(records, value).values()), statistic, seed=seed)
 
 

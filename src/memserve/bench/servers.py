@@ -1,43 +1,141 @@
-"""The servers of a run (level 4): each is started when a pass first needs it, and kept while memory lasts.
+"""The servers of a run: each starts when a pass first needs it, and stays while memory lasts.
 
 A start costs as much as a pass or two, so one server serves all workloads and seeds of its setting; every pass has a
 salt of its own (:class:`~memserve.bench.load.prompts.Manner`), so that none finds the cache of another. When memory
-gets short, the server goes whose next pass is furthest away (Belady 1966: the order of the passes is known).
+gets short, the server whose next pass is furthest away ends (Belady 1966: the order of the passes is known).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from memserve.bench.child import ServedChild
 from memserve.bench.load.client import Target, first_model
-from memserve.bench.load.driver import INTERRUPTED, Driver, drive
-from memserve.bench.load.progress import Progress
+from memserve.bench.load.driver import INTERRUPTED, Labels, LoadRun, send
 from memserve.bench.load.prompts import Manner
 from memserve.bench.settings import Setting
+from memserve.errors import UserError
 from memserve.runtime.memory import available_memory_bytes
 from memserve.workloads.words import Session, Text, Turn, Workload
 
+STOP_S_MAX = 30.0
+LOG_CHARS = 400
+_READY = re.compile(r"ready in \S+ s: (\S+) at (\S+)/v1$")
+
+
+class ServedChild:
+    """A server that answers, from its construction to :meth:`end`.
+
+    A process group of its own: Ctrl-C at the terminal reaches the bench, which ends its servers itself. Raises
+    :class:`UserError`, with what the server said, when it does not start.
+    """
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        started = time.monotonic()
+        self._folder = tempfile.TemporaryDirectory(prefix="memserve-bench-")
+        self._log = Path(self._folder.name) / "stderr"
+        command = [sys.executable, "-m", "memserve", "serve", "--port", "0", "--drain-s", "0", *flags]
+        with self._log.open("wb") as errors, _signals_held() as raise_now:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
+        try:
+            raise_now()
+            self.model, self.url = self._wait_until_ready()
+        except BaseException:  # Ctrl-C too: nothing may go on behind
+            self.end()
+            raise
+        self.ready_s = time.monotonic() - started
+
+    def _wait_until_ready(self) -> tuple[str, str]:
+        """Model and address."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if match := _READY.match(line.decode("utf-8", "replace").strip()):
+                return match[1], match[2]
+        said = self._log.read_text(encoding="utf-8", errors="replace").strip()[-LOG_CHARS:]
+        raise UserError(f"memserve serve did not start: {said}", hint="try its flags by hand: memserve serve")
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM; :meth:`end` waits. Several servers end together when all are asked first."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL, as an accident would."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """End the server, after 30 s by SIGKILL."""
+        self.ask_to_end()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        try:
+            self._process.wait(STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+
+@contextmanager
+def _signals_held() -> Iterator[Callable[[], None]]:
+    """SIGINT and SIGTERM wait until the end of the block; the yielded function raises those that came.
+
+    A signal during the start of a process would leave that process without an owner.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None  # signals are the main thread's
+        return
+    came: list[int] = []
+
+    def raise_now() -> None:
+        for sign in came:
+            signal.raise_signal(sign)
+
+    held = {sign: signal.signal(sign, lambda sign, _: came.append(sign)) for sign in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield raise_now
+    finally:
+        for sign, handler in held.items():
+            signal.signal(sign, handler)
+
+
+@contextmanager
+def serving(flags: Sequence[str]) -> Iterator[ServedChild]:
+    """``memserve serve FLAGS`` on a free port, until the block ends. Raises :class:`UserError`."""
+    child = ServedChild(flags)
+    try:
+        yield child
+    finally:
+        child.end()
+
+
 WARM_REQUESTS, WARM_OUTPUT_TOKENS = 4, 4
-"""The first requests of a process pay for what it had put off; they are sent before anything is measured."""
+"""The first requests of a process pay for its lazy initialisation; they are sent before anything is measured."""
 ROOM_FACTOR = 2.0
-"""A server is started where there is room for the largest so far this many times: caches fill up later."""
+"""A server starts where this many times the largest server so far fits: caches fill up later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a setting answers."""
+    """Address and model of a setting's server."""
 
     url: str
     model: str
 
 
 class Servers:
-    """A context manager; whoever leaves it leaves no process behind."""
+    """A context manager: on exit every server has ended."""
 
     def __init__(self, flags: Sequence[str], say: Callable[[str], None]) -> None:
         """``flags``: given to every server of ours."""
@@ -67,7 +165,7 @@ class Servers:
         if (known := self._addresses.get(setting.name)) is not None:
             return known
         found = self._start(setting, coming)
-        warm = drive(lambda: warm_up(found))
+        warm = warm_up(found)
         if warm.partial == INTERRUPTED:
             raise KeyboardInterrupt
         if failed := next((record for record in warm.records if not record.ok), None):
@@ -110,9 +208,9 @@ def furthest(names: Sequence[str], coming: Sequence[str]) -> str:
     return max(names, key=lambda name: places.get(name, len(coming)))
 
 
-def warm_up(address: Address) -> Driver:
-    """Short text about nothing that a workload speaks of."""
+def warm_up(address: Address) -> LoadRun:
+    """Short requests that share no prefix with any workload."""
     turns = (Turn(Text("one two three four five six seven eight nine ten " * 6), WARM_OUTPUT_TOKENS),)
     sessions = tuple(Session(f"warm-up-{number}", turns) for number in range(WARM_REQUESTS))
     workload = Workload("warm-up", "", sessions, users=2)
-    return Driver(workload, Target(address.url), Manner(address.model), progress=Progress(WARM_REQUESTS, "warm-up"))
+    return send(workload, Target(address.url), Manner(address.model), Labels(workload="warm-up"))

@@ -1,4 +1,4 @@
-"""Settings by name: what stands side by side in the evaluation (MemServe section 8) (level 4).
+"""The settings of MemServe's section 8 by name, and which of them get which workloads.
 
 ====================== =====================================================================================
 ``2PD``, ``PD``        colocated instances without a cache; without a number as many as the run compares
@@ -8,16 +8,28 @@
 ``.../session``        a routing policy other than the default
 ``.../by-request``     a transfer mode other than the default
 ====================== =====================================================================================
+
+============ ============================================ ===========================
+``settings`` shapes and caching on all three workloads    figure 8, over request rates
+``turns``    caching levels 1, 2, 3 as chats grow         section 5.1
+``transfer`` by-layer, by-request, by-request-agg         figure 12, over request rates
+``policies`` least load, session, prompt tree on 3P1D     figure 14, over share ratios
+============ ============================================ ===========================
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from memserve.bench.catalogue import Arrivals, Recipe
+from memserve.bench.results import Label
 from memserve.config import POLICIES
 from memserve.errors import UserError
 from memserve.types import Caching, TransferMode
+from memserve.workloads.shape import Caps
 
 _NAME = re.compile(
     r"(?:(?P<same>\d*)PD|(?P<prefill>\d+)P(?P<decode>\d+)D)(?P<caching>-CC[123]?)?(?P<rest>(?:/[a-z-]+)*)"
@@ -88,3 +100,109 @@ def parse_settings(texts: str, instances: int) -> tuple[Setting, ...]:
         if names.count(name) > 1:
             raise UserError(f"setting {name!r} twice", hint="name each once")
     return settings
+
+
+# -- which settings get which workloads
+
+STUDIES = ("settings", "turns", "transfer", "policies")
+PAPER_NAMES = {"sharegpt": "chat", "loogle": "documents"}
+"""The paper's data sets -> the catalogue's kinds that stand for them."""
+SHARE_RATIOS = (1.0, 2.0, 4.0)
+CACHING_LEVELS = "1P1D-CC1,1P1D-CC2,1P1D-CC3"
+TRANSFER_MODES = "1P1D/by-layer,1P1D/by-request,1P1D/by-request-agg"
+POLICIES_COMPARED = "3P1D-CC/least-load,3P1D-CC/session,3P1D-CC/prompt-tree"
+"""As the paper: with two prefill instances, half of all prefixes are found by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is sent in a pass."""
+
+    sessions: int
+    turns_max: int
+    prompt_tokens_max: int
+    output_tokens_max: int
+    rates: tuple[float, ...]
+    """Requests a second, of all instances together; a pass each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Every workload goes to every setting."""
+
+    settings: tuple[Setting, ...]
+    recipes: dict[str, Recipe]
+    """Label -> workload; the seed is the pass's. No label stands in two comparisons."""
+
+
+def kind_of(name: str) -> str:
+    """The catalogue's name of a workload: ``sharegpt`` is ``chat``, ``loogle`` is ``documents``."""
+    return PAPER_NAMES.get(name.strip(), name.strip())
+
+
+def settings_compared(
+    settings: Sequence[Setting], workloads: str, ratios: Sequence[float], size: Size, data: Path | None
+) -> Comparison:
+    """Figure 8: comma-separated ``workloads``, each at every share ratio and rate; labels say what is varied."""
+    recipes: dict[str, Recipe] = {}
+    for kind in map(kind_of, workloads.split(",")):
+        for ratio in ratios:
+            recipes |= _recipes(kind, size, data, share_ratio=ratio, varies_ratio=len(ratios) > 1)
+    return Comparison(tuple(settings), recipes)
+
+
+def levels_compared(size: Size, data: Path | None) -> Comparison:
+    """Section 5.1: chats that all have ``size.turns_max`` turns, on the three caching levels."""
+    recipe = _recipe("chat", size, data, size.rates[0])
+    return Comparison(parse_settings(CACHING_LEVELS, 2), {"long chat": replace(recipe, turns_min=size.turns_max)})
+
+
+def transfer_compared(size: Size) -> Comparison:
+    """Figure 12: prompts and answers of one length over the request rate, on the three transfer modes."""
+    return Comparison(parse_settings(TRANSFER_MODES, 2), _recipes("uniform", size, None))
+
+
+def policies_compared(size: Size, data: Path | None) -> Comparison:
+    """Figure 14: documents and their questions, every session once, twice, four times, on three policies."""
+    recipes: dict[str, Recipe] = {}
+    for ratio in SHARE_RATIOS:
+        recipes |= _recipes("documents", size, data, share_ratio=ratio, varies_ratio=True)
+    return Comparison(parse_settings(POLICIES_COMPARED, 4), recipes)
+
+
+def _recipes(
+    kind: str, size: Size, data: Path | None, share_ratio: float = 1.0, varies_ratio: bool = False
+) -> dict[str, Recipe]:
+    """Label -> recipe, one per rate."""
+    ratio, varies = share_ratio if varies_ratio else None, len(size.rates) > 1
+    return {
+        str(Label(kind, ratio, rate if varies else None)): _recipe(kind, size, data, rate, share_ratio)
+        for rate in size.rates
+    }
+
+
+def _recipe(kind: str, size: Size, data: Path | None, rate: float, share_ratio: float = 1.0) -> Recipe:
+    return Recipe(
+        kind=kind, data=data, sessions=size.sessions, share_ratio=share_ratio, arrivals=Arrivals.POISSON,
+        caps=Caps(size.prompt_tokens_max, size.output_tokens_max, size.turns_max), requests_per_s=rate,
+    )  # fmt: skip
+
+
+def parse_studies(text: str) -> tuple[str, ...]:
+    """Names of studies, comma-separated, in the order of :data:`STUDIES`. Raises :class:`UserError`."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in STUDIES:
+            raise UserError(f"unknown study {name!r}", hint=f"any of {', '.join(STUDIES)}")
+    return tuple(name for name in STUDIES if name in names)
+
+
+def parse_numbers(text: str, flag: str, what: str, least: float) -> tuple[float, ...]:
+    """Comma-separated numbers of at least ``least``, each once. Raises :class:`UserError`."""
+    try:
+        numbers = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(least <= number < 1e6 for number in numbers):
+        raise UserError(f"cannot read {text!r} as {what}", hint=f"for example {flag} 1,2,4")
+    return numbers

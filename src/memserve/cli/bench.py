@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +14,6 @@ from memserve.cli import options as opt
 from memserve.cli.bench_workload import workload
 from memserve.cli.profile import PROFILED, ProfiledEngine
 from memserve.config import EngineOptions
-from memserve.errors import UserError
 
 if TYPE_CHECKING:
     from memserve.bench.engine import Figure
@@ -40,45 +36,23 @@ def pool(
     rounds: Annotated[int | None, typer.Option(min=3, help="Repetitions of calls that move no bytes.")] = None,
     copy_rounds: Annotated[int | None, typer.Option(min=2, help="Repetitions of calls that move bytes.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller measurements: under a minute.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")] = None,
+    out: bench_load.Folder = None,
 ) -> None:
     """Measure MemPool's calls, its index beside hash indexes, and aggregated against discrete transfer."""
     from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
-    from memserve.bench.campaign import default_folder
-    from memserve.bench.pool.report import write_pool
-    from memserve.bench.pool.run import FULL, QUICK, empty_results, measure
-    from memserve.bench.report import REPORT
-    from memserve.bench.results import new_folder
+    from memserve.bench.pool.study import FULL, QUICK, PoolPlan, PoolResults, PoolStudy
+    from memserve.bench.study import RunFolder
 
-    given = {
-        "blocks": _counts(blocks, "--blocks"), "prompt_tokens": _counts(prompt_tokens, "--prompt-tokens"),
-        "tree_prompts": tree_prompts, "rounds": rounds, "copy_rounds": copy_rounds,
-    }  # fmt: skip
-    plan = dataclasses.replace(QUICK if quick else FULL, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]  # the keys are its fields
-    results = empty_results(shlex.join(["memserve", *sys.argv[1:]]), plan)
-    folder = new_folder(out or default_folder())
-    begin = time.monotonic()
-    measure(plan, engine, results, lambda line: typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}", err=True))
-    write_pool(results, folder)
-    for note in results.notes:
-        typer.echo(note, err=True)
-    typer.echo(f"report: {folder / REPORT}")
-    if results.partial is not None:
-        raise typer.Exit(1)
-
-
-def _counts(text: str | None, flag: str) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        counts = tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        counts = (0,)
-    if counts[0] < 1:
-        raise UserError(f"cannot read {text!r} as counts", hint=f"for example {flag} 1,16,128")
-    return counts
+    plan: PoolPlan = bench_load.chosen(
+        QUICK if quick else FULL,
+        blocks=bench_load.parse_counts(blocks, "--blocks 1,16,128"),
+        prompt_tokens=bench_load.parse_counts(prompt_tokens, "--prompt-tokens 512,2048"),
+        tree_prompts=tree_prompts, rounds=rounds, copy_rounds=copy_rounds,
+    )  # fmt: skip
+    results = PoolResults(command=bench_load.command())
+    bench_load.run_study(PoolStudy(plan, engine, results), RunFolder(out), timed=True)
 
 
 SECONDS, QUICK_SECONDS = 180.0, 24.0
@@ -91,34 +65,19 @@ def cost(
     seconds: Annotated[float | None, typer.Option(min=1, help="Seconds to measure, about.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A less exact fit: under a minute.")] = False,
     save: Annotated[bool, typer.Option(help="Save the profile in the cache folder, for serve and instance.")] = True,
-    out: Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")] = None,
+    out: bench_load.Folder = None,
 ) -> None:
     """Fit the cost model on this machine, and compare it with measurements that it has not seen (figure 13)."""
     from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
-    from memserve.bench.campaign import default_folder
-    from memserve.bench.cost.held_out import FULL, QUICK
-    from memserve.bench.cost.report import write_cost
-    from memserve.bench.cost.results import CostResults
-    from memserve.bench.cost.run import CostPlan, measure
-    from memserve.bench.report import REPORT
-    from memserve.bench.results import new_folder
+    from memserve.bench.cost import CostPlan, CostResults, CostStudy
+    from memserve.bench.held_out import FULL, QUICK
+    from memserve.bench.study import RunFolder
 
     plan = CostPlan(seconds or (QUICK_SECONDS if quick else SECONDS), save, QUICK if quick else FULL)
-    results = CostResults(shlex.join(["memserve", *sys.argv[1:]]))
-    folder = new_folder(out or default_folder())
-    begin = time.monotonic()
-    measure(plan, engine, results, lambda line: typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}", err=True))
-    write_cost(results, folder)
-    for curve, found in results.accuracy.items():
-        errors = f"off by {found.median_error:.1%}, worst {found.worst_error:.1%}"
-        typer.echo(f"{curve:<20}{found.points:>4} points, {errors}")
-    if results.saved is not None:
-        typer.echo(f"profile: {results.saved}")
-    typer.echo(f"report: {folder / REPORT}")
-    if results.partial is not None:
-        raise typer.Exit(1)
+    results = CostResults(command=bench_load.command())
+    bench_load.run_study(CostStudy(plan, engine, results), RunFolder(out), timed=True)
 
 
 app = typer.Typer(help="Measure memserve on this machine.", no_args_is_help=True, rich_markup_mode=None)

@@ -1,13 +1,16 @@
-"""``memserve bench load``: requests of one length to any server; ``capacity``: the largest rate that settings bear."""
+"""``memserve bench load``: requests of one length to any server; ``capacity``: the largest rate that settings sustain.
+
+Also the options that the commands of ``memserve bench`` share, and how a study is run from the command line.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,20 +19,18 @@ from memserve.config import DEFAULT_MODEL
 from memserve.errors import UserError
 
 if TYPE_CHECKING:
-    from memserve.bench.capacity import Capacity
     from memserve.bench.load.client import Target
     from memserve.bench.metrics import Slo
-    from memserve.bench.probing import Search
-    from memserve.bench.results import RunFolder
-    from memserve.bench.settings import Setting
+    from memserve.bench.study import RunFolder, Study
     from memserve.workloads.words import Workload
 
 
 Instances = Annotated[int, typer.Option(min=1, help="Instances of a setting without a number, such as PD.")]
 Servers = Annotated[
-    list[str] | None, typer.Option(help="A further setting: NAME=URL of any server that runs; repeatable.")
+    list[str] | None, typer.Option(help="A further setting: NAME=URL of any running server; repeatable.")
 ]
-Data = Annotated[Path | None, typer.Option(help="Folder of data sets. Without: made from the seed.")]
+Data = Annotated[Path | None, typer.Option(help="Folder of data sets. Default: workloads made from the seed.")]
+IgnoreEos = Annotated[bool, typer.Option(help="Answers have their full length: equal work for all settings.")]
 ServeFlags = Annotated[str, typer.Option(help="Further flags for every `memserve serve`, in quotes.")]
 Folder = Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")]
 
@@ -39,18 +40,66 @@ BaseUrl = Annotated[str, typer.Option(help="The server's address, with or withou
 ModelName = Annotated[str | None, typer.Option("--model", help="Model to ask for; default: the server's first.")]
 ApiKey = Annotated[str | None, typer.Option(help="Sent as a bearer token.", envvar="OPENAI_API_KEY")]
 Rate = Annotated[float | None, typer.Option(min=0, help="Open loop: requests a second, at random (Poisson).")]
-Users = Annotated[int | None, typer.Option(min=1, help="Closed loop: requests under way at a time.")]
+Users = Annotated[int | None, typer.Option(min=1, help="Closed loop: concurrent sessions.")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request counts as failed.")]
 SloTtft = Annotated[
     float | None, typer.Option("--slo-ttft-ms", min=0, help="For goodput: longest time to the first token.")
 ]
-SloTpot = Annotated[float | None, typer.Option("--slo-tpot-ms", min=0, help="For goodput: longest time a token.")]
-SloJct = Annotated[float | None, typer.Option("--slo-jct-ms", min=0, help="For goodput: longest time in all.")]
+SloTpot = Annotated[float | None, typer.Option("--slo-tpot-ms", min=0, help="For goodput: longest time per token.")]
+SloJct = Annotated[float | None, typer.Option("--slo-jct-ms", min=0, help="For goodput: longest time to the end.")]
 VocabSize = Annotated[
     int | None,
-    typer.Option(min=100, help="Prompts known by their length only are token ids below it; default: the model's own."),
+    typer.Option(min=100, help="Token ids of length-only prompts are below it; default: the model's own."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder for results.json and records.jsonl.gz.")]
+
+
+def command() -> str:
+    """The command line as typed."""
+    return shlex.join(["memserve", *sys.argv[1:]])
+
+
+def chosen(default: Any, **given: Any) -> Any:
+    """``default`` (a dataclass) with the fields that were given."""
+    import dataclasses
+
+    return dataclasses.replace(default, **{name: value for name, value in given.items() if value is not None})
+
+
+def parse_counts(text: str | None, example: str) -> tuple[int, ...] | None:
+    """Comma-separated numbers of at least 1, rising, each once. Raises :class:`UserError` with ``example`` as hint."""
+    if text is None:
+        return None
+    try:
+        counts = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        counts = (0,)
+    if counts[0] < 1:
+        raise UserError(f"cannot read {text!r} as counts", hint=f"for example {example}")
+    return counts
+
+
+def run_study(study: Study[Any], folder: RunFolder, *, timed: bool = False) -> None:
+    """Measure, write the report, and say where it is; exit status 1 when the results are partial.
+
+    ``timed``: progress lines begin with the seconds since the start.
+    """
+    from memserve.bench.study import REPORT
+
+    begin = time.monotonic()
+
+    def tell(line: str) -> None:
+        typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}" if timed else line, err=True)
+
+    with folder:
+        study.run(tell)
+    study.write(folder.path)
+    for line in study.told():
+        typer.echo(line)
+    typer.echo(f"report: {folder.path / REPORT}")
+    if study.results.partial is not None:
+        typer.echo(f"partial: {study.results.partial}", err=True)
+        raise typer.Exit(1)
 
 
 def load(
@@ -95,8 +144,8 @@ def read_slo(ttft_ms: float | None, tpot_ms: float | None, jct_ms: float | None)
 def _workload(
     rate: float | None, users: int | None, requests: int, prompt: int, shared: int, output: int, seed: int
 ) -> Workload:
-    from memserve.bench.load.synthetic import uniform_workload
     from memserve.workloads.arrivals import Poisson, by_session, closed_loop
+    from memserve.workloads.sessions import uniform_workload
 
     if (rate is None) == (users is None):
         raise UserError("no rate of requests is given", hint="give --rate N (a second), or --users N (at a time)")
@@ -112,20 +161,21 @@ def _run(
     slo: Slo, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     from memserve.bench.load.client import first_model
-    from memserve.bench.load.driver import Driver, Labels, drive
+    from memserve.bench.load.driver import Labels, send
     from memserve.bench.load.prompts import Manner
-    from memserve.bench.results import Pass, RunFolder, sum_up
-    from memserve.bench.text import describe
+    from memserve.bench.results import Pass, describe, sum_up
+    from memserve.bench.study import RunFolder, write_json
 
     manner = Manner(model or first_model(target), vocab_size)
     folder = RunFolder(out) if out is not None else None
-    labels = Labels(target.base_url, workload.kind, seed)
     writer = folder.writer if folder is not None else None
-    run = drive(lambda: Driver(workload, target, manner, writer=writer, labels=labels, limit_s=max_s))
+    labels = Labels(target.base_url, workload.kind, seed)
+    run = send(workload, target, manner, labels, writer=writer, limit_s=max_s)
     done = Pass.of(run, workload.kind, target.base_url, seed)
-    results = sum_up(run.records, [done], slo, shlex.join(["memserve", *sys.argv[1:]]), workload.notes)
+    results = sum_up(run.records, [done], slo, command(), workload.notes)
     if folder is not None:
-        folder.finish(results)
+        with folder:
+            write_json(results, folder.path)
     if as_json:
         import msgspec
 
@@ -137,7 +187,7 @@ def _run(
 
 
 def capacity(
-    workload: Annotated[str, typer.Option(help="The workload; `memserve bench workload` lists more.")] = "sharegpt",
+    workload: Annotated[str, typer.Option(help="One workload; `memserve bench workload` lists them.")] = "sharegpt",
     settings: Annotated[str, typer.Option(help="Comma-separated, as in `memserve bench serve`.")] = "PD,PD-CC,1P1D-CC",
     instances: Instances = 2,
     base_url: Servers = None,
@@ -151,7 +201,7 @@ def capacity(
     ] = 0.01,
     start: Annotated[float, typer.Option(min=0.01, help="First rate, in requests a second.")] = 1.0,
     precision: Annotated[
-        float, typer.Option(min=0.001, max=0.5, help="Relative error of the rate at which the search stops.")
+        float, typer.Option(min=0.001, max=0.5, help="Relative precision of the rate at which the search stops.")
     ] = 0.1,
     probe_s: Annotated[float, typer.Option(min=0.1, help="Seconds of arrivals at each rate.")] = 30.0,
     prompt_tokens_max: Annotated[int, typer.Option(min=16, help="Cut prompts, history included.")] = 2048,
@@ -165,15 +215,12 @@ def capacity(
     out: Folder = None,
 ) -> None:
     """Search, by bisection, the largest rate at which a setting keeps its queue bounded and its SLO."""
-    from memserve.bench.campaign import default_folder
+    from memserve.bench.capacity import CapacityStudy, Search, workload_at
     from memserve.bench.catalogue import Recipe
     from memserve.bench.load.client import require_aiohttp
-    from memserve.bench.load.prompts import Manner
-    from memserve.bench.meters import weighing
-    from memserve.bench.probing import Search, workload_at
-    from memserve.bench.results import RunFolder
-    from memserve.bench.settings import named_server, parse_settings
-    from memserve.bench.studies import kind_of
+    from memserve.bench.load.prompts import Manner, weighing
+    from memserve.bench.settings import kind_of, named_server, parse_settings
+    from memserve.bench.study import RunFolder
     from memserve.workloads.shape import Caps
 
     require_aiohttp()
@@ -185,42 +232,6 @@ def capacity(
     flags = ("--model", model, *shlex.split(serve_flags))
     manner = Manner("", vocab_size or own_vocab_size, ignore_eos=True)
     plan = Search(recipe, slo, violations_max, start, precision, probe_s, flags, manner, meter)
-    workload_at(plan, start, seed)  # what is wrong with the data is said before anything is started
-    folder = RunFolder(out or default_folder())
-    _tell(_search(plan, contenders, folder), plan, folder)
-
-
-def _search(plan: Search, contenders: Sequence[Setting], folder: RunFolder) -> list[Capacity]:
-    """Setting by setting, until one search is ended early."""
-    from memserve.bench.capacity import Capacity
-    from memserve.bench.load.driver import INTERRUPTED, sigterm_interrupts
-    from memserve.bench.probing import search_capacity
-
-    found: list[Capacity] = []
-    with sigterm_interrupts():
-        for setting in contenders:
-            try:
-                found.append(search_capacity(plan, setting, folder.writer, lambda line: typer.echo(line, err=True)))
-            except KeyboardInterrupt:  # while a server starts; during a probe it is the driver's
-                found.append(Capacity(setting.name, None, (), INTERRUPTED))
-            except UserError as error:
-                if not found:
-                    raise
-                found.append(Capacity(setting.name, None, (), str(error)))
-            if found[-1].partial is not None:
-                break
-    return found
-
-
-def _tell(found: list[Capacity], plan: Search, folder: RunFolder) -> None:
-    from memserve.bench.capacity_report import write_capacity
-    from memserve.bench.report import REPORT
-
-    folder.writer.close()
-    write_capacity(found, plan, shlex.join(["memserve", *sys.argv[1:]]), folder.path)
-    for one in found:
-        told = f"{one.rate:.2f} requests/s" if one.rate is not None else "no rate was sustained"
-        typer.echo(f"{one.setting}: {told}" + (f" (partial: {one.partial})" if one.partial else ""))
-    typer.echo(f"report: {folder.path / REPORT}")
-    if found and found[-1].partial is not None:
-        raise typer.Exit(1)
+    workload_at(plan, start, seed)  # errors in the data come before any server starts
+    folder = RunFolder(out)
+    run_study(CapacityStudy(plan, contenders, folder, command()), folder)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from memserve.bench.studies import STUDIES, Size, Study
+from memserve.bench.settings import STUDIES, Comparison, Size
 from memserve.cli import options as opt
 from memserve.cli.bench_load import (
     Data,
     Folder,
+    IgnoreEos,
     Instances,
     ServeFlags,
     Servers,
@@ -23,22 +22,20 @@ from memserve.cli.bench_load import (
     SloTtft,
     Timeout,
     VocabSize,
+    chosen,
+    command,
     read_slo,
+    run_study,
 )
 from memserve.config import DEFAULT_MODEL
 
-if TYPE_CHECKING:
-    from memserve.bench.campaign import Plan
-    from memserve.bench.metrics import Slo
-
-
-DEFAULT_SETTINGS = "PD,PD-CC,1P1D,1P1D-CC1,1P1D-CC2,1P1D-CC3"
+DEFAULT_SETTINGS = "PD,PD-CC,1P1D,1P1D-CC"
 DEFAULT_WORKLOADS = "sharegpt,loogle,react"
 
 Count = int | None
 Workloads = Annotated[
     str | None,
-    typer.Option(help=f"Comma-separated; `memserve bench workload` lists more.  [default: {DEFAULT_WORKLOADS}]"),
+    typer.Option(help=f"Comma-separated; `memserve bench workload` lists them.  [default: {DEFAULT_WORKLOADS}]"),
 ]
 Settings = Annotated[
     str | None,
@@ -46,7 +43,7 @@ Settings = Annotated[
 ]
 Studies = Annotated[
     str | None,
-    typer.Option(help=f"Any of {', '.join(STUDIES)}. Default: all; settings only where you chose any or --quick."),
+    typer.Option(help=f"Any of {', '.join(STUDIES)}. Default: all; with --quick or a choice of settings: settings."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Few and short requests, one seed: under three minutes.")]
 Seeds = Annotated[Count, typer.Option(min=1, help="Repetitions, each with a sample of its own.  [default: 3]")]
@@ -54,23 +51,26 @@ Minutes = Annotated[
     float | None, typer.Option(min=0.01, help="Start no repetition that would end later than this.  [default: 28]")
 ]
 Sessions = Annotated[Count, typer.Option(min=1, help="Sessions of each workload.")]
-Rate = Annotated[float | None, typer.Option(min=0.001, help="Requests a second (Poisson).")]
-ShareRatio = Annotated[str | None, typer.Option(help="Comma-separated: copies of every session.")]
+Rates = Annotated[
+    str | None, typer.Option("--rate", help="Requests a second (Poisson); comma-separated: a pass for each.")
+]
+ShareRatio = Annotated[str | None, typer.Option(help="Copies of every session; comma-separated: a pass for each.")]
 PromptTokensMax = Annotated[Count, typer.Option(min=16, help="Cut prompts, history included.")]
 OutputTokensMax = Annotated[Count, typer.Option(min=1, help="Cut answers.")]
 TurnsMax = Annotated[Count, typer.Option(min=1, help="Cut sessions.")]
-IgnoreEos = Annotated[bool, typer.Option(help="Every answer has its full length: equal work for all.")]
 CacheSalt = Annotated[
     bool, typer.Option(help="Send a salt of its own with each pass, so that none finds the cache of another.")
 ]
 QUICK_SETTINGS = "PD,PD-CC,1P1D,1P1D-CC2,1P1D-CC3"
 FULL_SEEDS, FULL_MINUTES = 3, 28.0
+RATE_MIN = 0.001
 
-QUICK = Size(sessions=3, turns_max=3, prompt_tokens_max=1024, output_tokens_max=8, rate=3.0)
-FULL = Size(sessions=5, turns_max=4, prompt_tokens_max=1536, output_tokens_max=48, rate=1.5)
+QUICK = Size(sessions=3, turns_max=3, prompt_tokens_max=1024, output_tokens_max=8, rates=(3.0,))
+FULL = Size(sessions=5, turns_max=4, prompt_tokens_max=1536, output_tokens_max=48, rates=(0.75, 1.5, 3.0))
 """What two cores and the bundled model sustain; a larger machine needs larger figures."""
-TURNS = Size(sessions=4, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rate=0.8)
-POLICIES = Size(sessions=6, turns_max=2, prompt_tokens_max=1536, output_tokens_max=8, rate=2.5)
+TURNS = Size(sessions=4, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rates=(0.8,))
+TRANSFER = Size(sessions=10, turns_max=1, prompt_tokens_max=1024, output_tokens_max=32, rates=(0.25, 0.5, 1.0))
+POLICIES = Size(sessions=6, turns_max=2, prompt_tokens_max=1536, output_tokens_max=8, rates=(2.5,))
 
 
 def serve(
@@ -85,7 +85,7 @@ def serve(
     seeds: Seeds = None,
     minutes: Minutes = None,
     sessions: Sessions = None,
-    rate: Rate = None,
+    rate: Rates = None,
     share_ratio: ShareRatio = None,
     prompt_tokens_max: PromptTokensMax = None,
     output_tokens_max: OutputTokensMax = None,
@@ -100,71 +100,51 @@ def serve(
     timeout_s: Timeout = 600.0,
     out: Folder = None,
 ) -> None:
-    """Measure settings side by side on the same workloads; write results, records, a report and plots."""
-    from memserve.bench.campaign import Plan
+    """Measure settings side by side on equal workloads; write results, records, a report and plots."""
+    from memserve.bench.campaign import Plan, build_all
     from memserve.bench.load.client import require_aiohttp
-    from memserve.bench.meters import weighing
-    from memserve.bench.settings import named_server
+    from memserve.bench.load.prompts import weighing
+    from memserve.bench.results import Results
+    from memserve.bench.serve import ServeStudy
+    from memserve.bench.settings import named_server, parse_numbers
+    from memserve.bench.study import RunFolder
 
     require_aiohttp()
-    given = {
-        "sessions": sessions, "turns_max": turns_max, "prompt_tokens_max": prompt_tokens_max,
-        "output_tokens_max": output_tokens_max, "rate": rate,
-    }  # fmt: skip
-    size = dataclasses.replace(QUICK if quick else FULL, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]  # the keys are its fields
-    chosen = quick or any(value is not None for value in (workload, settings, share_ratio))
+    size: Size = chosen(
+        QUICK if quick else FULL, sessions=sessions, turns_max=turns_max, prompt_tokens_max=prompt_tokens_max,
+        output_tokens_max=output_tokens_max,
+        rates=None if rate is None else parse_numbers(rate, "--rate", "rates", RATE_MIN),
+    )  # fmt: skip
+    narrowed = quick or any(value is not None for value in (workload, settings, share_ratio))
     settings = settings if settings is not None else QUICK_SETTINGS if quick else DEFAULT_SETTINGS
     contenders = ",".join([settings, *map(named_server, base_url or ())])
-    names = studies if studies is not None else "settings" if chosen else ",".join(STUDIES)
+    names = studies if studies is not None else "settings" if narrowed else ",".join(STUDIES)
     meter, own_vocab_size = weighing(model if settings.strip() else None)
     plan = Plan(
-        _studies(names, contenders, instances, workload or DEFAULT_WORKLOADS, share_ratio or "1", size, data),
+        _comparisons(names, contenders, instances, workload or DEFAULT_WORKLOADS, share_ratio or "1", size, data),
         seeds=tuple(range(seeds or (1 if quick else FULL_SEEDS))),
         serve_flags=("--model", model, *shlex.split(serve_flags)),
         ignore_eos=ignore_eos, vocab_size=vocab_size or own_vocab_size, timeout_s=timeout_s,
         minutes_max=minutes if minutes is not None else FULL_MINUTES, meter=meter, salted=cache_salt,
     )  # fmt: skip
-    _run(plan, out, read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms))
+    workloads = build_all(plan)  # reads the data: errors in it come before any server starts
+    slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
+    folder = RunFolder(out)
+    run_study(ServeStudy(plan, workloads, folder, Results(command=command(), slo=slo)), folder)
 
 
-def _studies(
+def _comparisons(
     names: str, contenders: str, instances: int, workloads: str, share_ratios: str, size: Size, data: Path | None
-) -> tuple[Study, ...]:
-    """The options of the command go to the study of settings; the two others are fixed."""
-    from memserve.bench.settings import parse_settings
-    from memserve.bench.studies import parse_ratios, parse_studies, policies_study, settings_study, turns_study
+) -> tuple[Comparison, ...]:
+    """The user's choices apply to the study of settings; the others are fixed."""
+    from memserve.bench import settings as known
 
-    settings, ratios = parse_settings(contenders, instances), parse_ratios(share_ratios)
+    chosen = known.parse_settings(contenders, instances)
+    ratios = known.parse_numbers(share_ratios, "--share-ratio", "share ratios", 1)
     makers = {
-        "settings": lambda: settings_study(settings, workloads, ratios, size, data),
-        "turns": lambda: turns_study(TURNS, data),
-        "policies": lambda: policies_study(POLICIES, data),
+        "settings": lambda: known.settings_compared(chosen, workloads, ratios, size, data),
+        "turns": lambda: known.levels_compared(TURNS, data),
+        "transfer": lambda: known.transfer_compared(TRANSFER),
+        "policies": lambda: known.policies_compared(POLICIES, data),
     }
-    return tuple(makers[name]() for name in parse_studies(names))
-
-
-def _run(plan: Plan, out: Path | None, slo: Slo) -> None:
-    from memserve.bench.campaign import build_all, default_folder, measure
-    from memserve.bench.load.driver import sigterm_interrupts
-    from memserve.bench.paper import compare
-    from memserve.bench.report import REPORT, write_report
-    from memserve.bench.results import RunFolder, sum_up
-    from memserve.bench.shapes import shapes_of
-    from memserve.bench.text import describe
-
-    workloads = build_all(plan)  # reads the data: its errors are reported before anything is started
-    shapes = shapes_of(workloads, plan.meter)
-    folder = RunFolder(out or default_folder())
-    with sigterm_interrupts():
-        measured = measure(plan, workloads, folder, lambda line: typer.echo(line, err=True))
-    results = sum_up(
-        measured.records, measured.passes, slo,
-        shlex.join(["memserve", *sys.argv[1:]]), measured.notes, shapes, measured.stopped,
-    )  # fmt: skip
-    results = compare(dataclasses.replace(results, models=tuple(measured.models)), measured.records)
-    folder.finish(results)
-    write_report(results, folder.path)
-    typer.echo("\n".join(describe(results)))
-    typer.echo(f"report: {folder.path / REPORT}")
-    if measured.partial is not None:
-        raise typer.Exit(1)
+    return tuple(makers[name]() for name in known.parse_studies(names))

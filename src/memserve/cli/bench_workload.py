@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from memserve.bench.catalogue import BUILT_IN, KINDS, Arrivals, Recipe, build
-from memserve.bench.meters import model_meter
-from memserve.bench.results import Shape
-from memserve.bench.shapes import BLOCK_TOKENS, shape_of
-from memserve.bench.studies import kind_of
+from memserve.bench.load.prompts import model_meter
+from memserve.bench.results import BLOCK_TOKENS, Shape, shape_of
+from memserve.bench.settings import kind_of
 from memserve.cli.profile import require_matplotlib, save_plot
 from memserve.workloads.shape import Caps
 from memserve.workloads.statistics import Measured, Spread, Summary, measure, summarize
@@ -25,9 +24,11 @@ Count = int | None
 
 def workload(
     kind: Annotated[str, typer.Option(help=f"Comma-separated; any of {', '.join(KINDS)}.")] = "chat",
-    data: Annotated[Path | None, typer.Option(help="Folder of data sets. Without: made from the seed.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of data sets. Default: workloads made from the seed.")
+    ] = None,
     file: Annotated[Path | None, typer.Option(help="Your own JSONL, for the kind 'file'.")] = None,
-    sessions: Annotated[Count, typer.Option(min=1, help="Sessions of the workload.")] = None,
+    sessions: Annotated[Count, typer.Option(min=1, help="Sessions: sampled, a trace's first, or generated.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes everything that is drawn.")] = 0,
     share_ratio: Annotated[float, typer.Option(min=1, help="Copies of every session.")] = 1.0,
     prompt_tokens_max: Annotated[Count, typer.Option(min=1, help="Cut prompts, history included.")] = None,
@@ -70,7 +71,7 @@ def workload(
                 stand_in, measured = _measured(dataclasses.replace(recipe, data=None), meter)
                 shapes.append(shape_of(f"{name}, {stand_in.source}", stand_in.source, [measured]))
     if plot is not None:
-        from memserve.bench.plots import draw_shapes
+        from memserve.bench.serve import draw_shapes
 
         save_plot(lambda pyplot: draw_shapes(pyplot, shapes), plot)
 
@@ -97,5 +98,5 @@ def _lines(summary: Summary) -> list[str]:
 
 
 def _row(name: str, spread: Spread, digits: int = 0) -> str:
-    values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.largest)
+    values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max)
     return f"{name:<28}" + "".join(f"{value:>10.{digits}f}" for value in values)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from memserve.cli import sim_fuzz, sim_run, sim_search
+from memserve.cli.bench_load import command
 
 app = typer.Typer(
     help="Run whole clusters under virtual time: the production machines, simulated devices.", rich_markup_mode=None
@@ -21,6 +23,7 @@ app.command("fuzz")(sim_fuzz.fuzz)
 def sim(
     context: typer.Context,
     scenario: Annotated[str | None, typer.Option(help="Run an experiment by its name, and print its tables.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the tables of --scenario.")] = None,
 ) -> None:
     """Run whole clusters under virtual time: the production machines, simulated devices."""
     if scenario is None:
@@ -28,7 +31,13 @@ def sim(
             typer.echo(context.get_help())
             raise typer.Exit(2)
         return
-    from memserve.sim.scenarios import run_scenario, text_of
+    from memserve.bench.scenarios import open_scenario
+    from memserve.bench.study import RunFolder
 
-    for number, table in enumerate(run_scenario(scenario)):
-        typer.echo("\n".join([*([""] if number else []), *text_of(table)]))
+    study = open_scenario(scenario, command())
+    folder = None if out is None else RunFolder(out)
+    study.run(lambda line: None)
+    for number, table in enumerate(study.tables()):
+        typer.echo("\n".join([*([""] if number else []), *table.text()]))
+    if folder is not None:
+        study.write(folder.path)

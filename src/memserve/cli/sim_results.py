@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,15 @@ import msgspec
 
 from memserve.bench.load.record import Outcome, RequestRecord
 from memserve.bench.metrics import Slo
-from memserve.bench.plots import can_draw
-from memserve.bench.report import REPORT, write_report
-from memserve.bench.results import Pass, Results, RunFolder, sum_up
-from memserve.sim.replay.clients import MakeScript
-from memserve.sim.replay.costing import Usage, usage
+from memserve.bench.report_writer import Cell, Drawing, Table
+from memserve.bench.results import Pass, Results, sum_up
+from memserve.bench.serve import ServeReport
+from memserve.bench.study import RunFolder
+from memserve.sim.replay.clients import MakeScript, Served
 from memserve.sim.replay.scripts import Script
-from memserve.sim.replay.served import Served
 from memserve.sim.replay.setup import Setup
 from memserve.sim.replay.timeline import Look
-from memserve.sim.replay.world import ReplayWorld
+from memserve.sim.replay.world import ReplayWorld, Usage, usage
 from memserve.types import Role
 from memserve.workloads.words import Workload
 
@@ -99,20 +97,41 @@ def record_of(served: Served, setting: str, workload: str, seed: int) -> Request
     )  # fmt: skip
 
 
+class SimulatedReport(ServeReport):
+    """The report of measured runs, with what the simulation used, and a timeline of each run."""
+
+    title = "memserve sim run"
+
+    def __init__(self, results: Results, runs: Sequence[Simulated]) -> None:
+        super().__init__(results)
+        self._runs = runs
+        lines = {
+            TIMELINE if len(runs) == 1 else f"{TIMELINE}-{number}": Drawing(run.setting, _timeline_of(run))
+            for number, run in enumerate(runs, 1)
+        }
+        self.drawings = {**ServeReport.drawings, **lines}
+
+    def tables(self) -> Iterator[Table]:
+        yield from super().tables()
+        rows: list[list[Cell]] = [
+            [run.setting, run.usage.devices, f"{run.usage.device_hours:.3f}", f"{run.usage.busy_share:.0%}",
+             f"{run.usage.tokens_per_device_hour:,.0f}", f"{run.usage.pulled_bytes / 1e9:.1f} GB",
+             f"{run.usage.simulated_s:.1f}", f"{run.wall_s:.1f}"] for run in self._runs
+        ]  # fmt: skip
+        columns = ("setting", "devices", "device hours", "busy", "tokens per device hour", "KV moved", "virtual s")
+        yield Table("Simulation", (*columns, "wall s"), rows)
+
+
 def write_folder(path: Path, runs: Sequence[Simulated], slo: Slo, command: str, notes: Sequence[str]) -> Results:
     """``records.jsonl.gz``, ``results.json``, ``report.md``, ``simulation.json`` and the plots."""
-    folder = RunFolder(path)
-    for run in runs:
-        for record in run.records:
-            folder.writer.write(record)
+    with RunFolder(path) as folder:
+        for run in runs:
+            for record in run.records:
+                folder.writer.write(record)
     results = summed_up(runs, slo, command, notes)
-    folder.finish(results)
-    write_report(results, path)
+    SimulatedReport(results, runs).write(path)
     extras = [_extras(run) for run in runs]
     (path / SIMULATION).write_bytes(msgspec.json.format(msgspec.json.encode(extras), indent=1))
-    measured = (path / REPORT).read_text(encoding="utf-8")
-    told = measured.replace("# memserve bench", "# memserve sim", 1).replace("* nothing was served\n", "", 1)
-    (path / REPORT).write_text(told + "\n".join(_simulation_part(path, runs)) + "\n", encoding="utf-8")
     return results
 
 
@@ -120,8 +139,9 @@ def summed_up(runs: Sequence[Simulated], slo: Slo, command: str, notes: Sequence
     """The figures of all runs."""
     records = [record for run in runs for record in run.records]
     told = [f"**simulated**: {run.setting}, {run.machine}" for run in runs]
-    machines = ", ".join(dict.fromkeys(run.machine for run in runs))
-    return sum_up(records, [run.done for run in runs], slo, command, [*told, *notes], simulated=machines)
+    results = sum_up(records, [run.done for run in runs], slo, command, [*told, *notes])
+    results.machine = {"simulated": ", ".join(dict.fromkeys(run.machine for run in runs))}
+    return results
 
 
 def _extras(run: Simulated) -> dict[str, Any]:
@@ -136,25 +156,6 @@ def _extras(run: Simulated) -> dict[str, Any]:
     }
 
 
-def _simulation_part(path: Path, runs: Sequence[Simulated]) -> list[str]:
-    lines = ["\n## Simulation\n"]
-    lines += ["| setting | devices | device hours | busy | tokens per device hour | KV moved | virtual s | wall s |"]
-    lines += ["| --- " * 8 + "|"]
-    for run in runs:
-        used = run.usage
-        lines.append(
-            f"| {run.setting} | {used.devices} | {used.device_hours:.3f} | {used.busy_share:.0%} |"
-            f" {used.tokens_per_device_hour:,.0f} | {used.pulled_bytes / 1e9:.1f} GB | {used.simulated_s:.1f} |"
-            f" {run.wall_s:.1f} |"
-        )
-    if can_draw():
-        for number, run in enumerate(runs, 1):
-            name = TIMELINE if len(runs) == 1 else f"{TIMELINE}-{number}"
-            draw_timeline(run, path / f"{name}.png")
-            lines.append(f"\n![{run.setting}]({name}.png)")
-    return lines
-
-
 ROWS: tuple[tuple[str, Callable[[Look], Sequence[float]]], ...] = (
     ("requests waiting", lambda look: look.waiting),
     ("sequences running", lambda look: look.running),
@@ -166,11 +167,12 @@ ROLE_OF_LETTER = {role.value[0]: role.value for role in (Role.PREFILL, Role.DECO
 """By the first letter of an instance's name."""
 
 
-def draw_timeline(run: Simulated, file: Path) -> None:
-    """A line an instance; of many instances the mean and the range of each role."""
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")  # no window
-    pyplot = importlib.import_module("matplotlib.pyplot")
+def _timeline_of(run: Simulated) -> Callable[[Any, Any], Any]:
+    return lambda pyplot, _: draw_timeline(pyplot, run)
+
+
+def draw_timeline(pyplot: Any, run: Simulated) -> Any:
+    """One line per instance; of many instances the mean and the range of each role."""
     figure, column = pyplot.subplots(len(ROWS), 1, figsize=(10, 9), sharex=True, layout="constrained")
     at_s = [look.at_s for look in run.looks]
     roles: dict[str, list[int]] = {}
@@ -192,5 +194,4 @@ def draw_timeline(run: Simulated, file: Path) -> None:
     column[0].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), title="instance")
     column[-1].set_xlabel("virtual time (s)")
     figure.suptitle(f"{run.setting}\n{run.machine}")
-    figure.savefig(file, bbox_inches="tight", dpi=110)
-    pyplot.close(figure)
+    return figure

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 Out = Annotated[Path | None, typer.Option(help="Folder for records, results, report, timeline and plots.")]
 
-PAPER_NAMES = {"sharegpt": "chat", "loogle": "documents"}
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkloadFlags:
@@ -41,21 +39,22 @@ class WorkloadFlags:
     trace: Path | None = option(None)
     """A trace in Mooncake's form, or your own JSONL of sessions."""
     data: Path | None = option(None)
-    """Folder of data sets. None: sessions are made from the seed."""
+    """Folder of data sets. None: workloads are made from the seed."""
     sessions: int | None = option(None, least=1)
-    """Sessions of the workload. None: all of them."""
+    """Sessions: sampled, a trace's first, or generated. None: all of them."""
     rate: float | None = option(None, least=0.001)
     """Requests a second (Poisson). None: recorded times."""
     speed: float = option(1.0, least=0.001)
     """Speed-up of recorded times."""
     seed: int = option(0, least=0)
-    """Fixes the workload."""
+    """Seed of the workload."""
 
     def recipe(self) -> Recipe:
         """How the workload is made."""
         from memserve.bench.catalogue import Arrivals, Recipe
+        from memserve.bench.settings import kind_of
 
-        kind = "file" if self.trace is not None else PAPER_NAMES.get(self.workload, self.workload)
+        kind = "file" if self.trace is not None else kind_of(self.workload)
         arrivals = Arrivals.RECORDED if self.rate is None else Arrivals.POISSON
         return Recipe(
             kind=kind, data=self.data, file=self.trace, sessions=self.sessions, seed=self.seed, arrivals=arrivals,
@@ -74,9 +73,9 @@ class Wanted:
     device: str = option("h100")
     """Device of each instance: h100, h200, a100, l40s or cpu; several: h100x4."""
     profile: Path | None = option(None)
-    """What ``memserve profile`` has saved or printed with --json: instead of --device."""
+    """Output of ``memserve profile``, saved or --json: instead of --device."""
     kv_blocks: int | None = option(None, least=2)
-    """Blocks of KV in HBM. None: what the weights leave."""
+    """Blocks of KV in HBM. None: the memory beside the weights."""
     dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE)
     """Second tier of each instance, e.g. 64GiB. 0: no second tier."""
     faults: str = option("")
@@ -119,6 +118,8 @@ class Wanted:
     def name(self) -> str:
         """The setting in short."""
         parts = [self.instances, self.cluster.policy, self.cluster.caching.value]
+        if self.cluster.transfer is not ClusterConfig().transfer:
+            parts.append(self.cluster.transfer.value)
         return "/".join(parts) + (f" on {self.device}" if self.profile is None else "")
 
 
@@ -152,9 +153,9 @@ def run(
     out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="The results as one JSON object.")] = False,
 ) -> None:
-    """Replay a workload on a simulated cluster: the same records, figures and report as a measured one."""
+    """Replay a workload on a simulated cluster; records, figures and report as of a measured one."""
     from memserve.bench.catalogue import build
-    from memserve.bench.text import describe
+    from memserve.bench.results import describe
     from memserve.cli.sim_results import simulate, summed_up, write_folder
 
     setup, made = wanted.setup(), build(workload.recipe())
@@ -193,7 +194,7 @@ def what_comes(made: Workload, wanted: Wanted, machine: Machine) -> list[str]:
 
 
 def told(done: Simulated) -> list[str]:
-    """Lines about what a simulation used, and how long it took."""
+    """Devices, links and wall time of a simulation."""
     used = done.usage
     return [
         f"{used.devices} devices for {used.simulated_s:.1f} s: {used.device_hours:.3f} device hours, "

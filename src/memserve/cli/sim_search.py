@@ -18,8 +18,9 @@ from memserve.options import with_values
 from memserve.types import Caching, TransferMode
 
 if TYPE_CHECKING:
-    from memserve.bench.metrics import Figures, Slo, Spread
+    from memserve.bench.metrics import Figures, Slo
     from memserve.sim.search import Mix, Trial
+    from memserve.workloads.statistics import Spread
     from memserve.workloads.words import Workload
 
 
@@ -65,7 +66,7 @@ def read_figures(folder: Path) -> dict[str, Figures]:
     """The figures of every workload in a folder of results. Raises :class:`UserError` where there is none."""
     from memserve.bench.load.record import read_records
     from memserve.bench.metrics import by_setting, figures
-    from memserve.bench.results import RECORDS
+    from memserve.bench.study import RECORDS
 
     file = folder / RECORDS
     if not file.is_file():

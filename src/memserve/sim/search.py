@@ -35,7 +35,7 @@ COLOCATED = Mix("colocated")
 
 
 def parse_mixes(text: str) -> tuple[Mix, ...]:
-    """``colocated,1:3,1:1``: so many that prefill to so many that decode. Raises :class:`UserError`."""
+    """``colocated,1:3,1:1``: prefill to decode instances. Raises :class:`UserError`."""
     mixes = []
     for part in (part.strip() for part in text.split(",")):
         prefill, _, decode = part.partition(":")
@@ -56,14 +56,14 @@ class Trial:
     good: bool
     cost: float
     why: str = ""
-    """Why it was not good enough."""
+    """Why the cluster was not good enough. Empty: good."""
 
 
 Try = Callable[[int], Trial]
 
 
 def smallest(attempt: Try, least: int, most: int) -> tuple[Trial | None, list[Trial]]:
-    """The smallest good size in ``[least, most]``, and all trials in their order; ``None``: not even ``most`` is good.
+    """The smallest good size in ``[least, most]``, and all trials in their order. None: not even ``most`` is good.
 
     More instances are taken never to be worse. So ``most`` is tried as soon as ``least`` is not good enough: where no
     cluster holds the SLO the search ends after two trials. Otherwise sizes are doubled until one is good, then halved
@@ -92,6 +92,6 @@ def smallest(attempt: Try, least: int, most: int) -> tuple[Trial | None, list[Tr
 
 
 def cheapest(found: Sequence[tuple[str, Trial | None]]) -> tuple[str, Trial] | None:
-    """Of the smallest of each kind the one that costs least, the first of equals; ``None`` = none was good enough."""
+    """Of the smallest of each kind the one that costs least, the first of equals. None: none was good enough."""
     good = [(name, trial) for name, trial in found if trial is not None]
     return min(good, key=lambda pair: pair[1].cost) if good else None

@@ -86,12 +86,11 @@ class TimedDevice:
     Beams and logprobs are not computed: no workload asks for them.
     """
 
-    layers = 1
-
     def __init__(self, clock: Clock, machine: Machine, moments: Moments, steps: Steps | None = None) -> None:
         self._clock, self._moments = clock, moments
         self._costs = machine.costs
         self._block_bytes = machine.geometry.block_bytes
+        self.layers = machine.geometry.num_layers
         self._steps = steps or step_times(machine)
         self.slowness = 1.0
         """Faults make it more than 1."""
@@ -140,8 +139,8 @@ class TimedDevice:
         return move_ns(blocks * self._block_bytes, blocks)
 
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
-        """Layers are not reported one by one: the end of the step reports all."""
-        return False
+        """Each layer of a plan with ``report_layers`` is told, an equal share of the step after the one before."""
+        return True
 
     def run(self, plan: StepPlan) -> StepFinished:
         """The step has ended now."""

@@ -1,1 +1,1 @@
-"""Workloads: who asks what, when, and after which answer (level 1: pure, from a seed; files are read elsewhere)."""
+"""Workloads: sessions of requests with their arrivals (level 1: pure, from a seed; files are read elsewhere)."""

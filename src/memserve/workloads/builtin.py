@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from memserve.workloads.draws import Draws, draws, lognormal_count
-from memserve.workloads.prose import prose
-from memserve.workloads.recorded import blocks_from_ids
+from memserve.workloads.draws import Draws, draws, lognormal_count, prose
 from memserve.workloads.records import Conversation, Document, Episode, Lengths, Question, Step
+from memserve.workloads.tokens import blocks_from_ids
 from memserve.workloads.words import Message
 
 SOURCE = "built-in"

@@ -1,4 +1,4 @@
-"""Parsed records: what the readers of files make, and the generators take (level 1, no text format in here)."""
+"""Parsed records: output of the readers of files, input of the generators (level 1, no text format in here)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A long text and what people ask about it (also: worked examples and the questions that follow them)."""
+    """A long text and questions about it (also: worked examples and the questions that follow them)."""
 
     record_id: str
     text: str
@@ -35,7 +35,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of an agent: it thinks, acts, and is shown what came of it (ReAct)."""
+    """One step of an agent: thought, action, and the observation that follows (ReAct)."""
 
     thought: str
     action: str
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """An agent's way to the answer of one question."""
+    """An agent's steps to the answer of one question."""
 
     record_id: str
     question: str
@@ -69,7 +69,7 @@ class CallLog:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """One row of a trace without text. ``spans`` is ``None`` where the trace knows no blocks (Azure)."""
+    """One row of a trace without text. ``spans``: None: the trace has no blocks (Azure)."""
 
     at_s: float
     input_tokens: int
@@ -90,7 +90,7 @@ class LengthLog:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How one client's requests came during one window (ServeGen: rate and fitted gaps between arrivals)."""
+    """Arrivals of one client during one window (ServeGen: rate and fitted gaps between arrivals)."""
 
     start_s: float
     requests_per_s: float

@@ -9,17 +9,16 @@ import numpy as np
 
 from memserve.errors import UserError, check
 from memserve.workloads.draws import draws
-from memserve.workloads.recorded import said_tokens
-from memserve.workloads.tokens import ByteMeter, Meter
+from memserve.workloads.tokens import ByteMeter, Meter, said_tokens
 from memserve.workloads.words import Blocks, Chat, History, Message, Says, Session, Span, Text, Turn, Workload
 
 MESSAGE_MARGIN_TOKENS = 8
-"""What a chat template may add to each message."""
+"""Upper bound of a chat template's tokens per message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Upper bounds, so that a small model can take part. ``None``: no bound."""
+    """Upper bounds, for small models. None: no bound."""
 
     prompt_tokens_max: int | None = None
     """The whole prompt, history included."""
@@ -161,8 +160,8 @@ def leading(workload: Workload, sessions: int) -> Workload:
 def shared(workload: Workload, ratio: float, *, seed: int) -> Workload:
     """The set of sessions ``ratio`` times, shuffled (MemServe 8.4: "a share ratio of 2 means duplicating this set").
 
-    Of a fraction, so many sessions more are copied, drawn from the seed: 1.5 copies half of them. A copy asks the same
-    under a name of its own, so that only a scheduler that sees across sessions finds its prefix.
+    Of a fraction, further sessions are drawn from the seed: 1.5 copies half of them. A copy has a name of its own, so
+    that only a scheduler that sees across sessions finds its prefix.
     """
     if ratio < 1:
         raise UserError(f"a share ratio of {ratio}", hint="1 means every session once, 2 every session twice")

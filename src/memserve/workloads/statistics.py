@@ -1,19 +1,65 @@
-"""What a workload is like (level 1): lengths, turns, and how much of it a cache could have (MemServe figure 7)."""
+"""What a workload is like: lengths, turns, shared prefixes (MemServe figure 7); and :class:`Spread`, the one
+distribution that every study reports.
+
+Shared prefixes are those of a cache that never forgets: a radix tree whose edges are *runs* of consecutive block
+numbers, as traces number them. A prompt of a thousand blocks is a handful of runs, and matching costs the runs, not the
+blocks. ::
+
+    prompts  0 1 2 3 9     root ──[0 1 2]──┬─[3]──[9]
+             0 1 2 7 8                     └─[7 8]
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memserve.units import ceil_div
-from memserve.workloads.prefixes import PrefixTree
-from memserve.workloads.recorded import as_blocks, blocks_said
-from memserve.workloads.tokens import Meter
+from memserve.workloads.tokens import Meter, as_blocks, blocks_said
 from memserve.workloads.words import Workload
 
 Column = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A quantity over requests, sessions or repetitions."""
+
+    count: int
+    mean: float
+    p10: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+    standard_error: float = 0.0
+    """Of the mean; 0 for a single value."""
+
+    def told(self, unit: float, digits: int) -> str:
+        """The median, and P10 to P90 in brackets, in units of ``unit``: ``1.2 (1.1 - 1.6)``."""
+        low, median, high = (f"{value / unit:.{digits}f}" for value in (self.p10, self.p50, self.p90))
+        return f"{median} ({low} - {high})"
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """Mean and percentiles (linear between neighbours, as numpy's). None: no values."""
+    array = np.fromiter(values, dtype=np.float64)
+    if not array.size:
+        return None
+    p10, p50, p90, p95, p99 = np.percentile(array, (10, 50, 90, 95, 99)).tolist()
+    error = float(array.std(ddof=1)) / array.size**0.5 if array.size > 1 else 0.0
+    return Spread(array.size, float(array.mean()), p10, p50, p90, p95, p99, float(array.max()), error)
+
+
+def spread_of(values: Iterable[float]) -> Spread:
+    """:func:`spread` of one value at least."""
+    found = spread(values)
+    assert found is not None, "at least one value"
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +79,6 @@ class Measured:
     def shared_share(self) -> float:
         """Share of all blocks that an unlimited cache would hold."""
         return float(self.blocks_seen.sum() / max(1, self.blocks.sum()))
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A distribution in five numbers."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    largest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +127,56 @@ def summarize(workload: Workload, measured: Measured) -> Summary:
         sessions=len(workload.sessions),
         requests=workload.request_count,
         groups=len({session.group for session in workload.sessions}),
-        turns=spread(measured.turns),
-        prompt_tokens=spread(measured.prompt_tokens),
-        output_tokens=spread(measured.output_tokens),
-        prompt_per_output=spread(measured.prompt_tokens / np.maximum(1, measured.output_tokens)),
+        turns=_spread(measured.turns),
+        prompt_tokens=_spread(measured.prompt_tokens),
+        output_tokens=_spread(measured.output_tokens),
+        prompt_per_output=_spread(measured.prompt_tokens / np.maximum(1, measured.output_tokens)),
         blocks=int(measured.blocks.sum()),
         shared_share=measured.shared_share,
-        shared_share_of_request=spread(measured.blocks_seen / np.maximum(1, measured.blocks)),
+        shared_share_of_request=_spread(measured.blocks_seen / np.maximum(1, measured.blocks)),
         due_last_s=max(due, default=0.0),
         arrivals=workload.arrivals,
         notes=workload.notes,
     )
 
 
-def spread(values: NDArray[np.int64] | NDArray[np.float64]) -> Spread:
-    """Mean, P50, P90, P99 and the largest; zeros where there is nothing."""
-    if not len(values):
-        return Spread(0.0, 0.0, 0.0, 0.0, 0.0)
-    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
-    return Spread(float(np.mean(values)), p50, p90, p99, float(np.max(values)))
+def _spread(values: NDArray[np.int64] | NDArray[np.float64]) -> Spread:
+    return spread(values) or Spread(0, *[0.0] * 7)
+
+
+@dataclass(slots=True)
+class _Run:
+    """An edge and the node below it: blocks ``[first, first + count)``, then the runs that followed, by first block."""
+
+    first: int
+    count: int
+    after: dict[int, _Run] = field(default_factory=dict)
+
+
+class PrefixTree:
+    """All prompts seen so far."""
+
+    def __init__(self) -> None:
+        self._root = _Run(0, 0)
+
+    def match_then_insert(self, runs: Iterable[tuple[int, int]]) -> int:
+        """Blocks of the longest prefix that an earlier prompt had; then the prompt is one of the earlier ones."""
+        node, matched, is_known = self._root, 0, True
+        for first, count in runs:
+            while count:
+                child = node.after.get(first)
+                if child is None:
+                    child = node.after[first] = _Run(first, count)
+                    is_known = False
+                shared = min(count, child.count)
+                if shared < child.count:
+                    _split(child, shared)
+                matched += shared if is_known else 0
+                node, first, count = child, first + shared, count - shared
+        return matched
+
+
+def _split(run: _Run, count: int) -> None:
+    """Cut an edge after ``count`` blocks: what follows becomes its only child."""
+    rest = _Run(run.first + count, run.count - count, run.after)
+    run.count, run.after = count, {rest.first: rest}

@@ -1,4 +1,4 @@
-"""Replay of recorded traffic (level 1): lengths and block identities, agent calls, and ServeGen's client windows."""
+"""Replay of recorded traffic: lengths and block identities, agent calls, and ServeGen's client windows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import count
 import numpy as np
 
 from memserve.units import ceil_div
-from memserve.workloads.chats import ANSWER_TOKENS_DEFAULT
 from memserve.workloads.draws import Draws, draws
 from memserve.workloads.records import Call, CallLog, Client, LengthLog, Lengths, Window
+from memserve.workloads.sessions import ANSWER_TOKENS_DEFAULT
 from memserve.workloads.tokens import ByteMeter, Meter
 from memserve.workloads.words import Blocks, History, Session, Span, Text, Turn, Workload
 
@@ -22,7 +22,7 @@ LOCAL_BLOCKS = 1 << 32
 
 
 class _FreshBlocks:
-    """Identities that nobody else has."""
+    """Block identities that occur once."""
 
     def __init__(self) -> None:
         self._next = FRESH_BLOCK_BASE
@@ -35,7 +35,7 @@ class _FreshBlocks:
 
 
 def replay(rows: Sequence[Lengths], *, kind: str, source: str, block_tokens: int) -> Workload:
-    """One session a row, due at its recorded time (Mooncake, Azure): such traces don't say who asked.
+    """One session a row, due at its recorded time (Mooncake, Azure): such traces name no sessions.
 
     A row without blocks shares nothing with any other (Azure publishes none).
     """

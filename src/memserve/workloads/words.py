@@ -1,4 +1,4 @@
-"""The words of a workload: sessions of turns, each with what is asked and when it is due (level 1).
+"""The words of a workload: sessions of turns, each with what is asked and when it is due.
 
 One vocabulary for real text and for traces that hold lengths only, for the load client and for the simulator::
 
@@ -23,8 +23,8 @@ from memserve.units import ceil_div
 class History(enum.StrEnum):
     """How a turn's prompt follows from the turns before it."""
 
-    CLOSED = "closed"  # all that was said so far, with the answers *this* model gave, then what the turn says
-    GIVEN = "given"  # what the turn says is the whole prompt: a recording, answers of another model included
+    CLOSED = "closed"  # all turns so far, with the answers *this* model gave, then the turn's own text
+    GIVEN = "given"  # the turn's own text is the whole prompt: a recording, answers of another model included
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What is asked, known by its length and its blocks only: no text. ``tokens_of`` makes token ids of it."""
+    """A prompt known by its length and its blocks only. ``tokens_of`` makes token ids of it."""
 
     block_tokens: int
     spans: tuple[Span, ...]
@@ -84,15 +84,15 @@ Says = Chat | Text | Blocks
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: what is asked, how long the answer may be, and when."""
+    """One request: prompt, length of the answer, and time."""
 
     says: Says
     output_tokens_max: int
-    """The answer's length: an upper bound for text; exact for :class:`Blocks` (send it with ``ignore_eos``)."""
+    """The answer's length: an upper bound for text; exact for :class:`Blocks` (sent with ``ignore_eos``)."""
     answer: str | None = None
-    """The recorded answer. Never sent under a closed history: it is there for statistics and for simulation."""
+    """The recorded answer, for statistics and simulation. Never sent under a closed history."""
     due_s: float | None = None
-    """Seconds from the workload's start before which it is not sent; ``None``: as soon as causal order allows."""
+    """Earliest sending, in seconds from the workload's start. None: as soon as causal order allows."""
     think_s: float = 0.0
     """Seconds between the end of the answer before and this turn."""
     stop: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class Session:
     session_id: str
     turns: tuple[Turn, ...]
     group: str = ""
-    """Who it belongs to: a tenant, or the group that shares a system prompt; empty where nobody shares."""
+    """A tenant, or the group that shares a system prompt. Empty: no group."""
     history: History = History.CLOSED
 
     @property
@@ -121,15 +121,15 @@ class Workload:
 
     kind: str
     source: str
-    """What it was made of: names of data sets, or ``built-in``."""
+    """Names of data sets, or ``built-in``."""
     sessions: tuple[Session, ...]
     seed: int = 0
     arrivals: str = "as fast as causal order allows"
     """In words: what set :attr:`Turn.due_s`."""
     users: int | None = None
-    """Closed loop: so many users each take the next session when theirs has ended. ``None``: open loop."""
+    """Closed loop: N users each take the next session when theirs has ended. None: open loop."""
     notes: tuple[str, ...] = field(default=())
-    """What was left out or changed on the way (caps, duplicates), for the report."""
+    """Omissions and changes (caps, duplicates), for the report."""
 
     def __post_init__(self) -> None:
         check(all(session.turns for session in self.sessions), "a session has at least one turn")

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from bench_records import record
 from instant_server import Asked, Script, instant_server
-from memserve.bench.capacity import Capacity, Probe, backlog, judge, search
+from memserve.bench.capacity import Capacity, Probe, Search, backlog, judge, last_due_s, search, workload_at
 from memserve.bench.catalogue import Recipe
 from memserve.bench.load.record import RequestRecord, read_records
 from memserve.bench.metrics import Slo, figures
-from memserve.bench.probing import Search, last_due_s, workload_at
 from memserve.cli.main import run
 from memserve.workloads.shape import Caps
 
@@ -111,7 +110,7 @@ def test_the_command_draws_what_it_found(tmp_path: Path, capsys: pytest.CaptureF
     with instant_server(script) as server:
         command = ["bench", "capacity", "--settings", "", "--base-url", f"fake={server.url}", "--out", str(tmp_path)]
         assert run([*command, "--start", "2", "--probe-s", "1", "--precision", "0.5", "--slo-ttft-ms", "60000"]) == 0
-    (found,) = json.loads((tmp_path / "capacity.json").read_text())["found"]
+    (found,) = json.loads((tmp_path / "results.json").read_text())["found"]
     assert found["setting"] == "fake" and found["rate"] == 4
     assert [(probe["rate"], probe["borne"]) for probe in found["probes"]] == [(2, True), (4, True), (8, False)]
     assert "fake: 4.00 requests/s" in capsys.readouterr().out

@@ -13,15 +13,23 @@ from hypothesis import strategies as st
 
 from bench_records import record
 from instant_server import Asked, InstantServer, Script, instant_server
-from memserve.bench.concurrency import run as concurrency_run
-from memserve.bench.concurrency.plots import DRAWINGS
-from memserve.bench.concurrency.report import write_concurrency
-from memserve.bench.concurrency.results import Cell, ConcurrencyResults, Estimate, cell_of, p95, sum_up
-from memserve.bench.concurrency.run import Limit, contenders_of
-from memserve.bench.concurrency.story import SCENARIOS, SHARED_SHARE, Story
+from memserve.bench import bursts
+from memserve.bench.bursts import (
+    SCENARIOS,
+    SHARED_SHARE,
+    BurstPlan,
+    BurstResults,
+    Cell,
+    Limit,
+    Story,
+    cell_of,
+    contenders_of,
+    sum_up,
+)
+from memserve.bench.concurrency import DRAWINGS, ConcurrencyStudy
 from memserve.bench.load.record import Outcome, RequestRecord, read_records
-from memserve.bench.metrics import mean
 from memserve.bench.settings import Setting
+from memserve.bench.study import RunFolder
 from memserve.cli.main import run
 from memserve.workloads.words import Text, Workload
 from tiny_models import save_folder, tiny_module
@@ -91,29 +99,31 @@ def test_a_cell_by_hand() -> None:
     bursts[1].append(record(1000, (), end_ms=1500, outcome=Outcome.BROKEN, http_status=None, setting="one"))
     cell = cell_of("one", "cold", 4, bursts)
     assert (cell.accepted, cell.rejected, cell.failed, cell.repetitions) == (4, 4, 1, 2)
-    assert cell.latency_mean_s is not None and cell.ttft_mean_s is not None and cell.latency_p95_s is not None
-    assert cell.latency_mean_s.value == pytest.approx(0.25) and cell.ttft_mean_s.value == pytest.approx(0.125)
-    assert 0.199 < cell.latency_mean_s.low <= 0.25 <= cell.latency_mean_s.high < 0.301
-    assert cell.latency_p95_s.value == pytest.approx(0.385)
-    assert cell.decode_mean_s == pytest.approx(0.125) and cell.rejected_after_mean_s == pytest.approx(0.01)
-    assert cell.wall_s.value == pytest.approx((0.3 + 0.5) / 2)
-    assert cell.requests_per_s.value == pytest.approx((2 / 0.3 + 2 / 0.5) / 2)
+    assert cell.latency_s is not None and cell.ttft_s is not None and cell.decode_s is not None
+    assert cell.latency_s.mean == pytest.approx(0.25) and cell.ttft_s.mean == pytest.approx(0.125)
+    low, high = cell.intervals["latency mean"]
+    assert 0.199 < low <= 0.25 <= high < 0.301
+    assert cell.latency_s.p95 == pytest.approx(0.385) and cell.decode_s.mean == pytest.approx(0.125)
+    assert cell.rejected_after_s is not None and cell.rejected_after_s.mean == pytest.approx(0.01)
+    assert cell.wall_s is not None and cell.wall_s.mean == pytest.approx((0.3 + 0.5) / 2)
+    assert cell.requests_per_s is not None and cell.requests_per_s.mean == pytest.approx((2 / 0.3 + 2 / 0.5) / 2)
     assert cell.cached_share == 0.25
 
 
 def test_a_cell_of_which_nobody_was_served() -> None:
     cell = cell_of("one", "cold", 2, [burst_of(2, 0, refused=2)])
-    assert (cell.accepted, cell.rejected) == (0, 2) and cell.requests_per_s.value == 0
-    assert cell.latency_mean_s is cell.latency_p95_s is cell.decode_mean_s is None and cell.cached_share == 0
+    assert (cell.accepted, cell.rejected) == (0, 2)
+    assert cell.requests_per_s is not None and cell.requests_per_s.mean == 0
+    assert cell.latency_s is cell.ttft_s is cell.decode_s is None and cell.cached_share == 0
 
 
-def test_a_single_burst_has_no_spread() -> None:
-    assert Estimate.of([[1.0, 3.0]], mean) == Estimate(2.0, 2.0, 2.0)
-    assert Estimate.of([[], []], p95) is None
+def test_a_single_burst_has_no_interval() -> None:
+    cell = cell_of("one", "cold", 2, [burst_of(2, 0, 100, 300)])
+    assert cell.intervals == {} and cell.latency_s is not None and cell.latency_s.mean == pytest.approx(0.2)
 
 
 def test_requests_that_were_given_up_count_nowhere() -> None:
-    results = ConcurrencyResults("", 8, 4, contenders=["other", "one"])
+    results = BurstResults(prompt_words=8, output_tokens=4, contenders=["other", "one"])
     records = burst_of(2, 0, 100) + burst_of(1, 0, 100)
     records.append(record(0, (), end_ms=50, outcome=Outcome.STOPPED, setting="one", workload="cold", group="2"))
     sum_up(results, records)
@@ -124,8 +134,20 @@ def test_requests_that_were_given_up_count_nowhere() -> None:
 # -- the page
 
 
-def some_results() -> ConcurrencyResults:
-    results = ConcurrencyResults("a command", 8, 4, "at most 1", contenders=["one", "two"], models=["tiny"])
+def write(results: BurstResults, folder: Path) -> None:
+    plan = BurstPlan((), (), 1, 8, 4)
+    ConcurrencyStudy(plan, results, RunFolder(folder)).write(folder)
+
+
+def some_results() -> BurstResults:
+    results = BurstResults(
+        command="a command",
+        prompt_words=8,
+        output_tokens=4,
+        limit="at most 1",
+        contenders=["one", "two"],
+        models=["tiny"],
+    )
     records: list[RequestRecord] = []
     for scenario in SCENARIOS:
         for at in (1, 4):
@@ -142,7 +164,7 @@ def some_results() -> ConcurrencyResults:
 def test_plots_and_tables_show_every_cell(tmp_path: Path) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib (extra: bench) is not installed")
     results = some_results()
-    figure = DRAWINGS["concurrency"](pyplot, results)
+    figure = DRAWINGS["concurrency"].draw(pyplot, results)
     assert figure is not None and len(figure.axes) == 12 and figure.legends
     for axes in figure.axes:
         assert axes.get_xlabel() == "requests at once"
@@ -150,7 +172,7 @@ def test_plots_and_tables_show_every_cell(tmp_path: Path) -> None:
         assert heights and max(heights) <= axes.get_ylim()[1] and axes.get_ylim()[0] == 0
     assert [axes.get_title().split(":")[0] for axes in figure.axes[:4]] == list(SCENARIOS)
     pyplot.close(figure)
-    write_concurrency(results, tmp_path)
+    write(results, tmp_path)
     page = (tmp_path / "report.md").read_text()
     for name in DRAWINGS:
         assert f"({name}.png)" in page and (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -161,10 +183,10 @@ def test_plots_and_tables_show_every_cell(tmp_path: Path) -> None:
 
 
 def test_one_contender_alone_has_no_overload_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)
+    monkeypatch.setattr("memserve.bench.report_writer.can_draw", lambda: False)
     results = some_results()
     results.cells = [cell for cell in results.cells if cell.contender == "one"]
-    write_concurrency(results, tmp_path)
+    write(results, tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "Overload" not in page and "matplotlib is not installed" in page
 
@@ -188,7 +210,7 @@ def at(server: InstantServer, name: str) -> list[str]:
 
 def test_any_server_can_be_measured_and_refusals_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second server answers two requests of each burst and refuses the others, as a full one would."""
-    monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)
+    monkeypatch.setattr("memserve.bench.report_writer.can_draw", lambda: False)
     lock, seen = threading.Lock(), Counter[tuple[str, str]]()
 
     def choosy(asked: Asked) -> Script:
@@ -213,7 +235,7 @@ def test_any_server_can_be_measured_and_refusals_are_counted(tmp_path: Path, mon
 def test_a_server_that_dies_leaves_a_partial_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)
+    monkeypatch.setattr("memserve.bench.report_writer.can_draw", lambda: False)
     with instant_server() as server:
 
         def script(asked: Asked) -> Script:
@@ -230,8 +252,8 @@ def test_a_server_that_dies_leaves_a_partial_report(
 
 def test_our_own_server_keeps_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one without a limit is left out: starting it is all that it would add."""
-    monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)
-    monkeypatch.setattr(concurrency_run, "contenders_of", lambda *them: contenders_of(*them)[1:])
+    monkeypatch.setattr("memserve.bench.report_writer.can_draw", lambda: False)
+    monkeypatch.setattr(bursts, "contenders_of", lambda *them: contenders_of(*them)[1:])
     folder = save_folder(tiny_module("llama"), tmp_path / "llama")
     flags = f"--model {folder} --dtype float32 --kv-memory 8MiB"
     out = tmp_path / "run"
@@ -243,7 +265,7 @@ def test_our_own_server_keeps_the_limit(tmp_path: Path, monkeypatch: pytest.Monk
         one = cells[limited, scenario, 3]
         assert one["accepted"] + one["rejected"] == 6 and one["accepted"] >= 2 and one["failed"] == 0
     assert sum(cells[limited, scenario, 3]["rejected"] for scenario in SCENARIOS) > 0
-    assert cells[limited, "warm", 1]["latency_p95_s"]["value"] > 0 and cells[limited, "warm", 1]["repetitions"] == 2
+    assert cells[limited, "warm", 1]["latency_s"]["p95"] > 0 and cells[limited, "warm", 1]["repetitions"] == 2
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ import httpx
 import pytest
 
 from instant_server import Asked, Script, instant_server
-from memserve.bench.child import ServedChild
 from memserve.bench.load.client import Target
 from memserve.bench.load.driver import Driver, drive
 from memserve.bench.load.prompts import Manner
 from memserve.bench.load.record import Outcome, read_records
-from memserve.bench.load.synthetic import uniform_workload
+from memserve.bench.servers import ServedChild
 from memserve.units import NS_PER_S
 from memserve.workloads.arrivals import Constant, by_session
+from memserve.workloads.sessions import uniform_workload
 from tiny_models import VOCAB, save_folder, tiny_module
 
 WAIT_S = 60.0
@@ -104,7 +104,7 @@ def test_sigterm_in_capacity_keeps_what_was_found(tmp_path: Path) -> None:
     assert bench[0].returncode == 1 and "Traceback" not in said
     assert re.search(r"one: \d+\.\d+ requests/s \(partial: ", printed), printed
     assert "two" not in printed, "nothing was asked of it"
-    (found,) = json.loads((tmp_path / "run" / "capacity.json").read_text())["found"]
+    (found,) = json.loads((tmp_path / "run" / "results.json").read_text())["found"]
     assert found["partial"] == "interrupted" and found["probes"][0]["borne"]
     assert "**Partial:** one: interrupted" in (tmp_path / "run" / "report.md").read_text()
     assert read_records(tmp_path / "run" / "records.jsonl.gz")

@@ -17,17 +17,15 @@ from pathlib import Path
 import pytest
 
 from instant_server import MODEL, Asked, InstantServer, Script, instant_server
-from memserve.bench.load.client import Target, first_model
-from memserve.bench.load.driver import Driver, Labels, LoadRun, drive
-from memserve.bench.load.progress import Progress
+from memserve.bench.load.client import EventReader, Target, first_model
+from memserve.bench.load.driver import Driver, Labels, LoadRun, Progress, drive
 from memserve.bench.load.prompts import Manner
 from memserve.bench.load.record import Outcome, RecordWriter, RequestRecord, read_records
-from memserve.bench.load.sse import EventReader
-from memserve.bench.load.synthetic import uniform_workload
 from memserve.cli.main import run as run_cli
 from memserve.errors import UserError
 from memserve.units import NS_PER_MS, NS_PER_S, ns_from_s
 from memserve.workloads.arrivals import Constant, by_session, closed_loop
+from memserve.workloads.sessions import uniform_workload
 from memserve.workloads.words import Chat, History, Message, Session, Text, Turn, Workload
 
 

@@ -11,19 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memserve.bench.pool import run as pool_run
-from memserve.bench.pool.calls import Times, measure_accounts, measure_swaps
-from memserve.bench.pool.index import build_indexes, race
-from memserve.bench.pool.moves import PROMPT_TOKENS, works_of
-from memserve.bench.pool.pair import Pair
-from memserve.bench.pool.plots import DRAWINGS, by_blocks, by_ratio
-from memserve.bench.pool.prompts import Prompts
-from memserve.bench.pool.report import write_pool
-from memserve.bench.pool.results import CALL_EACH, CallPoint, IndexPoint, Move, PoolResults
-from memserve.bench.sheet import Spent
+from memserve.bench.pool import study as pool_study
+from memserve.bench.pool.calls import CallPoint, Prompts, Times, measure_accounts, measure_swaps
+from memserve.bench.pool.index import IndexPoint, build_indexes, race
+from memserve.bench.pool.moves import CALL_EACH, PROMPT_TOKENS, Move, Pair, works_of
+from memserve.bench.pool.study import DRAWINGS, QUICK, PoolResults, PoolStudy, by_blocks, by_ratio
 from memserve.cli.main import run
+from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.types import KVGeometry
+from memserve.workloads.statistics import spread_of
 from pair_sides import own_squares, take_squares
 from tiny_models import save_folder, tiny_module
 
@@ -59,7 +56,7 @@ def test_a_race_leaves_the_indexes_as_they_were(monkeypatch: pytest.MonkeyPatch)
     built = build_indexes(16, 2, 256, Prompts())
     monkeypatch.setattr("memserve.bench.pool.index.build_indexes", lambda *arguments: built)
     points = list(race(16, [(256, 0.0), (256, 0.5)], 2, 3))
-    assert [(p.index, p.cached_ratio, p.check.count) for p in points] == [
+    assert [(p.index, p.cached_ratio, p.check_ns.count) for p in points] == [
         (name, ratio, 3) for ratio in (0.0, 0.5) for name in ("radix", "hash chain", "hash of prefixes")
     ]
     prompts = Prompts(9)  # the race's own
@@ -90,8 +87,8 @@ def test_times_are_summed_up_by_call() -> None:
         times.add(("match", 1, 1.0), spent_ns)
     assert times(("insert", 2, 0.0), lambda a: a + 1, 4) == 5
     first, second = times.points("shm")
-    assert first == CallPoint("match", 1, 1.0, Spent(30.0, 14.0, 46.0, 5), "shm")
-    assert (second.call, second.blocks, second.spent.count) == ("insert", 2, 1)
+    assert first == CallPoint("match", 1, 1.0, spread_of([10, 20, 30, 40, 50]), "shm")
+    assert (second.call, second.blocks, second.spent_ns.count) == ("insert", 2, 1)
 
 
 def test_every_call_is_timed_with_every_count_and_ratio() -> None:
@@ -102,7 +99,7 @@ def test_every_call_is_timed_with_every_count_and_ratio() -> None:
     assert list(by_ratio(points, "delete")) == [0.0, 0.25, 0.5, 0.75, 0.9]
     assert by_ratio(points, "alloc_mem") == {}
     swaps = measure_swaps(GEOMETRY, (1, 4), rounds=2)
-    assert [(p.call, p.blocks, p.spent.count) for p in swaps] == [
+    assert [(p.call, p.blocks, p.spent_ns.count) for p in swaps] == [
         (call, count, 2) for call in ("swap_in", "swap_out") for count in (1, 4)
     ]
 
@@ -137,7 +134,7 @@ def test_a_pair_answers_and_says_why_it_cannot() -> None:
 
 
 def test_links_that_do_not_work_here_are_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_run, "LINKS", {"good": ("good", {}), "pigeons": ("pigeon", {})})
+    monkeypatch.setattr(pool_study, "LINKS", {"good": ("good", {}), "pigeons": ("pigeon", {})})
     closed: list[str] = []
 
     class Opened:
@@ -148,10 +145,10 @@ def test_links_that_do_not_work_here_are_left_out_with_the_reason(monkeypatch: p
         def close(self) -> None:
             closed.append("good")
 
-    results = PoolResults("", "", GEOMETRY, 0)
+    results = PoolResults(geometry=GEOMETRY)
     with ExitStack() as stack:
         for _ in range(2):
-            assert list(pool_run._open_all(Opened, results, stack)) == ["good"]
+            assert list(pool_study._open_all(Opened, results, stack)) == ["good"]
     assert closed == ["good", "good"] and results.notes == ["pigeons was left out: they flew away"]
 
 
@@ -159,8 +156,8 @@ def test_links_that_do_not_work_here_are_left_out_with_the_reason(monkeypatch: p
 
 
 def some_results() -> PoolResults:
-    results = PoolResults("memserve bench pool", "tiny", GEOMETRY, 1)
-    spent = Spent(2000.0, 1000.0, 4000.0, 5)
+    results = PoolResults(command="memserve bench pool", models=["tiny"], geometry=GEOMETRY, tree_prompts=1)
+    spent = spread_of([1000.0, 2000.0, 4000.0])
     results.calls = [CallPoint("match", 8, ratio, spent) for ratio in (0.0, 0.5, 1.0)]
     results.calls += [CallPoint("alloc_mem", 1, None, spent), CallPoint("transfer", 8, None, spent, "shm")]
     results.index = [IndexPoint("radix", 512, ratio, spent, spent, spent) for ratio in (0.0, 0.5)]
@@ -171,7 +168,7 @@ def some_results() -> PoolResults:
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_plots_can_be_read_without_the_text(name: str) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib (extra: bench) is not installed")
-    figure = DRAWINGS[name](pyplot, some_results())
+    figure = DRAWINGS[name].draw(pyplot, some_results())
     assert figure is not None and figure.get_suptitle()
     for axes in figure.axes:
         assert axes.get_title() and axes.get_xlabel() and axes.get_ylabel()
@@ -179,14 +176,14 @@ def test_plots_can_be_read_without_the_text(name: str) -> None:
     assert any(container.has_yerr for container in drawn), "error bars"
     assert any(axes.get_legend() for axes in figure.axes) or figure.legends
     pyplot.close(figure)
-    assert DRAWINGS[name](pyplot, PoolResults("", "", GEOMETRY, 0)) is None, "nothing measured, nothing drawn"
+    assert DRAWINGS[name].draw(pyplot, PoolResults()) is None, "nothing measured, nothing drawn"
 
 
 def test_the_page_shows_the_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib (extra: bench) is not installed")
     results = some_results()
     results.calls, results.index = [], []  # one plot will do
-    write_pool(results, tmp_path)
+    PoolStudy(QUICK, EngineOptions(model="tiny"), results).write(tmp_path)
     assert "(figure-11.png)" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "figure-11.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "figure-11.svg").read_text()
@@ -199,8 +196,8 @@ def tiny_model(folder: Path) -> list[str]:
 
 
 def test_one_command_measures_all_three_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)  # drawn by other tests
-    monkeypatch.setattr(pool_run, "LINKS", {"shared memory": ("shm", dict[str, str]())})
+    monkeypatch.setattr("memserve.bench.report_writer.can_draw", lambda: False)  # drawn by other tests
+    monkeypatch.setattr(pool_study, "LINKS", {"shared memory": ("shm", dict[str, str]())})
     out = tmp_path / "run"
     sizes = ["--prompt-tokens", "64,128", "--tree-prompts", "1", "--rounds", "3", "--copy-rounds", "2"]
     assert run(["bench", "pool", "--quick", *tiny_model(tmp_path), *sizes, "--out", str(out)]) == 0
@@ -221,8 +218,8 @@ def test_what_was_measured_is_kept_when_it_is_interrupted(tmp_path: Path, monkey
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pool_run, "race", interrupted)
-    monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)
+    monkeypatch.setattr(pool_study, "race", interrupted)
+    monkeypatch.setattr("memserve.bench.report_writer.can_draw", lambda: False)
     out = tmp_path / "run"
     sizes = ["--tree-prompts", "0", "--rounds", "3", "--copy-rounds", "2", "--out", str(out)]
     assert run(["bench", "pool", "--quick", *tiny_model(tmp_path), *sizes]) == 1

@@ -9,24 +9,24 @@ import pytest
 
 from bench_records import record
 from instant_server import Asked, InstantServer, Script, instant_server
-from memserve.bench import plots
+from memserve.bench import report_writer
 from memserve.bench.campaign import Plan, orders_of
 from memserve.bench.catalogue import build
-from memserve.bench.child import serving
-from memserve.bench.comparison import beside_the_paper
 from memserve.bench.load.record import RequestRecord, read_records
 from memserve.bench.metrics import Slo
-from memserve.bench.paper import CACHING, DISAGGREGATION, POLICY, compare, kind_and_ratio, rankings, steps
-from memserve.bench.report import write_report
-from memserve.bench.results import Pass, Results, sum_up
-from memserve.bench.servers import furthest
-from memserve.bench.settings import parse_setting, parse_settings
-from memserve.bench.studies import (
+from memserve.bench.paper import CACHING, DISAGGREGATION, POLICY, beside_the_paper, compare, rankings, steps
+from memserve.bench.results import Label, Pass, Results, sum_up
+from memserve.bench.serve import DRAWINGS, ServeReport
+from memserve.bench.servers import furthest, serving
+from memserve.bench.settings import (
     Size,
+    levels_compared,
+    parse_setting,
+    parse_settings,
     parse_studies,
-    policies_study,
-    settings_study,
-    turns_study,
+    policies_compared,
+    settings_compared,
+    transfer_compared,
 )
 from memserve.cli.main import run
 from memserve.errors import UserError
@@ -104,9 +104,17 @@ def test_changes_are_relative() -> None:
     assert step.changes["tpot mean"] == pytest.approx(0)
 
 
-def test_ratios_stand_in_the_name() -> None:
-    assert kind_and_ratio("documents x2.5") == ("documents", 2.5)
-    assert kind_and_ratio("documents") == ("documents", None)
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("documents", Label("documents")),
+        ("documents x2.5", Label("documents", 2.5)),
+        ("long chat at 0.75/s", Label("long chat", None, 0.75)),
+        ("documents x2 at 1.5/s", Label("documents", 2.0, 1.5)),
+    ],
+)
+def test_labels_say_what_is_varied(text: str, label: Label) -> None:
+    assert Label.parse(text) == label and str(label) == text
 
 
 def paired(before_ms: list[float], after_ms: list[float], name: str = "1P1D-CC") -> Results:
@@ -117,7 +125,12 @@ def paired(before_ms: list[float], after_ms: list[float], name: str = "1P1D-CC")
         for at, ms in enumerate(times)
     ]
     results = sum_up(records, [], Slo(), "a command")
-    return compare(results, records)
+    compare(results, records)
+    return results
+
+
+def page_of(results: Results) -> str:
+    return "\n".join(line for table in beside_the_paper(results) for line in table.markdown())
 
 
 def test_pairs_of_sessions_tell_small_changes_apart() -> None:
@@ -137,12 +150,12 @@ def test_pairs_of_sessions_tell_small_changes_apart() -> None:
     ],
 )
 def test_verdicts(after_ms: list[float], says: str) -> None:
-    page = "\n".join(beside_the_paper(paired([100, 1000, 5000], after_ms)))
+    page = page_of(paired([100, 1000, 5000], after_ms))
     assert says in page and "(-78.5%)" in page, "the paper's own figure stands beside"
 
 
 def test_disaggregation_that_does_not_pay_says_why() -> None:
-    page = "\n".join(beside_the_paper(results_of(("react", "2PD", 70.0), ("react", "1P1D", 90.0))))
+    page = page_of(results_of(("react", "2PD", 70.0), ("react", "1P1D", 90.0)))
     assert "see below" in page or "compared" in page
     assert "take the same cores from each other" in page
 
@@ -150,21 +163,30 @@ def test_disaggregation_that_does_not_pay_says_why() -> None:
 def test_orders_of_the_paper() -> None:
     levels = [("long chat", "1P1D-CC1", 90.0), ("long chat", "1P1D-CC2", 60.0), ("long chat", "1P1D-CC3", 50.0)]
     policies = [("documents x2", f"3PD-CC/{name}", ms) for name, ms in (("session", 50.0), ("prompt-tree", 70.0))]
-    found = {(r.workload, r.judged): r for r in rankings(results_of(*levels, *policies))}
+    found = {(r.members[0].workload, r.judged): r for r in rankings(results_of(*levels, *policies))}
     assert set(found) == {("long chat", "ttft mean"), ("long chat", "jct mean"), ("documents x2", "ttft p99")}
     caching, policy = found["long chat", "ttft mean"], found["documents x2", "ttft p99"]
     assert [f.setting for f in caching.members] == ["1P1D-CC3", "1P1D-CC2", "1P1D-CC1"] and caching.holds
     assert [f.setting for f in policy.members] == ["3PD-CC/prompt-tree", "3PD-CC/session"] and not policy.holds
 
 
+def test_aggregated_transfer_is_best_in_the_paper_whatever_the_order_of_the_others() -> None:
+    modes = ["by-request-agg", "by-layer", "by-request"]
+    for times, holds in (((50.0, 90.0, 70.0), True), ((50.0, 70.0, 90.0), True), ((60.0, 50.0, 90.0), False)):
+        pairs = [("uniform at 2/s", f"1P1D/{mode}", ms) for mode, ms in zip(modes, times, strict=True)]
+        (order,) = rankings(results_of(*pairs))
+        assert (order.name, order.judged, order.holds) == ("transfer", "jct mean", holds)
+    assert "| uniform at 2/s | 1P1D/by-layer | 82 |" in page_of(results_of(*pairs)), "first token, then 30 ms"
+
+
 # -- the plan
 
 
 def plan(**fields: object) -> Plan:
-    size = Size(sessions=2, turns_max=2, prompt_tokens_max=100, output_tokens_max=4, rate=5.0)
+    size = Size(sessions=2, turns_max=2, prompt_tokens_max=100, output_tokens_max=4, rates=(5.0,))
     two = parse_settings("a=http://one,b=http://two", 2)
-    first = settings_study(two, "sharegpt,loogle", (1.0,), size, None)
-    second = settings_study(two[:1], "react", (1.0, 2.0), size, None)
+    first = settings_compared(two, "sharegpt,loogle", (1.0,), size, None)
+    second = settings_compared(two[:1], "react", (1.0, 2.0), size, None)
     return Plan((first, second), **fields)
 
 
@@ -189,12 +211,36 @@ def test_studies_by_name() -> None:
     assert parse_studies("policies, settings") == ("settings", "policies")
     with pytest.raises(UserError, match="unknown study 'poems'"):
         parse_studies("poems")
-    size = Size(sessions=3, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rate=0.8)
-    (long,) = turns_study(size, None).recipes.values()
+    size = Size(sessions=3, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rates=(0.8,))
+    (long,) = levels_compared(size, None).recipes.values()
     assert {len(session.turns) for session in build(long).sessions} == {6}
-    study = policies_study(size, None)
+    study = policies_compared(size, None)
     assert [s.name.rpartition("/")[2] for s in study.settings] == ["least-load", "session", "prompt-tree"]
     assert [len(build(recipe).sessions) for recipe in study.recipes.values()] == [3, 6, 12]
+    assert all(s.flags[:6] == ("--caching", "pd-caching-3", "--prefill", "3", "--decode", "1") for s in study.settings)
+
+
+def test_figure_12_sends_one_length_at_every_rate_on_every_transfer_mode() -> None:
+    size = Size(sessions=8, turns_max=1, prompt_tokens_max=1024, output_tokens_max=32, rates=(0.5, 2.0))
+    found = transfer_compared(size)
+    assert [s.flags[-1] for s in found.settings] == ["by-layer", "by-request", "by-request-agg"]
+    assert list(found.recipes) == ["uniform at 0.5/s", "uniform at 2/s"]
+    for recipe in found.recipes.values():
+        workload = build(recipe)
+        turns = [turn for session in workload.sessions for turn in session.turns]
+        assert len(turns) == 8 and {turn.output_tokens_max for turn in turns} == {32}
+        assert {turn.says.tokens for turn in turns} == {1024}
+        blocks = [block for turn in turns for block in turn.says.ids()]
+        assert len(set(blocks)) == len(blocks), "no prompt shares anything"
+
+
+def test_rates_and_ratios_stand_in_the_label_where_they_are_varied() -> None:
+    size = Size(sessions=2, turns_max=1, prompt_tokens_max=64, output_tokens_max=2, rates=(1.0, 2.0))
+    settings = parse_settings("PD", 2)
+    assert list(settings_compared(settings, "sharegpt", (1.0,), size, None).recipes) == ["chat at 1/s", "chat at 2/s"]
+    both = settings_compared(settings, "loogle", (1.0, 2.0), size, None).recipes
+    assert list(both) == [f"documents x{ratio} at {rate}/s" for ratio in (1, 2) for rate in (1, 2)]
+    assert [(recipe.share_ratio, recipe.requests_per_s) for recipe in both.values()] == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 # -- the report
@@ -208,20 +254,20 @@ def test_the_report_shows_all_that_there_is(tmp_path: Path) -> None:
         ("chat", "2PD", 70.0),
         ("chat", "2PD-CC", 35.0),
     ]
-    write_report(results_of(*names, turns=2), tmp_path)
+    ServeReport(results_of(*names, turns=2)).write(tmp_path)
     page = (tmp_path / "report.md").read_text()
-    for name in ("settings", "turns", "share-ratio"):
+    for name in ("settings", "turns", "figure-14"):
         assert f"({name}.png)" in page
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
-    assert "(workloads.png)" not in page, "nobody told what the workloads are like"
+    assert "(figure-7.png)" not in page, "nobody told what the workloads are like"
     assert "| 2PD | 8 | 0 | 71.5 |" in page and "| chat | caching: 2PD to 2PD-CC | -49% |" in page
     assert "TTFT <= 100 ms" in page and "Partial" not in page
 
 
 def test_bars_are_as_high_as_the_figures() -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib (extra: bench) is not installed")
-    figure = plots.DRAWINGS["settings"](pyplot, results_of(("chat", "2PD", 70.0), ("chat", "2PD-CC", 35.0)))
+    figure = DRAWINGS["settings"].draw(pyplot, results_of(("chat", "2PD", 70.0), ("chat", "2PD-CC", 35.0)))
     assert figure is not None
     ttft = figure.axes[0]
     assert [bar.get_height() for bar in ttft.patches] == pytest.approx([71.5, 72.97, 36.5, 37.97])
@@ -232,12 +278,36 @@ def test_bars_are_as_high_as_the_figures() -> None:
     pyplot.close(figure)
 
 
+def test_figure_8_has_a_line_over_the_rates_for_every_setting() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib (extra: bench) is not installed")
+    settings = [(f"{kind} at {rate}/s", setting, 50.0 * rate) for kind in ("chat", "react") for rate in (1, 2, 4)
+                for setting in ("2PD", "1P1D-CC")]  # fmt: skip
+    transfers = [(f"uniform at {rate}/s", f"1P1D/{mode}", 50.0 * rate) for rate in (1, 2)
+                 for mode in ("by-layer", "by-request", "by-request-agg")]  # fmt: skip
+    results = results_of(*settings, *transfers)
+    figure = DRAWINGS["figure-8"].draw(pyplot, results)
+    assert [axes.get_title() for axes in figure.axes] == ["chat"] * 3 + ["react"] * 3
+    ttft = figure.axes[0]
+    mean = next(line for line in ttft.get_lines() if line.get_linestyle() == "-")
+    assert list(mean.get_xdata()) == [1, 2, 4] and list(mean.get_ydata()) == pytest.approx([51.5, 101.5, 201.5])
+    names = [f"{name}: {statistic}" for name in ("2PD", "1P1D-CC") for statistic in ("mean", "P99")]
+    assert [text.get_text() for text in figure.axes[2].get_legend().get_texts()] == names
+    assert "rate" in ttft.get_xlabel() and "(ms)" in ttft.get_ylabel()
+    pyplot.close(figure)
+    figure = DRAWINGS["figure-12"].draw(pyplot, results)
+    assert [axes.get_title() for axes in figure.axes] == ["uniform"] * 3
+    assert len(figure.axes[2].get_legend().get_texts()) == 6
+    pyplot.close(figure)
+    assert DRAWINGS["settings"].draw(pyplot, results) is None, "bars are for one rate"
+    assert DRAWINGS["figure-8"].draw(pyplot, results_of(("chat", "2PD", 70.0))) is None, "lines are for several"
+
+
 def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "can_draw", lambda: False)
-    write_report(results_of(("chat", "2PD", 70.0)), tmp_path)
+    monkeypatch.setattr(report_writer, "can_draw", lambda: False)
+    ServeReport(results_of(("chat", "2PD", 70.0))).write(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "matplotlib is not installed" in page and ".png" not in page
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.md", "results.json"]
 
 
 # -- the command
@@ -267,7 +337,23 @@ def test_all_settings_get_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
     records = read_records(tmp_path / "records.jsonl.gz")
     assert {r.workload for r in records} == {"chat"} and {r.seed for r in records} == {0, 1}
     assert sum(p["planned"] for p in results["passes"]) == len(records)
-    assert "(workloads.png)" in (tmp_path / "report.md").read_text()
+    assert "(figure-7.png)" in (tmp_path / "report.md").read_text()
+
+
+def test_several_rates_are_passes_of_one_run(tmp_path: Path) -> None:
+    with instant_server() as server:
+        sizes = ["--sessions", "3", "--turns-max", "2", "--prompt-tokens-max", "200", "--seeds", "1"]
+        command = ["bench", "serve", "--quick", *sizes, "--settings", "", *at(server, "one"), "--workload", "react"]
+        assert run([*command, "--rate", "100,400", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [one["workload"] for one in results["passes"]] == ["react at 100/s", "react at 400/s"]
+    last_ns = {
+        label: max(r.scheduled_ns for r in read_records(tmp_path / "records.jsonl.gz") if r.workload == label)
+        for label in ("react at 100/s", "react at 400/s")
+    }
+    assert last_ns["react at 100/s"] > 2 * last_ns["react at 400/s"]
+    page = (tmp_path / "report.md").read_text()
+    assert "## react\n" in page and "| one | 100 |" in page and "| one | 400 |" in page
 
 
 def test_what_takes_too_long_is_left_out_and_said(tmp_path: Path) -> None:
@@ -303,6 +389,8 @@ def test_a_server_that_dies_leaves_a_partial_report(tmp_path: Path, capsys: pyte
         (["--settings", "1P1P"], "1P1P"),
         (["--workload", "novels"], "novels"),
         (["--share-ratio", "two"], "two"),
+        (["--rate", "1,fast"], "1,fast"),
+        (["--rate", "0"], "'0'"),
         (["--studies", "poems"], "poems"),
         (["--model", "/no/such/model"], "/no/such/model"),
         (["--data", "/no/such"], "/no/such"),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
+from memserve.bench.scenarios import LlmServingCache, open_scenario
 from memserve.cli.main import command_line
 from memserve.errors import UserError
-from memserve.sim.scenario_llm_cache import CASES, llm_serving_cache, outcome, overload, play
-from memserve.sim.scenario_llm_cache_world import BLOCK_TOKENS, Answer, SourceWorld
-from memserve.sim.scenarios import run_scenario
+from memserve.sim.scenario_llm_cache import BLOCK_TOKENS, CASES, Answer, SourceWorld, outcome, overload, play
 from memserve.types import Tier
 
 TABLE = {
@@ -95,10 +95,23 @@ def test_means_are_cut_and_count_the_rejected_as_nothing():
 
 
 def test_it_is_the_same_every_time():
-    assert llm_serving_cache() == llm_serving_cache()
+    def found() -> LlmServingCache:
+        study = open_scenario("llm-serving-cache")
+        study.run(lambda line: None)
+        return study
+
+    assert list(found().tables()) == list(found().tables())
+
+
+def test_its_tables_can_be_kept(tmp_path):
+    out = tmp_path / "tables"
+    result = CliRunner().invoke(command_line(), ["sim", "--scenario", "llm-serving-cache", "--out", str(out)])
+    assert result.exit_code == 0
+    assert "| Exact cache | 205 | 205 | 100 % | 0 % |" in (out / "report.md").read_text()
+    assert len(json.loads((out / "results.json").read_text())["cases"]) == len(TABLE)
 
 
 def test_an_unknown_scenario_is_a_users_error():
     with pytest.raises(UserError, match="unknown scenario") as caught:
-        run_scenario("nothing")
+        open_scenario("nothing")
     assert "llm-serving-cache" in (caught.value.hint or "")

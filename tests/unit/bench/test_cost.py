@@ -10,19 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from memserve.bench.cost import run as cost_run
-from memserve.bench.cost.held_out import FULL, Measurement, dealt
-from memserve.bench.cost.plots import DRAWINGS
-from memserve.bench.cost.report import takeaways, write_cost
-from memserve.bench.cost.results import Accuracy, CostResults, Foretold, accuracy
-from memserve.bench.sheet import Spent
+from memserve.bench import cost as cost_module
+from memserve.bench.cost import DRAWINGS, CostPlan, CostResults, CostStudy, takeaways
+from memserve.bench.held_out import FULL, Foretold, Measurement, accuracy, dealt
 from memserve.cli.main import run
+from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.policy.costs import CostModel, Sample, attended_pairs
 from memserve.runtime.profile import StepProfiler, all_rounds, fit_profile, prefill_grid
 from memserve.runtime.profile_store import load_profile
 from memserve.types import KVGeometry
+from memserve.workloads.statistics import spread_of
 from planted_device import CONFIG, GEOMETRY, PLANTED, PlantedDevice
 from tiny_models import VOCAB
 
@@ -82,7 +81,7 @@ def test_a_right_model_foretells_what_it_has_not_seen() -> None:
     found = accuracy(points)
     assert list(found)[-3:] == ["decode", "swap_in", "swap_out"]
     assert set(found) >= {"prefill", "prefill from DRAM", "prefill in batches"}
-    assert all(one.worst_error < 0.03 and abs(one.bias) < 0.02 for one in found.values()), found
+    assert all(one.error.max < 0.03 and abs(one.bias) < 0.02 for one in found.values()), found
     assert {point.batch for point in points if point.curve == "prefill in batches"} == set(FULL.batches)
     below = [point for point in points if point.curve == "prefill from DRAM"]
     assert below and all(0 < point.blocks * GEOMETRY.block_tokens == point.cached < point.tokens for point in below)
@@ -112,14 +111,14 @@ def test_a_machine_that_changes_its_speed_does_so_for_both(monkeypatch: pytest.M
     costs = fit_profile(own.measured(), "m", "x").costs
     assert costs.prefill_ns(500) > 1.5 * PLANTED.prefill_ns(500), "it was slow most of the time"
     found = accuracy(list(own.held_out(costs)))
-    assert found["prefill"].median_error < 0.06 and found["prefill in batches"].median_error < 0.06
+    assert found["prefill"].error.p50 < 0.06 and found["prefill in batches"].error.p50 < 0.06
 
 
 def test_a_wrong_model_is_found_out() -> None:
     found = accuracy(points_of(PLANTED.scaled(2.0)))
     assert found["prefill"].bias == pytest.approx(1.0, abs=0.03)
-    assert found["prefill in batches"].median_error == pytest.approx(1.0, abs=0.03)
-    assert found["decode"].median_error < 0.03, "its own curve"
+    assert found["prefill in batches"].error.p50 == pytest.approx(1.0, abs=0.03)
+    assert found["decode"].error.p50 < 0.03, "its own curve"
 
 
 def test_any_stretch_of_a_round_has_all_sizes() -> None:
@@ -129,9 +128,10 @@ def test_any_stretch_of_a_round_has_all_sizes() -> None:
 
 
 def test_accuracy_by_hand() -> None:
-    points = [Foretold("decode", expected, Spent(100.0, 90.0, 120.0, 3)) for expected in (90, 120, 105)]
+    points = [Foretold("decode", expected, spread_of([90, 100, 120])) for expected in (90, 120, 105)]
     (found,) = accuracy(points).values()
-    assert found == Accuracy(3, pytest.approx(0.1), pytest.approx(0.18), pytest.approx(0.2), pytest.approx(0.05))
+    assert (found.error.count, found.error.p50, found.error.p90) == (3, pytest.approx(0.1), pytest.approx(0.18))
+    assert (found.error.max, found.bias) == (pytest.approx(0.2), pytest.approx(0.05))
 
 
 def test_rounds_keep_every_time() -> None:
@@ -142,8 +142,8 @@ def test_rounds_keep_every_time() -> None:
 def test_conclusions_are_drawn_from_what_was_measured() -> None:
     points = [point for point in points_of() if point.curve.startswith("prefill")]
     assert [row[1] for row in takeaways(points)] == ["yes", "yes", "yes", "yes"]
-    flat = Spent(5e6, 5e6, 5e6, 1)
-    told = list(takeaways([replace(point, spent=flat) for point in points]))
+    flat = spread_of([5e6])
+    told = list(takeaways([replace(point, spent_ns=flat) for point in points]))
     assert told[0][2].startswith("TTFT at the largest ratio falls 1.0 times")
     assert told[-1][1] == "no" and "never" in told[-1][2]
     assert list(takeaways([point for point in points if point.cached])) == []
@@ -153,7 +153,7 @@ def test_conclusions_are_drawn_from_what_was_measured() -> None:
 
 
 def results_of() -> CostResults:
-    results = CostResults("memserve bench cost", model="planted", block_bytes=GEOMETRY.block_bytes)
+    results = CostResults(command="memserve bench cost", models=["planted"], block_bytes=GEOMETRY.block_bytes)
     results.points = points_of()
     results.accuracy = accuracy(results.points)
     return results
@@ -162,7 +162,7 @@ def results_of() -> CostResults:
 def test_plots_show_the_fit_beside_the_measured(tmp_path: Path) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib (extra: bench) is not installed")
     results = results_of()
-    figure = DRAWINGS["figure-13"](pyplot, results)
+    figure = DRAWINGS["figure-13"].draw(pyplot, results)
     assert figure is not None
     for axes in figure.axes:
         assert axes.get_title() and "cached ratio" in axes.get_xlabel() and axes.get_legend() is not None
@@ -173,7 +173,7 @@ def test_plots_show_the_fit_beside_the_measured(tmp_path: Path) -> None:
     for line in lines:
         assert list(line.get_ydata()) == sorted(line.get_ydata(), reverse=True)
     pyplot.close(figure)
-    write_cost(results, tmp_path)
+    CostStudy(CostPlan(1.0, False), EngineOptions(model="planted"), results).write(tmp_path)
     for name in DRAWINGS:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / f"{name}.svg").exists()
         assert f"({name}.png)" in (tmp_path / "report.md").read_text()
@@ -183,20 +183,23 @@ def test_plots_show_the_fit_beside_the_measured(tmp_path: Path) -> None:
 def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command finds a planted model; the second process is a formula."""
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cost_run, "open_profiler", lambda options: (MODEL, CONFIG, profiler_of()))
-    monkeypatch.setattr("memserve.bench.cost.held_out.measure_transfer", transfer)
+    monkeypatch.setattr(cost_module, "open_profiler", lambda options: (MODEL, CONFIG, profiler_of()))
+    monkeypatch.setattr("memserve.bench.held_out.measure_transfer", transfer)
 
 
 @pytest.mark.parametrize("save", [True, False])
 def test_the_command_writes_the_profile_that_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], save: bool
 ) -> None:
-    monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)  # drawn by another test
+    monkeypatch.setattr("memserve.bench.report_writer.can_draw", lambda: False)  # drawn by another test
     out = tmp_path / "run"
     assert run(["bench", "cost", "--quick", "--out", str(out), *([] if save else ["--no-save"])]) == 0
     said = capsys.readouterr().out
     results = json.loads((out / "results.json").read_text())
-    assert results["accuracy"]["prefill"]["median_error"] < 0.05 and results["accuracy"]["same_host"]["points"] == 5
+    assert (
+        results["accuracy"]["prefill"]["error"]["p50"] < 0.05
+        and results["accuracy"]["same_host"]["error"]["count"] == 5
+    )
     assert results["notes"] == ["network was not measured, its default stays: NIXL is not installed"]
     costs = load_profile("f", GEOMETRY, "cpu", None)
     assert costs.is_measured is save and (results["saved"] is not None) is save
@@ -213,7 +216,7 @@ def test_an_interrupted_run_keeps_its_points_and_no_profile(tmp_path: Path, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Measurement, "measure_decodes", interrupted)
-    monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)
+    monkeypatch.setattr("memserve.bench.report_writer.can_draw", lambda: False)
     assert run(["bench", "cost", "--quick", "--out", str(tmp_path / "run")]) == 1
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["partial"] == "interrupted" and set(results["accuracy"]) == {

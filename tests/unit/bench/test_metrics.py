@@ -11,6 +11,7 @@ from bench_records import record
 from memserve.bench import metrics
 from memserve.bench.load.record import Outcome
 from memserve.bench.metrics import Slo, Timing
+from memserve.workloads.statistics import spread
 
 
 def test_one_request_by_hand() -> None:
@@ -39,14 +40,14 @@ def test_what_was_not_answered_has_no_timing(outcome: Outcome) -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
 def test_spread_is_numpys(values: list[float]) -> None:
-    found = metrics.spread(values)
+    found = spread(values)
     assert found is not None and found.count == len(values) and found.max == max(values)
     assert found.mean == pytest.approx(np.mean(values))
     assert (found.p50, found.p90, found.p99) == pytest.approx(tuple(np.quantile(values, [0.5, 0.9, 0.99])))
 
 
 def test_spread_of_nothing() -> None:
-    assert metrics.spread([]) is None
+    assert spread([]) is None
 
 
 @pytest.mark.parametrize(

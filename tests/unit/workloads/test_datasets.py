@@ -13,8 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from memserve.bench import datasets
-from memserve.bench.catalogue import KINDS, Arrivals, Recipe, build
-from memserve.bench.own import own_workload
+from memserve.bench.catalogue import KINDS, Arrivals, Recipe, build, own_workload
 from memserve.cli.main import run
 from memserve.errors import UserError
 from memserve.workloads.shape import Caps

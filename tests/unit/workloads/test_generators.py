@@ -6,10 +6,6 @@ import numpy as np
 import pytest
 
 from memserve.workloads import builtin
-from memserve.workloads.agents import STOP, react_workload
-from memserve.workloads.chats import ANSWER_TOKENS_DEFAULT, chat_workload, exchanges
-from memserve.workloads.documents import Layout, document_workload
-from memserve.workloads.groups import group_workload
 from memserve.workloads.records import (
     Call,
     CallLog,
@@ -23,6 +19,16 @@ from memserve.workloads.records import (
     Question,
     Step,
     Window,
+)
+from memserve.workloads.sessions import (
+    ANSWER_TOKENS_DEFAULT,
+    STOP,
+    Layout,
+    chat_workload,
+    document_workload,
+    exchanges,
+    group_workload,
+    react_workload,
 )
 from memserve.workloads.statistics import measure
 from memserve.workloads.traces import from_windows, replay, replay_calls, replay_sessions

@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 
 from memserve.errors import UserError
 from memserve.workloads import builtin
-from memserve.workloads.agents import react_workload
 from memserve.workloads.arrivals import Bursty, Constant, Poisson, by_request, by_session, closed_loop, trace_time
-from memserve.workloads.chats import chat_workload
-from memserve.workloads.documents import document_workload
 from memserve.workloads.draws import draws
-from memserve.workloads.recorded import unrolled
+from memserve.workloads.sessions import chat_workload, document_workload, react_workload
 from memserve.workloads.shape import Caps, capped, leading, sampled, shared, weight, with_block_tokens
 from memserve.workloads.statistics import measure
-from memserve.workloads.tokens import ByteMeter
+from memserve.workloads.tokens import ByteMeter, unrolled
 from memserve.workloads.traces import replay
 from memserve.workloads.words import Blocks, Chat, History, Workload
 

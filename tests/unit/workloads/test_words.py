@@ -11,11 +11,18 @@ from hypothesis import strategies as st
 
 from memserve.errors import InvariantError
 from memserve.workloads import builtin
-from memserve.workloads.chats import chat_workload
-from memserve.workloads.prefixes import PrefixTree, runs_of
-from memserve.workloads.recorded import as_blocks, blocks_from_ids, blocks_said, unrolled
-from memserve.workloads.statistics import measure, spread, summarize
-from memserve.workloads.tokens import ByteMeter, TokenizerMeter, tokens_of
+from memserve.workloads.sessions import chat_workload
+from memserve.workloads.statistics import PrefixTree, measure, spread, spread_of, summarize
+from memserve.workloads.tokens import (
+    ByteMeter,
+    TokenizerMeter,
+    as_blocks,
+    blocks_from_ids,
+    blocks_said,
+    runs_of,
+    tokens_of,
+    unrolled,
+)
 from memserve.workloads.words import Blocks, History, Session, Span, Text, Turn, Workload
 
 VOCAB = 49152
@@ -181,10 +188,11 @@ def test_figures_of_a_workload_by_hand() -> None:
     summary = summarize(trace, measured)
     assert (summary.blocks, summary.shared_share) == (11, pytest.approx(5 / 11))
     assert summary.prompt_tokens.mean == 11.0
-    assert (summary.prompt_tokens.largest, summary.turns.p99) == (16, 1)
+    assert (summary.prompt_tokens.max, summary.turns.p99) == (16, 1)
 
 
 def test_spread_of_a_hundred_and_of_nothing() -> None:
-    hundred = spread(np.arange(101))
-    assert (hundred.mean, hundred.p50, hundred.p90, hundred.p99, hundred.largest) == (50, 50, 90, 99, 100)
-    assert spread(np.zeros(0)).largest == 0
+    hundred = spread_of(np.arange(101))
+    assert (hundred.mean, hundred.p10, hundred.p50, hundred.p90, hundred.p95, hundred.p99) == (50, 10, 50, 90, 95, 99)
+    assert (hundred.count, hundred.max) == (101, 100) and hundred.told(10, 1) == "5.0 (1.0 - 9.0)"
+    assert spread(()) is None

@@ -1,7 +1,7 @@
-"""One streamed request over HTTP, timed (level 4).
+"""One streamed request over HTTP, timed.
 
-aiohttp, because it was measured: at 2,000 requests/s against a server that answers at once, a request costs it about
-0.17 ms of CPU; httpx costs 6 ms and cannot keep up with 200/s.
+aiohttp, because it was measured: at 2,000 requests/s against a server that answers at once, a request costs about
+0.17 ms of CPU with aiohttp; with httpx it costs 6 ms, and 200/s are too many.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,11 +17,90 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from memserve.bench.load.record import Outcome, RequestRecord
-from memserve.bench.load.sse import Chunk, EventReader
 from memserve.errors import UserError
 
 if TYPE_CHECKING:
     import aiohttp
+
+
+DONE = b"[DONE]"
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """``usage.prompt_tokens_details``."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What the server counted."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """The news of a chat chunk; thinking models send part of it as reasoning."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One choice of a chunk of either endpoint."""
+
+    text: str | None = None
+    delta: ChatDelta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def news(self) -> str:
+        """Generated text."""
+        if self.delta is None:
+            return self.text or ""
+        return self.delta.content or self.delta.reasoning_content or self.delta.reasoning or ""
+
+    @property
+    def spoken(self) -> str:
+        """The part of it that belongs into the chat's history: no reasoning."""
+        return (self.text if self.delta is None else self.delta.content) or ""
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One event; unknown fields are ignored."""
+
+    choices: tuple[Choice, ...] = ()
+    usage: Usage | None = None
+    memserve: dict[str, Any] | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(Chunk).decode
+
+
+class EventReader:
+    """Cuts a byte stream into events, however the network cut it."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.done = False
+        """``[DONE]`` was seen."""
+
+    def feed(self, data: bytes) -> Iterator[Chunk]:
+        """The events that ``data`` completes. Raises ``msgspec.DecodeError`` for what is no JSON of this shape."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if not line.startswith(b"data:"):  # blank lines, comments (": ping"), event names
+                continue
+            payload = line[5:].strip()
+            if payload == DONE:
+                self.done = True
+            elif payload:
+                yield _decode(payload)
+
 
 ERROR_CHARS_MAX = 300
 CONNECT_S_MAX = 30.0
@@ -36,7 +116,7 @@ class Target:
     """With or without the final ``/v1``."""
     api_key: str | None = None
     timeout_s: float | None = None
-    """A request's longest time on the wire; ``None``: as long as it takes."""
+    """A request's longest time on the wire. None: no limit."""
     headers: dict[str, str] = field(default_factory=dict)
 
     def url(self, path: str) -> str:
@@ -108,7 +188,7 @@ class Client:
         raise UserError(f"{url} {problem}", hint="give the server's address, e.g. --base-url http://127.0.0.1:8000")
 
     async def alive(self) -> bool:
-        """Whether anybody answers HTTP there."""
+        """Whether a server answers HTTP there."""
         import aiohttp
 
         try:
@@ -149,7 +229,7 @@ class Client:
 
 
 def first_model(target: Target) -> str:
-    """The model to ask for when nobody named one. Raises :class:`UserError` when the server cannot be asked."""
+    """The first model that the server names. Raises :class:`UserError` when the server cannot be asked."""
 
     async def ask() -> str:
         async with Client(target, Clock()) as client:
@@ -211,13 +291,13 @@ class _Answer:
             self._record.output_tokens = self._record.output_tokens or len(self._record.token_ns)
 
     def fail(self, outcome: Outcome, error: str) -> None:
-        """It ended now, without an answer."""
+        """The request ended now, without an answer."""
         self._record.end_ns = self._clock.now_ns()
         self._record.outcome, self._record.error = outcome, error[:ERROR_CHARS_MAX]
 
 
 def _facts(explanation: dict[str, Any]) -> dict[str, list[Any]]:
-    """Name -> what the story says about it, in order."""
+    """Name -> values of that fact in the story, in order."""
     facts: dict[str, list[Any]] = {}
     for fact in explanation.get("story") or ():
         facts.setdefault(str(fact.get("fact")), []).append(fact.get("value"))

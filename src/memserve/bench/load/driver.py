@@ -1,8 +1,8 @@
-"""Sends a workload at the times it asks for (level 4).
+"""Sends a workload at the times it asks for.
 
-Open loop: a turn is sent when it is due, whatever became of the others; only its own session holds it back, since its
-prompt contains the answer before (MemServe 8.2, "causal order"). Closed loop: ``users`` sessions at a time, each
-followed by the next when it has ended. A request that goes out late still counts from when it was due.
+Open loop: a turn is sent when it is due, whatever became of other sessions; only its own session holds it back, since
+its prompt contains the answer before (MemServe 8.2, "causal order"). Closed loop: ``users`` sessions at a time; when
+one ends, the next begins. The latency of a request that goes out late still counts from when it was due.
 """
 
 from __future__ import annotations
@@ -10,24 +10,69 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TextIO
 
 import msgspec
 
 from memserve.bench.load.client import Client, Clock, Target
-from memserve.bench.load.progress import Progress
 from memserve.bench.load.prompts import Dialogue, Manner
 from memserve.bench.load.record import Outcome, RecordWriter, RequestRecord
 from memserve.units import NS_PER_S, ns_from_s
 from memserve.workloads.words import History, Session, Workload
 
+BAR_CHARS = 24
+EVERY_NS = NS_PER_S // 5
+
+
+class Progress:
+    """One line on stderr that is written over again; silent where stderr is no terminal."""
+
+    def __init__(self, planned: int, title: str = "", stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._shows = self._stream.isatty()
+        self._planned, self._title = planned, title
+        self._ended = self._failed = self._under_way = 0
+        self._shown_ns = -EVERY_NS
+
+    def sent(self) -> None:
+        """One more is under way."""
+        self._under_way += 1
+
+    def ended(self, record: RequestRecord, now_ns: int) -> None:
+        """One has ended."""
+        self._under_way -= 1
+        self._ended += 1
+        self._failed += record.outcome is not Outcome.OK
+        if self._shows and now_ns - self._shown_ns >= EVERY_NS:
+            self._shown_ns = now_ns
+            self._stream.write("\r" + self.line(now_ns) + "\x1b[K")
+            self._stream.flush()
+
+    def line(self, now_ns: int) -> str:
+        """For example ``sharegpt [######........]  120/480  8 under way  12.5 s``."""
+        filled = BAR_CHARS * self._ended // max(self._planned, 1)
+        bar = "#" * filled + "." * (BAR_CHARS - filled)
+        failed = f"  {self._failed} failed" if self._failed else ""
+        head = f"{self._title} " if self._title else ""
+        seconds = now_ns / NS_PER_S
+        return f"{head}[{bar}]  {self._ended}/{self._planned}  {self._under_way} under way{failed}  {seconds:.1f} s"
+
+    def close(self) -> None:
+        """Make room for other output."""
+        if self._shows:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
 LEAD_NS = NS_PER_S // 50
-"""A request is put into words so long before it is due, not when every microsecond counts."""
+"""A request is encoded this long before it is due, not when every microsecond counts."""
 PREPARED_BYTES_MAX = 1 << 28
-"""So many bytes of first turns are put into words before the clock starts."""
+"""First turns are encoded before the clock starts, up to this many bytes."""
 INTERRUPTED = "interrupted"
 """Why a run is partial that Ctrl-C (or SIGTERM) ended."""
 PROBES = 4
@@ -37,19 +82,19 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class LoadRun:
-    """What came of it."""
+    """Records of a run."""
 
     records: list[RequestRecord] = field(default_factory=list)
     planned: int = 0
     """Requests of the whole workload."""
     wall_ns: int = 0
     partial: str | None = None
-    """Why it was ended early; ``None``: it was not."""
+    """Why the run ended early. None: the run is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What every record of a run says about the run."""
+    """Fields that all records of a run share."""
 
     setting: str = ""
     workload: str = ""
@@ -57,7 +102,7 @@ class Labels:
 
 
 class Driver:
-    """One run. ``stop`` may be called at any time: what is under way is given up, what has ended is kept."""
+    """One run. ``stop`` may be called at any time: requests under way are dropped, records of ended ones are kept."""
 
     def __init__(
         self,
@@ -89,7 +134,7 @@ class Driver:
                 await asyncio.wait([self._crew], timeout=self._limit_s)
                 self.stop(f"time is up: {self._limit_s} s")
                 if self._probe is not None:
-                    await self._probe  # the last requests may have failed because nobody is there
+                    await self._probe  # the last requests may have failed because the server is gone
             finally:
                 await self._end()
         return self._run
@@ -136,7 +181,7 @@ class Driver:
             await self._hold(session, self._clock.now_ns())
 
     async def _hold(self, session: Session, free_ns: int = 0) -> None:
-        """All turns of a session; ``free_ns``: nobody is there to ask before."""
+        """Send all turns of a session; ``free_ns``: the earliest start (closed loop)."""
         ready = self._prepared.pop(id(session), None)
         dialogue = ready[0] if ready is not None else Dialogue(session, self._manner)
         for number, turn in enumerate(session.turns):
@@ -157,7 +202,7 @@ class Driver:
             ready = None  # its bytes are sent
             free_ns = record.end_ns or due_ns
             if not record.ok and session.history is History.CLOSED:
-                return  # the next prompt would contain an answer that there is not
+                return  # the next prompt would contain an answer that is missing
 
     async def _sleep_until(self, due_ns: int) -> None:
         while (left_ns := due_ns - self._clock.now_ns()) > 0:
@@ -197,6 +242,22 @@ def drive(make: Callable[[], Driver]) -> LoadRun:
             return await driver.run()
 
     return asyncio.run(main())
+
+
+def send(
+    workload: Workload,
+    target: Target,
+    manner: Manner,
+    labels: Labels,
+    *,
+    writer: RecordWriter | None = None,
+    limit_s: float | None = None,
+) -> LoadRun:
+    """Send ``workload`` to its end or for ``limit_s``, with a line of progress, as :func:`drive` does."""
+    progress = Progress(workload.request_count, f"{labels.setting} {labels.workload}".strip())
+    return drive(
+        lambda: Driver(workload, target, manner, writer=writer, progress=progress, labels=labels, limit_s=limit_s)
+    )
 
 
 @contextmanager

@@ -1,12 +1,16 @@
-"""What each turn of a session sends: the history with the answers that this server gave (level 4)."""
+"""What each turn of a session sends: the history with the answers that this server gave. And the meter that
+weighs text with the served model's tokenizer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from memserve.errors import check
-from memserve.workloads.tokens import tokens_of
+from memserve.workloads.tokens import TokenizerMeter, tokens_of
 from memserve.workloads.words import Blocks, Chat, History, Session, Text, Turn
 
 CHAT_PATH, COMPLETION_PATH = "chat/completions", "completions"
@@ -15,18 +19,18 @@ VOCAB_SIZE_DEFAULT = 32_000
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How requests are worded, for a whole run."""
+    """Options of every request body of a run."""
 
     model: str
     vocab_size: int = VOCAB_SIZE_DEFAULT
     """Ids below it may be sent for prompts that are known by their length only."""
     ignore_eos: bool = False
-    """Every answer runs to its full length: equal work in all settings, whatever the model wants to say."""
+    """Every answer runs to its full length: equal work in all settings."""
     name_sessions: bool = True
     """Send ``prompt_cache_key``: OpenAI's word for "these belong together"."""
     salt: str = ""
-    """Sent as ``cache_salt``, where there is one: requests of another salt share no cache with these (memserve, vLLM
-    and SGLang know it), and no session by name. Letters, digits and dashes: vLLM takes no more."""
+    """Sent as ``cache_salt``, if not empty: requests of another salt share no cache with these (memserve, vLLM and
+    SGLang know the field), and no session by name. Letters, digits and dashes: vLLM takes no more."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of every body."""
 
@@ -73,3 +77,56 @@ class Dialogue:
         """Remember the answer to the last request."""
         self._messages = [*self._messages, {"role": "assistant", "content": text}]
         self._text += text
+
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def weighing(model: str | None) -> tuple[TokenizerMeter | None, int]:
+    """The meter of ``model`` and the size of its vocabulary. No model: no meter, and the default size.
+
+    ``model``: a folder, a .gguf file, a hub id or the bundled model's name. Loads the tokenizer, not the weights.
+    :class:`UserError` where there is none.
+    """
+    if model is None:
+        return None, VOCAB_SIZE_DEFAULT
+    from memserve.model.loading.sources import resolve_source
+
+    folder = resolve_source(model, "auto")
+    file = folder.path / TOKENIZER_FILE
+    if file.is_file():  # counts as transformers does, without the seconds of its import
+        return _weighing_by(file)
+    from memserve.model.loading.loader import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+
+    def encode(text: str) -> Sequence[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    return TokenizerMeter(encode, decode), len(tokenizer)
+
+
+def _weighing_by(file: Path) -> tuple[TokenizerMeter, int]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def encode(text: str) -> Sequence[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    return TokenizerMeter(encode, decode), tokenizer.get_vocab_size()
+
+
+def model_meter(model: str) -> TokenizerMeter:
+    """A meter that counts the tokens ``model`` sees. Raises as :func:`weighing` does."""
+    meter, _ = weighing(model)
+    assert meter is not None
+    return meter

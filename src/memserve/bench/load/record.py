@@ -1,4 +1,4 @@
-"""One record a request, and the file they are written to as the run goes (level 4).
+"""One record a request, and the file they are written to as the run goes.
 
 All times are nanoseconds since the run began, on one monotonic clock. **Latency counts from** ``scheduled_ns``, the
 moment at which the workload wanted the request to be sent: a client that falls behind cannot hide a slow server
@@ -51,21 +51,21 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     fetched_tokens: int = 0
-    """Of them those that another instance had and gave, where the server tells."""
+    """Cached tokens that came from another instance, where the server tells."""
     instance: str = ""
-    """Who computed it, where the server tells: ``p1 to d1``."""
+    """The instances that computed the answer, where the server tells: ``p1 to d1``."""
     http_status: int | None = None
     outcome: Outcome = Outcome.STOPPED
     error: str = ""
 
     @property
     def ok(self) -> bool:
-        """It was answered to its end."""
+        """The request was answered to its end."""
         return self.outcome is Outcome.OK
 
 
 class RecordWriter:
-    """``records.jsonl.gz``. What was flushed can be read even when the process is killed."""
+    """``records.jsonl.gz``. Flushed records can be read even when the process is killed."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -83,7 +83,7 @@ class RecordWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Hand everything to the operating system, in a form that can be read so far."""
+        """Hand all records to the operating system, in a readable form."""
         self._file.write(self._deflate.compress(bytes(self._waiting)) + self._deflate.flush(zlib.Z_SYNC_FLUSH))
         self._file.flush()
         self._waiting.clear()

@@ -1,25 +1,82 @@
-"""Figure 9: the calls of MemServe's Table 1 within one process, by blocks and by cached ratio.
+"""Figure 9: the calls of MemServe's Table 1 by blocks and by cached ratio, within a process and between two.
 
-Calls that only keep accounts are timed on a pool of many small blocks, for they never touch a block's bytes; those that
-copy (``swap_out``, ``swap_in``) on blocks of the model's own size. All points take turns within a round.
+Calls that only keep accounts are timed on a pool of many small blocks, for they never touch a block's bytes; calls that
+copy (``swap_out``, ``swap_in``) on blocks of the model's own size. Between processes (``alloc_mem`` at a peer,
+``transfer``, ``transfer_with_insert``) a call lasts as long as its caller waits: message, seal, pull, comparison of the
+checksums, answer. All points take turns within a round.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
-from memserve.bench.pool.prompts import TREE_PROMPT_TOKENS, Prompts, plant_tree
-from memserve.bench.pool.results import CallPoint
-from memserve.bench.sheet import Spent
+import numpy as np
+
+from memserve.bench.pool.moves import Pair, serve
 from memserve.errors import check
 from memserve.mempool.mempool import Addresses, MemPool
+from memserve.mempool.pool import BlockPool
+from memserve.runtime.pool_peer import PoolPeer, TransferFlag
 from memserve.types import KVGeometry, Tier, TokenArray
+from memserve.workloads.statistics import Spread, spread_of
 
+VOCABULARY = 49_152
+TREE_PROMPT_TOKENS = 4096
 RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 Key = tuple[str, int, float | None]
 """Call, blocks, cached ratio."""
+SECRET = "a secret of this bench alone"
+TRANSFER, BY_PAGE, WITH_INSERT = "transfer", "transfer, by page", "transfer_with_insert"
+ALLOCATE = "alloc_mem at a peer"
+Question = tuple[int, float | None]
+"""Blocks; cached ratio at the receiver. None: raw transfers."""
+
+
+class Prompts:
+    """Random prompts, equal for equal seeds; no two share a prefix but those of :meth:`sharing`."""
+
+    def __init__(self, seed: int = 5) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def fresh(self, tokens: int) -> TokenArray:
+        """``tokens`` ids, int32, never given before."""
+        return self._rng.integers(1, VOCABULARY, tokens, dtype=np.int32)
+
+    def sharing(self, tokens: TokenArray, shared: int) -> TokenArray:
+        """A prompt as long as ``tokens`` that shares exactly its first ``shared`` tokens."""
+        other = self.fresh(len(tokens))
+        other[:shared] = tokens[:shared]
+        if shared < len(tokens):
+            other[shared] = tokens[shared] % (VOCABULARY - 1) + 1
+        return other
+
+
+def plant_tree(pool: BlockPool, prompts: Prompts, count: int, tokens: int = TREE_PROMPT_TOKENS) -> list[TokenArray]:
+    """Put ``count`` other prompts into the index, as in a cache in use; returns them."""
+    planted = [prompts.fresh(tokens) for _ in range(count)]
+    for prompt in planted:
+        blocks = pool.allocate_ids(tokens // pool.block_tokens)
+        assert blocks is not None, "the pool was made for them"
+        pool.insert("", prompt, blocks, len(blocks))
+        pool.release(blocks)
+    return planted
+
+
+@dataclass(frozen=True, slots=True)
+class CallPoint:
+    """Times of one call of MemServe's Table 1 with ``blocks`` blocks (figure 9)."""
+
+    call: str
+    blocks: int
+    cached_ratio: float | None
+    """Share of the blocks that the index has already. None: the call uses no index."""
+    spent_ns: Spread
+    link: str = ""
+    """The link between two processes. Empty: a call within one process."""
 
 
 class Times:
@@ -29,7 +86,7 @@ class Times:
         self._ns: dict[Key, list[int]] = {}
 
     def __call__(self, key: Key, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``call`` returns; how long it took is noted under ``key``."""
+        """The result of ``call``; its duration is noted under ``key``."""
         begin_ns = time.perf_counter_ns()
         result = call(*arguments)
         self.add(key, time.perf_counter_ns() - begin_ns)
@@ -40,12 +97,12 @@ class Times:
         self._ns.setdefault(key, []).append(spent_ns)
 
     def forget(self) -> None:
-        """What was noted so far was a warm-up."""
+        """Drop all times: they were a warm-up."""
         self._ns.clear()
 
     def points(self, link: str = "") -> list[CallPoint]:
-        """What was noted, in the order in which it first came."""
-        return [CallPoint(call, blocks, ratio, Spent.of(ns), link) for (call, blocks, ratio), ns in self._ns.items()]
+        """All points, in the order of their first times."""
+        return [CallPoint(call, blocks, ratio, spread_of(ns), link) for (call, blocks, ratio), ns in self._ns.items()]
 
 
 def measure_accounts(
@@ -129,3 +186,103 @@ def measure_swaps(geometry: KVGeometry, counts: Sequence[int], rounds: int) -> l
             times.forget()
     pool.check_invariants()
     return sorted(times.points(), key=lambda point: (point.call, point.blocks))
+
+
+# -- between two processes
+
+
+def open_peers(geometry: KVGeometry, link: str, blocks_max: int, environment: dict[str, str]) -> Pair:
+    """A sender and a receiver over ``link``. Raises :class:`UserError` when it does not work here."""
+    return Pair(link, _receive, _send, environment, geometry, link, blocks_max)
+
+
+def measure_peers(pairs: dict[str, Pair], counts: Sequence[int], ratio_blocks: int, rounds: int) -> list[CallPoint]:
+    """All calls over every pair, taking turns; ``pairs`` by the name of their link."""
+    questions: list[Question] = [(count, None) for count in counts]
+    questions += [(count, 0.0) for count in counts if count != ratio_blocks]
+    questions += [(ratio_blocks, ratio) for ratio in RATIOS]
+    times = {name: Times() for name in pairs}
+    for turn in range(rounds + 1):
+        for question in questions:
+            for name, pair in pairs.items():
+                for key, spent_ns in pair.ask(question):
+                    times[name].add(key, spent_ns)
+        if turn == 0:
+            for one in times.values():
+                one.forget()
+    return [point for name, one in times.items() for point in one.points(name)]
+
+
+def _peer(name: str, geometry: KVGeometry, link: str, blocks: int) -> PoolPeer:
+    return PoolPeer(geometry, name=name, secret=SECRET, hbm_bytes=blocks * geometry.block_bytes, link=link)
+
+
+def _receive(sender: Connection, geometry: KVGeometry, link: str, blocks_max: int) -> None:
+    """The receiver's process: plants and forgets prompts when the sender says so."""
+    with _peer("receiver", geometry, link, 2 * blocks_max) as peer:
+        sender.send(peer.info())
+        while True:
+            what, tokens = sender.recv()
+            if what == "plant":
+                held = peer.alloc_mem(len(tokens) // geometry.block_tokens)
+                assert held is not None, "the pool was made for it"
+                peer.insert(tokens, held)
+                peer.free_mem(held)
+            else:
+                peer.delete(tokens)
+            sender.send("done")
+
+
+def _send(told: Connection, receiver: Connection, geometry: KVGeometry, link: str, blocks_max: int) -> None:
+    """The sender's process: makes the calls."""
+    with _peer("sender", geometry, link, blocks_max) as peer:
+        caller = _Caller(peer, receiver, geometry)
+        peer.connect(receiver.recv())
+        serve(told, caller.answer)
+
+
+class _Caller:
+    def __init__(self, peer: PoolPeer, receiver: Connection, geometry: KVGeometry) -> None:
+        self._peer, self._receiver, self._block_tokens = peer, receiver, geometry.block_tokens
+        self._prompts = Prompts(11)
+
+    def answer(self, question: Question) -> list[tuple[Key, int]]:
+        """The calls that ``question`` means, timed."""
+        count, ratio = question
+        held = self._peer.alloc_mem(count)
+        assert held is not None, "the pool was made for it"
+        try:
+            return self._raw(held) if ratio is None else self._with_insert(held, ratio)
+        finally:
+            self._peer.free_mem(held)
+
+    def _raw(self, held: Addresses) -> list[tuple[Key, int]]:
+        count = len(held)
+        found: list[tuple[Key, int]] = []
+        for name, flags in ((TRANSFER, TransferFlag.NONE), (BY_PAGE, TransferFlag.BY_PAGE)):
+            begin_ns = time.perf_counter_ns()
+            there = self._peer.alloc_mem(count, id="receiver")
+            found.append(((ALLOCATE, count, None), time.perf_counter_ns() - begin_ns))
+            check(there is not None, "the receiver has room for twice as many")
+            begin_ns = time.perf_counter_ns()
+            done = self._peer.transfer("receiver", held, there, flags)
+            found.append(((name, count, None), time.perf_counter_ns() - begin_ns))
+            check(done, f"the receiver did not take it: {done.reason}")
+            self._peer.free_mem(there or ())
+        return found
+
+    def _with_insert(self, held: Addresses, ratio: float) -> list[tuple[Key, int]]:
+        tokens = self._prompts.fresh(len(held) * self._block_tokens)
+        shared = round(len(held) * ratio)
+        if shared:
+            self._tell("plant", tokens[: shared * self._block_tokens])
+        begin_ns = time.perf_counter_ns()
+        done = self._peer.transfer_with_insert("receiver", tokens, held)
+        spent_ns = time.perf_counter_ns() - begin_ns
+        check(done, f"the receiver did not take it: {done.reason}")
+        self._tell("forget", tokens)
+        return [((WITH_INSERT, len(held), ratio), spent_ns)]
+
+    def _tell(self, what: str, tokens: Any) -> None:
+        self._receiver.send((what, tokens))
+        self._receiver.recv()

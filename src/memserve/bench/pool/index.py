@@ -7,29 +7,42 @@ Rivals, plain Python as an engine would write them:
   time of the paper): the work grows with the square of the length.
 
 Both trust their hashes; ours compares tokens. Each gets its tokens in the form it likes best (a list, an array),
-computes its keys once a request, and is held to the same answers.
+computes its keys once a request, and must give equal answers.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from memserve import _core
-from memserve.bench.pool.prompts import TREE_PROMPT_TOKENS, Prompts
-from memserve.bench.pool.results import IndexPoint
-from memserve.bench.sheet import Spent
+from memserve.bench.pool.calls import TREE_PROMPT_TOKENS, Prompts
 from memserve.config import PoolConfig
 from memserve.errors import check
 from memserve.mempool.pool import BlockPool
 from memserve.types import TokenArray
 from memserve.units import NS_PER_S
+from memserve.workloads.statistics import Spread, spread_of
 
 POINT_S = 0.4
 """A point is repeated no longer than this, but at least :data:`ROUNDS_MIN` times."""
 ROUNDS_MIN = 3
 Keys = Callable[[Sequence[int], int], Iterator[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexPoint:
+    """Times of an index for one request (figure 10)."""
+
+    index: str
+    prompt_tokens: int
+    cached_ratio: float
+    match_ns: Spread
+    insert_ns: Spread
+    check_ns: Spread
+    """Both together: the paper's "check index"."""
 
 
 def chained_keys(tokens: Sequence[int], block_tokens: int) -> Iterator[int]:
@@ -65,7 +78,7 @@ class Index(Protocol):
         """Forget all of it."""
 
 
-class HashIndex:
+class HashIndex(Index):
     """An :class:`Index` that is a dictionary from keys to blocks."""
 
     def __init__(self, keys_of: Keys, block_tokens: int) -> None:
@@ -75,17 +88,14 @@ class HashIndex:
         self._keys: list[int] = []
 
     def plant(self, tokens: TokenArray) -> None:
-        """As :class:`Index`."""
         self.take(tokens)
         self.match()
         self.insert()
 
     def take(self, tokens: TokenArray) -> None:
-        """A list, as engines keep the tokens of a request."""
-        self._tokens = tokens.tolist()
+        self._tokens = tokens.tolist()  # a list, as engines keep the tokens of a request
 
     def match(self) -> int:
-        """As :class:`Index`; the keys are kept for :meth:`insert`."""
         self._keys = list(self._keys_of(self._tokens, self._block_tokens))
         found = 0
         for key in self._keys:
@@ -95,19 +105,17 @@ class HashIndex:
         return found
 
     def insert(self) -> int:
-        """As :class:`Index`."""
         blocks, before = self._blocks, len(self._blocks)
         for at, key in enumerate(self._keys):
             blocks.setdefault(key, at)
         return len(blocks) - before
 
     def forget(self) -> None:
-        """As :class:`Index`."""
         for key in self._keys:
             del self._blocks[key]
 
 
-class RadixOfPool:
+class RadixOfPool(Index):
     """The :class:`Index` of a :class:`BlockPool`."""
 
     def __init__(self, pool: BlockPool) -> None:
@@ -116,36 +124,32 @@ class RadixOfPool:
         self._held = _core.BlockIds()
 
     def plant(self, tokens: TokenArray) -> None:
-        """As :class:`Index`."""
         self.take(tokens)
         self.insert()
         self._pool.release(self._held)
 
     def take(self, tokens: TokenArray) -> None:
-        """Blocks for it are allocated now: the rivals have none."""
+        # blocks are allocated now, not while matching is timed: the rivals have none
         held = self._pool.allocate_ids(len(tokens) // self._pool.block_tokens)
         assert held is not None, "the pool was made for it"
         self._tokens, self._held = tokens, held
 
     def match(self) -> int:
-        """As :class:`Index`."""
         assert self._tokens is not None
         return self._pool.match("", self._tokens) // self._pool.block_tokens
 
     def insert(self) -> int:
-        """As :class:`Index`."""
         assert self._tokens is not None
         return self._pool.insert("", self._tokens, self._held, len(self._held))
 
     def forget(self) -> None:
-        """As :class:`Index`."""
         assert self._tokens is not None
         self._pool.release(self._held)
         self._pool.delete("", self._tokens)
 
 
 def build_indexes(block_tokens: int, tree_prompts: int, tokens_max: int, prompts: Prompts) -> dict[str, Index]:
-    """All contenders, each with the same other prompts in it."""
+    """All contenders, holding equal other prompts."""
     blocks = (tree_prompts * TREE_PROMPT_TOKENS + 4 * max(tokens_max, TREE_PROMPT_TOKENS)) // block_tokens
     indexes: dict[str, Index] = {
         "radix": RadixOfPool(BlockPool(PoolConfig(hbm_blocks=blocks), block_tokens, "bench")),
@@ -174,7 +178,7 @@ def race(block_tokens: int, works: Sequence[tuple[int, float]], tree_prompts: in
                 spent[name].append(_one(index, prompt, block_tokens, ratio))
         for name, times in spent.items():
             columns = ([match for match, _ in times], [insert for _, insert in times], [sum(both) for both in times])
-            yield IndexPoint(name, tokens, ratio, *(Spent.of(column) for column in columns))
+            yield IndexPoint(name, tokens, ratio, *(spread_of(column) for column in columns))
 
 
 def _one(index: Index, prompt: TokenArray, block_tokens: int, ratio: float) -> tuple[int, int]:

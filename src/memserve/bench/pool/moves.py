@@ -7,18 +7,19 @@ process and thread and does not.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
 from memserve import _core
-from memserve.bench.pool.pair import Pair, serve
-from memserve.bench.pool.results import CALL_EACH, ONE_CALL, Move
-from memserve.bench.sheet import Spent
+from memserve.errors import UserError
 from memserve.kv_transfer.events import PagesPulled, PagesSealed, SealPages
 from memserve.messages import Join, Peer, PeerInfo
 from memserve.runtime.links import wire
@@ -29,6 +30,7 @@ from memserve.runtime.links.ranges import Ranges
 from memserve.runtime.links.shm import ShmLink
 from memserve.types import KVGeometry, Role, Tier
 from memserve.units import KIB, MIB
+from memserve.workloads.statistics import Spread, spread_of
 
 PROMPT_TOKENS = 2048
 """The paper's prompt."""
@@ -37,11 +39,119 @@ MEMCPY = "memcpy"
 _OWNER, _TAKER = Peer("owner", 1), Peer("taker", 1)
 Mover = Callable[["Work"], int]
 """Does the work, and says how many ns it took."""
+ONE_CALL, CALL_EACH = "one call", "a call a piece"
+START_S, ANSWER_S = 60.0, 60.0
+STOP_S = 5.0
+Side = Callable[..., None]
+"""A process's work: ``(pipe to the other one, ...)``; the taker's has the pipe to the parent before it."""
+
+
+class Pair:
+    """``own`` in one process and ``take`` in another, until :meth:`close`. Both must be importable by name."""
+
+    def __init__(self, name: str, own: Side, take: Side, environment: dict[str, str], *arguments: Any) -> None:
+        """Raises :class:`UserError` when the taker does not say that it is ready."""
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        owner_side, taker_side = context.Pipe()
+        self._told, telling = context.Pipe()
+        self._processes = [
+            context.Process(target=_run, args=(environment, own, owner_side, *arguments), daemon=True),
+            context.Process(target=_run, args=(environment, take, telling, taker_side, *arguments), daemon=True),
+        ]
+        for process in self._processes:
+            process.start()
+        for end in (owner_side, taker_side, telling):
+            end.close()
+        try:
+            self._answer(START_S)
+        except UserError:
+            self.close()
+            raise
+
+    def ask(self, question: Any) -> Any:
+        """What the taker answers. Raises :class:`UserError` when it fails or does not."""
+        self._told.send(question)
+        return self._answer(ANSWER_S)
+
+    def close(self) -> None:
+        """End both."""
+        self._told.close()
+        for process in reversed(self._processes):  # the taker ends by itself, then the owner
+            process.join(STOP_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _answer(self, within_s: float) -> Any:
+        try:
+            found = self._told.recv() if self._told.poll(within_s) else Failed("no answer in time")
+        except (EOFError, OSError):
+            found = Failed("a process died")
+        if isinstance(found, Failed):
+            raise UserError(f"{self.name} does not work here: {found.why}")
+        return found
+
+
+class Failed:
+    """A taker's answer when the link fails."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+def serve(told: Connection, answer: Callable[[Any], Any]) -> None:
+    """The taker's loop: ready, then a question an answer, until the parent has gone."""
+    told.send("ready")
+    while True:
+        try:
+            question = told.recv()
+        except EOFError:
+            return
+        try:
+            told.send(answer(question))
+        except Exception as error:  # told to the parent, which decides
+            told.send(Failed(f"{type(error).__name__}: {error}"))
+
+
+def _run(environment: dict[str, str], work: Side, *arguments: Any) -> None:
+    os.environ.update(environment)
+    try:
+        work(*arguments)
+    except (EOFError, KeyboardInterrupt, BrokenPipeError):
+        return  # the other side, or Ctrl-C, has ended it
+    except Exception as error:
+        if isinstance(arguments[0], Connection):
+            arguments[0].send(Failed(f"{type(error).__name__}: {error}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Times of moving KV between two processes in ``pieces`` pieces (figure 11)."""
+
+    mover: str
+    calls: str
+    """``one call`` or ``a call a piece``."""
+    layout: str
+    """Of the prompt's KV. Empty: pieces of one size, whatever they hold."""
+    piece_bytes: int
+    pieces: int
+    spent_ns: Spread
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return self.piece_bytes * self.pieces
+
+    @property
+    def gb_per_s(self) -> float:
+        """At the median."""
+        return self.total_bytes / self.spent_ns.p50
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be moved."""
+    """One transfer to time."""
 
     layout: str
     piece_bytes: int
@@ -97,7 +207,7 @@ def measure_moves(pairs: Mapping[str, Pair], works: Sequence[Work], rounds: int)
                     spent[name].append(spent_ns)
         for name, times in spent.items():
             if times:
-                yield Move(name, work.calls, work.layout, work.piece_bytes, work.pieces, Spent.of(times))
+                yield Move(name, work.calls, work.layout, work.piece_bytes, work.pieces, spread_of(times))
 
 
 def _memcpy(nbytes: int) -> Mover:
@@ -125,12 +235,12 @@ def _arena(nbytes: int) -> _core.SharedArena:
 
 
 def _own(taker: Connection, geometry: KVGeometry, link: str, arena_bytes: int) -> None:
-    """The owner's process: whatever it hears, it seals a page, as before real reads."""
+    """The owner's process: any message makes it seal a page, as before real reads."""
     sealed: SimpleQueue[PagesSealed | PagesPulled] = SimpleQueue()
     port = open_data_port(link, geometry, {Tier.HBM: _arena(arena_bytes)}, sealed.put)
     try:
         taker.send(wire.encode(Join(port.describe(_info(_OWNER, Role.PREFILL, geometry)))))
-        port.add_peer(_info(_TAKER, Role.DECODE, geometry, nixl_agent=b"-"))  # pages will be read
+        port.add_peer(_info(_TAKER, Role.DECODE, geometry, nixl_agent=b"-"))  # a reader, so that pages are sealed
         while True:
             taker.recv()
             port.start(SealPages(1, Tier.HBM, (0,), 0, 1))

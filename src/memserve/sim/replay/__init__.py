@@ -1,1 +1,1 @@
-"""Workloads on a cluster of production machines in virtual time (level 3): the same clients, the same records."""
+"""Workloads on a cluster of production machines in virtual time."""

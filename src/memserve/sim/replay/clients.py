@@ -1,17 +1,18 @@
-"""The clients of a workload in virtual time: as ``bench/load`` sends it over HTTP, with the same records.
+"""The clients of a workload in virtual time: what ``bench/load`` does over HTTP, with equal records.
 
 Open loop: a turn is sent when it is due, whatever became of others; only its own session holds it back. Closed loop:
-so many users, each taking the next session when theirs has ended.
+``users`` sessions at a time; when one ends, the next begins.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from memserve.serving import RequestArrived
 from memserve.sim.clock import Clock
 from memserve.sim.replay.scripts import Script
-from memserve.sim.replay.served import Served
 from memserve.sim.replay.setup import Surroundings
 from memserve.sim.timed_device import Moments
 from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
@@ -20,8 +21,34 @@ from memserve.workloads.words import History, Session, Workload
 
 MakeScript = Callable[[Session], Script]
 
-_SAMPLING = SamplingParams()
-"""Of no importance: no token is drawn."""
+_SAMPLING = SamplingParams()  # no token is drawn
+
+
+@dataclass(slots=True)
+class Served:
+    """One request. Times are nanoseconds since the workload began; latency counts from ``scheduled_ns``."""
+
+    session: str
+    turn: int
+    group: str
+    scheduled_ns: int
+    prompt_tokens: int
+    first_ns: int | None = None
+    token_ns: array[int] = field(default_factory=lambda: array("q"))
+    """When each token was with the client."""
+    end_ns: int | None = None
+    cached_tokens: int = 0
+    instance: str = ""
+    """The instances that computed the answer, as the story says: ``p1 to d1``."""
+    finish: str = ""
+    """The finish reason. Empty: under way, or refused."""
+    error: str = ""
+    retry_after_s: float | None = None
+
+    @property
+    def answered(self) -> bool:
+        """To its full length, or by the context's end."""
+        return self.finish == "length"
 
 
 class _Talk:
@@ -37,7 +64,7 @@ class _Talk:
 
 
 class Clients:
-    """All of them. ``served`` holds every request that was sent, in the order of sending."""
+    """All clients of a workload. ``served`` holds every request that was sent, in the order of sending."""
 
     def __init__(
         self,
@@ -107,7 +134,7 @@ class Clients:
     # -- answers
 
     def emitted(self, output: TokenOutput) -> None:
-        """The router gives tokens to a client: each was there as long after it was drawn as messages take."""
+        """The router gives tokens to a client; each arrives a message's time after it was drawn."""
         talk = self._talks[output.request_id]
         served = talk.served
         assert served is not None, "it has asked"

@@ -1,4 +1,4 @@
-"""Instances with devices that only know how long things take."""
+"""Instances whose devices only know how long steps take, and the world that hosts them."""
 
 from __future__ import annotations
 
@@ -64,12 +64,16 @@ class ReplayNode(InstanceNode):
         if self._working or not self.plans:
             return
         self._working = True
-        spent_ns = self.device.step_ns(self.plans[0])
-        now = self.host.clock.now
+        plan, now = self.plans[0], self.host.clock.now
+        spent_ns = self.device.step_ns(plan)
         if self._cores is not None:
             self._share_cores(self._cores, spent_ns)
-        else:
-            self._await_end(now, now + spent_ns)
+            return
+        if plan.report_layers:  # by-layer: the KV of a layer leaves while the next ones are computed
+            layers = self.device.layers
+            for layer in range(layers):
+                self.later(spent_ns * (layer + 1) // (layers + 1), self._finish_layer, plan, layer)
+        self._await_end(now, now + spent_ns)
 
     def _share_cores(self, cores: Cores, spent_ns: int) -> None:
         plan, beside = self.plans[0], self.host.setup.around.beside or (1.0, 1.0)

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve.types import TokenArray
-from memserve.workloads.recorded import said_tokens
-from memserve.workloads.tokens import ByteMeter, Meter
+from memserve.workloads.tokens import ByteMeter, Meter, said_tokens
 from memserve.workloads.words import Blocks, Chat, History, Session, Text
 
 _NOTHING = np.zeros(0, np.int32)

@@ -1,4 +1,4 @@
-"""What is simulated: instances and their machines, the cluster's configuration, and the world around them."""
+"""A simulated cluster: instances and their machines, its configuration, and the world around them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from memserve.config import ClusterConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.sim.hardware import Machine
-from memserve.types import Caching, Role
+from memserve.types import Caching, Role, TransferMode
 from memserve.units import NS_PER_MS, NS_PER_US
 
 GPU_SCHEDULER = SchedulerConfig(max_running=256, max_step_tokens=8192)
@@ -18,7 +18,7 @@ engine. The defaults of ``memserve serve`` suit any machine, and are smaller."""
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What lies between clients and machines."""
+    """Delays between clients and machines, and shared hosts."""
 
     front_ns: int = 1 * NS_PER_MS
     """From the client's send to the router's decision: connection, JSON, tokenizer."""
@@ -29,15 +29,15 @@ class Surroundings:
     heartbeat_ns: int = 500 * NS_PER_MS
     """As ``runtime/member`` beats."""
     instances_per_host: int = 1
-    """They share the host's processors, and see each other's memory."""
+    """Instances of one host share its processors and see each other's memory."""
     beside: tuple[float, float] | None = None
     """How fast steps that compute prompts, and those that only decode, are while another instance of the host computes
-    too, 1 = as alone; ``None``: each instance has devices of its own."""
+    too; 1: as alone. None: each instance has devices of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something goes wrong with an instance for a while."""
+    """A fault of one instance, for a time."""
 
     kind: str
     """``kill`` (it starts again afterwards), ``pause``, or ``slow`` (its steps take ``factor`` times as long)."""
@@ -47,7 +47,7 @@ class Fault:
     factor: float = 1.0
 
     def stops(self, name: str) -> bool:
-        """Whether the instance of that name stops working, and not only slows down."""
+        """Whether the instance of that name is killed or paused."""
         return self.name == name and self.kind != "slow"
 
 
@@ -67,6 +67,10 @@ class Setup:
     def __post_init__(self) -> None:
         if not sum(self.instances.values()):
             raise UserError("a cluster without instances", hint="for example --instances prefill=2,decode=6")
+        if self.around.beside is not None and self.cluster.transfer is TransferMode.BY_LAYER:
+            # how long a layer takes is not known in advance there
+            message = "by-layer transfer is not modelled between instances that share cores"
+            raise UserError(message, hint="by-request or by-request-agg, or instances with devices of their own")
 
     @property
     def devices(self) -> int:
@@ -96,7 +100,7 @@ _FAULT = re.compile(r"(kill|pause|slow):([\w-]+)@([\d.]+)\+([\d.]+)(?:x([\d.]+))
 
 
 def parse_faults(text: str, instances: dict[Role, int]) -> tuple[Fault, ...]:
-    """``kill:d0@60+10,slow:p1@20+5x3``: what, which, at which second, for how many, how many times slower.
+    """``kill:d0@60+10,slow:p1@20+5x3``: kind, instance, start and duration in seconds, slowdown.
 
     Raises :class:`UserError`, also for instances that do not exist.
     """

@@ -10,7 +10,7 @@ from memserve.sim.replay.nodes import ReplayNode
 from memserve.units import NS_PER_S
 
 LOOKS_MAX = 400
-"""More than a plot can show: then every other one is forgotten, and they become half as frequent."""
+"""At this number every other look is dropped, and looks become half as frequent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +29,21 @@ class Look:
 
 
 class Timeline:
-    """Looks at instances now and then, and changes nothing."""
+    """Looks at a world at even distances, and changes nothing."""
 
     def __init__(
         self, clock: Clock, instances: Sequence[ReplayNode], answered: Callable[[], int], every_ns: int = NS_PER_S
     ) -> None:
-        """``answered``: how many requests have been, so far."""
+        """``answered``: requests answered so far."""
         self._clock, self._instances, self._answered = clock, instances, answered
         self._every_ns = every_ns
         self._busy_ns: dict[str, int] = {}
-        self._begun_ns = self._last_ns = 0
+        self._start_ns = self._last_ns = 0
         self.looks: list[Look] = []
 
     def begin(self) -> None:
-        """From now on."""
-        self._begun_ns = self._last_ns = self._clock.now
+        """The workload's second 0 is now."""
+        self._start_ns = self._last_ns = self._clock.now
         self._clock.after(self._every_ns, self._look_again)
 
     def _look_again(self) -> None:
@@ -54,20 +54,19 @@ class Timeline:
         self._clock.after(self._every_ns, self._look_again)
 
     def look(self) -> None:
-        """Once."""
+        """Record one look."""
         now = self._clock.now
         if now <= self._last_ns:
             return
         waiting, running, used, busy = [], [], [], []
         for node in self._instances:
             in_line, at_work = node.machine.state.waiting_and_running()
-            total = node.machine.config.pool.hbm_blocks
             waiting.append(in_line)
             running.append(at_work)
-            used.append(round(1 - node.machine.pool.blocks_free / total, 4))
+            used.append(round(1 - node.machine.pool.blocks_free / node.host.setup.machine.hbm_blocks, 4))
             before = self._busy_ns.get(node.peer.name, 0)
             self._busy_ns[node.peer.name] = node.device.busy_ns
             busy.append(round(min(1.0, max(0, node.device.busy_ns - before) / (now - self._last_ns)), 4))
-        at_s = round((now - self._begun_ns) / NS_PER_S, 3)
+        at_s = round((now - self._start_ns) / NS_PER_S, 3)
         self.looks.append(Look(at_s, tuple(waiting), tuple(running), tuple(used), tuple(busy), self._answered()))
         self._last_ns = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from memserve.cluster.machine import Cluster
@@ -30,12 +31,32 @@ from memserve.workloads.words import Workload
 
 NAMESPACE = "simulated"
 JOINED_BY_NS = 60 * NS_PER_S
+S_PER_HOUR = 3600
 LOOKS = 300
-"""About so many moments are in a timeline."""
+"""About the number of looks in a timeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of a whole run, from the workload's start to its last answer."""
+
+    devices: int
+    simulated_s: float
+    device_hours: float
+    """All devices, from start to end."""
+    busy_share: float
+    """Share of that time in which devices worked."""
+    tokens: int
+    """Generated."""
+    tokens_per_device_hour: float
+    pulled_bytes: int
+    """KV that went from instance to instance."""
+    link_waits_s: float
+    """Additional time of all transfers because links were shared."""
 
 
 class ReplayWorld:
-    """Builds what a setup says, and runs a workload on it. Deterministic: no chance is in it."""
+    """Builds a setup, and runs a workload on it. Deterministic: it draws nothing at random."""
 
     tells = False
     router_addresses = (ROUTER_ADDRESS,)
@@ -124,7 +145,7 @@ class ReplayWorld:
         """A machine has handled an event."""
 
     def say(self, line: str, what: object = "") -> None:
-        """Nothing listens."""
+        """Not recorded."""
 
     # -- running
 
@@ -148,7 +169,7 @@ class ReplayWorld:
         self.timeline.look()
 
     def _break_off(self, end_ns: int) -> None:
-        """Time is up: tokens drawn by then are the clients', also those that are not sent yet."""
+        """Time is up: clients get the tokens drawn by then, also those that no message has carried yet."""
         self.clock.now = end_ns
         for node in self.instances:
             node.send_tokens()
@@ -182,3 +203,21 @@ class ReplayWorld:
 
 def _last_due_s(workload: Workload) -> float:
     return max((turn.due_s or 0.0 for session in workload.sessions for turn in session.turns), default=0.0)
+
+
+def usage(world: ReplayWorld) -> Usage:
+    """Of ``world``, which has run."""
+    elapsed_s, setup = world.elapsed_s, world.setup
+    device_hours = setup.devices * elapsed_s / S_PER_HOUR
+    busy_s = sum(node.device.busy_ns for node in world.instances) / NS_PER_S
+    instances = len(world.instances)
+    return Usage(
+        setup.devices,
+        elapsed_s,
+        device_hours,
+        busy_s / (instances * elapsed_s) if elapsed_s else 0.0,
+        world.clients.tokens,
+        world.clients.tokens / device_hours if device_hours else 0.0,
+        world.links.pulled_bytes,
+        world.links.waited_ns / NS_PER_S,
+    )

@@ -116,6 +116,38 @@ def test_a_handoff_pays_for_its_bytes() -> None:
     assert waits[1] - waits[0] == pytest.approx(moved_ns, rel=0.02)
 
 
+@pytest.mark.parametrize("link_share", [0.5, 3.0])
+def test_by_layer_hides_the_transfer_behind_the_prefill(link_share: float) -> None:
+    """``link_share``: how long the prompt's KV is on its way, beside the time of its prefill. By request all of it is
+    waited for; by layer only what the prefill was too short for, and the last layer."""
+    tokens = 4096
+    prefill_ns = H100.costs.prefill_ns(tokens, 0)
+    byte_ns = link_share * prefill_ns / (tokens * H100.geometry.token_bytes)
+    link = dataclasses.replace(H100.costs.network, start_ns=0.0, piece_ns=0.0, byte_ns=byte_ns)
+    hardware = dataclasses.replace(H100, roof=None, costs=dataclasses.replace(H100.costs, network=link))
+    scheduler = SchedulerConfig(8, 8192, 8192)
+    waits = {}
+    for mode in TransferMode:
+        cluster = ClusterConfig(Caching.OFF, "cost", mode)
+        setup = Setup({Role.PREFILL: 1, Role.DECODE: 1}, hardware, cluster, scheduler, AROUND)
+        served = played(setup, blocks_workload([(0.0, 1, tokens, 5)])).clients.served[0]
+        assert served.first_ns == prefill_ns and served.answered
+        waits[mode] = served.token_ns[1] - served.token_ns[0] - H100.costs.decode_step_ns(1, tokens)
+    moved_ns = link_share * prefill_ns
+    layer_ns = max(moved_ns, prefill_ns) / H100.geometry.num_layers
+    expected_ns = max(0.0, moved_ns - prefill_ns) + layer_ns
+    for mode in (TransferMode.BY_REQUEST, TransferMode.BY_REQUEST_AGG):
+        assert waits[mode] == pytest.approx(moved_ns, rel=0.1)
+    assert waits[TransferMode.BY_LAYER] == pytest.approx(expected_ns, abs=2 * layer_ns + 0.05 * moved_ns)
+
+
+def test_by_layer_is_refused_where_the_end_of_a_layer_is_not_known() -> None:
+    with pytest.raises(UserError, match="by-layer") as caught:
+        Setup({Role.PREFILL: 1, Role.DECODE: 1}, H100, ClusterConfig(transfer=TransferMode.BY_LAYER),
+              around=Surroundings(beside=(0.5, 0.5)))  # fmt: skip
+    assert "by-request-agg" in (caught.value.hint or "")
+
+
 def test_two_pulls_share_a_link() -> None:
     """Two handoffs from one instance at once take twice as long as one."""
     from memserve.sim.links import Fabric
@@ -181,13 +213,17 @@ requests = st.lists(
 
 @given(rows=requests, mix=st.sampled_from(["1", "2", "prefill=1,decode=2", "prefill=2,decode=1,colocated=1"]),
        policy=st.sampled_from(["least-load", "session", "prompt-tree", "cost"]), caching=st.sampled_from(list(Caching)),
-       blocks=st.integers(30, 200))  # fmt: skip
+       blocks=st.integers(30, 200), transfer=st.sampled_from(list(TransferMode)))  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_fast_forward_changes_nothing_that_a_client_sees(rows, mix, policy, caching, blocks) -> None:
+def test_fast_forward_changes_nothing_that_a_client_sees(rows, mix, policy, caching, blocks, transfer) -> None:
     """Every request ends with its full length, the same with and without many steps in one go."""
     instance = dataclasses.replace(SMALL, hbm_blocks=blocks)
     setup = Setup(
-        parse_instances(mix), instance, ClusterConfig(caching, policy), SchedulerConfig(8, 256, 128), Surroundings()
+        parse_instances(mix),
+        instance,
+        ClusterConfig(caching, policy, transfer),
+        SchedulerConfig(8, 256, 128),
+        Surroundings(),
     )
     workload = blocks_workload(rows)
     skipped = played(setup, workload)
@@ -404,17 +440,19 @@ def test_a_run_says_what_arrives_when_and_where(tmp_path, capsys) -> None:
 
 def test_figures_of_a_simulation_name_the_simulated_machine() -> None:
     from memserve.bench.metrics import Slo
-    from memserve.bench.plots import _subject
-    from memserve.bench.results import machine, sum_up
+    from memserve.bench.results import sum_up
+    from memserve.bench.serve import _subject
+    from memserve.bench.study import machine
 
-    simulated = sum_up([], [], Slo(), "memserve sim run", simulated="llama-3-8b on h100")
-    assert _subject(simulated) == "simulated: llama-3-8b on h100"
-    assert machine()["processor"] in _subject(sum_up([], [], Slo(), "memserve bench"))
+    results = sum_up([], [], Slo(), "memserve sim run")
+    results.machine = {"simulated": "llama-3-8b on h100"}
+    assert _subject(results) == "simulated: llama-3-8b on h100"
+    results.machine = machine()
+    assert machine()["processor"] in _subject(results)
 
 
 def test_compare_takes_folders_and_settings(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("memserve.bench.plots.can_draw", lambda: False)
-    monkeypatch.setattr("memserve.cli.sim_results.can_draw", lambda: False)
+    monkeypatch.setattr("memserve.bench.report_writer.can_draw", lambda: False)
     out = tmp_path / "one"
     common = ["--workload", "chat", "--sessions", "6", "--rate", "10"]
     assert run(["sim", "run", *common, "--instances", "colocated=2", "--out", str(out)]) == 0

@@ -1,7 +1,7 @@
-"""The profile's own points, and points between them that are held out of the fit.
+"""What the cost model is measured by: the profile's own points, and points that are held out of the fit.
 
-Both are measured in the same rounds, small and large ones by turns: when the machine becomes slower or quicker on the
-way, it does so for all sizes of both, and what is left is the model's own error. None of the held-out points is in the
+Both are measured in the same rounds, small and large ones by turns: when the machine's speed changes on the way, the
+change hits all sizes of both, and the remaining error is the model's own. None of the held-out points is in the
 profile's grid: other prompt lengths, batches, and numbers of blocks.
 """
 
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TypeVar
 
-from memserve.bench.cost.results import Foretold
-from memserve.bench.sheet import Spent
 from memserve.config import InstanceConfig
 from memserve.errors import UserError
 from memserve.policy.costs import CostModel, Sample, attended_pairs
@@ -30,6 +28,7 @@ from memserve.runtime.profile import (
 )
 from memserve.runtime.profile_store import Measured
 from memserve.types import KVGeometry, Tier
+from memserve.workloads.statistics import Spread, spread_of
 
 BATCH_PROMPT_TOKENS = 192
 """A batch of 2, 4 or 8 of these has as many tokens as one of the longer prompts."""
@@ -53,6 +52,54 @@ class Grid:
 
 FULL = Grid((192, 384, 768, 1536), (0.0, 0.25, 0.5, 0.75, 0.95), (2, 4, 8))
 QUICK = Grid((192, 768), (0.0, 0.4, 0.8, 0.95), (4,))
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """One measurement that the curves have not seen, beside what they say."""
+
+    curve: str
+    """``prefill``, ``prefill from DRAM``, ``prefill in batches``, ``decode``, ``swap_in``, ``swap_out``, ``same_host``
+    or ``network``."""
+    expected_ns: int
+    spent_ns: Spread
+    batch: int = 1
+    tokens: int = 0
+    """Of the prompt, or attended to by each sequence."""
+    cached: int = 0
+    """Of the prompt's tokens."""
+    blocks: int = 0
+    """Moved in all."""
+    pieces: int = 0
+
+    @property
+    def error(self) -> float:
+        """Relative error: above 0, the curve says more than was measured."""
+        return (self.expected_ns - self.spent_ns.p50) / self.spent_ns.p50
+
+    @property
+    def cached_ratio(self) -> float:
+        """Of the prompt."""
+        return self.cached / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How far a curve is off: relative errors, 0.1 = 10 %."""
+
+    error: Spread
+    """Without signs."""
+    bias: float
+    """The median with its sign: above 0, the curve says more than was measured."""
+
+
+def accuracy(points: Sequence[Foretold]) -> dict[str, Accuracy]:
+    """By curve, in the order in which they were measured."""
+    found = {}
+    for curve in dict.fromkeys(point.curve for point in points):
+        errors = [point.error for point in points if point.curve == curve]
+        found[curve] = Accuracy(spread_of(map(abs, errors)), median(errors))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +177,7 @@ class Measurement:
             except UserError as error:
                 self._missing[curve] = str(error)
 
-    # -- what follows
+    # -- results
 
     def measured(self) -> Measured:
         """The samples that curves are fitted to: those of ``memserve profile``."""
@@ -155,24 +202,24 @@ class Measurement:
         return Measured(samples, missing)
 
     def held_out(self, costs: CostModel) -> Iterator[Foretold]:
-        """The other points, beside what ``costs`` says of them."""
+        """The other points, beside the times that ``costs`` expects."""
         fitted = set(self._fitted_prompts())
         for point in [point for point in self._prompts if point not in fitted]:
             blocks = self._swapped_blocks(point)
-            spent = Spent.of(self._prompts[point])
+            spent_ns = spread_of(self._prompts[point])
             expected_ns = self._expected_ns(costs, point)
-            yield Foretold(point.curve, expected_ns, spent, point.batch, point.tokens, point.cached, blocks)
+            yield Foretold(point.curve, expected_ns, spent_ns, point.batch, point.tokens, point.cached, blocks)
         for batch, context in [pair for pair in self._decodes if pair in set(_held_out_decodes())]:
-            spent = Spent.of(self._decodes[batch, context])
-            yield Foretold("decode", costs.decode_step_ns(batch, batch * context), spent, batch, context)
+            spent_ns = spread_of(self._decodes[batch, context])
+            yield Foretold("decode", costs.decode_step_ns(batch, batch * context), spent_ns, batch, context)
         for curve, count in sorted(pair for pair in self._swaps if pair[1] in COPY_BLOCKS):
             expected_ns = getattr(costs, curve).ns(count * self.geometry.block_bytes, count)
-            yield Foretold(curve, expected_ns, Spent.of(self._swaps[curve, count]), blocks=count, pieces=count)
+            yield Foretold(curve, expected_ns, spread_of(self._swaps[curve, count]), blocks=count, pieces=count)
         for curve, found in self._transfers.items():
             for one in found:
                 if (blocks := self._blocks(one)) in COPY_BLOCKS:
                     expected_ns = getattr(costs, curve).ns(one.first, one.second)
-                    yield Foretold(curve, expected_ns, Spent.of([one.ns]), blocks=blocks, pieces=one.second)
+                    yield Foretold(curve, expected_ns, spread_of([one.ns]), blocks=blocks, pieces=one.second)
 
     # -- inside
 
