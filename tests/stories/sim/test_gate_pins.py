@@ -81,7 +81,7 @@ class PinnedWorld(World):
             held = pool.config.hbm_blocks - pool.available() - written_in_vain(link)
             spare = node.machine.load().sequences_running
             assert held <= taken + spare, f"{node.peer.name}: {held} blocks cannot be evicted, {taken} are counted"
-            pinned = node.machine._pins._pins
+            pinned = node.machine.pins._pins
             self.seen.update(looks=1, pinned=bool(pinned), pinned_beside=bool(pinned) and spare > 0)
             self.seen.update(lent=bool(link.exchange._sender.open))
             self.seen.update(full=memory.ledger.blocks_free(member.number) < 2)
