@@ -25,13 +25,6 @@ PACKAGE = SRC / "memserve"
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 TEST_FILE_LINES_MAX = 600
-TO_BE_SPLIT = {
-    "tests/stories/cluster/test_stories.py",
-    "tests/stories/instance/test_cluster.py",
-    "tests/stories/kv_transfer/test_exchange.py",
-}
-"""Longer than a test file may be: they are split where the machines that they tell of are rewritten."""
-
 TEST_KINDS = ("unit", "twins", "stories", "process")
 AT_THE_ROOT = ("test_house.py", "test_docs.py")
 NATIVE_FOLDERS = {"core": "memserve._core", "kernels": "memserve._kernels"}
@@ -151,7 +144,7 @@ def test_test_files_fit_their_budget() -> None:
     long = [
         f"{where(path)} has {lines} lines"
         for path in tracked("tests/*.py")
-        if (lines := text(path).count("\n")) > TEST_FILE_LINES_MAX and where(path) not in TO_BE_SPLIT
+        if (lines := text(path).count("\n")) > TEST_FILE_LINES_MAX
     ]
     report(long, f"No test file is longer than {TEST_FILE_LINES_MAX} lines: give one subject a file of its own.")
 
@@ -330,10 +323,6 @@ PERSONS = re.compile(r"\b(who|whoever|whom|nobody|somebody|everybody|someone|eve
 QUOTED = ("--kill-whom",)
 """Words of other programs, quoted."""
 KNOWN_ELSEWHERE = re.compile(r"\(level \d|\brows? [MCSXP]\d{1,2}\b|\([MCSXP]\d{1,2}\)")
-STILL_TO_BE_REWORDED = (
-    "src/memserve/bench/", "src/memserve/workloads/", "src/memserve/sim/", "docs/BENCH.md", "bench/README.md",
-)  # fmt: skip
-"""Their modules are being rewritten, and with them their words."""
 
 
 def docstring_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -349,8 +338,7 @@ def docstring_lines(path: Path) -> Iterator[tuple[int, str]]:
 def worded(*pages: str) -> Iterator[tuple[Path, int, str]]:
     """Every line of the sources and of ``pages``."""
     for path in [*SOURCES, *NATIVE, *tracked("src/*.pyi", *pages)]:
-        if not where(path).startswith(STILL_TO_BE_REWORDED):
-            yield from ((path, number, line) for number, line in enumerate(text(path).splitlines(), 1))
+        yield from ((path, number, line) for number, line in enumerate(text(path).splitlines(), 1))
 
 
 def test_processes_and_requests_are_no_persons() -> None:

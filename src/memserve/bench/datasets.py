@@ -230,7 +230,7 @@ def _agentic_lengths(row: Row) -> Lengths:
 
 
 def _within(spans: list[Span], tokens: int) -> list[Span]:
-    """Spans whose last block is partial: the request names it whole."""
+    """Spans with a partial last block: the request names it whole."""
     excess = sum(span.tokens for span in spans) - tokens
     if excess >= AGENTIC_BLOCK_TOKENS:
         raise BadRow(f"the ranges name {excess} tokens more than the request has")

@@ -107,12 +107,12 @@ class Figures:
 
     @property
     def cached_share(self) -> float:
-        """Of the prompt tokens, those whose KV came from the cache."""
+        """Of the prompt tokens, those with KV from the cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def fetched_share(self) -> float:
-        """Of the prompt tokens, those whose KV came from another instance's cache."""
+        """Of the prompt tokens, those with KV from another instance's cache."""
         return self.fetched_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 

@@ -80,7 +80,7 @@ class Case:
 
 
 class SourceDevice:
-    """Takes 1 ms for each token whose KV is computed, and 1 ms for each that is drawn."""
+    """Takes 1 ms for each token of which KV is computed, and 1 ms for each that is drawn."""
 
     layers = 1
 

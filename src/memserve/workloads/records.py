@@ -1,4 +1,4 @@
-"""Parsed records: output of the readers of files, input of the generators (level 1, no text format in here)."""
+"""Parsed records: output of the readers of files, input of the generators (no text format in here)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class LengthLog:
     record_id: str
     rows: tuple[Lengths, ...]
     parent: str = ""
-    """The session whose agent started this one; empty for a session of its own."""
+    """The session of the agent that started this one; empty for a session of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from memserve.workloads.words import Blocks, History, Session, Span, Text, Turn,
 FRESH_BLOCK_BASE = 1 << 48
 """Blocks that a trace doesn't name are numbered from here: each is asked once only."""
 LOCAL_BLOCKS = 1 << 32
-"""Room between two sessions whose identities mean something inside one session only."""
+"""Room between two sessions with identities that mean something inside one session only."""
 
 
 class _FreshBlocks:
@@ -146,7 +146,7 @@ def _client_times_s(client: Client, rng: Draws, start_s: float, end_s: float, fa
 
 
 def _gap_s(window: Window, rate: float, rng: Draws) -> float:
-    """One gap of the window's family and shape whose mean is ``1 / rate``."""
+    """One gap of the window's family and shape with a mean of ``1 / rate``."""
     if window.family == "Weibull":
         return float(rng.weibull(window.shape) / (rate * math.gamma(1 + 1 / window.shape)))
     return float(rng.gamma(window.shape, 1 / (rate * window.shape)))
@@ -160,6 +160,6 @@ def _drawn_lengths(client: Client, rng: Draws, at_s: float, start_s: float) -> L
 
 
 def _drawn_from(quantiles: tuple[float, ...], rng: Draws) -> int:
-    """A length whose distribution has these quantiles, straight lines between them."""
+    """A length with a distribution of these quantiles, straight lines between them."""
     place = rng.random() * (len(quantiles) - 1)
     return max(1, round(float(np.interp(place, np.arange(len(quantiles)), quantiles))))

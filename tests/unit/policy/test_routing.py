@@ -343,9 +343,7 @@ def test_a_few_candidates_are_enough(policy, seed):
     prompt = [k % 7 for k in range(41)]
     cluster = crowd(policy, seed, prompt)
     known = everybody(cluster, prompt)
-    lenders = sorted(
-        (c for c in known if c.role is not D), key=lambda c: (-c.matched_tokens, c.dram_tokens > 0, c.number)
-    )
+    lenders = sorted(known, key=lambda c: (-c.matched_tokens, c.dram_tokens > 0, c.number))  # PD-Caching-3: all lend
     longest = tuple(Holding(c.number, c.matched_tokens, c.host_id) for c in lenders[:1])
     ask = Ask(len(prompt), 4, token_bytes=GEOMETRY.token_bytes, holdings=longest, block_tokens=GEOMETRY.block_tokens)
     expected = route(policy, ask, known)

@@ -96,7 +96,7 @@ class RecordWriter:
 
 
 def read_records(path: Path) -> list[RequestRecord]:
-    """The records of a file, also of one whose writer was killed: whole lines only.
+    """The records of a file, also of one with a writer that was killed: whole lines only.
 
     Raises :class:`UserError` for a file that holds something else.
     """
