@@ -1,4 +1,4 @@
-"""``memserve bench capacity``: the largest rate that a setting bears by bisection."""
+"""``memserve bench capacity``: by bisection, the largest rate that a setting sustains."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ class CapacityStudy(Study[CapacityResults]):
 
     def told(self) -> Iterator[str]:
         for one in self.results.found:
-            rate = f"{one.rate:.2f} requests/s" if one.rate is not None else "no rate was borne"
+            rate = f"{one.rate:.2f} requests/s" if one.rate is not None else "no rate was sustained"
             yield f"{one.setting}: {rate}" + (f" (partial: {one.partial})" if one.partial else "")
 
     def head(self) -> Iterator[str]:
