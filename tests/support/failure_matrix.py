@@ -310,7 +310,7 @@ def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[
         nurse = threading.Thread(target=_restart_when_dead, args=(fleet, victim, role), daemon=True)
         if case.fault == "restart":
             nurse.start()
-        for _ in range(3):  # the moment may need luck with the placement: send the crowd again
+        for _ in range(8):  # the moment may need luck with the placement: send the crowd again
             _send_crowd(fleet, bodies, want, result)
             result.reached = "fault: " in fleet.log(victim)
             if result.reached or result.wrong:
