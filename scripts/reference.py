@@ -1,4 +1,4 @@
-"""Writes ``docs/reference/REFERENCE.md`` and ``docs/reference/HTTP.md`` from the code: ``python scripts/reference.py [--check]``.
+"""Writes the pages of ``docs/reference`` from the code: ``python scripts/reference.py [--check]``.
 
 The commands come from the typer app, the options from the config classes and the docstring below each field: an
 option is declared and described once. The HTTP page is made of what ``/openapi.json`` is made of.

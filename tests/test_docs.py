@@ -154,6 +154,21 @@ def test_log_lines_that_operators_are_told_of_are_logged() -> None:
         assert any(len(part) > 3 for part in parts) and not missing, f"{line}: nothing logs {missing}"
 
 
+def test_words_of_the_glossary_are_sorted_and_in_use() -> None:
+    """A word is in use where the sources have it in any spelling: `block table`, `block_tables`, `BlockTable`."""
+
+    def bare(text: str) -> str:
+        return re.sub(r"[^a-z]", "", text.lower())
+
+    sources = bare(
+        "".join(path.read_text() for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".h", ".cpp"))
+    )
+    entries = re.findall(r"^\| (.+?) \| .+ \|$", (ROOT / "docs" / "GLOSSARY.md").read_text(), re.MULTILINE)[2:]
+    assert len(entries) > 60 and entries == sorted(entries, key=str.lower)
+    words = [word for entry in entries for word in re.sub(r" \(.*\)", "", entry).split(", ")]
+    assert not [word for word in words if bare(word) not in sources], "no source has these words any more"
+
+
 def symbols(path: Path) -> set[str]:
     """Classes, functions and methods of a module: ``Class``, ``function``, ``Class.method``."""
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
