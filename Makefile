@@ -42,7 +42,7 @@ lint: install $(VENV)/.tested ## ruff, mypy --strict, and the house rules
 bench: install ## measure this machine: the engine beside rivals that are installed (bench/README.md)
 	@$(BIN)/python bench/rivals.py $(ARGS)
 
-docs: install ## write docs/REFERENCE.md from the code
+docs: install ## write docs/reference/REFERENCE.md from the code
 	@$(BIN)/python scripts/reference.py
 
 core: ## rebuild the native modules in place (TARGET=_core or _kernels for one of them)

@@ -1,4 +1,4 @@
-"""Writes ``docs/REFERENCE.md`` and ``docs/HTTP.md`` from the code: ``python scripts/reference.py [--check]``.
+"""Writes the pages of ``docs/reference`` from the code: ``python scripts/reference.py [--check]``.
 
 The commands come from the typer app, the options from the config classes and the docstring below each field: an
 option is declared and described once. The HTTP page is made of what ``/openapi.json`` is made of.
@@ -35,7 +35,7 @@ MACHINES = (REQUEST_PHASES, SEQUENCE, IMPORT, EXPORT)
 MACHINES_HEAD = """Each object moves through phases by a table of its own; a move that is not in the table is a bug, and
 raises an error."""
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "reference"
 PAGE, HTTP_PAGE = DOCS / "REFERENCE.md", DOCS / "HTTP.md"
 HEAD = """# Reference
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import importlib.util
 import re
 import tomllib
@@ -15,7 +17,8 @@ import pytest
 from memserve import config
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]
+REFERENCE = ROOT / "docs" / "reference" / "REFERENCE.md"
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +74,34 @@ def test_changelog_has_the_current_version() -> None:
     assert version.group(1) in headings
 
 
+def without_code(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as they are made of them where it is shown."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)#([^)\s]+)\)", without_code(page))
+    targets = [((page.parent / link).resolve() if link else page, anchor) for link, anchor in links]
+    assert not [(target.name, anchor) for target, anchor in targets if anchor not in anchors(target)]
+
+
+def test_every_page_is_listed() -> None:
+    """`docs/README.md` says what is where."""
+    index = ROOT / "docs" / "README.md"
+    pages = {str(page.relative_to(index.parent)) for page in PAGES if page.is_relative_to(index.parent)} - {index.name}
+    assert pages == {link for link in re.findall(r"\]\(([^)#]+)\)", index.read_text()) if not link.startswith("..")}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_named_files_exist(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    text = without_code(page)
     links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text)
     files = re.findall(r"`((?:src|tests|docs|bench|scripts)/[\w./-]+\.\w+)`", text)
     missing = [link for link in links if not (page.parent / link).exists()]
@@ -97,13 +125,13 @@ def test_architecture_gives_every_dependency_a_reason() -> None:
         assert name.removeprefix("pytest-") in table, f"docs/ARCHITECTURE.md: one line that says why {name} is needed"
 
 
-OPERATED = ("OPERATIONS.md", "SECURITY.md")
+OPERATED = ("guides/OPERATIONS.md", "concepts/SECURITY.md")
 """Pages whose commands, metrics and log lines operators rely on."""
 
 
 @pytest.mark.parametrize("name", OPERATED)
 def test_options_and_metrics_that_a_page_names_exist(name: str) -> None:
-    text, known = (ROOT / "docs" / name).read_text(), (ROOT / "docs" / "REFERENCE.md").read_text()
+    text, known = (ROOT / "docs" / name).read_text(), REFERENCE.read_text()
     said = re.findall(r"`[^`\n]*`", text) + re.findall(r"^.*memserve (?:serve|bench|sim).*$", text, re.MULTILINE)
     own = [span for span in said if "systemctl" not in span and "useradd" not in span]
     options = {option for span in own for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span)}
@@ -117,10 +145,55 @@ def test_log_lines_that_operators_are_told_of_are_logged() -> None:
     """In the table of lines, capitals and dots stand for what differs from line to line."""
     source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     source = re.sub(r'"\s*\n\s*f?"', "", source)
-    logs = (ROOT / "docs" / "OPERATIONS.md").read_text().split("## Logs")[1].split("\n## ")[0]
+    logs = (ROOT / "docs" / "guides" / "OPERATIONS.md").read_text().split("## Logs")[1].split("\n## ")[0]
     lines = [line for row in re.findall(r"^\| (`.*?) \|", logs, re.MULTILINE) for line in re.findall(r"`([^`]+)`", row)]
     assert len(lines) > 10
     for line in lines:
         parts = [part.strip(" :;,") for part in re.split(r"\b[A-Z]+\b|\.\.\.", line)]
         missing = [part for part in parts if len(part) > 3 and part not in source]
         assert any(len(part) > 3 for part in parts) and not missing, f"{line}: nothing logs {missing}"
+
+
+def test_words_of_the_glossary_are_sorted_and_in_use() -> None:
+    """A word is in use where the sources have it in any spelling: `block table`, `block_tables`, `BlockTable`."""
+
+    def bare(text: str) -> str:
+        return re.sub(r"[^a-z]", "", text.lower())
+
+    sources = bare(
+        "".join(path.read_text() for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".h", ".cpp"))
+    )
+    entries = re.findall(r"^\| (.+?) \| .+ \|$", (ROOT / "docs" / "GLOSSARY.md").read_text(), re.MULTILINE)[2:]
+    assert len(entries) > 60 and entries == sorted(entries, key=str.lower)
+    words = [word for entry in entries for word in re.sub(r" \(.*\)", "", entry).split(", ")]
+    assert not [word for word in words if bare(word) not in sources], "no source has these words any more"
+
+
+def symbols(path: Path) -> set[str]:
+    """Classes, functions and methods of a module: ``Class``, ``function``, ``Class.method``."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, kinds):
+            found.add(node.name)
+            found |= {f"{node.name}.{inner.name}" for inner in ast.walk(node) if isinstance(inner, kinds)}
+    return found
+
+
+def test_the_tour_names_what_is_there() -> None:
+    """Behind a file of Python the symbols that the tour names of it; tests as ``file::name``."""
+    tour = (ROOT / "docs" / "TOUR.md").read_text()
+    stops = re.findall(r"^## \d+\. .+?(?=^## )", tour, re.MULTILINE | re.DOTALL)
+    assert len(stops) >= 12
+    for stop in stops:
+        read = re.search(r"^\*\*Read\*\* (.+?)$\n\n", stop, re.MULTILINE | re.DOTALL)
+        assert read is not None and "**Try**" in stop, stop.split("\n")[0]
+        named = re.findall(
+            r"`(src/memserve/[\w/]+\.py)`((?:,? (?:and )?`[A-Za-z_][\w.]*`)+)", read[1].replace("\n", " ")
+        )
+        assert named, read[0]
+        for file, names in named:
+            gone = set(re.findall(r"`([^`]+)`", names)) - symbols(ROOT / file)
+            assert not gone, f"docs/TOUR.md: {file} has no {gone}"
+    for file, test in re.findall(r"`?(tests/[\w/]+\.py)::(\w+)", tour):
+        assert test in symbols(ROOT / file), f"docs/TOUR.md: {file} has no {test}"

@@ -11,7 +11,7 @@ import pytest
 from memserve.cli.main import run
 from places import ROOT
 
-PAGE = ROOT / "docs" / "SIMULATOR.md"
+PAGE = ROOT / "docs" / "guides" / "SIMULATOR.md"
 
 
 def test_the_simulators_commands_run_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from reference import metric_families
 
-REFERENCE = ROOT / "docs" / "REFERENCE.md"
+REFERENCE = ROOT / "docs" / "reference" / "REFERENCE.md"
 
 FAMILIES = {family.name: family for family in metric_families()}
 

@@ -1,4 +1,4 @@
-"""The API described: tables of operations and of errors, from which ``/openapi.json`` and docs/HTTP.md are made."""
+"""Tables of operations and of errors, from which ``/openapi.json`` and docs/reference/HTTP.md are made."""
 
 from __future__ import annotations
 

@@ -163,8 +163,8 @@ def _path(recipe: Recipe, name: str) -> Path:
     if recipe.data is None:
         raise UserError(
             f"workload '{recipe.kind}' needs {name}",
-            hint=f"name its folder with --data (docs/BENCH.md says where it comes from); made from a seed, without "
-            f"data: {', '.join(BUILT_IN)}",
+            hint=f"name its folder with --data (docs/guides/BENCH.md says where it comes from); made from a seed, "
+            f"without data: {', '.join(BUILT_IN)}",
         )
     for path in (recipe.data / name, recipe.data / Path(name).name):
         if path.is_file():

@@ -117,7 +117,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_memory_bound(model: str) -> Iterator[Finding]:
-    """What one instance of the model may have resident, with the default options: see docs/MEMORY.md."""
+    """What one instance of the model may have resident, with the default options: see docs/concepts/MEMORY.md."""
     from memserve.config import EngineOptions
     from memserve.model.loading.sources import resolve_source
     from memserve.runtime.memory import memory_bound, sizes_from_config

@@ -1,6 +1,6 @@
 """All sequences by phase, the device slots, and the moves between phases.
 
-``sequence.SEQUENCE`` is the table of all moves, ``docs/REFERENCE.md`` shows it::
+``sequence.SEQUENCE`` is the table of all moves, ``docs/reference/REFERENCE.md`` shows it::
 
     WAITING_FOR_REMOTE_KV --fetched--> WAITING                          (KV from another instance)
              +----handed over--> REMOTE_KV_READY --admit--> PREFILLING

@@ -54,7 +54,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBound:
-    """What an instance on a CPU may have resident at most, by what it is for; see docs/MEMORY.md."""
+    """What an instance on a CPU may have resident at most, by what it is for; see docs/concepts/MEMORY.md."""
 
     program_bytes: int
     weights_bytes: int

@@ -1,4 +1,4 @@
-"""docs/HTTP.md and /openapi.json: complete, and their examples run as they stand."""
+"""docs/reference/HTTP.md and /openapi.json: complete, and their examples run as they stand."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ CAUGHT = {
     "leaving": (121, "does not serve"),
     "router-addresses": (101, "members: "),
 }
-"""Where to begin, so that a test of a few seeds sees it, and what the checker says. docs/SIMULATOR.md counts from 0."""
+"""Where to begin, so that a test of a few seeds sees it, and what the checker says. The table in
+docs/guides/SIMULATOR.md counts from 0."""
 
 
 @pytest.mark.parametrize("plant", list(PLANTS))
