@@ -14,7 +14,7 @@ from memserve.policy.admission import Crowd
 from memserve.policy.fairness import FairQueue
 from memserve.policy.ledger import BlockLedger
 from memserve.serving import RejectRequest
-from memserve.sim.fuzz.campaign import judge, play, setting_of
+from memserve.sim.fuzz.campaign import judge, parse_setting, play, setting_of
 from memserve.sim.fuzz.gate import cause_of
 from memserve.sim.fuzz.scenario import draw
 from memserve.types import Admission
@@ -39,6 +39,15 @@ def test_without_faults_only_a_gate_may_refuse() -> None:
     gated = [seed for seed in range(30) if draw(seed, setting_of(seed, "healthy")).admission.mode is not Admission.NONE]
     refused = sum(len(play(seed, setting_of(seed, "healthy")).gate_judge.refused) for seed in gated)
     assert len(gated) >= 4 and refused > 0
+
+
+@pytest.mark.parametrize(
+    ("seed", "setting"),
+    [(77_001_061, "pd-caching-3/by-request/1P1D1C/swarm"), (91_001_742, "pd-caching-2/by-request/1P1D1C/healthy")],
+)
+def test_a_colocated_instance_beside_a_pair_needs_room_for_the_answer_too(seed: int, setting: str) -> None:
+    """The judge took it to need room for the prompt alone: "waits, and there is room for it"."""
+    assert judge(seed, parse_setting(setting)).failure == ""
 
 
 def _half_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
