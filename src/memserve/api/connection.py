@@ -196,7 +196,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._phase is _Phase.LINGERING or self._phase is _Phase.CLOSED:
             return
         if not exchange.keeps_connection:
-            self._linger(LINGER_BYTES_MAX if not exchange.body_complete else 0)
+            # A close with unread requests behind this one would reset the connection, and the answer could be lost.
+            self._linger(LINGER_BYTES_MAX if not exchange.body_complete else WIRE_LINGER_BYTES_MAX)
         elif exchange.body_complete:
             # not from here: thousands of pipelined requests would nest as deeply
             self._loop.call_soon(self._next_request)
@@ -347,7 +348,8 @@ class Connection(asyncio.BufferedProtocol):
             self._close()
             return
         self._linger_bytes = bytes_max
-        self._enter(_Phase.LINGERING, LINGER_S)
+        slow = self._transport.get_write_buffer_size() > 0
+        self._enter(_Phase.LINGERING, max(LINGER_S, self._limits.write_timeout_s) if slow else LINGER_S)
         self._pause_if(False)
         if not self._transport.is_closing():
             self._transport.write_eof()

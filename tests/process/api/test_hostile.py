@@ -113,6 +113,19 @@ def test_a_head_without_end_is_ended(world: World, http: httpx.Client, more: byt
     still_answers(world, http)
 
 
+def test_an_answer_survives_what_was_sent_behind_a_last_request(world: World, http: httpx.Client) -> None:
+    """The client may send on before it knows that the connection ends: that must not reset what it has not read."""
+    address = httpx.URL(world.url)
+    for behind in (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 3, b"x" * 100_000):
+        with socket.create_connection((address.host, address.port or 80), timeout=10) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.0\r\nhost: x\r\n\r\n" + behind)
+            answer = b""
+            while piece := connection.recv(1 << 16):
+                answer += piece
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"\n") and answer.count(b"HTTP/1.1 ") == 1
+    still_answers(world, http)
+
+
 def test_long_heads_are_answered(world: World, http: httpx.Client) -> None:
     """Each of them within the limit, on one connection."""
     for _ in range(3):
