@@ -320,6 +320,7 @@ def main() -> None:
             records.append({"section": section, **record})
     if options.json:
         options.json.write_text(json.dumps(records, indent=1))
+    gc.unfreeze()  # the clusters may go
 
 
 if __name__ == "__main__":
