@@ -75,7 +75,7 @@ class Watch:
                 found |= self._said(action.message)
             elif isinstance(action, PullPages):
                 kinds = {self.kinds[transfer] for transfer in self.pullable.get(action.peer, ())}
-                found |= {PULLED[kind] for kind in kinds} if len(kinds) == 1 else set()  # else: who knows which
+                found |= {PULLED[kind] for kind in kinds} if len(kinds) == 1 else set()  # else it is not known which
         return found
 
     def _heard(self, sender: Any, message: Any) -> set[str]:

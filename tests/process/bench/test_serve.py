@@ -260,7 +260,7 @@ def test_the_report_shows_all_that_there_is(tmp_path: Path) -> None:
         assert f"({name}.png)" in page
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
-    assert "(figure-7.png)" not in page, "nobody told what the workloads are like"
+    assert "(figure-7.png)" not in page, "the page names a plot that was not drawn"
     assert "| 2PD | 8 | 0 | 71.5 |" in page and "| chat | caching: 2PD to 2PD-CC | -49% |" in page
     assert "TTFT <= 100 ms" in page and "Partial" not in page
 

@@ -139,7 +139,7 @@ def test_an_etcd_whose_current_names_no_journal_is_refused(etcd: str, current: b
 
     def opened() -> EtcdMedium:
         medium = EtcdMedium([etcd], name=f"odd-{(current or b'none')[:9].decode()}")
-        medium.elect("test", lambda who: None, lambda: None)
+        medium.elect("test", lambda leader: None, lambda: None)
         return medium
 
     keeper = MetaKeeper(opened())

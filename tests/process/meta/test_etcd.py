@@ -47,7 +47,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 def elected(cluster: EtcdCluster, access: EtcdAccess | None = None, lost: threading.Event | None = None) -> EtcdMedium:
     medium = EtcdMedium(cluster.hosts, "test", access)
-    medium.elect("me", lambda who: None, (lost or threading.Event()).set)
+    medium.elect("me", lambda leader: None, (lost or threading.Event()).set)
     return medium
 
 

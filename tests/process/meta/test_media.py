@@ -58,7 +58,7 @@ def reopened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
         from memserve.runtime.meta_etcd import EtcdMedium
 
         medium = EtcdMedium([request.getfixturevalue("etcd")], name=tmp_path.name)
-        medium.elect("test", lambda who: None, lambda: None)
+        medium.elect("test", lambda leader: None, lambda: None)
         return medium
 
     yield again
@@ -132,7 +132,7 @@ def test_a_lease_that_ran_out_while_nobody_waited_is_taken_again(etcd: str) -> N
     from memserve.runtime.meta_etcd import EtcdMedium
 
     medium, lost = EtcdMedium([etcd], "outage"), threading.Event()
-    medium.elect("me", lambda who: None, lost.set)
+    medium.elect("me", lambda leader: None, lost.set)
     medium.replace(b"a")
     before = medium._created
     medium._do(lambda client: client.revoke_lease(medium._lease_id))

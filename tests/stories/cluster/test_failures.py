@@ -109,7 +109,7 @@ def test_who_comes_from_the_past_is_told_which_generation_to_be(make_cluster):
     actions = world.hear(Peer("d", 4), Join(info("d", D, 4)))
     assert world.sent(actions, Expelled) == [("d", Expelled("this incarnation was taken to be dead", 9))]
     assert world.sent(world.hear(Peer("d", 10), Join(info("d", D, 10))), JoinAccepted)
-    actions = world.hear(Peer("d", 5), Join(info("d", D, 5)))  # again, and nobody knows yet that the tenth is dead
+    actions = world.hear(Peer("d", 5), Join(info("d", D, 5)))  # again, and the death of the tenth is not known yet
     assert world.sent(actions, Expelled) == [("d", Expelled("this incarnation was taken to be dead", 10))]
 
 
@@ -349,7 +349,7 @@ def test_a_lost_dispatch_is_noticed_within_two_heartbeats(make_cluster):
     world.instances["a"].deaf = False
     assert not world.instances["a"].running and not world.instances["b"].running
     world.wait(NS_PER_S)
-    assert world.instances["a"].running, "nobody is to blame for one letter: the cached prefix is there"
+    assert world.instances["a"].running, "one letter has no cause there: the cached prefix is there"
     world.run()
     assert client.got[0] == lone_answer(client.request, 0)[0]
     counters = world.cluster.stats().counters

@@ -57,7 +57,9 @@ def test_another_model_cannot_join(make_cluster):
     assert "speaks for" in refused.reason
     assert len(world.cluster.instances()) == 1
     world.hear(Peer("p", 1), Leave())
-    assert world.sent(world.hear(Peer("d", 1), Join(info("d", D, namespace="another"))), JoinAccepted), "nobody is left"
+    assert world.sent(world.hear(Peer("d", 1), Join(info("d", D, namespace="another"))), JoinAccepted), (
+        "no member of the old model is left"
+    )
 
 
 def test_a_geometry_that_cannot_be_is_refused(make_cluster):

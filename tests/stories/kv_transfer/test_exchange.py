@@ -178,7 +178,7 @@ def test_handoffs_that_wait_for_room_take_turns_by_tenant(world) -> None:
     assert len(arrived_tenants(d)) == 7 and arrived_tenants(d).index("b") == 1
 
 
-# -- who is who
+# -- identities
 
 
 def test_an_offer_heard_after_its_end_is_sent_back(world) -> None:

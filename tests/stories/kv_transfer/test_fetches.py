@@ -121,7 +121,7 @@ def test_a_fetch_gets_nothing_else_than_what_it_asked_for(world) -> None:
     asked = d.fetch(p.peer, "", PROMPT, 500)
     other = Offer(asked, "", array(range(BLOCK)), p.pool.identity("", array(range(BLOCK))), Tier.HBM, 0, (0,), 100)
     d.hear(Peer("e", 1), other)
-    assert d.exchange.transfers_open == 1 and not of(d, FetchEnded), "an answer from somebody else"
+    assert d.exchange.transfers_open == 1 and not of(d, FetchEnded), "an answer of another instance"
     d.hear(p.peer, other)
     assert last(d) == FetchEnded(asked, False, 0, "not what was asked for")
     with pytest.raises(InvariantError, match="to fetch"):

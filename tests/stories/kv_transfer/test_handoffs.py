@@ -43,7 +43,7 @@ def test_a_handoff_brings_every_page(world) -> None:
     assert (arrived.transfer_id, arrived.first_tokens, arrived.ended) == (offer_id, ((7,), (9,)), ())
     assert (arrived.pulled_blocks, arrived.reused_blocks, len(arrived.blocks)) == (3, 0, 3)
     assert arrived.offer.return_kv and arrived.offer.deadline_in_ns == 5 and arrived.sender == p.peer
-    assert d.seqs[0].checked, "nobody looked at the contents"
+    assert d.seqs[0].checked, "the contents were not checked"
     assert d.pool.match("", array(PROMPT)) == 2 * BLOCK
     assert arrived.lease.tokens == 2 * BLOCK and arrived.lease.blocks == arrived.blocks[:2]
     assert of(p, Released) == [Released(offer_id, d.peer, True, "")]
@@ -139,7 +139,7 @@ def test_one_copy_where_somebody_else_brought_the_same(world) -> None:
         p.hand_over(d.peer, seq)
     world.run()
     first, second = (arrived.blocks for arrived in of(d, HandoffArrived))
-    assert first[:2] == second[:2] and first[2] != second[2], "the half filled block is nobody else's"
+    assert first[:2] == second[:2] and first[2] != second[2], "the half filled block is not shared"
     assert d.exchange.counters.pulled_blocks == 6
     assert d.pool.report().by_tier[Tier.HBM].blocks_used == 4
 
@@ -253,7 +253,7 @@ def test_steps_are_expected_before_a_pull_only_where_something_goes_down_for_it(
 def test_pages_are_sealed_when_the_plan_that_computes_them_has_finished(world) -> None:
     p, d = pair(world)
     p.compute("", PROMPT)
-    again = p.compute("", PROMPT)  # cached: published when its plan was made, computed by nobody yet
+    again = p.compute("", PROMPT)  # cached: published when its plan was made, not computed yet
     p.exchange.more_blocks("unknown", [1])
     offer_id = p.offer(d.peer, again, request=Request("r", again.tokens))
     p.exchange.computed(offer_id, 0, 2)
@@ -300,7 +300,7 @@ def test_a_cancelled_import_keeps_its_blocks_while_the_host_may_write(world) -> 
     del d.expecting[offer_id]
     d.exchange.give_up(offer_id, "cancelled")
     d.take([])
-    assert d.pool.available() == 0, "somebody could get blocks that the host is writing to"
+    assert d.pool.available() == 0, "blocks that the host is writing to could be given out"
     d.answer(d.pulls[0])
     assert d.pool.available() == 3
     world.run()
