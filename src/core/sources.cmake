@@ -5,12 +5,14 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/bind/identity.cpp
   src/core/bind/json_shape.cpp
   src/core/bind/memory.cpp
+  src/core/bind/memory_tier.cpp
   src/core/bind/module.cpp
   src/core/bind/radix.cpp
   src/core/bind/sealed_copy.cpp
   src/core/bind/segment_log.cpp
   src/core/bind/shared_arena.cpp
   src/core/bind/stop_strings.cpp
+  src/core/bind/tier_reader.cpp
   src/core/directory/check.cpp
   src/core/directory/directory.cpp
   src/core/directory/entry.cpp
@@ -20,6 +22,7 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/pool/allocator.cpp
   src/core/pool/arena.cpp
   src/core/pool/copy_engine.cpp
+  src/core/pool/mapping.cpp
   src/core/pool/shared_arena.cpp
   src/core/pool/workers.cpp
   src/core/radix/check.cpp
@@ -33,13 +36,21 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/scheduling/rows.cpp
   src/core/scheduling/sequence.cpp
   src/core/store/check.cpp
+  src/core/store/client_area.cpp
   src/core/store/disk_queue.cpp
   src/core/store/disk_threads.cpp
   src/core/store/disk_uring.cpp
+  src/core/store/extents.cpp
   src/core/store/lifecycle.cpp
+  src/core/store/memory_tier.cpp
   src/core/store/record_index.cpp
   src/core/store/recovery.cpp
   src/core/store/segment_log.cpp
+  src/core/store/shared_table.cpp
+  src/core/store/tier_evict.cpp
+  src/core/store/tier_files.cpp
+  src/core/store/tier_reader.cpp
+  src/core/store/tier_shown.cpp
   src/core/text/stop_strings.cpp
   src/core/transfer/seal_sums.cpp
   src/core/transfer/sealed_copy.cpp

@@ -202,6 +202,9 @@ def siphash128(key: bytes, data: bytes) -> bytes:
 def block_identities(key: bytes, namespace: bytes, tokens: Ids, block_tokens: int) -> bytes:
     """16 bytes a whole block: ``identity[i] = siphash128(key, identity[i-1] + tokens of block i)``."""
 
+def value_keys(secret: bytes, scope: bytes, keys: list[bytes]) -> bytes:
+    """16 bytes a key: ``siphash128(secret, scope's length as 8 bytes, little-endian, + scope + key)``."""
+
 class Arena(Buffer):
     """Zeroed anonymous memory on huge pages, touched lazily: ``numpy.frombuffer(arena, dtype=numpy.uint8)``."""
 
@@ -232,8 +235,8 @@ def copy_bytes(dst_address: int, src_address: int, count: int, threads: int = 1)
 class SharedArena(Buffer):
     """Zeroed memory, touched lazily, that other processes of this host can read: ``PeerArena(pid, fd, nbytes)``.
 
-    An unnamed file in memory (memfd), sealed against changes of its size and against other writers. ``OSError`` when
-    the kernel has none to give.
+    An unnamed file in memory (memfd), sealed against changes of its size and against other writers; that of a
+    :class:`MemoryTier` has a name. ``OSError`` when the kernel has none to give.
     """
 
     def __init__(self, nbytes: int) -> None: ...
@@ -400,7 +403,7 @@ class RoutingPrices:
     """Curves of ``policy.costs.CostModel``, each in three coefficients, in ns: a table of profiles."""
 
     def __init__(self, profiles: Sequence[Sequence[tuple[float, float, float]]]) -> None:
-        """Each profile: ``prefill, decode, swap_in, same_host, network``."""
+        """Each profile: ``prefill, decode, swap_in, same_host, network, disk``."""
 
 def cheapest(
     first: Sequence[tuple[NDArray[np.int64], bool]],
@@ -413,7 +416,7 @@ def cheapest(
     prices: RoutingPrices,
     profiles: NDArray[np.int64],
     ask: tuple[int, int, int, int, int, int],
-    holding: tuple[int, int],
+    holding: tuple[int, int, int],
     window_steps: int,
 ) -> tuple[_LoadRow, _LoadRow | None]:
     """Of all pairs of one of ``first`` and one of ``decoders`` the one that ``policy.routing.cost`` would choose, in
@@ -422,16 +425,18 @@ def cheapest(
     ``loads``, ``room`` and ``matches`` as there; ``hosts``: ``[n]``, a code up to ``n`` for each, 0: unknown.
     ``profiles``: ``[n]``, the place in ``prices`` of each. ``ask``: tokens of the prompt, tokens at most to be
     generated, sequences, bytes of KV a token, tokens a block, pieces of a block in a handoff. ``holding``: the number
-    of an instance that may be asked for a prefix, and for how many tokens of it (0: none). ``window_steps``: decode
-    steps that count. ``ValueError``: no instances to choose from, or numbers without a column.
+    of an instance or a store that may be asked for a prefix, for how many tokens of it (0: none), and how many of them
+    lie on the disks of a store, read at its own price. ``window_steps``: decode steps that count. ``ValueError``: no
+    instances to choose from, or numbers without a column.
     """
 
 def most_of(
-    matches: NDArray[np.int64], codes: NDArray[np.int8], without: int, count: int
-) -> list[tuple[int, int, bool]]:
-    """The holders of most of a prompt: up to ``count`` times ``(number, blocks, some of it in DRAM)``.
+    matches: NDArray[np.int64], codes: NDArray[np.int8], without: int, stores: int, count: int
+) -> list[tuple[int, int, int]]:
+    """The holders of most of a prompt: up to ``count`` times ``(number, blocks, those in its lower tier alone)``.
 
-    Most blocks first, then those in HBM alone, then the lowest number. ``matches``: ``[2, n]``, from
+    Most blocks first, then those in an instance's HBM alone, in its HBM and DRAM, in the DRAM of a store (``codes`` say
+    ``stores``), and with some on its disks; then the lowest number. ``matches``: ``[2, n]``, from
     :meth:`PrefixDirectory.match_columns`; whose ``codes`` (``[n]``) say ``without`` are left out.
     """
 
@@ -548,6 +553,9 @@ class Found:
         """As :func:`seal_ranges` gives it for the payload; 0: it is empty."""
     @property
     def scope(self) -> int: ...
+    @property
+    def name_bytes(self) -> int:
+        """Of the record's name."""
 
 Source = int | Callable[[int, int], bytes | None]
 """A disk to recover from: a file descriptor, or ``read(offset, count)``, which gives None for what cannot be read."""
@@ -558,6 +566,9 @@ class SegmentLog:
     The host performs what :meth:`take_commands` gives and tells each end, in any order. Keys have 16 bytes. A record
     is found once it is written, and, with ``sync`` 2, synced. ``ValueError``: sizes that no segment has.
     """
+
+    HEAD_BYTES: int
+    """Bytes in front of a record's name; a short payload stands right behind the name, in the same page."""
 
     def __init__(
         self, segments: int, segment_bytes: int, secret: bytes, move_share: float = 0.25, sync: int = 1
@@ -583,14 +594,20 @@ class SegmentLog:
     def hold(self, key: bytes, counts: bool = True) -> Found | None:
         """Find a record; its bytes stay where they are until :meth:`let_go`. ``counts``: this is a hit."""
     def let_go(self, segment: int) -> None: ...
+    def look(self, key: bytes) -> Found | None:
+        """What is known of a record: no hit, and nothing is held."""
     def __contains__(self, key: bytes) -> bool: ...
     def __len__(self) -> int: ...
     def prefix(self, keys: bytes) -> int:
         """How many of the keys, one behind the other, are here from the first on."""
+    @staticmethod
+    def prefix_of_any(logs: Sequence[SegmentLog], keys: bytes) -> int:
+        """How many of the keys, from the first on, are in at least one of the logs."""
     def keys(self) -> bytes:
         """All of them, one behind the other, in no order."""
     def remove(self, key: bytes) -> bool:
-        """False: there is no such record. A restart knows of it once :attr:`removals_written`."""
+        """False: there is no such record. A restart knows of it, and of what was evicted by now, once
+        :attr:`removals_written`."""
     def purge(self) -> None:
         """Forget everything."""
     def take_commands(self) -> list[tuple[int, int, int, bytes]]:
@@ -600,8 +617,8 @@ class SegmentLog:
         """Write the footer of the open segment now, so that a restart need not read all of it."""
     def take_ended(self) -> list[tuple[int, bool]]:
         """Tickets that came to their end, and whether their record is found now."""
-    def take_evicted(self) -> list[bytes]:
-        """Keys that are found no longer because their space was needed, or all was purged."""
+    def take_evicted(self) -> bytes:
+        """Keys, one behind the other, that are found no longer because their space was needed, or all was purged."""
     def counters(self) -> dict[str, int]: ...
     def check_invariants(self) -> None: ...
     @property
@@ -621,6 +638,154 @@ class SegmentLog:
     @property
     def nbytes(self) -> int:
         """Memory of index and segments."""
+
+class Place:
+    """Where a value lies in a :class:`MemoryTier`."""
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the arena's start."""
+    @property
+    def length(self) -> int: ...
+    @property
+    def scope(self) -> int: ...
+    @property
+    def seal(self) -> int: ...
+    @property
+    def verified(self) -> bool:
+        """False: an earlier owner published it, and its bytes were not compared with its seal since."""
+    @property
+    def name(self) -> bytes: ...
+
+class MemoryTier:
+    """Values in one arena by key of 16 bytes; other processes of the host read them in place (:class:`TierReader`).
+
+    Bookkeeping: the caller writes the bytes of values, before it publishes them. An extent is freed when nothing refers
+    to it: not the callers of ``allocate``, ``retain`` and ``find``, not the table, not a client's pin. A reference too
+    many given back: :class:`memserve.errors.InvariantError`, and nothing has changed. One thread uses it.
+    """
+
+    def __init__(self, arena_bytes: int, block_bytes: int, *, name: str = "", entries: int = 0) -> None:
+        """``name`` empty: private, ``arena`` is None, no memory but the bookkeeping's. Else two files in ``/dev/shm``
+        for this user alone; values that an earlier owner of this name and these sizes published are here again, not
+        ``verified``. ``entries``: how many keys the table shows, those on disk included, and the most values that are
+        kept; 0: from the sizes. ``OSError``: the name has an owner, or ``/dev/shm`` too little room."""
+    @property
+    def arena(self) -> SharedArena | None:
+        """What peers read by its descriptor as well; its ``generation`` is the caller's to set."""
+    def allocate(self, length: int) -> int | None:
+        """The offset of an extent for ``length`` bytes, that of the name included, with one reference. Evicts for it;
+        None: no room."""
+    def allocate_blocks(self, count: int) -> BlockIds | None:
+        """``count`` extents of ``block_bytes`` at ``number * block_bytes``, one reference each, or None."""
+    def retain(self, offset: int) -> None:
+        """One reference more on the extent that begins there."""
+    def release(self, offset: int) -> None: ...
+    def retain_blocks(self, blocks: Ids) -> None: ...
+    def release_blocks(self, blocks: Ids) -> None: ...
+    def ref_count(self, offset: int) -> int:
+        """The table's included; 0: no extent begins there."""
+    def publish(
+        self, key: bytes, offset: int, length: int, *, scope: int = 0, seal: int = 0, name: bytes = b""
+    ) -> bool:
+        """From now on the extent is found by this key; the table takes a reference of its own. False: the key is here
+        already, nothing has changed. ``name``, at most 1,024 bytes, is written behind the value; readers compare it.
+        ``scope``: 32 bits, ``seal``: 64 bits, as the caller has them. ``InvariantError``: value and name exceed the
+        extent, or it had a key before (its bytes stay as they are until it is free)."""
+    def find(self, key: bytes, *, counts: bool = True) -> Place | None:
+        """With one reference more, to be released. ``counts``: this is a hit."""
+    def verified(self, key: bytes) -> None:
+        """The bytes of an adopted value agree with its seal: clients may read it."""
+    def __contains__(self, key: bytes) -> bool: ...
+    def __len__(self) -> int: ...
+    def prefix(self, keys: bytes) -> int:
+        """How many of the keys, from the first on, are in memory."""
+    def keys(self) -> bytes: ...
+    def remove(self, key: bytes) -> bool:
+        """The value is found no longer; False: it was not here. Its bytes stay for those that refer to it."""
+    def purge(self) -> None:
+        """Remove everything in memory; what is said of the disk stays."""
+    def mark_on_disk(self, key: bytes, here: bool) -> None:
+        """What clients are told; after a start nothing is marked. As far as the table has room."""
+    def take_evicted(self) -> list[bytes]:
+        """Keys that left memory to make room, since the last call."""
+    def open_client(self, number: int) -> str:
+        """The path of a new client's area. ``ValueError``: the number is in use, or the tier is private."""
+    def close_client(self, number: int) -> None:
+        """Its pins end, and its :class:`TierReader` says so. ``ValueError``: no such client."""
+    def unlink(self) -> None:
+        """At an orderly end: the files go, and clients' areas; nothing is left to be adopted."""
+    def counters(self) -> dict[str, int]:
+        """``published, removed, evicted, hits, misses, client_hits, adopted, refused`` (no room), ``hidden`` (not shown
+        to clients: the table was full) since the start; ``limbo`` (removed, but still read), ``clients`` now."""
+    def check_invariants(self) -> None: ...
+    @property
+    def data_path(self) -> str: ...
+    @property
+    def index_path(self) -> str: ...
+    @property
+    def adopted(self) -> bool:
+        """An earlier owner's files were taken over."""
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def unit_bytes(self) -> int:
+        """Extents are whole units, but for small values that share one: 4096 bytes, or ``block_bytes`` where that is no
+        multiple of it."""
+    @property
+    def blocks_total(self) -> int: ...
+    @property
+    def blocks_free(self) -> int:
+        """Blocks of which every unit is free."""
+    @property
+    def blocks_evictable(self) -> int:
+        """Blocks in the place of a block to which only the table refers. Clients may have pinned some of them."""
+    @property
+    def bytes_free(self) -> int: ...
+    @property
+    def bytes_used(self) -> int: ...
+    @property
+    def bytes_evictable(self) -> int:
+        """Of extents to which only the table refers."""
+    @property
+    def entries(self) -> int: ...
+    @property
+    def entries_used(self) -> int:
+        """Values in memory."""
+    @property
+    def places_used(self) -> int:
+        """Keys that the shared table shows, those on disk alone included."""
+    @property
+    def nbytes(self) -> int:
+        """Private memory of the bookkeeping."""
+
+class TierReader:
+    """Reads a :class:`MemoryTier` of another process of this host and user, in place. Any number of threads.
+
+    ``OSError``: these are no files of a store, or they are gone; the area has a reader already. Of ``hold`` and
+    ``copy``: ``ESTALE``, the store has dropped this client; ``ENOBUFS``, 1,024 values, or a quarter of the arena, are
+    held already.
+    """
+
+    def __init__(self, data_path: str, index_path: str, client_path: str) -> None: ...
+    def hold(self, key: bytes, name: bytes = b"") -> tuple[int, int, int] | None:
+        """``(address, length, pin)``: the bytes stay as they are until the pin is let go of. None: not in memory, not
+        verified as yet, or the value's name is another."""
+    def let_go(self, pin: int) -> None:
+        """``ValueError``: it holds nothing."""
+    def where(self, keys: bytes) -> bytes:
+        """A byte a key: 0 absent, 1 in memory, 2 on disk alone."""
+    def prefix(self, keys: bytes) -> int:
+        """How many of the keys, from the first on, are in memory or on disk."""
+    def copy(self, keys: bytes, names: list[bytes], targets: list[Any], threads: int = 1) -> list[int]:
+        """The length of each value, -1 absent; copied without the GIL. One that is longer than its writable buffer is
+        not copied."""
+    @property
+    def closed(self) -> bool:
+        """The store has dropped this client: what was held may be another value's by now."""
+    @property
+    def held(self) -> int:
+        """Pins that were not let go of."""
 
 class Frequency:
     """How often keys of 16 bytes were asked for of late (TinyLFU)."""

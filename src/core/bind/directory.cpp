@@ -41,7 +41,7 @@ std::span<const PrefixHeld> match_prompt(PrefixDirectory& self, nb::bytes key, n
   return self.match(Prompt{sixteen(key), load_identity(sixteen(name)), span.span(), static_cast<size_t>(block_tokens)});
 }
 
-// The ints that rows are made of. Making one costs as much as all else in a row, and most are asked for again.
+// Python ints for the rows, cached: making one costs as much as the rest of a row, and most are used again.
 class Ints {
  public:
   // A new reference.
@@ -57,7 +57,7 @@ class Ints {
   std::vector<nb::object> made_;
 };
 
-// A list of tuples. The collector need not look at tuples of ints: it would find out by itself, at a price.
+// A list of tuples, untracked by the garbage collector: tuples of ints need no look, and finding that out costs time.
 nb::object as_list(std::span<const PrefixHeld> found) {
   static Ints& ints = *new Ints;  // never destroyed: the interpreter may be gone by then
   nb::object list = nb::steal(PyList_New(static_cast<Py_ssize_t>(found.size())));
@@ -82,7 +82,7 @@ MatchArray as_array(std::span<const PrefixHeld> found) {
   return MatchArray(data, {found.size(), 3}, owner);
 }
 
-// By holder's number: blocks, and those of them in DRAM; and how many have any.
+// Columns by holder's number: blocks, and how many of them lie in DRAM; then the number of holders with any.
 nb::tuple as_columns(std::span<const PrefixHeld> found, size_t numbers) {
   auto columns = std::make_unique<int64_t[]>(2 * numbers);  // zeros
   for (const PrefixHeld& held : found) {

@@ -14,7 +14,7 @@ using namespace store;
 
 void make(DiskQueue* self, const std::string& path, uint64_t nbytes, unsigned depth, bool direct,
           const std::string& engine, const std::vector<std::pair<uintptr_t, size_t>>& memory) {
-  if (depth < 1 || depth > 4096) throw nb::value_error("depth is from 1 to 4096");
+  if (depth < 1 || depth > 4096) throw nb::value_error("depth must be from 1 to 4096");
   if (engine != "" && engine != "io_uring" && engine != "threads") throw nb::value_error("no such engine");
   std::vector<DiskMemory> pieces;
   for (const auto& [address, bytes] : memory) pieces.push_back({reinterpret_cast<uint8_t*>(address), bytes});
@@ -23,9 +23,9 @@ void make(DiskQueue* self, const std::string& path, uint64_t nbytes, unsigned de
 
 void submit(DiskQueue& self, DiskOp::Kind kind, uint64_t tag, uint64_t offset, uintptr_t address, size_t count) {
   if (self.direct() && (offset % kPage || address % kPage || count % kPage)) {
-    throw nb::value_error("past the page cache everything is whole pages of 4 KiB");
+    throw nb::value_error("direct IO needs whole pages of 4 KiB: offset, address and count");
   }
-  if (count == 0 || count > size_t{1} << 31) throw nb::value_error("an operation has from one byte to 2 GiB");
+  if (count == 0 || count > size_t{1} << 31) throw nb::value_error("an operation must have from one byte to 2 GiB");
   self.submit({tag, kind, offset, reinterpret_cast<uint8_t*>(address), count});
 }
 

@@ -38,12 +38,35 @@ nb::bytes block_identities(nb::bytes key, nb::bytes name, nb::handle tokens, int
   return out;
 }
 
+// Of each key: SipHash-2-4-128 over the scope's length, the scope and the key.
+nb::bytes value_keys(nb::bytes secret, nb::bytes scope, nb::list keys) {
+  const uint8_t* const secret_bytes = sixteen(secret, "secret");
+  const size_t count = keys.size();
+  nb::bytes out = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count * kIdentityBytes)));
+  if (!out.is_valid()) throw nb::python_error();
+  auto* to = reinterpret_cast<uint8_t*>(PyBytes_AsString(out.ptr()));
+  std::string message(8, '\0');
+  store_le64(reinterpret_cast<uint8_t*>(message.data()), scope.size());
+  message.append(scope.c_str(), scope.size());
+  const size_t head = message.size();
+  for (size_t i = 0; i < count; ++i, to += kIdentityBytes) {
+    char* key = nullptr;
+    Py_ssize_t size = 0;
+    if (PyBytes_AsStringAndSize(nb::handle(keys[i]).ptr(), &key, &size) != 0) throw nb::python_error();
+    message.resize(head);
+    message.append(key, static_cast<size_t>(size));
+    store_identity(to, siphash128(secret_bytes, reinterpret_cast<const uint8_t*>(message.data()), message.size()));
+  }
+  return out;
+}
+
 }  // namespace
 
 void bind_identity(nb::module_& m) {
   m.def("siphash128", &siphash, nb::arg("key"), nb::arg("data"));
   m.def("block_identities", &block_identities, nb::arg("key"), nb::arg("namespace"), nb::arg("tokens"),
         nb::arg("block_tokens"));
+  m.def("value_keys", &value_keys, nb::arg("secret"), nb::arg("scope"), nb::arg("keys"));
 }
 
 }  // namespace memserve

@@ -7,7 +7,7 @@ namespace memserve {
 
 namespace {
 
-// What a parser would have to build for a text.
+// The number of objects that a parser would build for a text.
 struct JsonShape {
   uint64_t values = 0, containers = 0, depth = 0, name_bytes = 0;
 };
@@ -24,8 +24,8 @@ const char* end_of_string(const char* at, const char* end) {
   }
 }
 
-// Every value but the outermost and the first of its container comes behind a comma; every container opens with a
-// bracket. So commas and brackets outside of strings are all there is to count: an upper bound for any text.
+// Every value except the outermost and the first of a container follows a comma; every container begins with a bracket.
+// So counting commas and brackets outside strings is enough, and gives an upper bound for any text.
 JsonShape shape_of(const char* at, const char* end) {
   JsonShape shape;
   shape.values = 1;
@@ -61,7 +61,7 @@ JsonShape shape_of(const char* at, const char* end) {
   return shape;
 }
 
-constexpr size_t kShortBytes = 1 << 16;  // so quick that giving up the GIL would cost more than it frees
+constexpr size_t kShortBytes = 1 << 16;  // so quick that releasing the GIL would cost more than it gains
 
 JsonShape json_shape(nb::bytes text) {
   const char* const data = text.c_str();

@@ -26,7 +26,7 @@ size_t block_offset(int32_t id, size_t block_bytes) {
   return static_cast<size_t>(id) * block_bytes;
 }
 
-// `dst_ids` or `src_ids` None: that side is contiguous, block i at i * block_bytes.
+// `dst_ids` or `src_ids` None: that side is contiguous, with block i at i * block_bytes.
 void copy_blocks(uintptr_t dst, uintptr_t src, int64_t block_bytes, nb::object src_ids, nb::object dst_ids,
                  int threads) {
   const size_t bytes = positive(block_bytes, "block_bytes must be positive");

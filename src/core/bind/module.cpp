@@ -33,5 +33,7 @@ NB_MODULE(_core, m) {
   memserve::bind_stop_strings(m);
   memserve::bind_json_shape(m);
   memserve::bind_segment_log(m);
+  memserve::bind_memory_tier(m);
+  memserve::bind_tier_reader(m);
   memserve::bind_disk_queue(m);
 }

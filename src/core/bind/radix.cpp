@@ -53,7 +53,7 @@ Insertion insert(RadixIndex& self, nb::bytes name, nb::handle tokens, nb::handle
                  bool pin, nb::bytes owner) {
   const IntSpan token_span(tokens), block_span(blocks);
   if (block_span.size() < token_span.size() / self.block_tokens()) {
-    throw nb::value_error("fewer blocks than whole blocks of tokens");
+    throw nb::value_error("give one block id for each whole block of tokens");
   }
   const size_t in_hbm = hbm_blocks < 0 ? block_span.size() : static_cast<size_t>(hbm_blocks);
   const NamespaceId owner_id = owner.size() ? namespace_of(owner) : NamespaceId{};
@@ -85,7 +85,7 @@ Eviction erase(RadixIndex& self, nb::bytes name, nb::handle tokens) {
 
 void construct(RadixIndex* self, int64_t block_tokens, BlockAllocator* hbm, BlockAllocator* dram, uint64_t seed) {
   if (block_tokens < 1 || block_tokens > 65536) throw nb::value_error("block_tokens must be between 1 and 65536");
-  if (hbm && hbm == dram) throw nb::value_error("the two tiers need an allocator each");
+  if (hbm && hbm == dram) throw nb::value_error("the two tiers need separate allocators");
   new (self) RadixIndex(static_cast<uint32_t>(block_tokens), hbm, dram, seed);
 }
 

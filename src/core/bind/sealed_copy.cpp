@@ -58,7 +58,7 @@ Seals copy_ranges_sealed(uintptr_t dst_base, Offsets dst_offsets, uintptr_t src_
 }
 
 void force_isa(const std::optional<std::string>& name) {
-  if (!force_seal_isa(name.value_or(""))) throw nb::value_error("no such instruction set here, see seal_isas()");
+  if (!force_seal_isa(name.value_or(""))) throw nb::value_error("no such instruction set here: use one of seal_isas()");
 }
 
 }  // namespace

@@ -4,6 +4,9 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <algorithm>
+
+#include "bind/keys.h"
 #include "scheduling/sequence.h"
 #include "store/frequency.h"
 #include "store/segment_log.h"
@@ -14,25 +17,7 @@ namespace {
 
 using namespace store;
 
-Hash128 key_of(const nb::bytes& key) {
-  if (key.size() != kIdentityBytes) throw nb::value_error("a key has 16 bytes");
-  return load_identity(static_cast<const uint8_t*>(key.data()));
-}
-
-nb::bytes bytes_of(Hash128 key) {
-  uint8_t bytes[kIdentityBytes];
-  store_identity(bytes, key);
-  return nb::bytes(bytes, sizeof bytes);
-}
-
-std::vector<Hash128> keys_of(const nb::bytes& keys) {
-  if (keys.size() % kIdentityBytes) throw nb::value_error("keys have 16 bytes each");
-  std::vector<Hash128> all(keys.size() / kIdentityBytes);
-  for (size_t i = 0; i < all.size(); ++i) {
-    all[i] = load_identity(static_cast<const uint8_t*>(keys.data()) + i * kIdentityBytes);
-  }
-  return all;
-}
+constexpr size_t kRecordHeadBytes = sizeof(RecordHead);
 
 std::string text_of(const nb::bytes& name) { return std::string(name.c_str(), name.size()); }
 
@@ -82,12 +67,12 @@ std::optional<Superblock> read_super(nb::object source) {
 }
 
 void make(SegmentLog* self, uint32_t segments, uint64_t segment_bytes, nb::bytes secret, double move_share, int sync) {
-  if (segments < 4 || segments > UINT16_MAX) throw nb::value_error("a log has 4 to 65535 segments");
+  if (segments < 4 || segments > UINT16_MAX) throw nb::value_error("a log needs 4 to 65535 segments");
   if (segment_bytes % kPage || segment_bytes < 8 * kPage || segment_bytes > uint64_t{1} << 31) {
-    throw nb::value_error("a segment is whole pages of 4 KiB, from 8 pages to 2 GiB");
+    throw nb::value_error("a segment must be whole pages of 4 KiB, from 8 pages to 2 GiB");
   }
-  if (!(move_share >= 0 && move_share <= 0.5)) throw nb::value_error("move_share is from 0 to 0.5");
-  if (sync < 0 || sync > 2) throw nb::value_error("sync is 0, 1 or 2");
+  if (!(move_share >= 0 && move_share <= 0.5)) throw nb::value_error("move_share must be from 0 to 0.5");
+  if (sync < 0 || sync > 2) throw nb::value_error("sync must be 0, 1 or 2");
   new (self) SegmentLog({segments, segment_bytes, move_share, static_cast<Sync>(sync)},
                         static_cast<const uint8_t*>((key_of(secret), secret.data())));
 }
@@ -110,8 +95,8 @@ void recover(SegmentLog& self, nb::object source) {
 
 std::optional<Ticket> place(SegmentLog& self, nb::bytes key, uint32_t length, nb::bytes name, uint32_t scope,
                             uint64_t seal) {
-  if (length > self.record_bytes_max()) throw nb::value_error("that is more than a segment takes");
-  if (name.size() > kNameBytesMax) throw nb::value_error("a name has at most 1,024 bytes");
+  if (length > self.record_bytes_max()) throw nb::value_error("the record is longer than a segment takes");
+  if (name.size() > kNameBytesMax) throw nb::value_error("a name must have at most 1,024 bytes");
   return self.place(key_of(key), length, text_of(name), scope, seal);
 }
 
@@ -136,10 +121,22 @@ nb::list take_commands(SegmentLog& self) {
   return commands;
 }
 
-nb::list take_evicted(SegmentLog& self) {
-  nb::list keys;
-  for (const Hash128 key : self.take_evicted()) keys.append(bytes_of(key));
-  return keys;
+// 16 bytes a key, one behind the other.
+template <class Each>
+nb::bytes joined(size_t count, Each each) {
+  std::string keys;
+  keys.reserve(count * kIdentityBytes);
+  each([&](Hash128 key) {
+    uint8_t bytes[kIdentityBytes];
+    store_identity(bytes, key);
+    keys.append(reinterpret_cast<const char*>(bytes), sizeof bytes);
+  });
+  return nb::bytes(keys.data(), keys.size());
+}
+
+nb::bytes take_evicted(SegmentLog& self) {
+  const std::vector<Hash128> evicted = self.take_evicted();
+  return joined(evicted.size(), [&](auto add) { std::for_each(evicted.begin(), evicted.end(), add); });
 }
 
 nb::dict counters(const SegmentLog& self) {
@@ -156,9 +153,9 @@ nb::dict counters(const SegmentLog& self) {
   return all;
 }
 
-// `(key, length, scope, name, seal, number)` of a record's first page; None: it is none.
+// `(key, length, scope, name, seal, number)` of a record's first page; None: the page begins no record.
 nb::object read_head(const SegmentLog& self, nb::bytes page) {
-  if (page.size() < kPage) throw nb::value_error("a head is a page of 4 KiB");
+  if (page.size() < kPage) throw nb::value_error("a head must be a page of 4 KiB");
   const auto head = self.read_head(static_cast<const uint8_t*>(page.data()));
   if (!head) return nb::none();
   const char* const name = page.c_str() + sizeof(RecordHead);
@@ -166,14 +163,17 @@ nb::object read_head(const SegmentLog& self, nb::bytes page) {
 }
 
 nb::bytes all_keys(const SegmentLog& self) {
-  std::string keys;
-  keys.reserve(self.index().size() * kIdentityBytes);
-  self.index().each([&](const Entry& entry) {
-    uint8_t bytes[kIdentityBytes];
-    store_identity(bytes, entry.key);
-    keys.append(reinterpret_cast<const char*>(bytes), sizeof bytes);
-  });
-  return nb::bytes(keys.data(), keys.size());
+  return joined(self.index().size(), [&](auto add) { self.index().each([&](const Entry& entry) { add(entry.key); }); });
+}
+
+// How many of the keys, from the first on, are in any of the logs.
+size_t prefix_of_any(const std::vector<const SegmentLog*>& logs, const nb::bytes& keys) {
+  size_t here = 0;
+  for (const Hash128 key : keys_of(keys)) {
+    if (std::none_of(logs.begin(), logs.end(), [&](const SegmentLog* log) { return log->has(key); })) break;
+    ++here;
+  }
+  return here;
 }
 
 }  // namespace
@@ -189,8 +189,10 @@ void bind_segment_log(nb::module_& m) {
       .def_ro("length", &Found::length)
       .def_ro("segment", &Found::segment)
       .def_ro("seal", &Found::seal)
-      .def_ro("scope", &Found::scope);
+      .def_ro("scope", &Found::scope)
+      .def_ro("name_bytes", &Found::name_bytes);
   nb::class_<SegmentLog>(m, "SegmentLog")
+      .def_ro_static("HEAD_BYTES", &kRecordHeadBytes)
       .def("__init__", &make, nb::arg("segments"), nb::arg("segment_bytes"), nb::arg("secret"),
            nb::arg("move_share") = 0.25, nb::arg("sync") = 1)
       .def_static("read_superblock", [](nb::object source) -> nb::object {
@@ -211,6 +213,7 @@ void bind_segment_log(nb::module_& m) {
       .def("finish_record", &SegmentLog::finish_record, nb::arg("ticket"), nb::arg("written"))
       .def("hold", [](SegmentLog& self, nb::bytes key, bool counts) { return self.hold(key_of(key), counts); },
            nb::arg("key"), nb::arg("counts") = true)
+      .def("look", [](const SegmentLog& self, nb::bytes key) { return self.look(key_of(key)); }, nb::arg("key"))
       .def("let_go", &SegmentLog::let_go, nb::arg("segment"))
       .def("__contains__", [](const SegmentLog& self, nb::bytes key) { return self.has(key_of(key)); })
       .def("__len__", [](const SegmentLog& self) { return self.index().size(); })
@@ -218,6 +221,7 @@ void bind_segment_log(nb::module_& m) {
         const auto all = keys_of(keys);
         return self.prefix(all.data(), all.size());
       }, nb::arg("keys"))
+      .def_static("prefix_of_any", &prefix_of_any, nb::arg("logs"), nb::arg("keys"))
       .def("keys", &all_keys)
       .def("remove", [](SegmentLog& self, nb::bytes key) { return self.remove(key_of(key)); }, nb::arg("key"))
       .def("purge", &SegmentLog::purge)

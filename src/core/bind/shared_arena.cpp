@@ -26,7 +26,7 @@ size_t arena_bytes(int64_t nbytes) {
 
 size_t collapse(SharedArena& self, int64_t offset, int64_t count) {
   if (offset < 0 || count < 0 || static_cast<uint64_t>(offset) + static_cast<uint64_t>(count) > self.nbytes()) {
-    throw nb::value_error("that stretch is not in the arena");
+    throw nb::value_error("offset and count must lie inside the arena");
   }
   const nb::gil_scoped_release unlocked;
   return self.collapse(static_cast<size_t>(offset), static_cast<size_t>(count));

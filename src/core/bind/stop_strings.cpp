@@ -13,7 +13,7 @@ namespace {
 std::vector<std::string> strings(nb::sequence stops) {
   std::vector<std::string> read;
   for (const nb::handle stop : stops) {
-    // A lone surrogate stands in no UTF-8: it never matches, and is no reason to fail.
+    // Valid UTF-8 has no lone surrogates: such a stop string never matches, and must not fail.
     const nb::object bytes = stop.attr("encode")("utf-8", "surrogatepass");
     const auto data = nb::cast<nb::bytes>(bytes);
     if (data.size() == 0) throw nb::value_error("a stop string must not be empty");

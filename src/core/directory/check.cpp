@@ -12,7 +12,7 @@ void PrefixDirectory::check_invariants() const {
   }
 }
 
-// Every entry is in its bucket and its holders' sets, or free.
+// Every entry is free, or is in its bucket and in its holders' sets.
 void PrefixDirectory::check_entries(std::vector<size_t>& held) const {
   size_t in_use = 0, heap_bytes = 0, free = 0;
   std::vector<size_t> speculative(holders_.size());
@@ -37,7 +37,7 @@ void PrefixDirectory::check_entries(std::vector<size_t>& held) const {
   }
 }
 
-// Every promise has as many records as it says, and is due once.
+// Every promise has as many records as it counts, and expires once.
 void PrefixDirectory::check_promises() const {
   size_t open = 0, speculative = 0;
   for (const auto& [number, promise] : promises_) {

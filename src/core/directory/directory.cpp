@@ -9,10 +9,10 @@ namespace memserve {
 
 namespace {
 
-constexpr size_t kBucketsPerEntry = 2;  // a wrong entry in a bucket costs a cache miss, a bucket four bytes
+constexpr size_t kBucketsPerEntry = 2;  // a wrong entry in a bucket costs a cache miss, one more bucket four bytes
 constexpr size_t kEntryAhead = 8, kBucketAhead = 16;
 
-// Identities are hashes, but those that others make up need not be good ones.
+// Identities are hashes, but those of foreign senders need not be well distributed.
 uint64_t mixed(Hash128 identity) { return identity.low + identity.high * 0x9e3779b97f4a7c15; }
 
 bool same(Hash128 a, Hash128 b) { return a.low == b.low && a.high == b.high; }
@@ -21,7 +21,7 @@ bool same(Hash128 a, Hash128 b) { return a.low == b.low && a.high == b.high; }
 
 PrefixDirectory::PrefixDirectory() { buckets_.append(); }
 
-// With n buckets, 2^k <= n < 2^(k+1), those from 2^k on have split off the one 2^k below them.
+// With n buckets, 2^k <= n < 2^(k+1), each bucket from 2^k on was split from the one 2^k below it.
 size_t PrefixDirectory::bucket_of(Hash128 identity) const {
   const size_t half = std::bit_floor(buckets_.size());
   const size_t bucket = mixed(identity) & (2 * half - 1);
@@ -73,7 +73,7 @@ void PrefixDirectory::free_entry(uint32_t id) {
   --entries_in_use_;
 }
 
-// Called before block `i` of a run: memory takes longer to answer than a block takes to do.
+// Called before block `i` of a run: memory latency exceeds the work on one block.
 void PrefixDirectory::prefetch(const Identities& blocks, size_t i) const {
   if (i + kBucketAhead < blocks.count) __builtin_prefetch(&buckets_[bucket_of(blocks[i + kBucketAhead])]);
   if (i + kEntryAhead >= blocks.count) return;

@@ -1,11 +1,11 @@
-// The global directory: which instance holds which block, on which tier. Blocks are known by identity (identity.h).
+// The global directory: which instance holds which block, on which tier. Blocks are named by identity (identity.h).
 //
 //   identity --hash--> bucket --> entry: | identity | holder, references in HBM and DRAM | holder, ... |
 //   holder -----------------------> the entries that it is in (for `clear` and `dump`)
 //   promise (one `speculate` call) -> its entries and when it expires
 //
 // An identity names its whole prefix, so no tree is needed: a prompt's blocks are looked up one by one, and a holder
-// counts as far as it has every block from the first. Buckets grow one at a time and entries never move.
+// counts up to the first block that it lacks. Buckets grow one at a time and entries never move.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -25,14 +25,14 @@
 
 namespace memserve {
 
-// A run of identities as they come from Python: 16 bytes each.
+// A run of identities as Python passes them: 16 bytes each.
 struct Identities {
   const uint8_t* bytes;
   size_t count;
   Hash128 operator[](size_t i) const { return load_identity(bytes + i * kIdentityBytes); }
 };
 
-// A prompt with identities that are computed on the way, as far as any instance holds its blocks.
+// A prompt whose identities are computed during the walk, as far as any instance holds its blocks.
 struct Prompt {
   const uint8_t* key;  // 16 bytes
   Hash128 name;        // the namespace
@@ -51,20 +51,20 @@ class PrefixDirectory {
   PrefixDirectory(const PrefixDirectory&) = delete;
   PrefixDirectory& operator=(const PrefixDirectory&) = delete;
 
-  // One reference more on each. What was speculative is real now.
+  // Adds one reference on each block. Speculative records become real.
   void store(uint32_t holder, int tier, const Identities& blocks);
-  // One reference of each goes to `tier` from the other one. A holder without one there gets one, as if it stored the
-  // block, unless it has one on `tier` already. Returns for how many blocks there was none to move.
+  // Moves one reference on each block to `tier` from the other tier. A holder without a reference there gets one, as if
+  // it stored the block, unless it has one on `tier` already. Returns the number of blocks without a reference to move.
   size_t move(uint32_t holder, int tier, const Identities& blocks);
-  // One reference less on each, of `tier`, or of either (DRAM before HBM). Returns how many had none.
+  // Drops one reference on each, on `tier` or on either (DRAM before HBM). Returns how many blocks had none.
   size_t evict(uint32_t holder, const Identities& blocks, std::optional<int> tier);
-  // The holder has nothing any more, promises included. Takes as long as it holds blocks.
+  // Removes all records of the holder, promises included. The time is linear in its blocks.
   void clear(uint32_t holder);
 
-  // The holder will have these soon; until `expires_ns` they count as if they lay in its HBM. What it holds already
-  // stays as it is; of two promises the later one counts.
+  // The holder will have these blocks soon; until `expires_ns` they count as if they lay in its HBM. Real records stay
+  // as they are; of two promises the later one counts.
   void speculate(uint32_t holder, const Identities& blocks, int64_t expires_ns);
-  // Drops promises with expires_ns <= now_ns that were not kept; returns how many blocks that were.
+  // Drops promises with expires_ns <= now_ns that were not kept; returns the number of their blocks.
   size_t expire(int64_t now_ns);
   std::optional<int64_t> next_expiry_ns() const;
 
@@ -88,7 +88,7 @@ class PrefixDirectory {
   struct Promise {
     int64_t expires_ns;
     uint32_t holder;
-    size_t open = 0;  // records that rest on it; a promise without any is forgotten
+    size_t open = 0;  // records that depend on it; a promise without any is dropped
     std::vector<uint32_t> entries;
   };
   using Promises = std::map<uint64_t, Promise>;
@@ -103,7 +103,7 @@ class PrefixDirectory {
   DirectoryEntry& entry(uint32_t id) { return entries_[id - 1]; }
   const DirectoryEntry& entry(uint32_t id) const { return entries_[id - 1]; }
 
-  // directory_holders.cpp: records, always together with their holder's set
+  // holders.cpp: records, always together with their holder's set
   Holder& holder_at(uint32_t holder);
   HolderRecord record_of(uint32_t id, uint32_t holder);
   void put(uint32_t id, HolderRecord record);
@@ -111,7 +111,7 @@ class PrefixDirectory {
   void make_real(HolderRecord& record);
   void close_one(uint64_t promise);
 
-  // directory_match.cpp
+  // match.cpp
   template <class Next>
   std::span<const PrefixHeld> walk(size_t blocks, Next next);
 

@@ -13,8 +13,8 @@ namespace memserve {
 
 constexpr uint32_t kHoldersMax = uint32_t{1} << 16;
 
-// What one holder has of one block. Either real, with a number of references a tier (streams such as vLLM's store a
-// block once for each copy), or speculative, with the number of the promise (`PrefixDirectory::speculate`) it rests on.
+// One holder's record of one block. Either real, with a reference count per tier (streams such as vLLM's store a
+// block once for each copy), or speculative, with the number of its promise (`PrefixDirectory::speculate`).
 struct HolderRecord {
   uint64_t value : 47 = 0;
   uint64_t speculative : 1 = 0;
@@ -31,7 +31,7 @@ struct HolderRecord {
 };
 static_assert(sizeof(HolderRecord) == 8);
 
-// The holders of a block, for matching: bit h of `held`; bit h of `dram` where it lies in DRAM alone (empty = nowhere).
+// The holders of a block, for matching: bit h of `held`; bit h of `dram`: only in DRAM (empty: no holder).
 struct HolderBits {
   std::span<const uint64_t> held, dram;
 };
@@ -57,7 +57,7 @@ struct alignas(64) DirectoryEntry {
   void remove(uint32_t holder);
 
   bool has_bits() const { return size >= kBitsFrom; }
-  // Of an entry with bits.
+  // Only for an entry with bitsets.
   HolderBits bits() const;
   size_t heap_bytes() const;
   // Throws InvariantViolation when records are out of order or empty, or when the bitsets differ from them.
@@ -65,7 +65,7 @@ struct alignas(64) DirectoryEntry {
 
  private:
   static constexpr uint32_t kInline = 5;
-  static constexpr uint32_t kBitsFrom = 32;  // a list this long is slower to match than the bitset of 1,000 holders
+  static constexpr uint32_t kBitsFrom = 32;  // matching a list this long is slower than a bitset of 1,000 holders
   struct Crowd {
     std::vector<HolderRecord> records;
     std::vector<uint64_t> held, dram;

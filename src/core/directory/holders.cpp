@@ -1,4 +1,4 @@
-// What the events of an instance do to the directory.
+// The effects of an instance's events on the directory.
 #include <algorithm>
 
 #include "directory/directory.h"
@@ -10,7 +10,7 @@ PrefixDirectory::Holder& PrefixDirectory::holder_at(uint32_t holder) {
   return holders_[holder];
 }
 
-// The holder's record of this block; an empty one where it has none.
+// The holder's record of this block; an empty one if it has none.
 HolderRecord PrefixDirectory::record_of(uint32_t id, uint32_t holder) {
   if (const HolderRecord* record = entry(id).find(holder)) return *record;
   HolderRecord fresh;
@@ -40,7 +40,7 @@ void PrefixDirectory::drop(uint32_t id, uint32_t holder) {
   if (block.size == 0) free_entry(id);
 }
 
-// Takes a speculative record off its promise; it has no references yet.
+// Detaches a speculative record from its promise; it has no references yet.
 void PrefixDirectory::make_real(HolderRecord& record) {
   close_one(record.value);
   --holders_[record.holder].speculative;
@@ -151,7 +151,7 @@ size_t PrefixDirectory::expire(int64_t now_ns) {
     const uint64_t number = due_.begin()->second;
     Promise& promise = promises_.at(number);
     const uint32_t holder = promise.holder;
-    for (const uint32_t id : std::exchange(promise.entries, {})) {  // the last one to go takes the promise along
+    for (const uint32_t id : std::exchange(promise.entries, {})) {  // dropping the last one also removes the promise
       const HolderRecord* const record = entry(id).find(holder);
       if (!record || !record->speculative || record->value != number) continue;
       drop(id, holder);

@@ -8,8 +8,8 @@
 
 namespace memserve {
 
-// Linear probing at a load of 3/8 to 3/4. Erasing moves the ids behind the gap up, so that every id is found by walking
-// from its home slot without meeting an empty one. The id 2^32 - 1 is not allowed.
+// Linear probing at a load of 3/8 to 3/4. Erasing moves the ids behind the gap up, so that a walk from an id's home
+// slot finds it before it meets an empty slot. The id 2^32 - 1 is not allowed.
 class IdSet {
  public:
   size_t size() const { return size_; }
@@ -38,7 +38,7 @@ class IdSet {
     slots_[gap] = kEmpty;
   }
 
-  // All ids, in no order that means anything; the set is empty afterwards and holds no memory.
+  // All ids, in arbitrary order; afterwards the set is empty and holds no memory.
   std::vector<uint32_t> take() {
     std::vector<uint32_t> ids = members();
     slots_ = {};

@@ -1,4 +1,4 @@
-// The one question that is asked for every request: which instances have how much of this prompt?
+// The query for every request: which instances have how much of this prompt?
 #include <algorithm>
 
 #include "directory/directory.h"
@@ -9,8 +9,8 @@ namespace {
 constexpr size_t kBatch = 8;
 }
 
-// `next()` gives one identity after the other. While the entries of one batch come from memory, the identities of the
-// next are computed, and their buckets asked for.
+// `next()` gives one identity after the other. While the entries of one batch are loaded from memory, the identities of
+// the next are computed, and their buckets prefetched.
 template <class Next>
 std::span<const PrefixHeld> PrefixDirectory::walk(size_t blocks, Next next) {
   Hash128 batches[2][kBatch];

@@ -42,7 +42,7 @@ bool PrefixWalk::step(const DirectoryEntry* block) {
   return any;
 }
 
-// Holders that lack this block drop out here. Most often none does.
+// Drops the holders that lack this block; mostly there are none.
 bool PrefixWalk::keep(std::span<const uint64_t> held, std::span<const uint64_t> dram) {
   if (depth_ == 0) {
     std::ranges::copy(held, found_.begin());

@@ -10,17 +10,17 @@
 
 namespace memserve {
 
-// `blocks` from the prompt's start without a gap, `dram_blocks` of them in DRAM alone.
+// `blocks` from the prompt's start without a gap, `dram_blocks` of them only in DRAM.
 struct PrefixHeld {
   int32_t holder, blocks, dram_blocks;
 };
 
-// Reused from walk to walk, so that none of them allocates.
+// Reused from walk to walk, so that a walk allocates nothing.
 class PrefixWalk {
  public:
   // `words`: 64-bit words of a bitset of all holders.
   void start(size_t words);
-  // The next block; null = no instance has it. Returns whether any holder is still under way.
+  // Takes the next block; null: no instance has it. Returns whether any holder has all blocks so far.
   bool step(const DirectoryEntry* block);
   // Every holder of the first block, by id.
   std::span<const PrefixHeld> finish();
@@ -38,7 +38,7 @@ class PrefixWalk {
   int32_t depth_ = 0;
   size_t planes_used_ = 0;
   std::vector<uint64_t> found_, active_;
-  std::vector<uint64_t> held_, dram_;  // room for the bits of a block that has a list only
+  std::vector<uint64_t> held_, dram_;  // room for the bits of a block that only has a list
   std::vector<Planes> dram_counts_;    // by word
   std::vector<int32_t> blocks_;        // by holder, once it has dropped out
   std::vector<PrefixHeld> result_;

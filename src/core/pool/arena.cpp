@@ -18,13 +18,13 @@ Arena::Arena(size_t bytes)
   if (start == MAP_FAILED) throw std::bad_alloc();
   data_ = static_cast<uint8_t*>(start);
   if (bytes < kHugePage) return;
-  // Give back what lies before the first huge-page boundary, so that the whole arena can lie on huge pages.
+  // Unmap the part before the first huge-page boundary, so that the whole arena can lie on huge pages.
   const auto at = reinterpret_cast<uintptr_t>(start);
   const size_t skip = (kHugePage - at % kHugePage) % kHugePage;
   if (skip > 0) munmap(start, skip);
   data_ += skip;
   mapped_ -= skip;
-  madvise(data_, mapped_, MADV_HUGEPAGE);  // advice: without huge pages the arena works too
+  madvise(data_, mapped_, MADV_HUGEPAGE);  // only advice: the arena works without huge pages
 }
 
 Arena::~Arena() {

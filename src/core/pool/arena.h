@@ -5,11 +5,11 @@
 
 namespace memserve {
 
-// Owns one mapping. Anonymous memory today; a shared-memory arena is another way to make the mapping, nothing else.
+// Owns one mapping. Anonymous memory; a shared-memory arena differs only in how the mapping is made.
 class Arena {
  public:
-  // Zeroed on first touch; asks for huge pages unless it is smaller than one. Throws std::bad_alloc when the address
-  // space cannot be had.
+  // Zeroed on first touch; asks for huge pages unless it is smaller than one. Throws std::bad_alloc if there is no
+  // address space.
   explicit Arena(size_t bytes);
   ~Arena();
   Arena(const Arena&) = delete;

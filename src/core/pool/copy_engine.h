@@ -6,7 +6,7 @@
 
 namespace memserve {
 
-// One block's way: `bytes` from `src` to `dst`.
+// One piece to copy, from `src` to `dst`.
 struct CopyPiece {
   uint8_t* dst;
   const uint8_t* src;

@@ -3,8 +3,9 @@
 //   file:  | header: magic, nbytes, generation | block bytes ...                 |
 //          0                                   4096                              4096 + nbytes
 //
-// The owner's file is a memfd: it has no name, and lives as long as a process maps it. A peer opens it through
-// /proc/<pid>/fd/<fd>, so it needs the same user (or CAP_SYS_PTRACE) and the same /proc, and no descriptor passing.
+// The owner's file is a memfd: it has no name, and lives as long as a process maps it. A store's has a name in /dev/shm
+// instead, and outlives its owner. A peer opens either through /proc/<pid>/fd/<fd>, so it needs the same user (or
+// CAP_SYS_PTRACE) and the same /proc, and no descriptor passing.
 #pragma once
 #include <sys/types.h>
 
@@ -18,13 +19,18 @@ struct SharedHeader;
 // The owner's side: writable memory, zeroed, touched lazily.
 class SharedArena {
  public:
-  // Throws std::system_error. The file is sealed: it never changes its size, and where the kernel can (5.1 and later)
-  // no other process ever gets a writable map of it.
+  // Throws std::system_error. The file is sealed: its size never changes, and on kernels from 5.1 on
+  // no other process can map it writable.
   explicit SharedArena(size_t bytes);
+  // A named file of `file_bytes(bytes)` in memory, whose descriptor it closes at the end. `fresh`: it is all zeros, else
+  // it was an arena of this size and `id` before, and keeps its bytes and its generation. On a throw `fd` is the caller's.
+  SharedArena(int fd, size_t bytes, const uint64_t id[2], bool fresh);
   ~SharedArena();
   SharedArena(const SharedArena&) = delete;
   SharedArena& operator=(const SharedArena&) = delete;
 
+  static constexpr size_t kHeaderBytes = 4096;  // a page, so that blocks begin on one
+  static size_t file_bytes(size_t arena_bytes);
   int fd() const { return fd_; }
   uint8_t* data() const;
   size_t nbytes() const { return nbytes_; }
@@ -32,8 +38,8 @@ class SharedArena {
   void set_generation(uint64_t generation);
 
   // Puts the huge-page stretches that [offset, offset + bytes) touches on huge pages, and commits their memory. Most
-  // machines give shared memory none of their own accord, but do on demand (MADV_COLLAPSE, Linux 6.1). May take a
-  // millisecond a stretch; others may read and write meanwhile. Returns how many bytes lie on huge pages now.
+  // machines use no huge pages for shared memory unless asked (MADV_COLLAPSE, Linux 6.1). May take a millisecond per
+  // huge page; others may read and write meanwhile. Returns how many bytes now lie on huge pages.
   size_t collapse(size_t offset, size_t bytes);
 
  private:
@@ -43,10 +49,10 @@ class SharedArena {
   uint8_t* start_ = nullptr;  // the header
 };
 
-// A peer's side: a read-only map, valid as long as this object lives, whatever becomes of the owner.
+// A peer's side: a read-only map, valid as long as this object lives, even if the owner ends.
 class PeerArena {
  public:
-  // Throws std::system_error when the owner is gone, forbids it, or when that descriptor is no arena of `bytes`.
+  // Throws std::system_error if the owner is gone or forbids it, or if the descriptor is no arena of `bytes`.
   PeerArena(pid_t pid, int fd, size_t bytes);
   ~PeerArena();
   PeerArena(const PeerArena&) = delete;
@@ -56,8 +62,8 @@ class PeerArena {
   size_t nbytes() const { return nbytes_; }
   uint64_t generation() const;  // as the owner has it now
 
-  // Lets go of the pages that were read: they count as resident here no longer, and are the owner's as before. Others
-  // may read meanwhile; what is read again is found again.
+  // Unmaps the pages that were read: they no longer count as resident here, and stay the owner's. Others may read
+  // meanwhile; pages that are read again are mapped again.
   void forget() const;
 
  private:

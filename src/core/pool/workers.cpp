@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kThreadsMax = 16;
 
-// Threads that live as long as the process. One job at a time; every thread that joins takes units until none is left.
+// Threads that live as long as the process. One job at a time; every thread that joins claims units until none is left.
 class Workers {
  public:
   // Calls `unit(i)` for each i in [0, units), on the caller and up to `helpers` others; returns when all are done.
@@ -38,7 +38,7 @@ class Workers {
     wake_.notify_all();
     work(unit, units);
     std::unique_lock lock(mutex_);
-    seats_ = 0;  // a helper that has not joined by now need not
+    seats_ = 0;  // helpers that have not joined by now are not needed
     done_.wait(lock, [this] { return working_ == 0; });
     unit_ = nullptr;
   }
@@ -84,7 +84,8 @@ class Workers {
   int working_ = 0;
 };
 
-// Never destroyed: its threads may still sleep in it when the process ends. A forked child has none of them: new ones.
+// Never destroyed: its threads may sleep in it when the process ends. A forked child has none of them and starts new
+// ones.
 Workers& workers() {
   static std::mutex mutex;
   static Workers* current = nullptr;

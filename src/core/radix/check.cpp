@@ -1,4 +1,4 @@
-// Every promise of radix_index.h, verified the slow way.
+// Verifies every invariant of index.h, the slow way.
 #include <algorithm>
 #include <unordered_map>
 

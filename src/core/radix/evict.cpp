@@ -13,22 +13,22 @@ constexpr uint64_t kDoublingsMax = 31;
 
 }  // namespace
 
-// What an owner's blocks of a tier weigh: they count double for each turnover of the tier since it used the index.
+// The weight of an owner's blocks of a tier: they count double for each turnover since the owner used the index.
 uint64_t RadixIndex::burden(const Owner& owner, int tier) const {
   const uint64_t turnover = allocator_[tier] ? static_cast<uint64_t>(allocator_[tier]->num_blocks()) : 0;
   const uint64_t turnovers = turnover ? (entered_ - owner.used_at) / turnover : 0;
   return uint64_t{owner.held[tier]} << std::min(turnovers, kDoublingsMax);
 }
 
-// The heaviest owner with something to evict, of equal ones the one with the last use longest ago.
+// The heaviest owner with something to evict, ties go to the one whose last use is longest ago.
 RadixIndex::Victim RadixIndex::next_victim(int tier) const {
   Victim found{nullptr, 0};
-  uint64_t most = 0, limit = 0;  // down to `limit`, it stays the heaviest
+  uint64_t most = 0, limit = 0;  // the owner stays the heaviest down to `limit`
   for (const auto& owner : owners_) {
     if (!owner.lists[tier].oldest) continue;
     const uint64_t here = burden(owner, tier);
     if (here > most) {
-      limit = most;  // a tie would go to the one before
+      limit = most;  // a tie goes to the one before
       most = here;
       found.owner = const_cast<Owner*>(&owner);
     } else {
@@ -58,7 +58,8 @@ size_t RadixIndex::drop_tail_dram(Node* node, uint32_t count, Eviction& out) {
   return freed;
 }
 
-// Frees `count` DRAM blocks, the heaviest owner's oldest leaves first, block-exact; as `evict_hbm`, with nowhere to go.
+// Frees `count` DRAM blocks, the heaviest owner's oldest leaves first, block-exact; as `evict_hbm`, but without a lower
+// tier.
 size_t RadixIndex::evict_dram(size_t count, Eviction& out) {
   size_t freed = 0;
   while (freed < count) {
@@ -71,7 +72,7 @@ size_t RadixIndex::evict_dram(size_t count, Eviction& out) {
   return freed;
 }
 
-// Makes sure that DRAM has room for up to `count` blocks, dropping its oldest; returns for how many it has.
+// Makes room for up to `count` blocks in DRAM by dropping the oldest; returns for how many there is room.
 uint32_t RadixIndex::reserve_dram(uint32_t count, Eviction& out) {
   BlockAllocator* dram = allocator_[kDram];
   if (!dram) return 0;
@@ -80,7 +81,7 @@ uint32_t RadixIndex::reserve_dram(uint32_t count, Eviction& out) {
   return std::min(count, static_cast<uint32_t>(dram->blocks_free()));
 }
 
-// The last `count` HBM blocks of a node with nothing behind them leave the index.
+// Drops the last `count` HBM blocks of a node with nothing behind them.
 void RadixIndex::drop_tail_hbm(Node* node, uint32_t count, Eviction& out) {
   check(node->hbm == node->size && (count < node->size || !node->first_child), "HBM blocks with DRAM blocks below");
   const int32_t* first = node->blocks() + node->hbm - count;
@@ -108,10 +109,9 @@ void RadixIndex::demote_tail(Node* node, uint32_t count, Eviction& out) {
   list_before(kDram, node, nullptr);
 }
 
-// Frees `count` HBM blocks, the heaviest owner's oldest leaves first, block-exact. Contents move to DRAM where there is
-// room (blocks are dropped there for it, by the same rule); where there is none they are dropped. A block with further
-// references leaves the index without becoming free. Returns the blocks freed: fewer than `count` only when nothing
-// unpinned is left.
+// Frees `count` HBM blocks, the heaviest owner's oldest leaves first, block-exact. Contents move to DRAM if there is
+// room (made by the same rule), else they are dropped. A block with further references leaves the index without
+// becoming free. Returns the number of blocks freed: fewer than `count` only if nothing unpinned is left.
 size_t RadixIndex::evict_hbm(size_t count, Eviction& out) {
   const size_t before = out.freed;
   while (out.freed - before < count) {
@@ -119,11 +119,11 @@ size_t RadixIndex::evict_hbm(size_t count, Eviction& out) {
     if (!victim.owner) break;
     Node* node = victim.owner->lists[kHbm].oldest;
     if (node->listed[kDram] && victim.owner->lists[kDram].newest != node) {
-      node = split(node, node->hbm);  // what goes down now must not make older DRAM blocks of the same edge new again
+      node = split(node, node->hbm);  // demoted blocks must not make older DRAM blocks of this edge new again
     }
     const size_t here = std::min<size_t>(victim.blocks, node->hbm);
     auto wanted = static_cast<uint32_t>(std::min(count - (out.freed - before), here));
-    // What goes down makes its owner heavier there, which may change the next choice.
+    // Demoted blocks make their owner heavier in DRAM, which may change the next choice.
     if (owners_.size() > 1 && blocks_in_[kDram] > 0 && allocator_[kDram]->blocks_free() < static_cast<int32_t>(wanted)) wanted = 1;
     const uint32_t room = reserve_dram(wanted, out);
     if (room < wanted) {
@@ -159,8 +159,8 @@ void RadixIndex::drop_unlocked_below(Node* node, Eviction& out) {
 }
 
 // Removes what only `tokens` (whole blocks) leads to: every unpinned entry that extends `tokens`, then the blocks of
-// `tokens` itself from its end upwards, as far as they are unpinned and lead nowhere else. Nothing, when `tokens` is
-// not cached in full.
+// `tokens` itself from its end upwards, as far as they are unpinned and lead nowhere else. Removes nothing if `tokens`
+// is not cached in full.
 void RadixIndex::erase(const NamespaceId& name, std::span<const int32_t> tokens, Eviction& out) {
   Position end = walk(name, tokens);
   if (end.depth == 0 || end.depth < tokens.size() / block_tokens_) return;

@@ -1,4 +1,4 @@
-// What callers do with the index: walk, pin, insert, promote.
+// The index's operations: walk, pin, insert, promote.
 #include "radix/index.h"
 
 #include <algorithm>
@@ -134,8 +134,8 @@ Insertion RadixIndex::insert(const NamespaceId& name, std::span<const int32_t> t
   return out;
 }
 
-// Moves the first DRAM blocks of a pinned path to the given HBM blocks; their one reference becomes the index's. When
-// they are fewer than the path's DRAM blocks, the pin moves up to the last block that now lies in HBM.
+// Moves the first DRAM blocks of a pinned path to the given HBM blocks; their one reference becomes the index's. If
+// there are fewer than the path's DRAM blocks, the pin moves up to the last block that now lies in HBM.
 Promotion RadixIndex::promote(uint32_t pin, std::span<const int32_t> hbm_blocks) {
   Node* const node = pinned_node(pin);
   std::vector<Node*> path;

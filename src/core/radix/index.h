@@ -13,11 +13,11 @@
 //   * An unlocked node is in the LRU list of its owner for each tier that it has blocks in, and never behind (older
 //     than) a child of its own in that list: the list's tail is always evictable. Paths are touched deepest node first
 //     to keep it so.
-//   * Each root has one owner (a tenant), and its namespaces (a salt each) share lists and counts. Eviction takes the
+//   * Each root has one owner (a tenant); its namespaces (one per salt) share lists and counts. Eviction takes the
 //     oldest leaf of the owner with the heaviest blocks: they count double for each time that as many blocks as a tier
-//     has have entered the index since the owner used it. So a flood evicts its own blocks, and an owner that stays
-//     away loses its. Of equal ones it is the owner with the last use longest ago. A lone owner may hold everything.
-//   * A child is found by the 64-bit hash of (parent, first block of its edge); tokens are compared always, so a hash
+//     has have entered the index since the owner used it. So a flood evicts its own blocks, and an absent owner loses
+//     its blocks. Ties go to the owner whose last use is longest ago. A lone owner may hold everything.
+//   * A child is found by the 64-bit hash of (parent, first block of its edge); tokens are always compared, so a hash
 //     collision costs time and never gives wrong KV.
 // Order comes from the lists alone. The one counter (`entered_`, blocks) has 64 bits.
 #pragma once
@@ -65,7 +65,7 @@ struct Owner {
   std::list<Owner>::iterator self;
 };
 
-// The first cache line is what a walk reads.
+// A walk reads only the first cache line.
 struct alignas(64) Node {
   uint64_t edge_hash = 0;
   Node* parent = nullptr;
@@ -112,13 +112,13 @@ struct Eviction {
 
 struct Insertion {
   size_t added = 0;                   // blocks that the index took a reference on
-  std::vector<int32_t> adopted_dram;  // DRAM blocks given up because the caller brought the same tokens in HBM
+  std::vector<int32_t> adopted_dram;  // DRAM blocks freed because the caller has the same tokens in HBM
   uint32_t pin = 0;
 };
 
 struct Promotion {
   uint32_t pin = 0;
-  std::vector<int32_t> left_dram;  // DRAM blocks with contents that must go to the given HBM blocks, in order
+  std::vector<int32_t> left_dram;  // DRAM blocks whose contents must be copied to the given HBM blocks, in order
 };
 
 class RadixIndex {
@@ -144,7 +144,7 @@ class RadixIndex {
   Node* pinned_node(uint32_t pin) const;
 
   // blocks[0, hbm_blocks) lie in HBM, the rest in DRAM. With `keep_pin` the deepest node stays pinned.
-  // `owner` counts for a namespace that has nothing in the index yet; others stay with theirs.
+  // `owner` is used for a namespace with nothing in the index yet; others keep theirs.
   Insertion insert(const NamespaceId& name, std::span<const int32_t> tokens, std::span<const int32_t> blocks,
                    size_t hbm_blocks, bool keep_pin, const NamespaceId& owner = {});
   Promotion promote(uint32_t pin, std::span<const int32_t> hbm_blocks);
@@ -156,13 +156,13 @@ class RadixIndex {
   void check_invariants() const;
 
  private:
-  // The owner to take blocks from, null when nothing is evictable; and how many before the choice must be made again.
+  // The owner to take blocks from, null when nothing is evictable; and how many before choosing again.
   struct Victim {
     Owner* owner;
     size_t blocks;
   };
 
-  // The head's tokens stand beside it, so that a walk may ask for them and for the node at the same time.
+  // The head's tokens are stored beside it, so that a walk can prefetch them and the node at the same time.
   struct Bucket {
     Node* head = nullptr;
     const int32_t* tokens = nullptr;
@@ -172,7 +172,7 @@ class RadixIndex {
     }
   };
 
-  // radix_nodes.cpp: storage, children, lists, locks
+  // nodes.cpp: storage, children, lists, locks
   Node* new_node();
   void free_node(Node* node);
   Node* root(const NamespaceId& name, const NamespaceId& owner);
@@ -200,13 +200,13 @@ class RadixIndex {
   uint64_t edge_hash(const Node* parent, const int32_t* block) const;
   uint32_t equal_blocks(const Node* node, const int32_t* tokens, size_t blocks, Lookahead& next) const;
 
-  // radix_index.cpp
+  // index.cpp
   void adopt(Node* node, uint32_t upto, const int32_t* blocks, Insertion& out);
   Node* append(Node* parent, std::span<const int32_t> tokens, std::span<const int32_t> blocks, size_t hbm_blocks);
   uint32_t pin_at(Node* node);
   Node* node_ending_at(const Position& end);
 
-  // radix_evict.cpp
+  // evict.cpp
   uint64_t burden(const Owner& owner, int tier) const;
   Victim next_victim(int tier) const;
   size_t release_one(Owner* owner, int tier, const int32_t* blocks, size_t count);
@@ -232,7 +232,7 @@ class RadixIndex {
   size_t blocks_in_[kTiers] = {};
   size_t blocks_locked_[kTiers] = {};
   uint64_t entered_ = 0;              // blocks that ever entered
-  std::list<Owner> owners_;           // by last use, the longest ago first
+  std::list<Owner> owners_;           // by last use, longest ago first
   std::unordered_map<NamespaceId, Owner*, NamespaceHash> owner_of_;
 };
 

@@ -17,7 +17,7 @@ uint64_t mix(uint64_t a, uint64_t b) {
 
 constexpr uint64_t kSalt1 = 0xa0761d6478bd642full;
 constexpr uint64_t kSalt2 = 0xe7037ed1a0b428dbull;
-constexpr size_t kBucketsPerEdge = 2;  // a wrong child in a bucket costs a cache miss, a bucket eight bytes
+constexpr size_t kBucketsPerEdge = 2;  // a wrong child in a bucket costs a cache miss, one more bucket eight bytes
 
 }  // namespace
 
@@ -74,7 +74,7 @@ Node* RadixIndex::root(const NamespaceId& name, const NamespaceId& owner) {
   return root;
 }
 
-// A root without children; its owner goes with its last root.
+// A root without children; its owner is removed with its last root.
 void RadixIndex::remove_root(Node* root) {
   Owner* const owner = root->owner;
   roots_.erase(NamespaceId(*root->root_of));
@@ -90,14 +90,14 @@ void RadixIndex::count(Owner* owner, int tier, ptrdiff_t blocks) {
   owner->held[tier] += blocks;
 }
 
-// Linear hashing: with n buckets, 2^k <= n < 2^(k+1), those from 2^k on have split off the one 2^k below them.
+// Linear hashing: with n buckets, 2^k <= n < 2^(k+1), each bucket from 2^k on was split from the one 2^k below it.
 size_t RadixIndex::bucket_of(uint64_t hash) const {
   const size_t half = std::bit_floor(buckets_.size());
   const size_t bucket = hash & (2 * half - 1);
   return bucket < buckets_.size() ? bucket : bucket - half;
 }
 
-// One bucket more, so that growing never stops the world: moves the few children that belong into the new bucket now.
+// Adds one bucket and moves its few children into it, so that growing never stops the world.
 void RadixIndex::add_bucket() {
   const size_t added = buckets_.size();
   buckets_.append();
@@ -124,7 +124,7 @@ void RadixIndex::unlink_bucket(Node* child) {
   before->next_in_bucket = child->next_in_bucket;
 }
 
-// The child's storage must be filled: its first block decides where it is found.
+// The child's storage must be filled: its hash is that of its first block.
 void RadixIndex::attach(Node* parent, Node* child) {
   for (++edges_; buckets_.size() < kBucketsPerEdge * edges_;) add_bucket();
   child->parent = parent;
@@ -180,7 +180,7 @@ Node* RadixIndex::split(Node* node, uint32_t at) {
   return upper;
 }
 
-// Takes a node without children and without pins out of the tree, and its root when that was the last.
+// Removes a node without children and pins from the tree, and its root if that was the last child.
 void RadixIndex::remove_childless(Node* node) {
   Node* parent = node->parent;
   for (int tier = 0; tier < kTiers; ++tier) unlist(tier, node);
@@ -189,7 +189,7 @@ void RadixIndex::remove_childless(Node* node) {
   if (parent->root_of && !parent->first_child) remove_root(parent);
 }
 
-// Puts `node` on the newer side of `older` in its owner's list; at the newest end when `older` is null.
+// Inserts `node` on the newer side of `older` in its owner's list; at the newest end if `older` is null.
 void RadixIndex::list_before(int tier, Node* node, Node* older) {
   List& list = node->owner->lists[tier];
   if (!older) older = list.newest;
@@ -209,7 +209,7 @@ void RadixIndex::unlist(int tier, Node* node) {
   node->listed[tier] = false;
 }
 
-// Files an unlocked node as the newest of each tier that it has blocks in.
+// Lists an unlocked node as the newest of each tier that it has blocks in.
 void RadixIndex::touch(Node* node) {
   for (int tier = 0; tier < kTiers; ++tier) {
     unlist(tier, node);
@@ -239,7 +239,7 @@ void RadixIndex::lock_path(Node* node) {
   }
 }
 
-// Deepest first: a parent is filed after, and so newer than, its child. The path's owner has used the index.
+// Deepest first: a parent is listed after, and so newer than, its child. The path's owner has used the index.
 void RadixIndex::unlock_path(Node* node) {
   Owner* const owner = node->owner;
   owner->used_at = entered_;

@@ -11,7 +11,7 @@ namespace memserve {
 namespace {
 
 constexpr size_t kChunkBytes = size_t{2} << 20;
-constexpr int kLooksMax = 8;  // extents of the wanted size's own class that are looked at: some may be too small
+constexpr int kLooksMax = 8;  // extents examined in the wanted size's own class: some may be too small
 
 // Four classes for each power of two: every extent of a higher class is larger than any of a lower one.
 int class_of(uint32_t rows) {
@@ -55,7 +55,7 @@ void RowStore::release(const Rows& rows, uint32_t count) {
   }
 }
 
-// A free extent of at least `count` rows, not much larger where there is a choice; kNone = there is none.
+// A free extent of at least `count` rows, not much larger if there is a choice; kNone: there is none.
 uint32_t RowStore::find(uint32_t count) const {
   const int own = class_of(count);
   uint32_t number = of_class_[own] - 1;

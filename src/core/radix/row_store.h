@@ -16,11 +16,11 @@ struct Rows {
   uint32_t chunk = 0;
 };
 
-// Hands out runs of rows and takes back any part of them: ownership is exact to the row, so an edge is cut in two, or
-// its tail dropped, without copying and without anything shared. Free rows lie in maximal extents, filed by size.
+// Allocates runs of rows and takes back any part of them. Ownership is exact to the row: an edge is cut in two, or its
+// tail dropped, without copying or sharing. Free rows lie in maximal extents, listed by size.
 //
 //      chunk   [ tokens of row 0 | tokens of row 1 | ...           ids: 0 1 2 ... ]     2 MiB: one huge page
-//      rows     uuuuuuuFFFFFFuuuuFFFFFFFFFFF      u = handed out; the first and last id of a free extent are its number
+//      rows     uuuuuuuFFFFFFuuuuFFFFFFFFFFF      u = allocated; the first and last id of a free extent are its number
 class RowStore {
  public:
   explicit RowStore(uint32_t block_tokens) : block_tokens_(block_tokens) {}
@@ -42,7 +42,7 @@ class RowStore {
   static constexpr int kClasses = 128;
 
   struct Chunk {
-    std::unique_ptr<Arena> memory;  // null: given back, the number is free
+    std::unique_ptr<Arena> memory;  // null: freed, the number is unused
     int32_t* tokens = nullptr;
     int32_t* ids = nullptr;
     uint32_t rows = 0;
@@ -63,12 +63,12 @@ class RowStore {
 
   uint32_t block_tokens_;
   std::vector<Chunk> chunks_;
-  std::vector<uint32_t> chunks_unused_;  // numbers of chunks that were given back
-  std::vector<Extent> extents_;          // rows = 0: the number is free
+  std::vector<uint32_t> chunks_unused_;  // numbers of freed chunks
+  std::vector<Extent> extents_;          // rows = 0: the number is unused
   std::vector<uint32_t> extents_unused_;
   uint32_t of_class_[kClasses] = {};     // extent number + 1 of the newest of each class; 0 = none
   uint64_t has_class_[kClasses / 64] = {};
-  uint32_t spare_ = kNone;               // a chunk that is wholly free: kept, so that the next edge need not ask for one
+  uint32_t spare_ = kNone;               // a wholly free chunk, kept for the next edge
   size_t chunk_bytes_ = size_t{64} << 10;
   size_t bytes_ = 0;
 };

@@ -1,5 +1,5 @@
-// The walk down the tree. In a large tree all that it touches is cold, and every step depends on the one before: bucket,
-// node, tokens. So the way to the next edge is gone while this edge is compared, one miss at a time.
+// The walk down the tree. In a large tree everything that it touches is cold, and every step depends on the one before:
+// bucket, node, tokens. So the next edge is looked up while this edge is compared, one miss at a time.
 #include <algorithm>
 #include <cstring>
 
@@ -9,7 +9,7 @@ namespace memserve {
 
 namespace {
 
-constexpr uint32_t kStride = 8;  // blocks compared at once; a stride that differs is looked at block by block
+constexpr uint32_t kStride = 8;  // blocks compared at once; a stride that differs is compared block by block
 constexpr size_t kFetchFirstBytes = 1024, kFetchAheadBytes = 4096, kLineBytes = 64;
 
 void fetch(const void* start, size_t bytes) {
@@ -18,8 +18,8 @@ void fetch(const void* start, size_t bytes) {
 
 }  // namespace
 
-// The way to the child of `parent` with an edge that begins with `block`. Each `step` reads what the last asked for,
-// and asks for the next: the bucket, then its first node and that one's first tokens.
+// The look-up of the child of `parent` whose edge begins with `block`. Each `step` reads what the last one prefetched,
+// and prefetches the next: the bucket, then its first node and that node's first tokens.
 class RadixIndex::Lookahead {
  public:
   Lookahead(const RadixIndex& index, const Node* parent, const int32_t* block) : parent_(parent) {
@@ -57,7 +57,7 @@ class RadixIndex::Lookahead {
   bool found_ = false;
 };
 
-// The first child with this hash from `from` on in its bucket.
+// The first child with this hash in the bucket, from `from` on.
 Node* RadixIndex::guess_again(Node* from, const Node* parent, uint64_t hash) {
   while (from && (from->edge_hash != hash || from->parent != parent)) from = from->next_in_bucket;
   return from;
@@ -109,7 +109,7 @@ Position RadixIndex::walk(const NamespaceId& name, std::span<const int32_t> toke
   return at;
 }
 
-// The child with the edge that begins with `block`, or null.
+// The child whose edge begins with `block`, or null.
 Node* RadixIndex::find_child(const Node* parent, const int32_t* block) const {
   Node* node = Lookahead(*this, parent, block).arrive();
   while (node && std::memcmp(node->tokens(), block, block_tokens_ * sizeof(int32_t)) != 0) {

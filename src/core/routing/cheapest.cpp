@@ -1,7 +1,7 @@
-// Which instance computes a prompt and which one decodes it, at the least expected cost, of all pairs there are: the
-// sums of policy/routing.py in one pass, each instance by its own profile. The pairs need not be looked at one by one: a
-// decoder costs each first instance the same, but for the transfer, which the decoder pulls, and which knows near and
-// far only.
+// Chooses the instances that compute and decode a prompt at the least expected cost, of all pairs: the sums of
+// policy/routing.py in one pass, each instance by its own profile. There is no need to examine each pair: a decoder
+// costs every first instance the same, except for the transfer, which the decoder pulls, and which depends only on
+// whether both share a host.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
@@ -30,13 +30,13 @@ constexpr int64_t kNobody = -1;
 constexpr int64_t kUnknownHost = 0;
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
-// Beyond any wait: what costs more is not told apart, and no sum of a few such overflows.
+// Longer than any wait: larger costs are cut to it, so that a sum of a few of them does not overflow.
 constexpr double kForeverNs = 1e17;
 
-// As Python's round: half to even. Contraction is off in this file, so that sums are those of policy/costs.py.
+// As Python's round: half to even. Contraction is off in this file, so that sums equal those of policy/costs.py.
 int64_t rounded(double ns) { return std::lrint(std::min(ns, kForeverNs)); }
 
-// How KV is cut up: a token's bytes, a block's tokens, and pieces of a block.
+// How KV is divided: a token's bytes, a block's tokens, and pieces of a block.
 struct Cut {
   int64_t token_bytes, block_tokens, pieces;
   int64_t blocks(int64_t tokens) const { return (tokens + block_tokens - 1) / block_tokens; }
@@ -44,7 +44,7 @@ struct Cut {
 
 // The curves of one CostModel of policy/costs.py.
 struct Prices {
-  Coefficients prefill, decode, swap_in, same_host, network;
+  Coefficients prefill, decode, swap_in, same_host, network, disk;
 
   int64_t prefill_ns(int64_t fresh, int64_t context) const {
     if (fresh <= 0) return 0;
@@ -59,6 +59,8 @@ struct Prices {
   int64_t transfer_ns(int64_t blocks, const Cut& cut, bool near) const {
     return kv_ns(near ? same_host : network, blocks, cut);
   }
+  // Of a store: from its disks into its memory.
+  int64_t disk_ns(int64_t blocks, const Cut& cut) const { return kv_ns(disk, blocks, cut); }
 
  private:
   // CopyCurve.kv_ns
@@ -70,19 +72,19 @@ struct Prices {
   }
 };
 
-// Of all instances: those with equal profiles share an entry.
+// The prices of all instances; those with equal profiles share an entry.
 struct RoutingPrices {
   std::vector<Prices> profiles;
 };
 
-// What a request needs, and the longest prefix of it that may be fetched from another instance.
+// What a request needs, and the longest prefix of it that may be fetched from another instance or a store.
 struct Wanted {
   int64_t prompt_tokens, max_tokens, sequences, block_tokens;
   Cut whole, handoff;
-  int64_t holder = kNobody, holder_tokens = 0;
+  int64_t holder = kNobody, holder_tokens = 0, disk_tokens = 0;  // the last: of them on a store's disks
 };
 
-// A sum to be the least; equal ones are told apart by being known, then by number.
+// A total to minimise; ties go to instances that know the session, then to the lowest number.
 struct Price {
   int64_t total_ns = kNever, minus_known = 0, first = kNobody, decode_at = kNobody;
   auto operator<=>(const Price&) const = default;
@@ -103,6 +105,7 @@ class Weighing {
         prompt_blocks_(wanted.whole.blocks(wanted.prompt_tokens)),
         there_(std::min(wanted.holder_tokens, wanted.prompt_tokens - 1)),
         there_blocks_(wanted.whole.blocks(there_)),
+        disk_blocks_(wanted.whole.blocks(wanted.disk_tokens)),
         alone_ns_(profiles.size()),
         near_(table.columns + 1) {
     for (size_t at = 0; at < profiles.size(); ++at) alone_ns_[at] = profiles[at].prefill_ns(wanted.prompt_tokens, 0);
@@ -121,7 +124,7 @@ class Weighing {
     keep_far(price(false));
   }
 
-  // `alone`: it decodes, too.
+  // `alone`: the instance decodes as well.
   void offer_first(int64_t at, bool alone) {
     const Work work = table_.work(at);
     const int64_t prompts_ns = queued_ns(at, work.prefill);
@@ -143,7 +146,7 @@ class Weighing {
 
   int64_t is_known(int64_t at) const { return std::ranges::find(favourites_, at) != favourites_.end(); }
 
-  // The cheapest far away, and the cheapest on another host than that one.
+  // Keeps the cheapest decoder over the network, and the cheapest one on another host than that.
   void keep_far(const Price& price) {
     if (price < far_) {
       if (far_.total_ns != kNever && hosts_[far_.decode_at] != hosts_[price.decode_at]) other_far_ = far_;
@@ -159,7 +162,7 @@ class Weighing {
     return std::min(near_[host], same ? other_far_ : far_);
   }
 
-  // Prompts in a queue, as if they were like this one.
+  // Time of the queued prompts, taken to be like this one.
   int64_t queued_ns(int64_t at, int64_t prefill_tokens) const {
     int64_t product = 0;
     const int64_t alone_ns = alone_ns_[static_cast<size_t>(profile_of_[at])];
@@ -175,7 +178,7 @@ class Weighing {
     return (steps + waiting) * prices_of(at).decode_step_ns(work.sequences + wanted_.sequences, context);
   }
 
-  // The best way to get the prompt's KV there, behind other prompts: recompute, swap in, fetch.
+  // Time of the quickest way to get the prompt's KV there, behind other prompts: recompute, swap in, fetch.
   int64_t first_token_ns(int64_t at, int64_t prompts_ns) const {
     const Prices& prices = prices_of(at);
     const int64_t prompt = wanted_.prompt_tokens, last = prompt - 1;
@@ -188,9 +191,11 @@ class Weighing {
       swap_ns = prices.swap_in_ns(wanted_.whole.blocks(own - hbm), wanted_.whole);
       best_ns = std::min(best_ns, prompts_ns + swap_ns + prices.prefill_ns(prompt - own, own));
     }
-    if (there_ > own && wanted_.holder != at) {  // so all that matched is own
+    if (there_ > own && wanted_.holder != at) {  // so the whole match is its own
       const bool near = hosts_[at] != kUnknownHost && hosts_[at] == hosts_[wanted_.holder];
-      const int64_t fetch_ns = prices.transfer_ns(there_blocks_ - table_.matched(at), wanted_.whole, near);
+      const int64_t blocks = there_blocks_ - table_.matched(at);
+      const int64_t read_ns = prices_of(wanted_.holder).disk_ns(std::min(disk_blocks_, blocks), wanted_.whole);
+      const int64_t fetch_ns = prices.transfer_ns(blocks, wanted_.whole, near) + read_ns;
       const int64_t rest_ns = swap_ns + prices.prefill_ns(prompt - there_, there_);
       best_ns = std::min(best_ns, std::max(prompts_ns, fetch_ns) + rest_ns);
     }
@@ -203,7 +208,7 @@ class Weighing {
   const LoadColumns& table_;
   const std::span<const int64_t> hosts_;
   const std::vector<int64_t>& favourites_;
-  const int64_t window_, prompt_blocks_, there_, there_blocks_;
+  const int64_t window_, prompt_blocks_, there_, there_blocks_, disk_blocks_;
   std::vector<int64_t> alone_ns_;  // by profile: this prompt, with nothing cached
   std::vector<Price> near_;        // by host
   Price far_, other_far_, best_;
@@ -212,27 +217,28 @@ class Weighing {
 nb::tuple cheapest(const Crowd& first, const std::vector<Row>& decoders, const Loads& loads, const Row& room,
                    const Columns& matches, const Row& hosts, const std::vector<int64_t>& favourites,
                    const RoutingPrices& prices, const Row& profile_of, const std::array<int64_t, 6>& ask,
-                   const std::pair<int64_t, int64_t>& holding, int64_t window_steps) {
+                   const std::array<int64_t, 3>& holding, int64_t window_steps) {
   const LoadColumns table(loads, room, matches);
   const auto [prompt_tokens, max_tokens, sequences, token_bytes, block_tokens, pieces] = ask;
-  if (prompt_tokens < 1 || block_tokens < 1) throw nb::value_error("a prompt and a block have tokens");
+  if (prompt_tokens < 1 || block_tokens < 1) throw nb::value_error("prompt_tokens and block_tokens must be at least 1");
   const Wanted wanted{prompt_tokens,
                       max_tokens,
                       sequences,
                       block_tokens,
                       Cut{token_bytes, block_tokens, 1},
                       Cut{token_bytes, block_tokens, pieces},
-                      holding.first,
-                      holding.second};
+                      holding[0],
+                      holding[1],
+                      holding[2]};
   const auto is_code = [&](int64_t host) { return host >= 0 && static_cast<size_t>(host) <= table.columns; };
   if (hosts.shape(0) != table.columns || !std::ranges::all_of(span_of(hosts), is_code)) {
-    throw nb::value_error("a host of each column is needed, 0 to the number of columns");
+    throw nb::value_error("give one host per column, 0 to the number of columns");
   }
   const auto is_profile = [&](int64_t at) { return at >= 0 && static_cast<size_t>(at) < prices.profiles.size(); };
   if (profile_of.shape(0) != table.columns || !std::ranges::all_of(span_of(profile_of), is_profile)) {
-    throw nb::value_error("a profile of each column is needed");
+    throw nb::value_error("give one profile per column");
   }
-  if (holding.second > 0) table.check_numbers(std::span(&holding.first, 1));
+  if (holding[1] > 0) table.check_numbers(std::span(holding).first(1));
   Weighing weighing(prices.profiles, span_of(profile_of), wanted, table, span_of(hosts), favourites, window_steps);
   for (const Row& numbers : decoders) {
     table.check_numbers(span_of(numbers));
@@ -254,10 +260,10 @@ void bind_cheapest(nb::module_& m) {
   nb::class_<RoutingPrices>(m, "RoutingPrices")
       .def(
           "__init__",
-          [](RoutingPrices* self, const std::vector<std::array<Coefficients, 5>>& profiles) {
+          [](RoutingPrices* self, const std::vector<std::array<Coefficients, 6>>& profiles) {
             new (self) RoutingPrices{};
-            for (const auto& [prefill, decode, swap_in, same_host, network] : profiles) {
-              self->profiles.push_back({prefill, decode, swap_in, same_host, network});
+            for (const auto& [prefill, decode, swap_in, same_host, network, disk] : profiles) {
+              self->profiles.push_back({prefill, decode, swap_in, same_host, network, disk});
             }
           },
           nb::arg("profiles"));

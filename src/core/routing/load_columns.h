@@ -21,13 +21,13 @@ struct Work {
   int64_t busy() const { return prefill + context; }
 };
 
-// Loads (own, reported, since; each of queue, sequences, contexts), memory, and what of the prompt at hand is cached.
+// Loads (own, reported, since; each of queue, sequences, contexts), memory, and how much of this prompt is cached.
 class LoadColumns {
  public:
   LoadColumns(const Loads& loads, const Row& room, const Columns& matches)
       : columns(loads.shape(2)), loads_(loads.data()), room_(room.data()), matches_(matches.data()) {
     if (matches.shape(1) != columns || room.shape(0) != columns) {
-      throw nb::value_error("room and matches of each column are needed");
+      throw nb::value_error("give room and matches for each column");
     }
   }
 
@@ -45,7 +45,7 @@ class LoadColumns {
     }
   }
 
-  // What a policy wants to know of one instance.
+  // What a policy needs to know of one instance.
   nb::tuple row(int64_t at) const {
     const auto [prefill, sequences, context] = work(at);
     return nb::make_tuple(at, prefill, sequences, context, room_blocks(at), context_sent(at), matched(at),

@@ -1,4 +1,4 @@
-// Of very many instances the few that a routing policy should look at: one pass over their numbers.
+// Picks, of very many instances, the few that a routing policy should examine, in one pass over their numbers.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -23,7 +23,7 @@ using Overload = std::pair<int64_t, int64_t>;
 
 constexpr size_t kFair = 2;  // the last of the respects
 
-// The best of one role in each respect; instances later in `numbers` must be better to take a place.
+// The best of one role in each respect; a later instance in `numbers` must be better to win.
 std::array<int64_t, 3> best_of(std::span<const int64_t> numbers, const LoadColumns& table, int64_t limit) {
   struct Best {
     int64_t at, busy, matched;
@@ -55,7 +55,7 @@ nb::list shortlist(const Crowd& crowd, const Loads& loads, const Row& room, cons
                    size_t all_of) {
   const LoadColumns table(loads, room, matches);
   if (std::ranges::any_of(respects, [](size_t respect) { return respect > kFair; })) {
-    throw nb::value_error("respects are 0 to 2");
+    throw nb::value_error("respects must be 0 to 2");
   }
   bool few = true;
   const bool by_limit = std::ranges::find(respects, kFair) != respects.end();
@@ -85,10 +85,11 @@ nb::list shortlist(const Crowd& crowd, const Loads& loads, const Row& room, cons
   return rows;
 }
 
-// The holders of most of a prompt, without those of the code `without`: most blocks, then HBM, then the lowest number.
-nb::list most_of(const Columns& matches, const Codes& codes, int64_t without, size_t count) {
+// The holders of most of a prompt, without those of the code `without`: most blocks, then an instance's HBM, its DRAM,
+// a store's DRAM, its disks (`stores`: the code of stores), then the lowest number.
+nb::list most_of(const Columns& matches, const Codes& codes, int64_t without, int64_t stores, size_t count) {
   const size_t columns = matches.shape(1);
-  if (codes.shape(0) != columns) throw nb::value_error("a code of each column is needed");
+  if (codes.shape(0) != columns) throw nb::value_error("give one code per column");
   struct Most {
     int64_t rank;
     size_t at;
@@ -97,7 +98,8 @@ nb::list most_of(const Columns& matches, const Codes& codes, int64_t without, si
   for (size_t at = 0; at < columns; ++at) {
     const int64_t blocks = matches.data()[at];
     if (blocks == 0 || codes.data()[at] == without) continue;
-    const int64_t rank = 2 * blocks - (matches.data()[columns + at] > 0);
+    const int64_t depth = 2 * (codes.data()[at] == stores) + (matches.data()[columns + at] > 0);
+    const int64_t rank = 4 * blocks - depth;
     if (most.size() == count && (count == 0 || rank <= most.back().rank)) continue;
     const auto place = std::ranges::find_if(most, [rank](const Most& other) { return other.rank < rank; });
     most.insert(place, {rank, at});
@@ -105,7 +107,7 @@ nb::list most_of(const Columns& matches, const Codes& codes, int64_t without, si
   }
   nb::list rows;
   for (const auto& [rank, at] : most) {
-    rows.append(nb::make_tuple(at, matches.data()[at], matches.data()[columns + at] > 0));
+    rows.append(nb::make_tuple(at, matches.data()[at], matches.data()[columns + at]));
   }
   return rows;
 }
@@ -115,7 +117,8 @@ nb::list most_of(const Columns& matches, const Codes& codes, int64_t without, si
 void bind_shortlist(nb::module_& m) {
   m.def("shortlist", &shortlist, nb::arg("crowd"), nb::arg("loads"), nb::arg("room"), nb::arg("matches"),
         nb::arg("favourites"), nb::arg("respects"), nb::arg("overload"), nb::arg("all_of"));
-  m.def("most_of", &most_of, nb::arg("matches"), nb::arg("codes"), nb::arg("without"), nb::arg("count"));
+  m.def("most_of", &most_of, nb::arg("matches"), nb::arg("codes"), nb::arg("without"), nb::arg("stores"),
+        nb::arg("count"));
 }
 
 }  // namespace memserve

@@ -1,4 +1,4 @@
-// The scheduler's hot loops: one pass over all sequences that decode, where nothing but numbers changes.
+// The scheduler's hot loops: one pass over all decoding sequences that only changes numbers.
 #include "scheduling/sequence.h"
 
 #include <structmember.h>
@@ -10,7 +10,7 @@ namespace memserve {
 
 namespace {
 
-// The head of every `instance.sequence.Sequence`. Plain fields: what they mean, and what must hold, Python says.
+// The head of every `instance.sequence.Sequence`. Plain fields: Python documents their meaning and invariants.
 struct Row {
   PyObject_HEAD
   PyObject* phase;  // this and the next three: owned, null until set
@@ -91,8 +91,8 @@ void append(PyObject* list, PyObject* item) {
   if (PyList_Append(list, item) != 0) throw nb::python_error();
 }
 
-// The rows of a list, borrowed. To be asked for behind the last `new_list`: that may collect garbage, and with it run
-// anything. Nothing else here runs Python code.
+// The rows of a list, borrowed. Call it after the last `new_list`, which may run the garbage collector and thereby any
+// code. Nothing else here runs Python code.
 std::vector<Row*> rows_of(const nb::list& sequences) {
   std::vector<Row*> rows(sequences.size());
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -128,7 +128,7 @@ nb::tuple plan_decodes(const nb::list& sequences, long long step_id) {
   const nb::list starts = new_list(count), slots = new_list(count), draws = new_list(count), ended = new_list(0);
   const std::vector<Row*> rows = rows_of(sequences);
   for (const Row* row : rows) {
-    if (PyTuple_Size(row->draw) != 1) throw nb::value_error("a sequence that decodes draws for its own slot alone");
+    if (PyTuple_Size(row->draw) != 1) throw nb::value_error("a decoding sequence must draw only for its own slot");
   }
   for (size_t i = 0; i < count; ++i) {
     Row* const row = rows[i];
@@ -147,8 +147,8 @@ nb::tuple plan_decodes(const nb::list& sequences, long long step_id) {
   return nb::make_tuple(starts, slots, draws, ended);
 }
 
-// Appends a token to each sequence that has not finished. Returns the places of all that do more than draw on: they have
-// their first token, or one that may stop them, or another phase than `decoding`.
+// Appends a token to each sequence that has not finished. Returns the places of all sequences that need more handling:
+// it was their first token, it may stop them, or their phase is not `decoding`.
 nb::list take_tokens(const nb::list& sequences, const nb::list& tokens, nb::handle decoding, nb::handle finished) {
   if (tokens.size() != sequences.size()) throw nb::value_error("one token for each sequence");
   const nb::list special = new_list(0);

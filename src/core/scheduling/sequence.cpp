@@ -132,7 +132,7 @@ void IntSpan::read_item(PyObject* item) {
   copy_.push_back(narrow(value));
 }
 
-// Lists of plain ints are read in place: that runs no code which could change the list meanwhile.
+// Lists of plain ints are read in place: that runs no code that could change the list.
 bool IntSpan::read_list(nb::handle source) {
   if (!PyList_CheckExact(source.ptr())) return false;
   const Py_ssize_t size = PyList_Size(source.ptr());

@@ -67,6 +67,8 @@ void bind_rows(nb::module_& m);
 void bind_stop_strings(nb::module_& m);
 void bind_json_shape(nb::module_& m);
 void bind_segment_log(nb::module_& m);
+void bind_memory_tier(nb::module_& m);
+void bind_tier_reader(nb::module_& m);
 void bind_disk_queue(nb::module_& m);
 
 }  // namespace memserve

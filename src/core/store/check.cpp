@@ -31,6 +31,8 @@ void SegmentLog::check_invariants() const {
   }
   if (open_) count(*open_, State::open, "the open segment is not open");
   if (emptying_) count(*emptying_, State::emptying, "the segment that is emptied is in another state");
+  const auto outdated = std::count_if(segments_.begin(), segments_.end(), [](const Segment& one) { return one.outdated; });
+  check(outdated == outdated_, "emptied segments are counted wrongly");
   for (uint32_t number = 0; number < segments_.size(); ++number) {
     const Segment& segment = segments_[number];
     check(segment.pending == pending[number], "a segment counts its tickets wrongly");

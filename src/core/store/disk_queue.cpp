@@ -36,7 +36,7 @@ DiskQueue::DiskQueue(const std::string& path, uint64_t bytes, unsigned depth, bo
   struct stat status;
   const bool known = fstat(fd_, &status) == 0;
   if (bytes > 0 && known && S_ISREG(status.st_mode)) {
-    // All of it now: later a full disk could fail any write.
+    // Allocated now: later a full disk could fail any write.
     const int error = posix_fallocate(fd_, 0, static_cast<off_t>(bytes));
     if (error != 0 || ftruncate(fd_, static_cast<off_t>(bytes)) != 0) {
       if (error != 0) errno = error;
@@ -68,7 +68,7 @@ DiskQueue::~DiskQueue() {
   close(fd_);
 }
 
-// What waits is given up; what is under way uses memory of the caller's.
+// Drops waiting operations; those under way use the caller's memory, so they are waited for.
 void DiskQueue::drain() {
   reads_.clear();
   writes_.clear();
@@ -122,7 +122,7 @@ std::vector<DiskDone> DiskQueue::take() {
     const auto found = under_way_.find(id);
     DiskOp& op = found->second;
     if (result > 0 && static_cast<size_t>(result) < op.bytes) {
-      // A part: the rest follows.
+      // Only a part was done: submit the rest.
       op.offset += static_cast<uint64_t>(result);
       op.data += result;
       op.bytes -= static_cast<size_t>(result);

@@ -2,8 +2,8 @@
 //
 //   submit -> waiting (reads first) -> under way, at most `depth` -> done -> take
 //
-// Two engines behind one interface: io_uring, and a few threads with pread and pwrite where io_uring is forbidden, as in
-// many containers. One thread uses a queue; `fd()` becomes readable when something is done.
+// Two engines behind one interface: io_uring, and a few threads with pread and pwrite where io_uring is forbidden, as
+// in many containers. One thread uses a queue; `fd()` becomes readable when something is done.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace memserve::store {
 
 struct DiskOp {
   enum class Kind : uint8_t { read, write, sync };
-  uint64_t tag = 0;  // the caller's, comes back
+  uint64_t tag = 0;  // chosen by the caller, returned with the result
   Kind kind = Kind::read;
   uint64_t offset = 0;
   uint8_t* data = nullptr;
@@ -29,7 +29,7 @@ struct DiskDone {
   int error;  // errno; 0 = every byte was read or written
 };
 
-// Memory that stays where it is: io_uring knows its pages beforehand.
+// Memory that does not move: io_uring registers its pages beforehand.
 struct DiskMemory {
   uint8_t* data;
   size_t bytes;
@@ -39,18 +39,18 @@ class DiskEngine {
  public:
   virtual ~DiskEngine() = default;
   virtual void begin(uint64_t id, const DiskOp& op) = 0;
-  virtual void submit() = 0;  // what was begun
+  virtual void submit() = 0;  // submits the operations begun
   // `(id, result)`: bytes, or -errno.
   virtual void finished(std::vector<std::pair<uint64_t, int64_t>>& into) = 0;
 };
 
-// Null: this kernel or container allows none. `fixed`: whether the memory could be registered.
+// Null: this kernel or container does not allow io_uring. `fixed`: whether the memory could be registered.
 std::unique_ptr<DiskEngine> make_uring(int fd, int event_fd, unsigned depth, const std::vector<DiskMemory>& memory);
 std::unique_ptr<DiskEngine> make_threads(int fd, int event_fd, unsigned threads);
 
 class DiskQueue {
  public:
-  // Opens or creates `path`; a file is given `bytes` at once (0: as it is). `engine`: "io_uring", "threads", or "" for
+  // Opens or creates `path`; a file gets `bytes` at once (0: keep its size). `engine`: "io_uring", "threads", or "" for
   // the better one that works. Throws std::system_error.
   DiskQueue(const std::string& path, uint64_t bytes, unsigned depth, bool direct, const std::string& engine,
             const std::vector<DiskMemory>& memory);
@@ -60,7 +60,7 @@ class DiskQueue {
 
   // With O_DIRECT offset, address and bytes are whole pages. The memory stays alive until the op is done.
   void submit(const DiskOp& op);
-  // The same for bytes that are copied first.
+  // As `submit`, for bytes that are copied first.
   void submit_copy(uint64_t tag, uint64_t offset, const uint8_t* data, size_t bytes);
   std::vector<DiskDone> take();
 

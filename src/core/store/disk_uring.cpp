@@ -51,7 +51,7 @@ class Uring : public DiskEngine {
         known.push_back({piece.data + at, std::min(kRegisteredMax, piece.bytes - at)});
       }
     }
-    // Where the limit of locked memory is too small, buffers are looked up at each operation.
+    // If the limit of locked memory is too small, the kernel looks buffers up at each operation.
     if (!known.empty() &&
         syscall(__NR_io_uring_register, ring_, IORING_REGISTER_BUFFERS, known.data(), known.size()) == 0) {
       registered_ = std::move(known);
@@ -108,7 +108,7 @@ class Uring : public DiskEngine {
  private:
   static constexpr size_t kRegisteredMax = size_t{1} << 30;
 
-  // Which registered buffer the whole of it lies in; -1: in none.
+  // The registered buffer that holds the whole operation; -1: none.
   int buffer_of(const DiskOp& op) const {
     for (size_t i = 0; i < registered_.size(); ++i) {
       const auto* const base = static_cast<const uint8_t*>(registered_[i].iov_base);

@@ -5,7 +5,7 @@
 //            0      4096                             ends with the segment
 //   record   | head: one page; a short payload lies in it | payload, padded to whole pages |
 //
-// Every structure carries a keyed checksum, with a secret that the superblock alone knows: a value that a client chose
+// Every structure carries a keyed checksum, with a secret that only the superblock holds: a value that a client chose
 // can't be taken for a record. Segments and records carry the serial number of the segment's life as well, so what an
 // earlier life left behind is never read as of this one. Payloads are checked by their seal (transfer/seal_sums.h).
 #pragma once
@@ -58,7 +58,7 @@ struct RecordHead {
   uint64_t number = 0;  // of the put that wrote it: of two records of one key the higher number counts
   uint64_t layers = 0;  // a bit each, 0 = all
   uint32_t length = 0;  // of the payload, in bytes
-  uint32_t scope = 0;   // a tag of the owner's
+  uint32_t scope = 0;   // a tag chosen by the owner
   uint32_t page = 0;    // of the record, in its segment
   uint16_t name_bytes = 0;
   Kind kind = Kind::value;

@@ -1,6 +1,6 @@
-// How often keys were asked for of late: a count-min sketch of 4-bit counters behind a doorkeeper (TinyLFU: Einziger,
-// Friedman and Manes, 2017). The first request sets a bit of the doorkeeper alone; counters halve, and the doorkeeper is
-// cleared, after as many requests as there are counters in a row: what was asked for long ago fades.
+// How often keys were recently requested: a count-min sketch of 4-bit counters behind a doorkeeper (TinyLFU: Einziger,
+// Friedman and Manes, 2017). The first request sets a bit of the doorkeeper alone; counters halve, and the doorkeeper
+// is cleared, after as many requests as there are counters in a row: what was asked for long ago fades.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -12,13 +12,13 @@ namespace memserve::store {
 
 class Frequency {
  public:
-  // `keys`: how many keys are worth telling apart, three bytes of memory each.
+  // `keys`: how many keys to tell apart, three bytes of memory each.
   explicit Frequency(size_t keys) : width_(std::bit_ceil(keys < 64 ? size_t{64} : keys)) {
     counters_.resize(width_ * kRows / 16);
     seen_.resize(width_ / 64 * 8);
   }
 
-  // One request more. Returns how many came before it, at least; never more than 16.
+  // Counts one request. Returns how many came before it, at least; never more than 16.
   unsigned note(Hash128 key) {
     if (++noted_ >= width_) fade();
     const uint64_t bit = key.high & (seen_.size() * 64 - 1);

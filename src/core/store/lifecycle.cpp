@@ -21,23 +21,23 @@ void SegmentLog::format() {
   tend();
 }
 
-// Whatever has become possible.
+// Issues every command that has become possible.
 void SegmentLog::tend() {
   finish_emptying();
   drop_stale();
   for (const uint32_t segment : closing_) close(segment);
   if (broken()) return;
-  // One to open next, and one that moves can count on.
+  // One to open next, and one reserved for moves.
   const size_t wanted = options_.move_share > 0 ? 2 : 1;
   write_super();
   if (!started_) return;
+  if (ready_.size() + free_.size() + preparing_ < wanted) empty_oldest();
   // One after the other, as they became free: until its head is new, a restart still finds what a segment held, and a
   // removal must not go before what it removed.
   if (!preparing_ && ready_.size() < wanted && !free_.empty()) {
     prepare(free_.front());
     free_.pop_front();
   }
-  if (ready_.size() + free_.size() + preparing_ < wanted) empty_oldest();
   write_removals();
   sync_tickets();
 }
@@ -73,7 +73,8 @@ void SegmentLog::close_open() {
   close(number);
 }
 
-// As soon as every record has its end. Unless nothing is synced, the footer follows what it speaks of.
+// Takes effect once every record has ended. Unless nothing is synced, the footer is written after its records are
+// durable.
 void SegmentLog::close(uint32_t number) {
   Segment& segment = segments_[number];
   if (segment.pending > 0 || segment.footer_under_way || broken()) return;
@@ -132,6 +133,7 @@ void SegmentLog::finish_command(uint64_t id, bool done) {
     case Step::Kind::sync_head:
       preparing_ = false;
       segment.state = State::ready;
+      outdated_ -= std::exchange(segment.outdated, false);
       if (!segment.stale) ready_.push_back(step.segment);
       break;
     case Step::Kind::sync_data:
@@ -164,7 +166,7 @@ void SegmentLog::finish_command(uint64_t id, bool done) {
   tend();
 }
 
-// A page that says what is gone; the segment waits for it.
+// Writes a page that lists removals; the segment waits for it.
 void SegmentLog::write_page(uint32_t segment, uint32_t page, const std::vector<uint8_t>& data) {
   Step step{Step::Kind::page, segment, {}, {}};
   step.page = page;
@@ -180,7 +182,7 @@ void SegmentLog::failed_command(const Step& step) {
       preparing_ = false;
       segment.state = State::ready;
       if (segment.stale) break;
-      segment = Segment{};
+      renew(segment);
       free_.push_front(step.segment);
       break;
     case Step::Kind::sync_data:
@@ -190,7 +192,9 @@ void SegmentLog::failed_command(const Step& step) {
       break;
     case Step::Kind::publish:
       syncing_ = false;
-      for (const uint64_t ticket : step.tickets) drop(ticket);
+      for (const uint64_t ticket : step.tickets) {
+        pending_.at(ticket).purged ? drop(ticket) : drop_and_wipe(ticket);
+      }
       break;
     case Step::Kind::page:
       if (broken()) {
@@ -261,27 +265,35 @@ void SegmentLog::finish_emptying() {
   Segment& segment = segments_[number];
   if (segment.moves > 0 || segment.sync_under_way) return;
   if (segment.unsynced_moves && !segment.stale) {
-    // Copies are as durable as their originals were before these go.
+    // Copies are as durable as their originals before the originals go.
     if (broken()) return;
     segment.sync_under_way = true;
     command(Command::Kind::sync, {Step::Kind::sync_moves, number, {}, {}});
     return;
   }
-  // Found no longer from here on; reads that hold the segment go on.
+  // From here on its records are no longer found; reads that hold the segment go on.
   for (const Hash128 key : std::exchange(segment.keys, {})) {
     const Entry* const entry = index_.find(key);
     if (!entry || entry->segment != number) continue;
     index_.erase(key);
     evicted_.push_back(key);
     ++counters_.records_evicted;
+    outdated_ += !std::exchange(segment.outdated, true);
   }
   if (segment.pins > 0) return;
   emptying_.reset();
   if (!segment.stale) set_free(number);
 }
 
+// As if nothing had been in it; what lies on the disk stays until the head is written.
+void SegmentLog::renew(Segment& segment) {
+  const bool outdated = segment.outdated;
+  segment = Segment{};
+  segment.outdated = outdated;
+}
+
 void SegmentLog::set_free(uint32_t number) {
-  segments_[number] = Segment{};
+  renew(segments_[number]);
   free_.push_back(number);
 }
 

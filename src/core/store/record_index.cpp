@@ -39,7 +39,7 @@ bool RecordIndex::erase(Hash128 key) {
   Part& part = parts_[key.high >> 56];
   const size_t mask = part.slots.size() - 1;
   size_t hole = static_cast<size_t>(found - part.slots.data());
-  // What probed past the hole moves into it, so that no probe ends too early.
+  // Records that probed past the hole move into it, so that no probe ends too early.
   for (size_t i = (hole + 1) & mask; part.slots[i].used; i = (i + 1) & mask) {
     const size_t home = place(part.slots[i].key, part);
     if (((i - home) & mask) >= ((i - hole) & mask)) {

@@ -26,10 +26,10 @@ static_assert(sizeof(Entry) == 48);
 
 class RecordIndex {
  public:
-  // Nothing: null. Valid until the next insert or erase.
+  // Null: there is none. Valid until the next insert or erase.
   Entry* find(Hash128 key);
   const Entry* find(Hash128 key) const { return const_cast<RecordIndex*>(this)->find(key); }
-  // Takes the place of what has the key already.
+  // Replaces an entry with the same key.
   void insert(const Entry& entry);
   bool erase(Hash128 key);
   void clear();

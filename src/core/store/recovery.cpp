@@ -1,4 +1,4 @@
-// What an earlier life left: footers say what sealed segments hold; a segment without one is read page by page.
+// Reads what an earlier life left: footers list what sealed segments hold; a segment without one is read page by page.
 #include <algorithm>
 #include <cstddef>
 #include <utility>
@@ -27,7 +27,7 @@ class Window {
       from_ = offset;
       bytes_ = std::min<uint64_t>(kWindowBytes, end_ - offset);
       if (!source_.read(from_, buffer_.data(), bytes_)) {
-        // Something of it may be readable still.
+        // A part of it may still be readable.
         for (size_t at = 0; at < bytes_; at += kPage) {
           if (!source_.read(from_ + at, buffer_.data() + at, kPage)) std::memset(buffer_.data() + at, 0, kPage);
         }
@@ -68,7 +68,7 @@ void SegmentLog::recover(Source& source, const Superblock& super) {
         "a superblock of another size");
   super_written_ = super_wanted_ = super.written;
   epoch_ = super.epoch;
-  // Numbers of this life are above all that an earlier one gave, also those of which nothing is left.
+  // Numbers of this life exceed all that an earlier one gave, even those of which nothing is left.
   next_serial_ = (super.written + 1) << 32;
   next_number_ = (super.written + 1) << 40;
   std::vector<SegmentHead> heads(segments_.size());
@@ -78,7 +78,7 @@ void SegmentLog::recover(Source& source, const Superblock& super) {
     const auto head = load<SegmentHead>(page.data());
     if (!checksum_.holds(head) || head.segment != i) continue;
     heads[i] = head;
-    // A purge whose superblock was lost: a head that knows of it was written after it.
+    // A purge whose superblock was lost: a head with the new epoch was written after it.
     epoch_ = std::max(epoch_, head.epoch);
   }
   for (uint32_t i = 0; i < heads.size(); ++i) {

@@ -74,7 +74,8 @@ std::optional<Ticket> SegmentLog::append(const FooterEntry& entry, size_t pages,
   Segment& segment = segments_[*open_];
   Pending pending{*open_, segment.serial, entry, moved_from};
   pending.entry.page = segment.pages_used;
-  // Entries stand in the footer from the start, to count for its size; one that fails is taken out when it is written.
+  // Entries stand in the footer from the start, to count for its size; a failed one is removed when the footer is
+  // written.
   segment.footer.push_back(pending.entry);
   segment.pages_used += static_cast<uint32_t>(pages);
   ++segment.pending;
@@ -121,8 +122,10 @@ std::optional<RecordHead> SegmentLog::read_head(const uint8_t* page) const {
 void SegmentLog::finish_record(uint64_t ticket, bool written) {
   const auto found = pending_.find(ticket);
   check(found != pending_.end(), "no such ticket is under way");
-  if (!written || found->second.purged) {
+  if (found->second.purged) {
     drop(ticket);
+  } else if (!written) {
+    drop_and_wipe(ticket);  // all of it may be on the disk nevertheless
   } else if (options_.sync == Sync::always) {
     unsynced_.push_back(ticket);
   } else {
@@ -131,7 +134,7 @@ void SegmentLog::finish_record(uint64_t ticket, bool written) {
   tend();
 }
 
-// The record is not on the disk, or counts no more.
+// The record is not on the disk, or no longer counts.
 void SegmentLog::drop(uint64_t ticket) {
   const Pending pending = std::move(pending_.at(ticket));
   pending_.erase(ticket);
@@ -141,21 +144,24 @@ void SegmentLog::drop(uint64_t ticket) {
   ended_.emplace_back(ticket, false);
 }
 
+// The head is wiped, so that no restart finds the record: what says that the key is gone may lie in an older segment,
+// which may be written again before this one has its footer.
+void SegmentLog::drop_and_wipe(uint64_t ticket) {
+  const Pending& pending = pending_.at(ticket);
+  const uint32_t segment = pending.segment, page = pending.entry.page;
+  drop(ticket);
+  ++segments_[segment].pending;
+  write_page(segment, page, std::vector<uint8_t>(kPage));
+}
+
 void SegmentLog::publish(uint64_t ticket) {
   const Pending pending = pending_.at(ticket);
   const FooterEntry& entry = pending.entry;
   const Entry* const now = index_.find(entry.key);
   const bool gone = pending.moved_from && (!now || now->number != entry.number);
   const bool late = now && now->number > entry.number;
-  if (pending.purged || pending.removed || gone || late) {
-    drop(ticket);
-    if (pending.purged) return;
-    // A later put, or a removal, came between. The head is wiped: what says so after a restart may lie in an older
-    // segment, which may be written again before this one has its footer.
-    ++segments_[pending.segment].pending;
-    write_page(pending.segment, entry.page, std::vector<uint8_t>(kPage));
-    return;
-  }
+  if (pending.purged) return drop(ticket);
+  if (pending.removed || gone || late) return drop_and_wipe(ticket);  // a later put, or a removal, came between
   pending_.erase(ticket);
   --segments_[pending.segment].pending;
   Entry record;
@@ -181,10 +187,16 @@ std::optional<Found> SegmentLog::hold(Hash128 key, bool counts) {
   if (!entry) return std::nullopt;
   if (counts && entry->hits < kHitsMax) ++entry->hits;
   ++segments_[entry->segment].pins;
+  return look(key);
+}
+
+std::optional<Found> SegmentLog::look(Hash128 key) const {
+  const Entry* const entry = index_.find(key);
+  if (!entry) return std::nullopt;
   const uint64_t head = offset_of(entry->segment, entry->page);
   const bool inside = lies_in_head(entry->length, entry->name_bytes);
   return Found{head + (inside ? sizeof(RecordHead) + entry->name_bytes : kPage), head, entry->length, entry->segment,
-               entry->seal, entry->scope};
+               entry->seal, entry->scope, entry->name_bytes};
 }
 
 void SegmentLog::let_go(uint32_t segment) {
@@ -257,8 +269,10 @@ void SegmentLog::purge() {
   ++super_wanted_;
   for (auto& [id, pending] : pending_) pending.purged = true;
   if (open_) close_open();
+  outdated_ = 0;  // the new epoch says so of all of them
+  for (Segment& segment : segments_) segment.outdated = false;
   for (uint32_t i = 0; i < segments_.size(); ++i) {
-    // Heads that name the old epoch are written anew.
+    // Heads of the old epoch are rewritten.
     if (segments_[i].state == State::free || segments_[i].stale) continue;
     segments_[i].stale = true;
     stale_.push_back(i);
@@ -281,7 +295,7 @@ size_t SegmentLog::segments_free() const {
 
 bool SegmentLog::idle() const { return pending_.empty() && steps_.empty(); }
 bool SegmentLog::removals_written() const {
-  return removals_.empty() && std::none_of(steps_.begin(), steps_.end(), [](const auto& step) {
+  return removals_.empty() && outdated_ == 0 && std::none_of(steps_.begin(), steps_.end(), [](const auto& step) {
     return step.second.kind == Step::Kind::page;
   });
 }

@@ -55,9 +55,10 @@ struct Found {
   uint32_t segment = 0;
   uint64_t seal = 0;
   uint32_t scope = 0;
+  uint16_t name_bytes = 0;
 };
 
-// What was read back of one disk at a start (recovery.cpp).
+// Reads one disk at a start (recovery.cpp).
 class Source {
  public:
   virtual ~Source() = default;
@@ -65,7 +66,7 @@ class Source {
   virtual bool read(uint64_t offset, uint8_t* to, size_t bytes) = 0;
 };
 
-// What was written of this key before `number` is gone.
+// Every record of this key with a lower number is gone.
 struct Removal {
   Hash128 key;
   uint64_t number;
@@ -84,29 +85,31 @@ class SegmentLog {
   // Reads back what an earlier life left. True: this disk is one of ours, with these options. Else nothing has changed.
   static std::optional<Superblock> read_superblock(Source& source);
   void recover(Source& source, const Superblock& super);
-  // A disk that nothing was on: says so in the superblock, by commands.
+  // Formats an empty disk: writes the superblock, by commands.
   void format();
 
   // Room for a record, at the end of the open segment. Nothing: no segment is ready; the caller drops the record, or
   // waits until commands are done. `length` is at most `record_bytes_max()`.
   std::optional<Ticket> place(Hash128 key, uint32_t length, const std::string& name, uint32_t scope, uint64_t seal);
-  // The same for a move, with what the host read; the ticket of a record that has gone meanwhile is nothing.
+  // The same for a move, with what the host read; nothing: the record has gone meanwhile.
   std::optional<Ticket> place_moved(uint64_t command, const std::string& name);
   // The record's first page; `payload` is copied behind the head when it is short. `page` has kPage bytes.
   void write_head(uint64_t ticket, const std::string& name, const uint8_t* payload, uint8_t* page,
                   size_t payload_bytes) const;
-  // Nothing: that page begins no record of this disk. The name stands right behind the head.
+  // Nothing: the page begins no record of this disk. The name follows the head.
   std::optional<RecordHead> read_head(const uint8_t* page) const;
   // The record's bytes are written, or have failed. The order of these calls is the order of completion.
   void finish_record(uint64_t ticket, bool written);
 
   std::optional<Found> hold(Hash128 key, bool counts = true);
   void let_go(uint32_t segment);
+  // What is known of a record, which may be written over at any time: no hit, nothing is held.
+  std::optional<Found> look(Hash128 key) const;
   bool has(Hash128 key) const;
-  // How many of the keys, from the first on, are here.
+  // How many of the first keys are present, without a gap.
   size_t prefix(const Hash128* keys, size_t count) const;
   bool remove(Hash128 key);
-  // Forgets everything.
+  // Removes every record.
   void purge();
 
   std::vector<Command> take_commands();
@@ -114,7 +117,7 @@ class SegmentLog {
   // A full open segment is closed by itself; this closes one that is not, so that a clean end leaves nothing to scan.
   void close_open();
 
-  // Since the last call: tickets that came to their end, and whether their record is found now; keys that are found no
+  // Since the last call: tickets that have ended, and whether their record is found now; keys that are found no
   // longer because their segment was needed, or all was purged.
   std::vector<std::pair<uint64_t, bool>> take_ended();
   std::vector<Hash128> take_evicted();
@@ -127,7 +130,8 @@ class SegmentLog {
   size_t record_bytes_max() const;
   size_t segments_free() const;
   bool idle() const;    // nothing is under way
-  bool removals_written() const;  // those of all keys: a restart knows of them (a loss of power may not, unless synced)
+  // Of all keys, and of what was evicted: a restart finds none of it (after a loss of power it may, unless synced).
+  bool removals_written() const;
   bool broken() const;  // the disk fails again and again: nothing more is written
   size_t nbytes() const;
   void check_invariants() const;
@@ -144,6 +148,7 @@ class SegmentLog {
     uint32_t moves = 0;                     // out of it, without an end
     bool stale = false;                     // purged: free as soon as nothing holds it
     bool footer_under_way = false;
+    bool outdated = false;                  // emptied, and a restart would find what it held: its head is the old one
     bool unsynced_moves = false;            // what moved away lies nowhere else yet
     bool sync_under_way = false;
     std::vector<FooterEntry> footer;        // while it is open or closing
@@ -179,6 +184,7 @@ class SegmentLog {
   bool room_in_open(size_t pages, size_t entries) const;
   void publish(uint64_t ticket);
   void drop(uint64_t ticket);
+  void drop_and_wipe(uint64_t ticket);
   void write_removals();
 
   // lifecycle.cpp: segments
@@ -190,6 +196,7 @@ class SegmentLog {
   void seal(uint32_t segment);
   void empty_oldest();
   void finish_emptying();
+  static void renew(Segment& segment);
   void set_free(uint32_t segment);
   void drop_stale();
   void sync_tickets();
@@ -212,7 +219,7 @@ class SegmentLog {
   std::optional<uint32_t> open_, emptying_;
   std::deque<uint32_t> ready_, free_;
   std::vector<uint32_t> closing_, stale_;
-  std::set<std::pair<uint64_t, uint32_t>> sealed_;  // by serial number: the oldest first
+  std::set<std::pair<uint64_t, uint32_t>> sealed_;  // by serial number, oldest first
   bool preparing_ = false;
   std::unordered_map<uint64_t, Pending> pending_;
   std::unordered_map<uint64_t, Step> steps_;
@@ -226,6 +233,7 @@ class SegmentLog {
   bool super_under_way_ = false, syncing_ = false;
   bool started_ = false;  // the superblock says that this life has begun: from then on segments are written
   uint32_t failures_ = 0;  // commands in a row
+  uint32_t outdated_ = 0;  // segments
   std::vector<Removal> removed_;  // while it recovers
 };
 

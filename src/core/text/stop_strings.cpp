@@ -12,7 +12,7 @@ StopStrings::StopStrings(std::vector<std::string> stops) {
   link();
 }
 
-// A node's stop strings are a range of the sorted ones: those that begin with it. Where it is one itself it comes first.
+// The stop strings that begin with a node are a range of the sorted ones. If the node is itself one, it comes first.
 void StopStrings::grow(const std::vector<std::string>& sorted) {
   std::vector<std::pair<size_t, size_t>> ranges{{0, sorted.size()}};  // by node
   nodes_.emplace_back();
@@ -38,7 +38,7 @@ void StopStrings::grow(const std::vector<std::string>& sorted) {
   }
 }
 
-// Level by level: what a node falls back to is shorter, so it is linked already.
+// Level by level: a node's fallback is shorter, so it is already linked.
 void StopStrings::link() {
   uint64_t steps = 0;
   for (uint32_t at = 0; at < nodes_.size(); ++at) {

@@ -11,7 +11,7 @@ namespace memserve {
 
 namespace {
 
-constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;  // 2^64 / golden ratio: the upper halves of its multiples stay apart
+constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;  // 2^64 / golden ratio: its multiples have well-spread upper halves
 
 // Bits without a pattern: a counter through a bijective mixer.
 constexpr uint64_t scatter(uint64_t x) {
@@ -83,7 +83,7 @@ __attribute__((target("avx512f"))) void add_avx512(const uint8_t* src, uint8_t* 
 
 using Add = void (*)(const uint8_t* src, uint8_t* dst, uint64_t first, size_t stripes, SealSums& sums);
 
-// One instruction set's way to do it.
+// The implementation for one instruction set.
 struct Path {
   const char* name;
   Add add, add_and_copy;

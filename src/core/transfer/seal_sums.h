@@ -5,8 +5,8 @@
 //   seal    = mix of all sums and the length
 //
 // A flipped bit always changes the sum of its neighbour's lane, by the word itself; its own lane by half of a product.
-// Words that change places meet other keys. Sums commute, so threads may share a range. The last stripe is filled with
-// zeros, which the length tells from data. There is no secret in it: it finds damage, not forgery.
+// Words that swap places are combined with other keys. Sums commute, so threads may share a range. The last stripe is
+// filled with zeros, which the length tells from data. It uses no secret: it detects damage, not forgery.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -32,9 +32,9 @@ struct SealSums {
 // With `dst` the bytes are copied there on the way; the two must not overlap.
 SealSums seal_sums(const uint8_t* src, uint8_t* dst, size_t offset, size_t bytes);
 
-// The instruction sets that there is code for and that this processor has, the best last; all give the same seals.
+// The instruction sets with an implementation that this processor supports, the best last; all give the same seals.
 std::vector<std::string> seal_isas();
-// Uses one of them from now on; "" = the best. Returns false for one that is not there. For tests.
+// Uses one of them from now on; "" = the best. Returns false if there is no such one. For tests.
 bool force_seal_isa(const std::string& name);
 
 }  // namespace memserve

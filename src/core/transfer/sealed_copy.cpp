@@ -10,7 +10,7 @@ namespace memserve {
 
 namespace {
 
-constexpr size_t kUnitBytes = size_t{256} << 10;    // what a thread takes at once; whole stripes
+constexpr size_t kUnitBytes = size_t{256} << 10;    // what a thread claims at once; whole stripes
 constexpr size_t kParallelBytes = size_t{1} << 20;  // below this, waking a thread costs more than it saves
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Checksums of many ranges of equal size, with or without a copy on the way, by a few threads.
+// Checksums of many ranges of equal size, with or without a copy, by a few threads.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,7 +12,7 @@ struct SealedPiece {
   const uint8_t* src;
 };
 
-// Writes the seal (seal_sums.h) of each piece to `seals`, of the bytes that went to `dst`. Pieces must not overlap.
+// Writes the seal (seal_sums.h) of each piece to `seals`, of the bytes written to `dst`. Pieces must not overlap.
 // Pieces of megabytes are shared between threads; small jobs stay on the caller.
 void seal_pieces(std::span<const SealedPiece> pieces, size_t piece_bytes, uint64_t* seals, int threads);
 

@@ -143,7 +143,7 @@ NULL = os.open(os.devnull, os.O_RDONLY)
 def test_numbers_that_belong_to_others_are_refused() -> None:
     with descriptors() as others:
         for name, fd in others.items():
-            with pytest.raises(OSError, match=r"no longer there|could shrink"):
+            with pytest.raises(OSError, match=r"no longer exists|could shrink"):
                 PeerArena(os.getpid(), fd, HUGE)
                 pytest.fail(name)
     arena = SharedArena(HUGE)
@@ -223,5 +223,5 @@ def test_huge_pages_change_nothing_but_the_speed() -> None:
     assert np.array_equal(look(peer), pattern)
     assert arena.collapse(nbytes, 0) == 0
     for offset, count in ((0, nbytes + 1), (nbytes, 1), (-1, 5), (5, -1)):
-        with pytest.raises(ValueError, match="not in the arena"):
+        with pytest.raises(ValueError, match=r"inside the arena|not in the arena"):
             arena.collapse(offset, count)

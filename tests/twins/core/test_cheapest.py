@@ -19,10 +19,10 @@ ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 
 def random_costs(rng: np.random.Generator, scale: float) -> CostModel:
     """Small whole numbers, so that many sums are equal; scaled by an odd number they need rounding."""
-    prefill, decode, swap_in, same_host, network = (rng.integers(0, 4, (5, 3)) * scale).tolist()
+    prefill, decode, swap_in, same_host, network, disk = (rng.integers(0, 4, (6, 3)) * scale).tolist()
     return CostModel(
         PrefillCurve(*prefill), DecodeCurve(*decode), CopyCurve(*swap_in),
-        same_host=CopyCurve(*same_host), network=CopyCurve(*network),
+        same_host=CopyCurve(*same_host), network=CopyCurve(*network), disk=CopyCurve(*disk),
     )  # fmt: skip
 
 
@@ -53,7 +53,9 @@ def random_fleet(rng: np.random.Generator, most: int, scale: float) -> tuple[Ask
             )
         )
     holder = candidates[rng.integers(0, len(candidates))]
-    holdings = (Holding(holder.number, holder.matched_tokens, holder.host_id),) if rng.random() < 0.7 else ()
+    on_disk = holder.dram_tokens if rng.random() < 0.5 else 0
+    holding = Holding(holder.number, holder.matched_tokens, holder.host_id, on_disk, holder.costs.disk)
+    holdings = (holding,) if rng.random() < 0.7 else ()
     favourites = tuple(rng.permutation(10)[: rng.integers(0, 4)].tolist())
     max_tokens, sequences, token_bytes = rng.integers(0, 20), rng.integers(1, 4), rng.integers(0, 4)
     ask = Ask(
@@ -82,13 +84,13 @@ def ask_core(ask: Ask, candidates: list[Candidate]):
     """The question to the core."""
     first, decoders = split(candidates)
     profiles = list(dict.fromkeys(c.costs for c in candidates))
-    holding = (ask.holdings[0].number, ask.holdings[0].tokens) if ask.holdings else (-1, 0)
+    held = ask.holdings[0] if ask.holdings else Holding(-1, 0)
     return _core.cheapest(
         [(numbers_of(first, role), role is not Role.PREFILL or not decoders) for role in ROLES],
         [numbers_of(decoders, Role.DECODE)] if decoders else [], *columns(ask, candidates), ask.favourites,
         native_prices(profiles), np.array([profiles.index(c.costs) for c in candidates], np.int64),
         (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens, ask.handoff_pieces),
-        holding, DECODE_WINDOW,
+        (held.number, held.tokens, held.disk_tokens), DECODE_WINDOW,
     )  # fmt: skip
 
 
@@ -113,7 +115,7 @@ PRICES = native_prices([CostModel()])
 
 
 def plainly(
-    first, decoders=(), hosts=(0, 0, 0), ask=(8, 1, 1, 1, 4, 1), holding=(-1, 0), queues=(0, 0, 0), prices=PRICES,
+    first, decoders=(), hosts=(0, 0, 0), ask=(8, 1, 1, 1, 4, 1), holding=(-1, 0, 0), queues=(0, 0, 0), prices=PRICES,
     profiles=(0, 0, 0),
 ):  # fmt: skip
     """Three instances, idle but for queues."""
@@ -140,7 +142,7 @@ def test_absurd_costs_do_not_overflow():
 
 @pytest.mark.parametrize("bad", [
     {"first": []}, {"first": [3]}, {"first": [-1]}, {"first": [0], "decoders": [3]}, {"first": [0], "hosts": (0, 0)},
-    {"first": [0], "hosts": (0, 0, 4)}, {"first": [0], "hosts": (0, -1, 0)}, {"first": [0], "holding": (3, 4)},
+    {"first": [0], "hosts": (0, 0, 4)}, {"first": [0], "hosts": (0, -1, 0)}, {"first": [0], "holding": (3, 4, 0)},
     {"first": [0], "ask": (0, 1, 1, 1, 4, 1)}, {"first": [0], "ask": (8, 1, 1, 1, 0, 1)},
     {"first": [0], "profiles": (0, 0)}, {"first": [0], "profiles": (0, 0, 1)}, {"first": [0], "profiles": (0, 0, -1)},
 ])  # fmt: skip

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from literal_disk import PAGE_BYTES, LiteralDisk, Write
 from memserve import _core
+from memserve.sim.fuzz.literal_disk import PAGE_BYTES, LiteralDisk, Write
 
 SEGMENT_BYTES = 16 * PAGE_BYTES
 SECRET = bytes(range(16))
@@ -23,6 +23,10 @@ def seal_of(payload: bytes) -> int:
     if not payload:
         return 0
     return int(_core.seal_ranges(data.ctypes.data, np.zeros(1, np.int64), len(payload))[0])
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + 16] for at in range(0, len(keys), 16)]
 
 
 def padded(payload: bytes) -> bytes:
@@ -74,7 +78,7 @@ class Host:
                 self.log.finish_command(put.command, published)
             elif published and put.number > self.model.get(put.key, (-1, b""))[0]:
                 self.model[put.key] = (put.number, put.payload)
-        for key in self.log.take_evicted():
+        for key in split(self.log.take_evicted()):
             self.model.pop(key, None)
             self.safe.pop(key, None)
         self.log.check_invariants()
@@ -106,9 +110,12 @@ class Host:
         return True
 
     def read(self, key: bytes) -> bytes | None:
+        seen = self.log.look(key)
         found = self.log.hold(key)
-        if found is None:
+        assert (seen is None) == (found is None)
+        if seen is None or found is None:
             return None
+        assert (seen.offset, seen.length, seen.seal) == (found.offset, found.length, found.seal)
         start = found.offset // PAGE_BYTES * PAGE_BYTES
         inside = found.offset - start
         pages = -(-(inside + found.length) // PAGE_BYTES)
@@ -180,9 +187,7 @@ class Host:
         self.puts, self.steps = {}, {}
         self.disk.writes = []
         found: dict[bytes, tuple[int, bytes]] = {}
-        keys = self.log.keys()
-        for at in range(0, len(keys), 16):
-            key = keys[at : at + 16]
+        for key in split(self.log.keys()):
             payload = self.read(key)
             if payload is None and key not in self.log:
                 continue  # evicted: reading lets the log go on
@@ -194,7 +199,7 @@ class Host:
             assert numbers, "the log made a value up"
             found[key] = (max(numbers), payload)
             assert max(numbers) > self.gone.get(key, -1), f"a removed record came back: {key.hex()[:6]}, {numbers}"
-        evicted = set(self.log.take_evicted())
+        evicted = set(split(self.log.take_evicted()))
         for key, (number, _) in must.items():
             if key in evicted or (self.sync == NONE and power):
                 continue
@@ -299,7 +304,7 @@ def test_a_purge_is_for_good() -> None:
         host.work()
     host.settle()
     host.log.purge()
-    assert b"k" * 16 not in host.log and host.log.take_evicted() == [b"k" * 16]
+    assert b"k" * 16 not in host.log and host.log.take_evicted() == b"k" * 16
     host.model.clear()
     host.settle()
     host.restart(power=True)
@@ -322,6 +327,25 @@ def test_space_is_never_exceeded_and_what_is_wanted_stays() -> None:
     assert host.read(wanted) == b"w" * 5000
     counters = host.log.counters()
     assert counters["moved_bytes"] <= counters["payload_bytes"] / 3
+
+
+def test_a_prefix_may_lie_on_several_disks() -> None:
+    rng = random.Random(6)
+    hosts = [Host(rng, NONE) for _ in range(3)]
+    keys = [rng.randbytes(16) for _ in range(40)]
+    for key in keys:
+        host = rng.choice(hosts)
+        host.failing = 0.0
+        while not host.put(key, b"payload"):
+            host.work()
+    for host in hosts:
+        host.settle()
+    logs = [host.log for host in hosts]
+    assert _core.SegmentLog.prefix_of_any(logs, b"".join(keys)) == 40
+    assert _core.SegmentLog.prefix_of_any(logs, b"".join([*keys[:7], rng.randbytes(16), *keys[7:]])) == 7
+    assert _core.SegmentLog.prefix_of_any([], b"".join(keys)) == 0
+    with pytest.raises(ValueError, match="16 bytes"):
+        _core.SegmentLog.prefix_of_any(logs, b"short")
 
 
 def test_bad_sizes_are_said_at_once() -> None:

@@ -64,12 +64,12 @@ def test_the_best_in_each_respect(fleet, favourites, respects, overload, all_of)
 
 
 @given(st.lists(st.tuples(SMALL, SMALL, st.integers(-1, 2)), min_size=1, max_size=12), st.integers(-2, 2), SMALL)
-def test_who_has_most(columns, without, count):
+def test_the_holders_of_most(columns, without, count):
     blocks, dram, codes = (np.array(column) for column in zip(*columns, strict=True))
     having = [k for k in range(len(columns)) if blocks[k] and codes[k] != without]
-    having.sort(key=lambda k: (-blocks[k], dram[k] > 0, k))
-    most = _core.most_of(np.stack([blocks, dram]), codes.astype(np.int8), without, count)
-    assert most == [(k, blocks[k], dram[k] > 0) for k in having[:count]]
+    having.sort(key=lambda k: (-blocks[k], codes[k] == 1, dram[k] > 0, k))  # code 1: stores
+    most = _core.most_of(np.stack([blocks, dram]), codes.astype(np.int8), without, 1, count)
+    assert most == [(k, blocks[k], dram[k]) for k in having[:count]]
 
 
 def ask(numbers, loads, matches, respects=(0, 1, 2)):
@@ -92,4 +92,4 @@ def test_shapes_are_checked():
     with pytest.raises(TypeError):
         ask([0], np.zeros((2, 3, 3), np.int64), np.zeros((2, 3), np.int64))
     with pytest.raises(ValueError):
-        _core.most_of(np.zeros((2, 3), np.int64), np.zeros(2, np.int8), 0, 1)
+        _core.most_of(np.zeros((2, 3), np.int64), np.zeros(2, np.int8), 0, 1, 1)

@@ -1,0 +1,31 @@
+// Keys of the store at the border to Python: 16 bytes each, one behind the other where there are several.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <vector>
+
+#include "identity/identity.h"
+
+namespace memserve {
+
+inline Hash128 key_of(const nanobind::bytes& key) {
+  if (key.size() != kIdentityBytes) throw nanobind::value_error("a key has 16 bytes");
+  return load_identity(static_cast<const uint8_t*>(key.data()));
+}
+
+inline nanobind::bytes bytes_of(Hash128 key) {
+  uint8_t bytes[kIdentityBytes];
+  store_identity(bytes, key);
+  return nanobind::bytes(bytes, sizeof bytes);
+}
+
+inline std::vector<Hash128> keys_of(const nanobind::bytes& keys) {
+  if (keys.size() % kIdentityBytes) throw nanobind::value_error("keys have 16 bytes each");
+  std::vector<Hash128> all(keys.size() / kIdentityBytes);
+  for (size_t i = 0; i < all.size(); ++i) {
+    all[i] = load_identity(static_cast<const uint8_t*>(keys.data()) + i * kIdentityBytes);
+  }
+  return all;
+}
+
+}  // namespace memserve

@@ -1,0 +1,104 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind/keys.h"
+#include "scheduling/sequence.h"
+#include "store/tier_reader.h"
+
+namespace memserve {
+
+namespace {
+
+using namespace store;
+
+std::string_view view_of(nb::handle name) {
+  char* text = nullptr;
+  Py_ssize_t size = 0;
+  if (PyBytes_AsStringAndSize(name.ptr(), &text, &size) != 0) throw nb::python_error();
+  return {text, static_cast<size_t>(size)};
+}
+
+nb::object hold(TierReader& self, nb::bytes key, nb::bytes name) {
+  const auto held = self.hold(key_of(key), view_of(name));
+  if (!held) return nb::none();
+  return nb::make_tuple(reinterpret_cast<uintptr_t>(held->data), held->length, held->pin);
+}
+
+void let_go(TierReader& self, uint32_t pin) {
+  if (!self.let_go(pin)) throw nb::value_error("that pin holds nothing (let go of twice?)");
+}
+
+nb::bytes where(const TierReader& self, nb::bytes keys) {
+  const auto all = keys_of(keys);
+  nb::bytes out = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(all.size())));
+  if (!out.is_valid()) throw nb::python_error();
+  self.where(all.data(), all.size(), reinterpret_cast<uint8_t*>(PyBytes_AsString(out.ptr())));
+  return out;
+}
+
+size_t prefix(const TierReader& self, nb::bytes keys) {
+  const auto all = keys_of(keys);
+  return self.prefix(all.data(), all.size());
+}
+
+// Writable buffers of Python, for one call.
+class Targets {
+ public:
+  explicit Targets(nb::list targets) : views_(targets.size()) {
+    for (size_t i = 0; i < views_.size(); ++i) {
+      if (PyObject_GetBuffer(nb::handle(targets[i]).ptr(), &views_[i], PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) != 0) {
+        throw nb::python_error();
+      }
+      ++open_;
+    }
+  }
+  ~Targets() {
+    while (open_ > 0) PyBuffer_Release(&views_[--open_]);
+  }
+  Targets(const Targets&) = delete;
+  Targets& operator=(const Targets&) = delete;
+  const Py_buffer& operator[](size_t i) const { return views_[i]; }
+
+ private:
+  std::vector<Py_buffer> views_;
+  size_t open_ = 0;
+};
+
+nb::list copy(TierReader& self, nb::bytes keys, nb::list names, nb::list targets, int threads) {
+  const auto all = keys_of(keys);
+  if (names.size() != all.size() || targets.size() != all.size()) {
+    throw nb::value_error("keys, names and targets differ in number");
+  }
+  const Targets open(targets);
+  const nb::tuple kept(names);  // the list may change while others run
+  std::vector<TierReader::Copy> copies(all.size());
+  for (size_t i = 0; i < copies.size(); ++i) {
+    copies[i] = {all[i], view_of(nb::handle(kept[i])), static_cast<uint8_t*>(open[i].buf),
+                 static_cast<size_t>(open[i].len), -1};
+  }
+  {
+    const nb::gil_scoped_release unlocked;
+    self.copy(copies, threads);
+  }
+  nb::list lengths;
+  for (const TierReader::Copy& item : copies) lengths.append(item.length);
+  return lengths;
+}
+
+}  // namespace
+
+void bind_tier_reader(nb::module_& m) {
+  nb::class_<TierReader>(m, "TierReader", "A client's side of a memory tier.")
+      .def(nb::init<const std::string&, const std::string&, const std::string&>(), nb::arg("data_path"),
+           nb::arg("index_path"), nb::arg("client_path"))
+      .def("hold", &hold, nb::arg("key"), nb::arg("name") = nb::bytes("", 0))
+      .def("let_go", &let_go, nb::arg("pin"))
+      .def("where", &where, nb::arg("keys"))
+      .def("prefix", &prefix, nb::arg("keys"))
+      .def("copy", &copy, nb::arg("keys"), nb::arg("names"), nb::arg("targets"), nb::arg("threads") = 1)
+      .def_prop_ro("closed", &TierReader::closed)
+      .def_prop_ro("held", &TierReader::held);
+}
+
+}  // namespace memserve

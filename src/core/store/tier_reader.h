@@ -1,0 +1,81 @@
+// A client's side of a memory tier: values in place, found and pinned without a word to the owner.
+//
+//   look at the entry -> write a pin -> look at its version again: unchanged, so the owner sees the pin before it gives
+//   the extent to another value (client_area.h)
+#pragma once
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "store/client_area.h"
+#include "store/shared_table.h"
+
+namespace memserve::store {
+
+// Several threads may use it.
+class TierReader {
+ public:
+  struct Held {
+    const uint8_t* data;
+    uint32_t length;
+    uint32_t pin;
+  };
+  struct Copy {
+    Hash128 key;
+    std::string_view name;
+    uint8_t* to;
+    size_t room;
+    int64_t length;  // comes back: -1 absent
+  };
+
+  // Throws std::system_error: files that are not there, are no tier's, or an area that another reader has.
+  TierReader(const std::string& data_path, const std::string& index_path, const std::string& client_path);
+  ~TierReader();
+  TierReader(const TierReader&) = delete;
+  TierReader& operator=(const TierReader&) = delete;
+
+  // Nothing: not in memory, not verified as yet, or another key's value. Throws std::system_error: the owner has closed
+  // this area (ESTALE); too much is held already (ENOBUFS).
+  std::optional<Held> hold(Hash128 key, std::string_view name);
+  // False: that pin holds nothing.
+  bool let_go(uint32_t pin);
+  // 0 absent, 1 in memory, 2 on disk alone.
+  void where(const Hash128* keys, size_t count, uint8_t* out) const;
+  size_t prefix(const Hash128* keys, size_t count) const;
+  // Copies those values that have room; `length` says what each has.
+  void copy(std::span<Copy> copies, int threads);
+  bool closed() const { return area_->closed.load(std::memory_order_acquire) != 0; }
+  size_t held() const;
+
+ private:
+  struct Map {
+    uint8_t* start = nullptr;
+    size_t bytes = 0;
+    int fd = -1;
+    ~Map();
+  };
+  static void map(Map& map, const std::string& path, bool writable, size_t bytes_min);
+  std::optional<Held> try_hold(const SharedTable::Seen& seen, std::string_view name, bool& again);
+  uint32_t take_pin(uint32_t length);
+  void copy_some(std::span<Copy> copies, int threads);
+
+  Map data_map_, index_map_, area_map_;
+  std::optional<SharedTable> table_;
+  ClientArea* area_ = nullptr;
+  const pid_t pid_ = getpid();
+  const uint8_t* data_ = nullptr;
+  uint64_t data_bytes_ = 0;
+  mutable std::mutex mutex_;
+  std::vector<uint32_t> free_pins_;
+  std::vector<int64_t> pinned_;  // bytes by pin, -1: free
+  uint64_t pinned_bytes_ = 0, bytes_max_ = 0;
+};
+
+}  // namespace memserve::store
