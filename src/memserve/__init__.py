@@ -9,20 +9,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memserve.errors import UserError
+    from memserve.client.async_client import AsyncStoreClient
+    from memserve.client.store_client import StoreClient
+    from memserve.errors import StoreUnavailable, UserError
     from memserve.llm import LLM
     from memserve.mempool.mempool import MemPool
     from memserve.runtime.pool_peer import PoolPeer
     from memserve.types import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "MemPool", "PoolPeer", "SamplingParams", "UserError", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncStoreClient",
+    "MemPool",
+    "PoolPeer",
+    "SamplingParams",
+    "StoreClient",
+    "StoreUnavailable",
+    "UserError",
+    "__version__",
+]
 
 _HOMES = {
+    "AsyncStoreClient": "memserve.client.async_client",
     "LLM": "memserve.llm",
     "MemPool": "memserve.mempool.mempool",
     "PoolPeer": "memserve.runtime.pool_peer",
     "SamplingParams": "memserve.types",
+    "StoreClient": "memserve.client.store_client",
+    "StoreUnavailable": "memserve.errors",
     "UserError": "memserve.errors",
 }
 

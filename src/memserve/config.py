@@ -20,7 +20,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 """The bundled model: found in the installed package, no download."""
 
 STEP_TOKENS_CPU, STEP_TOKENS_GPU = 512, 2048
-"""Token budget of a step, where none is given. On a CPU a larger step would delay other requests by a second."""
+"""Default token budget of a step. On a CPU a larger step would delay other requests by a second."""
 
 DEFAULT_MAX_TOKENS = 1024
 """Longest answer to a chat that names no ``max_tokens``: a model that repeats itself would fill its whole context."""
@@ -47,7 +47,7 @@ class PoolConfig:
     caching: bool = True
     """Keep finished prefixes for reuse."""
     identity_key: bytes | None = field(default=None, repr=False)
-    """What the identities of cached blocks are keyed with, 16 bytes. None: a public key, for a pool alone."""
+    """Key of the identities of cached blocks, 16 bytes. None: a public key, for a pool without a cluster."""
 
     def __post_init__(self) -> None:
         _positive("hbm_blocks", self.hbm_blocks, "give the pool more memory, e.g. --kv-memory 512MiB")
@@ -72,7 +72,7 @@ class SchedulerConfig:
     one."""
     preemption: str = option("auto")
     """What preemption does with the KV of a sequence: ``swap`` moves it to DRAM, ``recompute`` drops it, ``auto`` takes
-    the cheaper of both by measured costs."""
+    the cheaper of the two by measured costs."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -82,7 +82,7 @@ class SchedulerConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Token budget of one step, on a CPU where none is given."""
+        """Token budget of one step; the default of a CPU if none is set."""
         return self.max_step_tokens or STEP_TOKENS_CPU
 
     @property
@@ -105,7 +105,7 @@ class ExchangeConfig:
     event_capacity: int = 65536
     """KV events kept for a router that missed some; older ones are answered with a snapshot. 0: no KV events."""
     shares_kv: bool = True
-    """Other processes can read and write the KV here. False: they cannot, since it lies in the memory of a GPU."""
+    """Other processes can read and write this instance's KV. False: they cannot, because it lies in GPU memory."""
 
     def __post_init__(self) -> None:
         for name in ("lease_ns", "fetch_deadline_ns", "pulls_in_flight"):
@@ -114,7 +114,7 @@ class ExchangeConfig:
 
 @dataclass(frozen=True, slots=True)
 class InstanceConfig:
-    """Everything the instance machine decides by."""
+    """Everything that the decisions of the instance machine depend on."""
 
     max_model_tokens: int
     """The model's context: prompt and generated tokens together."""
@@ -133,7 +133,7 @@ class InstanceConfig:
 
 
 def _read_weights(texts: list[str]) -> tuple[tuple[str, int], ...]:
-    """Tenants and weights of texts ``NAME=2``. Raises :class:`UserError` for anything else."""
+    """Tenants and weights from texts like ``NAME=2``. Raises :class:`UserError` for anything else."""
     weights = []
     for text in texts:
         name, _, weight = text.rpartition("=")
@@ -160,7 +160,7 @@ class AdmissionConfig:
     wait_ns: int = option(10 * NS_PER_S, "--admission-wait", form=SECONDS, least=0.001)
     """Seconds that a request may wait for admission; then it is rejected with 503."""
     output_tokens_max: int = 256
-    """Most tokens that count, for each sequence of a request, as memory for what it may generate."""
+    """Output tokens that count as memory, at most, for each sequence of a request."""
     unit_tokens: int | None = None
     """Memory is counted in blocks of this many tokens. None: the instances' blocks. Not with ``cache``."""
     evictions_max: int | None = option(None, "--admission-evictions", least=0)
@@ -172,8 +172,8 @@ class AdmissionConfig:
     """NAME=2: while several tenants wait, this one gets twice the service of a tenant with weight 1, in admission and
     on instances. Tenants that are not named have weight 1. Repeatable."""
     priority_across_tenants: bool = option(False)
-    """A request's priority counts among the requests of all tenants, before their turns; then any key can delay all
-    others. False: among the requests of its own tenant."""
+    """Priorities order the requests of all tenants, before the tenants' turns; any key can then delay all
+    others. False: they order the requests of one tenant."""
 
     def __post_init__(self) -> None:
         if self.mode is Admission.BOUNDED and self.active_max is None:
@@ -184,7 +184,7 @@ class AdmissionConfig:
         if self.output_tokens_max < 0:
             raise UserError("output_tokens_max must not be negative", param="output_tokens_max")
         if self.mode is Admission.CACHE and self.unit_tokens is not None:
-            raise UserError("cache-aware admission counts the instances' own blocks", param="unit_tokens")
+            raise UserError("cache-aware admission counts in the instances' own blocks", param="unit_tokens")
         for tenant, weight in self.weights:
             _positive(f"weight of {tenant!r}", weight, "1 is every tenant's; 2 gets twice as much")
 
@@ -200,7 +200,7 @@ class AdmissionConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """Everything that the ``Cluster`` machine decides by."""
+    """Everything that the decisions of the ``Cluster`` machine depend on."""
 
     caching: Caching = option(Caching.PD_CACHING_3)
     """Which instances cache KV (MemServe 5.1). ``off``: none. ``pd-caching-1``: prefill instances. ``pd-caching-2``:
@@ -214,7 +214,7 @@ class ClusterConfig:
     dead_after_ns: int = 5 * NS_PER_S
     """A member that is silent for this long is taken to be dead."""
     stalled_after_ns: int = 60 * NS_PER_S
-    """A request without progress for this long, on a member that still beats, is tried on another instance."""
+    """A request without progress for this long, on a member that sends heartbeats, is tried on another instance."""
     attempts_max: int = 4
     """Instances that a request is tried on before it ends with an error."""
     unplaced_ns: int = 30 * NS_PER_S
@@ -246,18 +246,18 @@ class EdgeConfig:
     """Limits of the HTTP server: how much its clients may make it hold, and for how long."""
 
     connections_max: int = option(1024, "--max-connections", least=1)
-    """Open connections. One more closes an idle connection, the longest idle one of the client address with the most
-    connections. Where no connection is idle, the new one is refused with 503."""
+    """Open connections. One more closes the longest idle connection of the client address that has the most
+    connections. If none is idle, the new connection is refused with 503."""
     connections_per_address_max: int = option(0, "--max-connections-per-address", least=0)
-    """Open connections of one client address. 0: no limit, since behind a proxy all clients have one address."""
+    """Open connections of one client address. 0: no limit, because behind a proxy all clients have one address."""
     head_bytes_max: int = 64 * KIB
-    """Request line and headers."""
+    """Bytes of the request line and headers."""
     url_bytes_max: int = 16 * KIB
-    """The URL in the request line."""
+    """Bytes of the URL in the request line."""
     fields_max: int = 128
-    """Headers of one request."""
+    """Number of headers of one request."""
     trailer_bytes_max: int = 16 * KIB
-    """Trailer of a chunked body; it is read and dropped."""
+    """Bytes of the trailer of a chunked body, which is read and dropped."""
     body_bytes_max: int = option(16 * MIB, "--max-body-mib", form=MEBIBYTES, least=1)
     """Largest request body, on the command line in MiB."""
     body_memory_bytes: int | None = option(None, "--body-memory", form=SIZE)
@@ -298,7 +298,7 @@ class EdgeConfig:
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 hint = "give scheme, host and port without a path: --cors-origin https://chat.example.com"
-                raise UserError(f"{origin[:200]!r} is no origin", hint=hint, param="cors_origin")
+                raise UserError(f"{origin[:200]!r} is not an origin", hint=hint, param="cors_origin")
 
     @property
     def body_total_bytes(self) -> int:
@@ -317,14 +317,14 @@ class MemberConfig:
     """How an instance keeps in touch with its router."""
 
     beat_ns: int = NS_PER_S // 2
-    """Between two heartbeats, and between two requests to join. A member that misses ten is taken to be dead."""
+    """Time between heartbeats, or requests to join. A member that misses ten heartbeats is taken to be dead."""
     stats_every: int = 4
     """Every Nth heartbeat carries the engine's statistics."""
     asks_after_ns: int = NS_PER_S
     """With several addresses of routers: a router that sends nothing for this long is asked for a message."""
     silent_after_ns: int = 6 * NS_PER_S
-    """A router that sends nothing for this long is taken to be gone, and the next address is tried. Until then the
-    router has taken the instance to be dead."""
+    """A router that sends nothing for this long is taken to be gone, and the next address is tried. By then the
+    router has already taken the instance to be dead."""
     turn_ns: int = 2 * NS_PER_S
     """How long each further address has to answer."""
 

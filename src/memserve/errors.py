@@ -23,6 +23,10 @@ class UserError(MemserveError):
         return f"{self.message} (hint: {self.hint})" if self.hint else self.message
 
 
+class StoreUnavailable(UserError):
+    """A store does not answer in time, was restarted, or cannot be reached; ``hint`` says what to do."""
+
+
 class InvariantError(MemserveError):
     """A bug in memserve: a promise that the code makes to itself does not hold."""
 

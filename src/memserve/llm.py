@@ -32,13 +32,14 @@ from memserve.runtime.build import build_engine
 from memserve.runtime.engine import Engine, Refusal, Rejected
 from memserve.runtime.stats import EngineStats
 from memserve.runtime.text import Stops, TextStream
+from memserve.store_options import refuse_store
 from memserve.types import FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
 
 BUSY_WAIT_S = 0.05
-"""How long a call with nothing under way waits before it asks a full engine again."""
+"""How long a call without a running request waits before it submits to a full engine again."""
 
 ELSEWHERE = ("prompt_logprobs", "logit_bias")
-"""Fields of ``SamplingParams`` that are no fields of the HTTP API, or have another form there."""
+"""Fields of ``SamplingParams`` that the HTTP API does not have, or has in another form."""
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -47,7 +48,7 @@ Message = Mapping[str, Any]
 class SamplingOptions(TypedDict, total=False):
     """Keywords of :meth:`LLM.generate` and :meth:`LLM.chat`: the fields of the HTTP API, with its ranges and defaults.
 
-    Left out, ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` are what the model's
+    If left out, ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` are what the model's
     ``generation_config.json`` recommends, and ``seed`` is 0, so that a call repeats exactly.
     """
 
@@ -95,7 +96,7 @@ class Generated:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float | None = None
     error: str = ""
-    """With ``finish_reason`` ERROR: what failed, when it was this sequence alone."""
+    """With ``finish_reason`` ERROR: what failed, if it was this sequence alone."""
 
 
 @dataclass(slots=True)
@@ -121,7 +122,7 @@ class Completion:
 
 
 class LLM:
-    """Loads a model and generates, in process; with the engine and the checks of ``memserve serve``.
+    """Loads a model and generates, in process, with the engine and the checks of ``memserve serve``.
 
     >>> with LLM() as llm:
     ...     print(llm.chat([{"role": "user", "content": "What is the capital of France?"}], temperature=0).text)
@@ -133,6 +134,7 @@ class LLM:
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        refuse_store(options)
         self._engine, self.model = build_engine(from_keywords(EngineOptions(model=model), options))
         self._free = weakref.finalize(self, self._engine.close)
         self._encoder = PromptEncoder(self.model)
@@ -149,11 +151,11 @@ class LLM:
     ) -> list[Completion]:
         """Generate for every prompt (text, or token ids), all batched together; answers in the prompts' order.
 
-        ``options``: see :class:`SamplingOptions`; ``sampling`` stands for all of them up to ``logprobs``. Without
+        ``options``: see :class:`SamplingOptions`; ``sampling`` replaces all of them up to ``logprobs``. Without
         ``max_tokens`` an answer has at most 16 tokens. ``beam_width`` above 0 is a beam search. ``on_progress`` is
-        called in this thread after each piece of news.
+        called in this thread after each new output.
         Raises :class:`UserError`, before anything is computed, when one of the prompts or options is wrong, for example
-        a prompt beyond the context.
+        a prompt that is longer than the context.
         """
         self._require_open()
         fields, caller = _fields(options, sampling, SamplingOptions), _caller(tenant)
@@ -174,9 +176,9 @@ class LLM:
         on_progress: Callable[[], None] | None = None,
         **options: Unpack[ChatOptions],
     ) -> Completion:
-        """Answer a conversation, through the model's chat template; otherwise as :meth:`generate`.
+        """Answer a conversation, with the model's chat template; otherwise as :meth:`generate`.
 
-        Without ``max_tokens`` an answer has at most 1,024 tokens, or what the context has room for.
+        Without ``max_tokens`` an answer has at most 1,024 tokens, or as many as the context has room for.
         """
         self._require_open()
         fields, caller = _fields(options, sampling, ChatOptions), _caller(tenant)
@@ -224,7 +226,7 @@ class LLM:
         call = Call(self._engine, self._encoder.tokenizer, plans)
         for plan in plans:
             (request,) = plan.requests
-            if sampling is not None and sampling.prompt_logprobs:  # no option of HTTP: there it comes with ``echo``
+            if sampling is not None and sampling.prompt_logprobs:  # not an HTTP option: there ``echo`` asks for it
                 request = structs.replace(request, sampling=replace(request.sampling, prompt_logprobs=True))
             call.add(request)
         return call.wait(on_progress)
@@ -247,7 +249,7 @@ def _caller(tenant: str) -> Caller:
 
 
 def _fields(options: Mapping[str, Any], sampling: SamplingParams | None, kind: type) -> dict[str, Any]:
-    """The fields of the HTTP API that a caller asks for. Raises :class:`UserError` for what is none."""
+    """The fields of the HTTP API that a caller asks for. Raises :class:`UserError` for any other."""
     known = kind.__annotations__ if kind is SamplingOptions else SamplingOptions.__annotations__ | kind.__annotations__
     if unknown := [name for name in options if name not in known]:
         raise unknown_name(unknown[0], known)
@@ -272,15 +274,15 @@ def _fields(options: Mapping[str, Any], sampling: SamplingParams | None, kind: t
 
 
 def _bias_of(sampling: SamplingParams) -> dict[str, float]:
-    """Pairs, or a mapping: both are natural to write."""
+    """``logit_bias`` may be a mapping or a sequence of pairs."""
     try:
         return {str(token): _plain(bias) for token, bias in dict(sampling.logit_bias).items()}
     except (TypeError, ValueError):
-        raise UserError("logit_bias is no mapping", hint="for example {1234: -100}", param="logit_bias") from None
+        raise UserError("logit_bias must be a mapping", hint="for example {1234: -100}", param="logit_bias") from None
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON has it: numpy's numbers and arrays, tuples and mappings included."""
+    """``value`` in JSON's types: converts numpy's numbers and arrays, tuples and mappings."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -288,13 +290,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{value} is no number to sample with", hint="give a finite number")
+        raise UserError(f"cannot sample with {value}", hint="give a finite number")
     return value
 
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """What the HTTP API would answer with a status becomes a :class:`UserError`."""
+    """Errors that the HTTP API would answer with a status become :class:`UserError`."""
     try:
         yield
     except ApiError as error:
@@ -304,7 +306,7 @@ def _user_errors() -> Iterator[None]:
 class Call:
     """Collects what the engine thread delivers until every sequence has ended.
 
-    A queue that is full is no error here: what it refuses waits until something of this call has ended, or a moment.
+    A full queue is no error here: a rejected request is submitted again once another of this call ends, or soon.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, plans: Sequence[Generation]) -> None:

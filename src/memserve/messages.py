@@ -1,8 +1,8 @@
-"""What the processes of a cluster say to each other.
+"""The messages between the processes of a cluster.
 
 Every message is a frozen struct with a tag; ``runtime/links`` puts it into an envelope (sender, receiver, number)
 and onto the wire. Machines get it as ``MessageArrived(sender, message)`` and answer with ``Send(to, message)``. No
-message needs an answer for the sender to stay right: every wait has a deadline.
+sender depends on an answer to stay correct: every wait has a deadline.
 
 KV moves by *pulling*: the owner of blocks offers them and the receiver reads. Every arena has one writer, its owner. A
 peer that was paused and wakes up late can read old bytes, which their checksums reveal, but can never write into blocks
@@ -35,6 +35,7 @@ from memserve.peers import Natural as Natural
 from memserve.peers import Peer as Peer
 from memserve.peers import PeerInfo as PeerInfo
 from memserve.peers import members_digest as members_digest
+from memserve.store_messages import StoreMessage
 from memserve.types import Request, Tier, TokenArray, TokenOutput, TransferMode
 
 Checksum = Annotated[int, msgspec.Meta(ge=0)]
@@ -61,7 +62,7 @@ class JoinAccepted(Message, frozen=True, tag=True):
 
 
 class RejoinRequest(Message, frozen=True, tag=True):
-    """The router was started anew, listens here, and remembers you: join again, as you are. Repeated until ``Join``."""
+    """The router was restarted, listens here and remembers you: join again, keep all work. Repeated until ``Join``."""
 
     address: str
 
@@ -102,7 +103,7 @@ class Leave(Message, frozen=True, tag=True):
 
 
 class Heartbeat(Message, frozen=True, tag=True):
-    """The instance lives. ``next_event`` is the number that its next KV event will have: a lost tail is noticed."""
+    """The instance lives. ``next_event`` is the number that its next KV event will have: a lost last one is noticed."""
 
     load: Load
     next_event: Natural = 0
@@ -110,7 +111,7 @@ class Heartbeat(Message, frozen=True, tag=True):
     """The engine's statistics for ``/metrics``, msgpack of ``EngineStats``; not every heartbeat carries them."""
     members_digest: Natural = 0
     """:func:`members_digest` of all members that the instance knows, itself included: a lost ``PeerJoined`` or
-    ``PeerGone`` is noticed. 0: not said."""
+    ``PeerGone`` is noticed. 0: not given."""
     wants_ack: bool = False
     """True: the router is to answer with ``HeartbeatAck``. The instance has heard no router for a while, and knows
     another address."""
@@ -120,15 +121,16 @@ class HeartbeatAck(Message, frozen=True, tag=True):
     """The router lives, and so does the instance, as far as it knows."""
 
 
-# -- requests: router <-> instance. ``request.request_id`` names one attempt: an answer to an old one is known by it.
+# -- requests: router <-> instance. ``request.request_id`` names one attempt: it tells answers to old attempts.
 
 
 class Holder(Message, frozen=True):
-    """A peer that has more of the prompt's prefix than the instance it was sent to."""
+    """A peer, an instance or a store, that has more of the prompt's prefix than the receiver of the message."""
 
     peer: Peer
     prefix_tokens: Natural
     tier: Tier = Tier.HBM
+    disk_tokens: Natural = 0  # of ``prefix_tokens``: on the disks of a store alone
 
 
 class Dispatch(Message, frozen=True, tag=True):
@@ -136,13 +138,13 @@ class Dispatch(Message, frozen=True, tag=True):
 
     request: Request
     deadline_in_ns: int | None = None
-    """Clocks differ between hosts, so the deadline travels as what is left; ``request.deadline_ns`` is void."""
+    """Clocks differ between hosts, so the time left is sent; ``request.deadline_ns`` is void."""
     generated: tuple[tuple[Natural, ...], ...] = ()
     """A resumed request: the tokens that the client has of each of its ``n`` sequences (empty = a fresh start)."""
     ended: tuple[Natural, ...] = ()
-    """Of them: the sequences that have ended already."""
+    """Indices of those sequences that have already ended."""
     decode_at: Peer | None = None
-    """Hand over to this one after the first token; ``None`` = decode here."""
+    """The instance to hand over to after the first token; ``None``: decode here."""
     transfer: TransferMode = TransferMode.BY_REQUEST_AGG
     holders: tuple[Holder, ...] = ()
     return_kv: bool = False
@@ -150,7 +152,7 @@ class Dispatch(Message, frozen=True, tag=True):
 
 
 class Cancel(Message, frozen=True, tag=True):
-    """End every sequence of the request; nothing waits for it."""
+    """End every sequence of the request; nothing waits for its output."""
 
     request_id: str
 
@@ -163,18 +165,18 @@ class StopSequence(Message, frozen=True, tag=True):
 
 
 class Tokens(Message, frozen=True, tag=True):
-    """News of requests, in order, one message a step."""
+    """New outputs of requests, in order; one message a step."""
 
     outputs: tuple[TokenOutput, ...]
 
 
 class AskAttempts(Message, frozen=True, tag=True):
-    """Which of these attempts do you not have? It comes behind every ``Dispatch`` before it, and the answer behind
-    every word about an attempt: one that is not there then was never heard of, or its end was not heard."""
+    """Which of these attempts do you not have? Messages keep their order: the question follows all earlier dispatches,
+    the answer all outputs of an attempt. So an attempt that is unknown there never arrived, or its end was lost."""
 
     attempts: tuple[str, ...]
     dispatches: Natural
-    """Sent so far."""
+    """``Dispatch`` messages sent so far."""
 
 
 class AttemptsUnknown(Message, frozen=True, tag=True):
@@ -187,13 +189,13 @@ class AttemptsUnknown(Message, frozen=True, tag=True):
 
 
 class HandedOver(Message, frozen=True, tag=True):
-    """The decode instance has all that it needs: it no longer matters to this request whether the sender lives."""
+    """The decode instance has all that it needs: this request no longer depends on the sender."""
 
     request_id: str
 
 
 class RequestRefused(Message, frozen=True, tag=True):
-    """The instance will not run the request. Without ``retry_after_s`` it never could."""
+    """The instance will not run the request. ``retry_after_s`` None: it can never run there."""
 
     request_id: str
     reason: str
@@ -213,14 +215,14 @@ class Pin(Message, frozen=True, tag=True):
 
 
 class Pinned(Message, frozen=True, tag=True):
-    """How much of it is pinned."""
+    """How much of the prefix is pinned."""
 
     handle: str
     tokens: Natural
 
 
 class Unpin(Message, frozen=True, tag=True):
-    """The name is given up."""
+    """Give up the name of a pinned prefix."""
 
     handle: str
 
@@ -250,6 +252,7 @@ class KvSnapshot(Message, frozen=True, tag=True):
     next_event: Natural
     hbm: bytes
     dram: bytes
+    ssd: bytes = b""
 
 
 class AskEvents(Message, frozen=True, tag=True):
@@ -286,10 +289,10 @@ class Offer(Message, frozen=True, tag=True):
     deadline_in_ns: int | None = None
     return_kv: bool = False
     dst_blocks: tuple[Natural, ...] = ()
-    """Where the receiver shall put them (``transfer`` with ``dst``); empty = it allocates."""
+    """Where the receiver must put them (``transfer`` with ``dst``); empty = it allocates."""
     dst_tier: Tier = Tier.HBM
     private: bytes = b""
-    """For the receiver's application; not looked at."""
+    """For the receiver's application, passed on unread; a store reads ``KEEP``."""
     dram_blocks: tuple[Natural, ...] = ()
     """Blocks that follow ``blocks`` and lie in the owner's DRAM (``blocks`` then lie in HBM)."""
 
@@ -342,19 +345,19 @@ class Release(Message, frozen=True, tag=True):
 
     transfer_id: str
     used: bool = True
-    """False: it could not take it."""
+    """False: the receiver could not take the KV."""
     reason: str = ""
 
 
 class Fetch(Message, frozen=True, tag=True):
-    """Please offer me the blocks ``[first_block, end_block)`` of these tokens. Answered by ``Offer`` with this
-    ``transfer_id``, or by ``Withdraw``."""
+    """Offer me blocks ``[first_block, end_block)`` of these tokens. Answered by ``Offer``, or by ``Withdraw``."""
 
     transfer_id: str
     tenant: str
     tokens: TokenArray
     first_block: Natural
     end_block: Natural
+    deadline_in_ns: Natural = 0  # for how long the sender waits; 0: not said
 
 
 # -- remote memory: MemServe's Table 1 with an instance id
@@ -386,9 +389,12 @@ AnyMessage: TypeAlias = (
     Join | JoinAccepted | RejoinRequest | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
     | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver
     | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready
-    | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free
+    | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | StoreMessage
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
+
+KEEP = b"keep"
+"""``Offer.private`` to a store: these blocks are pinned by name, and go to the disk without a second hit."""
 
 ROUTER = "router"
 """Name of the peer that hosts the ``Cluster`` machine."""

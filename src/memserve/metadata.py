@@ -1,19 +1,19 @@
 """What a cluster must remember, as records, and what it remembers, as one value.
 
-The ``Cluster`` machine says what has happened in records; ``meta/`` keeps them and folds them into a
+The ``Cluster`` machine reports what has happened as records; ``meta/`` keeps them and folds them into a
 :class:`RecoveredState`, from which a router that was started anew goes on. Records are facts, each right by itself:
 repeated or late ones do no harm.
 
-Some look like messages (``peers`` are members there as well), and are none: a message lives for a moment between
-processes of one protocol version, a record is read by whatever version comes next. Neither's shape follows the other's.
+Some look like messages (``peers`` are members there as well), but are not: a message lives for a moment between
+processes of one protocol version, a record is read by whatever version comes next. Each may change without the other.
 
-Two kinds, by what a lost one costs:
+Two kinds, by the cost of losing one:
 
 * *ahead*: durable before anything that the machine asks for behind it in the same answer. The start of a router (its
   generation must never be given again), members that enter, drain or go (others act on it), pins and documents that
-  are put or dropped (a client was promised).
-* *lazy*: durable soon. Cache entries, their use, and the ways of sessions: an instance tells what it holds when it is
-  called back, so a lost one costs a little time and never a wrong answer.
+  are put or dropped (promised to a client).
+* *lazy*: durable soon. Cache entries, their use, and routes of sessions: an instance reports what it holds when it is
+  asked to rejoin, so a lost record costs a little time and never a wrong answer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from memserve.peers import Name, Natural, Peer, PeerInfo
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """Base of all. Arrays on the disk, fields in order, tagged by the class's name; new fields come last, with a
-    default. Times are ns on the clock of the router that was started last before it."""
+    """Base of all records. Arrays on disk, fields in order, tagged by the class's name; new fields come last, with a
+    default. Times are ns on the clock of the last router started before the record."""
 
 
 class RouterStarted(Record, frozen=True, tag=True):
-    """A router starts: always its first record."""
+    """A router has started: always its first record."""
 
     router: Peer
     address: str
@@ -56,7 +56,7 @@ class MemberDrained(Record, frozen=True, tag=True):
 
 
 class MemberGone(Record, frozen=True, tag=True):
-    """An incarnation is no member any more, and never will be again."""
+    """An incarnation is no longer a member, and never will be again."""
 
     peer: Peer
 
@@ -78,6 +78,7 @@ class EntriesReplaced(Record, frozen=True, tag=True):
     hbm: bytes
     dram: bytes
     at_ns: int
+    ssd: bytes = b""
 
 
 class EntriesKept(Record, frozen=True, tag=True):
@@ -89,11 +90,11 @@ class EntriesKept(Record, frozen=True, tag=True):
     stamps: bytes
     """Tier and times, eight bytes (``<u8``) an entry, see ``meta/entries.py``."""
     hits: bytes = b""
-    """Of entries that were used: place in ``identities``, and how often; ``<u4`` each."""
+    """For each entry that was used: its index in ``identities`` and its number of uses; ``<u4`` each."""
 
 
 class EntryUsed(Record, frozen=True, tag=True):
-    """A prefix that ends with this block was routed to a member that has it."""
+    """A request with the prefix that ends with this block was routed to a member that has it."""
 
     peer: Peer
     identity: bytes
@@ -109,7 +110,7 @@ class SessionRouted(Record, frozen=True, tag=True):
 
 
 class HandlePinned(Record, frozen=True, tag=True):
-    """A named prefix is to be kept until ``expires_ns``; ``tokens``: little-endian int32."""
+    """A named prefix must be kept until ``expires_ns``; ``tokens``: little-endian int32."""
 
     tenant: str
     handle: str
@@ -119,7 +120,7 @@ class HandlePinned(Record, frozen=True, tag=True):
 
 
 class HandleDropped(Record, frozen=True, tag=True):
-    """A named prefix was given up, or its time is over."""
+    """A named prefix was given up, or has expired."""
 
     tenant: str
     handle: str
@@ -135,7 +136,7 @@ class DocumentPut(Record, frozen=True, tag=True):
 
 
 class DocumentDropped(Record, frozen=True, tag=True):
-    """A document was deleted, or its time is over."""
+    """A document was deleted, or has expired."""
 
     tenant: str
     document_id: Name
@@ -159,8 +160,10 @@ class RecoveredMember:
     dram: bytes
     """Identities of its cached blocks, 16 bytes each."""
     used: tuple[tuple[int, int], ...] = ()
-    """When blocks of ``hbm`` were last used, and how many then: least recently used first; of one second those
-    that were used less often first, and of these the older ones."""
+    """Pairs of the time of last use and a number of blocks in ``hbm``, least recently used first; within one second,
+    blocks that were used less often first, then older ones."""
+    ssd: bytes = b""
+    """Of a store: blocks that lie on its disks alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +171,19 @@ class RecoveredState:
     """Everything that the last router knew and a new one needs. Times are on the new one's clock."""
 
     router: Peer | None = None
-    """The last one; ``None``: there was none, and nothing is remembered."""
+    """The last router; ``None``: there was none, and nothing is remembered."""
     address: str = ""
-    """Where it listened."""
+    """Where the last router listened."""
     members: tuple[RecoveredMember, ...] = ()
-    """In the order in which they joined."""
+    """In the order of joining."""
     gone: tuple[Peer, ...] = ()
     """Incarnations that must not come back, oldest first; bounded."""
     sessions: tuple[SessionRouted, ...] = ()
-    """The one that was silent longest comes first."""
+    """The session that was idle longest comes first."""
     handles: tuple[HandlePinned, ...] = ()
     documents: tuple[DocumentPut, ...] = field(default=())
 
     @property
     def entries(self) -> int:
         """Cached blocks of all members."""
-        return sum(len(member.hbm) + len(member.dram) for member in self.members) // 16
+        return sum(len(member.hbm) + len(member.dram) + len(member.ssd) for member in self.members) // 16

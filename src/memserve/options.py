@@ -45,7 +45,7 @@ SECONDS = Form(float, ns_from_s, lambda ns: ns / NS_PER_S)
 MEBIBYTES = Form(int, lambda count: count * MIB, lambda size: size // MIB)
 GIBIBYTES = Form(float, lambda count: round(count * GIB), lambda size: size / GIB)
 NEGATED = Form(bool, lambda given: not given, lambda value: not value)
-"""A flag that switches the field off; its help text is what the field's says behind ``False:``."""
+"""A flag that switches the field off; its help text is what follows ``False:`` in the field's text."""
 REPEATED = Form(list[str], tuple, lambda value: list(value) or None)
 
 
@@ -100,7 +100,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The field's name."""
+        """Name of the field."""
         return self.path[-1]
 
     @property
@@ -122,11 +122,11 @@ class Option:
         return "--" + self.vllm.replace("_", "-") if self.vllm else ""
 
     def read(self, given: Any) -> Any:
-        """The field's value, of the flag's. Raises :class:`UserError` for one that cannot be read."""
+        """The field's value for ``given``, the flag's value. Raises :class:`UserError` for one that cannot be read."""
         return _read(self.form, given)
 
     def read_vllm(self, given: Any) -> Any:
-        """The field's value, of the value of vLLM's flag."""
+        """The field's value for ``given``, the value of vLLM's flag."""
         return _read(self.vllm_form, given)
 
 
@@ -137,7 +137,7 @@ def _read(form: Form | None, given: Any) -> Any:
 def options_of(config: Any) -> list[Option]:
     """The options of ``config`` with their values as defaults, in order, those of nested configs included.
 
-    A dataclass stands for its defaults.
+    A class stands for an object with its defaults.
     """
     return list(_walk(config() if isinstance(config, type) else config, ()))
 
@@ -221,14 +221,14 @@ def contradiction(one: str, other: str) -> UserError:
 
 
 def unknown_name(name: str, known: Iterable[str]) -> UserError:
-    """No option has this name; the hint says which comes near."""
+    """No option has this name; the hint suggests the nearest."""
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+    hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(sorted(known))}"
     return UserError(f"unknown option {name!r}", hint=hint, param=name)
 
 
 def command_line_of(config: Any) -> tuple[str, ...]:
-    """Flags that say ``config`` to another process: all options whose values are not the defaults."""
+    """Flags that pass ``config`` to another process: all options whose values are not the defaults."""
     words: list[str] = []
     for one, default in zip(options_of(config), options_of(type(config)), strict=True):
         if one.default == default.default:
@@ -282,7 +282,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 @functools.cache
 def _class_definitions(module: Any) -> dict[str, tuple[ast.ClassDef, list[str]]]:
-    """Classes of a module by name: its source is parsed once, and not once a class."""
+    """Classes of a module by name: its source is parsed once, not once per class."""
     source = inspect.getsource(module)
     lines = source.splitlines()
     return {node.name: (node, lines) for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}

@@ -11,16 +11,16 @@ from memserve import _core
 from memserve.types import KVGeometry, Role, Tier
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""A number, index or amount. The wire refuses any other, so machines need not look."""
+"""A number, index or amount. Decoding rejects other values, so machines need not check."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """Base of everything that is sent. Arrays on the wire, fields in order, tagged by the class's name."""
+    """Base of all messages and their parts. Arrays on the wire, fields in order, tagged by the class's name."""
 
 
 class Peer(Message, frozen=True):
-    """One incarnation of one process. A restart has another generation: what the old one promised is void."""
+    """One incarnation of one process. A restart has a new generation: promises of the old one are void."""
 
     name: Name
     generation: Natural
@@ -49,7 +49,7 @@ class ArenaPlace(Message, frozen=True):
 
 
 class PeerInfo(Message, frozen=True):
-    """Everything others must know of an instance before they deal with it."""
+    """Everything that others must know of an instance before they work with it."""
 
     peer: Peer
     role: Role
@@ -69,7 +69,7 @@ class PeerInfo(Message, frozen=True):
     nixl_agent: bytes = b""
     """NIXL agent metadata; empty: not reachable that way."""
     publishes_events: bool = True
-    """Whether it reports KV events; if not, the trees live by what was dispatched, with a TTL."""
+    """Whether it reports KV events; if not, the trees record what was dispatched, with a TTL."""
     model_card: bytes = b""
     """What the edge must know of the model, as JSON (``model/loading/card.py``): the router itself loads no model."""
     costs: bytes = b""

@@ -46,13 +46,13 @@ class PrefixPinned:
 
     @property
     def isolation(self) -> str:
-        """Name of the KV that the prefix belongs to."""
+        """:func:`memserve.types.isolation` of the prefix's tenant and salt."""
         return isolation(self.tenant, self.salt)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixUnpinned:
-    """A client gave the name of a pinned prefix up."""
+    """A client gave up the name of a pinned prefix."""
 
     handle: str
     tenant: str
@@ -60,7 +60,7 @@ class PrefixUnpinned:
 
 @dataclass(frozen=True, slots=True)
 class ClockTicked:
-    """Time passed: deadlines may be over."""
+    """Time passed: deadlines may have passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class RejectRequest:
     request_id: str
     reason: str
     retry_after_s: float | None = None  # None: do not retry
-    overloaded: bool = False  # True: there is too much to do, whatever the tenant
+    overloaded: bool = False  # True: the cluster is overloaded, not just this tenant
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Transitions(Generic[PhaseT, CauseT]):
         check(not unused, f"{name}: no move has a cause of {unused}")
 
     def step(self, phase: PhaseT, cause: CauseT) -> PhaseT:
-        """The phase behind ``phase`` after ``cause``; :class:`InvariantError` where the table has no such move."""
+        """The phase that follows ``phase`` after ``cause``; :class:`InvariantError` if the table has no such move."""
         to = self.table.get((phase, cause))
         if to is None:
             raise InvariantError(f"{self.name}: {cause.name} is no legal cause in {phase.name}")

@@ -61,12 +61,12 @@ class RequestLogFormat(enum.StrEnum):
 
 
 class Admission(enum.StrEnum):
-    """What the cluster's gate looks at before it lets a request in."""
+    """What the router checks before it admits a request."""
 
-    NONE = "none"  # nothing: every request is let in
+    NONE = "none"  # nothing: every request is admitted
     BOUNDED = "bounded"  # how many requests are active
     MEMORY = "memory"  # and whether an instance has memory for all of it
-    CACHE = "cache"  # the same, but prefixes that active requests share count once
+    CACHE = "cache"  # as memory, but prefixes that active requests share count once
 
 
 class FinishReason(enum.StrEnum):
@@ -126,11 +126,11 @@ class NamedPrefix:
 
     handle: str
     pinned_tokens: int | None
-    """``None``: nothing was heard of it yet."""
+    """``None``: not known yet."""
     expires_ns: int
 
 
-class Request(msgspec.Struct, frozen=True):  # no dataclass: renaming one, as the router does, is 40 times as quick
+class Request(msgspec.Struct, frozen=True):  # not a dataclass: the router renames it 40 times as fast
     """One generation request as a machine sees it: token ids in, token ids out."""
 
     request_id: str
@@ -145,13 +145,13 @@ class Request(msgspec.Struct, frozen=True):  # no dataclass: renaming one, as th
     deadline_ns: int | None = None  # absolute, same clock as ``handle(event, now)``
     use_cache: bool = True  # may read and fill the prefix cache
     session: str = ""  # named by the client: the session policy keeps its requests together
-    weight: int = 1  # of its tenant: service that it gets for each unit of others, as the operator said
-    urgency: int = 0  # orders the requests of all tenants, before their turns; the operator's choice
-    salt: str = ""  # digest of the client's ``cache_salt``: KV is shared inside (tenant, salt) alone
+    weight: int = 1  # of its tenant: its share of service relative to weight 1, set by the operator
+    urgency: int = 0  # orders the requests of all tenants, before the tenants' turns; set by the operator
+    salt: str = ""  # digest of the client's ``cache_salt``: KV is shared only within (tenant, salt)
 
     @property
     def isolation(self) -> str:
-        """Name of the KV that the request may read and fill. It separates KV and decides nothing else."""
+        """Name of the KV that the request may read and fill. It only separates KV."""
         return isolation(self.tenant, self.salt)
 
 
@@ -165,7 +165,7 @@ class TokenLogprobs:
 
 
 class TokenOutput(msgspec.Struct, frozen=True):
-    """One step's news of one sequence. A struct and no dataclass: a step makes hundreds, each 14 times as quickly."""
+    """One step's output of one sequence. A struct, not a dataclass: a step makes hundreds, each 14 times as fast."""
 
     request_id: str
     index: int  # which of the request's ``n`` sequences
@@ -179,11 +179,11 @@ class TokenOutput(msgspec.Struct, frozen=True):
     story: tuple[tuple[str, str | int | float], ...] = ()
     """First and last output: what was decided and done for this request, and why (fetched, reused, moved ...)."""
     error: str = ""
-    """With ``FinishReason.ERROR``: what of this very sequence failed, on any instance; empty: the instance is at fault.
+    """With ``FinishReason.ERROR``: what failed in this sequence, as on any instance; empty: the instance failed.
     """
     offset: int = 0
-    """Tokens of this sequence that were generated before these: by it the router knows outputs that come twice, late,
-    before those of another sender, or with some lost in between."""
+    """Tokens of this sequence that were generated before these: with it the router recognises outputs that come twice,
+    late, before those of another sender, or with some lost in between."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ def human_bytes(count: int) -> str:
 
 
 def flag_bytes(count: int) -> str:
-    """The shortest spelling of a size for a command line, for example ``'1.5MiB'``: at least ``count`` bytes, and what
-    :func:`parse_bytes` makes of it is too."""
+    """The shortest spelling of a size for a command line, for example ``'1.5MiB'``, rounded up: :func:`parse_bytes`
+    reads it as at least ``count`` bytes."""
     units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, ""))
     unit, name = next((entry for entry in units if count >= entry[0]), units[-1])
     tenths = ceil_div(10 * count, unit)

@@ -34,13 +34,13 @@ _COUNTS = (("n", 0), ("beam_width", 0), ("max_tokens", 0), ("min_tokens", 0), ("
 _POSITIVE = ("top_p",)
 
 _REMEMBERED = 1024
-"""Combinations of numbers that were found to be in range: most requests have those of one before them."""
+"""Combinations of numbers that were found to be in range: most requests repeat an earlier one's."""
 
 
 def token_array(ids: Iterable[Any], vocab_size: int, param: str = "prompt") -> TokenArray:
     """``ids`` as int32 ``[n]``. Raises :class:`UserError` unless each is an integer in ``[0, vocab_size)``.
 
-    Arrays are taken as they are; ``True`` is no token id.
+    Arrays are used without a copy; ``True`` is not a token id.
     """
     if not isinstance(ids, np.ndarray):
         items = list(ids)
@@ -61,7 +61,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, param: str = "prompt") -> 
     """Raise :class:`UserError` unless each of ``tokens [n]``, integers, is in ``[0, vocab_size)``."""
     if not len(tokens):
         return
-    if tokens.dtype == np.int32:  # read as unsigned, what is below zero is above everything: one look instead of two
+    if tokens.dtype == np.int32:  # as unsigned, a negative id exceeds any vocabulary: one comparison instead of two
         fits = np.maximum.reduce(tokens.view(np.uint32)) < min(vocab_size, 1 << 31)
     else:
         fits = tokens.min() >= 0 and tokens.max() < vocab_size
@@ -71,16 +71,16 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, param: str = "prompt") -> 
 
 
 def check_request(request: Request, vocab_size: int) -> None:
-    """Raise :class:`UserError`, with the field at fault as ``param``, unless a model of ``vocab_size`` can do this.
+    """Raise :class:`UserError`, with the field at fault as ``param``, unless a model of ``vocab_size`` can run it.
 
-    Lengths are not looked at: what fits depends on where the request runs.
+    Lengths are not checked: what fits depends on where the request runs.
     """
     if type(request.sampling) is not SamplingParams or type(request.stop) is not StopParams:
         given = f"{type(request.sampling).__name__} and {type(request.stop).__name__}"
-        raise UserError(f"a request has SamplingParams and StopParams, got {given}", param="sampling")
+        raise UserError(f"a request must have SamplingParams and StopParams, got {given}", param="sampling")
     if request.prompt.dtype != np.int32 or request.prompt.ndim != 1:
         given = f"{request.prompt.dtype} of shape {request.prompt.shape}"
-        raise UserError(f"a prompt is one row of int32, got {given}", param="prompt")
+        raise UserError(f"a prompt must be one row of int32, got {given}", param="prompt")
     check_tokens(request.prompt, vocab_size)
     sampling, stop = request.sampling, request.stop
     if stop.stop_token_ids:
@@ -93,7 +93,7 @@ def check_request(request: Request, vocab_size: int) -> None:
     try:
         _check_counts(*counts, request.length_penalty)
         _check_numbers(*numbers)
-    except TypeError:  # one that has no hash
+    except TypeError:  # a value that cannot be hashed
         _check_counts.__wrapped__(*counts, request.length_penalty)
         _check_numbers.__wrapped__(*numbers)
     if not _is_integer(sampling.seed):
@@ -106,7 +106,7 @@ def check_request(request: Request, vocab_size: int) -> None:
 
 @lru_cache(_REMEMBERED, typed=True)
 def _check_counts(*values: Any) -> None:
-    """``values``: of ``_COUNTS``, ``logprobs`` and ``length_penalty``."""
+    """``values``: those of ``_COUNTS``, then ``logprobs`` and ``length_penalty``."""
     *counts, logprobs, length_penalty = values
     limits = [(name, value, least) for (name, least), value in zip(_COUNTS, counts, strict=True)]
     if logprobs is not None:
@@ -119,7 +119,7 @@ def _check_counts(*values: Any) -> None:
 
 @lru_cache(_REMEMBERED, typed=True)
 def _check_numbers(*values: Any) -> None:
-    """``values``: of ``_RANGES``."""
+    """``values``: those of ``_RANGES``."""
     for (name, least, most), number in zip(_RANGES, values, strict=True):
         value = _number(name, number)
         if not least <= value <= most or (value == 0.0 and name in _POSITIVE):
@@ -152,12 +152,12 @@ def _is_integer(value: Any) -> bool:
 
 
 def _foreign(token: Any, vocab_size: int, param: str) -> UserError:
-    message = f"{param}: token id {_shown(int(token))} is outside of the model's vocabulary [0, {vocab_size})"
+    message = f"{param}: token id {_shown(int(token))} is outside the model's vocabulary [0, {vocab_size})"
     return UserError(message, param=param)
 
 
 def _shown(value: Any) -> str:
-    """``value`` for a message. Long integers are not written out: Python refuses to, and they say nothing."""
+    """``value`` for a message. Long integers are not written out: Python refuses to, and they tell nothing."""
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return "an integer of more than 64 bits"
     return repr(value)[:_SHOWN_CHARS]

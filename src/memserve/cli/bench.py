@@ -1,4 +1,4 @@
-"""``memserve bench``: measurements of this installation; ``engine``, ``pool`` and ``cost`` stand here."""
+"""``memserve bench``: measurements of this installation; defines ``engine``, ``pool`` and ``cost``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_CPU = EngineOptions(device="cpu")
 def pool(
     *,
     engine: Annotated[EngineOptions, opt.Only("model", "dtype", "kv_memory_bytes", "block_tokens")] = ON_CPU,
-    blocks: Annotated[str | None, typer.Option(help="Comma-separated: blocks of one call.")] = None,
+    blocks: Annotated[str | None, typer.Option(help="Comma-separated: blocks per call.")] = None,
     prompt_tokens: Annotated[
         str | None, typer.Option(help="Comma-separated: prompt lengths at which indexes are compared.")
     ] = None,
@@ -62,7 +62,7 @@ SECONDS, QUICK_SECONDS = 180.0, 24.0
 def cost(
     *,
     engine: ProfiledEngine = PROFILED,
-    seconds: Annotated[float | None, typer.Option(min=1, help="Seconds to measure, about.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Approximate seconds to measure.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A less exact fit: under a minute.")] = False,
     save: Annotated[bool, typer.Option(help="Save the profile in the cache folder, for serve and instance.")] = True,
     out: bench_load.Folder = None,
@@ -109,7 +109,7 @@ def engine(
     *,
     options: Annotated[EngineOptions, opt.Only("model", "dtype", "kv_memory_bytes")],
     repeats: Annotated[int, typer.Option(min=1, help="Runs for each figure; medians are printed.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
     """Prefill, decode, TTFT, the scheduler's share of a step, and the memory report."""
     started = time.perf_counter()

@@ -25,7 +25,7 @@ FULL, QUICK = Size(3, 400, 32), Size(1, 120, 8)
 
 
 def concurrency(
-    at_once: Annotated[str, typer.Option("--at-once", help="Comma-separated: requests of a burst.")] = "1,3,5,10",
+    at_once: Annotated[str, typer.Option("--at-once", help="Comma-separated: requests per burst.")] = "1,3,5,10",
     setting: Annotated[
         str, typer.Option(help="Setting of our server, as in `memserve bench serve`. Empty: none.")
     ] = "1PD-CC",
@@ -39,7 +39,7 @@ def concurrency(
         int | None, typer.Option(min=1, help="Repetitions of every burst, each with new prompts.")
     ] = None,
     prompt_words: Annotated[
-        int | None, typer.Option(min=8, help="Words of every prompt; a word is a token or more.")
+        int | None, typer.Option(min=8, help="Words of every prompt; a word is one token or more.")
     ] = None,
     output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every answer.")] = None,
     ignore_eos: IgnoreEos = True,
@@ -64,7 +64,7 @@ def concurrency(
     own = parse_settings(setting, 1)
     contenders = contenders_of(own[0], limit, others) if own else others
     if not contenders or len(own) > 1:
-        raise UserError("one server of ours, or --base-url NAME=URL", hint="for example --setting 1PD-CC")
+        raise UserError("give one --setting, or --base-url NAME=URL", hint="for example --setting 1PD-CC")
     plan = BurstPlan(
         contenders, parse_counts(at_once, "--at-once 1,3,5,10") or (), size.repetitions, size.prompt_words,
         size.output_tokens, tuple(shlex.split(serve_flags)), ignore_eos, seed, timeout_s,

@@ -30,7 +30,7 @@ Servers = Annotated[
     list[str] | None, typer.Option(help="A further setting: NAME=URL of any running server; repeatable.")
 ]
 Data = Annotated[Path | None, typer.Option(help="Folder of data sets. Default: workloads made from the seed.")]
-IgnoreEos = Annotated[bool, typer.Option(help="Answers have their full length: equal work for all settings.")]
+IgnoreEos = Annotated[bool, typer.Option(help="Generate every answer to its full length: equal work for all settings.")]
 ServeFlags = Annotated[str, typer.Option(help="Further flags for every `memserve serve`, in quotes.")]
 Folder = Annotated[Path | None, typer.Option(help="Folder for the report; default: bench-1, bench-2, ...")]
 
@@ -39,7 +39,7 @@ MS_PER_S = 1e3
 BaseUrl = Annotated[str, typer.Option(help="The server's address, with or without /v1.")]
 ModelName = Annotated[str | None, typer.Option("--model", help="Model to ask for; default: the server's first.")]
 ApiKey = Annotated[str | None, typer.Option(help="Sent as a bearer token.", envvar="OPENAI_API_KEY")]
-Rate = Annotated[float | None, typer.Option(min=0, help="Open loop: requests a second, at random (Poisson).")]
+Rate = Annotated[float | None, typer.Option(min=0, help="Open loop: requests per second (Poisson arrivals).")]
 Users = Annotated[int | None, typer.Option(min=1, help="Closed loop: concurrent sessions.")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds after which a request counts as failed.")]
 SloTtft = Annotated[
@@ -49,7 +49,7 @@ SloTpot = Annotated[float | None, typer.Option("--slo-tpot-ms", min=0, help="For
 SloJct = Annotated[float | None, typer.Option("--slo-jct-ms", min=0, help="For goodput: longest time to the end.")]
 VocabSize = Annotated[
     int | None,
-    typer.Option(min=100, help="Token ids of length-only prompts are below it; default: the model's own."),
+    typer.Option(min=100, help="Draw length-only prompts from the token ids below this. Default: the model's own."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder for results.json and records.jsonl.gz.")]
 
@@ -60,14 +60,14 @@ def command() -> str:
 
 
 def chosen(default: Any, **given: Any) -> Any:
-    """``default`` (a dataclass) with the fields that were given."""
+    """``default`` (a dataclass) with the given fields replaced."""
     import dataclasses
 
     return dataclasses.replace(default, **{name: value for name, value in given.items() if value is not None})
 
 
 def parse_counts(text: str | None, example: str) -> tuple[int, ...] | None:
-    """Comma-separated numbers of at least 1, rising, each once. Raises :class:`UserError` with ``example`` as hint."""
+    """Comma-separated numbers of at least 1, sorted, each once. Raises :class:`UserError` with ``example`` as hint."""
     if text is None:
         return None
     try:
@@ -80,7 +80,7 @@ def parse_counts(text: str | None, example: str) -> tuple[int, ...] | None:
 
 
 def run_study(study: Study[Any], folder: RunFolder, *, timed: bool = False) -> None:
-    """Measure, write the report, and say where it is; exit status 1 when the results are partial.
+    """Measure, write the report, and print where it is; exit status 1 when the results are partial.
 
     ``timed``: progress lines begin with the seconds since the start.
     """
@@ -110,11 +110,9 @@ def load(
     users: Users = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 100,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every prompt.")] = 128,
-    shared_tokens: Annotated[int, typer.Option(min=0, help="First tokens that all prompts share.")] = 0,
+    shared_tokens: Annotated[int, typer.Option(min=0, help="Length of the prefix that all prompts share.")] = 0,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of every answer.")] = 16,
-    vocab_size: Annotated[
-        int, typer.Option(min=100, help="Prompts are drawn from the token ids below this one.")
-    ] = 32_000,
+    vocab_size: Annotated[int, typer.Option(min=100, help="Draw prompts from the token ids below this.")] = 32_000,
     seed: Annotated[int, typer.Option(help="Seed of the arrival times.")] = 0,
     timeout_s: Timeout = 600.0,
     max_s: Annotated[float | None, typer.Option(min=0.1, help="End the run after this many seconds.")] = None,
@@ -134,7 +132,7 @@ def load(
 
 
 def read_slo(ttft_ms: float | None, tpot_ms: float | None, jct_ms: float | None) -> Slo:
-    """The limits of goodput."""
+    """The SLO that goodput is counted against."""
     from memserve.bench.metrics import Slo
 
     limits = (None if ms is None else ms / MS_PER_S for ms in (ttft_ms, tpot_ms, jct_ms))
@@ -148,7 +146,7 @@ def _workload(
     from memserve.workloads.sessions import uniform_workload
 
     if (rate is None) == (users is None):
-        raise UserError("no rate of requests is given", hint="give --rate N (a second), or --users N (at a time)")
+        raise UserError("give either --rate or --users", hint="--rate N: requests per second; --users N: at a time")
     workload = uniform_workload(requests, prompt_tokens=prompt, shared_tokens=shared, output_tokens=output)
     if users is not None:
         return closed_loop(workload, users=users)
@@ -199,14 +197,14 @@ def capacity(
     violations_max: Annotated[
         float, typer.Option(min=0, max=1, help="Share of requests that may miss the SLO.")
     ] = 0.01,
-    start: Annotated[float, typer.Option(min=0.01, help="First rate, in requests a second.")] = 1.0,
+    start: Annotated[float, typer.Option(min=0.01, help="First rate, in requests per second.")] = 1.0,
     precision: Annotated[
         float, typer.Option(min=0.001, max=0.5, help="Relative precision of the rate at which the search stops.")
     ] = 0.1,
     probe_s: Annotated[float, typer.Option(min=0.1, help="Seconds of arrivals at each rate.")] = 30.0,
-    prompt_tokens_max: Annotated[int, typer.Option(min=16, help="Cut prompts, history included.")] = 2048,
-    output_tokens_max: Annotated[int, typer.Option(min=1, help="Cut answers.")] = 32,
-    turns_max: Annotated[int, typer.Option(min=1, help="Cut sessions.")] = 4,
+    prompt_tokens_max: Annotated[int, typer.Option(min=16, help="Cut longer prompts, history included.")] = 2048,
+    output_tokens_max: Annotated[int, typer.Option(min=1, help="Cut longer answers.")] = 32,
+    turns_max: Annotated[int, typer.Option(min=1, help="Cut sessions with more turns.")] = 4,
     vocab_size: VocabSize = None,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the first rate's sample; each later rate takes the next one.")
@@ -214,7 +212,7 @@ def capacity(
     serve_flags: ServeFlags = "",
     out: Folder = None,
 ) -> None:
-    """Search, by bisection, the largest rate at which a setting keeps its queue bounded and its SLO."""
+    """Find, by bisection, the largest rate at which a setting keeps its queue bounded and meets its SLO."""
     from memserve.bench.capacity import CapacityStudy, Search, workload_at
     from memserve.bench.catalogue import Recipe
     from memserve.bench.load.client import require_aiohttp
@@ -232,6 +230,6 @@ def capacity(
     flags = ("--model", model, *shlex.split(serve_flags))
     manner = Manner("", vocab_size or own_vocab_size, ignore_eos=True)
     plan = Search(recipe, slo, violations_max, start, precision, probe_s, flags, manner, meter)
-    workload_at(plan, start, seed)  # errors in the data come before any server starts
+    workload_at(plan, start, seed)  # shows errors in the data before any server starts
     folder = RunFolder(out)
     run_study(CapacityStudy(plan, contenders, folder, command()), folder)

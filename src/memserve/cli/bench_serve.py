@@ -46,20 +46,20 @@ Studies = Annotated[
     typer.Option(help=f"Any of {', '.join(STUDIES)}. Default: all; with --quick or a choice of settings: settings."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Few and short requests, one seed: under three minutes.")]
-Seeds = Annotated[Count, typer.Option(min=1, help="Repetitions, each with a sample of its own.  [default: 3]")]
+Seeds = Annotated[Count, typer.Option(min=1, help="Repetitions, each with its own sample.  [default: 3]")]
 Minutes = Annotated[
     float | None, typer.Option(min=0.01, help="Start no repetition that would end later than this.  [default: 28]")
 ]
 Sessions = Annotated[Count, typer.Option(min=1, help="Sessions of each workload.")]
 Rates = Annotated[
-    str | None, typer.Option("--rate", help="Requests a second (Poisson); comma-separated: a pass for each.")
+    str | None, typer.Option("--rate", help="Requests per second (Poisson); comma-separated: a pass for each.")
 ]
 ShareRatio = Annotated[str | None, typer.Option(help="Copies of every session; comma-separated: a pass for each.")]
-PromptTokensMax = Annotated[Count, typer.Option(min=16, help="Cut prompts, history included.")]
-OutputTokensMax = Annotated[Count, typer.Option(min=1, help="Cut answers.")]
-TurnsMax = Annotated[Count, typer.Option(min=1, help="Cut sessions.")]
+PromptTokensMax = Annotated[Count, typer.Option(min=16, help="Cut longer prompts, history included.")]
+OutputTokensMax = Annotated[Count, typer.Option(min=1, help="Cut longer answers.")]
+TurnsMax = Annotated[Count, typer.Option(min=1, help="Cut sessions with more turns.")]
 CacheSalt = Annotated[
-    bool, typer.Option(help="Send a salt of its own with each pass, so that none finds the cache of another.")
+    bool, typer.Option(help="Send another cache_salt with each pass, so that no pass reuses another's cache.")
 ]
 QUICK_SETTINGS = "PD,PD-CC,1P1D,1P1D-CC2,1P1D-CC3"
 FULL_SEEDS, FULL_MINUTES = 3, 28.0
@@ -67,7 +67,7 @@ RATE_MIN = 0.001
 
 QUICK = Size(sessions=3, turns_max=3, prompt_tokens_max=1024, output_tokens_max=8, rates=(3.0,))
 FULL = Size(sessions=5, turns_max=4, prompt_tokens_max=1536, output_tokens_max=48, rates=(0.75, 1.5, 3.0))
-"""What two cores and the bundled model sustain; a larger machine needs larger figures."""
+"""What two cores and the bundled model sustain; a larger machine needs larger values."""
 TURNS = Size(sessions=4, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rates=(0.8,))
 TRANSFER = Size(sessions=10, turns_max=1, prompt_tokens_max=1024, output_tokens_max=32, rates=(0.25, 0.5, 1.0))
 POLICIES = Size(sessions=6, turns_max=2, prompt_tokens_max=1536, output_tokens_max=8, rates=(2.5,))
@@ -127,7 +127,7 @@ def serve(
         ignore_eos=ignore_eos, vocab_size=vocab_size or own_vocab_size, timeout_s=timeout_s,
         minutes_max=minutes if minutes is not None else FULL_MINUTES, meter=meter, salted=cache_salt,
     )  # fmt: skip
-    workloads = build_all(plan)  # reads the data: errors in it come before any server starts
+    workloads = build_all(plan)  # reads the data: shows errors in it before any server starts
     slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
     folder = RunFolder(out)
     run_study(ServeStudy(plan, workloads, folder, Results(command=command(), slo=slo)), folder)

@@ -1,4 +1,4 @@
-"""``memserve bench workload``: what a workload is like, before anything is sent."""
+"""``memserve bench workload``: describes a workload, without sending anything."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def workload(
         Path | None, typer.Option(help="Folder of data sets. Default: workloads made from the seed.")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Your own JSONL, for the kind 'file'.")] = None,
-    sessions: Annotated[Count, typer.Option(min=1, help="Sessions: sampled, a trace's first, or generated.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Fixes everything that is drawn.")] = 0,
+    sessions: Annotated[Count, typer.Option(min=1, help="Sessions to sample, generate, or take from a trace.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
     share_ratio: Annotated[float, typer.Option(min=1, help="Copies of every session.")] = 1.0,
-    prompt_tokens_max: Annotated[Count, typer.Option(min=1, help="Cut prompts, history included.")] = None,
-    output_tokens_max: Annotated[Count, typer.Option(min=1, help="Cut answers.")] = None,
-    turns_max: Annotated[Count, typer.Option(min=1, help="Cut sessions.")] = None,
+    prompt_tokens_max: Annotated[Count, typer.Option(min=1, help="Cut longer prompts, history included.")] = None,
+    output_tokens_max: Annotated[Count, typer.Option(min=1, help="Cut longer answers.")] = None,
+    turns_max: Annotated[Count, typer.Option(min=1, help="Cut sessions with more turns.")] = None,
     block_tokens: Annotated[Count, typer.Option(min=1, help="Scale a trace's blocks to this size.")] = None,
     arrivals: Annotated[Arrivals, typer.Option(help="How arrival times are made.")] = Arrivals.RECORDED,
-    rate: Annotated[float, typer.Option(help="Requests a second.")] = 1.0,
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = 1.0,
     users: Annotated[int, typer.Option(min=1, help="Users of a closed loop.")] = 1,
     speed: Annotated[float, typer.Option(help="Speed-up of recorded times.")] = 1.0,
     model: Annotated[
         str | None,
-        typer.Option(help="Count tokens with this model's tokenizer. Default: four bytes of text are a token."),
+        typer.Option(help="Count tokens with this model's tokenizer. Default: four bytes of text per token."),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw the distributions (.png, .svg, .pdf); with --data, what a seed makes of it beside them."
+            help="Draw the distributions (.png, .svg, .pdf); with --data, beside those of the generated workload."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a workload.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per workload.")] = False,
 ) -> None:
     """Describe a workload: lengths, turns and shared prefixes."""
     if plot is not None:
@@ -82,7 +82,7 @@ def _measured(recipe: Recipe, meter: Meter | None) -> tuple[Workload, Measured]:
 
 
 def _lines(summary: Summary) -> list[str]:
-    """A table for people."""
+    """The summary as a table."""
     lines = [f"{summary.kind}: {summary.sessions} sessions, {summary.requests} requests, from {summary.source}"]
     lines += [f"arrivals: {summary.arrivals}; the last is due after {summary.due_last_s:.0f} s"]
     lines += [f"note: {note}" for note in summary.notes]

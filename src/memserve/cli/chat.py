@@ -34,7 +34,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Sampling of the answers. None: the model's recommendation, within the server's limits."""
+    """Sampling of the answers. None: the model's recommendation, or the server's default."""
 
     temperature: float | None
     max_tokens: int | None
@@ -64,14 +64,14 @@ class ChatBackend(Protocol):
     """Answers conversations. Closing the iterator early stops the answer."""
 
     def answer(self, messages: list[Message], options: ChatOptions, account: Account) -> Iterator[str]:
-        """The answer in pieces; fills in ``account``. Raises :class:`UserError` when there can be none."""
+        """The answer in pieces; fills in ``account``. Raises :class:`UserError` when there is no answer."""
 
     def close(self) -> None:
         """Release connections and threads."""
 
 
 class ServerBackend:
-    """Asks a running server, any that speaks OpenAI's API."""
+    """Asks a running server with OpenAI's API."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
         import httpx
@@ -128,7 +128,7 @@ class ServerBackend:
 
 
 class _AsUserError:
-    """Connection errors become one clear line."""
+    """Turns connection errors into one clear :class:`UserError`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -213,7 +213,7 @@ class EngineBackend:
         prompt = self._render(messages)
         room = self._model.max_model_tokens - len(prompt.tokens)
         if room < 1:
-            raise UserError("the conversation is longer than the model's context", hint="start anew with /reset")
+            raise UserError("the conversation is longer than the model's context", hint="start over with /reset")
         seed = secrets.randbits(63) if options.seed is None else options.seed
         chosen = chosen_sampling(self._model, {"temperature": options.temperature})
         bound = options.max_tokens or self._model.default_max_tokens or room
@@ -243,7 +243,7 @@ Ctrl-C           stop the answer"""
 
 @dataclass
 class Conversation:
-    """What was said, and what the commands do. Knows no terminal: it reads and writes what it is given."""
+    """The messages so far, and the commands. Independent of the terminal: it prints through ``say`` and ``note``."""
 
     backend: ChatBackend
     options: ChatOptions
@@ -253,7 +253,7 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
 
     def turn(self, line: str) -> bool:
-        """Take one line from the person; ``False`` ends the conversation."""
+        """Handle one line of input; ``False`` ends the conversation."""
         text = line.strip()
         if text in ("/exit", "/quit"):
             return False
@@ -298,7 +298,7 @@ class Conversation:
 
 @opt.grouped
 def chat(
-    question: Annotated[str | None, typer.Argument(help="Ask this, print the answer, and leave.")] = None,
+    question: Annotated[str | None, typer.Argument(help="Ask this, print the answer, and exit.")] = None,
     *,
     url: Annotated[
         str | None, typer.Option(help="URL of a running server. Default: the model runs in this process.")
@@ -306,12 +306,13 @@ def chat(
     model: Annotated[str | None, typer.Option(help="The model's name at the server, or the model to load.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, max=2, help="0: always the likeliest token; default: the model's own.")
+        float | None, typer.Option(min=0, max=2, help="0: always the most probable token. Default: the model's own.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Longest answer; default: {DEFAULT_MAX_TOKENS}, or as the server says.")
+        int | None,
+        typer.Option(min=1, help=f"Longest answer in tokens. Default: {DEFAULT_MAX_TOKENS}, or the server's."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Equal seeds draw equal answers from equal logits.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="With equal logits, equal seeds draw equal answers.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key of the server.", envvar="MEMSERVE_CHAT_KEY")] = None,
     engine: Annotated[EngineOptions, opt.Only("dtype", "kv_memory_bytes")],
     quiet: Annotated[bool, typer.Option("--quiet", help="No notes about tokens and times.")] = False,
@@ -372,7 +373,7 @@ def _converse(conversation: Conversation) -> None:
 
 def _enable_line_editing() -> None:
     try:
-        import readline  # noqa: F401  # importing it is what gives input() its arrow keys
+        import readline  # noqa: F401  # the import gives input() its arrow keys
     except ImportError:
         return
 

@@ -28,7 +28,10 @@ from memserve.policy.capacity import (
 from memserve.runtime.links.devices import own_address
 from memserve.runtime.memory import available_memory_bytes, usable_cores
 from memserve.runtime.meta_keeper import Metadata, MetadataPlace, open_metadata
+from memserve.runtime.store_secret import store_secret, stored_secret
+from memserve.store_options import StoreOptions
 from memserve.types import Admission, Caching, Role
+from memserve.units import human_bytes
 
 if TYPE_CHECKING:
     from memserve.model.loading.card import RemoteModel
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 LINKS = ("auto", "shm", "nixl")
 START_TIMEOUT_S = 600.0
 _LOOK_S = 0.1
+STORE_NAME = "s1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class ClusterOptions:
     config: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     link: str = "auto"
     host: str = "127.0.0.1"
-    """Where the router and the instances of this host listen, and how other hosts reach them."""
+    """Address at which the router and this host's instances listen, and by which other hosts reach them."""
     port: int | None = None
     """Port at which instances of other hosts may join. None: they may not."""
     secret: str | None = None
@@ -59,9 +63,14 @@ class ClusterOptions:
     metadata: MetadataPlace = dataclasses.field(default_factory=MetadataPlace)
     """Where the router keeps its records; default: nowhere."""
     why: str = ""
-    """A line about the shape, where the machine decided it. Empty: the shape was asked for."""
+    """A line about the shape, where it was chosen to suit the machine. Empty: the options set it."""
+    store: StoreOptions = dataclasses.field(default_factory=StoreOptions)
+    """The store of this host; default: none."""
 
     def __post_init__(self) -> None:
+        if self.store.is_wanted and self.config.caching is Caching.OFF:
+            hint = "leave out --caching off and --no-cache, or the options of the store"
+            raise UserError("a store keeps what instances cache, and none of them caches", hint=hint, param="ssd")
         if self.link not in LINKS:
             raise UserError(f"unknown link {self.link!r}", hint=f"use one of {', '.join(LINKS)}", param="link")
         if not self.instances and self.port is None:
@@ -72,7 +81,7 @@ class ClusterOptions:
             raise UserError(f"no instance can be reached at {self.host}", hint=hint, param="cluster_host")
         if self.metadata.etcd and self.secret is None:
             hint = "add --cluster-port PORT --cluster-secret-file FILE, the same file wherever a router may run"
-            raise UserError("routers that stand in for each other share a secret", hint=hint, param="metadata")
+            raise UserError("a router and its standbys need a shared secret", hint=hint, param="metadata")
         if self.port is not None and self.secret is None:
             hint = "make one: head -c 32 /dev/urandom | base64 > secret; then --cluster-secret-file secret"
             raise UserError("--cluster-port needs the cluster's secret", hint=hint, param="cluster_secret_file")
@@ -94,7 +103,7 @@ class ClusterOptions:
 
 
 def choose_counts(prefill: int | None, decode: int | None, colocated: int | None, engine: EngineOptions) -> Shape:
-    """Instances of each role, as asked for; a prefill and a decode instance go together.
+    """Instances of each role, as the options set them; ``prefill`` or ``decode`` alone adds one of the other.
 
     All None: what suits this machine (:func:`memserve.policy.capacity.choose_shape`), with the reason.
     """
@@ -119,12 +128,12 @@ def shape_here(engine: EngineOptions) -> Shape:
 
 
 def shape_text(shape: Shape) -> str:
-    """The shape that was chosen, why, and the flags that ask for the other; empty where nothing was chosen."""
+    """The chosen shape, the reason, and the flags for the other shape; empty where nothing was chosen."""
     if not shape.reason:
         return ""
     if shape.colocated:
-        return f"shape: one colocated instance ({shape.reason}); for the other: --prefill 1 --decode 1"
-    return f"shape: one prefill and one decode instance ({shape.reason}); for the other: --colocated 1"
+        return f"shape: one colocated instance ({shape.reason}); for the other shape: --prefill 1 --decode 1"
+    return f"shape: one prefill and one decode instance ({shape.reason}); for the other shape: --colocated 1"
 
 
 def uses_gpu(device: str) -> bool:
@@ -142,14 +151,14 @@ class RunningCluster:
     text: str
     """One line that names the instances, and one that says what they hold."""
     on_end: Callable[[], None]
-    """To be called when the server begins to end: instances that end later are not started again."""
+    """To be called when the server begins to shut down: instances that end later are not started again."""
 
 
 @contextmanager
 def running_cluster(
     engine_options: EngineOptions, options: ClusterOptions, log_level: str, say: Callable[[str], None]
 ) -> Iterator[RunningCluster]:
-    """Start everything, wait until it is ready, end it all afterwards. ``say`` gets lines about the progress.
+    """Start everything, wait until it is ready, and end it all on exit. ``say`` gets lines about the progress.
 
     Raises :class:`UserError` when an instance cannot start.
     """
@@ -163,8 +172,10 @@ def running_cluster(
     )  # converts a GGUF file once, before several processes need it
     if options.metadata.etcd:
         import_tokenizers()  # a standby router has the time now
-    with open_metadata(options.metadata, say) as kept:
-        secret = options.secret or kept.secret or secrets.token_urlsafe(32)
+    with open_metadata(options.metadata, say, stored_secret(options.store)) as kept:
+        secret = options.secret or kept.secret or stored_secret(options.store) or secrets.token_urlsafe(32)
+        if options.secret is None:
+            store_secret(options.store, secret, say)
         if kept.folder is not None:
             orders = _orders(engine_options, options, "", log_level)  # wherever the router will be
             ChildrenFile(kept.folder).end_useless({order.name: order.command for order in orders})
@@ -173,7 +184,7 @@ def running_cluster(
         supervisor = Supervisor(orders, secret, engine.bury, kept.folder)
         engine.children = supervisor.stats
         try:
-            _check_memory(engine_options, len(orders) - len(supervisor.living))
+            _check_memory(engine_options, options, orders, supervisor.living)
             supervisor.start()
             import_tokenizers()
             import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
@@ -187,12 +198,19 @@ def running_cluster(
             engine.close()
 
 
-def _check_memory(engine_options: EngineOptions, instances: int) -> None:
-    """Check the memory of all instances together: each checks its own, but all at once they see one free memory."""
+def _check_memory(
+    engine_options: EngineOptions, options: ClusterOptions, orders: list[ChildOrder], living: list[str]
+) -> None:
+    """Check the memory of all processes together: each checks its own, but all at once they see one free memory."""
     from memserve.runtime.memory import check_host_memory
 
     hbm_bytes = 0 if uses_gpu(engine_options.device) else engine_options.kv_memory_bytes
-    check_host_memory(instances * (hbm_bytes + engine_options.dram_memory_bytes))
+    needed_bytes = 0
+    for order in orders:
+        if order.name not in living:
+            is_store = order.role is Role.STORE
+            needed_bytes += options.store.memory_bytes if is_store else hbm_bytes + engine_options.dram_memory_bytes
+    check_host_memory(needed_bytes)
 
 
 def _open_router(options: ClusterOptions, secret: str, kept: Metadata) -> RouterEngine:
@@ -232,6 +250,9 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
         own = dataclasses.replace(engine_options, caching=engine_options.caching and options.caches(role))
         flags = ("--join", address, "--link", link, "--log-level", log_level, *command_line_of(own))
         orders += [ChildOrder(f"{role.value[0]}{number}", role, flags) for number in range(1, count + 1)]
+    if options.store.is_wanted:
+        flags = ("--join", address, "--link", link, "--log-level", log_level, *options.store.flags)
+        orders.append(ChildOrder(STORE_NAME, Role.STORE, flags))
     return orders
 
 
@@ -241,10 +262,10 @@ def _wait_until_ready(
     """Wait for the instances of this host; without any, for the first member. Returns what was waited for."""
     started = time.monotonic()
     names = supervisor.names
-    if not names:
+    if set(names) <= {STORE_NAME}:
         say(f"waiting for instances to join at {engine.address} ...")
     told: set[str] = set()
-    while not engine.wait_for(names, _LOOK_S):
+    while not (engine.wait_for(names, _LOOK_S) and _with_models(engine.members()) and _stores_serve(engine.members())):
         supervisor.check()
         members = engine.members()
         seconds = time.monotonic() - started
@@ -253,15 +274,26 @@ def _wait_until_ready(
         told |= members.keys()
         if names and seconds > START_TIMEOUT_S:
             missing = ", ".join(name for name in names if name not in members)
-            raise UserError(f"{missing} did not get ready in {seconds:.0f} s", hint="try --log-level info")
-    members = engine.members()
+            raise UserError(
+                f"{missing} not ready after {seconds:.0f} s", hint="look for the reason with --log-level info"
+            )
+    members = _with_models(engine.members())
     return [members[name] for name in names if name in members] or list(members.values())
+
+
+def _stores_serve(members: dict[str, PeerInfo]) -> bool:
+    """Whether each store keeps the KV of some model: one without begins anew when the first instance has joined."""
+    return all(info.namespace for info in members.values() if info.role is Role.STORE)
+
+
+def _with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
+    return {name: info for name, info in members.items() if info.role is not Role.STORE}
 
 
 def _model_of(infos: list[PeerInfo], folder: ModelFolder) -> RemoteModel:
     from memserve.model.loading.card import ModelCard, remote_model
 
-    largest = max(infos, key=lambda info: info.context_tokens)  # what fits somewhere is placed there
+    largest = max(infos, key=lambda info: info.context_tokens)  # a request goes where its context fits
     return remote_model(ModelCard.decode(largest.model_card), folder)
 
 
@@ -274,8 +306,15 @@ def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: En
     if gate.mode is not Admission.NONE:
         most = f", at most {gate.active_max} at once" if gate.active_max is not None else ""
         text += f"; admission {gate.mode.value}{most}, {gate.waiting_max} may wait"
+    text += f"; store: {_store_text(options.store)}" if options.store.is_wanted else ""
     text += f"; others may join at port {options.port}" if options.port is not None else ""
     return f"{text}\n{_room(infos, model.max_model_tokens, engine_options.scheduler.max_running)}"
+
+
+def _store_text(store: StoreOptions) -> str:
+    disks = [f"{human_bytes(size)} in {folder}" for folder, size in store.folders]
+    at = f", at {store.address}" if store.address is not None else ""
+    return ", ".join([f"{human_bytes(store.memory_bytes)} of memory", *disks]) + at
 
 
 def _room(infos: list[PeerInfo], context_tokens: int, running_max: int) -> str:
@@ -286,7 +325,7 @@ def _room(infos: list[PeerInfo], context_tokens: int, running_max: int) -> str:
 
 
 def room_text(kv_tokens: int, context_tokens: int, running_max: int) -> str:
-    """A line: tokens of KV, the longest context, and for about how many clients they suffice."""
+    """A line: tokens of KV, the longest context, and about how many clients fit."""
     clients = clients_that_fit(kv_tokens, context_tokens, running_max)
     each = min(CLIENT_TOKENS, context_tokens)
     return (

@@ -1,4 +1,4 @@
-"""``memserve doctor``: what is missing on this machine, and how to mend it."""
+"""``memserve doctor``: what is missing on this machine, and how to fix it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from memserve.cli import options as opt
 from memserve.config import DEFAULT_MODEL
 from memserve.errors import UserError
 from memserve.runtime.memory import available_memory_bytes
+from memserve.store_options import read_folders
 from memserve.units import GIB, MIB, human_bytes
 
 PYTHON_MIN = (3, 11)
@@ -58,7 +59,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_native() -> Iterator[Finding]:
-    """The native modules load, and with which instructions they run."""
+    """Whether the native modules load, and which instructions they use."""
     try:
         from memserve import _core
 
@@ -84,7 +85,7 @@ def check_packages() -> Iterator[Finding]:
         try:
             yield Finding(name, Status.OK, metadata.version(name))
         except metadata.PackageNotFoundError:
-            yield Finding(name, Status.FAIL, "not installed", "make install")
+            yield Finding(name, Status.FAIL, "not installed", "run make install")
 
 
 def check_torch() -> Iterator[Finding]:
@@ -110,14 +111,14 @@ def check_machine() -> Iterator[Finding]:
     if available is None:
         yield Finding("memory", Status.WARN, "unknown", None)
     elif available < MEMORY_NEED_BYTES:
-        hint = f"the default model wants {human_bytes(MEMORY_NEED_BYTES)}; close programs or lower --kv-memory"
+        hint = f"the default model needs {human_bytes(MEMORY_NEED_BYTES)}; close programs or lower --kv-memory"
         yield Finding("memory", Status.WARN, f"{human_bytes(available)} available", hint)
     else:
         yield Finding("memory", Status.OK, f"{human_bytes(available)} available")
 
 
 def check_memory_bound(model: str) -> Iterator[Finding]:
-    """What one instance of the model may have resident, with the default options: see docs/concepts/MEMORY.md."""
+    """The most resident memory of one instance of the model, with default options: see docs/concepts/MEMORY.md."""
     from memserve.config import EngineOptions
     from memserve.model.loading.sources import resolve_source
     from memserve.runtime.memory import memory_bound, sizes_from_config
@@ -176,7 +177,7 @@ def _local_model(model: str) -> Finding:
     if path.exists():
         return Finding("model", Status.FAIL, f"{path} is neither a model folder nor a .gguf file", "see --model")
     if HUB_ID.fullmatch(model):
-        return Finding("model", Status.WARN, f"{model} is no local path: the hub will be asked", "needs a connection")
+        return Finding("model", Status.WARN, f"{model} comes from the hub: not a local path", "needs a connection")
     return Finding("model", Status.FAIL, f"there is no model {model!r}", "give a folder, a .gguf file or a hub id")
 
 
@@ -187,7 +188,7 @@ def _folder(path: Path) -> Finding:
 
     try:
         if (why := unservable(path)) is not None:
-            return Finding("model", Status.FAIL, f"folder {path}: {why}", "serve a decoder of transformers' attention")
+            return Finding("model", Status.FAIL, f"folder {path}: {why}", "use a model with a supported architecture")
         load_tokenizer(ModelFolder(path, path.name))
     except UserError as error:
         return Finding("model", Status.FAIL, f"folder {path}: {error.message}", error.hint)
@@ -197,7 +198,7 @@ def _folder(path: Path) -> Finding:
 
 
 def unservable(path: Path) -> str | None:
-    """Why the architecture of a model folder cannot be served; ``None``: nothing speaks against it.
+    """Why the architecture of a model folder cannot be served; ``None``: it can, as far as its config tells.
 
     Raises :class:`UserError` for a config that transformers cannot read.
     """
@@ -205,13 +206,13 @@ def unservable(path: Path) -> str | None:
 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # whatever its code or its checks raise: the config is at fault
+    except Exception as error:  # its own code and checks may raise anything: the config is at fault
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"config.json cannot be read: {line[:200]}", hint="is the folder complete?") from None
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     kinds = kind if isinstance(kind, (list, tuple)) else [kind]
     if kinds[0] is None:
-        return f"{config.model_type} is no causal language model"
+        return f"{config.model_type} is not a causal language model"
     if getattr(kinds[0], "_is_stateful", False):
         return f"{config.model_type} keeps a recurrent state instead of keys and values"
     if not getattr(kinds[0], "_supports_attention_backend", False):
@@ -242,6 +243,35 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
     yield Finding("port", Status.OK, f"{host}:{port} is free")
 
 
+def check_disks(ssd: list[str]) -> Iterator[Finding]:
+    """The folders of a store's disks: may this user write there, is there room, and is the page cache passed by?"""
+    for folder, size in read_folders(ssd):
+        name, wanted = "ssd", Path(folder).expanduser()
+        place = next(known for known in (wanted, *wanted.absolute().parents) if known.exists())
+        if not (place.is_dir() and os.access(place, os.W_OK)):
+            hint = "give a folder that this user may write to"
+            yield Finding(name, Status.FAIL, f"{wanted} cannot be written", hint)
+            continue
+        kept = sum(file.stat().st_blocks * 512 for file in wanted.glob("memserve-store.*"))
+        free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+        detail = f"{human_bytes(free + kept)} for {human_bytes(size)} in {wanted}"
+        if free + kept < size:
+            yield Finding(name, Status.FAIL, detail, f"ask for less: --ssd {folder}={(free + kept) >> 30}GiB")
+        elif not _takes_direct_io(place):
+            hint = "its file system knows no O_DIRECT: KV goes through the page cache, which costs memory and time"
+            yield Finding(name, Status.WARN, detail, hint)
+        else:
+            yield Finding(name, Status.OK, detail)
+
+
+def _takes_direct_io(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600))
+    except OSError:
+        return False
+    return True
+
+
 def check_extras() -> Iterator[Finding]:
     """Optional packages, and room for shared memory."""
     for name, use in (("openai", "the official client, for examples and tests"), ("triton", "the CUDA kernel")):
@@ -261,10 +291,13 @@ def doctor(
     model: opt.Model = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address that serve would listen on.")] = opt.DEFAULT_HOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port that serve would listen on.")] = opt.DEFAULT_PORT,
+    ssd: Annotated[
+        list[str] | None, typer.Option(help="DIR=20GiB, as serve would be given: is this a place for KV? Repeatable.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Check this machine, the model and the installation. Ends with 1 when something essential is missing."""
-    findings = list(examine(model, host, port))
+    """Check this machine, the model and the installation. Exit status 1: something essential is missing."""
+    findings = [*examine(model, host, port), *check_disks(ssd or [])]
     worst = Status.FAIL if any(finding.status is Status.FAIL for finding in findings) else Status.OK
     if as_json:
         listed = [dataclasses.asdict(finding) for finding in findings]
@@ -273,7 +306,7 @@ def doctor(
         for finding in findings:
             _print(finding)
         ready = f"ready to serve: {_serve_command(model, findings)}"
-        typer.echo(ready if worst is Status.OK else "not ready: mend what says FAIL")
+        typer.echo(ready if worst is Status.OK else "not ready: fix what says FAIL")
     if worst is Status.FAIL:
         raise typer.Exit(1)
 
@@ -292,7 +325,7 @@ def examine(model: str, host: str, port: int) -> Iterator[Finding]:
 
 
 def _serve_command(model: str, findings: list[Finding]) -> str:
-    """The command to type next: with the model that was asked for, and any free port where the usual one is taken."""
+    """The command to type next: with the chosen model, and any free port if the usual one is taken."""
     taken = any(finding.name == "port" and finding.status is not Status.OK for finding in findings)
     command = "memserve serve" + (f" --model {shlex.quote(model)}" if model != DEFAULT_MODEL else "")
     return command + (" --port 0" if taken else "")

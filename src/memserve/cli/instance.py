@@ -24,7 +24,7 @@ from memserve.types import Role
 if TYPE_CHECKING:
     from memserve.runtime.instance_host import MemberOptions
 
-SECRET_HINT = "give the file that `memserve serve --cluster-secret-file` was given"
+SECRET_HINT = "use the same file as `memserve serve --cluster-secret-file`"
 
 
 @opt.grouped
@@ -33,8 +33,8 @@ def instance(
     join: Annotated[
         str,
         typer.Option(
-            help="HOST:PORT of the router, as opened by `memserve serve --cluster-port`. A router and its standbys:"
-            " separated by commas, and tried in turn."
+            help="HOST:PORT of the router, as opened by `memserve serve --cluster-port`. With standby routers: all of"
+            " them, separated by commas; they are tried in turn."
         ),
     ],
     role: Annotated[Role, typer.Option(help="Role of the instance.")] = Role.COLOCATED,
@@ -44,7 +44,7 @@ def instance(
     advertise: Annotated[
         str | None,
         typer.Option(
-            help="HOST:PORT by which other hosts reach the instance. Default: found by the way to the router."
+            help="HOST:PORT by which other hosts reach the instance. Default: the address that reaches the router."
         ),
     ] = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
@@ -71,7 +71,7 @@ def instance(
 def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
     """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
     last_words = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not be taken for that error
+    os.dup2(2, 1)  # output of a library must not be taken for that error
     greeting = json.loads(sys.stdin.readline())
     try:
         ignore_terminal()
@@ -82,7 +82,8 @@ def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, lin
             die_with(greeting["parent_pid"])
         opt.set_up_logging(log_level, name)
         here, _ = opt.split_address(join, "--join")  # the router's host is this one
-        place = MemberOptions(role, name, (join,), greeting["secret"], 0.0, here, link=link, is_supervised=True)
+        drain_s = greeting.get("drain_s", 0.0)
+        place = MemberOptions(role, name, (join,), greeting["secret"], drain_s, here, link=link, is_supervised=True)
         run_instance(engine, place, lambda: None, outlive=outlive)
         _end_at_once()
     except UserError as error:
@@ -91,7 +92,7 @@ def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, lin
 
 
 def _end_at_once() -> None:
-    """End without taking torch and transformers apart, object by object: that would cost seconds, and frees nothing."""
+    """End without destroying torch's and transformers' objects, which would take seconds and free nothing."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
@@ -111,27 +112,27 @@ def _place(
     if secret_file is None:
         raise UserError("an instance needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
     routers = [opt.split_address(address, "--join") for address in join.split(",")]
-    here, port = opt.split_address(advertise, "--advertise") if advertise else (_own_address(routers[0][0]), 0)
+    here, port = opt.split_address(advertise, "--advertise") if advertise else (own_address_to(routers[0][0]), 0)
     return MemberOptions(
         role=role,
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
         join=tuple(f"tcp://{router}:{its_port}" for router, its_port in routers),
         secret=credentials.read_secret(secret_file),
         drain_s=drain_s,
-        host=_listens_at(here),
+        host=listens_at(here),
         port=port,
         advertise=here,
         link=link,
     )
 
 
-def _listens_at(advertised: str) -> str:
-    """Where to listen: at the advertised address where it is this host's; behind a translation of addresses, at all."""
+def listens_at(advertised: str) -> str:
+    """Where to listen: at the advertised address if it is this host's; else (behind NAT) at all addresses."""
     own = own_address(advertised)
     return own if own is not None and ":" not in own else "0.0.0.0"
 
 
-def _own_address(router_host: str) -> str:
+def own_address_to(router_host: str) -> str:
     """The address of this host on the way to the router, found without sending anything."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -139,7 +140,7 @@ def _own_address(router_host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         hint = "check --join, or name this host with --advertise HOST:PORT"
-        raise UserError(f"there is no way to {router_host}: {error.strerror or error}", hint=hint) from None
+        raise UserError(f"there is no route to {router_host}: {error.strerror or error}", hint=hint) from None
 
 
 def _say_ready(place: MemberOptions, started: float) -> None:

@@ -15,13 +15,13 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 _ClickException: type = typer.BadParameter.__mro__[2]
-"""What typer raises for a wrong command line. It has no public name of its own since typer carries its own click."""
+"""What typer raises for a wrong command line. It has no public name since typer bundles its own click."""
 
-_COMMANDS = ("serve", "instance", "chat", "doctor", "profile", "bench", "sim")
+_COMMANDS = ("serve", "instance", "store", "chat", "doctor", "profile", "bench", "sim")
 
 
 def command_line(word: str | None = None) -> typer.Typer:
-    """All commands; where ``word`` names one of them, that one alone: importing the others delays every start."""
+    """All commands; only ``word`` if it names one of them, because importing the others delays every start."""
     app = typer.Typer(
         name="memserve",
         no_args_is_help=True,
@@ -46,6 +46,10 @@ def _add(app: typer.Typer, name: str) -> None:
             from memserve.cli.instance import instance
 
             app.command()(instance)
+        case "store":
+            from memserve.cli import store
+
+            app.add_typer(store.app, name=name)
         case "chat":
             from memserve.cli.chat import chat
 
@@ -84,7 +88,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Serves large language models from one elastic pool of KV memory."""
+    """Serve large language models from one elastic pool of KV memory."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -93,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run the command line; errors become one line on stderr, and a hint where there is one."""
+    """Run the command line; an error becomes one line on stderr, and a second one with its hint."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
         code = command_line(next(iter(words), None))(args=words, prog_name="memserve", standalone_mode=False)
@@ -116,7 +120,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _usage_error(error: Exception) -> int:
-    if type(error).__name__ == "NoArgsIsHelpError":  # the help text was asked for in the shortest way
+    if type(error).__name__ == "NoArgsIsHelpError":  # called without a command: show the help text
         typer.echo(str(error))
         return EXIT_USAGE
     context = getattr(error, "ctx", None)

@@ -1,12 +1,12 @@
 """Flags of commands, made from the configs that declare them.
 
-Typer makes a flag of each parameter. A command that is ``grouped`` may also take a config::
+Typer makes a flag of each parameter. A ``grouped`` command may also take a config::
 
     @grouped
     def serve(engine: EngineOptions, port: Annotated[int, typer.Option()] = 8000) -> None: ...
 
-has the flags of all options of ``EngineOptions`` (:mod:`memserve.options`) and gets them as one value.
-``Annotated[EngineOptions, Only("model", "threads")]`` has two of them; a default of the parameter gives other defaults.
+This command has the flags of all options of ``EngineOptions`` (:mod:`memserve.options`) and gets them as one value.
+``Annotated[EngineOptions, Only("model", "threads")]`` keeps two of them; the parameter's default replaces theirs.
 vLLM's names are hidden flags.
 """
 
@@ -33,7 +33,7 @@ DEFAULT_LOG_LEVEL = "warning"
 
 DrainS = Annotated[float, typer.Option(min=0, help="Seconds that streams may go on after SIGTERM or SIGHUP.")]
 Link = Annotated[str, typer.Option(help="How KV moves: auto, shm (same host) or nixl.")]
-LogLevel = Annotated[str, typer.Option(help=f"Least severe lines that are logged: {', '.join(LOG_LEVELS)}.")]
+LogLevel = Annotated[str, typer.Option(help=f"Lowest level that is logged: {', '.join(LOG_LEVELS)}.")]
 
 
 class Only:
@@ -43,7 +43,7 @@ class Only:
         self._names = names
 
     def chosen(self, options: list[Option]) -> list[Option]:
-        """The options that stay. Raises :class:`KeyError` for a name that is none."""
+        """The options that stay. Raises :class:`KeyError` for an unknown name."""
         by_name = {one.name: one for one in options}
         return [by_name[name] for name in self._names]
 
@@ -68,7 +68,7 @@ class _Group:
 
     @classmethod
     def of(cls, parameter: inspect.Parameter) -> _Group | None:
-        """None: the parameter is no config."""
+        """The group of ``parameter``; ``None``: the parameter is not a config."""
         annotation, only = parameter.annotation, None
         if get_origin(annotation) is Annotated:
             annotation, *marks = get_args(annotation)
@@ -97,7 +97,7 @@ class _Group:
             yield _parameter(name, float | None, _hidden("--" + refused.replace("_", "-")), None)
 
     def take(self, given: dict[str, Any], is_default: Callable[[str], bool]) -> Any:
-        """The config that the flags say; takes them out of ``given``."""
+        """The config that the flags describe; removes them from ``given``."""
         for name, refused in self.refused.items():
             refuse(refused, "--" + refused.replace("_", "-"), given.pop(name), refused_names(self.default))
         values = {}
@@ -125,16 +125,16 @@ def _typer_option(one: Option, spelling: str) -> Any:
 
 
 def _hidden(spelling: str, least: float | None = None) -> Any:
-    return typer.Option(spelling, hidden=True, min=least, help="A name of vLLM.")
+    return typer.Option(spelling, hidden=True, min=least, help="vLLM's name of an option.")
 
 
 def _spelling(flag: str, one: Option, *, both: bool = False) -> str:
-    """A switch has a flag for each of its values, unless one of them is its only one."""
+    """The flag; for a switch also its ``--no-`` form, unless the option is declared with one form only."""
     return f"{flag}/--no-{flag[2:]}" if one.kind is bool and (both or one.form is None) else flag
 
 
 def flag(config: type, name: str) -> Any:
-    """One option of ``config``, to annotate a parameter of its own with."""
+    """One option of ``config``, to annotate a separate parameter with."""
     (one,) = Only(name).chosen(options_of(config))
     return _typer_option(one, one.flag)
 
@@ -182,5 +182,5 @@ def split_address(text: str, flag: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT``. Raises :class:`UserError` for anything else."""
     host, _, port = text.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"{flag} wants HOST:PORT, got {text!r}", hint=f"for example {flag} 10.0.0.1:5900")
+        raise UserError(f"{flag} must be HOST:PORT, not {text!r}", hint=f"for example {flag} 10.0.0.1:5900")
     return host.strip("[]"), int(port)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 RATIO_STEPS = 40
 BUSY_ERROR = 0.12
-"""Median error of foretold prompts from which on the measurement is not to be trusted."""
+"""Median error of predicted prompt times above which the measurement is not to be trusted."""
 PROFILED = EngineOptions(dram_memory_bytes=128 * MIB)
 """The measured engine has a second tier, so that there is something to swap."""
 ProfiledEngine = Annotated[
@@ -36,7 +36,7 @@ ProfiledEngine = Annotated[
 def profile(
     *,
     engine: ProfiledEngine = PROFILED,
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds to measure, about.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Approximate seconds to measure.")] = 60.0,
     save: Annotated[bool, typer.Option(help="Save the profile in the cache folder, for serve and instance.")] = True,
     even_if_busy: Annotated[
         bool, typer.Option("--even-if-busy", help="Save the profile even if other programs used the machine meanwhile.")
@@ -44,7 +44,7 @@ def profile(
     plot: Annotated[str | None, typer.Option(help="Draw TTFT against the cached ratio into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Measure prefill, decode, swap and transfer on this machine, and fit the costs that decisions are made by."""
+    """Measure prefill, decode, swap and transfer on this machine, and fit the cost model that decides between them."""
     if plot is not None:
         require_matplotlib()
     from memserve.runtime.process import CpuWatch, busy_note, watched
@@ -70,9 +70,9 @@ def profile(
 
 
 def _distrust(found: Profile) -> str | None:
-    """Why the curves are not to be trusted, though other programs were quiet; ``None``: they are."""
+    """Why the curves cannot be trusted although no other program was busy; ``None``: they can."""
     error = found.quality["prefill"].median_error
-    return f"foretold prompts are off by {error:.0%}: the machine's speed changed" if error > BUSY_ERROR else None
+    return f"predicted prompt times are off by {error:.0%}: the machine's speed changed" if error > BUSY_ERROR else None
 
 
 def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometry, Path]:
@@ -98,10 +98,10 @@ def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[
     costs = found.costs
     lines = [f"{values['model']}", f"on {values['machine']}", ""]
     for name, formula in (
-        ("prefill", f"{_ms(costs.prefill.step_ns)} + {_us(costs.prefill.token_ns)} a new token + "
-                    f"{costs.prefill.pair_ns:.2f} ns a pair attended"),
-        ("decode", f"{_ms(costs.decode.step_ns)} + {_us(costs.decode.row_ns)} a sequence + "
-                   f"{costs.decode.context_ns:.1f} ns a token attended to"),
+        ("prefill", f"{_ms(costs.prefill.step_ns)} + {_us(costs.prefill.token_ns)} per new token + "
+                    f"{costs.prefill.pair_ns:.2f} ns per attended pair"),
+        ("decode", f"{_ms(costs.decode.step_ns)} + {_us(costs.decode.row_ns)} per sequence + "
+                   f"{costs.decode.context_ns:.1f} ns per attended token"),
         *((name, _copy_formula(getattr(costs, name))) for name in ("swap_in", "swap_out", "same_host", "network")),
     ):  # fmt: skip
         lines.append(f"{name:<10} {formula:<72} {_quality(found.quality.get(name))}")
@@ -112,8 +112,8 @@ def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[
     lines += ["", f"a prompt of {EXAMPLE_TOKENS} tokens with its first half"]
     lines += [f"  {where:<18} {reason}" for where, reason in values["decisions"].items()]
     if values["busy"] is not None:
-        lines += ["", f"not to be trusted: {values['busy']}; measure again when it is idle"]
-        lines += [] if "saved" in values else ["not saved (--even-if-busy saves it nevertheless)"]
+        lines += ["", f"not to be trusted: {values['busy']}; measure again when the machine is idle"]
+        lines += [] if "saved" in values else ["not saved (--even-if-busy saves it anyway)"]
     if "saved" in values:
         lines += ["", f"saved: {values['saved']} ({values['seconds']} s)"]
     return lines
@@ -123,12 +123,12 @@ def _quality(quality: Quality | None) -> str:
     if quality is None:
         return "not measured: conservative default"
     errors = f"median {quality.median_error:.1%}, worst {quality.worst_error:.1%}"
-    return f"{quality.samples:>3} points; when not fitted to: off by {errors}"
+    return f"{quality.samples:>3} points; off by {errors} where left out of the fit"
 
 
 def _copy_formula(curve: Any) -> str:
     rate = f"{human_bytes(round(1e9 / curve.byte_ns))}/s" if curve.byte_ns else "bytes cost nothing"
-    return f"{_ms(curve.start_ns)} + {_us(curve.piece_ns)} a piece, {rate}"
+    return f"{_ms(curve.start_ns)} + {_us(curve.piece_ns)} per piece, {rate}"
 
 
 def _ms(ns: float) -> str:
@@ -146,9 +146,9 @@ def require_matplotlib() -> None:
 
 
 def save_plot(draw: Callable[[Any], Any], file: Path) -> None:
-    """Save the figure that ``draw(pyplot)`` returns; the ending of ``file`` says the format.
+    """Save the figure that ``draw(pyplot)`` returns; the suffix of ``file`` sets the format.
 
-    Raises :class:`UserError` for an ending that matplotlib does not know, and where it may not write.
+    Raises :class:`UserError` for a suffix that matplotlib does not know, and for a file that cannot be written.
     """
     require_matplotlib()
     importlib.import_module("matplotlib").use("Agg")  # no window
@@ -163,7 +163,7 @@ def save_plot(draw: Callable[[Any], Any], file: Path) -> None:
 
 
 def plot_profile(profile: Profile, title: str, file: Path) -> None:
-    """MemServe's figure 13: time to the first token against the cached ratio, a line a prompt length; dots are
+    """MemServe's figure 13: time to the first token against the cached ratio, a line per prompt length; dots are
     measured. Raises as :func:`save_plot`."""
     save_plot(lambda pyplot: _drawn(pyplot, profile, title), file)
 

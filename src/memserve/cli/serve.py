@@ -21,6 +21,8 @@ from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, Cluste
 from memserve.errors import UserError
 from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
+from memserve.runtime.store_secret import with_absolute_folders
+from memserve.store_options import StoreOptions
 from memserve.types import Admission, Caching
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ Count = Annotated[
 
 MetadataOption = Annotated[
     str,
-    typer.Option(help="Where a router remembers: a folder, etcd://HOST:PORT or none; auto: a folder of the --port."),
+    typer.Option(help="Where the router keeps records: a folder, etcd://HOST:PORT or none; auto: a folder per --port."),
 ]
 
 
@@ -87,6 +89,7 @@ def serve(
     decode: Count = None,
     colocated: Count = None,
     cluster: ClusterConfig,
+    store: StoreOptions,
     link: opt.Link = opt.DEFAULT_LINK,
     cluster_host: Annotated[
         str, typer.Option(help="Address by which other hosts reach this one: router and instances.")
@@ -107,18 +110,19 @@ def serve(
     names = (keys, credentials.metrics_key(metrics_key), served_model_name, generation_config, default_max_tokens)
     http = HttpOptions(host, port, *names, drain_s, edge, log_level)
     if in_process:
+        store.refuse("leave out --in-process")
         run_server(_alone(engine, cluster.admission, prefill, decode, colocated, cluster_port), http, None)
         return
     config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
     shape = choose_counts(prefill, decode, colocated, engine)
     kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_port, cluster_secret_file)
-    members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape))
+    members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape), with_absolute_folders(store))
     run_server(engine, http, ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members))
 
 
 def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:
-    """The options of an engine whose own queue takes the place of admission; it looks at its memory anyway."""
+    """The options of an engine without a router: its own queue replaces admission; it admits by memory anyway."""
     if any(option is not None for option in cluster_options):
         raise UserError(
             "--in-process runs one engine without a cluster",
@@ -140,7 +144,7 @@ def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: obje
 def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: ClusterOptions | None) -> None:
     """Bind, load, serve, drain. ``cluster`` None: one engine in this process.
 
-    Raises :class:`UserError`, before anything is loaded for what can be known then."""
+    Raises :class:`UserError`: for wrong options before anything is loaded."""
     started = time.perf_counter()
     from memserve.api.auth import KeyRing
     from memserve.api.server import bind
@@ -168,7 +172,7 @@ class _Served:
     text: str = ""
     """What is printed about it at the start."""
     on_end: Callable[[], None] = lambda: None
-    """Called when the server begins to end."""
+    """Called when the server begins to shut down."""
 
 
 def _say(line: str) -> None:
@@ -227,7 +231,9 @@ def _serve_until_signal(
         sys.stdout.flush()
 
     server = Server(app, drain_s=http.drain_s, log_level=http.log_level, on_ready=on_ready, on_end=served.on_end)
-    on_ending_signals(server.handle_exit)  # uvicorn puts back what it found: later signals must not kill the end
+    on_ending_signals(
+        server.handle_exit
+    )  # uvicorn restores these handlers when it returns: a later signal must not kill the process
     server.run(sockets=[listener])
 
 

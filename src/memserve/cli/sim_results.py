@@ -1,4 +1,4 @@
-"""A simulated run in the form of a measured one, and what only a simulation knows."""
+"""A simulated run with the records of a measured one, and with what only a simulation knows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def simulate(
 ) -> Simulated:
     """Run ``workload`` on ``setup`` to its end, or for ``limit_s`` of virtual time."""
     gc.collect()  # the last run's world
-    gc.disable()  # millions of events leave no cycles behind: looking for some would find this world alone, which lives
+    gc.disable()  # millions of events leave no reference cycles: a collection would only traverse the living world
     started = time.perf_counter()
     try:
         world = ReplayWorld(setup, workload, make_script)
@@ -81,7 +81,7 @@ def simulate(
 
 
 def record_of(served: Served, setting: str, workload: str, seed: int) -> RequestRecord:
-    """As ``memserve bench`` would have written it."""
+    """The record of one request, as ``memserve bench`` would have written it."""
     if served.answered:
         outcome, status = Outcome.OK, HTTP_OK
     elif served.end_ns is None:

@@ -41,9 +41,9 @@ class WorkloadFlags:
     data: Path | None = option(None)
     """Folder of data sets. None: workloads are made from the seed."""
     sessions: int | None = option(None, least=1)
-    """Sessions: sampled, a trace's first, or generated. None: all of them."""
+    """Sessions to sample, generate, or take from a trace. None: all of them."""
     rate: float | None = option(None, least=0.001)
-    """Requests a second (Poisson). None: recorded times."""
+    """Requests per second (Poisson). None: recorded times."""
     speed: float = option(1.0, least=0.001)
     """Speed-up of recorded times."""
     seed: int = option(0, least=0)
@@ -64,7 +64,7 @@ class WorkloadFlags:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """The simulated cluster as the options name it; :meth:`setup` checks them."""
+    """The simulated cluster as the options describe it; :meth:`setup` checks them."""
 
     instances: str = option("prefill=1,decode=1")
     """Instances of each role, e.g. prefill=2,decode=6 or colocated=8."""
@@ -73,22 +73,22 @@ class Wanted:
     device: str = option("h100")
     """Device of each instance: h100, h200, a100, l40s or cpu; several: h100x4."""
     profile: Path | None = option(None)
-    """Output of ``memserve profile``, saved or --json: instead of --device."""
+    """Output of ``memserve profile``, saved or --json. Replaces --device."""
     kv_blocks: int | None = option(None, least=2)
-    """Blocks of KV in HBM. None: the memory beside the weights."""
+    """Blocks of KV in HBM. None: as many as fit beside the weights."""
     dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE)
     """Second tier of each instance, e.g. 64GiB. 0: no second tier."""
     faults: str = option("")
-    """For example kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3: at a second, for seconds, 3 times as slow."""
+    """KIND:INSTANCE@SECOND+SECONDS, e.g. kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3 (3 times as slow)."""
     heartbeat_ms: int = option(MemberConfig().beat_ns // NS_PER_MS, least=1)
     """Milliseconds between two heartbeats of an instance."""
     scheduler: SchedulerConfig = GPU_SCHEDULER
     """Batching of each instance."""
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
-    """What the router decides by."""
+    """The router's options."""
 
     def setup(self) -> Setup:
-        """The cluster to simulate. Raises :class:`UserError` for one that cannot be."""
+        """The cluster to simulate. Raises :class:`UserError` for an impossible one."""
         from memserve.sim.replay.setup import Setup, Surroundings, parse_faults, parse_instances
 
         self.cluster.admission.refuse_idle()
@@ -124,7 +124,7 @@ class Wanted:
 
 
 def profiled(file: Path, model: str, dram_bytes: int) -> Machine:
-    """A machine as ``memserve profile`` has measured it. Raises :class:`UserError` for another file."""
+    """A machine as ``memserve profile`` has measured it. Raises :class:`UserError` for any other file."""
     from memserve.policy.costs import CostModel
     from memserve.sim.hardware import MODELS, Machine, find
 
@@ -153,7 +153,7 @@ def run(
     out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="The results as one JSON object.")] = False,
 ) -> None:
-    """Replay a workload on a simulated cluster; records, figures and report as of a measured one."""
+    """Replay a workload on a simulated cluster; records, figures and report are those of a measured run."""
     from memserve.bench.catalogue import build
     from memserve.bench.results import describe
     from memserve.cli.sim_results import simulate, summed_up, write_folder
@@ -182,7 +182,7 @@ def what_comes(made: Workload, wanted: Wanted, machine: Machine) -> list[str]:
     """Lines about the workload, its arrivals and the cluster: figures mean nothing without them."""
     due_s = [turn.due_s for session in made.sessions for turn in session.turns if turn.due_s is not None]
     if not any(due_s):
-        when = "every session arrives at 0 s, the worst case; --rate R spreads the requests, R a second"
+        when = "every session arrives at 0 s, the worst case; --rate R sends R requests per second"
     else:
         when = f"{made.arrivals}, the last one due at {max(due_s):.0f} s"
     origin = "a measured profile" if machine.measured else "a roofline estimate, nothing measured"
@@ -198,7 +198,7 @@ def told(done: Simulated) -> list[str]:
     used = done.usage
     return [
         f"{used.devices} devices for {used.simulated_s:.1f} s: {used.device_hours:.3f} device hours, "
-        f"{used.busy_share:.0%} busy, {used.tokens_per_device_hour:,.0f} tokens a device hour",
+        f"{used.busy_share:.0%} busy, {used.tokens_per_device_hour:,.0f} tokens per device hour",
         f"KV moved: {used.pulled_bytes / 1e9:.2f} GB, waits for links {used.link_waits_s:.2f} s",
-        f"simulated in {done.wall_s:.2f} s: {done.requests_per_wall_s:,.0f} requests a second, {done.events} events",
+        f"simulated in {done.wall_s:.2f} s: {done.requests_per_wall_s:,.0f} requests per second, {done.events} events",
     ]

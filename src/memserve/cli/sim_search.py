@@ -1,4 +1,4 @@
-"""``memserve sim search``: the cheapest cluster that holds an SLO; ``compare``: two results side by side."""
+"""``memserve sim search``: the cheapest cluster that meets an SLO; ``compare``: two results side by side."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compare(
     workload: sim.WorkloadFlags,
     wanted: Annotated[sim.Wanted, opt.Only("model", "device", "profile", "kv_blocks", "heartbeat_ms")],
 ) -> None:
-    """Two result folders (of sim or of bench), or two settings on one workload: every figure, and how it changes.
+    """Compare two result folders (of sim or bench), or two settings on one workload, figure by figure.
 
     A setting is INSTANCES, then any of a policy, caching level, transfer mode and device: prefill=1,decode=3/session.
     """
@@ -50,7 +50,7 @@ def compare(
 
 
 def _figures_of(text: str, workload: sim.WorkloadFlags, wanted: sim.Wanted) -> dict[str, Figures]:
-    """Workload -> its figures."""
+    """The figures of a result folder, or of a setting that is simulated now, by workload."""
     if Path(text).is_dir():
         return read_figures(Path(text))
     from memserve.bench.catalogue import build
@@ -70,14 +70,14 @@ def read_figures(folder: Path) -> dict[str, Figures]:
 
     file = folder / RECORDS
     if not file.is_file():
-        raise UserError(f"no {RECORDS} in {folder}", hint="a folder that sim run or bench serve has written with --out")
+        raise UserError(f"no {RECORDS} in {folder}", hint="give a folder that sim run or bench serve wrote with --out")
     grouped = by_setting(read_records(file))
     several = len({setting for _, setting in grouped}) > 1
     return {" ".join(key) if several else key[0]: figures(records) for key, records in grouped.items()}
 
 
 def parse_setting(text: str, wanted: sim.Wanted) -> sim.Wanted:
-    """``INSTANCES/word/word``. Raises :class:`UserError` for a word that means nothing."""
+    """``INSTANCES/word/word``: each word a policy, caching level or transfer mode, else a device."""
     instances, *words = text.split("/")
     chosen = dataclasses.replace(wanted, instances=instances)
     for word in words:
@@ -93,7 +93,7 @@ def parse_setting(text: str, wanted: sim.Wanted) -> sim.Wanted:
 
 
 def table(workload: str, first: str, second: str, before: Figures, after: Figures) -> list[str]:
-    """Lines for people."""
+    """The comparison as lines of text."""
     lines = [f"{workload}: A = {first}, B = {second}", f"{'':<22}{'A':>12}{'B':>12}{'change':>10}"]
     lines.append(_line("requests", before.requests, after.requests, "d"))
     lines.append(_line("failed", before.failed, after.failed, "d"))
@@ -134,13 +134,13 @@ def search(
     slo_jct_ms: SloJct = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Find the smallest cluster of each mix and device that holds an SLO, and the cheapest of them."""
+    """Find the smallest cluster of each mix and device that meets an SLO, and the cheapest of them."""
     from memserve.bench.catalogue import build
     from memserve.sim.search import cheapest, parse_mixes, smallest
 
     slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
     if slo == read_slo(None, None, None):
-        raise UserError("no SLO to hold", hint="for example --slo-ttft-ms 500 --slo-tpot-ms 50")
+        raise UserError("no SLO is given", hint="for example --slo-ttft-ms 500 --slo-tpot-ms 50")
     made, known = build(workload.recipe()), read_prices(prices)
     found: list[tuple[str, Trial | None]] = []
     for kind in (kind.strip() for kind in devices.split(",")):
@@ -200,8 +200,8 @@ def _lines(found: list[tuple[str, Trial | None]], best: tuple[str, Trial] | None
     lines = [f"{'setting':<24}{'instances':>10}{'price/hour':>12}"]
     for name, trial in found:
         if trial is None:
-            lines.append(f"{name:<24}{'more than ' + str(instances_max):>22}  (not even {instances_max} hold the SLO)")
+            lines.append(f"{name:<24}{'more than ' + str(instances_max):>22}  (not even {instances_max} meet the SLO)")
         else:
             lines.append(f"{name:<24}{trial.size:>10}{trial.cost:>12.2f}")
-    told = f"cheapest: {best[0]}, {best[1].size} instances" if best else "none of them holds the SLO"
+    told = f"cheapest: {best[0]}, {best[1].size} instances" if best else "none of them meets the SLO"
     return [*lines, told]

@@ -240,14 +240,11 @@ class Cluster:
         """News of a member's index. A member whose news make no sense is a danger to all."""
         trees, number = self._trees, member.number
         known = trees.feed(number).next_event
-        if isinstance(message, KvEvents):
-            sane = is_sane(message.changes)
-            ask = trees.apply(number, message, now) if sane else None
-        else:
-            sane = not (len(message.hbm) % 16 or len(message.dram) % 16)
-            ask = trees.replace(number, message, now) if sane else None
-        if sane:
-            self._membership.ask(member, ask)
+        if is_sane(message, member.info.role):
+            if isinstance(message, KvEvents):
+                self._membership.ask(member, trees.apply(number, message, now))
+            else:
+                self._membership.ask(member, trees.replace(number, message, now))
             if self._outbox.remembers and trees.feed(number).next_event != known:
                 self._outbox.note(trees.record(member.peer, number, message, known, now))
             return
@@ -268,8 +265,9 @@ class Cluster:
         return ClusterStats(
             requests_live=len(requests.by_id),
             requests_unplaced=len(requests.unplaced) - sum(admission.waiting.values()),
-            instances=len(self._registry),
+            instances=sum(not member.is_store for member in self._registry),
             instances_draining=sum(member.state is MemberState.DRAINING for member in self._registry),
+            stores=sum(member.is_store for member in self._registry),
             tree_blocks=sum(trees.blocks(member.number) for member in self._registry),
             tree_bytes=trees.directory.nbytes,
             handles=len(self._handles),

@@ -184,7 +184,7 @@ class Membership:
         """A row in every table; a timer watches the member from now on."""
         member = self._registry.enter(info, now)
         self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id, member.costs)
-        self._trees.enter(member.number, publishes=info.publishes_events)
+        self._trees.enter(member.number, publishes=info.publishes_events, role=info.role)
         self._lifecycle.admission.memory.enter(member)
         self._timers.arm(now + self._config.dead_after_ns, self._silent, member.peer)
         return member
@@ -212,7 +212,7 @@ class Membership:
             member = self._register(known.info, now)
             member.state, member.drains = MemberState.REJOINING, known.is_draining
             self._loads.close(member.number)
-            self._trees.recover(member.number, known.next_event, known.hbm, known.dram)
+            self._trees.recover(member.number, known.next_event, known.hbm, known.dram, known.ssd)
             self._lifecycle.admission.memory.recover(member, known.used, now)
             self.ask_to_rejoin(member)
 

@@ -186,7 +186,7 @@ class MemoryBudget:
             dropped += self.reservations.give_way(member.number)
         for holder in attempt.holders:
             lender = self._registry.get(holder.peer)
-            if lender is not None:
+            if lender is not None and not lender.is_store:
                 prefix = self._kept_need(req.identities or b"", holder.prefix_tokens)
                 self.reservations.lend(attempt.attempt_id, lender.number, prefix)
         self._state += bool(dropped)

@@ -18,7 +18,7 @@ from memserve.cluster.memory import MemoryBudget
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.requests import RequestState
 from memserve.cluster.sessions import Handles, Sessions
-from memserve.cluster.trees import Matches, Trees
+from memserve.cluster.trees import Matches, Trees, tiers_of
 from memserve.config import ClusterConfig
 from memserve.messages import Holder
 from memserve.policy.admission import Team
@@ -45,8 +45,8 @@ HOLDERS_MAX = 3
 _NO_ROLE = -2
 """A code that no role has."""
 
-Most = tuple[int, int, bool]
-"""Number, blocks, whether some of them lie in DRAM."""
+Most = tuple[int, int, int]
+"""Number, blocks, those of them in the member's lower tier alone (:func:`memserve.cluster.trees.tiers_of`)."""
 
 
 class Placement(NamedTuple):
@@ -152,19 +152,21 @@ class Placer:
         )
 
     def _most(self, matches: Matches) -> list[Most]:
-        """Instances that have most of the prompt and may be asked for it: decode instances lend theirs in PD-Caching-3
-        only (MemServe 5.1)."""
+        """Instances and stores that have most of the prompt and may be asked for it: decode instances lend theirs in
+        PD-Caching-3 only (MemServe 5.1)."""
         if not matches.holders:
             return []
         without = _NO_ROLE if self._config.caching is Caching.PD_CACHING_3 else ROLE_CODE[Role.DECODE]
-        return _core.most_of(matches.columns, self._loads.role, without, HOLDERS_MAX)
+        return _core.most_of(matches.columns, self._loads.role, without, ROLE_CODE[Role.STORE], HOLDERS_MAX)
 
     def _longest(self, most: list[Most]) -> tuple[Holding, ...]:
         """The holder of most of the prompt. No other matters: an instance that has as much itself fetches nothing."""
-        return tuple(
-            Holding(number, blocks * self._block_tokens(), self._registry.numbered(number).info.host_id)
-            for number, blocks, _ in most[:1]
-        )
+        return tuple(self._holding(*found) for found in most[:1])
+
+    def _holding(self, number: int, blocks: int, lower: int) -> Holding:
+        member, block_tokens = self._registry.numbered(number), self._block_tokens()
+        on_disk = lower * block_tokens if member.is_store else 0
+        return Holding(number, blocks * block_tokens, member.info.host_id, on_disk, member.costs.disk)
 
     def _candidates(self, ask: Ask, sides: list[Team], matches: Matches) -> list[list[Candidate]]:
         """Those worth a look, of each team."""
@@ -194,14 +196,14 @@ class Placer:
     def _cheapest(self, ask: Ask, sides: list[Team], matches: Matches) -> list[list[Candidate]]:
         """The best pair, or the best one that does all of it."""
         loads, (first, *others) = self._loads, sides
-        holding = (ask.holdings[0].number, ask.holdings[0].tokens) if ask.holdings else (-1, 0)
+        held = ask.holdings[0] if ask.holdings else Holding(-1, 0)
         rows = _core.cheapest(
             [(numbers, role is not Role.PREFILL or not others) for role, numbers in first],
             [numbers for side in others for _, numbers in side],
             loads.tables, loads.room_blocks, matches.columns, loads.hosts, ask.favourites, loads.prices,
             loads.profiles,
             (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens, ask.handoff_pieces),
-            holding, DECODE_WINDOW,
+            (held.number, held.tokens, held.disk_tokens), DECODE_WINDOW,
         )  # fmt: skip
         return [[self._candidate(ask.block_tokens, *row)] for row in rows if row is not None]
 
@@ -225,9 +227,16 @@ class Placer:
         )
 
     def _holders(self, ask: Ask, first: Candidate, most: list[Most]) -> tuple[Holder, ...]:
-        """Instances that have more of the prompt than ``first``, most of it first; in HBM rather than in DRAM."""
+        """Instances and stores that have more of the prompt than ``first``: most of it first, of equal ones HBM before
+        DRAM before a store's DRAM before its disks."""
         return tuple(
-            Holder(self._registry.numbered(number).peer, blocks * ask.block_tokens, Tier.DRAM if in_dram else Tier.HBM)
-            for number, blocks, in_dram in most
+            self._holder(number, blocks * ask.block_tokens, lower * ask.block_tokens)
+            for number, blocks, lower in most
             if blocks * ask.block_tokens > first.matched_tokens
         )
+
+    def _holder(self, number: int, tokens: int, lower_tokens: int) -> Holder:
+        member = self._registry.numbered(number)
+        upper, lower = tiers_of(member.info.role)
+        tier = lower if lower_tokens else upper
+        return Holder(member.peer, tokens, tier, lower_tokens if tier is Tier.SSD else 0)

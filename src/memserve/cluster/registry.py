@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from memserve.errors import InvariantError, UserError, check
 from memserve.messages import Load, Peer, PeerInfo, members_digest
 from memserve.policy.costs import CostModel
-from memserve.types import KVGeometry
+from memserve.types import KVGeometry, Role
 
 _REMEMBERED = 1024
 """Dead incarnations that are known as such. Older ones are as good as unknown: they may join again."""
@@ -93,12 +93,18 @@ class Member:
         """Equal for all incarnations."""
         return self.info.peer.name
 
+    @property
+    def is_store(self) -> bool:
+        """Whether it holds KV, and runs no model."""
+        return self.info.role is Role.STORE
+
     def __repr__(self) -> str:
         return f"<Member {self.number} {self.name}:{self.peer.generation} {self.info.role} {self.state.value}>"
 
 
 class Registry:
-    """Members by name, by number and in order of joining. The first one's namespace and geometry hold for all."""
+    """Members by name, by number and in order of joining. Namespace and geometry of the first one with a model hold for
+    all; a store has none of its own."""
 
     __slots__ = (
         "_by_number",
@@ -121,7 +127,7 @@ class Registry:
         self._newest_dead: dict[str, int] = {}
         #: :func:`members_digest` of the members
         self.members_digest = 0
-        #: of the members, while there are any
+        #: of the members with a model, while there are any
         self.namespace = ""
         self.geometry: KVGeometry | None = None
 
@@ -166,13 +172,13 @@ class Registry:
 
     def why_not(self, info: PeerInfo) -> str | None:
         """Why ``info`` cannot be a member; ``None``: it can."""
-        if info.context_tokens < 1:
+        if info.context_tokens < 1 and info.role is not Role.STORE:
             return f"its context makes no sense: {info.context_tokens} tokens"
         same_name = self._members.get(info.peer.name)
         if same_name is not None and info.peer.generation < same_name.peer.generation:
             return f"a newer incarnation of {info.peer.name!r} is a member"
-        others = len(self) - (same_name is not None)
-        if not others:
+        others = any(not member.is_store and member is not same_name for member in self)
+        if info.role is Role.STORE or not others:
             return None
         if info.namespace != self.namespace:
             return f"its model or weights differ: {info.namespace!r}, the cluster's are {self.namespace!r}"
@@ -189,7 +195,7 @@ class Registry:
             self._by_number.append(member)
         else:
             self._by_number[number] = member
-        if not self._members:
+        if not member.is_store and all(other.is_store for other in self):
             self.namespace, self.geometry = info.namespace, info.geometry
         self._members[member.name] = member
         self.members_digest ^= members_digest([member.peer])
@@ -230,7 +236,7 @@ class Registry:
             check(member.name == name, f"{member} is listed as {name}")
             check(self._by_number[member.number] is member, f"{member} has not its own number")
             check(not self.is_dead(member.peer), f"{member} is dead")
-            check(member.info.namespace == self.namespace, f"{member} has another namespace")
+            check(member.is_store or member.info.namespace == self.namespace, f"{member} has another namespace")
         check(
             self.members_digest == members_digest(member.peer for member in self),
             "the digest is not that of the members",

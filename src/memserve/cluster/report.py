@@ -117,6 +117,7 @@ class ClusterStats:
     requests_unplaced: int
     """Admitted requests that no instance runs."""
     instances: int
+    """Members with a model."""
     instances_draining: int
     tree_blocks: int
     tree_bytes: int
@@ -126,3 +127,5 @@ class ClusterStats:
     """A copy."""
     admission: AdmissionStats = field(default_factory=AdmissionStats)
     """A copy."""
+    stores: int = 0
+    """Members that hold KV and run nothing."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memserve.cluster.events import PrefixPinned, PrefixUnpinned
-from memserve.cluster.loads import LoadTable
+from memserve.cluster.loads import ROLE_CODE, LoadTable
 from memserve.cluster.memory import MemoryBudget
 from memserve.cluster.outbox import Outbox, Timers
 from memserve.cluster.registry import Member, MemberState, Registry
@@ -38,7 +38,7 @@ HANDLE_TOKENS = 256
 REJOIN_NS = NS_PER_S // 5
 """After this long a router that was started anew looks where its recovered handles lie."""
 
-_ROLE_RANK = {Role.PREFILL: 0, Role.COLOCATED: 0, Role.DECODE: 1, Role.STORE: 2}
+_ROLE_RANK = {Role.PREFILL: 0, Role.COLOCATED: 0, Role.DECODE: 1}
 
 
 class Sessions:
@@ -294,8 +294,11 @@ class Handles:
         matches = self._trees.match(handle.identities, len(self._loads))
         if not matches.holders:
             return handle.place
-        longest = int(matches.blocks.max())
-        longest_at = (self._registry.numbered(int(number)) for number in np.flatnonzero(matches.blocks == longest))
+        blocks = np.where(self._loads.role == ROLE_CODE[Role.STORE], 0, matches.blocks)  # a store pins by itself
+        longest = int(blocks.max())
+        if not longest:
+            return handle.place
+        longest_at = (self._registry.numbered(int(number)) for number in np.flatnonzero(blocks == longest))
         among = [member for member in longest_at if member.state is not MemberState.REJOINING]
         rank = _ROLE_RANK
         return min(among, key=lambda m: (m is not handle.place, rank[m.info.role], m.number), default=handle.place)

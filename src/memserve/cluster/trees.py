@@ -10,13 +10,15 @@ gap they are kept aside while the missing ones are asked for, and answered by a 
     Heartbeat(12)    expected 10: the tail was lost, AskEvents(10)
     KvSnapshot(12)   replaces all, unless it is older than what was applied
 
+A member has two tiers: an instance HBM and DRAM, a store DRAM and disks. The directory knows them as upper and lower
+(its HBM and its DRAM); what lies on both counts as in the upper one.
+
 What is dispatched is expected to be cached soon: it enters with a time to live, so that the next request with that
 prompt follows the first one before any event has come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +32,7 @@ from memserve.mempool.events import KvEventKind
 from memserve.mempool.identity import NAMES_MAX, namespace_id
 from memserve.messages import AskEvents, KvChange, KvEvents, KvSnapshot, Peer
 from memserve.metadata import EntriesChanged, EntriesReplaced
-from memserve.types import Tier, TokenArray
+from memserve.types import Role, Tier, TokenArray
 from memserve.units import NS_PER_MS, NS_PER_S, ceil_div
 
 IDENTITY_BYTES = 16
@@ -45,7 +47,7 @@ class Matches(NamedTuple):
     """Longest cached prefix of a prompt at each instance."""
 
     columns: Ints
-    """``[2, n]``, by instance number: blocks, and those of them that lie in DRAM alone."""
+    """``[2, n]``, by member's number: blocks, and those of them that lie in its lower tier alone."""
     holders: int
     """Members that have any of it."""
 
@@ -61,6 +63,7 @@ class Feed:
     """The KV events of one incarnation."""
 
     publishes: bool
+    role: Role = Role.COLOCATED
     next_event: int = 0
     """All changes before this one have been applied."""
     aside: dict[int, tuple[KvChange, ...]] = field(default_factory=dict)
@@ -73,12 +76,20 @@ class Feed:
         return sum(len(changes) for changes in self.aside.values())
 
 
-def is_sane(changes: Sequence[KvChange]) -> bool:
-    """Whether these can be changes of an index."""
-    kinds = tuple(KvEventKind)
+def tiers_of(role: Role) -> tuple[Tier, Tier]:
+    """The upper and the lower tier of members with this role."""
+    return (Tier.DRAM, Tier.SSD) if role is Role.STORE else (Tier.HBM, Tier.DRAM)
+
+
+def is_sane(news: KvEvents | KvSnapshot, role: Role) -> bool:
+    """Whether these can be news of the index of a member with ``role``."""
+    if isinstance(news, KvSnapshot):
+        runs = {Tier.HBM: news.hbm, Tier.DRAM: news.dram, Tier.SSD: news.ssd}
+        return all(len(run) % IDENTITY_BYTES == 0 and (tier in tiers_of(role) or not run) for tier, run in runs.items())
+    kinds, tiers = tuple(KvEventKind), tiers_of(role)
     return all(
-        change.kind in kinds and len(change.identities) % IDENTITY_BYTES == 0 and change.tier in (Tier.HBM, Tier.DRAM)
-        for change in changes
+        change.kind in kinds and len(change.identities) % IDENTITY_BYTES == 0 and change.tier in tiers
+        for change in news.changes
     )
 
 
@@ -99,16 +110,20 @@ class Trees:
 
     # -- members
 
-    def enter(self, number: int, *, publishes: bool) -> None:
+    def enter(self, number: int, *, publishes: bool, role: Role = Role.COLOCATED) -> None:
         """A new member. What it has cached it says itself, or its first heartbeat shows."""
         check(number not in self._feeds, f"instance {number} has a feed already")
-        self._feeds[number] = Feed(publishes)
+        self._feeds[number] = Feed(publishes, role)
 
-    def recover(self, number: int, next_event: int, hbm: bytes, dram: bytes) -> None:
+    def recover(self, number: int, next_event: int, hbm: bytes, dram: bytes, ssd: bytes = b"") -> None:
         """What the last router knew of a member right before its change ``next_event``; it has just entered."""
-        self.directory.store(number, Tier.HBM, hbm)
-        self.directory.store(number, Tier.DRAM, dram)
+        self._store(number, hbm, dram, ssd)
         self._feeds[number].next_event = next_event
+
+    def _store(self, number: int, hbm: bytes, dram: bytes, ssd: bytes) -> None:
+        by_tier = {Tier.HBM: hbm, Tier.DRAM: dram, Tier.SSD: ssd}
+        for place, tier in enumerate(tiers_of(self._feeds[number].role)):
+            self.directory.store(number, place, by_tier[tier])
 
     def leave(self, number: int) -> None:
         """A member is gone, with all that it had."""
@@ -139,8 +154,7 @@ class Trees:
             return None
         self._counters.kv_snapshots += 1
         self.directory.clear(number)
-        self.directory.store(number, Tier.HBM, snapshot.hbm)
-        self.directory.store(number, Tier.DRAM, snapshot.dram)
+        self._store(number, snapshot.hbm, snapshot.dram, snapshot.ssd)
         feed.next_event, feed.asked_ns = snapshot.next_event, None
         return self._fill_from_aside(number, feed, now)
 
@@ -159,14 +173,17 @@ class Trees:
         if isinstance(news, KvEvents) and news.first <= known and next_event <= news.first + len(news.changes):
             return EntriesChanged(peer, news.first, news.changes, now)
         if isinstance(news, KvSnapshot) and next_event == news.next_event:
-            return EntriesReplaced(peer, next_event, news.hbm, news.dram, now)
-        return EntriesReplaced(peer, next_event, *self.holdings(number), now)
+            return EntriesReplaced(peer, next_event, news.hbm, news.dram, now, news.ssd)
+        held = dict(zip(tiers_of(self._feeds[number].role), self.holdings(number), strict=True))
+        hbm, dram, ssd = (held.get(tier, b"") for tier in Tier)
+        return EntriesReplaced(peer, next_event, hbm, dram, now, ssd)
 
     def holdings(self, number: int) -> tuple[bytes, bytes]:
-        """Identities of all that the member is known to have, in HBM and in DRAM alone, 16 bytes each."""
+        """Identities of all that the member is known to have, in its upper tier and in its lower one alone, 16 bytes
+        each."""
         known = self.directory.dump(number)
-        hbm = b"".join(identity for identity, in_hbm, _ in known if in_hbm)
-        return hbm, b"".join(identity for identity, in_hbm, in_dram in known if in_dram and not in_hbm)
+        upper = b"".join(identity for identity, above, _ in known if above)
+        return upper, b"".join(identity for identity, above, below in known if below and not above)
 
     def _apply_from(self, number: int, feed: Feed, first: int, changes: tuple[KvChange, ...]) -> None:
         for change in changes[feed.next_event - first :]:
@@ -175,9 +192,9 @@ class Trees:
             if change.kind == KvEventKind.EVICTED:
                 self.directory.evict(number, change.identities)
             elif change.kind == KvEventKind.MOVED:
-                self.directory.move(number, change.tier, change.identities)
+                self.directory.move(number, change.tier - tiers_of(feed.role)[0], change.identities)
             else:
-                self.directory.store(number, change.tier, change.identities)
+                self.directory.store(number, change.tier - tiers_of(feed.role)[0], change.identities)
             feed.next_event += 1
             feed.asked_ns = None  # a gap behind this one is another gap
             self._counters.kv_changes += 1

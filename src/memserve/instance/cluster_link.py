@@ -24,6 +24,7 @@ from memserve.instance.kv_feed import KvFeed
 from memserve.instance.pins import Pins
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Fact, Group, Sequence
+from memserve.instance.store_writer import StoreWriter
 from memserve.kv_transfer.events import (
     FetchEnded,
     HandoffArrived,
@@ -86,6 +87,7 @@ class ClusterLink:
         self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
         self.sender = HandoffSender(state, intake, self.exchange, geometry.num_layers)
         self.receiver = HandoffReceiver(state, intake, self.exchange)
+        self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
         self.feed = KvFeed(pool, max(1, config.exchange.event_capacity))
         #: messages that only the router may send, from another process or an earlier router
@@ -146,12 +148,19 @@ class ClusterLink:
     def step_ended(self, step_id: int, now: int) -> None:
         """A plan was executed, and its tokens were taken into account; or it failed."""
         self.sender.step_finished(step_id)
+        self.writer.offers.step_finished(step_id)
         self._act(self.exchange.plan_finished(step_id, now), now)
+
+    def layer_finished(self, step_id: int, layer: int) -> None:
+        """The device has written ``layer`` for all rows of a plan."""
+        self.sender.layer_finished(step_id, layer)
+        self.writer.offers.layer_finished(step_id, layer)
 
     def kv_lost(self, now: int) -> list[Outcome]:
         """A step failed: to be called before the cache is cleared. The outcomes are for :meth:`start_over`, which comes
         behind that: a request that asked for its prefix before would still find it."""
         self.sender.kv_lost()
+        self.writer.kv_lost()
         return self.exchange.everything_failed(now)
 
     def start_over(self, lost: list[Outcome], now: int) -> None:
@@ -175,6 +184,10 @@ class ClusterLink:
         """Another instance wants the KV that ``sequence`` has generated."""
         self.receiver.keep_generated(sequence)
 
+    def make_room(self) -> bool:
+        """Blocks that are lent to a store."""
+        return self.writer.make_room()
+
     # -- between event and plans, and after
 
     def settle(self, now: int) -> None:
@@ -189,6 +202,7 @@ class ClusterLink:
         self.exchange.plan_made(plan.step_id)
         if self.sender.leaving:
             self.sender.planned(plan, now)
+        self.writer.planned(plan, now)
 
     def conclude(self, actions: list[Action], now: int) -> None:
         """Append messages and page jobs, behind plans and tokens, which are more urgent."""
@@ -198,6 +212,8 @@ class ClusterLink:
         for handle in self._pins.lost:
             self._send_router(Pinned(handle, 0))
         self._pins.lost.clear()
+        self.writer.settle(now)
+        self._outbox += self.writer.take_messages()
         for action in self.exchange.take_actions():
             if isinstance(action, PullPages):
                 self._pulls[action.job_id] = action.peer.name
@@ -219,7 +235,8 @@ class ClusterLink:
                 case FetchEnded():
                     self.fetches.ended(outcome, now)
                 case Released(offer_id, _, used, reason):
-                    left = self.sender.released(offer_id, used, reason)
+                    is_stores = self.writer.released(offer_id, used)
+                    left = None if is_stores else self.sender.released(offer_id, used, reason)
                     if left is not None:
                         self._reject(RejectRequest(left, f"no instance took it over: {reason}", 0.0))
                 case Inserted():
@@ -252,6 +269,8 @@ class ClusterLink:
 
     def _join_accepted(self, message: JoinAccepted, now: int) -> None:
         self._act(self.exchange.set_members(message.peers, now), now)
+        self.writer.set_members(message.peers)
+        self.fetches.stores_changed(self.writer.stores)
         if self._publishes and self.feed.next_event:
             self._send_news()
             self._send_router(self.feed.snapshot())
@@ -259,9 +278,13 @@ class ClusterLink:
     def _peer_joined(self, message: PeerJoined, now: int) -> None:
         if message.info.peer.name != self.me.name:
             self._act(self.exchange.peer_joined(message.info, now), now)
+            self.writer.joined(message.info)
+            self.fetches.stores_changed(self.writer.stores)
 
     def _peer_gone(self, message: PeerGone, now: int) -> None:
         self._act(self.exchange.peer_gone(message.peer, now), now)
+        self.writer.gone(message.peer)
+        self.fetches.stores_changed(self.writer.stores)
 
     def _drain(self, message: Drain, now: int) -> None:
         self._intake.draining = True
@@ -298,6 +321,7 @@ class ClusterLink:
 
     def _pin(self, message: Pin, now: int) -> None:
         tokens = self._pins.pin(message.handle, message.tenant, message.tokens, now + message.ttl_ns)
+        self.writer.keep(message.tenant, message.tokens[:tokens], now)
         self._send_router(Pinned(message.handle, tokens))
 
     def _unpin(self, message: Unpin, now: int) -> None:
@@ -326,6 +350,7 @@ class ClusterLink:
                 self._state.drop_group(group)
         self.sender.clear()
         self.receiver.clear()
+        self.writer.clear()
         self._pins.release_all()
         self._pins.lost.clear()
         self._outbox.clear()

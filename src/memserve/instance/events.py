@@ -69,9 +69,9 @@ class StepPlan:
     behind them, too."""
     prompt_logprob_rows: list[int] = field(default_factory=list)
     reset_slots: bool = False  # an earlier plan failed: before all else, forget every slot
-    report_layers: bool = False
-    """Report each layer as soon as its K and V are written for all rows (``LayerFinished``), where the forward can; the
-    end of the step reports all layers in any case."""
+    report_layers: int = 0
+    """N: report each Nth layer as soon as K and V up to it are written for all rows (``LayerFinished``), where the
+    forward can; the end of the step reports all layers in any case. 0: report none."""
 
     @property
     def num_tokens(self) -> int:

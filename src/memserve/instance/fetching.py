@@ -6,13 +6,16 @@ index, or the wait is over; then it waits for admission like any other, and find
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
+from memserve.errors import UserError
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Group
 from memserve.kv_transfer.events import FetchEnded
 from memserve.kv_transfer.exchange import Exchange
-from memserve.messages import Holder
+from memserve.messages import Holder, PeerInfo
+from memserve.policy.costs import CopyCurve, CostModel
 from memserve.policy.reuse import FetchChoice, Prefix, plan_fetches
 from memserve.types import KVGeometry, TokenArray
 from memserve.units import NS_PER_MS
@@ -25,8 +28,20 @@ class Fetches:
     """All requests that may get a prefix from elsewhere."""
 
     __slots__ = (
-        "_exchange", "_geometry", "_link_ns", "_state", "_wait_max_ns",
-        "asked", "decide_at_ns", "far", "fetched_tokens", "undecided",
+        "_disks",
+        "_exchange",
+        "_geometry",
+        "_link_ns",
+        "_state",
+        "_wait_max_ns",
+        "asked",
+        "decide_at_ns",
+        "far",
+        "fetched_ssd_tokens",
+        "fetched_store_tokens",
+        "fetched_tokens",
+        "store_failures",
+        "undecided",
     )  # fmt: skip
 
     def __init__(self, state: SchedulerState, exchange: Exchange, geometry: KVGeometry, wait_max_ns: int) -> None:
@@ -44,7 +59,17 @@ class Fetches:
         self._link_ns: dict[str, int] = {}
         #: names of peers with pages that come over a network
         self.far: dict[str, bool] = {}
+        #: names of stores -> what reading their disks costs
+        self._disks: dict[str, CopyCurve] = {}
         self.fetched_tokens = 0
+        #: of them: out of a store, and out of one that had some of the prefix on its disks
+        self.fetched_store_tokens = self.fetched_ssd_tokens = 0
+        #: fetches from a store that brought nothing: late, gone, or damaged
+        self.store_failures = 0
+
+    def stores_changed(self, stores: Iterable[PeerInfo]) -> None:
+        """All stores among the members."""
+        self._disks = {info.peer.name: _disk_of(info) for info in stores}
 
     def begin(self, group: Group, now: int) -> None:
         """A new request with holders, WAITING_FOR_REMOTE_KV: it goes on at once where nothing can be fetched."""
@@ -53,7 +78,12 @@ class Fetches:
         if remote is None or not shares or not request.use_cache or group.prompt_logprobs is not None:
             self._admit(group)
             return
-        remote.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
+        if any(
+            holder.disk_tokens for holder in remote.holders
+        ):  # less of the prompt, out of memory, may be there sooner
+            remote.holders.sort(key=lambda holder: self._expected_ns(group, holder))
+        else:
+            remote.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
         remote.fetch_until_ns = now + self._wait_max_ns
         if len(self._state.groups) == 1:  # nothing else to share with
             self._decide([group], now)
@@ -94,9 +124,23 @@ class Fetches:
                 near = not self.far.get(holder.peer.name, False)
                 dram_tokens, remote_tokens = dram * block_tokens, blocks * block_tokens
                 after_ns = self._plans_ns(blocks)
-                return holder, Prefix(len(tokens), own - dram_tokens, dram_tokens, remote_tokens, near, after_ns)
+                on_disk = min(holder.disk_tokens, remote_tokens)
+                disk = self._disks.get(holder.peer.name)
+                own_hbm = own - dram_tokens
+                return holder, Prefix(len(tokens), own_hbm, dram_tokens, remote_tokens, near, after_ns, on_disk, disk)
         self._admit(group)
         return None
+
+    def _expected_ns(self, group: Group, holder: Holder) -> int:
+        """Until the prompt is computed behind what ``holder`` has, without what is before it."""
+        costs, geometry = self._state.costs.model, self._geometry
+        total = len(_tokens_of(group))
+        there = min(holder.prefix_tokens, total - 1)
+        link = costs.link(not self.far.get(holder.peer.name, False))
+        disk = self._disks.get(holder.peer.name, costs.disk)
+        moved_ns = link.kv_ns(there, geometry.block_tokens, geometry.token_bytes)
+        read_ns = disk.kv_ns(min(holder.disk_tokens, there), geometry.block_tokens, geometry.token_bytes)
+        return moved_ns + read_ns + costs.prefill_ns(total - there, there)
 
     def _plan(self, asks: Items[tuple[Group, Holder, Prefix]], now: int) -> list[FetchChoice]:
         learnt = self._state.costs
@@ -149,9 +193,15 @@ class Fetches:
         if outcome.ok:
             tokens = outcome.pulled_blocks * self._geometry.block_tokens
             self.fetched_tokens += tokens
-            group.facts += [("fetched_tokens", tokens), ("fetched_from", holder.peer.name)]
+            tier = holder.tier.name.lower()
+            if holder.peer.name in self._disks:
+                self.fetched_store_tokens += tokens
+                self.fetched_ssd_tokens += tokens if holder.disk_tokens else 0
+                tier = "ssd" if holder.disk_tokens else "store"
+            group.facts += [("fetched_tokens", tokens), ("fetched_from", holder.peer.name), ("fetched_tier", tier)]
             self._admit(group)
         else:
+            self.store_failures += holder.peer.name in self._disks
             group.facts.append(("fetch_failed", f"{holder.peer.name}: {outcome.reason}"))
             self._decide([group], now)
 
@@ -165,6 +215,14 @@ class Fetches:
             self._exchange.give_up(remote.fetch_id, "the request has ended")
             del self.asked[remote.fetch_id], self._link_ns[remote.fetch_id]
             remote.fetch_id = None
+
+
+def _disk_of(store: PeerInfo) -> CopyCurve:
+    """As the store has measured it; else the default."""
+    try:
+        return CostModel.decoded(store.costs).disk if store.costs else CostModel().disk
+    except UserError:  # of another version
+        return CostModel().disk
 
 
 def _tokens_of(group: Group) -> TokenArray:

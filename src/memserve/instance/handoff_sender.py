@@ -115,7 +115,7 @@ class HandoffSender:
         if end_block <= remote.named_blocks:
             return
         if remote.mode is TransferMode.BY_LAYER:
-            plan.report_layers = True
+            plan.report_layers = 1
             self._layers.setdefault(plan.step_id, []).append(_Layers(offer_id, remote.named_blocks, end_block))
         else:
             self._exchange.computed(offer_id, remote.named_blocks, end_block, fence=plan.step_id)

@@ -29,6 +29,7 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
     state.memory.pool.check_invariants()
     if link is not None:
         link.exchange.check_invariants()
+        link.writer.check_invariants()
         _check_link(state, link)
 
 

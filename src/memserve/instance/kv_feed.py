@@ -8,11 +8,25 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
+from typing import Protocol
 
 from memserve.mempool.events import KvEvent, KvEventKind
-from memserve.mempool.pool import BlockPool
 from memserve.messages import KvChange, KvEvents, KvSnapshot
 from memserve.types import Tier
+
+
+class KvSource(Protocol):
+    """What has KV events: a pool, or a store's log."""
+
+    @property
+    def next_event(self) -> int:
+        """Number of the next change."""
+
+    def take_events(self) -> list[KvEvent]:
+        """The changes since the last call, in order."""
+
+    def cached_identities(self, tier: Tier) -> bytes:
+        """Identities of all that is kept on ``tier``, 16 bytes each."""
 
 
 class KvFeed:
@@ -20,7 +34,7 @@ class KvFeed:
 
     __slots__ = ("_pool", "_ring")
 
-    def __init__(self, pool: BlockPool, capacity: int) -> None:
+    def __init__(self, pool: KvSource, capacity: int) -> None:
         self._pool = pool
         #: the last changes, without a gap; the last one has the number ``pool.next_event - 1``
         self._ring: deque[KvChange] = deque(maxlen=capacity)
@@ -56,7 +70,8 @@ class KvFeed:
     def snapshot(self) -> KvSnapshot:
         """Everything that the index holds now. To be called when :meth:`news` has been sent."""
         pool = self._pool
-        return KvSnapshot(self.next_event, pool.cached_identities(Tier.HBM), pool.cached_identities(Tier.DRAM))
+        hbm, dram, ssd = (pool.cached_identities(tier) for tier in (Tier.HBM, Tier.DRAM, Tier.SSD))
+        return KvSnapshot(self.next_event, hbm, dram, ssd)
 
 
 def _change(event: KvEvent) -> KvChange:

@@ -151,7 +151,7 @@ class Instance:
         if isinstance(event, MessageArrived):
             link.hear(event.sender, event.message, now)
         elif isinstance(event, LayerFinished):
-            link.sender.layer_finished(event.step_id, event.layer)
+            link.layer_finished(event.step_id, event.layer)
         elif isinstance(event, PagesSealed | PagesPulled):
             link.pages_done(event, now)
         else:

@@ -5,7 +5,7 @@ Nothing here preempts: a call that lacks room changes nothing and says so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from memserve.errors import check
 from memserve.units import ceil_div
@@ -17,10 +17,20 @@ if TYPE_CHECKING:
     from memserve.types import Request, TokenArray
 
 
+class PublishListener(Protocol):
+    """Hears what sequences put into the prefix cache."""
+
+    def published(self, sequence: Sequence, tokens: TokenArray, first_block: int) -> None:
+        """The cache has got the blocks from ``first_block`` on of ``tokens``; they are the sequence's own now."""
+
+    def discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """What the sequence has published, ``tokens``, is not to be trusted."""
+
+
 class SequenceMemory:
     """Gives blocks to sequences and takes them back, each reference exactly once."""
 
-    __slots__ = ("_caches", "block_tokens", "copied_on_write", "costs", "dram_tokens_reused", "pool")
+    __slots__ = ("_caches", "block_tokens", "copied_on_write", "costs", "dram_tokens_reused", "listener", "pool")
 
     def __init__(self, pool: BlockPool, block_tokens: int, costs: PreemptionModel) -> None:
         self.pool = pool
@@ -28,6 +38,8 @@ class SequenceMemory:
         self.costs = costs
         self.block_tokens = block_tokens
         self.copied_on_write = 0
+        #: None: no store keeps what is cached here
+        self.listener: PublishListener | None = None
         self.dram_tokens_reused = 0  # brought up from DRAM by a match instead of being computed
 
     # -- coming
@@ -161,6 +173,8 @@ class SequenceMemory:
             known, blocks = sequence.known_tokens()[:tokens], sequence.blocks[:full]
             isolation = sequence.group.isolation
             self.pool.publish(sequence.lease, isolation, known, blocks, written_by=sequence.scheduled_step)
+            if self.listener is not None:
+                self.listener.published(sequence, known, sequence.published // self.block_tokens)
             sequence.published = tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -200,12 +214,13 @@ class SequenceMemory:
     def discard(self, sequence: Sequence) -> None:
         """Return every block, and remove the tokens from the index, except blocks that others hold at this moment: the
         next request with this prefix computes it."""
-        request = sequence.group.request
         cached = sequence.known_tokens()[: sequence.published]
         shares = sequence.lease is not None and len(cached)
         self.abandon(sequence)
         if shares:
-            self.pool.delete(request.tenant, cached)
+            self.pool.delete(sequence.group.isolation, cached)
+            if self.listener is not None:
+                self.listener.discarded(sequence, cached)
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence.lease is not None:

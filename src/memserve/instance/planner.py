@@ -187,6 +187,8 @@ class Planner:
     def _make_writable(self, batch: BatchBuilder, sequence: Sequence, end: int) -> bool:
         """Blocks for the tokens up to ``end``, private ones; preempts others for them if that helps."""
         while not batch.make_writable(sequence, end):
+            if self._take_back_lent():
+                continue
             victim = self.sharing.victim_for(sequence, batch.plan.step_id)
             if victim is not None:
                 batch.forget(victim)
@@ -273,10 +275,14 @@ class Planner:
 
     def _enter(self, batch: BatchBuilder, sequence: Sequence, now: int) -> bool:
         """Admit. The first sequence that does not fit is remembered, and none is admitted behind it."""
-        if self.admission.admit(sequence, now):
+        if self.admission.admit(sequence, now) or (self._take_back_lent() and self.admission.admit(sequence, now)):
             return True
         self._no_room_for = sequence
         return False
+
+    def _take_back_lent(self) -> bool:
+        """Make room without cost to any sequence. False: there is none to be made."""
+        return self.state.transfers is not None and self.state.transfers.make_room()
 
     def _first_row(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
         """A row for an admitted sequence; returns its tokens. 0: the row comes with a later plan."""

@@ -69,6 +69,9 @@ class Transfers(Protocol):
     def sequence_completed(self, sequence: Sequence) -> None:
         """Another instance wants the KV that ``sequence`` has generated; its blocks are released after this call."""
 
+    def make_room(self) -> bool:
+        """Take back blocks that are lent without need. False: there are none."""
+
 
 class SchedulerState:
     """Sequences by phase, slots, outputs to emit. Every move keeps slots and blocks accounted exactly once."""

@@ -92,6 +92,20 @@ class InstanceStats:
     checksum_mismatches: int = 0
     pins: int = 0
     """Named prefixes."""
+    store_tokens: int = 0
+    """Of ``fetched_tokens``: out of a store."""
+    store_ssd_tokens: int = 0
+    """Of them: out of a store that had some of the prefix on its disks alone."""
+    store_fetches_failed: int = 0
+    """Fetches from a store that brought nothing: late, gone, or damaged. Their tokens are computed instead."""
+    store_blocks_offered: int = 0
+    """Blocks offered to a store."""
+    store_blocks_taken: int = 0
+    """Of them: the store has them."""
+    store_blocks_failed: int = 0
+    """Of them: refused, too late, or taken back because a request needed the memory."""
+    store_blocks_dropped: int = 0
+    """Blocks that were not offered, since the store was slower than the instance."""
     messages_ignored: int = 0
     """Messages that only the router may send, from another process or an earlier router."""
 
@@ -170,6 +184,13 @@ def _with_cluster(stats: InstanceStats, link: ClusterLink) -> InstanceStats:
         transfers_failed=counters.imports_failed,
         checksum_mismatches=counters.mismatches,
         pins=link.pins_held,
+        store_tokens=link.fetches.fetched_store_tokens,
+        store_ssd_tokens=link.fetches.fetched_ssd_tokens,
+        store_fetches_failed=link.fetches.store_failures,
+        store_blocks_offered=link.writer.offers.counters.offered,
+        store_blocks_taken=link.writer.offers.counters.taken,
+        store_blocks_failed=link.writer.offers.counters.failed,
+        store_blocks_dropped=link.writer.offers.counters.dropped,
         messages_ignored=link.messages_ignored,
     )
 

@@ -46,8 +46,8 @@ from collections.abc import Callable, Sequence
 
 from memserve.errors import check
 from memserve.kv_transfer.context import Place, runs
+from memserve.kv_transfer.transfer_pool import TransferPool
 from memserve.mempool.block_access import BlockAccessLog
-from memserve.mempool.pool import BlockPool
 from memserve.types import Tier
 
 Resume = Callable[[], None]
@@ -59,7 +59,7 @@ class Barriers:
 
     __slots__ = ("_access", "_held", "_highest", "_order", "_pool")
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: TransferPool) -> None:
         """From now on the pool records which plans touch which blocks."""
         self._pool = pool
         self._access = pool.access = BlockAccessLog()

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from memserve.config import ExchangeConfig
 from memserve.kv_transfer.events import CancelPulls, ExchangeCounters, Outcome, PullPages, SealPages
-from memserve.mempool.pool import BlockPool
+from memserve.kv_transfer.transfer_pool import TransferPool
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.serving import Send
-from memserve.types import KVGeometry, Tier
+from memserve.types import KVGeometry, Role, Tier
 
 ExchangeAction = Send | SealPages | PullPages | CancelPulls
 
@@ -138,7 +138,9 @@ class Peers:
 class TransferContext:
     """Shared by the parts of one exchange."""
 
-    def __init__(self, pool: BlockPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer, namespace: str) -> None:
+    def __init__(
+        self, pool: TransferPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer, namespace: str
+    ) -> None:
         self.pool = pool
         self.geometry = geometry
         self.config = config
@@ -176,6 +178,10 @@ class TransferContext:
             return "no other process can reach the KV here"
         if info is None:
             return f"{peer.name} is not a member"
+        if info.role is Role.STORE:
+            return (
+                None  # it takes the namespace and the geometry of the first offer or fetch, and refuses others itself
+            )
         if info.namespace != self.namespace:
             return f"another namespace: {info.namespace!r} is not {self.namespace!r}"
         if info.geometry != self.geometry:

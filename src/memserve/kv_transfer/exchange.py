@@ -22,7 +22,7 @@ from memserve.kv_transfer.imports import Fetching, Import
 from memserve.kv_transfer.receiver import Receiver
 from memserve.kv_transfer.remote_allocation import Allocation, AllocCall, RemoteAllocation
 from memserve.kv_transfer.sender import Export, Sender
-from memserve.mempool.pool import BlockPool
+from memserve.kv_transfer.transfer_pool import TransferPool
 from memserve.messages import (
     Alloc,
     Allocated,
@@ -58,13 +58,14 @@ class Exchange:
     """
 
     def __init__(
-        self, pool: BlockPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer, namespace: str | None = None
+        self, pool: TransferPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer, namespace: str | None = None
     ) -> None:
         """``namespace`` and ``geometry`` are those in the own ``PeerInfo``: peers with others are refused.
         ``namespace`` None: the pool's."""
         self.shares_kv = config.shares_kv
         context = TransferContext(pool, geometry, config, me, pool.namespace if namespace is None else namespace)
         self._context = context
+        self.misfit = context.misfit
         self._barriers = Barriers(pool)
         self._deadlines = Deadlines()
         self._sender = Sender(context, self._barriers, self._deadlines)
@@ -92,6 +93,7 @@ class Exchange:
         private: bytes = b"",
         dst_blocks: Sequence[int] = (),
         dst_tier: Tier = Tier.HBM,
+        lease_ns: int = 0,
     ) -> str:
         """Offer ``blocks`` (on ``tier``), and behind them ``dram_blocks``, to ``to``; returns the transfer id.
 
@@ -110,7 +112,7 @@ class Exchange:
             tier=tier,
             first_block=first_block,
             blocks=tuple(blocks),
-            lease_ns=context.config.lease_ns,
+            lease_ns=lease_ns or context.config.lease_ns,
             mode=mode,
             insert=insert,
             request=request,
@@ -180,7 +182,7 @@ class Exchange:
         by then without a gap are kept.
         """
         blocks = first_block, end_block
-        return self._receiver.fetches.ask(holder, tenant, tokens.copy(), blocks, max(now, deadline_ns))
+        return self._receiver.fetches.ask(holder, tenant, tokens.copy(), blocks, now, max(now, deadline_ns))
 
     def give_up(self, transfer_id: str, reason: str) -> None:
         """End an import or a fetch: nothing is held for it any more, no outcome follows. Ignored when it has ended."""
@@ -323,7 +325,6 @@ class Exchange:
         self._remote.peer_gone(peer)
 
     def _settle(self) -> list[Outcome]:
-        # whatever happened may have made room or freed a job
         self._receiver.try_waiting()
         self._receiver.pulls.start()
         outcomes, self._context.outcomes = self._context.outcomes, []

@@ -25,7 +25,9 @@ class PendingFetches:
         self._deadlines = deadlines
         self.open: dict[str, Fetching] = {}
 
-    def ask(self, holder: Peer, tenant: str, tokens: TokenArray, blocks: tuple[int, int], deadline_ns: int) -> str:
+    def ask(
+        self, holder: Peer, tenant: str, tokens: TokenArray, blocks: tuple[int, int], now: int, deadline_ns: int
+    ) -> str:
         """Ask for blocks ``[begin, end)`` of ``tokens``; what is cached before them is pinned."""
         context, block_tokens = self._context, self._context.pool.block_tokens
         check(0 <= blocks[0] < blocks[1] <= len(tokens) // block_tokens, f"no blocks {blocks} to fetch")
@@ -35,7 +37,7 @@ class PendingFetches:
         self.open[fetching.transfer_id] = fetching
         self._deadlines.add(fetching)
         context.counters.fetches += 1
-        context.send(holder, Fetch(fetching.transfer_id, tenant, tokens, *blocks))
+        context.send(holder, Fetch(fetching.transfer_id, tenant, tokens, *blocks, deadline_ns - now))
         return fetching.transfer_id
 
     def may_answer(self, sender: Peer, offer: Offer) -> bool:

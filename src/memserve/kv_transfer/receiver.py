@@ -115,7 +115,7 @@ class Receiver:
             return
         if not 0 <= message.first_layer < message.end_layer <= self._context.geometry.num_layers:
             self._fail(imported, f"layers {message.first_layer} to {message.end_layer}")
-        elif message.first_block < imported.offer.first_block or _end(message) > imported.sources_end:
+        elif _end(message) > imported.sources_end:
             self._fail(imported, f"block {_end(message) - 1} is ready, its place is not known: a message is lost")
         elif imported.placed is None:
             imported.early.append(message)

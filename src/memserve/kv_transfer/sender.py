@@ -207,12 +207,8 @@ class Sender:
         """The cached ones of the wanted blocks ``[first_block, end_block)``, up to the first gap, a reference each."""
         context = self._context
         tokens = fetch.tokens[: fetch.end_block * context.pool.block_tokens]
-        hbm, dram = context.pool.lend(fetch.tenant, tokens)
-        first, in_hbm = fetch.first_block, len(hbm)
-        context.pool.release(hbm[: min(first, in_hbm)])
-        context.pool.release_dram(dram[: max(0, first - in_hbm)])
-        places = [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
-        return places[first:]
+        hbm, dram = context.pool.lend(fetch.tenant, tokens, fetch.first_block)
+        return [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
 
     # -- what the host has done
 

@@ -1,10 +1,10 @@
-"""What plans that have not finished may still do to blocks, and the copies that no plan carries yet.
+"""What unfinished plans may still do to blocks, and the copies that no plan carries yet.
 
-These are the accounts behind ``kv_transfer/barriers.py``. Nothing is written down for blocks that stay with a sequence,
-however many plans use them. Three moments tell the rest:
+The data behind ``kv_transfer/barriers.py``. Nothing is recorded for blocks that stay with a sequence, however many
+plans use them. Three events are enough:
 
-let go      an HBM block is given back: rows of plans made by now may read and write it, later ones do not
-copied      a copy is recorded: the next plan reads the one block and writes the other
+let go      an HBM block is given back: rows of plans made so far may read and write it, later ones do not
+copied      a copy is recorded: the next plan reads the source and writes the destination
 filled      the index takes a block as a plan computes its last tokens: no later plan writes to it; what is cached
             never changes
 
@@ -22,10 +22,10 @@ from memserve.types import CopyBlocks, Tier
 class CopyLog:
     """Copies that a pool has recorded and no plan has taken, in order.
 
-    Neighbours of the same direction are merged while that cannot change the result.
+    Neighbouring copies of one direction are merged if that cannot change the result.
 
-    The pairs of one :class:`CopyBlocks` may be executed in any order or at once. So a pair starts a new one when it
-    writes a block that the open one reads or writes, or reads a block that the open one writes.
+    The pairs of one :class:`CopyBlocks` may be executed in any order or at once. So a pair starts a new entry if it
+    writes a block that the last entry reads or writes, or reads a block that the last entry writes.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class CopyLog:
 
 
 class LastPlans:
-    """Blocks of one tier by the plans that may be the last to do something to them. A block may be named by several."""
+    """Blocks of one tier by the plans that may be the last to touch them. Several plans may name a block."""
 
     __slots__ = ("_blocks",)
 
@@ -79,24 +79,24 @@ class LastPlans:
         self._blocks.setdefault(plan, set()).update(blocks)
 
     def of(self, blocks: Iterable[int]) -> int:
-        """The last plan that does it to any of ``blocks``; 0: none that has not finished."""
+        """The last unfinished plan that touches any of ``blocks``; 0: there is none."""
         return max([plan for plan, noted in self._blocks.items() if not noted.isdisjoint(blocks)], default=0)
 
     def forget(self, finished: int) -> None:
-        """Plan ``finished`` and those before do nothing any more."""
+        """Plan ``finished`` and all before it touch nothing any more."""
         if self._blocks:
             for plan in [plan for plan in self._blocks if plan <= finished]:
                 del self._blocks[plan]
 
 
 class BlockAccessLog:
-    """Plans made and finished, and what they may still touch: kept by the pool, asked by the barriers."""
+    """Plans made and finished, and what they may still touch: the pool writes it, the barriers read it."""
 
     __slots__ = ("_accounts", "_touched", "_written", "finished", "made")
 
     def __init__(self) -> None:
         self.made = 0  # the last plan made; 0: none
-        self.finished = 0  # the last plan that touches memory no more
+        self.finished = 0  # the last plan that has finished
         self._touched = {tier: LastPlans() for tier in (Tier.HBM, Tier.DRAM)}
         self._written = {tier: LastPlans() for tier in (Tier.HBM, Tier.DRAM)}
         self._accounts = (*self._touched.values(), *self._written.values())
@@ -104,19 +104,19 @@ class BlockAccessLog:
     # -- what happens
 
     def let_go(self, blocks: Iterable[int]) -> None:
-        """These HBM blocks were given back: no plan that is made from now on has rows with them."""
+        """These HBM blocks were given back: no later plan has rows with them."""
         if self.made > self.finished:
             self._touched[Tier.HBM].note(self.made, blocks)
 
     def copied(self, src_tier: Tier, src: Iterable[int], dst_tier: Tier, dst: Iterable[int]) -> None:
-        """Copies were recorded: the next plan carries them."""
+        """Copies were recorded; the next plan carries them."""
         plan = self.made + 1
         self._touched[src_tier].note(plan, src)
         self._touched[dst_tier].note(plan, dst)
         self._written[dst_tier].note(plan, dst)
 
     def filled(self, blocks: Iterable[int], plan: int) -> None:
-        """The index has taken these HBM blocks; rows of ``plan`` are the last that write to them."""
+        """The index has taken these HBM blocks; rows of ``plan`` are the last to write to them."""
         if plan > self.finished:
             self._written[Tier.HBM].note(plan, blocks)
 
@@ -126,7 +126,7 @@ class BlockAccessLog:
         self.made = step_id
 
     def plan_finished(self, step_id: int) -> None:
-        """Plan ``step_id`` and each before it have finished."""
+        """Plan ``step_id`` and all before it have finished."""
         check(self.finished < step_id <= self.made, f"plan {step_id} of {self.finished}..{self.made} has finished")
         self.finished = step_id
         for plans in self._accounts:

@@ -18,8 +18,8 @@ class KvEventKind(StrEnum):
     """What happened to cached blocks."""
 
     STORED = "stored"  # the index has them now, on `tier`
-    MOVED = "moved"  # they lie on `tier` now
-    EVICTED = "evicted"  # the index has them no more
+    MOVED = "moved"  # now they lie on `tier`
+    EVICTED = "evicted"  # the index no longer has them
     LOST = "lost"  # events were dropped before this one: the follower must ask for everything
 
 
@@ -27,7 +27,7 @@ class KvEventKind(StrEnum):
 class KvEvent:
     """One change of the index. Block identities name (namespace, tokens up to the block's end), see ``identity``."""
 
-    sequence: int  # counts up by one a pool: a gap means that events were lost
+    sequence: int  # counts up by one within a pool: a gap means that events were lost
     kind: KvEventKind
     tier: Tier
     identities: tuple[bytes, ...]  # 16 bytes each
@@ -51,7 +51,7 @@ class EventLog:
     def published(
         self, hbm: Sequence[int], dram: Sequence[int], identities: Sequence[bytes], adopted_dram: Sequence[int]
     ) -> None:
-        """The index has the path ``identities``, in ``hbm`` then ``dram``; ``adopted_dram`` lay in DRAM before."""
+        """The index has the path ``identities``, in ``hbm``, then in ``dram``; ``adopted_dram`` came up from DRAM."""
         came_up = {self._identity.pop((Tier.DRAM, block)) for block in adopted_dram}
         places = [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
         moved: list[bytes] = []
@@ -65,7 +65,7 @@ class EventLog:
             self._append(KvEventKind.STORED, tier, new)
 
     def promoted(self, dram_blocks: Sequence[int], hbm_blocks: Sequence[int]) -> None:
-        """The entries of ``dram_blocks`` lie in ``hbm_blocks`` now."""
+        """The entries of ``dram_blocks`` moved to ``hbm_blocks``."""
         identities = [self._identity.pop((Tier.DRAM, block)) for block in dram_blocks]
         for block, identity in zip(hbm_blocks, identities, strict=True):
             self._identity[Tier.HBM, block] = identity
@@ -123,17 +123,17 @@ class TierReport:
     blocks_cached: int  # known to the prefix index
     blocks_pinned: int  # cached and under a pin: not evictable
     blocks_evictable: int  # cached, and free as soon as the index gives them up
-    pages_free: int = 0  # pages that are not handed out, in free and in broken blocks
-    pages_stranded: int = 0  # of them in broken blocks: no request for a block can have them
+    pages_free: int = 0  # pages that are not allocated, in free and in broken blocks
+    pages_stranded: int = 0  # those of them in broken blocks: no request for a whole block can use them
 
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
     """The state of a pool's memory.
 
-    External fragmentation is free memory that a request for a block cannot have. Every block has the same size and any
+    External fragmentation is free memory that a request for a block cannot use. Every block has the same size and any
     free block serves any request, so only loose pages (which break blocks) can cause it. Internal fragmentation (the
-    unused tail of each sequence's last block, below one block a sequence) is known to the machine only: see
+    unused tail of each sequence's last block, below one block a sequence) is known only to the machine: see
     ``MemoryReport`` of the instance.
     """
 

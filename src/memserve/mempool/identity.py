@@ -3,9 +3,9 @@
 ``identity[i] = SipHash-2-4-128(key, identity[i-1] || tokens of block i as little-endian int32)``, starting from the
 namespace. A block's identity therefore names its whole prefix.
 
-The key follows from the cluster's secret. What a client sends decides identities, and identities decide the place in
-the router's directory: with a key that is public, a client could compute prompts whose blocks all fall into one
-place, which makes every look-up slow; and a reader of the journal could try out which prompts were cached.
+The key is derived from the cluster's secret. Identities follow from what clients send, and decide the place in the
+router's directory: with a public key, a client could compute prompts whose blocks all fall into one place, which makes
+every look-up slow; and a reader of the journal could test which prompts were cached.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from memserve import _core
 from memserve.types import TokenArray
 
 DEFAULT_KEY = b"memserve-kv-0001"
-"""16 bytes, public: for pools whose identities leave their process for no other cluster member (one engine alone, the
+"""16 bytes, public: for pools that share their identities with no other cluster member (one engine alone, the
 simulator)."""
 
 NAMES_MAX = 1024
-"""Names of namespaces that a pool, or a router, keeps at hand."""
+"""Largest number of namespace names that a pool or a router caches."""
 
 
 def identity_key(secret: str) -> bytes:

@@ -8,8 +8,8 @@
     again = pool.match(tokens)                  # back in HBM if they had gone down to DRAM
     pool.free_mem(again)
 
-Addresses are small typed values that a remote instance can use later. What an instance uses inside itself is
-:class:`BlockPool`; this module adds the bytes.
+Addresses are small typed values that a remote instance can use later. Inside an instance the pool is
+:class:`BlockPool`; this module adds the memory.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _generations = count(1)
 
 
 def as_tokens(tokens: TokenArray | Sequence[int]) -> TokenArray:
-    """``tokens`` as int32 ``[n]``, C-contiguous, without a copy where that is what they are.
+    """``tokens`` as int32 ``[n]``, C-contiguous, without a copy if they are that already.
 
     Raises :class:`UserError` for anything but one row of integers in ``[0, 2^31)``.
     """
@@ -99,14 +99,14 @@ def as_tokens(tokens: TokenArray | Sequence[int]) -> TokenArray:
             f"tokens of shape {array.shape} and type {array.dtype}", hint="give one row of token ids", param="tokens"
         )
     if array.min() < 0 or array.max() > np.iinfo(np.int32).max:
-        raise UserError("a token id outside of [0, 2^31)", hint="ids are the tokenizer's", param="tokens")
+        raise UserError("a token id outside [0, 2^31)", hint="use the tokenizer's ids", param="tokens")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
 class MemPool:
     """Fixed-size blocks of KV cache on two tiers, and an index from token ids to blocks.
 
-    Calls are synchronous: when one returns, the copies that it decided on are done. Not thread-safe. Every misuse is a
+    Calls are synchronous: when one returns, its copies are done. Not thread-safe. Every misuse is a
     :class:`UserError` at once, and changes nothing: an address of another pool, a block that is freed twice or used
     after it was freed, a tier that the pool does not have.
     """
@@ -124,7 +124,7 @@ class MemPool:
         new_arena: Callable[[int], _core.Arena | _core.SharedArena] = _core.Arena,
         identity_key: bytes | None = None,
     ) -> None:
-        """Room for as many whole blocks as the bytes hold. Raises :class:`UserError` when that is none.
+        """A pool of as many whole blocks as the bytes hold. Raises :class:`UserError` if that is none.
 
         ``namespace`` names model and weights; dtype and shapes come from ``geometry``. Pools share KV only where
         ``tenant``, ``namespace`` and ``geometry`` are equal. Addresses carry ``generation``, by default one that no
@@ -158,8 +158,8 @@ class MemPool:
     def alloc_mem(self, count: int, tier: Tier = Tier.HBM) -> Addresses | None:
         """``count`` blocks, held by the caller until :meth:`free_mem`. None: no room, nothing changed.
 
-        Cached blocks that no caller holds make room, least recently used first: from HBM they move to DRAM, from DRAM
-        they go. Contents are whatever the block had before.
+        To make room, cached blocks that no caller holds are evicted, least recently used first: from HBM to DRAM, from
+        DRAM for good. A block's contents are undefined.
         """
         if count < 0:
             raise UserError(f"cannot allocate {count} blocks", hint="count must not be negative", param="count")
@@ -173,9 +173,9 @@ class MemPool:
         return None if blocks is None else self.hold(tier, blocks)
 
     def free_mem(self, addresses: AddressList) -> None:
-        """Give up one hold of the caller on each block; blocks without a hold are free, or stay cached.
+        """Give up one hold of the caller on each block; a block without holds is free, or stays cached.
 
-        Raises :class:`UserError` that names a block which the caller does not hold; then nothing is freed.
+        Raises :class:`UserError`, naming the block, if the caller does not hold one; then nothing is freed.
         """
         groups = self._by_tier(addresses)
         self._give_up(groups)
@@ -188,7 +188,7 @@ class MemPool:
     def view(self, address: Address) -> NDArray[np.uint8]:
         """The bytes of a block that the caller holds, ``[num_layers, page_bytes]`` uint8, writable, without a copy.
 
-        They are the block's until it is freed or swapped: a view kept longer shows what lies there then.
+        Valid until the block is freed or swapped: later the view shows another block's bytes.
         """
         self._require_own(address.generation)
         self.require_held([(address.tier, (address.block,))])
@@ -199,16 +199,17 @@ class MemPool:
     def insert(self, tokens: TokenArray | Sequence[int], addresses: AddressList) -> int:
         """Map the whole blocks of ``tokens`` to ``addresses`` (HBM blocks first); returns the blocks taken.
 
-        The index takes references of its own on blocks that it did not have; the caller's hold stays the caller's.
-        Raises :class:`UserError` when there are fewer addresses than whole blocks, or HBM behind DRAM.
+        The index takes references of its own on blocks that it did not have; the caller keeps its holds.
+        Raises :class:`UserError` when there are fewer addresses than whole blocks, or an HBM address follows a DRAM
+        address.
         """
         tokens, groups = as_tokens(tokens), self._by_tier(addresses)
         self.require_held(groups)
         needed = len(tokens) // self.geometry.block_tokens
         if len(addresses) < needed:
-            raise UserError(f"{len(addresses)} addresses for {needed} blocks of tokens", hint="one a whole block")
+            raise UserError(f"{len(addresses)} addresses for {needed} blocks of tokens", hint="one per whole block")
         if [tier for tier, _ in groups] not in ([], [Tier.HBM], [Tier.DRAM], [Tier.HBM, Tier.DRAM]):
-            raise UserError("addresses must be HBM blocks, then DRAM blocks", hint="swap_in those behind")
+            raise UserError("addresses must be HBM blocks, then DRAM blocks", hint="swap_in the DRAM blocks")
         in_hbm = len(groups[0][1]) if groups and groups[0][0] == Tier.HBM else 0
         if len(groups) == 1:
             return self._pool.insert(self.tenant, tokens, groups[0][1], in_hbm)
@@ -218,7 +219,7 @@ class MemPool:
     def match(self, tokens: TokenArray | Sequence[int]) -> Addresses:
         """HBM addresses of the longest cached prefix of ``tokens``, held by the caller until :meth:`free_mem`.
 
-        Blocks that lay in DRAM are brought up as far as HBM has room for them; the prefix ends where it has not.
+        Blocks that lay in DRAM are copied to HBM as far as it has room; the prefix ends where it has none.
         """
         blocks = self._pool.borrow(self.tenant, as_tokens(tokens))
         self.run_copies()
@@ -229,7 +230,8 @@ class MemPool:
         return self._pool.match(self.tenant, as_tokens(tokens))
 
     def delete(self, tokens: TokenArray | Sequence[int]) -> int:
-        """Forget what only ``tokens`` leads to; returns the blocks forgotten. See :meth:`BlockPool.delete`."""
+        """Remove what only ``tokens`` leads to from the index; returns the number of blocks. See
+        :meth:`BlockPool.delete`."""
         return self._pool.delete(self.tenant, as_tokens(tokens))
 
     # -- tiers
@@ -256,34 +258,34 @@ class MemPool:
 
     @property
     def pool(self) -> BlockPool:
-        """The accounts behind the memory. Copies that it records are done by :meth:`run_copies`."""
+        """The accounting behind the memory. :meth:`run_copies` executes the copies that it records."""
         return self._pool
 
     def check_invariants(self) -> None:
-        """Raise :class:`memserve.errors.InvariantError` when the books do not balance."""
+        """Raise :class:`memserve.errors.InvariantError` if the accounts do not balance."""
         self._pool.check_invariants()
 
     # -- for the host of this memory
 
     def bytes_of(self, tier: Tier, block: int) -> NDArray[np.uint8]:
-        """As :meth:`view`, of any block of the pool: the exchange seals and fills blocks that no caller holds."""
+        """As :meth:`view`, for any block of the pool: the exchange seals and fills blocks that no caller holds."""
         block_bytes = self.geometry.block_bytes
         flat: NDArray[np.uint8] = self._bytes[tier][block * block_bytes : (block + 1) * block_bytes]
         return flat.reshape(self.geometry.num_layers, self.geometry.page_bytes)
 
     def hold(self, tier: Tier, blocks: _core.BlockIds) -> Addresses:
-        """Addresses of distinct ``blocks`` of which one reference each is the caller's from now on."""
+        """Addresses of distinct ``blocks``; from now on the caller owns one reference on each."""
         self._holds[tier].take(blocks)
         return Addresses(tier, blocks, self.generation)
 
     def require_held(self, groups: Groups) -> None:
-        """Raise as :meth:`_give_up`, and change nothing."""
+        """Raise as :meth:`_give_up` would, but change nothing."""
         self._give_up(groups)
         for tier, blocks in groups:
             self._holds[tier].take(blocks)
 
     def run_copies(self) -> None:
-        """Do what the pool has decided since the last call; every public call has done so when it returns."""
+        """Execute the copies recorded since the last call; every public call does so before it returns."""
         block_bytes = self.geometry.block_bytes
         for copy in self._pool.take_copies():
             source, target = self.arenas[copy.src_tier], self.arenas[copy.dst_tier]
@@ -294,7 +296,7 @@ class MemPool:
     def _move(
         self, src: Tier, addresses: AddressList, dst: Tier, swap: Callable[[list[int]], list[int] | None]
     ) -> Addresses | None:
-        """The caller's holds go with the blocks."""
+        """The caller's holds move with the blocks."""
         held = self._only(src, addresses)
         self._give_up([(src, held)])
         blocks = swap(held)
@@ -305,9 +307,9 @@ class MemPool:
         return self.hold(dst, _core.BlockIds(blocks))
 
     def _give_up(self, groups: Groups) -> None:
-        """One hold of the caller less for each time that a block is named.
+        """Give up one hold of the caller for each time that a block is named.
 
-        Raises :class:`UserError` that names a block without such a hold; then nothing has changed.
+        Raises :class:`UserError`, naming the block, if there is no such hold; then nothing has changed.
         """
         for done, (tier, blocks) in enumerate(groups):
             holds = self._holds.get(tier)
@@ -317,7 +319,7 @@ class MemPool:
             for given_tier, given in groups[:done]:
                 self._holds[given_tier].take(given)
             total = 0 if holds is None else holds.blocks_total
-            why = "freed already, or swapped to another tier" if 0 <= missing < total else f"there are {total}"
+            why = "already freed, or swapped to another tier" if 0 <= missing < total else f"there are {total}"
             raise UserError(
                 f"{Tier(tier).name} block {missing} is not held by the caller: {why}",
                 hint="use addresses from alloc_mem, match or a swap, and free each once",
@@ -328,7 +330,7 @@ class MemPool:
         if generation != self.generation:
             raise UserError(
                 f"an address of generation {generation}, this pool is generation {self.generation}",
-                hint="it is another pool's, or this pool was restarted: match again",
+                hint="it belongs to another pool, or this pool was restarted: match again",
                 param="addresses",
             )
 

@@ -1,9 +1,9 @@
-"""The blocks and the prefix cache of one instance: accounting only, no bytes move here.
+"""The blocks and the prefix cache of one instance: accounting only, it moves no bytes.
 
     acquire ------> Lease: cached prefix, pinned, one reference a block for the caller
     allocate -----> blocks with one reference each, for what is not cached
     publish ------> the index takes references of its own and the lease's pin moves down
-    unpin, release: the caller is done; the cached blocks stay until eviction takes them
+    unpin, release: the caller is done; cached blocks stay until they are evicted
 
 References: a block of HBM is free, or held by its reference count. The index holds one reference on each block
 that it names. Every other reference belongs to a caller of this class.
@@ -32,14 +32,14 @@ class Lease:
     tokens: int = 0
     """``len(blocks) * block_tokens``."""
     dram_tokens: int = 0
-    """How many of them had to be brought up from DRAM (copies recorded)."""
+    """How many of these tokens had to be copied up from DRAM (copies recorded)."""
     pin: int = 0
     """The index's handle of the path's end; 0: nothing is pinned."""
 
 
 def _promised(blocks: _core.BlockIds | None) -> _core.BlockIds:
     if blocks is None:
-        raise InvariantError("the allocator has no room for what the evictable count promised")
+        raise InvariantError("the allocator has less room than the count of evictable blocks promised")
     return blocks
 
 
@@ -61,7 +61,7 @@ class BlockPool:
         self._index = _core.RadixIndex(geometry_block_tokens, self._hbm, self._dram)
         self._copies = CopyLog()
         self._events = EventLog(event_capacity)
-        #: kept where others than plans touch blocks (see ``fences``)
+        #: None unless something other than plans touches blocks (see ``kv_transfer/barriers``)
         self.access: BlockAccessLog | None = None
 
     @property
@@ -70,10 +70,12 @@ class BlockPool:
         return self._namespace
 
     def identity(self, tenant: str, tokens: TokenArray) -> bytes:
-        """Identity of the last whole block of ``tokens`` (16 bytes; b"" when there is none): names namespace, tenant
-        and every token up to there."""
-        identities = block_identities(self._name(tenant), tokens, self.block_tokens, self._key)
-        return identities[-1] if identities else b""
+        """Identity of the last whole block of ``tokens``, 16 bytes; b"": there is none."""
+        return self.identities(tenant, tokens)[-16:]
+
+    def identities(self, tenant: str, tokens: TokenArray) -> bytes:
+        """Of all whole blocks of ``tokens``, 16 bytes each: it names namespace, tenant, and tokens up to there."""
+        return _core.block_identities(self._key, self._name(tenant), tokens, self.block_tokens)
 
     # -- prefix cache
 
@@ -92,8 +94,8 @@ class BlockPool:
     def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
         """The longest cached prefix of ``tokens`` (whole blocks), pinned, with one reference a block for the caller.
 
-        What lies in DRAM is brought up as far as HBM has room (which may evict unpinned blocks); behind that the
-        prefix is cut.
+        Blocks in DRAM are copied up as far as HBM has room (which may evict unpinned blocks); the prefix is cut behind
+        them.
         """
         if not self.config.caching:
             return Lease()
@@ -104,12 +106,12 @@ class BlockPool:
         return lease
 
     def publish(self, lease: Lease, tenant: str, tokens: TokenArray, blocks: Sequence[int], *, written_by: int) -> int:
-        """Make the KV of ``tokens`` (whole blocks of it) reusable; ``blocks`` hold it, all in HBM, at the latest when
+        """Make the KV of ``tokens`` (whole blocks of it) reusable; ``blocks``, all in HBM, hold it at the latest when
         plan ``written_by`` has finished (0: they do now).
 
-        The index takes a reference on each block that it did not have yet. A block that it has for these tokens it
-        keeps, unless that lies in DRAM: then it takes the caller's and frees its own. The lease's pin moves to the end
-        of ``tokens``. Returns the blocks that the index took.
+        The index takes a reference on each new block. It keeps a block that it has for these tokens already, unless
+        that lies in DRAM: then it takes the caller's and frees its own. The lease's pin moves to the end of ``tokens``.
+        Returns the number of blocks that the index took.
         """
         if not self.config.caching or len(tokens) < self.block_tokens:
             return 0
@@ -117,7 +119,7 @@ class BlockPool:
         done = self._index.insert(name, tokens, blocks, pin=True, owner=self._owners[tenant])
         self._index.unpin(lease.pin)
         lease.pin = done.pin
-        if self.access is not None:  # an index grows at its ends: what is new comes last, but for what was in DRAM
+        if self.access is not None:  # new blocks come last, except those that were in DRAM
             self.access.filled(blocks if len(done.adopted_dram) else blocks[len(blocks) - done.added :], written_by)
         if self._events.enabled:
             self._tell_published(name, tokens, done)
@@ -126,7 +128,7 @@ class BlockPool:
     def borrow(self, tenant: str, tokens: TokenArray) -> _core.BlockIds:
         """As :meth:`acquire` without a lease: HBM blocks of the cached prefix, one reference each, nothing pinned.
 
-        Eviction may take their entries from the index meanwhile; the blocks stay the caller's until ``release``.
+        Eviction may remove their entries from the index meanwhile; the caller keeps the blocks until ``release``.
         """
         if not self.config.caching:
             return _core.BlockIds()
@@ -139,18 +141,21 @@ class BlockPool:
         self._index.unpin(lease.pin)
         return _core.BlockIds(lease.blocks)
 
-    def lend(self, tenant: str, tokens: TokenArray) -> tuple[_core.BlockIds, _core.BlockIds]:
-        """Blocks of the cached prefix where they lie, in HBM and behind it in DRAM, one reference each, nothing pinned.
+    def lend(self, tenant: str, tokens: TokenArray, first_block: int = 0) -> tuple[_core.BlockIds, _core.BlockIds]:
+        """Blocks of the cached prefix from ``first_block`` on, where they lie: in HBM, and behind it in DRAM; one
+        reference each, nothing pinned.
 
-        Eviction may take their entries from the index meanwhile; the blocks keep their contents until they are given
+        Eviction may remove their entries from the index meanwhile; the blocks keep their contents until they are given
         back by ``release`` and ``release_dram``.
         """
         if not self.config.caching:
             return _core.BlockIds(), _core.BlockIds()
         found = self._index.acquire(self._name(tenant), tokens)
-        self._dram.retain(found.dram)
+        hbm, dram = found.hbm[first_block:], found.dram[max(0, first_block - len(found.hbm)) :]
+        self._dram.retain(dram)
         self._index.unpin(found.pin)
-        return found.hbm, found.dram
+        self.release(found.hbm[:first_block])
+        return hbm, dram
 
     def insert(self, tenant: str, tokens: TokenArray, blocks: _core.Ids, hbm_blocks: int) -> int:
         """As :meth:`publish` without a lease; ``blocks[:hbm_blocks]`` lie in HBM, the rest in DRAM."""
@@ -163,10 +168,10 @@ class BlockPool:
         return done.added
 
     def delete(self, tenant: str, tokens: TokenArray) -> int:
-        """Forget what only ``tokens`` (whole blocks) leads to; returns the blocks forgotten.
+        """Remove what only ``tokens`` (whole blocks) leads to from the index; returns the number of blocks.
 
         That is: every unpinned entry that extends ``tokens``, then the blocks of ``tokens`` from the end upwards as
-        far as they are unpinned and lead nowhere else. Nothing, when ``tokens`` is not cached in full.
+        far as they are unpinned and lead nowhere else. Removes nothing if ``tokens`` is not cached in full.
         """
         gone = self._index.delete(self._name(tenant), tokens)
         self._events_of(gone)
@@ -187,8 +192,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """``count`` HBM blocks with one reference each. None: no room, and nothing changed.
 
-        Unpinned cached blocks are evicted for it, the least recently used of the tenant with most first: to DRAM while
-        there is room (or can be made by the same rule), else dropped.
+        To make room, unpinned cached blocks are evicted, the least recently used of the tenant with most first: to DRAM
+        while there is room (or can be made by the same rule), else dropped.
         """
         blocks = self.allocate_ids(count)
         return None if blocks is None else blocks.tolist()
@@ -205,7 +210,7 @@ class BlockPool:
         return self._hbm.allocate(count)
 
     def allocate_dram_ids(self, count: int) -> _core.BlockIds | None:
-        """``count`` DRAM blocks with one reference each; cached blocks are evicted for it. None: no room."""
+        """``count`` DRAM blocks with one reference each; cached blocks are evicted to make room. None: no room."""
         missing = count - self._dram.blocks_free
         if missing > self._dram.blocks_evictable:
             return None
@@ -214,7 +219,7 @@ class BlockPool:
         return self._dram.allocate(count)
 
     def available(self) -> int:
-        """Blocks that :meth:`allocate` could give now: free ones and evictable ones."""
+        """Blocks that :meth:`allocate` can give now: free ones and evictable ones."""
         return self._hbm.blocks_free + self._hbm.blocks_evictable
 
     @property
@@ -227,13 +232,13 @@ class BlockPool:
         self._hbm.retain(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less on each block; a block without references is free."""
+        """Drop one reference on each block; a block without references is free."""
         if self.access is not None:
             self.access.let_go(blocks)
         self._hbm.release(blocks)
 
     def retain_dram(self, dram_blocks: Sequence[int]) -> None:
-        """One more reference on each DRAM block; ended by :meth:`release_dram`."""
+        """One more reference on each DRAM block, until :meth:`release_dram`."""
         self._dram.retain(dram_blocks)
 
     def ref_count(self, tier: Tier, block: int) -> int:
@@ -247,7 +252,7 @@ class BlockPool:
     def copy_block(self, block: int) -> int | None:
         """A new block with the contents of ``block`` (copy recorded), or None: no room.
 
-        The caller's reference on the old block stays the caller's.
+        The caller keeps its reference on the old block.
         """
         fresh = self.allocate_ids(1)
         if fresh is None:
@@ -258,7 +263,7 @@ class BlockPool:
     # -- preemption by swap
 
     def swap_out(self, blocks: Sequence[int]) -> list[int] | None:
-        """Copy ``blocks`` to DRAM (cached blocks there are evicted for it), and drop the caller's references on
+        """Copy ``blocks`` to DRAM (which may evict cached blocks there), and drop the caller's references on
         them. None: no room, nothing changed."""
         below = self.allocate_dram_ids(len(blocks))
         if below is None:
@@ -268,7 +273,7 @@ class BlockPool:
         return below.tolist()
 
     def swap_in(self, dram_blocks: Sequence[int]) -> list[int] | None:
-        """Copy ``dram_blocks`` up into new HBM blocks (one reference each) and free them. None: no room."""
+        """Copy ``dram_blocks`` to new HBM blocks (one reference each) and free them. None: no room."""
         above = self.allocate_ids(len(dram_blocks))
         if above is None:
             return None
@@ -277,7 +282,7 @@ class BlockPool:
         return above.tolist()
 
     def release_dram(self, dram_blocks: Sequence[int]) -> None:
-        """One reference less on each DRAM block; a block without references is free."""
+        """Drop one reference on each DRAM block; a block without references is free."""
         self._dram.release(dram_blocks)
 
     # -- out
@@ -288,7 +293,7 @@ class BlockPool:
 
     @property
     def has_copies(self) -> bool:
-        """Whether copies are recorded that :meth:`take_copies` has not handed out."""
+        """Whether there are copies that :meth:`take_copies` has not returned."""
         return len(self._copies) > 0
 
     def take_events(self) -> list[KvEvent]:
@@ -337,7 +342,7 @@ class BlockPool:
         return len(gone.dropped_hbm) + len(gone.dropped_dram)
 
     def check_invariants(self) -> None:
-        """Raise :class:`InvariantError` when the books do not balance."""
+        """Raise :class:`InvariantError` if the accounts do not balance."""
         self._hbm.check_invariants()
         self._dram.check_invariants()
         self._index.check_invariants()
@@ -352,7 +357,7 @@ class BlockPool:
     def _name(self, tenant: str) -> bytes:
         name = self._names.get(tenant)
         if name is None:
-            if len(self._names) >= NAMES_MAX:  # salts come and go; a name is quick to compute
+            if len(self._names) >= NAMES_MAX:  # salts come and go; names are quick to recompute
                 self._names.clear()
                 self._owners.clear()
             name = self._names[tenant] = namespace_id(tenant, self._namespace, self._key)
@@ -384,12 +389,12 @@ class BlockPool:
             self._events.changed(gone.changes)
 
     def _tell_published(self, name: bytes, tokens: TokenArray, done: _core.Insertion) -> None:
-        """The index has all of ``tokens`` now: tell what is new and what came up from DRAM."""
+        """The index has all of ``tokens`` now: report what is new and what came up from DRAM."""
         adopted = done.adopted_dram.tolist()
         if not done.added and not adopted:
             return
         found = self._index.match_blocks(name, tokens)
         hbm, dram = found.hbm, found.dram.tolist()
-        first = 0 if adopted or dram else len(hbm) - done.added  # an index grows at its ends: what is new comes last
+        first = 0 if adopted or dram else len(hbm) - done.added  # new blocks come last
         identities = block_identities(name, tokens, self.block_tokens, self._key, first)
         self._events.published(hbm[first:].tolist(), dram, identities, adopted)

@@ -1,1 +1,1 @@
-"""What the cluster must remember, kept: records, their journal, and the state that they make."""
+"""Keeps what the cluster must remember: records, their journal, and the state that they make."""

@@ -1,4 +1,4 @@
-"""Records as bytes, and bytes as records again, whatever happened to them. Pure: bytes in, bytes out.
+"""Encodes records as a journal, and reads one back even if it is torn or damaged. Pure: bytes in, bytes out.
 
 ::
 
@@ -7,16 +7,16 @@
     frame   = "\\xf5rec" | body bytes u32 | sequence u64 | durable u64 | seal | body
     body    = records, as a list in msgpack; seal = 16 bytes, a keyed hash
 
-A frame is there as a whole or not at all: its seal is a hash of all the rest of it, keyed with the journal's number, so
-that bytes of an older journal, which a disk may give back, are never taken for one. ``durable`` tells how much of the
-journal was known to be safe when the frame was written. That makes two cases plain that look alike:
+A frame is read as a whole or not at all: its seal is a hash of all the rest of it, keyed with the journal's number, so
+that bytes of an older journal, which a disk may return, are never taken for a frame. ``durable`` is how much of the
+journal was known to be safe when the frame was written. It distinguishes two cases that look alike:
 
-* *torn*: broken bytes behind which no frame vouches for them. The last write did not get through, its
-  records were not acknowledged, and it is dropped, even if later parts of that write did arrive.
-* *damaged*: broken bytes that a later frame says were safe, or in the checkpoint that the journal began with, and its
-  length its head tells. Something acknowledged is gone: reading stops with an error, and nothing is guessed.
+* *torn*: broken bytes that no later frame declares safe. The last write did not complete, its records were not
+  acknowledged, and it is dropped, even if later parts of that write did arrive.
+* *damaged*: broken bytes that a later frame declares safe, or in the checkpoint at the beginning (the head has its
+  length). Something acknowledged is lost: reading stops with an error, and nothing is guessed.
 
-Only damage to the very last frame passes for a torn write, because nothing was written behind it.
+Only damage to the very last frame is taken for a torn write, because no frame follows it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from memserve.errors import UserError
 from memserve.metadata import AnyRecord
 
 FORMAT = 1
-"""Raised whenever an older memserve would misread what is written. New records and fields at the end don't."""
+"""Incremented whenever an older memserve would misread the journal; not for new records, nor for new fields at the
+end."""
 
 _MAGIC = b"memserve meta\n"
 _HEAD = Struct("<14sHQQ16s")
@@ -56,7 +57,7 @@ class Reading:
     good_bytes: int
     """Length up to the end of the last good frame."""
     torn_bytes: int
-    """Length of what is behind it: a write that did not get through."""
+    """Length of what follows: a write that did not complete."""
 
 
 class JournalWriter:
@@ -65,19 +66,19 @@ class JournalWriter:
     __slots__ = ("_key", "_sequence", "number")
 
     def __init__(self, number: int, sequence: int = 0) -> None:
-        """``sequence``: frames that are in it already."""
+        """``sequence``: number of frames that the journal has already."""
         self.number = number
         self._key = _key_of(number)
         self._sequence = sequence
 
     def begin(self, batches: Iterable[Iterable[AnyRecord]]) -> bytes:
-        """The head, and a checkpoint of one frame a batch: for a journal that is put in place as a whole."""
+        """The head, and a checkpoint of one frame per batch: a journal to be put in place as a whole."""
         frames = b"".join(self.frame(records, 0) for records in batches)
         start = _HEAD.pack(_MAGIC, FORMAT, self.number, _HEAD.size + len(frames), b"")[:_HEAD_SEALED_BYTES]
         return b"".join((start, _core.siphash128(self._key, start), frames))
 
     def frame(self, records: Iterable[AnyRecord], durable_bytes: int) -> bytes:
-        """The next frame. ``durable_bytes``: so much of this journal is safe."""
+        """The next frame. ``durable_bytes``: how much of this journal is safe."""
         body = _encoder.encode(list(records))
         return self._seal(body, durable_bytes)
 
@@ -109,7 +110,7 @@ def _read_head(data: bytes) -> tuple[int, int]:
     if len(data) >= _HEAD.size and data.startswith(_MAGIC):
         _, version, number, checkpoint_bytes, seal = _HEAD.unpack_from(data)
         if version != FORMAT:
-            age = "a newer memserve wrote it" if version > FORMAT else "nothing reads that any more"
+            age = "a newer memserve wrote it" if version > FORMAT else "it is no longer supported"
             message = f"the metadata has format {version}, this memserve reads {FORMAT}: {age}"
             raise UserError(message, hint=_HINT, param="metadata")
         if _core.siphash128(_key_of(number), data[:_HEAD_SEALED_BYTES]) == seal:
@@ -153,7 +154,7 @@ def _frame_at(view: memoryview, at: int, key: bytes) -> _Frame | None:
 
 
 def _vouched_bytes(data: bytes, view: memoryview, end: int, key: bytes) -> int:
-    """What frames behind ``end``, where reading stopped, say was safe."""
+    """How many bytes are safe according to the frames after ``end``, where reading stopped."""
     vouched_bytes = 0
     at = data.find(_FRAME_MAGIC, end)
     while at >= 0:

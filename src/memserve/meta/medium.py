@@ -1,8 +1,8 @@
 """Where a journal lies: a port with few methods, and a medium in memory that fails as disks do.
 
 How a simulator uses :class:`FaultyMedium`. Each router of a world has one, which outlives its process; the host of the
-``Cluster`` opens a :class:`~memserve.meta.store.Store` on it, writes what ``Remember`` and ``Note`` say, and calls
-``sync`` before it performs what stands behind a ``Remember``. Draws from the seed decide what to call:
+``Cluster`` opens a :class:`~memserve.meta.store.Store` on it, writes the records of each ``Remember`` and ``Note``, and
+calls ``sync`` before it performs the actions after a ``Remember``. Draws from the seed decide what to call:
 
 * the process is killed (``kill -9``): nothing to call. What was appended is in the system's cache; open it again;
 * the machine loses power: :meth:`FaultyMedium.lose_power` with how much of the unsafe tail arrived, and which pieces
@@ -23,12 +23,12 @@ from memserve.errors import MemserveError
 
 
 class MediumFailed(MemserveError):
-    """The medium could not do it (disk full, connection lost). What was appended since the last ``sync`` may be there
-    in whole, in part or not at all."""
+    """An operation failed (disk full, connection lost). What was appended since the last ``sync`` may be there in
+    whole, in part or not at all."""
 
 
 class Medium(Protocol):
-    """One journal at a time: a run of bytes that grows, and that another one can replace.
+    """One journal at a time: a sequence of bytes that grows, and that another one can replace.
 
     Implementations: a file (``runtime/meta_folder.py``), etcd (``runtime/meta_etcd.py``), and :class:`FaultyMedium`.
     All pass ``tests/process/meta/test_media.py``.
@@ -43,21 +43,21 @@ class Medium(Protocol):
         and nothing is left of it. Raises :class:`MediumFailed`."""
 
     def append(self, data: bytes) -> None:
-        """Put ``data`` behind the rest; it need not be safe yet. Raises :class:`MediumFailed`."""
+        """Append ``data``; it need not be safe yet. Raises :class:`MediumFailed`."""
 
     def sync(self) -> None:
         """Everything appended is safe when this returns. Raises :class:`MediumFailed`."""
 
     def replace(self, data: bytes) -> None:
-        """``data`` instead of all that is there: safe when this returns, and at no moment is neither there. Raises
-        :class:`MediumFailed`; then the old one is still there, as it was."""
+        """Replace the journal by ``data``: safe when this returns; at every moment the old or the new one is there.
+        Raises :class:`MediumFailed`, and then leaves the old one as it was."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release the medium."""
 
 
 class FaultyMedium:
-    """A :class:`memserve.meta.medium.Medium` of which parts can be lost."""
+    """A :class:`memserve.meta.medium.Medium` in memory that can lose parts of its data."""
 
     def __init__(self, *, fsync_lies: bool = False, room_bytes: int | None = None) -> None:
         self.fsync_lies = fsync_lies
@@ -89,7 +89,7 @@ class FaultyMedium:
             raise MediumFailed("no space left on device")
 
     def sync(self) -> None:
-        """As :class:`Medium`, unless it lies."""
+        """As :class:`Medium`, unless ``fsync_lies``."""
         self.syncs += 1
         if not self.fsync_lies:
             self._safe, self._unsafe = self._everything(), bytearray()
@@ -101,17 +101,17 @@ class FaultyMedium:
         self._safe, self._unsafe = data, bytearray()
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to release."""
 
     def lose_power(self, arrived_bytes: int, holes: Sequence[tuple[int, int]] = ()) -> None:
-        """Of the unsafe tail only ``arrived_bytes`` are there, and zeros in its ``holes`` ``[start, end)``."""
+        """Keep only ``arrived_bytes`` of the unsafe tail, with zeros in its ``holes`` ``[start, end)``."""
         tail = self._unsafe[:arrived_bytes]
         for start, end in holes:
             tail[start:end] = bytes(len(tail[start:end]))
         self._safe, self._unsafe = self._safe + bytes(tail), bytearray()
 
     def damage(self, at: int, data: bytes) -> None:
-        """Other bytes from ``at`` on."""
+        """Overwrite the bytes from ``at`` on with ``data``."""
         everything = bytearray(self._everything())
         everything[at : at + len(data)] = data
         self._safe, self._unsafe = bytes(everything), bytearray()

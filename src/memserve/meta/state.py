@@ -1,7 +1,7 @@
-"""Records folded into the state that they make: what a journal's checkpoint holds, and what recovery gives.
+"""The state that records add up to: what a journal's checkpoint holds, and what recovery returns.
 
-The state lives in the store's thread, beside the machine's own state, so that writing a checkpoint costs the machine
-nothing. Times in records are on a router's clock; in here they are ns since 1970.
+It lives in the store's thread, apart from the machine's own state, so that writing a checkpoint costs the machine
+nothing. Times in records are on a router's clock; here they are ns since 1970.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from memserve.metadata import (
 from memserve.units import NS_PER_S
 
 SESSIONS_MAX = 100_000
-"""Of more, the session that was silent longest is forgotten, here and in the router."""
+"""Beyond it, the least recently used session is forgotten, here and in the router."""
 GONE_MAX = 1024
 """Dead incarnations that are remembered, as many as in the router's registry."""
 
@@ -54,7 +54,7 @@ class MemberPage:
 
 
 class MetadataState:
-    """Applies records, in order. One that comes twice, late or for an unknown member changes nothing."""
+    """Applies records, in order. A record that comes twice, late or for an unknown member changes nothing."""
 
     def __init__(self) -> None:
         self.router: Peer | None = None
@@ -81,7 +81,7 @@ class MetadataState:
         return sum(len(page.entries) for page in self.members.values())
 
     def apply(self, records: Iterable[AnyRecord]) -> None:
-        """Take ``records`` into account."""
+        """Apply ``records``, in order."""
         for record in records:
             self._apply[type(record)](record)
 
@@ -123,7 +123,8 @@ class MetadataState:
     def _replaced(self, record: EntriesReplaced) -> None:
         page = self._page(record.peer)
         if page is not None:
-            page.entries.replace(record.next_event, record.hbm, record.dram, self._since_1970(record.at_ns))
+            now_ns = self._since_1970(record.at_ns)
+            page.entries.replace(record.next_event, record.hbm, record.dram, now_ns, record.ssd)
 
     def _kept(self, record: EntriesKept) -> None:
         page = self._page(record.peer)
@@ -164,11 +165,11 @@ class MetadataState:
     def _since_1970(self, at_ns: int) -> int:
         return at_ns + self._offset_ns
 
-    # -- what it gives
+    # -- checkpoints and recovery
 
     def records(self) -> Iterator[AnyRecord]:
-        """The shortest way to tell all of it: a checkpoint. Applied to an empty state they make an equal one."""
-        if self.router is not None:  # first with a clock that needs no correction, last as it was
+        """The shortest records of the whole state: a checkpoint. Applied to an empty state they make an equal one."""
+        if self.router is not None:  # offset 0 for the times below, which are since 1970; the true one comes last
             yield RouterStarted(self.router, self.address, 0)
         yield from (MemberGone(peer) for peer in self._gone)
         for page in self.members.values():
@@ -183,12 +184,13 @@ class MetadataState:
             yield RouterStarted(self.router, self.address, self._offset_ns)
 
     def recovered(self, clock_offset_ns: int) -> RecoveredState:
-        """Everything, for a router with a clock that shows ``clock_offset_ns`` less than the ns since 1970."""
+        """The whole state, for a router with a clock that is ``clock_offset_ns`` behind the ns since 1970."""
         members = []
         for page in self.members.values():
-            hbm, dram = page.entries.by_tier()
+            hbm, dram, ssd = page.entries.by_tier()
             used = tuple((used_s * NS_PER_S - clock_offset_ns, blocks) for used_s, blocks in page.entries.by_use())
-            members.append(RecoveredMember(page.info, page.is_draining, page.entries.next_event, hbm, dram, used))
+            next_event = page.entries.next_event
+            members.append(RecoveredMember(page.info, page.is_draining, next_event, hbm, dram, used, ssd))
         handles = (replace(pin, expires_ns=pin.expires_ns - clock_offset_ns) for pin in self.handles.values())
         return RecoveredState(
             self.router,
@@ -206,4 +208,4 @@ class MetadataState:
             check(page.info.peer.name == name, f"{page.info.peer} is listed as {name}")
             check(page.info.peer not in self._gone, f"{page.info.peer} is a member, and gone")
             check(all(len(identity) == 16 for identity in page.entries.stamps), f"{name} has broken identities")
-        check(len(self.sessions) <= SESSIONS_MAX and len(self._gone) <= GONE_MAX, "more is kept than there may be")
+        check(len(self.sessions) <= SESSIONS_MAX and len(self._gone) <= GONE_MAX, "more is kept than the limits allow")

@@ -5,15 +5,14 @@
     store = Store(medium)                     reads what is there; drops a torn last write, refuses damage
     store.state.recovered(clock_offset_ns)    for the StateRecovered event of a new machine
     store.write(records)                      for each Remember and Note, in order
-    store.sync()                              before anything behind a Remember is done
+    store.sync()                              before the actions after a Remember are performed
 
-In the runtime a thread does this (``runtime/meta_keeper.py``), one ``sync`` for all that came meanwhile. A simulator
+In the runtime a thread does this (``runtime/meta_keeper.py``), one ``sync`` for all that arrived meanwhile. A simulator
 calls it in virtual time on a ``FaultyMedium``.
 
 The journal is replaced by a checkpoint of the state when it has grown to three times the last one, and by its host
 (:meth:`Store.checkpoint`) some time after it :attr:`holds what was deleted <Store.holds_deleted>`. After a failure
-nothing is written until a whole checkpoint gets through (:meth:`Store.checkpoint`): a journal never goes on behind a
-hole.
+nothing is written until a whole checkpoint succeeds (:meth:`Store.checkpoint`): a journal never continues after a hole.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _FRAME_RECORDS = 1024
 
 
 class Store:
-    """Writes records and knows what they make. One thread."""
+    """Writes records and keeps the state that they make. For one thread."""
 
     def __init__(self, medium: Medium, *, checkpoint_bytes_min: int = CHECKPOINT_BYTES_MIN) -> None:
         """Recover what ``medium`` holds. Raises :class:`UserError` when it is damaged or of another format, and
@@ -43,12 +42,12 @@ class Store:
         self._checkpoint_bytes_min = checkpoint_bytes_min
         self.state = MetadataState()
         self.torn_bytes = 0
-        """Of a last write that had not got through when this store was opened."""
+        """Length of an incomplete last write that was found when this store was opened."""
         self.checkpoints = 0
         self.is_broken = False
-        """Nothing can be promised until a checkpoint gets through."""
+        """A write failed: nothing is durable until a checkpoint succeeds."""
         self.holds_deleted = False
-        """The journal has text of documents or pinned prefixes that the state no longer has; a checkpoint has not."""
+        """The journal has documents or pinned prefixes that the state no longer has; a checkpoint removes them."""
         self._writer = JournalWriter(0)
         self._bytes = self._durable_bytes = self._checkpoint_bytes = 0
         self._open()
@@ -73,8 +72,8 @@ class Store:
         return self._bytes
 
     def write(self, records: Iterable[AnyRecord]) -> None:
-        """Take ``records`` into the state and the journal. Not safe before :meth:`sync`; not written at all while the
-        store is broken. Raises :class:`MediumFailed`, and is broken then."""
+        """Apply ``records`` to the state and append them to the journal. Not safe before :meth:`sync`; not written at
+        all while the store is broken. Raises :class:`MediumFailed`, and is broken then."""
         records = list(records)
         self._apply(records)
         if self.is_broken:
@@ -111,12 +110,12 @@ class Store:
         self.checkpoints += 1
 
     def forget_expired(self, now_unix_ns: int) -> None:
-        """Take documents whose time is over out of the state. The next router would have done so."""
+        """Remove expired documents from the state, as the next router would."""
         expired = [record for record in self.state.documents.values() if record.expires_unix_ns <= now_unix_ns]
         self._apply([DocumentDropped(record.tenant, record.document_id) for record in expired])
 
     def close(self) -> None:
-        """Give the medium back; what is not safe yet is left to it."""
+        """Close the medium, without a :meth:`sync`."""
         self._medium.close()
 
     def _apply(self, records: list[AnyRecord]) -> None:

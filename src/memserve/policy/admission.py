@@ -1,6 +1,7 @@
 """Whether a request is admitted now: what it needs, the reasons in words, and when to retry.
 
-Overload rejects quickly: a queue that is longer than can be served in time only adds to every request's latency.
+Under overload, requests are rejected quickly: a queue that is longer than can be served in time only adds to every
+request's latency.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from memserve.types import Request, Role
 from memserve.units import NS_PER_S
 
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
-_SMOOTHING = 8  # a new measurement weighs 1/8
+_SMOOTHING = 8  # the weight of a new measurement is 1/8
 
 
 class Crowd(NamedTuple):
@@ -34,7 +35,7 @@ class Crowd(NamedTuple):
 
     @property
     def overflows(self) -> bool:
-        """Whether more wait than may."""
+        """Whether more requests wait than are allowed."""
         return self.waiting > self.waiting_max
 
     def reason(self, room: str = "") -> str:
@@ -47,7 +48,7 @@ def tokens_needed(request: Request, output_tokens_max: int, generated: int = 0) 
     """Tokens of KV that all sequences of ``request`` share, and those that each has for itself, in order.
 
     Of what it may still generate at most ``output_tokens_max`` count: nearly all answers end long before their limit,
-    and memory that is kept for tokens that never come serves no request.
+    and memory kept for tokens that never come is wasted.
     """
     to_come = min(max(0, request.stop.max_tokens - generated), output_tokens_max)
     return len(request.prompt), generated + to_come
@@ -62,7 +63,7 @@ def whole_blocks(request: Request, output_tokens_max: int, unit_tokens: int, gen
 
 
 def prompt_blocks(request: Request, unit_tokens: int, generated: int = 0) -> int:
-    """Blocks of ``unit_tokens`` tokens where only the prompt is computed: on a prefill instance."""
+    """Blocks of ``unit_tokens`` tokens on an instance that only computes the prompt."""
     return required_blocks(len(request.prompt) + generated, unit_tokens)
 
 
@@ -71,27 +72,27 @@ Team = list[tuple[Role, Ints]]
 
 
 class MemoryNeed(NamedTuple):
-    """What one request needs where it may run: computed once, and carried along by its ``RequestState`` until instances
-    or pins change, or it has generated tokens."""
+    """What one request needs where it may run. Computed once and carried in its ``RequestState``, until instances or
+    pins change or it has generated tokens."""
 
     prompt: int
-    """Blocks of the tokens that are known: where the prompt alone is computed."""
+    """Blocks of the known tokens: the need where only the prompt is computed."""
     whole: dict[Role, int]
-    """Blocks with the output, where it is decoded, by the instance's role."""
+    """Blocks with the output: the need where the request is decoded, by the instance's role."""
     names: tuple[bytes, ...]
     """Blocks of the prompt that are counted once for all that share them."""
     teams: list[Team]
     """One team that does everything, or one that prefills and one that decodes."""
     basis: tuple[int, int, bool]
-    """From which state it was computed."""
+    """The state from which the need was computed."""
 
     def at(self, role: Role, *, decodes: bool) -> Need:
-        """On an instance of ``role``. ``decodes``: it also generates the output."""
+        """The need on an instance of ``role``. ``decodes``: the instance also generates the output."""
         blocks = self.whole[role] if decodes else self.prompt
         return Need(blocks - len(self.names), self.names)
 
     def before_handover(self, role: Role) -> Need:
-        """On an instance of ``role`` that computes the prompt; it decodes too, unless a team of its own does that."""
+        """The need on an instance of ``role`` that computes the prompt, and decodes unless another team does."""
         return self.at(role, decodes=role is not Role.PREFILL or len(self.teams) < 2)
 
     def by_team(self) -> list[list[tuple[Need, Ints]]]:
@@ -100,13 +101,13 @@ class MemoryNeed(NamedTuple):
 
 
 def cost_tokens(request: Request, output_tokens_max: int) -> int:
-    """What serving ``request`` counts in its tenant's share: every token that is read or written."""
+    """What ``request`` costs its tenant's share of service: every token that is read or written."""
     shared, own = tokens_needed(request, output_tokens_max)
     return max(1, shared + max(request.n, request.beam_width) * own)
 
 
 def on_terms(request: Request, config: AdmissionConfig) -> Request:
-    """``request`` on the operator's terms: the weight of its tenant, and whether its priority counts among all."""
+    """``request`` with the operator's settings: its tenant's weight, and whether its priority counts across tenants."""
     weight = dict(config.weights).get(request.tenant, 1) if config.weights else 1
     urgency = request.priority if config.priority_across_tenants else 0
     if (weight, urgency) == (request.weight, request.urgency):
@@ -126,7 +127,7 @@ class ServiceTimes:
     def learn(self, active_ns: int) -> None:
         """A request has ended that was active for ``active_ns``."""
         self.samples += 1
-        share = min(self.samples, _SMOOTHING)  # the first ones count as their mean
+        share = min(self.samples, _SMOOTHING)  # the first samples are averaged
         self.mean_ns += (active_ns - self.mean_ns) // share
 
     def retry_after_s(self, ahead: int, at_once: int) -> float:
@@ -136,5 +137,5 @@ class ServiceTimes:
 
 
 def bounded_retry_s(seconds: float) -> float:
-    """``seconds`` within the limits of what clients are told, rounded up to whole milliseconds."""
+    """``seconds`` within the limits of ``Retry-After``, rounded up to whole milliseconds."""
     return min(RETRY_MAX_S, max(RETRY_MIN_S, ceil(seconds * 1000) / 1000))

@@ -1,4 +1,4 @@
-"""What a routing decision is made of: candidates in numbers, what a request needs, the answer, and choosing by load."""
+"""The parts of a routing decision: candidates in numbers, what a request needs, the answer, and the choice by load."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from memserve.policy.costs import CostModel
+from memserve.policy.costs import CopyCurve, CostModel
 from memserve.types import Role
 
 OVERLOAD_FACTOR = 2
 OVERLOAD_TOKENS = 8192
-"""An instance is overloaded with more than ``OVERLOAD_FACTOR`` times the work of the least loaded, and this much."""
+"""An overloaded instance has this many tokens of work, and ``OVERLOAD_FACTOR`` times those of the least loaded."""
 
 DEFAULT_COSTS = CostModel()
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """An instance that could take a request, in the numbers that decisions are made of."""
+    """An instance that could take a request, as the numbers that decide."""
 
     number: int
     name: str
@@ -37,9 +37,9 @@ class Candidate(msgspec.Struct, frozen=True):
     matched_tokens: int = 0
     """The prompt's prefix in its cache, HBM and DRAM."""
     dram_tokens: int = 0
-    """Of ``matched_tokens``: in DRAM."""
+    """How many of ``matched_tokens`` are in DRAM."""
     costs: CostModel = DEFAULT_COSTS
-    """What computing and moving cost there, by its own profile."""
+    """What computing and moving KV cost there, by the instance's own profile."""
 
     @property
     def work_tokens(self) -> int:
@@ -48,18 +48,22 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """A long prefix of the prompt in an instance's cache, which another instance may fetch."""
+    """A long prefix of the prompt in the cache of an instance or a store, which another instance may fetch."""
 
     number: int
     tokens: int
     host_id: str = ""
+    disk_tokens: int = 0
+    """Of ``tokens``: on the disks of a store alone."""
+    disk: CopyCurve = DEFAULT_COSTS.disk
+    """What reading those disks costs."""
 
 
 class Ask(msgspec.Struct, frozen=True):
     """What a request needs."""
 
     prompt_tokens: int
-    """To be computed or reused: a resumed request's generated tokens included."""
+    """Tokens to be computed or reused, a resumed request's generated tokens included."""
     max_tokens: int = 16
     sequences: int = 1
     token_bytes: int = 0
@@ -78,14 +82,14 @@ class Route(NamedTuple):
     """A decision."""
 
     first: Candidate
-    """Computes the prompt."""
+    """The instance that computes the prompt."""
     decode_at: Candidate | None
-    """Decodes; ``None``: the first one does."""
+    """The instance that decodes; ``None``: the first one."""
     reason: str
 
 
 Policy = Callable[[Ask, Sequence[Candidate], Sequence[Candidate]], Route]
-"""From what is asked, the instances that may compute the prompt and those that may decode, to a route."""
+"""Chooses a route from the ask, the instances that may compute the prompt, and those that may decode."""
 
 
 def load_rank(ask: Ask, candidate: Candidate) -> tuple[int, bool, int]:
@@ -94,12 +98,12 @@ def load_rank(ask: Ask, candidate: Candidate) -> tuple[int, bool, int]:
 
 
 def least_loaded(ask: Ask, candidates: Sequence[Candidate]) -> Candidate:
-    """The first by :func:`load_rank`; there must be one."""
+    """The first by :func:`load_rank`; ``candidates`` must not be empty."""
     return min(candidates, key=lambda c: load_rank(ask, c))
 
 
 def not_overloaded(candidates: Sequence[Candidate], least: Candidate) -> list[Candidate]:
-    """Those whose cache may make up for their queue: the others have far more to do than ``least``."""
+    """Candidates whose cache may make up for their queue: all others have far more work than ``least``."""
     limit = OVERLOAD_FACTOR * least.work_tokens + OVERLOAD_TOKENS
     return [c for c in candidates if c.work_tokens <= limit]
 
@@ -107,7 +111,7 @@ def not_overloaded(candidates: Sequence[Candidate], least: Candidate) -> list[Ca
 def with_decoder(
     first: Candidate, why: str, decoders: Sequence[Candidate], choose: Callable[[Sequence[Candidate]], Candidate]
 ) -> Route:
-    """The whole route once ``first`` is chosen: where it only prefills, ``choose`` picks the decoder."""
+    """The whole route once ``first`` is chosen: if that only prefills, ``choose`` picks the decoder."""
     if first.role is not Role.PREFILL or not decoders:
         return Route(first, None, why)
     decoder = choose(decoders)

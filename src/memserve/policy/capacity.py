@@ -9,12 +9,12 @@ from memserve.types import KVGeometry, Request
 from memserve.units import GIB, ceil_div, flag_bytes, human_bytes
 
 APART_CORES_MIN = 8
-"""Prefill and decode go apart from 8 cores on. With fewer, two processes that both want every core cost more than
-prompts in the middle of answers do: on two cores time to first token and completion time are several times those
-of one colocated instance (``bench/first_hour.py --shapes``)."""
+"""Prefill and decode are separated from 8 cores on. With fewer, two processes that both want every core cost more than
+prefills that interrupt decoding: on two cores, time to first token and completion time are several times those of one
+colocated instance (``bench/first_hour.py --shapes``)."""
 
 PROCESS_BYTES = 3 * GIB // 4
-"""What an instance takes beside weights and KV: torch, transformers, workspaces."""
+"""Memory of an instance beside weights and KV: torch, transformers, workspaces."""
 
 CLIENT_TOKENS = 1000
 """A client's prompt and answer, for the estimate of how many fit."""
@@ -27,7 +27,7 @@ def chunk_tokens(start: int, end: int, chunk_max: int, budget: int, block_tokens
     """How many of the tokens ``[start, end)`` one step computes.
 
     A piece that does not reach ``end`` stops at a block boundary when it can: whole blocks can be reused by other
-    requests as soon as the step is on its way, parts of a block cannot.
+    requests as soon as the step is planned, parts of a block cannot.
     """
     count = min(end - start, chunk_max, budget)
     if start + count < end:
@@ -40,8 +40,8 @@ def chunk_tokens(start: int, end: int, chunk_max: int, budget: int, block_tokens
 def headroom_blocks(decoding: int) -> int:
     """Blocks that admission leaves free for the growth of sequences that decode.
 
-    A decoding sequence needs a block every ``block_tokens`` steps; a quarter of them will within the next
-    ``block_tokens / 4`` steps. Without headroom a new sequence would be preempted soon after it was admitted.
+    A decoding sequence needs a block every ``block_tokens`` steps, so a quarter of them need one within the next
+    ``block_tokens / 4`` steps. Without headroom a new sequence would be preempted soon after its admission.
     """
     return ceil_div(decoding, 4)
 
@@ -54,7 +54,8 @@ def context_tokens(max_model_tokens: int, hbm_blocks: int, block_tokens: int) ->
 def context_note(
     served_tokens: int, model_tokens: int, options: EngineOptions, hbm_blocks: int, geometry: KVGeometry
 ) -> str:
-    """Why the served context is shorter than the model's own, and the flag that changes it; empty: it is as long."""
+    """Why the served context is shorter than the model's own, and the flag that changes it; empty: it is not
+    shorter."""
     if served_tokens >= model_tokens:
         return ""
     wanted = min(options.max_model_tokens or model_tokens, model_tokens)
@@ -92,7 +93,7 @@ def impossible_reason(request: Request, context: int, slots: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What instances may use."""
+    """The resources that instances may use."""
 
     cores: int
     memory_bytes: int | None
@@ -113,14 +114,15 @@ class Shape:
 
 
 def instance_bytes(kv_bytes: int, weight_bytes: int) -> int:
-    """Host memory of one instance at most: its weights are there twice while they are packed."""
+    """Peak host memory of one instance: it holds its weights twice while they are packed."""
     return kv_bytes + 2 * weight_bytes + PROCESS_BYTES
 
 
 def choose_shape(machine: Machine, one_instance_bytes: int | None) -> Shape:
     """One colocated instance, or a prefill and a decode instance where there is room for both.
 
-    ``one_instance_bytes``: host memory that an instance takes; ``None``: unknown before the model is here.
+    ``one_instance_bytes``: host memory that an instance takes; ``None``: unknown, because the model is not downloaded
+    yet.
     """
     if machine.gpu:
         return Shape(0, 0, 1, "KV in the memory of a GPU stays in one process")
@@ -128,11 +130,11 @@ def choose_shape(machine: Machine, one_instance_bytes: int | None) -> Shape:
         cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
         return Shape(0, 0, 1, f"{cores} here, and prefill and decode go apart from {APART_CORES_MIN} on")
     if one_instance_bytes is None or machine.memory_bytes is None:
-        return Shape(0, 0, 1, "it is not known whether the memory holds two")
+        return Shape(0, 0, 1, "it is not known whether two instances fit into memory")
     both = 2 * one_instance_bytes
     if both > machine.memory_bytes:
         available = human_bytes(machine.memory_bytes)
-        return Shape(0, 0, 1, f"two want {human_bytes(both)}, and {available} are available")
+        return Shape(0, 0, 1, f"two instances need {human_bytes(both)}, and {available} are available")
     return Shape(1, 1, 0, f"{machine.cores} cores, and memory for both")
 
 

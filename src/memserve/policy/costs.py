@@ -29,7 +29,7 @@ VERSION = 1
 """Of the dictionary form."""
 
 _NS_MAX = 1e15
-"""A coefficient beyond 11 days is no measurement, and with large ones sums would not be finite."""
+"""No measured coefficient exceeds 11 days; the limit keeps sums finite."""
 _REFITS = 8
 _FAR = 1.5
 """Errors beyond this multiple of the median error weigh less in a fit."""
@@ -38,54 +38,55 @@ _ERROR_MIN = 0.005
 
 @dataclass(frozen=True, slots=True)
 class PrefillCurve:
-    """Computing a prompt, or the rest of one."""
+    """Time to compute a prompt, or the rest of one."""
 
     step_ns: float = 2.0 * NS_PER_MS
-    """A step that computes hardly anything: reading the weights once."""
+    """The fixed time of a step: reading the weights once."""
     token_ns: float = 200_000.0
-    """Each new token: the linear layers."""
+    """For each new token: the linear layers."""
     pair_ns: float = 10.0
-    """Each pair of a new token and one that it attends to, over all layers and heads."""
+    """For each pair of a new token and one that it attends to, over all layers and heads."""
 
     def ns(self, new_tokens: int, context_tokens: int) -> int:
-        """``new_tokens`` computed behind ``context_tokens`` with KV that is there."""
+        """Time to compute ``new_tokens`` behind ``context_tokens`` whose KV is present."""
         return self.step(new_tokens, attended_pairs(new_tokens, context_tokens))
 
     def step(self, new_tokens: int, pairs: int) -> int:
-        """One step over pieces of several prompts: ``new_tokens`` and their ``pairs``, summed over the pieces."""
+        """Time of one step over pieces of several prompts: ``new_tokens`` and their ``pairs``, summed over the
+        pieces."""
         return round(self.step_ns + self.token_ns * new_tokens + self.pair_ns * pairs) if new_tokens > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCurve:
-    """One step that gives each of some sequences its next token."""
+    """Time of one step that gives each sequence of a batch its next token."""
 
     step_ns: float = 10.0 * NS_PER_MS
     row_ns: float = 200_000.0
-    """Each sequence of the batch."""
+    """For each sequence of the batch."""
     context_ns: float = 30.0
-    """Each token attended to, summed over the batch: its KV is read."""
+    """For each token attended to, summed over the batch: its KV is read."""
 
     def ns(self, batch: int, context_tokens: int) -> int:
-        """``batch`` sequences with ``context_tokens`` altogether."""
+        """Time of a step of ``batch`` sequences with ``context_tokens`` altogether."""
         return round(self.step_ns + self.row_ns * batch + self.context_ns * context_tokens) if batch > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class CopyCurve:
-    """Moving bytes over one link, in pieces that each lie in one place."""
+    """Time to move bytes over one link, in contiguous pieces."""
 
     start_ns: float
     piece_ns: float
     byte_ns: float
 
     def ns(self, copy_bytes: int, pieces: int = 1) -> int:
-        """``copy_bytes`` in all, in ``pieces`` pieces."""
+        """Time to move ``copy_bytes`` altogether, in ``pieces`` pieces."""
         return round(self.start_ns + self.piece_ns * pieces + self.byte_ns * copy_bytes) if copy_bytes > 0 else 0
 
     def kv_ns(self, tokens: int, block_tokens: int, token_bytes: int, block_pieces: int = 1) -> int:
-        """The KV of ``tokens`` tokens, in whole blocks of ``block_pieces`` pieces: 1 when a block is moved as one
-        piece, the number of layers when it is moved page by page.
+        """Time to move the KV of ``tokens`` tokens, in whole blocks of ``block_pieces`` pieces: 1 when a block is moved
+        as one piece, the number of layers when it is moved page by page.
 
         The price of every swap and every transfer, at the router and at the instances; ``_core.cheapest`` repeats it.
         """
@@ -112,6 +113,8 @@ class CostModel:
     """From another process's shared memory, messages included."""
     network: CopyCurve = field(default_factory=lambda: CopyCurve(10.0 * NS_PER_MS, 30_000.0, 2.0))
     """From another host (2 ns a byte = 0.5 GB/s)."""
+    disk: CopyCurve = field(default_factory=lambda: CopyCurve(2.0 * NS_PER_MS, 100_000.0, 2.0))
+    """Of a store: from its disks into its memory, checked; the link comes on top (2 ns a byte = 0.5 GB/s)."""
     machine: str = ""
     """Where it was measured; empty: these are the defaults."""
     model: str = ""
@@ -119,7 +122,7 @@ class CostModel:
 
     @property
     def is_measured(self) -> bool:
-        """Whether a profile stands behind it."""
+        """Whether the costs come from a profile."""
         return bool(self.machine)
 
     def link(self, same_host: bool) -> CopyCurve:
@@ -127,15 +130,15 @@ class CostModel:
         return self.same_host if same_host else self.network
 
     def prefill_ns(self, new_tokens: int, context_tokens: int = 0) -> int:
-        """Computing ``new_tokens`` behind ``context_tokens`` with KV that is there."""
+        """Time to compute ``new_tokens`` behind ``context_tokens`` whose KV is present."""
         return self.prefill.ns(new_tokens, context_tokens)
 
     def decode_step_ns(self, batch: int, context_tokens: int) -> int:
-        """One step of ``batch`` sequences that attend to ``context_tokens`` tokens altogether."""
+        """Time of one step of ``batch`` sequences that attend to ``context_tokens`` tokens altogether."""
         return self.decode.ns(batch, context_tokens)
 
     def scaled(self, prefill_scale: float) -> CostModel:
-        """These costs with another speed of computing a prompt: what finished steps have taught."""
+        """These costs with prefill times scaled, as learned from finished steps."""
         old = self.prefill
         scaled = (old.step_ns * prefill_scale, old.token_ns * prefill_scale, old.pair_ns * prefill_scale)
         return replace(self, prefill=PrefillCurve(*scaled))
@@ -146,14 +149,15 @@ class CostModel:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> CostModel:
-        """The reverse of :meth:`to_dict`. Raises :class:`UserError` for another version, or anything else."""
+        """The reverse of :meth:`to_dict`. Raises :class:`UserError` for another version, or malformed values."""
         if values.get("version") != VERSION:
             raise UserError(f"a cost profile of version {values.get('version')!r}", hint="run: memserve profile")
         try:
             model = msgspec.convert({k: v for k, v in values.items() if k != "version"}, CostModel)
         except msgspec.ValidationError as error:
             raise UserError(f"not a cost profile: {error}", hint="run: memserve profile") from None
-        curves = (model.prefill, model.decode, model.swap_in, model.swap_out, model.same_host, model.network)
+        links = (model.swap_in, model.swap_out, model.same_host, model.network, model.disk)
+        curves = (model.prefill, model.decode, *links)
         if not all(0 <= value <= _NS_MAX for curve in curves for value in asdict(curve).values()):
             raise UserError("a cost profile with impossible times", hint="run: memserve profile")
         return model
@@ -191,7 +195,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How well a curve foretells samples that it was not fitted to: relative errors, 0.1 = 10 %."""
+    """How well a curve predicts samples that it was not fitted to: relative errors, 0.1 = 10 %."""
 
     samples: int
     median_error: float
@@ -212,7 +216,7 @@ def fit_decode(samples: Sequence[Sample]) -> DecodeCurve:
 def fit_copy(samples: Sequence[Sample]) -> CopyCurve:
     """From samples of (bytes, pieces). Raises :class:`UserError` for fewer than three.
 
-    When all pieces were of one size, bytes and pieces cannot be told apart: then bytes bear all of the cost.
+    If all pieces have one size, bytes and pieces cannot be told apart: then bytes carry all of the cost.
     """
     one_size = len({sample.first * samples[0].second - samples[0].first * sample.second for sample in samples}) == 1
     rows = [(1, 0 if one_size else sample.second, sample.first) for sample in samples]
@@ -220,10 +224,10 @@ def fit_copy(samples: Sequence[Sample]) -> CopyCurve:
 
 
 def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Curve]) -> tuple[Curve, Quality]:
-    """The curve through all samples, and how well one through two thirds of them foretells the rest.
+    """The curve through all samples, and how well one through two thirds of them predicts the rest.
 
-    A third of the samples is left out, three times over, so that each is foretold once by a curve that has not seen it.
-    The thirds run diagonally through a grid of any width, so that none of them is a whole row or column.
+    A third of the samples is left out, three times over, so that each is predicted once by a curve that has not seen
+    it. The thirds run diagonally through a grid of any width, so that none of them is a whole row or column.
     """
     ordered = sorted(samples, key=lambda sample: (sample.first, sample.second))
     errors: list[float] = []
@@ -237,11 +241,11 @@ def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Cu
 def _coefficients(features: list[tuple[int, int, int]], samples: Sequence[Sample]) -> tuple[float, float, float]:
     """Least squares of the relative error: a prompt of 100 tokens is estimated as well as one of 8,000.
 
-    Fitted again and again with less weight on what lies far off (Huber): one slow moment of the machine shall not bend
+    Fitted repeatedly with less weight on outliers (Huber): one slow moment of the machine must not distort
     the curve.
     """
     if len(samples) < 3 or any(sample.ns <= 0 for sample in samples):
-        raise UserError(f"{len(samples)} samples cannot tell a curve", hint="measure at least three, all above zero")
+        raise UserError(f"{len(samples)} samples make no curve", hint="measure at least three, all above zero")
     times = np.array([sample.ns for sample in samples], dtype=np.float64)
     relative = np.array(features, dtype=np.float64) / times[:, None]
     weights = np.ones(len(samples))

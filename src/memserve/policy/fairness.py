@@ -1,11 +1,11 @@
 """Which request is next: a queue that is fair to tenants, however many requests each of them has.
 
-Start-time fair queueing (Goyal 1996), as VTC uses it for language models (Sheng 2024): every tenant has a clock of
-the service that it got, cost by weight, and the one whose clock is furthest behind is next. A tenant that comes
-back after a pause starts at the time of those that are served now: a pause earns nothing, a burst costs its own tenant
+Start-time fair queueing (Goyal 1996), as VTC uses it for language models (Sheng 2024): every tenant has a clock that
+counts its service, cost divided by weight, and the tenant whose clock is furthest behind is next. A tenant that comes
+back after a pause starts at the clock of the tenants now served: a pause earns nothing, a burst costs its own tenant
 only.
 
-While two tenants both wait, the service that they get differs by at most one request of each, per weight::
+While two tenants both wait, their service per weight differs by at most one request of each::
 
     |served_a / weight_a - served_b / weight_b|  <=  cost_max / weight_a + cost_max / weight_b
 """
@@ -22,7 +22,8 @@ Item = TypeVar("Item")
 SCALE = 1 << 20
 """Ticks of the clocks for a cost of one at weight one: integers, so that weights divide without rounding away."""
 AWAY_MIN = 1024
-"""Clocks of tenants that are away are looked through when there are more than this, and twice as many as last time."""
+"""The clocks of absent tenants are pruned when there are more than this, and twice as many as after the last
+pruning."""
 
 
 class Place(NamedTuple):
@@ -35,34 +36,35 @@ class Place(NamedTuple):
 
 
 class Turns:
-    """A clock a tenant: service that it got, cost by weight. Of those that are here the one furthest behind is next."""
+    """One clock per tenant: its service, cost divided by weight. Of the present tenants, the one furthest behind is
+    next."""
 
     __slots__ = ("_away", "_away_max", "_clock", "_clocks", "_weights")
 
     def __init__(self) -> None:
         self._clock = 0
-        #: of all and only the tenants that are here
+        #: of exactly the present tenants
         self._clocks: dict[str, int] = {}
         self._weights: dict[str, int] = {}
-        #: of tenants that have left ahead of ``_clock``
+        #: of absent tenants that left with a clock ahead of ``_clock``
         self._away: dict[str, int] = {}
         self._away_max = AWAY_MIN
 
     def enter(self, tenant: str, weight: int = 1) -> None:
-        """``tenant`` wants service from now on. Of one that is here the weight alone is taken."""
+        """``tenant`` wants service from now on. If it is already present, only its weight is updated."""
         if tenant not in self._clocks:
             self._clocks[tenant] = max(self._clock, self._away.pop(tenant, 0))
         self._weights[tenant] = weight
 
     def serve(self, tenant: str, cost: int, times: int = 1) -> None:
-        """``tenant``, which is here, gets service that costs so much, so many times."""
+        """``tenant``, which is present, gets service of ``cost``, ``times`` times."""
         each = cost * SCALE // self._weights[tenant]
         last = self._clocks[tenant] + (times - 1) * each
         self._clock = max(self._clock, last)
         self._clocks[tenant] = last + each
 
     def leave(self, tenant: str) -> None:
-        """``tenant``, which is here, wants nothing more. It keeps what it owes."""
+        """``tenant``, which is present, wants no more service. It keeps what it owes."""
         at = self._clocks.pop(tenant)
         del self._weights[tenant]
         if at > self._clock:
@@ -72,23 +74,23 @@ class Turns:
             self._away_max = max(AWAY_MIN, 2 * len(self._away))
 
     def at(self, tenant: str) -> int:
-        """The clock of a tenant that is here."""
+        """The clock of a present tenant."""
         return self._clocks[tenant]
 
     def weight(self, tenant: str) -> int:
-        """The weight of a tenant that is here."""
+        """The weight of a present tenant."""
         return self._weights[tenant]
 
     def share(self, tenant: str, total: int) -> int:
-        """What a tenant may have of ``total`` while all that are here want it: by weight, at least one.
+        """A tenant's part of ``total`` while all present tenants want it: by weight, at least one.
 
-        For a tenant that is not here: what it would get."""
+        For an absent tenant: what it would get."""
         weight = self._weights.get(tenant, 1)
         others = sum(self._weights.values()) - (weight if tenant in self._weights else 0)
         return max(1, total * weight // (weight + others))
 
     def in_turn(self, tenants: Iterable[str]) -> list[str]:
-        """``tenants``, which are here, the one furthest behind first."""
+        """``tenants``, which are present, the one furthest behind first."""
         return sorted(tenants, key=self._clocks.__getitem__)
 
     def __len__(self) -> int:
@@ -98,22 +100,23 @@ class Turns:
         return iter(self._clocks)
 
     def check_invariants(self) -> None:
-        """Raise :class:`InvariantError` if a tenant is both here and away, or has a clock without a weight."""
+        """Raise :class:`InvariantError` if a tenant is both present and absent, or has a clock without a weight."""
         both = [tenant for tenant in self._away if tenant in self._clocks]
-        check(not both and len(self._weights) == len(self._clocks), f"here and away: {both}")
+        check(not both and len(self._weights) == len(self._clocks), f"present and absent: {both}")
 
 
 class FairQueue(Generic[Item]):
-    """Items by tenant. Looking at the head changes nothing: it is the head until it is served, removed, or preceded."""
+    """Items by tenant. Looking at the head changes nothing: it stays the head until it is served, removed, or
+    overtaken."""
 
     __slots__ = ("_arrivals", "_items", "_lines", "_turns", "_weights")
 
     def __init__(self, weights: Mapping[str, int] | None = None) -> None:
-        """``weights``: of tenants that get more than others, 1 by default; at least 1 each."""
+        """``weights``: of tenants, at least 1 each; 1 for those not named."""
         self._weights = dict(weights or {})
         check(all(weight >= 1 for weight in self._weights.values()), f"weights below one: {self._weights}")
         self._arrivals = 0
-        #: places of each tenant's items, in order; a tenant is listed while it has any
+        #: places of each tenant's items, in order; only tenants that have any
         self._lines: dict[str, list[Place]] = {}
         self._turns = Turns()
         self._items: dict[str, tuple[str, Place, int, Item]] = {}
@@ -158,7 +161,7 @@ class FairQueue(Generic[Item]):
         return True
 
     def most_crowded(self, newcomer: str) -> Item | None:
-        """The item to reject when there are too many: the last one of the tenant that has most waiting, by weight.
+        """The item to reject when there are too many: the last of the tenant with most waiting items per weight.
 
         Among equal tenants the ``newcomer``'s own: no tenant loses a place to one that has as many.
         """
@@ -168,7 +171,7 @@ class FairQueue(Generic[Item]):
         return self._items[self._lines[tenant][-1].key][3]
 
     def waiting(self) -> dict[str, int]:
-        """Items by tenant, of those that have any."""
+        """Number of items by tenant; only tenants that have any."""
         return {tenant: len(line) for tenant, line in self._lines.items()}
 
     def _crowd(self, tenant: str) -> int:

@@ -4,18 +4,18 @@ A node is an instance, by its number. Memory is counted in blocks, as allocators
 ``ceil(kv size / block size)`` of them. Best fit chooses the node with the least left over: large holes stay for large
 requests.
 
-Blocks may have names (their identities). Requests that hold a block of one name on a node share it: the block counts
-once there, as it will after prefix reuse.
+Blocks may have names (their identities). Requests that hold a block of the same name on a node share it: the block
+counts once there, as it will after prefix reuse.
 
 A request that has ended may stay in the ledger as *inactive*: its blocks count as used, and may be evicted::
 
     no node has room
       -> the blocks of the oldest inactive request are freed, never those of a running one
-      -> is there room now?   yes: the request has its node
+      -> is there room now?   yes: the request gets the node
                               no:  rejected, and nothing was evicted in vain
 
 Inactive requests are kept for a limited time (:meth:`BlockLedger.expire`). Otherwise blocks that no request asks for
-again would keep out, for ever, a request that needs more than may be evicted for it.
+again would block, for ever, a request that needs more than may be evicted for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Ints = NDArray[np.int64]
 IDENTITY_BYTES = 16
 
 Entry = tuple[int, str]
-"""Age and name of an inactive request; a higher age is younger."""
+"""Age and name of an inactive request; a higher number is younger."""
 
 
 def required_blocks(kv_size: int, block_size: int) -> int:
@@ -47,7 +47,7 @@ def required_blocks(kv_size: int, block_size: int) -> int:
 
 
 def block_names(identities: bytes) -> tuple[bytes, ...]:
-    """The names of blocks, from their identities one behind the other."""
+    """The names of blocks, from their concatenated identities."""
     return tuple(identities[at : at + IDENTITY_BYTES] for at in range(0, len(identities), IDENTITY_BYTES))
 
 
@@ -55,10 +55,10 @@ class Need(NamedTuple):
     """What a request holds on one node while it runs there."""
 
     blocks: int
-    """Of the request alone: computed anew, or not whole."""
+    """Blocks of the request alone: newly computed, or not whole."""
     names: tuple[bytes, ...] = ()
-    """Whole blocks known by name, shared with other requests. A chain: each name stands for all before it as well, so
-    a holder of one holds those before it."""
+    """Whole blocks known by name, shared with other requests. A chain: each name includes all before it, so a holder of
+    one holds those before it."""
 
     @property
     def total(self) -> int:
@@ -74,8 +74,9 @@ class Relief(NamedTuple):
 
 
 def best_fit(nodes: Ints, blocks_left: Ints, load: Ints) -> Ints:
-    """The one of ``nodes`` with the least left over; ties go to less load, then to the lower number. Empty: no node has
-    room. Shapes ``[n]``; ``blocks_left``: free blocks once the request has its own, negative where it does not fit."""
+    """The node of ``nodes`` with the least left over; ties go to less load, then to the lower number. Empty: no node
+    has room. Shapes ``[n]``; ``blocks_left``: free blocks once the request has its own, negative where it does not
+    fit."""
     fitting = np.flatnonzero(blocks_left >= 0)
     order = np.lexsort((nodes[fitting], load[fitting], blocks_left[fitting]))
     return nodes[fitting[order[:1]]]
@@ -101,22 +102,22 @@ def best_fit_route(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Cand
 @dataclass(slots=True)
 class _Node:
     needs: dict[str, Need] = field(default_factory=dict)
-    """All and only the requests that hold blocks here, in order of allocation."""
+    """Exactly the requests that hold blocks here, in order of allocation."""
     shared: Counter[bytes] = field(default_factory=Counter)
     """For each name the number of requests that hold it."""
     inactive: list[Entry] = field(default_factory=list)
-    """Those of ``needs`` that have ended, oldest first."""
+    """The requests of ``needs`` that have ended, oldest first."""
 
     def known(self, names: tuple[bytes, ...]) -> int:
-        """How many of ``names``, a chain, are held here: found by halving."""
+        """How many of ``names``, a chain, are held here, by binary search."""
         return bisect_left(names, True, key=lambda name: name not in self.shared)
 
 
 class BlockLedger:
-    """Requests to blocks, by node. It counts blocks; which ones they are is known to the instance alone.
+    """Blocks of requests, by node. It counts blocks; only the instance knows which ones they are.
 
-    A node may be used beyond its total: an admitted request is not thrown out when its work moves. Nodes are small
-    numbers, so that what is free stands in one array.
+    A node may be used beyond its total: an admitted request is not rejected when it moves to another node. Nodes are
+    small numbers, so that free blocks lie in one array.
     """
 
     __slots__ = ("_ended", "_expiring", "_free", "_nodes", "_roots", "_total", "evictions")
@@ -127,9 +128,9 @@ class BlockLedger:
         self._free: Ints = np.zeros(8, np.int64)
         #: for each name that begins a chain, the nodes that have it
         self._roots: dict[bytes, dict[int, None]] = {}
-        #: (until, node, entry) of inactive requests in the order in which they ended; may name freed ones
+        #: (until, node, entry) of inactive requests in the order of their end; may include freed ones
         self._expiring: deque[tuple[int, int, Entry]] = deque()
-        #: (node, entry) of those that have ended since :meth:`expire` was called last
+        #: (node, entry) of requests that have ended since the last :meth:`expire`
         self._ended: list[tuple[int, Entry]] = []
         self.evictions = 0
 
@@ -144,7 +145,7 @@ class BlockLedger:
         self._total[node] = self._free[node] = blocks_total
 
     def leave(self, node: int) -> None:
-        """The node is gone, and all that was on it."""
+        """The node is gone, with all that it held."""
         for request_id in self.holders(node):
             self.free(request_id, node)
         del self._nodes[node]
@@ -162,7 +163,8 @@ class BlockLedger:
             self._roots.setdefault(need.names[0], {})[node] = None
 
     def free(self, request_id: str, node: int) -> int:
-        """Give back exactly what it was given there. Returns the blocks that are free now; the rest is shared."""
+        """Free what ``request_id`` holds on ``node``. Returns the number of blocks that became free; the rest is
+        shared."""
         held = self._nodes[node]
         need = held.needs.pop(request_id)
         if held.inactive:
@@ -189,7 +191,7 @@ class BlockLedger:
         self._ended.append((node, (age, request_id)))
 
     def restore(self, request_id: str, node: int, blocks: int, age: int, until_ns: int) -> None:
-        """Blocks of ended requests that an earlier router knew: inactive, and expiring at ``until_ns``."""
+        """Add blocks of ended requests that an earlier router knew: inactive, and expiring at ``until_ns``."""
         self.allocate(request_id, node, Need(blocks))
         insort(self._nodes[node].inactive, (age, request_id))
         self._expiring = deque(sorted([*self._expiring, (until_ns, node, (age, request_id))]))
@@ -197,9 +199,10 @@ class BlockLedger:
     # -- eviction
 
     def expire(self, now: int, kept_ns: int) -> int:
-        """Free what ended ``kept_ns`` ago or earlier. Returns the number of requests; they are no evictions.
+        """Free the blocks of requests that ended at least ``kept_ns`` ago. Returns their number; they do not count as
+        evictions.
 
-        To be called with every event: requests that were retired since the last call count as ended ``now``.
+        Call it with every event: requests that were retired since the last call count as ended ``now``.
         """
         self._expiring.extend((now + kept_ns, node, entry) for node, entry in self._ended)
         self._ended.clear()
@@ -212,9 +215,9 @@ class BlockLedger:
         return expired
 
     def relieve(self, need: Need, nodes: Sequence[int], evictions_max: int) -> Relief | None:
-        """Make room for ``need`` on one of ``nodes`` by at most ``evictions_max`` evictions: on the node where the
-        fewest are enough, of those on the one with the oldest victim. ``None``: no node has enough to evict, and
-        nothing was changed."""
+        """Make room for ``need`` on one of ``nodes`` with at most ``evictions_max`` evictions: on the node that needs
+        the fewest, among equals the one with the oldest victim. ``None``: no node has enough to evict, and nothing was
+        changed."""
         plans = [(len(victims), victims[0][0], node, victims)
                  for node in nodes if (victims := self._victims(need, node, evictions_max))]  # fmt: skip
         if not plans:
@@ -227,7 +230,7 @@ class BlockLedger:
 
     def room_at_ns(self, need: Need, node: int) -> int | None:
         """When ``node`` has room for ``need`` if no other request comes or goes, as inactive ones expire. 0: it has
-        room now. ``None``: that is not enough, or :meth:`expire` is yet to be called."""
+        room now. ``None``: that is not enough, or :meth:`expire` must be called first."""
         wanted = -int(self.blocks_left(np.array([node]), need)[0])
         dropped: Counter[bytes] = Counter()
         kept, until_ns = set(need.names), 0
@@ -239,7 +242,7 @@ class BlockLedger:
         return until_ns if wanted <= 0 else None
 
     def _victims(self, need: Need, node: int, evictions_max: int) -> list[Entry]:
-        """The oldest that must go for ``need`` to fit; empty where ``evictions_max`` are not enough."""
+        """The oldest inactive requests to evict so that ``need`` fits; empty: ``evictions_max`` are not enough."""
         wanted = -int(self.blocks_left(np.array([node]), need)[0])
         chosen: list[Entry] = []
         dropped: Counter[bytes] = Counter()
@@ -252,7 +255,7 @@ class BlockLedger:
         return chosen if wanted <= 0 else []
 
     def _freed(self, request_id: str, node: int, dropped: Counter[bytes], kept: set[bytes]) -> int:
-        """Blocks that one more eviction makes free for the newcomer: not those that the newcomer shares."""
+        """Blocks that one more eviction frees for the new request, without those that it shares."""
         held = self._nodes[node]
         need = held.needs[request_id]
         dropped.update(need.names)
@@ -278,7 +281,7 @@ class BlockLedger:
         return held.needs.get(request_id) if held is not None else None
 
     def known(self, node: int, names: tuple[bytes, ...]) -> int:
-        """How many of ``names``, a chain, are held there: the first ones."""
+        """How many of ``names``, a chain, are held there; always the first ones."""
         return self._nodes[node].known(names)
 
     def blocks_total(self, nodes: Ints) -> Ints:
@@ -286,7 +289,7 @@ class BlockLedger:
         return self._total[nodes]
 
     def blocks_free(self, node: int) -> int:
-        """Blocks that no request holds; negative when more was moved there than fits."""
+        """Blocks that no request holds; negative: more was moved there than fits."""
         return int(self._free[node])
 
     def blocks_left(self, nodes: Ints, need: Need) -> Ints:

@@ -1,8 +1,8 @@
 """What tenants may leave behind: a bounded store, shared fairly when it is full.
 
-One tenant alone may fill it. When it is full, the tenant with most loses what it has not used for longest; among equal
-tenants the one that adds a value. So a flood of one tenant's names costs others nothing below their share, and a
-request costs a look at a few counters, however many values are kept.
+One tenant alone may fill it. When it is full, the tenant with most loses its least recently used value; among equal
+tenants, the one that adds a value. So a flood of one tenant's names costs other tenants nothing within their share, and
+a request costs a look at a few counters, however many values are kept.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class TenantStore(Generic[Value]):
     __slots__ = ("_costs", "_kept", "_total", "cost_max")
 
     def __init__(self, cost_max: int) -> None:
-        check(cost_max >= 1, f"room for nothing: {cost_max}")
+        check(cost_max >= 1, f"cost_max must be at least 1, got {cost_max}")
         self.cost_max = cost_max
-        #: of each tenant that has any, the longest unused first
+        #: values of each tenant that has any, least recently used first
         self._kept: dict[str, OrderedDict[str, _Kept[Value]]] = {}
         self._costs: dict[str, int] = {}
         self._total = 0
 
     def put(self, tenant: str, name: str, value: Value, cost: int = 1) -> list[Value]:
-        """Keep ``value``, in the place of an earlier one of that name. Returns the values that were evicted for it."""
+        """Keep ``value``; it replaces an earlier one of that name. Returns the values that were evicted for it."""
         self.pop(tenant, name)
         self._kept.setdefault(tenant, OrderedDict())[name] = _Kept(value, cost)
         self._costs[tenant] = self._costs.get(tenant, 0) + cost
@@ -70,11 +70,11 @@ class TenantStore(Generic[Value]):
         return ((tenant, name, kept.value) for tenant, names in self._kept.items() for name, kept in names.items())
 
     def values(self) -> Iterator[Value]:
-        """All values, tenant by tenant, each tenant's longest unused first."""
+        """All values, tenant by tenant, each tenant's least recently used first."""
         return (kept.value for names in self._kept.values() for kept in names.values())
 
     def of(self, tenant: str) -> list[Value]:
-        """A tenant's values, the longest unused first."""
+        """A tenant's values, least recently used first."""
         return [kept.value for kept in self._kept.get(tenant, {}).values()]
 
     def count(self, tenant: str) -> int:
@@ -91,7 +91,7 @@ class TenantStore(Generic[Value]):
         return victim, next(iter(self._kept[victim]))
 
     def check_invariants(self) -> None:
-        """Raise :class:`InvariantError` if the books do not agree."""
+        """Raise :class:`InvariantError` if the counts do not agree."""
         costs = {tenant: sum(kept.cost for kept in names.values()) for tenant, names in self._kept.items()}
         check(costs == self._costs and sum(costs.values()) == self._total, f"{self._costs} are kept as {costs}")
         check(all(self._kept.values()), "a tenant without anything is listed")

@@ -14,23 +14,24 @@ from memserve.policy.ledger import IDENTITY_BYTES, BlockLedger, Need
 class Reservations:
     """Pins and loans, on top of a ledger.
 
-    A pinned prefix counts from ``Pin`` on with all of its blocks, from ``Pinned`` on with as many as the instance has,
-    until ``Unpin`` is sent or the instance says that it has given the prefix up. A prefix that another instance may
-    fetch is lent: from the dispatch of the request that needs it until its prompt is computed, or its attempt is over.
+    A pinned prefix counts with all of its blocks from ``Pin`` on, and with those that the instance has from ``Pinned``
+    on, until ``Unpin`` is sent or the instance reports that it has dropped the prefix. A prefix that another instance
+    may fetch is lent: from the dispatch of the request that needs it until its prompt is computed, or its attempt has
+    ended.
 
-    Blocks have their names here, so that a block that is pinned, lent and read by running requests counts once.
-    Messages to one instance arrive in order: a request that is dispatched behind an ``Unpin`` finds its blocks free.
+    Blocks have names here, so that a block that is pinned, lent and read by running requests counts once.
+    Messages to one instance arrive in order: a request that is dispatched after an ``Unpin`` finds its blocks free.
     """
 
     __slots__ = ("_ledger", "_lent", "_names", "_pins")
 
     def __init__(self, ledger: BlockLedger) -> None:
         self._ledger = ledger
-        #: all and only the pins that hold blocks: where, and which
+        #: exactly the pins that hold blocks: node and need
         self._pins: dict[str, tuple[int, Need]] = {}
-        #: the names of their blocks, by the number of pins that have them
+        #: for each name of their blocks, the number of pins that have it
         self._names: Counter[bytes] = Counter()
-        #: for each attempt that may still fetch, where from
+        #: for each attempt that may still fetch, the nodes that it may fetch from
         self._lent: dict[str, list[int]] = {}
 
     def pin(self, name: str, node: int, need: Need) -> None:
@@ -42,7 +43,8 @@ class Reservations:
             self._ledger.allocate(_pinned(name), node, need)
 
     def may_pin(self, name: str, node: int, need: Need) -> bool:
-        """:meth:`pin`, where admitted requests keep their room. False: there is no room, and nothing was changed."""
+        """:meth:`pin`, if that takes no room from admitted requests. False: there is no room, and nothing was
+        changed."""
         before, free_before = self._pins.get(name), self._ledger.blocks_free(node)
         self.pin(name, node, need)
         if self._ledger.blocks_free(node) >= min(0, free_before):
@@ -79,7 +81,7 @@ class Reservations:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """For a look at the ledger without pins: instances drop them before they stand still."""
+        """Look at the ledger without pins: instances drop pins rather than stand still."""
         for name, (node, _) in self._pins.items():
             self._ledger.free(_pinned(name), node)
         try:
@@ -102,7 +104,7 @@ class Reservations:
         return bool(nodes)
 
     def leave(self, node: int) -> None:
-        """``node`` is about to go, with all that is held there."""
+        """``node`` is about to leave, with all that is held there."""
         for name in [name for name, (at, _) in self._pins.items() if at == node]:
             self.unpin(name)
         for attempt_id, nodes in self._lent.items():
@@ -111,7 +113,7 @@ class Reservations:
                 self._ledger.free(_lent(attempt_id), node)
 
     def holders(self, node: int) -> set[str]:
-        """Names in the ledger of what is reserved there."""
+        """The ledger's names of what is reserved there."""
         pins = {_pinned(name) for name, (at, _) in self._pins.items() if at == node}
         return pins | {_lent(attempt_id) for attempt_id, nodes in self._lent.items() if node in nodes}
 
@@ -125,7 +127,7 @@ class Reservations:
 
 
 def _pinned(name: str) -> str:
-    """In the ledger, where attempts have names that end with a number."""
+    """The pin's name in the ledger; names of attempts end with a number, so it differs from all of them."""
     return f"{name} pinned"
 
 

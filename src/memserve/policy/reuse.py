@@ -1,7 +1,7 @@
 """Where KV comes from: reused where it lies, swapped in, fetched from another instance, or recomputed.
 
 :func:`decide_batch` chooses for the prompts that an instance gets together, :class:`PreemptionModel` for a sequence
-that is preempted or admitted (MemServe 4 and 5.3). Both go by the curves of ``policy/costs.py``.
+that is preempted or admitted (MemServe 4 and 5.3). Both use the curves of ``policy/costs.py``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve
 from memserve.types import KVGeometry
 from memserve.units import NS_PER_MS, NS_PER_S, ceil_div
 
-_SMOOTHING = 8  # a new measurement weighs 1/8
+_SMOOTHING = 8  # the weight of a new measurement is 1/8
 _TYPICAL_TOKENS = 256
-_STEP_SHARE_MIN = 8  # prefill tokens a decode row: with fewer a step says little about prefill
+_STEP_SHARE_MIN = 8  # prefill tokens per decode row: a step with fewer says little about prefill
 
 
 class Way(enum.StrEnum):
@@ -24,51 +24,55 @@ class Way(enum.StrEnum):
 
     REUSE = "reuse"  # it lies where attention reads
     SWAP_IN = "swap-in"  # from host memory
-    FETCH = "fetch"  # from another instance
+    FETCH = "fetch"  # from another instance, or a store
     RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Where the pieces of one prompt's prefix lie: first HBM, behind it DRAM, behind it another instance."""
+    """Where the pieces of one prompt's prefix lie: first HBM, behind it DRAM, behind it another instance or a store."""
 
     prompt_tokens: int
     hbm_tokens: int = 0
     dram_tokens: int = 0
     remote_tokens: int = 0
-    """What the other instance has beyond the first two pieces."""
+    """Tokens of the other instance, or of the store, beyond the first two pieces."""
     same_host: bool = True
-    """Whether that instance can be read through shared memory."""
+    """Whether its memory can be read in place, as shared memory."""
     fetch_after_ns: int = 0
-    """Until the transfer can begin: steps under way that use the blocks it writes to."""
+    """Time until the transfer can begin: steps under way use the blocks that it writes to."""
+    disk_tokens: int = 0
+    """Of ``remote_tokens``: on the disks of a store, which reads them into its memory first."""
+    disk: CopyCurve | None = None
+    """What reading those disks costs. None: as the costs of this instance say."""
 
     @property
     def own_tokens(self) -> int:
-        """In this instance's cache, on either tier."""
+        """Tokens in this instance's cache, on either tier."""
         return self.hbm_tokens + self.dram_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to serve a whole prompt: move the pieces up to some point, compute what is behind it."""
+    """One way to serve a whole prompt: move the pieces up to some point, compute the rest."""
 
     ways: tuple[tuple[Way, int], ...]
     """Pieces in order, with their tokens; the last one is always recomputed, and never empty."""
     wait_ns: int
-    """From now until the prefill can begin: other work before it, or a fetch that takes longer than that."""
+    """Time from now until the prefill can begin: the longer of other work before it and a fetch."""
     swap_ns: int
     prefill_ns: int
     fetch_ends_ns: int = 0
-    """From now until the link is free again; 0: this option fetches nothing."""
+    """Time from now until the link is free again; 0: this option fetches nothing."""
 
     @property
     def compute_ns(self) -> int:
-        """How long the device is busy with it."""
+        """How long this option keeps the device busy."""
         return self.swap_ns + self.prefill_ns
 
     @property
     def expected_ns(self) -> int:
-        """From now until the first token."""
+        """Time from now until the first token."""
         return self.wait_ns + self.compute_ns
 
     @property
@@ -79,12 +83,12 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The quickest option, and those that it was chosen over."""
+    """The quickest option, and those that it was preferred to."""
 
     chosen: Option
     others: tuple[Option, ...] = ()
     queue_ns: int = 0
-    """Computing before this prompt."""
+    """Time of computing before this prompt."""
 
     def tokens(self, way: Way) -> int:
         """Tokens that get their KV this way."""
@@ -92,7 +96,7 @@ class Decision:
 
     @property
     def expected_ns(self) -> int:
-        """From now until the first token."""
+        """Time from now until the first token."""
         return self.chosen.expected_ns
 
     @property
@@ -118,10 +122,10 @@ def decide_batch(
     queue_ns: int = 0,
     link_busy_ns: int = 0,
 ) -> list[Decision]:
-    """How each of some prompts that came together gets its KV, in their order.
+    """How each of several prompts that arrived together gets its KV, in their order.
 
-    ``queue_ns``: computing that is before all of them; ``link_busy_ns``: fetches before theirs. A fetch goes on beside
-    computing, so a prompt waits for the longer of the two::
+    ``queue_ns``: computing before all of them; ``link_busy_ns``: fetches before theirs. A fetch runs while other
+    prompts are computed, so a prompt waits for the longer of the two::
 
         expected(i) = max(queue + computing of those before i, link + fetches of those before i + fetch(i))
                       + swap_in(i) + prefill(i)
@@ -133,7 +137,7 @@ def decide_batch(
 
     def saved_share(at: int) -> float:
         prefix = prefixes[at]
-        fetch_ns = _kv_ns(costs.link(prefix.same_host), geometry, prefix.remote_tokens, pieces)
+        fetch_ns = _fetch_ns(costs, geometry, prefix, prefix.remote_tokens, pieces)
         return costs.prefill_ns(prefix.remote_tokens, prefix.own_tokens) / fetch_ns if fetch_ns else 0.0
 
     decisions: dict[int, Decision] = {}
@@ -148,12 +152,11 @@ def decide_batch(
 def _decide(
     costs: CostModel, geometry: KVGeometry, prefix: Prefix, pieces: int, queue_ns: int, link_busy_ns: int
 ) -> Decision:
-    """A piece is moved as a whole or not at all: moving costs the same for each of its tokens while computing costs
-    more for each further one, so the best point is at an end of a piece. With one exception: what can be fetched while
-    the request queues costs nothing, and more of it may not pay."""
-    link = costs.link(prefix.same_host)
+    """A piece is moved as a whole or not at all: moving costs the same for each of its tokens, while computing costs
+    more for each further one, so the best point is the end of a piece. One exception: what can be fetched while the
+    request queues costs nothing, and fetching more of it may not pay."""
     begins_ns = max(link_busy_ns, prefix.fetch_after_ns)
-    hidden_tokens = _hidden_tokens(link, geometry, pieces, queue_ns - begins_ns, prefix.remote_tokens)
+    hidden_tokens = _hidden_tokens(costs, geometry, prefix, pieces, queue_ns - begins_ns)
     options: list[Option] = []
     for swapped, fetched in (
         (0, 0),
@@ -170,7 +173,7 @@ def _decide(
         tokens_by = dict(moved)
         context = sum(tokens_by.values())
         fetched = tokens_by.get(Way.FETCH, 0)
-        fetch_ends_ns = begins_ns + _kv_ns(link, geometry, fetched, pieces) if fetched else 0
+        fetch_ends_ns = begins_ns + _fetch_ns(costs, geometry, prefix, fetched, pieces) if fetched else 0
         options.append(
             Option(
                 (*moved, (Way.RECOMPUTE, prefix.prompt_tokens - context)),
@@ -188,9 +191,20 @@ def _kv_ns(curve: CopyCurve, geometry: KVGeometry, tokens: int, pieces: int = 1)
     return curve.kv_ns(tokens, geometry.block_tokens, geometry.token_bytes, pieces)
 
 
-def _hidden_tokens(link: CopyCurve, geometry: KVGeometry, pieces: int, free_ns: int, tokens: int) -> int:
-    """How many of ``tokens`` can be fetched within ``free_ns``: whole blocks, or all."""
+def _fetch_ns(costs: CostModel, geometry: KVGeometry, prefix: Prefix, tokens: int, pieces: int = 1) -> int:
+    """The first ``tokens`` of ``prefix.remote_tokens``. Those on a disk may be any of them: as many as there can be."""
+    disk = prefix.disk or costs.disk
+    read_ns = _kv_ns(disk, geometry, min(tokens, prefix.disk_tokens))
+    return _kv_ns(costs.link(prefix.same_host), geometry, tokens, pieces) + read_ns
+
+
+def _hidden_tokens(costs: CostModel, geometry: KVGeometry, prefix: Prefix, pieces: int, free_ns: int) -> int:
+    """How many of the remote tokens can be fetched within ``free_ns``: whole blocks, or all."""
+    link, tokens = costs.link(prefix.same_host), prefix.remote_tokens
     block_ns, left_ns = link.piece_ns * pieces + link.byte_ns * geometry.block_bytes, free_ns - link.start_ns
+    if prefix.disk_tokens:
+        disk = prefix.disk or costs.disk
+        block_ns, left_ns = block_ns + disk.piece_ns + disk.byte_ns * geometry.block_bytes, left_ns - disk.start_ns
     if left_ns <= 0:
         return 0
     if ceil_div(tokens, geometry.block_tokens) * block_ns <= left_ns:
@@ -214,13 +228,13 @@ class FetchChoice:
     """What to ask another instance for."""
 
     tokens: int
-    """Behind the own prefix, whole blocks. 0: computing is expected to be quicker."""
+    """Tokens to fetch behind the own prefix, in whole blocks. 0: computing is expected to be quicker."""
     wait_ns: int
     """How long an answer is worth waiting for."""
     reason: str
     """Why, in one line for people."""
     link_ns: int = 0
-    """How long the link is expected to be busy with it."""
+    """How long the fetch is expected to keep the link busy."""
 
 
 def plan_fetches(
@@ -234,21 +248,21 @@ def plan_fetches(
 ) -> list[FetchChoice]:
     """How much of each ``remote_tokens`` to fetch, and how long to wait for it, at most ``waits_max_ns``.
 
-    The wait is bounded by the time that computing the tokens would take, behind the work that is before them in any
-    case: so a holder that never answers at most doubles the time to the first token.
+    The wait is at most the time that computing the tokens would take, behind the work that is before them anyway: so a
+    holder that never answers at most doubles the time to the first token.
     """
     choices = []
     decisions = decide_batch(costs, geometry, prefixes, queue_ns=queue_ns, link_busy_ns=link_busy_ns)
     for prefix, decision, wait_max_ns in zip(prefixes, decisions, waits_max_ns, strict=True):
         tokens = decision.tokens(Way.FETCH)
         if prefix.prompt_tokens - 1 - prefix.own_tokens <= tokens < prefix.remote_tokens:
-            tokens += 1  # the last token is computed in any case, but its block may come as a whole
+            tokens += 1  # the last token is computed anyway, but its block may be fetched whole
         tokens = tokens // geometry.block_tokens * geometry.block_tokens
         if not tokens:
             choices.append(FetchChoice(0, 0, decision.reason))
             continue
         wait_ns = decision.queue_ns + costs.prefill_ns(tokens, prefix.own_tokens)
-        link_ns = _kv_ns(costs.link(prefix.same_host), geometry, tokens)
+        link_ns = _fetch_ns(costs, geometry, prefix, tokens)
         choices.append(FetchChoice(tokens, max(1, min(wait_max_ns, wait_ns)), decision.reason, link_ns))
     return choices
 
@@ -258,12 +272,12 @@ def plan_fetches(
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCosts:
-    """What is known before anything is measured."""
+    """Costs that are assumed before anything is measured."""
 
     block_bytes: int = 1 << 20
     """Bytes of one block over all layers (``KVGeometry.block_bytes``)."""
     link_bytes_per_s: int = 5_000_000_000
-    """Copy rate between the arena and host memory, one way."""
+    """Rate of copies between the arena and host memory, one way."""
     prefill_ns_per_token: int = 500_000
     """First guess; replaced by measurements as steps finish."""
     profile: CostModel | None = None
@@ -271,7 +285,7 @@ class PreemptionCosts:
 
     @property
     def model(self) -> CostModel:
-        """The profile, or one of these rates."""
+        """The profile, else a model from these rates."""
         if self.profile is not None:
             return self.profile
         copy = CopyCurve(0.0, 0.0, NS_PER_S / self.link_bytes_per_s)
@@ -286,17 +300,17 @@ class PreemptionModel:
     def __init__(self, costs: PreemptionCosts) -> None:
         self._block_bytes = costs.block_bytes
         self._known = costs.model
-        #: all costs, prompts at the speed that was learnt
+        #: all costs, prefill at the learned speed
         self.model = costs.model
         self._scale = 1.0
         self._is_measured = costs.profile is not None
         self.samples = int(self._is_measured)
 
     def learn(self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0) -> None:
-        """Take a finished step into account when it was mostly prefill, so that its time says something about it.
+        """Learn from a finished step if it was mostly prefill: the time of other steps says little about prefill.
 
         ``prefill_pairs``: see :func:`memserve.policy.costs.attended_pairs`, over all pieces of prompts. The first step
-        replaces a guess; after that, and to a profile, each adds an eighth of what it says.
+        replaces a guess; later steps, and all steps where there is a profile, have a weight of one eighth.
         """
         if device_ns <= 0 or prefill_tokens < _STEP_SHARE_MIN * (decode_rows + 1):
             return
@@ -313,7 +327,7 @@ class PreemptionModel:
 
     @property
     def prefill_ns_per_token(self) -> int:
-        """Of a prompt of typical length."""
+        """Prefill time per token of a prompt of typical length."""
         return max(1, round(self.recompute_ns(_TYPICAL_TOKENS) / _TYPICAL_TOKENS))
 
     def recompute_ns(self, tokens: int) -> int:
@@ -333,7 +347,7 @@ class PreemptionModel:
         """Blocks of a cached prefix to reuse for ``tokens`` tokens: those in HBM, and behind them those in DRAM if
         bringing them up is quicker than computing them again.
 
-        Only a profile says that it may not be: without one, what was kept is used.
+        Without a profile all of them are reused: only a profile can show that computing is quicker.
         """
         if not (self._is_measured and dram_blocks):
             return hbm_blocks + dram_blocks

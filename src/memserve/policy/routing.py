@@ -9,13 +9,13 @@
 
 Each gives its reason in words. Ties go to an instance that knows the session, then to the lowest number.
 
-What ``cost`` adds up, with each candidate's own profile::
+``cost`` adds up, with each candidate's own profile::
 
-    first     max(prompts before it, fetch) + the next step + swap in + prefill, by the best way to get the prompt's KV
+    first     max(prompts before it, fetch) + the next step + swap in + prefill, by the quickest way to get the KV
     between   transfer of what the decoder lacks, which the decoder pulls
-    decoder   the steps to come, with what decodes there already
+    decoder   the decode steps to come, with the sequences that decode there
 
-``_core.cheapest`` does these sums for all instances of a cluster at once, and finds what :func:`cost` would.
+``_core.cheapest`` computes these sums for all instances of a cluster at once, and chooses as :func:`cost` does.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from memserve.types import Role
 from memserve.units import NS_PER_MS
 
 DECODE_WINDOW = 16
-"""Decode steps that count in a decision. More of them are to come, but work may leave by then."""
+"""Decode steps that count in a decision. More will follow, but other work may have left by then."""
 
 
 def teams(present: Container[Role]) -> tuple[tuple[Role, ...], tuple[Role, ...]]:
-    """Which roles may compute the prompt, and which may decode for those of role ``prefill`` (none: each does all).
+    """Which roles may compute the prompt, and which may decode for ``prefill`` instances (none: each instance does
+    both).
 
-    Pairs need both roles. Without a pair colocated instances do all of it, and without those the role that is left
-    does: any instance with a model can prefill and decode.
+    Pairs need both roles. Without a pair, colocated instances do both; without those too, the instances of the role
+    that is left do both: any instance with a model can prefill and decode.
     """
     if Role.PREFILL in present and Role.DECODE in present:
         return (Role.PREFILL, Role.COLOCATED), (Role.DECODE,)
@@ -59,14 +60,14 @@ def teams(present: Container[Role]) -> tuple[tuple[Role, ...], tuple[Role, ...]]
 
 
 def split(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that take requests, by :func:`teams`."""
+    """The candidates that take requests, by :func:`teams`."""
     usable = [c for c in candidates if c.takes_requests]
     first, decoders = teams({c.role for c in usable})
     return [c for c in usable if c.role in first], [c for c in usable if c.role in decoders]
 
 
 def route(policy: str, ask: Ask, candidates: Sequence[Candidate]) -> Route | None:
-    """Decide by ``policy``; ``None``: no candidate takes requests. A ``KeyError`` for an unknown policy."""
+    """Decide by ``policy``; ``None``: no candidate takes requests. Raises ``KeyError`` for an unknown policy."""
     first, decoders = split(candidates)
     return POLICY[policy](ask, first, decoders) if first else None
 
@@ -79,7 +80,7 @@ def least_load(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidat
 
 
 def session(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
-    """Where the session is known, while that one is not overloaded; else by load."""
+    """An instance that knows the session, unless it is overloaded; else by load."""
 
     def choose(some: Sequence[Candidate]) -> Candidate:
         least = least_loaded(ask, some)
@@ -95,7 +96,7 @@ def session(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate])
 
 
 def prompt_tree(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
-    """The longest cached prefix among those that are not overloaded; equal ones by load."""
+    """The longest cached prefix among those that are not overloaded; ties by load."""
     chosen = _longest_prefix(ask, first)
     longest = max(first, key=lambda c: (c.matched_tokens, -c.number))
     why = f"prompt tree: {chosen.name} has {chosen.matched_tokens} of {ask.prompt_tokens} tokens"
@@ -144,7 +145,7 @@ class FirstCost(NamedTuple):
     """Expected time until an instance has computed the prompt.
 
     Fetching goes on while other prompts are computed (what is fetched, and where it goes, is mostly older than the
-    steps under way: ``kv_transfer/barriers.py``); the request then waits for the next step like any other.
+    steps under way: ``kv_transfer/barriers.py``); then the request waits for the next step like any other.
     """
 
     total_ns: int
@@ -153,7 +154,7 @@ class FirstCost(NamedTuple):
     swap_ns: int
     prefill_ns: int
     reused_tokens: int
-    """Not computed: own, or fetched."""
+    """Tokens that are not computed: own, or fetched."""
 
 
 def first_cost(ask: Ask, candidate: Candidate) -> FirstCost:
@@ -161,7 +162,7 @@ def first_cost(ask: Ask, candidate: Candidate) -> FirstCost:
     costs = candidate.costs
     prompt, last = ask.prompt_tokens, ask.prompt_tokens - 1  # the last token's logits are always computed
     prompts_ns = _prompts_ns(ask, candidate)
-    step_ns = costs.decode_step_ns(candidate.sequences, candidate.context_tokens)  # of those that decode there
+    step_ns = costs.decode_step_ns(candidate.sequences, candidate.context_tokens)  # of the sequences that decode there
     queue_ns = prompts_ns + step_ns
     own = min(candidate.matched_tokens, last)
     hbm = min(candidate.matched_tokens - candidate.dram_tokens, last)
@@ -176,7 +177,8 @@ def first_cost(ask: Ask, candidate: Candidate) -> FirstCost:
         there = min(holding.tokens, last)
         if there > own and holding.number != candidate.number:
             link = costs.link(_same_host(holding.host_id, candidate.host_id))
-            fetch_ns = _kv_ns(ask, link, there - own)
+            read_ns = _kv_ns(ask, holding.disk, min(holding.disk_tokens, there - own))
+            fetch_ns = _kv_ns(ask, link, there - own) + read_ns
             prefill_ns = costs.prefill_ns(prompt - there, there)
             total_ns = max(prompts_ns, fetch_ns) + step_ns + swap_ns + prefill_ns
             best = min(best, FirstCost(total_ns, queue_ns, fetch_ns, swap_ns, prefill_ns, there))
@@ -192,34 +194,34 @@ def _kv_ns(ask: Ask, curve: CopyCurve, tokens: int, block_pieces: int = 1) -> in
 
 
 def _prompts_ns(ask: Ask, candidate: Candidate) -> int:
-    """The prompts before this one, as if they were like it."""
+    """Time of the prompts before this one, taken to be like it."""
     return candidate.prefill_tokens * candidate.costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
 
 
 def _decode_ns(ask: Ask, candidate: Candidate) -> int:
-    """What decoding there costs: the steps to come, and waiting for memory when it has none."""
+    """Time of decoding there: the steps to come, and the wait for memory if there is none."""
     batch = candidate.sequences + ask.sequences
     context_tokens = candidate.context_tokens + ask.sequences * ask.prompt_tokens
     steps = min(DECODE_WINDOW, max(1, ask.max_tokens))
     if ask.prompt_tokens > candidate.room_tokens:
-        steps += DECODE_WINDOW  # another sequence has to end first
+        steps += DECODE_WINDOW  # another sequence must end first
     return steps * candidate.costs.decode_step_ns(batch, context_tokens)
 
 
 def _decoder_ns(ask: Ask, candidate: Candidate) -> int:
-    """Decoding there, with what is before it: prompts that it computes, and swapping in."""
+    """Time of decoding there, with what comes before: prompts that the instance computes, and swapping in."""
     swap_ns = _kv_ns(ask, candidate.costs.swap_in, candidate.dram_tokens)
     return _decode_ns(ask, candidate) + _prompts_ns(ask, candidate) + swap_ns
 
 
 def _handoff_ns(ask: Ask, first: Candidate, decoder: Candidate) -> int:
-    """The decoder pulls what it lacks of the prompt."""
+    """Time in which the decoder pulls what it lacks of the prompt."""
     link = decoder.costs.link(_same_host(first.host_id, decoder.host_id))
     return _kv_ns(ask, link, max(0, ask.prompt_tokens - decoder.matched_tokens), ask.handoff_pieces)
 
 
 class Weighed(NamedTuple):
-    """One of the possible decisions, with what it is expected to cost."""
+    """One possible decision, with its expected cost."""
 
     total_ns: int
     first: Candidate
@@ -229,7 +231,7 @@ class Weighed(NamedTuple):
 
 
 def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> list[Weighed]:
-    """Every pair, and every candidate that would do all of it alone."""
+    """Every pair, and every candidate that can do both parts alone."""
     ready = [(candidate, _decoder_ns(ask, candidate)) for candidate in decoders]
     weighed = []
     for candidate in first:
@@ -245,14 +247,17 @@ def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -
 
 
 def native_prices(profiles: Iterable[CostModel]) -> _core.RoutingPrices:
-    """``profiles`` as ``_core.cheapest`` wants them."""
+    """``profiles`` in the form that ``_core.cheapest`` takes."""
     return _core.RoutingPrices(
-        [[astuple(curve) for curve in (p.prefill, p.decode, p.swap_in, p.same_host, p.network)] for p in profiles]
+        [
+            [astuple(curve) for curve in (p.prefill, p.decode, p.swap_in, p.same_host, p.network, p.disk)]
+            for p in profiles
+        ]
     )
 
 
 def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
-    """The least of what :func:`weigh` says."""
+    """The cheapest of :func:`weigh`."""
 
     def rank(entry: Weighed) -> tuple[int, int, int]:
         decoder = entry.decode_at.number if entry.decode_at else -1
@@ -281,4 +286,4 @@ POLICY: dict[str, Policy] = {
     "affinity": affinity,
     "best-fit": best_fit_route,
 }
-"""By the names of ``ClusterConfig.policy``."""
+"""Policies by their names in ``ClusterConfig.policy``."""

@@ -80,6 +80,8 @@ class Member:
             self._mailbox = open_mailbox(info.peer, self._message_arrived)
             address = info.address or self._mailbox.address
             info = self._port.describe(msgspec.structs.replace(info, address=address))
+            if machine.link is not None:
+                machine.link.writer.host_id = info.host_id
             self._member = MemberMachine(info, routers, config or MemberConfig())
         self._thread = threading.Thread(target=self._run, name="memserve-member", daemon=True)
 

@@ -150,7 +150,9 @@ class ChildrenFile:
             if error.errno in OUT_OF_RESOURCES:
                 raise  # it may live: taken for dead, a second one of its name would be started
             return None
-        if _start_of(known.pid) == known.started:  # asked behind the pidfd: the pidfd is of this process
+        if (
+            known.started is not None and _start_of(known.pid) == known.started
+        ):  # asked behind the pidfd: the pidfd is of this process
             return AdoptedProcess(known.pid, pidfd)
         os.close(pidfd)
         return None
@@ -194,9 +196,10 @@ def _read(path: Path) -> dict[str, _Started]:
 
 
 def _start_of(pid: int) -> int | None:
-    """When it began, in the kernel's ticks. None: there is no such process."""
+    """When it began, in the kernel's ticks. None: there is no such process, or all that is left of it is its status."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[19]) if fields[0] not in ("Z", "X") else None
     except (OSError, ValueError, IndexError) as error:
         if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
             raise

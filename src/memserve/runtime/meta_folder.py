@@ -60,13 +60,14 @@ class StateFolder:
             hint = "another `memserve serve` runs with it: end that one, or give this one another --metadata"
             raise UserError(f"the metadata in {path} is in use", hint=hint, param="metadata") from None
 
-    def secret(self) -> str:
-        """The cluster's secret, made when there is none yet. Raises :class:`UserError` for a file that holds none."""
+    def secret(self, fresh: str | None = None) -> str:
+        """The cluster's secret. None yet: ``fresh``, or one that is made. Raises :class:`UserError` for a file that
+        holds none."""
         path = self.path / SECRET
         try:
             secret = path.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
-            secret = secrets.token_urlsafe(32)
+            secret = fresh or secrets.token_urlsafe(32)
             write_private(path, secret + "\n")
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"

@@ -280,8 +280,9 @@ class Metadata:
 
 
 @contextmanager
-def open_metadata(place: MetadataPlace, say: Callable[[str], None]) -> Iterator[Metadata]:
-    """Open it; with etcd, wait until no other router is active. The keeper is the router's to close.
+def open_metadata(place: MetadataPlace, say: Callable[[str], None], secret: str | None = None) -> Iterator[Metadata]:
+    """Open it; with etcd, wait until no other router is active. The keeper is the router's to close. ``secret``: of a
+    cluster that this folder, where it has none, belongs to. None: any.
 
     Raises :class:`UserError` when it cannot be used.
     """
@@ -294,7 +295,9 @@ def open_metadata(place: MetadataPlace, say: Callable[[str], None]) -> Iterator[
             keeper = MetaKeeper(_elected(place, say))
         elif folder is not None:
             keeper = _file_keeper(folder)
-        yield Metadata(folder.path, keeper, folder.secret()) if folder is not None else Metadata(None, keeper, None)
+        yield (
+            Metadata(folder.path, keeper, folder.secret(secret)) if folder is not None else Metadata(None, keeper, None)
+        )
 
 
 def _file_keeper(folder: StateFolder) -> MetaKeeper:

@@ -18,6 +18,7 @@ from memserve.runtime.links.outbox import MailboxCounters
 from memserve.runtime.memory import resident_bytes
 from memserve.runtime.meta_keeper import Durability
 from memserve.runtime.supervisor import ChildStats
+from memserve.types import Role
 
 WINDOW_STEPS = 512
 """Steps over which medians are taken."""
@@ -103,6 +104,8 @@ class MemberStats:
     view: InstanceView
     engine: EngineStats | None
     """As its last heartbeat with statistics said."""
+    store: Mapping[str, int] = field(default_factory=dict)
+    """The same of a store: sizes and totals by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,12 @@ class RouterStats(EngineStats):
     @classmethod
     def of(cls, cluster: ClusterStats, views: Sequence[InstanceView], router_ns: int) -> RouterStats:
         """Put together what the router's machine says of itself and of its members."""
-        members = tuple(MemberStats(view, _decoded(view.stats)) for view in views)
+        members = tuple(
+            MemberStats(view, None, _numbers(view.stats))
+            if view.role is Role.STORE
+            else MemberStats(view, _decoded(view.stats))
+            for view in views
+        )
         engines = [member.engine for member in members if member.engine is not None]
         total = reduce(_added, engines, EngineStats(instance=InstanceStats()))
         sums = {part.name: getattr(total, part.name) for part in dataclasses.fields(EngineStats)}
@@ -130,7 +138,7 @@ class RouterStats(EngineStats):
     @property
     def serving(self) -> bool:
         """Whether there is a member that takes new requests."""
-        return any(member.view.state == "live" for member in self.members)
+        return any(member.view.state == "live" and member.view.role is not Role.STORE for member in self.members)
 
 
 _NOT_ADDITIVE = ("machine_step_ns", "device_step_ns", "prefill_ns_per_token")
@@ -142,6 +150,13 @@ def _decoded(stats: bytes) -> EngineStats | None:
         return msgspec.msgpack.decode(stats, type=EngineStats) if stats else None
     except msgspec.MsgspecError:
         return None  # of another version: the statistics of the others are still told
+
+
+def _numbers(stats: bytes) -> dict[str, int]:
+    try:
+        return msgspec.msgpack.decode(stats, type=dict[str, int]) if stats else {}
+    except msgspec.MsgspecError:
+        return {}
 
 
 def _added(first: Any, second: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Keeps the instance processes of one host alive.
+"""Keeps the instance processes of one host, and its store, alive.
 
 Each child has a thread here that starts it, waits for its end, and starts it again, later and later the more often it
 ends. Children die with that thread, so none outlives this process, whatever happens to it; unless there is a state
@@ -35,6 +35,12 @@ HEALTHY_S = 60.0
 TERMINATE_S = 5.0
 """How long a child may take to say good-bye before it is killed."""
 
+STORE_END_S = 30.0
+"""How long a store may take to write what is in its memory alone."""
+
+OFFERS_S = 2.0
+"""How long instances may take until the store has taken what they offered last."""
+
 KILL_S = 10.0
 """How long the kernel may take to end a killed child; then the child is named in the log and left behind."""
 
@@ -44,18 +50,28 @@ RECORD_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ChildOrder:
-    """One instance to be kept alive."""
+    """One instance, or a store, to be kept alive."""
 
     name: str
     role: Role
     flags: tuple[str, ...]
-    """Further options of ``memserve instance``."""
+    """Further options of ``memserve instance`` or ``memserve store``."""
 
     @property
     def command(self) -> list[str]:
         """What runs; role and name come first, so that ``ps`` shows them."""
-        start = [sys.executable, "-m", "memserve", "instance", "--role", self.role.value, "--name", self.name]
-        return [*start, "--supervised", *self.flags]
+        what = ["store"] if self.is_store else ["instance", "--role", self.role.value]
+        return [sys.executable, "-m", "memserve", *what, "--name", self.name, "--supervised", *self.flags]
+
+    @property
+    def is_store(self) -> bool:
+        """Whether it keeps KV for instances, and so outlives them."""
+        return self.role is Role.STORE
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return f"{'store' if self.is_store else 'instance'} {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +126,13 @@ class Supervisor:
         self._children = [_Child(order) for order in orders]
         self._file = ChildrenFile(folder) if folder is not None else None
         outlive = {"folder": str(folder)} if folder is not None else {}
-        self._greeting = json.dumps({"secret": secret, "parent_pid": os.getpid(), **outlive}) + "\n"
+        # a store has what instances have offered to it before they leave
+        patience = {"drain_s": OFFERS_S} if any(order.is_store for order in orders) else {}
+        self._greeting = json.dumps({"secret": secret, "parent_pid": os.getpid(), **outlive, **patience}) + "\n"
         self._environment = dict(os.environ)
-        if len(orders) > 1:  # they share cores: a worker of one that spins between steps takes them from another
+        if (
+            sum(not order.is_store for order in orders) > 1
+        ):  # they share cores: a worker of one that spins between steps takes them from another
             self._environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._retiring = threading.Event()
         self._closing = threading.Event()
@@ -168,28 +188,23 @@ class Supervisor:
         self._retiring.set()
 
     def close(self) -> None:
-        """End all children, gently at first."""
+        """End all children, gently at first; the store after the instances, which offer KV to it until their end."""
         with self._lock:
             self._retiring.set()
             self._closing.set()
-        self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + TERMINATE_S
-        for child in self._children:
-            if child.thread is not None:
-                child.thread.join(max(0.0, deadline - time.monotonic()))
-        self._signal(signal.SIGKILL)
-        deadline = time.monotonic() + KILL_S
-        for child in self._children:
-            if child.thread is not None:
-                child.thread.join(max(0.0, deadline - time.monotonic()))
-            if child.is_running:
-                name, pid = child.order.name, child.process.pid if child.process is not None else 0
-                log.error("instance %s (process %d) does not end, not even killed: it is left behind", name, pid)
+        self._end_all([child for child in self._children if not child.order.is_store], TERMINATE_S)
+        self._end_all([child for child in self._children if child.order.is_store], STORE_END_S)
 
-    def _signal(self, sig: signal.Signals) -> None:
-        for child in self._children:
-            if child.process is not None and child.process.poll() is None:
-                child.process.send_signal(sig)
+    @staticmethod
+    def _end_all(children: Sequence[_Child], patience_s: float) -> None:
+        _signal(children, signal.SIGTERM)
+        _wait_for(children, patience_s)
+        _signal(children, signal.SIGKILL)
+        _wait_for(children, KILL_S)
+        for child in children:
+            if child.is_running:
+                pid = child.process.pid if child.process is not None else 0
+                log.error("%s (process %d) does not end, not even killed: it is left behind", child.order.title, pid)
 
     # -- a thread for each child
 
@@ -202,7 +217,7 @@ class Supervisor:
             try:
                 story = self._live(child)
             except Exception as error:  # also what no line of this module expects
-                story = UserError(f"instance {child.order.name} cannot be looked after: {error!r}")
+                story = UserError(f"{child.order.title} cannot be looked after: {error!r}")
                 self._end(child)
             if story is None or self._retiring.is_set():
                 return
@@ -222,7 +237,7 @@ class Supervisor:
         except Exception as error:  # OSError: descriptors, memory, executable; others: bugs, which stop no instance
             child.spawn_failures += 1
             cause = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-            return UserError(f"instance {name} cannot be started: {cause}", hint=_SPAWN_HINT)
+            return UserError(f"{child.order.title} cannot be started: {cause}", hint=_SPAWN_HINT)
         if process is None:
             return None
         child.lives += 1
@@ -233,7 +248,7 @@ class Supervisor:
         if self._settled:  # else the whole start fails
             child.deaths += 1
             self._on_death(name, how)
-        return _story(name, how, said)
+        return _story(child.order.title, how, said)
 
     def _spawn(self, child: _Child) -> subprocess.Popen[str] | AdoptedProcess | None:
         with self._lock:
@@ -274,7 +289,7 @@ class Supervisor:
             self._file.started(child.order.name, process.pid, child.order.command)
             return True
         except OSError as error:
-            log.warning("instance %s is not written down in the state folder: %s", child.order.name, error)
+            log.warning("%s is not written down in the state folder: %s", child.order.title, error)
             return False
 
     def _end(self, child: _Child) -> None:
@@ -283,6 +298,20 @@ class Supervisor:
             if child.process is not None and child.is_running:
                 child.process.send_signal(signal.SIGKILL)
                 child.process.communicate(None, KILL_S)
+
+
+def _signal(children: Sequence[_Child], sig: signal.Signals) -> None:
+    for child in children:
+        if child.process is not None and child.process.poll() is None:
+            child.process.send_signal(sig)
+
+
+def _wait_for(children: Sequence[_Child], patience_s: float) -> None:
+    """Until their threads have ended; ``patience_s`` for all together."""
+    deadline = time.monotonic() + patience_s
+    for child in children:
+        if child.thread is not None:
+            child.thread.join(max(0.0, deadline - time.monotonic()))
 
 
 _REPLACED = "was left by an earlier router and is of no use to this one"
@@ -297,10 +326,10 @@ def _how(process: subprocess.Popen[str] | AdoptedProcess) -> str:
     return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
-def _story(name: str, how: str, said: str) -> UserError:
+def _story(title: str, how: str, said: str) -> UserError:
     """Why a child ended: in its own words where it found any."""
     try:
         words = json.loads(said)
-        return UserError(f"instance {name}: {words['error']}", hint=words.get("hint"))
+        return UserError(f"{title}: {words['error']}", hint=words.get("hint"))
     except (ValueError, TypeError, KeyError):
-        return UserError(f"instance {name} {how}", hint="its messages above may say why")
+        return UserError(f"{title} {how}", hint="its messages above may say why")

@@ -37,18 +37,27 @@ class ZmqMailbox:
 
     ``port`` 0 takes a free one; ``advertise`` is the host name that others use when ``host`` is a wildcard. A message
     to a peer that is not connected, but has spoken lately, still leaves, at most once a second: so a process that was
-    expelled can be told, and a ``Join`` be refused.
+    expelled can be told, and a ``Join`` be refused. ``alias``: a second name, for those that know the address alone.
 
     Raises :class:`UserError` when the address cannot be listened on or the secret is too short.
     """
 
     def __init__(
-        self, me: Peer, secret: str, host: str, port: int, on_message: OnMessage, *, advertise: str | None = None
+        self,
+        me: Peer,
+        secret: str,
+        host: str,
+        port: int,
+        on_message: OnMessage,
+        *,
+        advertise: str | None = None,
+        alias: str = "",
     ) -> None:
         if host in _EVERYWHERE and not advertise:
             raise UserError(f"others cannot reach {host}", hint="name this host: --advertise HOST", param="advertise")
         keys = CurveKeys.derived_from(secret)
         self._me = me
+        self._alias = Peer(alias, 0) if alias else None
         self._on_message = on_message
         self._counters = MailboxCounters()
         self._context = new_context()
@@ -146,7 +155,7 @@ class ZmqMailbox:
         if frames_more:
             raise wire.WireError("a letter has one frame")
         envelope = wire.unseal(letter)
-        if envelope.receiver != self._me and envelope.receiver != Peer(self._me.name, 0):
+        if envelope.receiver not in (self._me, Peer(self._me.name, 0), self._alias):
             self._counters.misdirected += 1
         elif not self._is_new(envelope.sender, envelope.number):
             self._counters.repeated += 1

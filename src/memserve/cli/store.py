@@ -1,0 +1,212 @@
+"""``memserve store``: keeps KV blocks and values of clients in memory and on disks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from memserve.cli import credentials
+from memserve.cli import options as opt
+from memserve.cli.instance import listens_at, own_address_to
+from memserve.cli.store_tools import add_tools
+from memserve.errors import UserError
+from memserve.runtime.process import ignore_terminal
+from memserve.runtime.store_secret import store_secret, stored_secret, with_absolute_folders
+from memserve.store_options import StoreOptions, read_folders
+from memserve.units import human_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from memserve.runtime.store_host import StoreLife
+    from memserve.runtime.store_place import StorePlace
+    from memserve.store.disk_config import Admission, Sync
+
+DRAIN_S = 20.0
+_SECRET_HINT = "make one: head -c 32 /dev/urandom | base64 > secret; then --cluster-secret-file secret"
+
+Listen = Annotated[
+    str | None, typer.Option(help="HOST:PORT at which clients reach the store. Default: a free port, for members.")
+]
+Dram = Annotated[str, typer.Option(help="Memory, for example 2GiB.")]
+Ssd = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="DIR=20GiB: keep values in a file of this size in folder DIR, too. Repeatable, one folder a disk."
+    ),
+]
+SsdSync = Annotated[
+    str,
+    typer.Option(
+        help="When writes are made safe against a loss of power: none: never; segment: with each segment; always: with"
+        " each value. The end of the process loses nothing that was written."
+    ),
+]
+SsdWritesPerDay = Annotated[
+    str, typer.Option(help="At most so much is written to all disks together within 24 hours. 0: no limit.")
+]
+SsdAdmission = Annotated[
+    str,
+    typer.Option(
+        help="What is written once a disk has been full: second-hit: what was asked for before; all: everything."
+    ),
+]
+Join = Annotated[
+    str | None,
+    typer.Option(
+        help="HOST:PORT of the router, as opened by `memserve serve --cluster-port`: keep the KV of its instances, too."
+        " A router and its standbys: separated by commas."
+    ),
+]
+Name = Annotated[
+    str | None,
+    typer.Option(help="Name of the store, unique in the cluster; what it has left is found by it. Default: host."),
+]
+Advertise = Annotated[
+    str | None, typer.Option(help="Host by which others reach the store. Default: the one that it listens at.")
+]
+DrainS = Annotated[
+    float, typer.Option(min=0, help="Seconds for writing what is in memory alone, after SIGTERM or SIGHUP.")
+]
+
+app = typer.Typer(invoke_without_command=True, subcommand_metavar="[stat|ls|verify|purge]", rich_markup_mode=None)
+add_tools(app)
+
+
+@app.callback()
+def store(
+    context: typer.Context,
+    *,
+    listen: Listen = None,
+    dram: Dram = "1GiB",
+    ssd: Ssd = None,
+    ssd_sync: SsdSync = "segment",
+    ssd_writes_per_day: SsdWritesPerDay = "0",
+    ssd_admission: SsdAdmission = "second-hit",
+    join: Join = None,
+    name: Name = None,
+    advertise: Advertise = None,
+    cluster_secret_file: credentials.StoreSecretFile = None,
+    link: opt.Link = opt.DEFAULT_LINK,
+    drain_s: DrainS = DRAIN_S,
+    log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
+    supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
+) -> None:
+    """Keep KV and values in memory and on disks, through every restart; ends on SIGTERM, SIGHUP or Ctrl-C."""
+    if context.invoked_subcommand is not None:
+        return
+    options = StoreOptions(
+        folders=read_folders(ssd or []),
+        dram_bytes=parse_bytes(dram),
+        address=listen,
+        sync=ssd_sync,
+        writes_per_day_bytes=parse_bytes(ssd_writes_per_day),
+        admission=ssd_admission,
+    )
+    options = with_absolute_folders(options)
+    name = name or f"store-{socket.gethostname()}"
+    if supervised:
+        _run_supervised(options, join, name, link, drain_s, log_level)
+        return
+    if listen is None and join is None:
+        hint = "--listen 127.0.0.1:7100 for clients, or --join HOST:PORT for a cluster, or both"
+        raise UserError("this store would serve neither clients nor a cluster", hint=hint, param="listen")
+    opt.set_up_logging(log_level)
+    secret = _secret(options, cluster_secret_file)
+    place = _place(options, join, name, advertise, secret, link, drain_s)
+    started = time.perf_counter()
+    from memserve.runtime.store_host import run_store
+
+    run_store(place, lambda life: _say_ready(place, life, started))
+
+
+def _run_supervised(
+    options: StoreOptions, join: str | None, name: str, link: str, drain_s: float, log_level: str
+) -> None:
+    """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
+    last_words = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints must not be taken for that error
+    greeting = json.loads(sys.stdin.readline())
+    try:
+        ignore_terminal()
+        from memserve.runtime.instance_host import die_with
+        from memserve.runtime.store_host import run_store
+
+        outlive = Path(greeting["folder"]) if "folder" in greeting else None
+        if outlive is None:
+            die_with(greeting["parent_pid"])
+        opt.set_up_logging(log_level, name)
+        here, _ = opt.split_address(join or "", "--join")  # the router's host is this one
+        place = _place(options, join, name, None, greeting["secret"], link, drain_s, here)
+        run_store(place, lambda life: None, is_supervised=True, outlive=outlive)
+        logging.shutdown()
+    except UserError as error:
+        print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)
+        raise typer.Exit(1) from None
+
+
+def _secret(options: StoreOptions, file: Path | None) -> str:
+    """The cluster's secret: of the file, else the one that is kept beside the disks."""
+    if file is not None:
+        return credentials.read_secret(file)
+    kept = stored_secret(options)
+    if kept is None:
+        raise UserError("a store needs the cluster's secret: --cluster-secret-file", hint=_SECRET_HINT)
+    return kept
+
+
+def _place(
+    options: StoreOptions,
+    join: str | None,
+    name: str,
+    advertise: str | None,
+    secret: str,
+    link: str,
+    drain_s: float,
+    here: str | None = None,
+) -> StorePlace:
+    from memserve.runtime.store_place import StorePlace
+    from memserve.store.disk_config import DisksConfig
+
+    routers = [opt.split_address(address, "--join") for address in join.split(",")] if join else []
+    if options.address is not None:
+        host, port = opt.split_address(options.address, "--listen")
+    else:
+        host, port = here or own_address_to(routers[0][0]), 0
+    store_secret(options, secret, lambda line: typer.echo(line, err=True))
+    disks = DisksConfig(
+        sync=cast("Sync", options.sync),
+        writes_per_day_bytes=options.writes_per_day_bytes,
+        admission=cast("Admission", options.admission),
+    )
+    return StorePlace(
+        name=name,
+        host=host if advertise is None else listens_at(host),
+        port=port,
+        dram_bytes=options.memory_bytes,
+        folders=tuple((Path(folder), nbytes) for folder, nbytes in options.folders),
+        disks=disks,
+        secret=secret,
+        join=tuple(f"tcp://{router}:{its_port}" for router, its_port in routers),
+        advertise=advertise,
+        link=link,
+        drain_s=drain_s,
+    )
+
+
+def _say_ready(place: StorePlace, life: StoreLife, started: float) -> None:
+    numbers = life.numbers()
+    disks = "".join(f", {human_bytes(nbytes)} in {folder}" for folder, nbytes in place.folders)
+    kept = f"{numbers['dram_values']:,} values in memory, {numbers['disk_records']:,} on disks"
+    seconds = time.perf_counter() - started
+    typer.echo(
+        f"ready in {seconds:.1f} s: {place.name} at {life.address.removeprefix('tcp://')},"
+        f" {human_bytes(numbers['dram_bytes'])} of memory{disks}; {kept}"
+    )
+    sys.stdout.flush()

@@ -1,0 +1,315 @@
+"""The process of a store: its memory, its files, its port, and the thread of its machine.
+
+::
+
+    mailbox, data port, disks' threads, value workers --events--> [loop: StoreMachine] --actions--> all of them
+
+One life serves one model's KV. When the first member shows another one than the store was started with, the life ends
+and the next begins, in this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from memserve import _core
+from memserve.config import MemberConfig
+from memserve.errors import UserError
+from memserve.instance.events import BecomeNew, DialRouter, DrainAsked, MeetPeer, Notice, PartFromPeer, Reborn
+from memserve.instance.member import MemberMachine
+from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
+from memserve.mempool.identity import identity_key
+from memserve.messages import AnyMessage, Peer, PeerInfo
+from memserve.runtime.links.data import open_data_port
+from memserve.runtime.links.mailbox import ZmqMailbox
+from memserve.runtime.loop import MachineLoop
+from memserve.runtime.member import new_generation
+from memserve.runtime.meta_children import end_when_orphaned
+from memserve.runtime.process import Askings, on_ending_signals
+from memserve.runtime.store_disks import DiskHost
+from memserve.runtime.store_place import (
+    NO_MODEL,
+    StoredModel,
+    StorePlace,
+    forget_model,
+    known_model,
+    remember_model,
+)
+from memserve.runtime.store_values import ValueJobs
+from memserve.serving import MessageArrived, Send
+from memserve.store.disks import Disks
+from memserve.store.events import (
+    Ended,
+    MeetClient,
+    PartFromClient,
+    SealExtents,
+    SendValues,
+    ServeModel,
+    StoreAction,
+    StoreEvent,
+    TakeValues,
+)
+from memserve.store.machine import StoreMachine
+from memserve.types import Role, Tier
+from memserve.units import ns_from_s
+
+log = logging.getLogger(__name__)
+
+ALIAS = "store"
+"""The name by which clients, which know its address alone, speak to a store."""
+_CLOSE_S = 10.0
+
+
+class StoreLife:
+    """A store for one model's KV, from its start to its end."""
+
+    def __init__(self, place: StorePlace, model: StoredModel, me: Peer) -> None:
+        """Raises :class:`UserError` when memory, disks or address cannot be had."""
+        self._place = place
+        self._tier: _core.MemoryTier | None = None
+        self.ended = threading.Event()
+        self.next_model: StoredModel | None = None
+        """Whose KV the next life keeps. None: there is no next life."""
+        self._failure: UserError | None = None
+        self._opened: list[Callable[[], object]] = []  # how to close what is open, in the order of opening
+        try:
+            self._open(model, me)
+        except BaseException:
+            self._close_all()
+            if self._tier is not None and not self._tier.adopted:
+                self._tier.unlink()
+            raise
+
+    def _open(self, model: StoredModel, me: Peer) -> None:
+        place, geometry = self._place, model.geometry
+        self._tier = tier = _open_memory(place, geometry.block_bytes)
+        arena = tier.arena
+        assert arena is not None
+        self._disks = DiskHost(list(place.folders), place.disks)
+        self._opened.append(self._close_disks)
+        self._values = ValueJobs(arena, self._post, self._send)
+        self._opened.append(self._values.close)
+        link = place.link if model.namespace else "shm"  # until there is KV to be read, no other host needs a way
+        host = place.advertise or place.host
+        self._port = open_data_port(link, geometry, {Tier.DRAM: arena}, self._post, host)
+        self._opened.append(self._port.close)
+        self._lock = threading.Lock()
+        with self._lock:  # messages may arrive as soon as there is a mailbox
+            self._mailbox = ZmqMailbox(
+                me, place.secret, place.host, place.port, self._heard, advertise=place.advertise, alias=ALIAS
+            )
+            self._opened.append(self._mailbox.close)
+            info = self._port.describe(_info(tier, model, me, self._mailbox.address))
+            member = MemberMachine(info, place.join, MemberConfig()) if place.join else None
+            disks = Disks(self._disks.logs, place.disks)
+            self.machine = StoreMachine(tier, disks, info, identity_key(place.secret), member=member)
+            self._loop: MachineLoop[StoreEvent] = MachineLoop(
+                self.machine, self._perform, on_broken=self._broken, name="memserve-store"
+            )
+            self._disks.start(self._post, arena.address, arena.nbytes, tier.unit_bytes)
+            self._do(self.machine.start(time.monotonic_ns()))
+        self._loop.start()
+
+    @property
+    def address(self) -> str:
+        """Where clients reach it, ``tcp://host:port``."""
+        return self._mailbox.address
+
+    @property
+    def router(self) -> Peer | None:
+        """The router that has accepted the store."""
+        return self.machine.member.router if self.machine.member is not None else None
+
+    @property
+    def me(self) -> Peer:
+        """The present incarnation."""
+        member = self.machine.member
+        return member.me if member is not None else self.machine.info.peer
+
+    def numbers(self) -> dict[str, int]:
+        """Sizes and totals, as ``memserve store stat`` shows them."""
+        return self._loop.ask(self.machine.clients.numbers)
+
+    def end(self, patience_s: float, why: str = "") -> None:
+        """Write what is in memory alone, for ``patience_s`` at most, then end. A signal's handler may call it."""
+        self._loop.post(DrainAsked(ns_from_s(patience_s), why))
+
+    def close(self, *, is_orderly: bool) -> None:
+        """Stop all threads. ``is_orderly``: what is in memory is given up, else the next store here takes it over.
+
+        Raises :class:`UserError` when the store has broken or was refused."""
+        self._loop.close(_CLOSE_S)
+        self._close_all()
+        if is_orderly and self._failure is None and self._tier is not None:
+            self._tier.unlink()
+        if self._failure is not None:
+            raise self._failure
+
+    def _close_all(self) -> None:
+        while self._opened:
+            self._opened.pop()()
+
+    def _close_disks(self) -> None:
+        if not self._disks.close(_CLOSE_S):
+            log.error("a disk does not end what it was asked for: it is left behind")
+
+    # -- other threads
+
+    def _post(self, event: StoreEvent) -> None:
+        self._loop.post(event)
+
+    def _heard(self, sender: Peer, message: AnyMessage) -> None:
+        with self._lock:
+            loop = self._loop
+        loop.post(MessageArrived(sender, message))
+
+    def _send(self, to: Peer, message: AnyMessage) -> None:
+        self._mailbox.send(to, message)
+
+    # -- the loop's thread
+
+    def _perform(self, event: StoreEvent, actions: list[StoreAction], spent_ns: int) -> None:
+        self._do(actions)
+
+    def _do(self, actions: list[StoreAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(to, message):
+                    self._mailbox.send(to, message)
+                case SealExtents() | TakeValues() | SendValues():
+                    self._values.start(action)
+                case SealPages() | PullPages() | CancelPulls():
+                    self._port.start(action)
+                case MeetClient() | PartFromClient() | MeetPeer() | PartFromPeer() | DialRouter():
+                    self._line(action)
+                case BecomeNew():
+                    self._become_new(action)
+                case Notice(text):
+                    log.warning("%s", text)
+                case ServeModel(info):
+                    self.next_model = StoredModel(info.namespace, info.geometry)
+                    log.info("keeps KV of the model of %s from now on", info.peer.name)
+                    self.end(self._place.drain_s)
+                case Ended(refused):
+                    self._ended(refused)
+                case _:
+                    self._disks.perform(action)
+
+    def _line(self, action: MeetClient | PartFromClient | MeetPeer | PartFromPeer | DialRouter) -> None:
+        match action:
+            case MeetClient(client, hello):
+                self._mailbox.connect(client, hello.address)
+                self._values.meet(client, hello)
+            case PartFromClient(client):
+                self._mailbox.disconnect(client)
+                self._values.part(client)
+            case MeetPeer(info):
+                self._mailbox.connect(info.peer, info.address)
+                self._port.add_peer(info)
+            case PartFromPeer(peer):
+                self._mailbox.disconnect(peer)
+                self._port.remove_peer(peer)
+            case DialRouter(router, address):
+                self._mailbox.connect(router, address)
+
+    def _become_new(self, order: BecomeNew) -> None:
+        me = Peer(self.me.name, max(order.generation_min, new_generation()))
+        self._mailbox.become(me)
+        self._post(Reborn(self._port.describe(msgspec.structs.replace(self.machine.info, peer=me))))
+
+    def _ended(self, refused: str) -> None:
+        if refused:
+            hint = "a store has the cluster's secret, and a name of its own: --name"
+            self._failure = UserError(f"the router refuses this store: {refused}", hint=hint, param="join")
+        self.ended.set()
+
+    def _broken(self) -> None:
+        self._failure = UserError("the store broke; its log says why", hint="please report it")
+        self.ended.set()
+
+
+def run_store(
+    place: StorePlace,
+    on_ready: Callable[[StoreLife], None],
+    *,
+    is_supervised: bool = False,
+    outlive: Path | None = None,
+) -> None:
+    """Run a store until it is told to end; ``on_ready`` is called when it serves. ``outlive``: the state folder of a
+    router that it waits for when that is killed.
+
+    Raises :class:`UserError` when it cannot be started, or the router refuses it.
+    """
+    lives: list[StoreLife] = []
+    asked = Askings()
+
+    def end(sig: int, _frame: object) -> None:
+        if asked.came(sig) and lives:
+            lives[-1].end(place.drain_s if asked.count == 1 else 0.0, asked.names[-1])
+
+    if is_supervised:
+        signal.signal(signal.SIGTERM, end)
+    else:
+        on_ending_signals(end)
+    if outlive is not None:
+        end_when_orphaned(outlive, lambda: lives[-1].router if lives else None)
+    model: StoredModel | None = known_model(place)
+    generation, is_first = 0, True
+    while model is not None:
+        generation = max(generation + 1, new_generation())
+        life = StoreLife(place, model, Peer(place.name, generation))
+        lives.append(life)
+        if asked.count:
+            life.end(0.0)
+        elif is_first:
+            on_ready(life)
+            is_first = False
+        while not life.ended.wait(1.0):  # short waits: a signal's handler runs between them
+            pass
+        generation = max(generation, life.me.generation)
+        model = life.next_model if not asked.count else None
+        if model is not None:
+            remember_model(place, model)
+        life.close(is_orderly=model is None)
+        lives.clear()
+        del life
+        gc.collect()  # machine and memory are a cycle, and the next life takes over the memory's files
+    forget_model(place)
+
+
+def _open_memory(place: StorePlace, block_bytes: int) -> _core.MemoryTier:
+    nbytes = place.dram_bytes // block_bytes * block_bytes
+    if nbytes < 2 * block_bytes:
+        message = f"{place.dram_bytes:,} bytes of memory hold less than two blocks of {block_bytes:,} bytes"
+        raise UserError(message, hint=f"give at least --dram {2 * block_bytes}", param="dram")
+    try:
+        return _core.MemoryTier(nbytes, block_bytes, name=place.memory_name)
+    except OSError as error:
+        hint = "give a smaller --dram (df /dev/shm tells the room), or end the store that has this --name"
+        raise UserError(f"cannot have {nbytes:,} bytes of shared memory: {error}", hint=hint, param="dram") from None
+
+
+def _info(tier: _core.MemoryTier, model: StoredModel, me: Peer, address: str) -> PeerInfo:
+    """What members are told of a store."""
+    return PeerInfo(
+        peer=me,
+        role=Role.STORE,
+        address=address,
+        namespace=model.namespace,
+        geometry=model.geometry,
+        hbm_blocks=0,
+        dram_blocks=tier.blocks_total if model != NO_MODEL else 0,
+        context_tokens=0,
+        caching=True,
+        pid=os.getpid(),
+        publishes_events=True,
+    )

@@ -1,0 +1,1 @@
+"""Values by 16-byte keys, in memory and on disks: machines without IO."""

@@ -1,0 +1,390 @@
+"""One disk: what its :class:`memserve._core.SegmentLog` asks for, callers' reads and writes, and moves, as jobs.
+
+::
+
+    write -> place --> WriteExtent --> finish_record --> (sync) --> Written
+    read  -> hold ---> ReadExtent ---> compare, let_go -----------> ReadEnded
+    move  -> hold ---> ReadRecord ---> compare, let_go, place_moved --> WriteRecord --> finish_record
+    check -> hold ---> ReadRecord ---> compare, let_go
+
+A record's segment is held while one of its bytes may be read: it is not written again meanwhile. A disk that fails
+``failures_max`` jobs in a row is lost: what was on it is dropped, what is under way ends, and no job follows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from memserve._core import Found, SegmentLog
+from memserve.errors import check
+from memserve.store import disk_events as ev
+from memserve.store.disk_check import RecordsToCheck, Verification
+from memserve.store.disk_events import PAGE_BYTES, DiskDone
+from memserve.store.disk_reads import ReadsUnderWay
+from memserve.store.disk_steps import (
+    CheckStep,
+    CommandStep,
+    MoveRead,
+    MoveWrite,
+    ReadStep,
+    Shared,
+    Step,
+    WriteStep,
+    name_if_same,
+    place_of,
+    record_bytes,
+)
+
+_WRITE, _SYNC, _MOVE = range(3)  # kinds of a log's commands
+
+
+class Disk:
+    """The jobs of one disk. Whatever calls it takes ``Shared.actions`` and ``Shared.outcomes`` afterwards."""
+
+    def __init__(self, number: int, log: SegmentLog, shared: Shared) -> None:
+        self.number = number
+        self.log: SegmentLog | None = log
+        """None: the disk is lost."""
+        self.disk_bytes = log.disk_bytes
+        self._shared = shared
+        self._config = shared.config
+        self._counters = shared.counters
+        self._jobs: dict[int, Step] = {}
+        self._tickets: dict[int, WriteStep | MoveWrite] = {}
+        """Without an end; of some the bytes are written already."""
+        self._writing: dict[bytes, int] = {}
+        """Callers' writes of each key that are without an end."""
+        self._reads = ReadsUnderWay()
+        self._moves: deque[tuple[int, bytes]] = deque()
+        self._moving = 0
+        self._failures = 0
+        self._check = RecordsToCheck(self._config.check_pause_ns)
+        self.pump(0)
+
+    # -- callers
+
+    @property
+    def is_busy(self) -> bool:
+        """No write is taken: too many are under way."""
+        return len(self._tickets) >= self._config.writes_max
+
+    @property
+    def has_unused_space(self) -> bool:
+        """There are segments that hold nothing, beside the few that are kept ready."""
+        return self.log is not None and self.log.segments_free > 3
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way."""
+        return not self._jobs and (self.log is None or self.log.idle)
+
+    @property
+    def verifying(self) -> bool:
+        """A verification has not come to its end here."""
+        return self._check.verification is not None
+
+    def is_writing(self, key: bytes) -> bool:
+        """A write of this key has no end yet."""
+        return key in self._writing
+
+    def write(self, key: bytes, extent: int, length: int, now: int, scope: int, seal: int, name: bytes) -> bool:
+        """Begin to write a record. False: no segment is ready."""
+        log = self.log
+        ticket = log.place(key, length, name, scope, seal) if log is not None else None
+        if log is None or ticket is None:
+            self.pump(now)
+            return False
+        step = WriteStep(ticket.id, key)
+        inside = SegmentLog.HEAD_BYTES + len(name) if ticket.pages == 1 else 0
+        head = log.head(ticket.id, name, bytes(length) if inside else b"")
+        job = self._begin(step)
+        self._shared.actions.append(ev.WriteExtent(job, self.number, ticket.offset, head, extent, length, inside))
+        self._tickets[ticket.id] = step
+        self._writing[key] = self._writing.get(key, 0) + 1
+        self._counters.writes += 1
+        self._counters.payload_bytes_written += length
+        self._shared.charge(ticket.pages * PAGE_BYTES, now)
+        self.pump(now)
+        return True
+
+    def read(self, read_id: int, key: bytes, extent: int, now: int, deadline_ns: int) -> bool:
+        """Begin to read a record that is here. False: too many reads are under way, or one of them is late."""
+        if self._reads.late or len(self._reads) >= self._config.reads_max:
+            self._counters.reads_refused += 1
+            return False
+        found = self.log.hold(key) if self.log is not None else None
+        if found is None:
+            return False
+        step = ReadStep(read_id, key, found)
+        job = self._begin(step)
+        offset, inside = place_of(found)
+        self._shared.actions.append(ev.ReadExtent(job, self.number, offset, extent, found.length, inside))
+        self._reads.add(step, deadline_ns)
+        self._counters.reads += 1
+        return True
+
+    def remove(self, key: bytes, now: int) -> bool:
+        """Forget a record."""
+        if self.log is None or not self.log.remove(key):
+            return False
+        self.pump(now)
+        return True
+
+    def purge(self, now: int) -> None:
+        """Forget everything."""
+        if self.log is not None:
+            self.pump(now)
+            self.log.purge()
+            self.log.take_evicted()  # the caller knows
+            self.pump(now)
+
+    def close(self, now: int) -> None:
+        """Write the open segment's footer: a restart need not read all of it."""
+        if self.log is not None:
+            self.log.close_open()
+            self.pump(now)
+
+    # -- what ends
+
+    def handle(self, done: DiskDone, now: int) -> None:
+        """A job has come to its end."""
+        check(done.job in self._jobs, "no such job is under way")
+        step = self._jobs.pop(done.job)
+        self._failures = 0 if done.ok else self._failures + 1
+        self._counters.device_errors += not done.ok
+        if self.log is None:
+            self._ended_after_loss(step, done)
+            return
+        match step:
+            case CommandStep(command):
+                self.log.finish_command(command, done.ok)
+            case WriteStep(ticket) | MoveWrite(ticket):
+                self.log.finish_record(ticket, done.ok)
+            case ReadStep():
+                self._read_ended(self.log, step, done)
+            case MoveRead():
+                self._move_read(self.log, step, done, now)
+            case CheckStep():
+                self._checked(self.log, step, done, now)
+        self.pump(now)
+        if self._failures >= self._config.failures_max or self.log.broken:
+            self._lose(done.why)
+
+    def tick(self, now: int) -> None:
+        """Time has passed."""
+        for read_id in self._reads.take_late(now):
+            self._counters.reads_late += 1
+            self._shared.outcomes.append(ev.ReadEnded(read_id, False, "late", extent_free=False))
+        if self.log is not None:
+            self._check_next(self.log, now)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`tick` has something to do."""
+        times = [self._reads.next_deadline_ns]
+        if self._check.verification is not None and self._check.job is None:
+            times.append(self._check.after_ns)
+        return min((at for at in times if at is not None), default=None)
+
+    def _read_ended(self, log: SegmentLog, step: ReadStep, done: DiskDone) -> None:
+        self._reads.pop(step)
+        log.let_go(step.found.segment)
+        name = name_if_same(log, step.key, step.found, done)
+        if name is None:
+            self._forget(log, step.key, step.found)
+        if step.ended:
+            self._shared.outcomes.append(ev.ExtentFree(step.id))
+        elif name is not None:
+            self._counters.reads_ok += 1
+            self._counters.read_bytes += step.found.length
+            self._shared.outcomes.append(ev.ReadEnded(step.id, True, name=name))
+        else:
+            self._counters.reads_failed += not done.ok
+            self._counters.reads_damaged += done.ok
+            self._shared.outcomes.append(ev.ReadEnded(step.id, False, "damaged" if done.ok else done.why or "failed"))
+
+    def _forget(self, log: SegmentLog, key: bytes, found: Found) -> None:
+        """The record can't be read, or is not what was written: unless another has taken its place, it goes."""
+        there = log.look(key)
+        if there is not None and there.head_offset == found.head_offset and log.remove(key):
+            self._shared.outcomes.append(ev.Dropped(key))
+
+    # -- moves
+
+    def _start_move(self, log: SegmentLog, now: int) -> None:
+        command, key = self._moves.popleft()
+        found = log.hold(key, False)
+        if found is None or not self._shared.budget.has(record_bytes(found.length), now):
+            if found is not None:
+                log.let_go(found.segment)
+            self._counters.moves_refused += 1
+            log.finish_command(command, False)
+            return
+        self._moving += 1
+        job = self._begin(MoveRead(command, key, found))
+        offset, inside = place_of(found)
+        self._shared.actions.append(ev.ReadRecord(job, self.number, offset, found.length, inside, keep=True))
+
+    def _move_read(self, log: SegmentLog, step: MoveRead, done: DiskDone, now: int) -> None:
+        log.let_go(step.found.segment)
+        name = name_if_same(log, step.key, step.found, done)
+        ticket = log.place_moved(step.command, name) if name is not None else None
+        if name is None or ticket is None:
+            self._moving -= 1
+            self._counters.moves_refused += 1
+            self._shared.actions.append(ev.DropRecord(self.number, done.job))
+            if name is None:
+                self._forget(log, step.key, step.found)
+            log.finish_command(step.command, False)
+            return
+        move = MoveWrite(ticket.id, step.command)
+        self._tickets[ticket.id] = move
+        job, length = self._begin(move), step.found.length
+        if ticket.pages == 1:
+            at = SegmentLog.HEAD_BYTES + len(name)
+            page = log.head(ticket.id, name, done.head[at : at + length])
+            self._shared.actions.append(ev.DropRecord(self.number, done.job))
+            self._shared.actions.append(ev.WritePages(job, self.number, ticket.offset, page))
+        else:
+            head = log.head(ticket.id, name)
+            self._shared.actions.append(ev.WriteRecord(job, self.number, ticket.offset, head, done.job, length))
+        self._shared.charge(ticket.pages * PAGE_BYTES, now)
+
+    # -- verification
+
+    def verify(self, verification: Verification, now: int) -> None:
+        """Read every record that is here now, one at a time, and compare."""
+        if self.log is not None:
+            self._check.start(verification, self.log, now)
+            self._check_next(self.log, now)
+
+    def _check_next(self, log: SegmentLog, now: int) -> None:
+        if not self._check.is_due(now, callers_read=bool(self._reads)):
+            return
+        held = self._check.hold_next(log)
+        if held is None:
+            return
+        key, found = held
+        self._check.job = job = self._begin(CheckStep(key, found))
+        offset, inside = place_of(found)
+        self._shared.actions.append(ev.ReadRecord(job, self.number, offset, found.length, inside, keep=False))
+
+    def _checked(self, log: SegmentLog, step: CheckStep, done: DiskDone, now: int) -> None:
+        log.let_go(step.found.segment)
+        verification = self._check.ended(now)
+        self._counters.checked += 1
+        if name_if_same(log, step.key, step.found, done) is not None:
+            verification.note_good(step.found.length)
+        else:
+            verification.note_bad(step.key, step.found.length, readable=done.ok)
+            self._forget(log, step.key, step.found)
+        self._check_next(log, now)
+
+    # -- the log
+
+    def pump(self, now: int) -> None:
+        """Take what the log has to say, until it has nothing more."""
+        log = self.log
+        while log is not None:
+            commands, ended = log.take_commands(), log.take_ended()
+            for command, kind, offset, data in commands:
+                if kind == _MOVE:
+                    self._moves.append((command, data))
+                elif kind == _WRITE:
+                    job = self._begin(CommandStep(command))
+                    self._shared.actions.append(ev.WritePages(job, self.number, offset, data))
+                    self._shared.charge(len(data), now)
+                else:
+                    self._shared.actions.append(ev.SyncDisk(self._begin(CommandStep(command)), self.number))
+            for ticket, published in ended:
+                self._ticket_ended(log, ticket, published)
+            moved = bool(self._moves) and self._moving < self._config.moves_max
+            if moved:
+                self._start_move(log, now)
+            if not (commands or ended or moved):
+                break
+        if log is not None and (evicted := log.take_evicted()):
+            self._shared.outcomes.append(ev.Dropped(evicted))
+
+    def _ticket_ended(self, log: SegmentLog, ticket: int, published: bool) -> None:
+        step = self._tickets.pop(ticket)
+        if isinstance(step, WriteStep):
+            self._write_ended(step.key, published)
+            return
+        self._moving -= 1
+        self._counters.moves += published
+        self._counters.moves_refused += not published
+        log.finish_command(step.command, published)
+
+    def _write_ended(self, key: bytes, published: bool) -> None:
+        self._writing[key] -= 1
+        if self._writing[key] == 0:
+            del self._writing[key]
+        self._counters.writes_ok += published
+        self._counters.writes_failed += not published
+        self._shared.outcomes.append(ev.Written(key, published))
+
+    # -- the loss of the disk
+
+    def _lose(self, why: str) -> None:
+        log = self.log
+        assert log is not None
+        keys, self.log = log.keys(), None
+        self._counters.disks_lost += 1
+        outcomes = self._shared.outcomes
+        outcomes.append(ev.DiskLost(self.number, why))
+        if keys:
+            outcomes.append(ev.Dropped(keys))
+        self._shared.actions.append(ev.ForgetDisk(self.number, why))
+        for read_id in self._reads.end_all():
+            self._counters.reads_failed += 1
+            outcomes.append(ev.ReadEnded(read_id, False, "lost", extent_free=False))
+        # Of the other writes the device may still read the extents.
+        under_way = {step.ticket for step in self._jobs.values() if isinstance(step, WriteStep | MoveWrite)}
+        for ticket, step in list(self._tickets.items()):
+            if ticket not in under_way:
+                del self._tickets[ticket]
+                if isinstance(step, WriteStep):
+                    self._write_ended(step.key, False)
+        self._moves.clear()
+        self._check.stop()
+
+    def _ended_after_loss(self, step: object, done: DiskDone) -> None:
+        match step:
+            case ReadStep():
+                self._reads.pop(step)
+                self._shared.outcomes.append(ev.ExtentFree(step.id))
+            case WriteStep(ticket, key):
+                del self._tickets[ticket]
+                self._write_ended(key, False)
+            case MoveWrite(ticket):
+                del self._tickets[ticket]
+            case MoveRead():
+                self._shared.actions.append(ev.DropRecord(self.number, done.job))
+
+    # -- the rest
+
+    def _begin(self, step: Step) -> int:
+        job = self._shared.next_job(self.number)
+        self._jobs[job] = step
+        return job
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` unless counts and references agree."""
+        steps = list(self._jobs.values())
+        self._reads.check_invariants([step for step in steps if isinstance(step, ReadStep)])
+        check(len(self._reads) <= self._config.reads_max, "more reads than allowed")
+        writing = sum(isinstance(step, WriteStep) for step in self._tickets.values())
+        check(writing == sum(self._writing.values()), "writes are miscounted")
+        check(all(count > 0 for count in self._writing.values()), "a key without a write")
+        written = {step.ticket for step in steps if isinstance(step, WriteStep | MoveWrite)}
+        check(written <= set(self._tickets), "a job writes a record that has ended")
+        if self.log is None:
+            check(not self._moves and self._check.verification is None, "a lost disk has work")
+            return
+        moving = sum(isinstance(step, MoveWrite) for step in self._tickets.values())
+        moving += sum(isinstance(step, MoveRead) for step in steps)
+        check(moving == self._moving <= self._config.moves_max, "moves are miscounted")
+        checks = [job for job, step in self._jobs.items() if isinstance(step, CheckStep)]
+        check(checks == [job for job in [self._check.job] if job is not None], "a verification's job is lost")
+        self.log.check_invariants()
