@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order."""
+"""Virtual time: an ordered queue of future calls."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Clock:
         return True
 
     def run_until(self, end_ns: int) -> None:
-        """Make every call that is due by ``end_ns``; then it is ``end_ns``."""
+        """Make every call that is due by ``end_ns``; then the time is ``end_ns``."""
         queue = self._queue
         while queue and queue[0][0] <= end_ns:
             self.run_one()

@@ -16,7 +16,8 @@ class _Job:
 
 
 class Cores:
-    """Jobs in progress. A job alone has full speed, two have a measured one, more share evenly what two get."""
+    """Jobs in progress. A job alone runs at full speed, two at a measured speed each; more share evenly what two
+    get."""
 
     __slots__ = ("_clock", "_jobs", "_since_ns", "_turn")
 

@@ -1,11 +1,11 @@
-"""An instance machine that runs many like steps in one go, for a host that knows what comes.
+"""An instance machine that runs many like steps in one go, for a host that knows the coming events.
 
-A simulator knows, in virtual time, that no event will come before the device has finished so many steps, and reads off
-each token when it was drawn (``timed_device.Moments``). So :class:`FastForwardInstance` is told of many steps at once,
-and emits further tokens of a sequence late. Afterwards it is exactly as if it had handled each ``StepFinished`` by
-itself; ``tests/twins/sim/test_fast_forward.py`` holds it against an ``Instance`` that does. Only steps that are all
-alike are skipped: what ends a sequence, grows a table by eviction, copies, admits, hands over or has a deadline is
-left to :meth:`Instance.handle`.
+A simulator knows, in virtual time, that no event will come before the device has finished some number of steps, and it
+can tell from each token when it was drawn (``timed_device.Moments``). So :class:`FastForwardInstance` is told of many
+steps at once, and emits further tokens of a sequence late. Afterwards its state is exactly as if it had handled each
+``StepFinished`` by itself; ``tests/twins/sim/test_fast_forward.py`` compares it with an ``Instance`` that does. Only
+like steps are skipped: whatever ends a sequence, grows a table by eviction, copies, admits, hands over or has a
+deadline is left to :meth:`Instance.handle`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from memserve.serving import EmitTokens
 from memserve.types import FinishReason, TokenLogprobs, TokenOutput
 
 _Emitted = dict[tuple[str, int], tuple[Sequence, int]]
-"""(request id, index) -> a sequence that has emitted tokens here, and the number of its tokens that are emitted."""
+"""(request id, index) -> a sequence that has emitted tokens here, and how many."""
 
 
 class _LateResults(StepResults):
@@ -47,12 +47,12 @@ class _LateResults(StepResults):
         self, sequence: Sequence, tokens: tuple[int, ...], logprobs: TokenLogprobs | None, reason: FinishReason | None
     ) -> None:
         waits = reason is None and logprobs is None and sequence.phase is Phase.IDLE
-        if not (waits and (sequence.request_id, sequence.index) in self._emitted):  # else the next one comes soon
+        if not (waits and (sequence.request_id, sequence.index) in self._emitted):  # else its next token comes soon
             super().emit(sequence, tokens, logprobs, reason)
 
 
 class FastForwardInstance(Instance):
-    """As ``Instance``; but further tokens of a sequence are emitted with its ending, when it is preempted, or by
+    """As ``Instance``, but further tokens of a sequence are emitted with its end, when it is preempted, or by
     :meth:`take_held_tokens`. Ids of requests are not used twice."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -66,7 +66,7 @@ class FastForwardInstance(Instance):
         outputs = next((action.outputs for action in actions if isinstance(action, EmitTokens)), None)
         if outputs is not None:
             outputs[:] = map(self._completed, outputs)
-        if self._preemptions != preemptions:  # further tokens may be long in coming
+        if self._preemptions != preemptions:  # further tokens may take long
             held = self._take_held((Phase.PREEMPTED, Phase.WAITING))
             if outputs is not None:
                 outputs += held
@@ -81,7 +81,7 @@ class FastForwardInstance(Instance):
         return counters.preempted_by_swap + counters.preempted_by_recompute
 
     def _completed(self, output: TokenOutput) -> TokenOutput:
-        """``output``, with the tokens before it that are not emitted yet."""
+        """``output``, with the tokens before it that were not emitted yet."""
         key, offset = (output.request_id, output.index), output.offset
         sequence, emitted = self._emitted.get(key) or (None, offset)
         if output.finish_reason is not None:
@@ -118,8 +118,8 @@ class FastForwardInstance(Instance):
     # -- many steps at once
 
     def steps_ahead(self) -> int:
-        """How many of the next steps to finish are sure to be alike, and to be followed by plans that are, if no other
-        event comes before their end."""
+        """How many of the next steps are certain to be alike, and to be followed by like plans, if no other event comes
+        before they end."""
         state, link = self.state, self.link
         decoding = state.decoding.items
         others = state.waiting or state.prefilling.items or state.remote_kv_ready or state.idle.items
@@ -136,7 +136,7 @@ class FastForwardInstance(Instance):
         return min(steps, self._steps_with_room(steps))
 
     def _steps_with_room(self, limit: int) -> int:
-        """Steps until tables need more blocks than are free: those would have to be taken from others."""
+        """Steps until tables need more blocks than are free, which other sequences would have to give."""
         memory = self.state.memory
         room = [sequence.writable_until - sequence.computed for sequence in self.state.decoding.items]
         free, block_tokens = memory.pool.blocks_free, memory.block_tokens
@@ -145,10 +145,10 @@ class FastForwardInstance(Instance):
         return max(0, min(room))
 
     def fast_forward(self, tokens: list[int], device_ns: int) -> None:
-        """As ``len(tokens)`` times ``StepFinished``: step ``i`` drew ``tokens[i]`` for every sequence. At most as many
-        as :meth:`steps_ahead` said; ``device_ns``: of all steps together.
+        """As ``len(tokens)`` events ``StepFinished``: step ``i`` drew ``tokens[i]`` for every sequence. At most
+        :meth:`steps_ahead` steps; ``device_ns``: the time of all steps together.
 
-        The plans under way are those of ``len(tokens)`` steps later then.
+        Afterwards the plans under way are those of ``len(tokens)`` steps later.
         """
         state, steps = self.state, len(tokens)
         state.serve_decodes(steps)
@@ -174,7 +174,7 @@ class FastForwardInstance(Instance):
         counters.generated_tokens += steps * len(decoding)
 
     def _grow(self, steps: int) -> None:
-        """Blocks for the skipped plans, in the order in which these would have allocated them."""
+        """Blocks for the skipped plans, in the order in which they would have allocated them."""
         memory, block_tokens = self.state.memory, self.state.memory.block_tokens
         asking: dict[int, list[Sequence]] = {}
         for sequence in self.state.decoding.items:
@@ -188,7 +188,7 @@ class FastForwardInstance(Instance):
 
 
 def _is_special(sequence: Sequence, block_tokens: int) -> bool:
-    """Whether its tokens are more than tokens, or fall into a block that it shares."""
+    """Whether its tokens need more handling than appending, or are written to a shared block."""
     group = sequence.group
     if sequence.stops or group.muted or group.beam is not None:
         return True

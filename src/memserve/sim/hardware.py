@@ -1,7 +1,7 @@
-"""Devices and models by name, and what steps and copies take on them: published figures, no measurement.
+"""Devices and models by name, and the times of steps and copies on them: published figures, not measurements.
 
 A profile of ``memserve profile`` is better wherever there is one (:mod:`memserve.sim.steps` takes either). Peak rates
-are those of the vendors' data sheets, dense, without sparsity; what of them a serving engine reaches is assumed:
+are those of the vendors' data sheets, dense, without sparsity; the share that a serving engine reaches is assumed:
 ``COMPUTE_SHARE`` of the arithmetic in prompts, ``MEMORY_SHARE`` of the memory's bandwidth in decoding. Model shapes are
 those of the published ``config.json``.
 """
@@ -17,11 +17,11 @@ from memserve.types import KVGeometry
 from memserve.units import GIB, NS_PER_MS, NS_PER_S, NS_PER_US
 
 COMPUTE_SHARE = 0.55
-"""Of the peak arithmetic, in prompts of some length (Vidur and LayerKV fit 0.4 to 0.65 for A100 and H100)."""
+"""Reached share of the peak arithmetic, in longer prompts (Vidur and LayerKV fit 0.4 to 0.65 for A100 and H100)."""
 MEMORY_SHARE = 0.75
-"""Of the peak bandwidth, when weights and KV are read to draw one token."""
+"""Reached share of the peak bandwidth, when weights and KV are read to draw one token."""
 MEMORY_USED = 0.9
-"""Of the device's memory, for weights and KV: vLLM's ``gpu_memory_utilization``."""
+"""Share of the device's memory for weights and KV: vLLM's ``gpu_memory_utilization``."""
 PARALLEL_SHARE = 0.9
 """What remains of the speed each time the number of devices that share one model is doubled (all-reduces)."""
 SEAL_BYTE_NS = 0.05
@@ -40,11 +40,11 @@ class DeviceModel:
     memory_bytes_per_s: float
     memory_bytes: int
     link_bytes_per_s: float
-    """To devices of other instances, one way."""
+    """Bandwidth to devices of other instances, one way."""
     host_bytes_per_s: float
-    """To the host's memory, one way."""
+    """Bandwidth to the host's memory, one way."""
     step_ns: int
-    """Of every step beside arithmetic and memory: launches, sampling."""
+    """Fixed time of every step beside arithmetic and memory: launches, sampling."""
     source: str
 
 
@@ -78,37 +78,37 @@ DEVICES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model costs time and memory."""
+    """The properties of a model that cost time and memory."""
 
     name: str
     layers: int
     query_values: int
-    """Query heads times their size."""
+    """Number of query heads times their size."""
     kv_heads: int
     head_dim: int
     parameters: float
     active_parameters: float
-    """Used for one token: fewer in a mixture of experts."""
+    """Parameters used for one token: fewer in a mixture of experts."""
     context_tokens: int
 
     def geometry(self, block_tokens: int = BLOCK_TOKENS, dtype: str = "bfloat16") -> KVGeometry:
-        """Of its KV cache."""
+        """Geometry of the model's KV cache."""
         return KVGeometry(self.layers, self.kv_heads, self.head_dim, self.head_dim, dtype, block_tokens)
 
     @property
     def weight_bytes(self) -> float:
-        """In bf16."""
+        """Bytes of the weights in bf16."""
         return 2 * self.parameters
 
     @property
     def token_flops(self) -> float:
-        """Of the linear layers, for one token: a multiplication and an addition a parameter."""
+        """Operations of the linear layers for one token: a multiplication and an addition per parameter."""
         return 2 * self.active_parameters
 
     @property
     def pair_flops(self) -> float:
-        """Of attention, for a query and a key over all layers: a dot product and a weighted sum (LayerKV, equation 3,
-        counts the same: ``2 * layers * hidden * s^2`` for the ``s^2 / 2`` pairs of a causal prompt)."""
+        """Operations of attention for one query and key, over all layers: a dot product and a weighted sum (LayerKV,
+        equation 3, counts the same: ``2 * layers * hidden * s^2`` for the ``s^2 / 2`` pairs of a causal prompt)."""
         return 4 * self.layers * self.query_values
 
 
@@ -131,7 +131,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one instance runs on: so many devices that share one model."""
+    """The hardware of one instance: devices that share one model."""
 
     name: str
     geometry: KVGeometry
@@ -139,21 +139,21 @@ class Machine:
     hbm_blocks: int
     dram_blocks: int
     costs: CostModel
-    """The curves that decisions are made by."""
+    """The curves that decisions use."""
     devices: int = 1
-    """Counted for the cost."""
+    """Number of devices, for the cost of a cluster."""
     roof: Roof | None = None
     """How long steps take; ``None``: as ``costs`` says."""
     link_bytes_per_s: float = 1e9
-    """Into and out of the instance."""
+    """Bandwidth into, and out of, the instance."""
     measured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """A step takes what its arithmetic takes, or reading the weights, whichever is longer, plus reading KV (roofline).
+    """Roofline: a step takes the longer of its arithmetic and of reading the weights, plus the time to read KV.
 
-    ``flops`` and ``bytes_per_s`` are those that are reached, of all devices of an instance together.
+    ``flops`` and ``bytes_per_s`` are the reached rates of all devices of an instance together.
     """
 
     flops: float
@@ -165,13 +165,14 @@ class Roof:
     fixed_ns: int
 
     def step_ns(self, new_tokens: int, pairs: int, rows: int, context_tokens: int) -> int:
-        """``new_tokens`` of prompts with their ``pairs`` of query and key, and ``rows`` sequences that decode."""
+        """Time of a step of ``new_tokens`` prompt tokens with ``pairs`` of query and key, and ``rows`` decoding
+        sequences."""
         attention_ns = pairs * self.pair_flops / self.flops * NS_PER_S
         fixed_ns, context_ns = self._line(new_tokens + rows)
         return round(fixed_ns + attention_ns + context_ns * context_tokens)
 
     def decode_line(self, rows: int) -> tuple[float, float]:
-        """A step of nothing but ``rows`` that decode: what it takes, and what each token attended to adds (ns)."""
+        """A step that only decodes ``rows`` sequences: its time, and the time per token attended to (ns)."""
         return self._line(rows)
 
     def _line(self, tokens: int) -> tuple[float, float]:
@@ -205,7 +206,7 @@ def machine(model: str, device: str, devices: int = 1, dram_bytes: int = 0) -> M
 
 
 def _curves(roof: Roof, kind: DeviceModel, devices: int, name: str) -> CostModel:
-    """The roof as curves: near it for long prompts and for small batches, which is where decisions differ."""
+    """The roofline as curves: close to it for long prompts and small batches, where decisions differ."""
     weights_ns = roof.weight_bytes / roof.bytes_per_s * NS_PER_S
     token_ns, pair_ns = roof.token_flops / roof.flops * NS_PER_S, roof.pair_flops / roof.flops * NS_PER_S
     context_ns = roof.token_bytes / roof.bytes_per_s * NS_PER_S
@@ -220,7 +221,7 @@ def _curves(roof: Roof, kind: DeviceModel, devices: int, name: str) -> CostModel
 
 
 def find(known: dict[str, Named], name: str, what: str) -> Named:
-    """``known[name]``; :class:`UserError` that names the others when there is none."""
+    """``known[name]``; raises :class:`UserError` with the known names if there is none."""
     if name not in known:
         raise UserError(f"unknown {what} {name!r}", hint=f"one of {', '.join(known)}")
     return known[name]

@@ -1,7 +1,7 @@
 """Links that share their bandwidth, and the data port on top of them.
 
-A flow from one place to another gets the smaller of its shares of what leaves the source and of what enters the
-destination, shared evenly among the flows there (max-min fairness, without handing on what others cannot use).
+A flow from one place to another gets the smaller of its shares of the source's outgoing and the destination's incoming
+bandwidth, each shared evenly among the flows there (max-min fairness, but shares that others cannot use are lost).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Flow:
     """1 = alone."""
     since_ns: int = 0
     turn: int = 0
-    """Counts its changes of speed: an end that was foretold before the last one is void."""
+    """Counts changes of speed: an end that was scheduled before the last change is void."""
 
 
 class Fabric:
@@ -43,14 +43,14 @@ class Fabric:
         self._entering: dict[str, dict[Flow, None]] = {}
 
     def start(self, source: str, target: str, alone_ns: int, done: Callable[[], None]) -> None:
-        """Move what would take ``alone_ns`` on idle links; then call ``done``."""
+        """Start a flow that would take ``alone_ns`` on idle links; call ``done`` at its end."""
         flow = Flow(source, target, float(alone_ns), done, since_ns=self._clock.now)
         self._leaving.setdefault(source, {})[flow] = None
         self._entering.setdefault(target, {})[flow] = None
         self._shares_changed(flow)
 
     def _shares_changed(self, cause: Flow) -> None:
-        """Those that share an end with ``cause`` go on at another speed."""
+        """Update the speed of all flows that share an end with ``cause``."""
         for flow in {**self._leaving[cause.source], **self._entering[cause.target]}:
             self._change_speed(flow)
 
@@ -73,7 +73,7 @@ class Fabric:
 
 @dataclass(slots=True)
 class LinkTotals:
-    """What went over the links."""
+    """Totals of what went over the links."""
 
     pulls: int = 0
     pulled_bytes: int = 0
@@ -82,8 +82,8 @@ class LinkTotals:
 
 @dataclass(slots=True)
 class TimedPort:
-    """Sealing and pulling take together what the transfer's curve says, longer while others use the link. Pages have no
-    contents, so all are right."""
+    """Sealing and pulling together take the time of the transfer's curve, or longer while others use the link. Pages
+    have no contents, so all are right."""
 
     node: InstanceNode
     fabric: Fabric
@@ -106,7 +106,7 @@ class TimedPort:
         layers = job.end_layer - job.first_layer
         pieces = len(job.src_blocks) * (layers if job.by_page else 1)
         pulled_bytes = len(job.src_blocks) * layers * self.geometry.page_bytes
-        alone_ns = max(0, self.curve.ns(pulled_bytes, pieces) - _sealing_ns(pulled_bytes))  # which the owner has done
+        alone_ns = max(0, self.curve.ns(pulled_bytes, pieces) - _sealing_ns(pulled_bytes))  # the owner's part
         begun_ns, life = self.node.host.clock.now, self.node.life
         self.totals.pulls += 1
         self.totals.pulled_bytes += pulled_bytes
@@ -122,7 +122,7 @@ class TimedPort:
         self.fabric.start(job.peer.name, self.node.peer.name, alone_ns, arrived)
 
     def cancel(self, job: CancelPulls) -> None:
-        """What has begun goes on, and is answered."""
+        """Pulls that have begun go on, and are answered."""
 
 
 def _sealing_ns(sealed_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The processes of a cluster in virtual time: what ``runtime/`` does around each machine, without threads."""
+"""The processes of a cluster in virtual time: the part of ``runtime/`` around each machine, without threads."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ from memserve.instance.member import MemberMachine
 from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
 from memserve.messages import ROUTER, AnyMessage, Expelled, Peer, PeerInfo, RequestRefused, Tokens
 from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
-from memserve.sim.clock import Clock
-from memserve.sim.network import Network
+from memserve.sim.member_node import DataPort, MemberHost, MemberNode
 from memserve.sim.process import Process, Ticking
 from memserve.types import Role, TokenOutput
 
@@ -48,45 +47,24 @@ class Device(Protocol):
 
     @property
     def layers(self) -> int:
-        """How many layers report that they are done, for a plan with ``report_layers``."""
+        """How many layers report their end, for a plan with ``report_layers``."""
 
     def step_ns(self, plan: StepPlan) -> int:
         """How long ``plan`` will take, its copies included."""
 
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
-        """``layer`` of the plan under way is computed; whether that is to be told."""
+        """``layer`` of the plan under way is computed. Returns whether to report it."""
 
     def run(self, plan: StepPlan) -> StepFinished | StepFailed:
         """The plan has been executed, or has failed."""
 
 
-class DataPort(Protocol):
-    """Moves pages beside the device. Each job but a cancellation is answered through ``node.post``, at its time."""
-
-    def seal(self, job: SealPages) -> None:
-        """Answer with ``PagesSealed``."""
-
-    def pull(self, job: PullPages) -> None:
-        """Answer with ``PagesPulled``."""
-
-    def cancel(self, job: CancelPulls) -> None:
-        """Pulls from a peer need not begin; each is answered all the same."""
-
-
-class Host(Protocol):
+class Host(MemberHost, Protocol):
     """A world. ``clock`` and ``network`` are shared by all its nodes."""
 
     @property
-    def clock(self) -> Clock:
-        """Virtual time."""
-
-    @property
-    def network(self) -> Network:
-        """The wires between the nodes."""
-
-    @property
     def member_config(self) -> MemberConfig:
-        """How often an instance says that it lives, and how long it waits for its router."""
+        """How often an instance sends heartbeats, and how long it waits for its router."""
 
     @property
     def router_addresses(self) -> Sequence[str]:
@@ -94,11 +72,7 @@ class Host(Protocol):
 
     @property
     def router(self) -> RouterNode:
-        """The one router there is."""
-
-    @property
-    def tells(self) -> bool:
-        """Whether :meth:`say` is wanted: else no lines are built."""
+        """The only router."""
 
     def new_cluster(self) -> Cluster:
         """The machine of the router, which starts now."""
@@ -110,10 +84,10 @@ class Host(Protocol):
         """Its device."""
 
     def new_port(self, node: InstanceNode) -> DataPort:
-        """Its way to the pages of others."""
+        """Its data port to the pages of others."""
 
     def peer_info(self, node: InstanceNode) -> PeerInfo:
-        """What it tells of itself when it joins."""
+        """Its description when it joins."""
 
     def emitted(self, output: TokenOutput) -> None:
         """The router gives tokens to a client."""
@@ -121,24 +95,17 @@ class Host(Protocol):
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         """The router rejects a client's request."""
 
-    def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
-        """A machine has handled ``event``; none of ``actions`` is done yet."""
 
-    def say(self, line: str, what: object = "") -> None:
-        """Something worth telling happened; ``what`` is written out only when it is read."""
-
-
-class InstanceNode(Process):
+class InstanceNode(MemberNode):
     """Hosts a ``MemberMachine`` and an ``Instance``, its device and its data port, as ``runtime/member`` does."""
 
     host: Host
     machine: Instance
     member: MemberMachine
     device: Device
-    port: DataPort
 
     def __init__(self, host: Host, name: str, role: Role, place: int, generation: int = 0) -> None:
-        """Boots at once. ``place``: number in the world; ``generation``: of the process before it."""
+        """Boots at once. ``place``: its number in the world; ``generation``: that of the process before it."""
         super().__init__(host, Peer(name, generation))
         self.role, self.place = role, place
         self.boot()
@@ -154,9 +121,7 @@ class InstanceNode(Process):
         self.port = self.host.new_port(self)
         self.plans: deque[StepPlan] = deque()
         self._working = False
-        #: what the mailbox knows: other members by name, and where it looks for a router
-        self._lines: dict[str, Peer] = {}
-        self._dialled = ""
+        self.forget_lines()
         info, config = self.host.peer_info(self), self.host.member_config
         self.member = MemberMachine(info, self.host.router_addresses, config)
         self._beating = Ticking(self, self._member_ticks)
@@ -198,12 +163,8 @@ class InstanceNode(Process):
                 self.send(to, message)
             case ReadLoad():
                 self._tell_member(LoadRead(self.machine.load(), self.machine.next_event))
-            case DialRouter(_, address):
-                self._dialled = address
-            case MeetPeer(info):
-                self._lines[info.peer.name] = info.peer
-            case PartFromPeer(peer):
-                del self._lines[peer.name]
+            case DialRouter() | MeetPeer() | PartFromPeer():
+                self.line(action)
             case BecomeNew():
                 self._become_new(action)
             case Notice(text):
@@ -213,7 +174,7 @@ class InstanceNode(Process):
                 self.refused(refused) if refused else self.left()
 
     def _become_new(self, order: BecomeNew) -> None:
-        """All work is dropped, the cache stays, the name gets a new generation."""
+        """Drop all work, keep the cache, and take a new generation of the name."""
         self.post(MessageArrived(order.router, Expelled(order.reason)))
         self.peer = Peer(self.peer.name, order.generation_min)
         self.machine.reborn(self.peer)
@@ -239,31 +200,12 @@ class InstanceNode(Process):
                 self.send(action.to, action.message)
             case RejectRequest():
                 self._tell_router(RequestRefused(action.request_id, action.reason, action.retry_after_s))
-            case SealPages():
-                self.port.seal(action)
-            case PullPages():
-                self.port.pull(action)
-            case CancelPulls():
-                self.port.cancel(action)
+            case SealPages() | PullPages() | CancelPulls():
+                self.port_job(action)
 
     def _tell_router(self, message: AnyMessage) -> None:
         if self.member.router is not None:
             self.send(self.member.router, message)
-
-    def send(self, to: Peer, message: AnyMessage) -> None:
-        """Messages to peers that the mailbox does not know, and to an address without a router, are lost."""
-        reached = self._dialled == self.host.router.address if to.name == ROUTER else self._lines.get(to.name) == to
-        if reached:
-            self.host.network.send(self.peer, to, message)
-        elif self.host.tells:
-            self.host.say(f"      lost: {self.peer.name} does not reach {to}: ", message)
-
-    def owner_of(self, job: PullPages) -> InstanceNode | None:
-        """The living process whose pages ``job`` is to read. None: it is unknown here, or of another generation."""
-        node = self.host.network.nodes.get(job.peer.name)
-        if isinstance(node, InstanceNode) and node.peer == job.peer and self._lines.get(job.peer.name) == job.peer:
-            return node
-        return None
 
     # -- device: plans strictly in order
 
@@ -302,7 +244,7 @@ class RouterNode(Process):
         self.machine = host.new_cluster()
 
     def restart(self) -> None:
-        """The router dies and starts again: its clients are gone, the instances are there."""
+        """The router dies and restarts: its clients are gone, the instances remain."""
         self.begin_life()
         self.peer = Peer(ROUTER, self.peer.generation + 1)
         self.machine = self.host.new_cluster()
@@ -324,7 +266,7 @@ class RouterNode(Process):
             self.perform_one(action)
 
     def perform_one(self, action: ClusterAction) -> None:
-        """Do one action now. This router has no disk: its machine must not ask for one."""
+        """Do one action now. This router has no disk, so its machine must not write to one."""
         match action:
             case Send():
                 self.host.network.send(self.peer, action.to, action.message)

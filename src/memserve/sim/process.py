@@ -13,7 +13,7 @@ from memserve.sim.clock import Clock
 from memserve.sim.network import Node
 
 TICK_MIN_NS = 1_000_000
-"""Between two looks at a machine's deadlines, as in ``runtime/loop``."""
+"""Time between two checks of a machine's deadlines, as in ``runtime/loop``."""
 
 
 class Ticking:
@@ -26,7 +26,7 @@ class Ticking:
         self._planned_ns: int | None = None
 
     def look(self, deadline_ns: int | None) -> None:
-        """The machine's deadline after an event, by the process's own clock."""
+        """Take the machine's next deadline after an event, by the process's own clock."""
         planned_ns = self._planned_ns
         if deadline_ns is None or (planned_ns is not None and planned_ns <= deadline_ns):
             return
@@ -41,7 +41,7 @@ class Ticking:
 
 
 class Clocked(Protocol):
-    """A world, as far as a process must know it."""
+    """What a process needs of a world."""
 
     @property
     def clock(self) -> Clock:
@@ -49,7 +49,7 @@ class Clocked(Protocol):
 
 
 class Process(Node):
-    """A node that can be killed and paused: events wait then, or never happen."""
+    """A node that can be killed and paused: its events then never happen, or wait."""
 
     def __init__(self, host: Clocked, peer: Peer) -> None:
         self.host = host
@@ -57,14 +57,14 @@ class Process(Node):
         self.alive = True
         self.paused = 0
         self.life = 0
-        """Counts its starts: what one life had planned does not happen in the next."""
+        """Counts its starts: calls planned in one life do not happen in the next."""
         self.skew_ns = 0
         self.ticking = Ticking(self, self._tick)
         self._frozen: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()
 
     @property
     def now(self) -> int:
-        """The time of its own clock: clocks of two hosts have nothing to do with each other."""
+        """The time of its own clock: clocks of different hosts are unrelated."""
         return self.host.clock.now + self.skew_ns
 
     def _tick(self) -> None:
@@ -98,7 +98,8 @@ class Process(Node):
     # -- events
 
     def later(self, delay_ns: int, do: Callable[..., None], *arguments: Any) -> None:
-        """``do(*arguments)`` in ``delay_ns``, if this life lasts so long; after a pause, if it is paused then."""
+        """Call ``do(*arguments)`` in ``delay_ns``, if this life lasts that long; if it is paused then, after the
+        pause."""
         clock = self.host.clock
         clock.at(clock.now + delay_ns, self._fire, self.life, do, arguments)
 
@@ -130,7 +131,7 @@ class Process(Node):
 
     @abstractmethod
     def hear(self, sender: Peer, message: AnyMessage) -> None:
-        """A message, in a process that runs."""
+        """Handle a message; the process is running."""
 
     @abstractmethod
     def post(self, event: object) -> None:

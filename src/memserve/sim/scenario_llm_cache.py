@@ -1,14 +1,14 @@
 """The experiments of llm-serving-cache on the production machines: a router, one instance and a client.
 
-The source adds its constants up in a formula. Here its requests go through the ``Cluster`` machine (admission, and
+The source adds up its constants in a formula. Here its requests go through the ``Cluster`` machine (admission, and
 placement by ``affinity``) and an ``Instance`` (index, pool, eviction), and a virtual clock times the result::
 
     latency = 5 ms routing + 1 ms * uncached prompt tokens + 1 ms * output tokens
               the dispatch    the prefill, whole               each token that is drawn
 
 KV of ten tokens is 1 MB. The source's block of 16 MB, 160 tokens, is the unit of admission; the instance's own blocks
-have 40 tokens, since whole blocks are reused and a hit of 840 tokens is not a whole number of 160. A prompt that is
-cached as a whole has its last token computed again, for its logits: that is the cost of the first output token.
+have 40 tokens, because whole blocks are reused and a hit of 840 tokens is not a multiple of 160. A prompt that is
+cached as a whole has its last token recomputed for the logits: that is the cost of the first output token.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GIVE_UP_NS = 600 * NS_PER_S
 
 
 class Ask(NamedTuple):
-    """A request: how much of its prompt the one before it, or one before the measurement, has left in the cache."""
+    """A request: how much of its prompt an earlier request has left in the cache."""
 
     prompt_tokens: int
     output_tokens: int
@@ -72,7 +72,7 @@ class Case:
     name: str
     asks: tuple[Ask, ...]
     before: tuple[Ask, ...] = ()
-    """Asked first and not counted: the KV of these requests is inactive."""
+    """Requests sent first and not counted: their KV is inactive."""
     caching: Caching = Caching.PD_CACHING_3
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     units: int = FREE_UNITS
@@ -80,7 +80,7 @@ class Case:
 
 
 class SourceDevice:
-    """Takes 1 ms for each token of which KV is computed, and 1 ms for each that is drawn."""
+    """Takes 1 ms for each token whose KV is computed, and 1 ms for each token drawn."""
 
     layers = 1
 
@@ -88,13 +88,13 @@ class SourceDevice:
         self._spent_ns = 0
 
     def step_ns(self, plan: StepPlan) -> int:
-        """How long ``plan`` takes. The last known token alone is part of drawing the next one."""
+        """How long ``plan`` takes. Computing only the last known token is part of drawing the next one."""
         rows = zip(plan.counts, plan.sample_slots, strict=True)
         self._spent_ns = TOKEN_NS * sum((count if count > 1 else 0) + len(drawn) for count, drawn in rows)
         return self._spent_ns
 
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
-        """Layers are not told one by one."""
+        """Layers are not reported one by one."""
         return False
 
     def run(self, plan: StepPlan) -> StepFinished:
@@ -118,7 +118,7 @@ class NoPort:
 
 
 class SourceNetwork(Network):
-    """Routing is the way to the instance; all else takes no time."""
+    """Routing takes the time of the dispatch; everything else takes none."""
 
     def span_ns(self, sender: Peer, to: Peer, message: AnyMessage) -> int:
         """5 ms for a dispatch."""
@@ -126,7 +126,7 @@ class SourceNetwork(Network):
 
 
 class SourceWorld:
-    """A router, one instance, and a client that asks."""
+    """A router, one instance, and a client."""
 
     tells = False
     member_config = MemberConfig()
@@ -147,7 +147,7 @@ class SourceWorld:
         self.clock.run_until(NS_PER_S)
         check(len(self.router.machine.instances()) == 1, "the instance has not joined")
 
-    # -- what nodes are made of
+    # -- parts of the nodes
 
     def new_cluster(self) -> Cluster:
         """The router's machine."""
@@ -181,7 +181,7 @@ class SourceWorld:
     # -- the client
 
     def ask(self, ask: Ask) -> str:
-        """Send a request now; its name. Its cached part is the prompt of the last request that was a miss."""
+        """Send a request now; returns its name. Its cached part is that of the last missed prompt."""
         name = f"req-{len(self._asked_ns) + 1}"
         fresh = np.full(ask.prompt_tokens, 10 + len(self._asked_ns), np.int32)
         prompt = np.concatenate((self._shared[: ask.cached_tokens], fresh[ask.cached_tokens :]))
@@ -199,7 +199,7 @@ class SourceWorld:
         return [self.answers[name] for name in names]
 
     def emitted(self, output: TokenOutput) -> None:
-        """Tokens for a client; the last ones end its request."""
+        """The router gives tokens to the client; the last ones end its request."""
         name = output.request_id
         self._cached[name] = max(self._cached.get(name, 0), output.cached_tokens)
         if output.finish_reason is not None:
@@ -211,7 +211,7 @@ class SourceWorld:
         self.answers[request_id] = Answer(0, 0, reason)
 
     def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
-        """After each event: the machine must not contradict itself."""
+        """After each event, check the machine's invariants."""
 
     def say(self, line: str, what: object = "") -> None:
         """Not recorded."""
@@ -222,7 +222,7 @@ class SourceWorld:
 
 
 def _by_memory(evictions_max: int) -> AdmissionConfig:
-    """Memory of a prompt is held until it is evicted; what is generated does not count (the source's model)."""
+    """A prompt's memory is held until it is evicted; generated tokens do not count (the source's model)."""
     return AdmissionConfig(
         Admission.MEMORY, waiting_max=0, output_tokens_max=0, unit_tokens=UNIT_TOKENS, evictions_max=evictions_max
     )
@@ -261,7 +261,7 @@ def outcome(answers: Sequence[Answer]) -> Outcome:
 
 
 def play(case: Case) -> tuple[list[Answer], SourceWorld]:
-    """One request after the other."""
+    """Send the requests one after the other."""
     world = SourceWorld(case)
     for ask in case.before:
         world.wait_for([world.ask(ask)])

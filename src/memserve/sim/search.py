@@ -11,7 +11,7 @@ from memserve.types import Role
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Clusters of one kind, in all sizes: ``prefill`` of ``whole`` instances prefill, the others decode."""
+    """Clusters of one kind, in all sizes: of ``whole`` instances ``prefill`` prefill, the others decode."""
 
     name: str
     prefill: int = 0
@@ -20,7 +20,7 @@ class Mix:
 
     @property
     def least(self) -> int:
-        """Instances of the smallest one."""
+        """Number of instances of the smallest cluster."""
         return 2 if self.whole else 1
 
     def instances(self, size: int) -> dict[Role, int]:
@@ -50,7 +50,7 @@ def parse_mixes(text: str) -> tuple[Mix, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One cluster, tried."""
+    """The trial of one cluster."""
 
     size: int
     good: bool
@@ -65,9 +65,9 @@ Try = Callable[[int], Trial]
 def smallest(attempt: Try, least: int, most: int) -> tuple[Trial | None, list[Trial]]:
     """The smallest good size in ``[least, most]``, and all trials in their order. None: not even ``most`` is good.
 
-    More instances are taken never to be worse. So ``most`` is tried as soon as ``least`` is not good enough: where no
-    cluster holds the SLO the search ends after two trials. Otherwise sizes are doubled until one is good, then halved
-    in between.
+    More instances are assumed never to be worse. So ``most`` is tried as soon as ``least`` is not good enough: if no
+    cluster keeps the SLO, the search ends after two trials. Otherwise the size is doubled until it is good enough, then
+    bisected.
     """
     trials = [attempt(least)]
     if trials[0].good or least == most:
@@ -92,6 +92,6 @@ def smallest(attempt: Try, least: int, most: int) -> tuple[Trial | None, list[Tr
 
 
 def cheapest(found: Sequence[tuple[str, Trial | None]]) -> tuple[str, Trial] | None:
-    """Of the smallest of each kind the one that costs least, the first of equals. None: none was good enough."""
+    """The cheapest of the smallest clusters of each kind; ties go to the first. None: none was good enough."""
     good = [(name, trial) for name, trial in found if trial is not None]
     return min(good, key=lambda pair: pair[1].cost) if good else None

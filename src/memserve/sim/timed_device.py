@@ -1,6 +1,6 @@
-"""A device that computes nothing and knows how long it would take; the moments at which tokens were drawn.
+"""A device that only models the time of computing; and the moments at which tokens were drawn.
 
-A token's number is the number of the step that drew it: so a client that gets several tokens at once, late, still knows
+A token's number is the number of the step that drew it: so a client that gets several tokens late, at once, still knows
 when each was drawn (:class:`Moments`).
 """
 
@@ -19,17 +19,18 @@ from memserve.sim.hardware import Machine
 from memserve.types import Tier
 
 ARRAY_STEPS_MIN = 12
-"""N: from N steps on, computing their times as an array is faster than one by one."""
+"""From this many steps on, computing their times as an array is faster than one by one."""
 
 
 class Steps(Protocol):
     """How long steps take, in nanoseconds."""
 
     def step_ns(self, new_tokens: int, pairs: int, rows: int, context_tokens: int) -> int:
-        """``new_tokens`` of prompts with ``pairs`` of query and key, and ``rows`` that attend to ``context_tokens``."""
+        """Time of a step: ``new_tokens`` of prompts with their ``pairs``, and ``rows`` that attend to
+        ``context_tokens``."""
 
     def decode_line(self, rows: int) -> tuple[float, float]:
-        """Of a step of nothing but ``rows`` that decode: the fixed part, and that of a token attended to."""
+        """A step that only decodes ``rows`` sequences: its fixed time, and the time per token attended to."""
 
 
 class Moments:
@@ -40,10 +41,10 @@ class Moments:
     def __init__(self) -> None:
         self._seen_ns = array("q")
         self.way_ns = 0
-        """From the end of a step, by the world's clock, until then."""
+        """Time from the end of a step, by the world's clock, until clients see its tokens."""
 
     def add(self, ends_ns: list[int]) -> list[int]:
-        """Steps have ended; their numbers."""
+        """Steps have ended. Returns their numbers."""
         seen_ns, way_ns = self._seen_ns, self.way_ns
         first = len(seen_ns)
         seen_ns.extend([end_ns + way_ns for end_ns in ends_ns])
@@ -58,7 +59,7 @@ class Moments:
 
 
 class FittedSteps:
-    """By measured curves. A step of both kinds reads the weights once."""
+    """Times by measured curves. A step that prefills and decodes reads the weights once."""
 
     def __init__(self, costs: CostModel) -> None:
         self._prefill, self._decode = costs.prefill, costs.decode
@@ -81,7 +82,7 @@ def step_times(machine: Machine) -> Steps:
 
 
 class TimedDevice:
-    """Answers each plan with as many tokens as it draws. Requests end by their length alone.
+    """Answers each plan with as many tokens as it draws. Requests end only by their length.
 
     Beams and logprobs are not computed: no workload asks for them.
     """
@@ -93,10 +94,10 @@ class TimedDevice:
         self.layers = machine.geometry.num_layers
         self._steps = steps or step_times(machine)
         self.slowness = 1.0
-        """Faults make it more than 1."""
+        """The factor on all times; faults make it more than 1."""
         self.busy_ns = 0
         self.spent_ns = 0
-        """Of the step under way."""
+        """The time of the step under way."""
 
     def step_ns(self, plan: StepPlan) -> int:
         """How long ``plan`` takes, its copies before its rows."""
@@ -107,7 +108,7 @@ class TimedDevice:
         return self.spent_ns
 
     def decode_steps_ns(self, rows: int, context_tokens: int, steps: int) -> list[int]:
-        """How long each of ``steps`` steps takes that only decode; the first attends to ``context_tokens``."""
+        """How long each of ``steps`` decoding steps takes; the first attends to ``context_tokens``."""
         fixed_ns, context_ns = self._steps.decode_line(rows)
         slowness = self.slowness
         if steps < ARRAY_STEPS_MIN:
@@ -139,7 +140,7 @@ class TimedDevice:
         return move_ns(blocks * self._block_bytes, blocks)
 
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
-        """Each layer of a plan with ``report_layers`` is told, an equal share of the step after the one before."""
+        """Each layer of a plan with ``report_layers`` is reported, at equal distances over the step."""
         return True
 
     def run(self, plan: StepPlan) -> StepFinished:

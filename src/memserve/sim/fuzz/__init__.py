@@ -1,12 +1,14 @@
-"""Is a cluster right, whatever goes wrong? Scenarios from seeds, faults, and referees that only watch.
+"""Is a cluster correct, whatever goes wrong? Scenarios from seeds, faults, and referees that only watch.
 
-A seed is a complete bug report: it decides which processes there are, what is asked, what goes wrong and when.
+A seed is a complete bug report: it decides the processes, the requests, and what goes wrong and when.
 
 ::
 
     scenario   what a seed decides              truth        what every request must get
     world      builds it, runs it               clients      conversations, and the referee of their answers
-    faults     what goes wrong, and heals       checks       what must hold when all is over
+    faults     what goes wrong, and heals       checks       what must hold at the end
     network, data_port, truth_device            between and inside the instances
+    members, instances, stores                  the nodes, with knobs for what goes wrong
+    literal_disk, store_devices, store_memory   what a store keeps, byte by byte
     campaign   many seeds
 """

@@ -24,22 +24,22 @@ _STRIDE = 7919
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of one seed. Plain data: it travels between processes."""
+    """The result of one seed. Plain data, sent between processes."""
 
     seed: int
     setting: str
     requests: int
     steps: int
-    """Things that happened in virtual time."""
+    """Number of events in virtual time."""
     spent_s: float
     happened: Counter[str] = field(default_factory=Counter)
-    """Faults that struck, and what a cluster is for, by name."""
+    """Counts by name: faults that struck, and features that were exercised."""
     failure: str = ""
     """What is wrong; "" = nothing."""
     where: str = ""
-    """The line that noticed it."""
+    """The line of code that noticed the failure."""
     story: tuple[str, ...] = ()
-    """The last things that happened, when it failed or was asked for."""
+    """The last events, if the seed failed or the story was asked for."""
 
 
 @cache
@@ -54,7 +54,7 @@ def _setting(caching: Caching, transfer: TransferMode, mix: str, weather: str) -
 
 
 def setting_of(seed: int, weather: str | None = None) -> Setting:
-    """The setting that a seed runs in unless told otherwise: neighbours have little in common, and all come by."""
+    """The default setting of a seed: neighbouring seeds have little in common, and all settings occur."""
     grid = settings_grid(weather)
     return grid[seed * _STRIDE % len(grid)]
 
@@ -65,13 +65,13 @@ def parse_setting(text: str) -> Setting:
         if str(setting) == text:
             return setting
     raise UserError(
-        f"{text!r} is no setting",
+        f"{text!r} is not a setting",
         hint=f"e.g. pd-caching-3/by-layer/1P1D/faulty; mixes: {', '.join(ALL_MIXES)}; then {', '.join(WEATHERS)}",
     )
 
 
 def play(seed: int, setting: Setting, story_lines: int = 400) -> World:
-    """Run one scenario to its end; raises what is wrong with it, with the story as a note."""
+    """Run one scenario to its end. Raises what is wrong, with the story as a note."""
     world = World(draw(seed, setting), story_lines)
     try:
         world.run()
@@ -90,7 +90,7 @@ def judge(
     keep_story: bool = False,
     log: Callable[[str], object] | None = None,
 ) -> Verdict:
-    """Run one scenario and say what came of it. ``plant`` is a safeguard that is missing, ``log`` as in
+    """Run one scenario and return its verdict. ``plant`` is a safeguard to take out, ``log`` as in
     :class:`World`."""
     started = time.perf_counter()
     failure = where = ""
@@ -109,7 +109,7 @@ def judge(
 
 
 def _place_of(error: Exception) -> str:
-    """What noticed, not what raised."""
+    """The check that failed, not the function that raised."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -121,7 +121,7 @@ def _place_of(error: Exception) -> str:
 def run_campaign(
     seeds: Sequence[int], *, weather: str | None = None, plant: str | None = None, jobs: int = 1
 ) -> Iterator[Verdict]:
-    """A verdict a seed, in order, from ``jobs`` processes."""
+    """One verdict per seed, in order, from ``jobs`` processes."""
     judge_one = partial(_judge_one, weather, plant)
     if jobs == 1:
         yield from map(judge_one, seeds)

@@ -1,4 +1,4 @@
-"""What must hold when all is over: nothing is held, nothing is open, every process knows what is there."""
+"""What must hold at the end: nothing is held, nothing is open, every process knows where all blocks lie."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from memserve.cluster.machine import Cluster
 from memserve.messages import Peer
 from memserve.sim.fuzz.truth import require
+from memserve.sim.member_node import MemberNode
 from memserve.sim.nodes import InstanceNode
 from memserve.types import Tier
 
 
-def check_at_rest(router: Cluster, nodes: Sequence[InstanceNode], has_events: bool) -> None:
-    """Every block is free or kept for reuse alone, and the router knows exactly where each lies."""
+def check_at_rest(
+    router: Cluster, nodes: Sequence[InstanceNode], stores: Sequence[MemberNode], has_events: bool
+) -> None:
+    """Every block is free or only kept for reuse, and the router knows exactly where each lies."""
     members = [view.peer for view in router.instances()]
-    require(sorted(members, key=_name) == sorted((n.peer for n in nodes), key=_name), f"members: {members}")
+    require(sorted(members, key=_name) == sorted((n.peer for n in (*nodes, *stores)), key=_name), f"members: {members}")
     for node in nodes:
         _check_idle(node)
         if has_events:
@@ -47,7 +50,7 @@ def _check_idle(node: InstanceNode) -> None:
 
 
 def _check_tree(router: Cluster, node: InstanceNode) -> None:
-    """What the router believes of an instance is what its index holds, block by block and tier by tier."""
+    """The router's tree of an instance equals the instance's index, block by block and tier by tier."""
     pool, trees = node.machine.pool, router._trees
     member = router._registry.get(node.peer)
     require(member is not None, f"{node.peer} is no member")

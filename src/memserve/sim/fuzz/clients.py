@@ -1,7 +1,7 @@
 """The clients of a cluster in virtual time, and the referee of what they get.
 
-A client's conversation is a list of turns; each turn's prompt is everything before it. The referee knows what a request
-gets from an instance that it has for itself (``truth``), and holds every output against it at once.
+A client's conversation is a list of turns; each turn's prompt contains everything before it. The referee knows what a
+request gets from an instance of its own (``truth``), and compares every output with it at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FLOOD, QUIET = "flood", "quiet"
 
 @dataclass
 class Turn:
-    """What a client will ask next, once the turn before has ended."""
+    """What a client asks next, once the turn before has ended."""
 
     new_tokens: list[int]
     think_ns: int
@@ -50,7 +50,7 @@ class Conversation:
     turns: list[Turn]
     starts_ns: int
     pin_ns: int | None = None
-    """Behind its first turn the conversation so far is pinned under its session's name, for this long."""
+    """After its first turn the conversation so far is pinned under its session's name, for this long."""
     unpin: bool = False
     """The name is given up when the conversation ends."""
     salt: str = ""
@@ -60,7 +60,7 @@ class Conversation:
 
 @dataclass
 class Ask:
-    """One request under judgement."""
+    """One request that is being judged."""
 
     request: Request
     turn: Turn
@@ -69,16 +69,16 @@ class Ask:
     rejected: str | None = None
     cancelled: bool = False
     lost: bool = False
-    """The router died under it."""
+    """The router died while the request was under way."""
     row_failed: bool = False
-    """A row of it failed on some device, alone."""
+    """A single row of the request failed on some device."""
     stopped: set[int] = field(default_factory=set)
     arrived_ns: int = 0
     ended_ns: int | None = None
     _expected: dict[int, list[int]] = field(default_factory=dict)
 
     def expected(self, index: int, limit: int) -> list[int]:
-        """What sequence ``index`` gets from an instance of its own, were there no stop tokens."""
+        """What sequence ``index`` would get from an instance of its own without stop tokens."""
         if index not in self._expected:
             request = self.request
             self._expected[index] = lone_tokens(request.prompt, limit + 1, request.sampling.seed, index, VOCAB)
@@ -86,19 +86,19 @@ class Ask:
 
     @property
     def over(self) -> bool:
-        """Whether the client has nothing more to wait for."""
+        """Whether the client waits for nothing more."""
         return self.lost or self.rejected is not None or len(self.final) == self.request.n
 
 
 class Referee:
-    """Judges every output as it comes, and at the end that each request ended once."""
+    """Judges every output as it arrives, and at the end that each request ended once."""
 
     def __init__(self, contexts: list[int], caching: bool) -> None:
         self.contexts, self.caching = sorted(set(contexts)), caching
         self.context_tokens = self.contexts[-1]
         self.asks: dict[str, Ask] = {}
         self.excused = False
-        """Something has gone wrong in the world: errors and rejections may happen."""
+        """Something has gone wrong in the world: errors and rejections are allowed."""
         self.tokens_judged = 0
 
     def ask(self, conversation: Conversation, now: int) -> Request:
@@ -154,25 +154,26 @@ class Referee:
         return ask
 
     def _judge_cached(self, ask: Ask, output: TokenOutput, key: str) -> None:
-        """Reused KV was computed for the same tenant and salt. A first attempt's first output says how much."""
+        """Reused KV was computed for the same tenant and salt. The first output of a first attempt says how many
+        tokens."""
         request, cached = ask.request, output.cached_tokens
         require(0 <= cached < len(request.prompt), f"{key}: {cached} cached tokens of {len(request.prompt)}")
         if not self.caching or not request.use_cache or request.sampling.prompt_logprobs:
             require(not cached, f"{key}: {cached} cached tokens, although nothing may be reused")
         if request.beam_width or dict(output.story).get("attempts", 1) != 1:
-            return  # it may find what it has left itself
+            return  # it may reuse KV of its own earlier attempt
         known = max((self._shared(ask, other) for other in self.asks.values()), default=0)
         require(cached <= known, f"{key}: {cached} cached tokens, its tenant has said {known} of them before")
 
     def _shared(self, ask: Ask, other: Ask) -> int:
         """How many of the prompt's tokens another request of the same isolation begins with: its prompt and its answer,
-        also what of it was computed, but has not reached the client."""
+        including tokens that were computed but have not reached the client."""
         request = other.request
         if other is ask or request.isolation != ask.request.isolation or not request.use_cache:
             return 0
         prompt, theirs, best = ask.request.prompt.tolist(), request.prompt.tolist(), 0
         if request.beam_width and prompt[: len(theirs)] == theirs:
-            return len(prompt)  # what beams have tried is not known
+            return len(prompt)  # the tokens that beams have tried are not known
         for answer in [[], *(other.expected(index, self._limit(request)) for index in range(request.n))]:
             said = theirs + answer
             same = next((i for i, (a, b) in enumerate(zip(prompt, said, strict=False)) if a != b), None)
@@ -180,7 +181,7 @@ class Referee:
         return best
 
     def rejected(self, request_id: str, reason: str, now: int, *, by_gate: bool = False) -> Ask:
-        """The request was turned away; ``by_gate``: for a reason that the gate's own judge has found good."""
+        """The request was rejected; ``by_gate``: for a reason that the gate's judge has accepted."""
         ask = self.asks[request_id]
         require(ask.rejected is None, f"{request_id}: rejected twice")
         require(not ask.final and not any(ask.got.values()), f"{request_id}: rejected after outputs: {reason}")
@@ -206,7 +207,7 @@ class Referee:
         if reason is FinishReason.LENGTH:
             room = [context - len(request.prompt) for context in self.contexts]
             limits = [min(request.stop.max_tokens, max(1, tokens)) for tokens in room]
-            # a request that was moved to where there is less room ends there at once
+            # a request that was moved to an instance with less room ends there at once
             fits = len(got) in limits or (self.excused and min(limits) < len(got) < max(limits))
             require(fits, f"{key}: LENGTH after {len(got)} tokens, not {limits}")
         if reason is None:
@@ -225,7 +226,7 @@ class Referee:
             require(output.tokens == (), key)
 
     def row_failed(self, request_id: str) -> None:
-        """A row of the request is about to fail, by its own fault."""
+        """A row of the request is about to fail by itself."""
         self.asks[request_id].row_failed = True
 
     def _judge_reason(self, ask: Ask, output: TokenOutput, key: str, now: int) -> None:
@@ -251,7 +252,7 @@ class Referee:
     # -- the end
 
     def check_starvation(self) -> None:
-        """One request of a tenant ends before a quarter of another tenant's flood, however many were sent before it."""
+        """One request of a tenant ends before a quarter of another tenant's flood, however large the flood is."""
         for name, ask in self.asks.items():
             flood = [other for other in self.asks.values() if other.request.tenant == FLOOD]
             before = [other for other in flood if other.arrived_ns <= ask.arrived_ns]

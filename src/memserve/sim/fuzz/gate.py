@@ -1,8 +1,8 @@
 """What admission may do: limits that seeds draw, and a judge that keeps an account of its own.
 
-The judge hears what the router hears and sees its answers. From those it knows which requests are there and since when;
-it asks the router only which of them wait. So it can say whether a request was rejected, or still waits, for a reason
-that was real.
+The judge hears what the router hears and sees its answers. From those it knows which requests there are and since when;
+it asks the router only which of them wait. So it can say whether a request was rejected, or still waits, for a valid
+reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CAUSES = {
     "and no request is running": "pressure",
     "no instance has more than": "memory",
 }
-"""Words of a rejection and its cause. Later ones say more: the last that fits counts."""
+"""Words of a rejection, and its cause. Later ones are more specific: the last match counts."""
 
 
 def draw_gate(random: Random) -> AdmissionConfig:
@@ -52,7 +52,7 @@ def draw_gate(random: Random) -> AdmissionConfig:
 
 
 def draw_kept_ns(random: Random) -> int:
-    """How long KV of ended requests counts: shorter than any scenario, or until it is over."""
+    """How long KV of ended requests counts: shorter than any scenario, or until its end."""
     return random.choice([NS_PER_S // 5, 5 * NS_PER_S, 20 * NS_PER_S])
 
 
@@ -70,12 +70,12 @@ class Waiter:
     arrived_ns: int
     waits: bool = True
     left: int = 0
-    """Times that it may have left KV where it runs no more: attempts that failed, a prompt handed over."""
+    """How often it may have left KV where it no longer runs: failed attempts, a prompt handed over."""
     ended: set[int] = field(default_factory=set)
 
 
 class Before(NamedTuple):
-    """Requests that were there when an event came, those that came with it included."""
+    """Requests present when an event came, including those that came with it."""
 
     waited: dict[str, Waiter]
     ran: list[str]
@@ -84,22 +84,23 @@ class Before(NamedTuple):
 
 
 class GateJudge:
-    """Watches one router after the other. Of instances it knows the members alone, of tokens nothing."""
+    """Watches one router after the other. It knows which instances are members, and nothing of tokens."""
 
     def __init__(self) -> None:
         #: rejected requests, and why
         self.refused: dict[str, str] = {}
-        #: and after how many seconds they may retry
+        #: rejected requests, and after how many seconds they may retry
         self.told: dict[str, float] = {}
         self._cluster: Cluster | None = None
         self._config = AdmissionConfig()
         self._here: dict[str, Waiter] = {}
         self._served: dict[tuple[str, str], int] = {}
-        """Tokens that the first tenant was admitted for, while the second one waited, since both wait."""
+        """Tokens admitted for the first tenant while the second one waited, since both wait."""
         self._cost_most = 0
-        #: (when, which) of those that have ended, once for each time that they may have left something behind
+        #: (time, request) of ended requests, once for each time that they may have left KV behind
         self._gone: list[tuple[int, Request]] = []
-        #: blocks that an earlier router's requests may have left at each member, and since when this one knows of them
+        #: blocks that an earlier router's requests may have left at each member, and since when this router knows of
+        #: them
         self._recovered: tuple[int, dict[Peer, int]] = 0, {}
 
     def judge(self, cluster: Cluster, event: object, actions: Sequence[ClusterAction], now: int) -> None:
@@ -150,7 +151,7 @@ class GateJudge:
             self._gone += [(now, waiter.request)] * (waiter.left + 1)
 
     def _kept(self, now: int) -> list[Request]:
-        """Requests that have ended, or run elsewhere by now, and may still count."""
+        """Requests that have ended, or now run elsewhere, and may still count."""
         if self._config.evictions_max is None:
             return []
         self._gone = [(ended_ns, request) for ended_ns, request in self._gone if now - ended_ns < self._config.kept_ns]
@@ -158,7 +159,7 @@ class GateJudge:
         return [request for _, request in self._gone] + moved
 
     def _room(self, now: int) -> dict[str, Any]:
-        """What else counts when a request is to find room."""
+        """What else counts when looking for room for a request."""
         at_ns, blocks = self._recovered
         counts = self._config.evictions_max is not None and now - at_ns < self._config.kept_ns
         return {"ended": self._kept(now), "recovered": blocks if counts else {}}
@@ -207,7 +208,7 @@ class GateJudge:
     # -- waiting requests
 
     def _judge_waiting(self, cluster: Cluster, now: int) -> None:
-        """No request waits without need, for too long, or in too long a queue."""
+        """No request waits without a reason, for too long, or in too long a queue."""
         config, here = self._config, self._here
         waiting = [name for name, waiter in here.items() if waiter.waits]
         active = len(here) - len(waiting)
@@ -227,9 +228,9 @@ class GateJudge:
             require(not fits, f"{head.request_id} waits, and there is room for it")
 
     def _judge_turns(self, let_in: list[Request]) -> None:
-        """While two tenants wait, neither gets more than the other but for one request of each, by weight.
+        """While two tenants wait, their service per weight differs by at most one request of each.
 
-        Of two requests that one event admits the first one is not known: then the count begins anew.
+        If one event admits two requests, their order is not known: then the count starts over.
         """
         weights = dict(self._config.weights)
         waiting = {waiter.request.tenant for waiter in self._here.values() if waiter.waits}

@@ -1,4 +1,4 @@
-"""An instance of the fuzzed world: its device computes with literal KV, and it can be hurt in more ways than others."""
+"""An instance of the fuzzed world: its device computes with literal KV, and it has more faults than other nodes."""
 
 from __future__ import annotations
 
@@ -7,44 +7,37 @@ from typing import Protocol
 
 from memserve.instance.events import RowFailed, StepFailed, StepFinished, StepPlan
 from memserve.instance.sequence import Phase
-from memserve.kv_transfer.events import PullPages
 from memserve.kv_transfer.sender import Export
-from memserve.messages import AnyMessage, Peer, Ready
+from memserve.messages import Peer
 from memserve.sim.fuzz.literal_device import fail_row
+from memserve.sim.fuzz.members import FuzzedMember, FuzzedMemberHost
 from memserve.sim.fuzz.network import FaultyNetwork
-from memserve.sim.fuzz.scenario import Scenario
-from memserve.sim.fuzz.truth import Violation
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
-from memserve.sim.nodes import Host, InstanceNode
-from memserve.types import KVGeometry, Role, Tier
+from memserve.sim.nodes import Host, InstanceNode, RouterNode
+from memserve.types import Role
 
 FIRST_GENERATION = 100_000_000
 STEP_MAX_NS = 10_000_000_000
 PLANTED = "a planted failure of this row"
 
-_Page = tuple[Tier, int, int, int, int]
-"""Tier, block, first and end layer, checksum."""
 
-
-class FuzzHost(Host, Protocol):
-    """A world that a seed decides, as its nodes know it."""
-
-    scenario: Scenario
-    random: Random
-    geometry: KVGeometry
-    links_cut: bool
-    """Whether a cut between two instances is one for pages, too."""
+class FuzzHost(Host, FuzzedMemberHost, Protocol):
+    """A world that a seed decides, as its instances know it."""
 
     @property
     def network(self) -> FaultyNetwork:
         """The wires between the nodes."""
 
+    @property
+    def router(self) -> RouterNode:
+        """The one router there is."""
+
     def row_fails(self, node: FuzzedInstance, attempt_id: str, index: int) -> None:
         """A row of an attempt fails, and with it that sequence of the client's request."""
 
 
-class FuzzedInstance(InstanceNode):
-    """A node with knobs for faults, which remembers what it has promised of its pages."""
+class FuzzedInstance(InstanceNode, FuzzedMember):
+    """A node with knobs for faults, which remembers the checksums that it has promised for its pages."""
 
     host: FuzzHost
     device: FuzzedDevice
@@ -58,7 +51,7 @@ class FuzzedInstance(InstanceNode):
         self.pull_slowness = 1
         self.step_slowness = 1
         self.set_back = False
-        """Its wall clock was: its generations may be older than those that others know."""
+        """True: its wall clock was set back, so its generations may be older than those that others know."""
         self.copy_ns = 0
         """What each block that moves between tiers adds to a step."""
         super().__init__(world, name, role, place, FIRST_GENERATION if world.scenario.setting.swarm else 0)
@@ -70,8 +63,7 @@ class FuzzedInstance(InstanceNode):
 
     def boot(self) -> None:
         self.skew_ns = self.random.choice([0, self.random.randrange(1 << 60)])
-        self.promises: dict[_Page, set[str]] = {}
-        self.has_failed = False
+        self.forget_promises()
         super().boot()
 
     def boot_in_the_past(self, by: int) -> None:
@@ -81,7 +73,7 @@ class FuzzedInstance(InstanceNode):
         self.boot()
 
     def refused(self, reason: str) -> None:
-        """Its keeper starts it again, soon."""
+        """Its supervisor soon restarts it."""
         if not self.set_back:
             super().refused(reason)
         self.kill()
@@ -95,34 +87,13 @@ class FuzzedInstance(InstanceNode):
         if not self.alive:
             self.boot()
 
-    def send(self, to: Peer, message: AnyMessage) -> None:
-        if isinstance(message, Ready):
-            self._promise(message)
-        super().send(to, message)
+    @property
+    def memory(self) -> TruthDevice:
+        """Its device's."""
+        return self.device.memory
 
-    def span_ns(self, bounds_ns: tuple[int, int], slowness: int = 1) -> int:
-        """A random time."""
-        return self.random.randint(*bounds_ns) * slowness
-
-    # -- promises
-
-    def _promise(self, ready: Ready) -> None:
-        """Remember what was said of pages: as long as the offer is open, they have these checksums."""
-        export = self._open_offers().get(ready.transfer_id)
-        if export is None:  # it has ended since
-            return
-        for at, checksum in enumerate(ready.checksums, ready.first_block - export.first_block):
-            page = (*export.places[at], ready.first_layer, ready.end_layer, checksum)
-            self.promises.setdefault(page, set()).add(ready.transfer_id)
-
-    def check_promise(self, job: PullPages, place: int) -> None:
-        """A page of ours had another checksum than we said: then its offer must have ended, or a step failed here."""
-        page = (job.src_tier, job.src_blocks[place], job.first_layer, job.end_layer, job.checksums[place])
-        still_open = self.promises.get(page, set()) & self._open_offers().keys()
-        if still_open and not self.has_failed:
-            raise Violation(f"{self.peer.name} has written to {page}, offered as {sorted(still_open)}")
-
-    def _open_offers(self) -> dict[str, Export]:
+    def open_offers(self) -> dict[str, Export]:
+        """Its offers, by transfer."""
         link = self.machine.link
         return link.exchange._sender.open if link is not None else {}
 
@@ -146,7 +117,7 @@ class FuzzedDevice:
         return min(spent_ns, STEP_MAX_NS)
 
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
-        """Compute it, unless the plan was made upon one that failed."""
+        """Compute the layer, unless the plan follows one that failed."""
         if plan.step_id in self._void:
             return False
         self.memory.finish_layer(plan, layer)
@@ -167,7 +138,7 @@ class FuzzedDevice:
         return self.memory.fail(plan, node.random.randrange(100))
 
     def _spoil(self, plan: StepPlan, event: StepFinished | StepFailed) -> StepFinished | StepFailed:
-        """Let one row of the plan fail, if one is to."""
+        """Let one row of the plan fail, if a fault asks for it."""
         node = self._node
         if not node.rows_to_fail or not plan.slots or isinstance(event, StepFailed):
             return event
@@ -175,6 +146,6 @@ class FuzzedDevice:
         slot = node.random.choice(sorted({*plan.slots, *(slot for slots in plan.sample_slots for slot in slots)}))
         sequence = node.machine.inflight[0].by_slot()[slot]
         fail_row(plan, event, slot, RowFailed(PLANTED, kv_is_suspect=node.random.random() < 0.5))
-        if sequence.phase is not Phase.FINISHED:  # else the row was one too many
+        if sequence.phase is not Phase.FINISHED:  # else the row was the surplus one of a finished sequence
             node.host.row_fails(node, sequence.request_id, sequence.index)
         return event

@@ -24,7 +24,8 @@ class Slot:
 
 
 def fail_row(plan: StepPlan, event: StepFinished, slot: int, why: RowFailed) -> None:
-    """Let ``slot``, which has a row or a draw in ``plan``, fail alone: ``event`` is what the plan gave without that."""
+    """Let ``slot``, which has a row or a draw in ``plan``, fail alone; ``event``: the plan's result without the
+    failure."""
     event.failed[slot] = why
     draws = [drawn for slots in plan.sample_slots for drawn in slots]
     if slot in draws:
@@ -42,7 +43,7 @@ class LiteralDevice:
     def __init__(
         self, block_tokens: int, hbm_blocks: int, dram_blocks: int, vocab: int = 50, device_ns: int = 1000
     ) -> None:
-        """``device_ns``: what it says that each step took."""
+        """``device_ns``: the time that it reports for each step."""
         self.block_tokens, self.vocab, self.device_ns = block_tokens, vocab, device_ns
         self.tiers: dict[Tier, Cells] = {
             Tier.HBM: [[None] * block_tokens for _ in range(hbm_blocks)],
@@ -52,7 +53,7 @@ class LiteralDevice:
         self.computed_tokens = 0
 
     def fail(self, plan: StepPlan, seed: int) -> StepFailed:
-        """Do some of the plan, wrongly: the blocks that it touches are garbage afterwards."""
+        """Execute part of the plan, wrongly: afterwards the blocks that it touches are garbage."""
         for copy in plan.copies:
             for block in copy.dst:
                 self.tiers[copy.dst_tier][block] = [seed + 1000 + i for i in range(self.block_tokens)]
@@ -71,7 +72,7 @@ class LiteralDevice:
         return self._compute(plan)
 
     def run_void(self, plan: StepPlan) -> StepFinished | StepFailed:
-        """Execute a plan that was made upon one that failed: it may fit the state of the device or not."""
+        """Execute a plan that follows a failed one: it may or may not match the device's state."""
         try:
             return self.run(plan)
         except (Violation, KeyError, IndexError) as wrong:
@@ -113,7 +114,7 @@ class LiteralDevice:
     def _row(
         self, row: int, slot: Slot, start: int, count: int, writer: dict[tuple[int, int], int]
     ) -> tuple[int, list[TokenLogprobs | None]]:
-        """Write the row's cells, reading all before them through the table; never what another row writes now."""
+        """Write the row's cells, reading all before them through the table, but none that another row writes now."""
         require(count >= 1 and start + count <= len(slot.tokens), f"row {row} computes tokens that do not exist")
         size, cells, seen = self.block_tokens, self.tiers[Tier.HBM], 0
         entries: list[TokenLogprobs | None] = []

@@ -15,12 +15,12 @@ Way = tuple[str, str]
 
 
 def _silent(line: str, what: object = "") -> None:
-    """Nothing listens."""
+    """A log that drops every line."""
 
 
 class FaultyNetwork(Network):
-    """Worse than the real one: its mailbox drops what comes twice and what a later message has overtaken: here they
-    are heard, and the machines must not mind.
+    """Worse than the real one, whose mailbox drops repeated and overtaken messages: here they are delivered, and the
+    machines must tolerate them.
 
     Messages held by a partition come late, in order, or are lost: each partition is of one kind.
     """
@@ -35,15 +35,15 @@ class FaultyNetwork(Network):
         self.extra_ns = 0
         self.lost = 0
         self.cut: dict[Way, list[str]] = {}
-        """The modes of the partitions on each way, ``hold`` or ``lose``."""
+        """The modes of the partitions in each direction, ``hold`` or ``lose``."""
         self.log: Callable[..., None] = _silent
         self._held: dict[Way, deque[tuple[Peer, Peer, AnyMessage]]] = {}
         self._connection: dict[Way, int] = {}
-        """Counts the connections of each way: what was under way in a former one never arrives."""
+        """Counts the connections of each direction: messages under way in an earlier one never arrive."""
 
     @property
     def is_well(self) -> bool:
-        """No fault is on."""
+        """No fault is active."""
         shares = max(self.loss, self.repeats, self.overtakes, self.garbles)
         return shares < 1e-9 and not self.extra_ns and not any(self.cut.values())
 
@@ -67,7 +67,7 @@ class FaultyNetwork(Network):
         self.log(f"      lost: {sender.name} -> {to.name} {type(message).__name__}")
 
     def _garble(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
-        """It is dropped; half of the time the connection breaks, and takes with it what is under way."""
+        """It is dropped; half of the time the connection breaks, and messages under way are lost."""
         self._lose(sender, to, message)
         if self.random.random() < 0.5:
             way = (sender.name, to.name)
@@ -94,7 +94,7 @@ class FaultyNetwork(Network):
             self._lose(sender, to, message)
 
     def part(self, one: str, other: str, mode: str, both_ways: bool) -> list[Way]:
-        """Cut the way from ``one`` to ``other`` (and back); returns what :meth:`heal` wants."""
+        """Cut the way from ``one`` to ``other`` (and back); returns the ways for :meth:`heal`."""
         ways = [(one, other), (other, one)] if both_ways else [(one, other)]
         for way in ways:
             self.cut.setdefault(way, []).append(mode)

@@ -1,7 +1,7 @@
-"""The router of the fuzzed world, and the disk on which it remembers.
+"""The router of the fuzzed world, and its disk.
 
-The production gate holds back what depends on the disk. The disk can be slow, full, or lose power; a checker knows what
-it has promised to keep, and which actions must not leave before that.
+The production gate holds back actions that depend on the disk. The disk can be slow, full, or lose power; a checker
+knows which records must survive, and which actions must not leave before those are durable.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ REPAIR_NS = 500_000_000
 
 
 class Promises:
-    """What must be found again: everything up to the last sync that returned, and then any number of the writes behind
-    it, in order."""
+    """What a restart must find: everything up to the last sync that returned, then any number of the writes behind it,
+    in order."""
 
     def __init__(self) -> None:
         self._kept = MetadataState()
         self._pending: list[Sequence[AnyRecord]] = []
-        #: by identity: actions that have not left, each with what must be safe before that; and what is not safe yet
+        #: by id(): actions that have not left, each with the records that must be durable first; and records not
+        #: durable yet
         self._needs: dict[int, tuple[ClusterAction, Sequence[AnyRecord]]] = {}
         self._unsafe: dict[int, Sequence[AnyRecord]] = {}
 
     def expected(self, actions: Sequence[ClusterAction]) -> None:
-        """A machine wants these done, in order: what stands behind a ``Remember`` depends on it."""
+        """A machine asks for these actions, in order: those behind a ``Remember`` depend on it."""
         needed: Sequence[AnyRecord] | None = None
         for action in actions:
             if isinstance(action, Remember):
@@ -44,30 +45,30 @@ class Promises:
                 self._needs[id(action)] = action, needed
 
     def check_leaves(self, action: ClusterAction, *, is_broken: bool) -> None:
-        """Raise :class:`Violation` if what ``action`` depends on may be lost. A disk that fails excuses it."""
+        """Raise :class:`Violation` if what ``action`` depends on may be lost. A failing disk excuses it."""
         _, needed = self._needs.pop(id(action), (action, ()))
         if needed and id(needed) in self._unsafe and not is_broken:
             raise Violation(f"{action!r} leaves before this is durable: {needed!r}"[:500])
 
     def died(self) -> None:
-        """What had not left never will."""
+        """Actions that had not left never will."""
         self._needs.clear()
         self._unsafe.clear()
 
     def written(self, records: Sequence[AnyRecord]) -> None:
-        """They may be lost."""
+        """``records`` were written, and may still be lost."""
         self._pending.append(records)
 
     def synced(self) -> None:
-        """What was written so far must not be lost any more."""
+        """Records written so far must not be lost any more."""
         for records in self._pending:
             self._kept.apply(records)
             self._unsafe.pop(id(records), None)
         self._pending.clear()
 
     def check(self, found: MetadataState) -> None:
-        """Raise :class:`Violation` unless ``found`` keeps the promise. What it has beyond that may yet be lost: it was
-        read, and not made safe."""
+        """Raise :class:`Violation` unless ``found`` keeps the promise. Further records may still be lost: they were
+        read, but not synced."""
         there = list(found.records())
         state = MetadataState()
         state.apply(self._kept.records())
@@ -81,7 +82,7 @@ class Promises:
 
 
 class FuzzedRouter(RouterNode):
-    """A router that may be killed, with or without what its disk had not yet made safe."""
+    """A router that may be killed, with or without the writes that its disk had not synced."""
 
     host: FuzzHost
 
@@ -89,7 +90,7 @@ class FuzzedRouter(RouterNode):
         super().__init__(world)
         self.medium = FaultyMedium()
         self.disk_ns = 0
-        """What each sync takes."""
+        """The time of each sync."""
         self.promises = Promises()
         self._gate = DurabilityGate()
         self._store: Store | None = None
@@ -97,8 +98,8 @@ class FuzzedRouter(RouterNode):
             self._open()
 
     def restart(self) -> None:
-        """It dies and starts again, with what is on its disk; its clients are gone, the instances are there. Where a
-        cluster has two routers, the one that takes over may be the other, at its own address."""
+        """It dies and restarts from its disk; its clients are gone, the instances remain. If a
+        cluster has two routers, the other may take over, at its own address."""
         super().restart()
         if len(self.host.router_addresses) > 1:
             self.address = self.host.random.choice(self.host.router_addresses)
@@ -108,21 +109,21 @@ class FuzzedRouter(RouterNode):
             self._open()
 
     def lose_power(self, arrived: float, hole: tuple[float, float]) -> None:
-        """Of what is not safe only a part is there; shares of its length. To be followed by :meth:`restart`."""
+        """Only a part of the unsynced bytes survives, given as shares of their length. Call :meth:`restart` next."""
         unsafe_bytes = self.medium.unsafe_bytes
         arrived_bytes = int(arrived * unsafe_bytes)
         start = int(hole[0] * arrived_bytes)
         self.medium.lose_power(arrived_bytes, [(start, start + int(hole[1] * arrived_bytes))])
 
     def _open(self) -> None:
-        """Go on from what is there. The wall clock makes generations grow, also when nothing could be kept."""
+        """Recover from the disk. The wall clock makes generations grow, even if nothing was kept."""
         try:
             self._store = Store(self.medium, checkpoint_bytes_min=CHECKPOINT_BYTES_MIN)
-        except MediumFailed:  # a torn write is to be replaced, and there is no room: an operator has to make some
+        except MediumFailed:  # a torn write must be replaced, but there is no room: an operator has to make some
             self.medium.room_bytes = None
             self._store = Store(self.medium, checkpoint_bytes_min=CHECKPOINT_BYTES_MIN)
         self.promises.check(self._store.state)
-        if self._store.checkpoints:  # the last write was torn: what is left was written anew
+        if self._store.checkpoints:  # the last write was torn: the rest was rewritten
             self.promises.synced()
         recovered = self._store.state.recovered(-self.skew_ns)
         last = recovered.router.generation if recovered.router is not None else 0
@@ -161,7 +162,7 @@ class FuzzedRouter(RouterNode):
             self.promises.synced()
 
     def _sync(self, number: int) -> None:
-        """What waited for this goes out: it is durable now, or can't be, and the cluster goes on."""
+        """Release the actions that waited: their records are durable now, or can't be, and the cluster goes on."""
         store = self._store
         if store is not None and not store.is_broken:
             store.sync()
@@ -171,7 +172,7 @@ class FuzzedRouter(RouterNode):
         self._gate.check_invariants()
 
     def _repair(self) -> None:
-        """Nothing is written behind a hole: only a whole checkpoint makes it good."""
+        """Nothing is written behind a hole: only a whole checkpoint repairs it."""
         if self._store is None or not self._store.is_broken:
             return
         try:

@@ -1,4 +1,4 @@
-"""Scenarios of the cluster world, drawn from a seed: which processes, what is asked, what goes wrong and when."""
+"""Scenarios of the cluster world, drawn from a seed: the processes, the requests, and what goes wrong and when."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from random import Random
 from memserve.config import AdmissionConfig
 from memserve.sim.fuzz.clients import FLOOD, QUIET, VOCAB, Conversation, Turn
 from memserve.sim.fuzz.gate import draw_gate, draw_kept_ns
+from memserve.sim.fuzz.store_scenario import StoreSetup, draw_store
 from memserve.types import Admission, Caching, Role, TransferMode
 
 MS = 1_000_000
+NAMESPACE = "world"
+LEASE_NS = 2000 * MS
 
 MIXES: dict[str, tuple[Role, ...]] = {
     "1C": (Role.COLOCATED,),
@@ -29,7 +32,7 @@ ALL_MIXES = MIXES | {
     "1P1C": (Role.PREFILL, Role.COLOCATED),
     "3P3D2C": (Role.PREFILL,) * 3 + (Role.DECODE,) * 3 + (Role.COLOCATED,) * 2,
 }
-"""Those of the long runs: also clusters that lack a role, and a larger one."""
+"""Mixes of the long runs: also clusters that lack a role, and a larger one."""
 
 FAULTS = (
     "kill",
@@ -46,7 +49,7 @@ FAULTS = (
     "router-pause",
     "router-restart",
 )
-"""Those of ``faulty`` settings: a few, of a few kinds."""
+"""Faults of ``faulty`` settings: a few, of a few kinds."""
 
 SWARM = (
     *FAULTS,
@@ -62,17 +65,20 @@ SWARM = (
     "slow-disk",
     "clock-back",
 )
-"""Those of ``swarm`` settings: up to a dozen, of a random subset of all kinds with random weights."""
+"""Faults of ``swarm`` settings: up to a dozen, of a random subset of all kinds with random weights."""
 
 ROW = "row"
-"""One row fails. Costs one request, and is drawn on its own (:func:`_put_rows`)."""
+"""One row fails. It costs one request, and is drawn separately (:func:`_put_rows`)."""
+
+STORE_SHARE = 0.1
+"""Of all scenarios with caching, those that have a store."""
 
 WEATHERS = ("healthy", "faulty", "swarm")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of the grid."""
+    """One point of the grid of settings."""
 
     caching: Caching = Caching.PD_CACHING_3
     transfer: TransferMode = TransferMode.BY_REQUEST_AGG
@@ -92,7 +98,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong at a time, for a time."""
+    """Something that goes wrong at some time, for some time."""
 
     kind: str
     at_ns: int
@@ -120,23 +126,25 @@ class Scenario:
     pulls_in_flight: int = 4
     event_capacity: int = 65536
     remembers: bool = False
-    """The router has a disk, and goes on from it."""
+    """The router has a disk, and recovers from it."""
     routers: int = 1
-    """Addresses at which a router may be, of which one has it at a time."""
+    """Addresses of routers; one at a time is in use."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    """What is let in. Clients that are turned away ask something else."""
+    """Which requests are admitted. Rejected clients ask something else."""
     step_ns: tuple[int, int] = (1 * MS, 6 * MS)
     delay_ns: tuple[int, int] = (50_000, 2 * MS)
     pull_ns: tuple[int, int] = (100_000, 3 * MS)
+    store: StoreSetup | None = None
     conversations: list[Conversation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
     def __str__(self) -> str:
         kinds = sorted({fault.kind for fault in self.faults})
         requests = sum(len(c.turns) for c in self.conversations)
+        store = " store" if self.store is not None else ""
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
-            f" requests={requests} gate={self.admission.mode.value} faults={','.join(kinds) or 'none'}"
+            f" requests={requests} gate={self.admission.mode.value}{store} faults={','.join(kinds) or 'none'}"
         )
 
 
@@ -182,11 +190,12 @@ def draw(seed: int, setting: Setting) -> Scenario:
     _put_rows(scenario, len(roles))
     _put_tenants(scenario, roles)
     _put_routers(scenario)
+    _put_store(scenario, len(roles))
     return scenario
 
 
 def _put_gate(random: Random, scenario: Scenario) -> None:
-    """Before a gate tenants matter, and policies that look at what it knows."""
+    """With admission, tenants matter, and so do policies that read the gate's accounts."""
     scenario.admission = draw_gate(random)
     for conversation in scenario.conversations:
         conversation.tenant = random.choice(["", "other"])
@@ -196,8 +205,8 @@ def _put_gate(random: Random, scenario: Scenario) -> None:
 
 
 def _put_rows(scenario: Scenario, instances: int) -> None:
-    """Some scenarios with faults have rows that fail, among others or alone: then no other request is excused. Drawn
-    from a stream of its own: all other scenarios are what they would be without."""
+    """Some scenarios with faults get failing rows beside them or instead; alone they excuse no other request. Drawn
+    from a separate stream, so that all other scenarios stay as they are."""
     random = Random(f"{scenario.seed}/{scenario.setting}/rows")
     if scenario.faults and random.random() < 0.15:
         rows = [_draw_fault(random, ROW, instances) for _ in range(random.choice([1, 2, 3]))]
@@ -206,7 +215,7 @@ def _put_rows(scenario: Scenario, instances: int) -> None:
 
 def _put_tenants(scenario: Scenario, roles: tuple[Role, ...]) -> None:
     """Some scenarios have tenants with salts and every priority, and some of those a flood. Drawn from a stream of its
-    own: all other scenarios are what they would be without."""
+    own, so that all other scenarios stay as they are."""
     random = Random(f"{scenario.seed}/{scenario.setting}/tenants")
     if scenario.admission.mode is not Admission.NONE or random.random() >= 0.2:
         return
@@ -225,6 +234,20 @@ def _put_routers(scenario: Scenario) -> None:
         scenario.routers = 2
 
 
+def _put_store(scenario: Scenario, instances: int) -> None:
+    """Some scenarios have a store, and those with faults have some of its own, among others or alone: then no request
+    is excused. Drawn from a stream of its own."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/store")
+    if scenario.setting.caching is Caching.OFF or random.random() >= STORE_SHARE:
+        return
+    scenario.store = store = draw_store(random)
+    if scenario.setting.faulty or scenario.setting.swarm:
+        kinds = random.choices(store.kinds, k=random.choice([1, 2, 4, 8]))
+        mine = [_draw_fault(random, kind, instances) for kind in kinds]
+        mine = [replace(fault, at_ns=random.randint(0, random.choice([60, 400, 1500])) * MS) for fault in mine]
+        scenario.faults = _in_order([*mine, *random.choice([(), scenario.faults])])
+
+
 def _add_flood(random: Random, scenario: Scenario, count: int) -> None:
     scenario.running = 3
     for number in range(count):
@@ -236,16 +259,17 @@ def _add_flood(random: Random, scenario: Scenario, count: int) -> None:
 
 
 def _make_uneven(random: Random, scenario: Scenario, least: int) -> None:
-    """Not all instances have room for the whole context: the one that goes on with a request decides where it ends."""
+    """Not all instances have room for the whole context: the instance that continues a request decides where it
+    ends."""
     sizes = [random.choice([size, least // 2]) for size in scenario.hbm_blocks]
     sizes[random.randrange(len(sizes))] = max(scenario.hbm_blocks)
     scenario.hbm_blocks = tuple(sizes)
     for turn in (turn for conversation in scenario.conversations for turn in conversation.turns):
-        turn.beam_width = 0  # what a search finds depends on its limit
+        turn.beam_width = 0  # the result of a beam search depends on its limit
 
 
 def _make_hectic(random: Random, scenario: Scenario, least: int) -> None:
-    """Many clients at once, which change their minds; memory for one or two of them; pages that take many steps."""
+    """Many clients at once, which cancel; memory for one or two of them; pages that take many steps."""
     scenario.hbm_blocks = tuple(least + random.randint(0, 4) for _ in scenario.hbm_blocks)
     scenario.pull_ns = random.choice([(2 * MS, 10 * MS), (5 * MS, 60 * MS)])
     scenario.step_ns = (MS // 2, 2 * MS)
@@ -261,7 +285,7 @@ def _make_hectic(random: Random, scenario: Scenario, least: int) -> None:
 def _draw_clients(random: Random, context: int, count: int) -> list[Conversation]:
     families = [[random.randrange(VOCAB) for _ in range(context)] for _ in range(3)]
     tenants = random.choice([[""], [""], ["", "other"]])
-    exotic = random.random()  # how many of this scenario's requests are out of the ordinary
+    exotic = random.random()  # the share of this scenario's requests that are unusual
     clients = []
     for number in range(count):
         prefix = random.choice(families)[: random.choice([0, 4, 9, 16, 21, context // 2])]
@@ -315,8 +339,8 @@ def _draw_faults(random: Random, instances: int) -> list[Fault]:
 
 
 def _draw_swarm(random: Random, instances: int) -> list[Fault]:
-    """Swarm testing: each kind is in or out, and those that are in have weights of very different sizes, so that what
-    one kind would hide is seen where it is missing."""
+    """Swarm testing: each kind is in or out, and those that are in have weights of very different sizes, so that a bug
+    that one kind would hide is seen where that kind is missing."""
     share = random.choice([0.1, 0.3, 0.6])
     kinds = [kind for kind in SWARM if random.random() < share] or [random.choice(SWARM)]
     weights = [random.random() ** 3 + 0.01 for _ in kinds]

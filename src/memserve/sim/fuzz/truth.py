@@ -1,7 +1,8 @@
-"""What every request must get: a "model" with a number as KV, and a next token that is a hash of all KV it sees.
+"""The output that every request must get: a "model" with a number as KV, and a next token that is a hash of all KV it
+sees.
 
 The KV of a position is made of (token, position, everything that attention would have seen before it). A wrong block, a
-stale reuse, a missing copy or a wrong position changes the number, and with it every token behind it.
+stale reuse, a missing copy or a wrong position changes the number, and with it every later token.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _MASK = (1 << 61) - 1
 
 
 class Violation(AssertionError):
-    """Something that must hold does not: the product is wrong, or the world is."""
+    """An invariant does not hold: the product is wrong, or the world is."""
 
 
 def require(condition: object, message: str) -> None:
@@ -29,7 +30,7 @@ def mix(state: int, value: int) -> int:
 
 
 def cell(token: int, position: int, seen: int) -> int:
-    """The KV of ``token`` at ``position`` behind what has been ``seen``."""
+    """The KV of ``token`` at ``position``, after attention has ``seen`` all before it."""
     return mix(mix(mix(seen, 17), token), position) >> 3
 
 
@@ -39,7 +40,7 @@ def draw(seen: int, seed: int, index: int, vocab: int) -> int:
 
 
 def candidates(seen: int, count: int, vocab: int) -> list[tuple[int, float]]:
-    """Distinct tokens with falling logprobs that depend on all that was seen."""
+    """Distinct tokens with falling logprobs that depend on everything seen."""
     found: list[tuple[int, float]] = []
     logprob, state = 0.0, seen
     while len(found) < min(count, vocab):
@@ -77,7 +78,7 @@ def lone_candidates(tokens: Iterable[int], count: int, vocab: int) -> list[tuple
 
 
 Beam = tuple[tuple[int, ...], float, FinishReason]
-"""Tokens, cumulative logprob, how it ended."""
+"""Tokens, cumulative logprob, and the reason of the end."""
 
 
 def lone_beams(request: Request, context: int, vocab: int) -> list[Beam]:

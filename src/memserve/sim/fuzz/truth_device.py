@@ -1,10 +1,13 @@
-"""A literal device with memory that can be read by others: two layers, checksums, pulls, layers that finish one by one.
+"""A literal device whose memory others can read: two layers, checksums, pulls, layers that finish one by one.
 
 Layer 0 of a cell is the number that :class:`LiteralDevice` computes with, layer 1 a function of it. A row that reads a
 cell with layers that do not belong together has read a block that was moved by halves.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from memserve.instance.events import StepFailed, StepFinished, StepPlan
 from memserve.kv_transfer.events import PagesSealed, PullPages, SealPages
@@ -15,7 +18,42 @@ from memserve.types import Tier, TokenLogprobs
 LAYERS = 2
 
 
-class TruthDevice(LiteralDevice):
+class PageMemory(ABC):
+    """Pages, each of one layer of one block, that others of the world may read."""
+
+    @abstractmethod
+    def page(self, tier: Tier, block: int, layer: int) -> Sequence[int | None]:
+        """The cells of a page. None: never written."""
+
+    @abstractmethod
+    def set_page(self, tier: Tier, block: int, layer: int, cells: Sequence[int | None]) -> None:
+        """Write a page."""
+
+    def checksum(self, tier: Tier, block: int, first_layer: int, end_layer: int) -> int:
+        """Of these layers of a block as they are, unused positions included."""
+        state = 11
+        for layer in range(first_layer, end_layer):
+            for value in self.page(tier, block, layer):
+                state = mix(state, -1 if value is None else value)
+        return state
+
+    def seal(self, job: SealPages) -> PagesSealed:
+        """Checksums of own pages."""
+        sums = [self.checksum(job.tier, block, job.first_layer, job.end_layer) for block in job.blocks]
+        return PagesSealed(job.job_id, tuple(sums))
+
+    def pull(self, job: PullPages, place: int, source: PageMemory, *, corrupt: bool) -> bool:
+        """Copy one block's layers from ``source``; whether what was written has the checksum that was promised."""
+        src, dst = job.src_blocks[place], job.dst_blocks[place]
+        for layer in range(job.first_layer, job.end_layer):
+            cells = list(source.page(job.src_tier, src, layer))
+            if corrupt and layer == job.first_layer:
+                cells[0] = (cells[0] or 0) ^ 1
+            self.set_page(job.dst_tier, dst, layer, cells)
+        return self.checksum(job.dst_tier, dst, job.first_layer, job.end_layer) == job.checksums[place]
+
+
+class TruthDevice(LiteralDevice, PageMemory):
     """Literal KV in two layers."""
 
     def __init__(self, block_tokens: int, hbm_blocks: int, dram_blocks: int, vocab: int) -> None:
@@ -45,7 +83,7 @@ class TruthDevice(LiteralDevice):
             self._write_upper()
 
     def abandon_layers(self, plan: StepPlan) -> None:
-        """The plan under way fails: maybe half of its layers are there."""
+        """The plan under way fails, perhaps after half of its layers."""
         self._begun.pop(plan.step_id, None)
         self._late = None
 
@@ -86,28 +124,8 @@ class TruthDevice(LiteralDevice):
 
     # -- pages
 
-    def _page(self, tier: Tier, layer: int) -> Cells:
-        return (self.tiers, self.upper)[layer][tier]
+    def page(self, tier: Tier, block: int, layer: int) -> list[int | None]:
+        return (self.tiers, self.upper)[layer][tier][block]
 
-    def checksum(self, tier: Tier, block: int, first_layer: int, end_layer: int) -> int:
-        """Of these layers of a block as they are, unused positions included."""
-        state = 11
-        for layer in range(first_layer, end_layer):
-            for value in self._page(tier, layer)[block]:
-                state = mix(state, -1 if value is None else value)
-        return state
-
-    def seal(self, job: SealPages) -> PagesSealed:
-        """Checksums of own pages."""
-        sums = [self.checksum(job.tier, block, job.first_layer, job.end_layer) for block in job.blocks]
-        return PagesSealed(job.job_id, tuple(sums))
-
-    def pull(self, job: PullPages, place: int, source: TruthDevice, *, corrupt: bool) -> bool:
-        """Copy one block's layers from ``source``; whether what was written has the checksum that was promised."""
-        src, dst = job.src_blocks[place], job.dst_blocks[place]
-        for layer in range(job.first_layer, job.end_layer):
-            self._page(job.dst_tier, layer)[dst] = list(source._page(job.src_tier, layer)[src])
-        if corrupt:
-            cells = self._page(job.dst_tier, job.first_layer)[dst]
-            cells[0] = (cells[0] or 0) ^ 1
-        return self.checksum(job.dst_tier, dst, job.first_layer, job.end_layer) == job.checksums[place]
+    def set_page(self, tier: Tier, block: int, layer: int, cells: Sequence[int | None]) -> None:
+        (self.tiers, self.upper)[layer][tier][block] = list(cells)

@@ -18,34 +18,34 @@ from memserve.policy.costs import CopyCurve, CostModel
 from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
 from memserve.sim.clock import Clock
-from memserve.sim.fuzz import checks, faults
+from memserve.sim.fuzz import checks, faults, store_checks
 from memserve.sim.fuzz.clients import VOCAB, Ask, Conversation, Referee, Turn
 from memserve.sim.fuzz.data_port import FaultyPort
 from memserve.sim.fuzz.gate import GateJudge
-from memserve.sim.fuzz.instances import FuzzedDevice, FuzzedInstance
+from memserve.sim.fuzz.instances import FIRST_GENERATION, FuzzedDevice, FuzzedInstance
 from memserve.sim.fuzz.network import FaultyNetwork
 from memserve.sim.fuzz.router import FuzzedRouter
-from memserve.sim.fuzz.scenario import ALL_MIXES, MS, Scenario, Setting
+from memserve.sim.fuzz.scenario import ALL_MIXES, LEASE_NS, MS, NAMESPACE, Scenario, Setting
+from memserve.sim.fuzz.stores import FuzzedStore
 from memserve.sim.fuzz.truth import Violation, require
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
 from memserve.sim.nodes import ROUTER_ADDRESS, InstanceNode, RouterNode
 from memserve.sim.process import Process
+from memserve.sim.store_node import StoreNode
 from memserve.types import Admission, Caching, KVGeometry, Role, TokenOutput
 from memserve.units import ns_from_s
 
 BLOCK_TOKENS = 4
-NAMESPACE = "world"
 SECOND = 1000 * MS
-LEASE_NS = 2 * SECOND
 STANDBY_ADDRESS = "virtual://standby"
 PROFILES = (
     None,
     CostModel(machine="quick", swap_in=CopyCurve(50.0 * MS, 0.0, 0.0)),
     CostModel(machine="slow").scaled(20.0),
 )
-"""Of the instances, in turn: unlike machines, one of them with a slow second tier, and some that measured nothing."""
+"""Profiles of the instances, in turn: different machines, one with a slow second tier, some without measurements."""
 STEPS_MAX = 200_000
-"""Scenarios have some thousands of steps. One with so many goes round in circles."""
+"""Scenarios have some thousands of events. One with this many never ends."""
 
 
 class World:
@@ -55,8 +55,8 @@ class World:
     tells = True
 
     def __init__(self, scenario: Scenario, story_lines: int = 400, log: Callable[[str], object] | None = None) -> None:
-        """``story_lines``: how many of the last things that happened are kept for people. ``log`` gets a line for
-        everything that any machine hears, with all that it answers: equal seeds, equal bytes."""
+        """``story_lines``: how many of the last events are kept for reading. ``log`` gets a line for
+        every event of every machine, with its actions: equal seeds give equal bytes."""
         self.scenario = scenario
         self.router_addresses = (ROUTER_ADDRESS, STANDBY_ADDRESS)[: scenario.routers]
         self.random = Random(f"world {scenario.seed} {scenario.setting}")
@@ -71,7 +71,7 @@ class World:
         self.gate_judge = GateJudge()
         self.links_cut = True
         self.router_slept_ns = 0
-        """How much later than by its clock the router may notice that a deadline has passed."""
+        """How much later than the deadline, by its own clock, the router may notice that it has passed."""
         self.happened: Counter[str] = Counter()
         self.router = FuzzedRouter(self)
         self.network.nodes[self.router.peer.name] = self.router
@@ -80,13 +80,16 @@ class World:
             node = FuzzedInstance(self, f"{role.value[0]}{place}", role, place)
             self.instances.append(node)
             self.network.nodes[node.peer.name] = node
+        self.store = FuzzedStore(self, scenario.store, FIRST_GENERATION) if scenario.store is not None else None
+        if self.store is not None:
+            self.network.nodes[self.store.peer.name] = self.store
         self.talking = {c.name: c for c in scenario.conversations}
         for conversation in scenario.conversations:
             self.clock.at(100 * MS + conversation.starts_ns, self._ask, conversation)
         for fault in scenario.faults:
             self.clock.at(100 * MS + fault.at_ns, faults.strike, self, fault)
 
-    # -- what the nodes are made of
+    # -- parts of the nodes
 
     def new_cluster(self) -> Cluster:
         """The production machine of the router."""
@@ -107,7 +110,7 @@ class World:
         )
 
     def instance_config(self, node: InstanceNode) -> InstanceConfig:
-        """The machine's part of the scenario."""
+        """The configuration of an instance machine in this scenario."""
         scenario = self.scenario
         return InstanceConfig(
             max_model_tokens=scenario.context_tokens,
@@ -124,8 +127,7 @@ class World:
 
     def new_instance(self, node: InstanceNode) -> Instance:
         """The production machine."""
-        profile = PROFILES[node.place % len(PROFILES)]
-        costs = PreemptionCosts(self.geometry.block_bytes, profile=profile)
+        costs = PreemptionCosts(self.geometry.block_bytes, profile=self._profile(node))
         return Instance(self.instance_config(node), BLOCK_TOKENS, costs, me=node.peer, geometry=self.geometry)
 
     def new_device(self, node: InstanceNode) -> FuzzedDevice:
@@ -152,8 +154,12 @@ class World:
             node.machine.context_tokens,
             config.pool.caching,
             publishes_events=self.scenario.event_capacity > 0,
-            costs=profile.encode() if (profile := PROFILES[node.place % len(PROFILES)]) is not None else b"",
+            costs=profile.encode() if (profile := self._profile(node)) is not None else b"",
         )
+
+    def _profile(self, node: InstanceNode) -> CostModel | None:
+        store = self.scenario.store
+        return PROFILES[node.place % len(PROFILES)] if store is None or store.costs is None else store.costs
 
     # -- clients
 
@@ -211,11 +217,13 @@ class World:
         conversation.context += ask.got.get(0, [])
         conversation.done += 1
         self._pin(conversation)
+        if self.store is not None:
+            self.store.turn_ends(self.instances)
         if conversation.done < len(conversation.turns):
             self.clock.after(conversation.turns[conversation.done].think_ns, self._ask, conversation)
 
     def _pin(self, conversation: Conversation) -> None:
-        """Name what was said so far, or give the name up."""
+        """Pin the conversation so far under its name, or give the name up."""
         name, tenant = conversation.session, conversation.tenant
         if not name or conversation.pin_ns is None:
             return
@@ -230,17 +238,17 @@ class World:
     # -- watching
 
     def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
-        """A machine has handled an event: it must not contradict itself."""
+        """A machine has handled an event: check its invariants and its actions."""
         if self._log is not None:
             self._log(f"{self.clock.now} {node.peer.name}.{node.peer.generation} {event!r} -> {actions!r}\n")
-        if isinstance(node, InstanceNode | RouterNode):
+        if isinstance(node, InstanceNode | RouterNode | StoreNode):
             node.machine.check_invariants()
         if isinstance(node, RouterNode) and node.machine.config.admission.mode is not Admission.NONE:
             self.gate_judge.judge(node.machine, event, cast("Sequence[ClusterAction]", actions), node.now)
 
     def say(self, line: str, what: object = "") -> None:
         """One line of the story; ``what`` is written out only when it is read."""
-        if not isinstance(what, Heartbeat):  # they would drown all else
+        if not isinstance(what, Heartbeat):  # heartbeats would drown everything else
             self._story.append((self.clock.now, line, what))
 
     @property
@@ -257,7 +265,7 @@ class World:
         )
 
     def run(self) -> None:
-        """Faults, healing, the end, and what must hold then."""
+        """Run faults, healing and the end, then check what must hold."""
         self._run_until(100 * MS + max((fault.at_ns + fault.for_ns for fault in self.scenario.faults), default=0) + 1)
         faults.heal_all(self)
         limit_ns = self.clock.now + 240 * SECOND
@@ -269,14 +277,16 @@ class World:
         self.check_at_rest()
         self._ask_once_more()
         checks.check_memory_is_whole(self.instances)
+        if self.store is not None:
+            store_checks.check_memory_is_whole(self.store)
 
     def _ask_once_more(self) -> None:
-        """All is healed: a client that asks now is served without excuses, and before any lease could end. One that a
-        gate turns away comes again when it was told to, with all others that it turned away; some get in each
-        time, or is asked once more when what has ended is let go."""
+        """All is healed: a client that asks now is served without excuses, before any lease can end. A client that the
+        gate rejects retries when told to, with all others that were rejected; some are admitted each time, or once the
+        KV of ended requests is let go."""
         self.referee.excused = False
         is_open = self.scenario.admission.mode is Admission.NONE
-        patience_ns = LEASE_NS * 9 // 10 if is_open else 30 * SECOND  # they may be let in one by one
+        patience_ns = LEASE_NS * 9 // 10 if is_open else 30 * SECOND  # they may be admitted one by one
         lengths = [9] * 2 * len(self.instances) + [self.scenario.context_tokens - 8] * (not is_open)
         waiting: Iterable[list[int]] = ([self.random.randrange(VOCAB) for _ in range(length)] for length in lengths)
         for turn in range(2 * len(lengths) + 2):
@@ -298,8 +308,8 @@ class World:
         self.check_at_rest()
 
     def _come_to_rest(self) -> None:
-        """Leases end, news arrives; a step that hangs ends, and what came of it is told. Names that were given when the
-        router's clock was ahead live longer."""
+        """Leases end, messages arrive; a step that hangs ends and is reported. Names that were given while the router's
+        clock was ahead live longer."""
         self._run_until(self.clock.now + 6 * SECOND)
         if self.router.machine.handles():
             self._run_while(lambda: bool(self.router.machine.handles()), self.clock.now + 60 * SECOND)
@@ -322,7 +332,11 @@ class World:
 
     def check_at_rest(self) -> None:
         """Nothing is held, nothing is open, and the router knows where everything lies."""
-        checks.check_at_rest(self.router.machine, self.instances, self.scenario.event_capacity > 0)
+        stores = [self.store] if self.store is not None else []
+        checks.check_at_rest(self.router.machine, self.instances, stores, self.scenario.event_capacity > 0)
+        for store in stores:
+            store_checks.check_at_rest(self.router.machine, store)
+            store_checks.check_contents(store, self.instances[0].machine.pool, self.referee)
         for node in self.instances:
             failed = node.machine.stats().steps_failed
             require(
@@ -330,7 +344,7 @@ class World:
             )
 
     def achievements(self) -> Counter[str]:
-        """How often the things happened that a cluster is for."""
+        """Counts of the features that the scenario exercised."""
         router, done = self.router.machine.stats().counters, Counter[str]()
         done.update(resumed=router.resumptions, gaps=router.kv_gaps, snapshots=router.kv_snapshots)
         done.update(expelled=router.expelled, died=router.members_died, left=router.members_left)
@@ -346,6 +360,8 @@ class World:
             done.update(came_home=link.blocks_come_home, mismatches=exchange.mismatches)
             done.update(pulled=exchange.pulled_blocks, reused=exchange.reused_blocks, expired=exchange.expired)
             done.update(withdrawn=exchange.withdrawn, failed=link.receiver.failed)
+        if self.store is not None:
+            done.update(self.store.achievements())
         return done
 
 

@@ -1,6 +1,6 @@
 """The clients of a workload in virtual time: what ``bench/load`` does over HTTP, with equal records.
 
-Open loop: a turn is sent when it is due, whatever became of others; only its own session holds it back. Closed loop:
+Open loop: a turn is sent when it is due, even if other turns are late; only its own session can delay it. Closed loop:
 ``users`` sessions at a time; when one ends, the next begins.
 """
 
@@ -35,19 +35,19 @@ class Served:
     prompt_tokens: int
     first_ns: int | None = None
     token_ns: array[int] = field(default_factory=lambda: array("q"))
-    """When each token was with the client."""
+    """When each token reached the client."""
     end_ns: int | None = None
     cached_tokens: int = 0
     instance: str = ""
-    """The instances that computed the answer, as the story says: ``p1 to d1``."""
+    """The instances that computed the answer, from the story: ``p1 to d1``."""
     finish: str = ""
-    """The finish reason. Empty: under way, or refused."""
+    """The finish reason. Empty: under way, or rejected."""
     error: str = ""
     retry_after_s: float | None = None
 
     @property
     def answered(self) -> bool:
-        """To its full length, or by the context's end."""
+        """Whether it was answered to its full length, or to the end of the context."""
         return self.finish == "length"
 
 
@@ -93,7 +93,7 @@ class Clients:
         return not self._left
 
     def begin(self) -> None:
-        """The workload's second 0 is now."""
+        """Start: now is second 0 of the workload."""
         self._start_ns = self._clock.now
         around = self._around
         self._moments.way_ns = around.message_ns + around.back_ns - self._start_ns
@@ -134,7 +134,7 @@ class Clients:
     # -- answers
 
     def emitted(self, output: TokenOutput) -> None:
-        """The router gives tokens to a client; each arrives a message's time after it was drawn."""
+        """The router gives tokens to a client; each arrives one message delay after it was drawn."""
         talk = self._talks[output.request_id]
         served = talk.served
         assert served is not None, "it has asked"

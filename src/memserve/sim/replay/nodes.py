@@ -14,7 +14,7 @@ from memserve.sim.timed_device import Moments, TimedDevice
 from memserve.types import Role
 
 SENDS_UNTIL_STALLED = 2
-"""How often the router gets tokens of an attempt within the time after which it takes the attempt for stalled."""
+"""How often the router gets tokens of an attempt within the time after which an attempt counts as stalled."""
 
 
 class ReplayHost(Host, Protocol):
@@ -22,7 +22,7 @@ class ReplayHost(Host, Protocol):
 
     @property
     def setup(self) -> Setup:
-        """What it was built from."""
+        """The setup that the world was built from."""
 
     @property
     def moments(self) -> Moments:
@@ -32,14 +32,14 @@ class ReplayHost(Host, Protocol):
 class ReplayNode(InstanceNode):
     """An instance whose machine skips like steps: while it can only draw further tokens, no event is posted to it.
 
-    The moments at which its steps end are known in advance (``_ends_ns``). Whatever comes before the last of them is
-    preceded by :meth:`catch_up`, which fast-forwards the machine over all steps that have ended by then.
+    The moments at which its steps end are known in advance (``_ends_ns``). Before any event ahead of the last of them,
+    :meth:`catch_up` fast-forwards the machine over all steps that have ended by then.
 
-    Tokens reach the router late, and the client reads off them when they were drawn (``timed_device.Moments``). The
-    router looks at tokens where an attempt fails, and counts how long it has had none. So it gets them all before the
-    instance is called off, and often enough that no attempt seems to stall (:meth:`send_tokens`).
+    Tokens reach the router late, and the client reads from them when they were drawn (``timed_device.Moments``). The
+    router needs tokens when an attempt fails, and measures how long it has had none. So it gets them all before the
+    instance is cancelled, and often enough that no attempt seems to stall (:meth:`send_tokens`).
 
-    An instance that is to be killed or paused does none of this: its last message decides when that is noticed.
+    An instance with a planned kill or pause does none of this: its last message decides when that is noticed.
     """
 
     host: ReplayHost
@@ -55,7 +55,7 @@ class ReplayNode(InstanceNode):
         self._begun_ns = self._end_ns = 0  # of the step under way
         self._beat_ns = 0
         self._sent_ns = 0
-        self._ends_ns: list[int] = []  # of it and the steps behind it, while it skips steps
+        self._ends_ns: list[int] = []  # of the step under way and later ones, while it skips steps
         super().boot()
 
     # -- step by step
@@ -94,7 +94,7 @@ class ReplayNode(InstanceNode):
 
     def hear(self, sender: Peer, message: AnyMessage) -> None:
         if sender.name == ROUTER and not isinstance(message, Dispatch):
-            self.send_tokens()  # the message may make it forget them
+            self.send_tokens()  # the message may make the machine drop them
         super().hear(sender, message)
 
     def post(self, event: object) -> None:
@@ -108,7 +108,7 @@ class ReplayNode(InstanceNode):
         now = self.host.clock.now
         if now - self._sent_ns >= self.host.setup.cluster.stalled_after_ns // SENDS_UNTIL_STALLED:
             self.send_tokens()
-        self._beat_ns = now + self.host.member_config.beat_ns  # a heartbeat interrupts: no use in looking beyond
+        self._beat_ns = now + self.host.member_config.beat_ns  # a heartbeat interrupts the steps
         super()._member_ticks()
         self._look_ahead()
 
@@ -155,7 +155,7 @@ class ReplayNode(InstanceNode):
             self._look_ahead()
 
     def catch_up(self) -> None:
-        """Fast-forward the machine over the steps that have ended by now; the next step goes on."""
+        """Fast-forward the machine over the steps that have ended by now; the step under way goes on."""
         machine = self._fast_forward
         if not self._ends_ns or machine is None:
             return

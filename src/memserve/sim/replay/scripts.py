@@ -1,4 +1,4 @@
-"""What a session's requests are in tokens, with the answers that it got."""
+"""The tokens of a session's requests, including the answers that it got."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Script:
         self._said = _NOTHING
 
     def prompt(self, number: int) -> TokenArray:
-        """Of turn ``number``, int32 ``[n]``."""
+        """Prompt of turn ``number``, int32 ``[n]``."""
         turn = self._session.turns[number]
         match turn.says:
             case Blocks() as blocks:
@@ -58,7 +58,7 @@ class Script:
         return prompt
 
     def answered(self, tokens: Sequence[int]) -> None:
-        """The answer to the last prompt."""
+        """Append the answer to the last prompt."""
         if self._session.history is not History.CLOSED:
             return
         answer = np.asarray(tokens, dtype=np.int32)
@@ -80,8 +80,8 @@ class Script:
 def fast_tokens(blocks: Blocks) -> TokenArray:
     """Tokens of a prompt that is known by its blocks, int32 ``[blocks.tokens]``: equal blocks, equal tokens.
 
-    As ``workloads.tokens.tokens_of`` without a vocabulary to stay in, and ten times as quick: token ``j`` of a block is
-    a hash of the block's number plus ``j``.
+    As ``workloads.tokens.tokens_of``, but without the limit of a vocabulary and ten times as fast: token ``j`` of a
+    block is a hash of the block's number plus ``j``.
     """
     return _joined(*(_span_tokens(span.first, span.tokens, blocks.block_tokens) for span in blocks.spans))
 

@@ -21,13 +21,13 @@ class Surroundings:
     """Delays between clients and machines, and shared hosts."""
 
     front_ns: int = 1 * NS_PER_MS
-    """From the client's send to the router's decision: connection, JSON, tokenizer."""
+    """Time from the client's send to the router's decision: connection, JSON, tokenizer."""
     back_ns: int = 200 * NS_PER_US
-    """From the router to the client's first byte of a token."""
+    """Time from the router to the client's first byte of a token."""
     message_ns: int = 100 * NS_PER_US
-    """A message between two processes."""
+    """Time of a message between two processes."""
     heartbeat_ns: int = 500 * NS_PER_MS
-    """As ``runtime/member`` beats."""
+    """Time between heartbeats, as in ``runtime/member``."""
     instances_per_host: int = 1
     """Instances of one host share its processors and see each other's memory."""
     beside: tuple[float, float] | None = None
@@ -62,19 +62,19 @@ class Setup:
     around: Surroundings = field(default_factory=Surroundings)
     faults: tuple[Fault, ...] = ()
     fast_forwards: bool = True
-    """Run many like steps in one go (``sim/fast_forward``): the results are equal, and come sooner."""
+    """Run many like steps in one go (``sim/fast_forward``): the results are equal, and the run is faster."""
 
     def __post_init__(self) -> None:
         if not sum(self.instances.values()):
-            raise UserError("a cluster without instances", hint="for example --instances prefill=2,decode=6")
+            raise UserError("a cluster needs instances", hint="for example --instances prefill=2,decode=6")
         if self.around.beside is not None and self.cluster.transfer is TransferMode.BY_LAYER:
-            # how long a layer takes is not known in advance there
+            # there the time of a layer is not known in advance
             message = "by-layer transfer is not modelled between instances that share cores"
             raise UserError(message, hint="by-request or by-request-agg, or instances with devices of their own")
 
     @property
     def devices(self) -> int:
-        """Of all instances."""
+        """Number of devices of all instances."""
         return self.machine.devices * sum(self.instances.values())
 
     def caches(self, role: Role) -> bool:

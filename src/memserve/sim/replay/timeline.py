@@ -10,12 +10,12 @@ from memserve.sim.replay.nodes import ReplayNode
 from memserve.units import NS_PER_S
 
 LOOKS_MAX = 400
-"""At this number every other look is dropped, and looks become half as frequent."""
+"""At this number every other sample is dropped, and samples become half as frequent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """All instances at one moment, in the order of their names' list."""
+    """One sample: all instances at one moment, in the order of the list of names."""
 
     at_s: float
     waiting: tuple[int, ...]
@@ -23,13 +23,13 @@ class Look:
     blocks_used: tuple[float, ...]
     """Share of HBM that holds KV, cached or in use."""
     busy: tuple[float, ...]
-    """Share of the time since the last look that the device worked."""
+    """Share of the time since the last sample that the device worked."""
     served: int
     """Requests answered so far."""
 
 
 class Timeline:
-    """Looks at a world at even distances, and changes nothing."""
+    """Samples a world at even distances, and changes nothing."""
 
     def __init__(
         self, clock: Clock, instances: Sequence[ReplayNode], answered: Callable[[], int], every_ns: int = NS_PER_S
@@ -42,7 +42,7 @@ class Timeline:
         self.looks: list[Look] = []
 
     def begin(self) -> None:
-        """The workload's second 0 is now."""
+        """Start: now is second 0 of the workload."""
         self._start_ns = self._last_ns = self._clock.now
         self._clock.after(self._every_ns, self._look_again)
 
@@ -54,7 +54,7 @@ class Timeline:
         self._clock.after(self._every_ns, self._look_again)
 
     def look(self) -> None:
-        """Record one look."""
+        """Record one sample."""
         now = self._clock.now
         if now <= self._last_ns:
             return

@@ -33,24 +33,24 @@ NAMESPACE = "simulated"
 JOINED_BY_NS = 60 * NS_PER_S
 S_PER_HOUR = 3600
 LOOKS = 300
-"""About the number of looks in a timeline."""
+"""Approximate number of samples in a timeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of a whole run, from the workload's start to its last answer."""
+    """Usage of a whole run, from the workload's start to its last answer."""
 
     devices: int
     simulated_s: float
     device_hours: float
-    """All devices, from start to end."""
+    """Device hours from start to end."""
     busy_share: float
     """Share of that time in which devices worked."""
     tokens: int
     """Generated."""
     tokens_per_device_hour: float
     pulled_bytes: int
-    """KV that went from instance to instance."""
+    """Bytes of KV sent between instances."""
     link_waits_s: float
     """Additional time of all transfers because links were shared."""
 
@@ -83,7 +83,7 @@ class ReplayWorld:
         self.timeline = Timeline(self.clock, self.instances, lambda: self.clients.answered, every_ns)
         self.start_ns = 0
 
-    # -- what nodes are made of
+    # -- parts of the nodes
 
     def _host_of(self, place: int) -> str:
         return f"host-{place // self.setup.around.instances_per_host}"
@@ -117,13 +117,13 @@ class ReplayWorld:
         return TimedDevice(self.clock, self.setup.machine, self.moments, self._steps)
 
     def new_port(self, node: InstanceNode) -> TimedPort:
-        """Its way to the pages of others."""
+        """Its data port to the pages of others."""
         machine, alone = self.setup.machine, self.setup.around.instances_per_host == 1
         curve = machine.costs.network if alone else machine.costs.same_host
         return TimedPort(node, self.fabric, curve, machine.geometry, self.links, "nixl" if alone else "shm")
 
     def peer_info(self, node: InstanceNode) -> PeerInfo:
-        """What an instance tells of itself when it joins."""
+        """An instance's description when it joins."""
         config = self._config(node)
         return PeerInfo(
             node.peer, node.role, f"virtual://{node.peer.name}", NAMESPACE, self.setup.machine.geometry,
@@ -153,7 +153,7 @@ class ReplayWorld:
         """From the first join to the last answer, or for ``limit_s`` of virtual time from the workload's start."""
         while len(self.router.machine.instances()) < len(self.instances):
             if self.clock.now > JOINED_BY_NS:
-                raise UserError("the instances do not get ready", hint="fewer of them, or a larger --heartbeat-ms")
+                raise UserError("the instances do not get ready", hint="try fewer, or a larger --heartbeat-ms")
             self.clock.run_until(self.clock.now + self.member_config.beat_ns)
         self.start_ns = self.clock.now
         for fault in self.setup.faults:
@@ -169,7 +169,7 @@ class ReplayWorld:
         self.timeline.look()
 
     def _break_off(self, end_ns: int) -> None:
-        """Time is up: clients get the tokens drawn by then, also those that no message has carried yet."""
+        """Time is up: clients get all tokens drawn so far, even those that no message has carried yet."""
         self.clock.now = end_ns
         for node in self.instances:
             node.send_tokens()
@@ -206,7 +206,7 @@ def _last_due_s(workload: Workload) -> float:
 
 
 def usage(world: ReplayWorld) -> Usage:
-    """Of ``world``, which has run."""
+    """Usage of ``world``, which has run."""
     elapsed_s, setup = world.elapsed_s, world.setup
     device_hours = setup.devices * elapsed_s / S_PER_HOUR
     busy_s = sum(node.device.busy_ns for node in world.instances) / NS_PER_S

@@ -1,4 +1,4 @@
-"""Devices that fail, hang or are slow, and payloads that do not arrive as they left."""
+"""Devices that fail, hang or are slow, and payloads that are damaged on the way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memserve.sim.fuzz.scenario import MS, Fault
 
 
 def _corrupt(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    """Half of the pages that it pulls come with another byte."""
+    """Half of the pages that it pulls arrive with a wrong byte."""
     node.corrupting += 1
 
     def stop() -> None:
@@ -24,12 +24,12 @@ def _device(world: World, fault: Fault, node: FuzzedInstance, random: Random) ->
 
 
 def _row(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
-    """In the next steps one row each fails alone: no other request may notice."""
+    """In each of the next steps one row fails alone: no other request may notice."""
     node.rows_to_fail += random.choice([1, 1, 2, 5])
 
 
 def _hang(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
-    """One step takes as long as the fault lasts; the process lives, and beats."""
+    """One step takes as long as the fault lasts; the process lives, and sends heartbeats."""
     node.next_step_hangs_ns = fault.for_ns
 
 
@@ -54,7 +54,7 @@ def _slow_link(world: World, fault: Fault, node: FuzzedInstance, random: Random)
 
 
 def _slow_tier(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    """Each block that moves between the tiers holds the device up."""
+    """Each block that moves between the tiers delays the device."""
     extra_ns = random.choice([2, 20, 150]) * MS
     node.copy_ns += extra_ns
 

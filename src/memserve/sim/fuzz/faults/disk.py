@@ -1,4 +1,4 @@
-"""The disk of the router: slow, full, or without what it had not yet made safe when the power went."""
+"""The disk of the router: slow, full, or without the writes that were not yet synced when the power failed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from memserve.sim.fuzz.scenario import MS, Fault
 
 
 def _router_power(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
-    """The router's machine loses power: of the last writes some arrived, in any order."""
+    """The router's machine loses power: some of the last writes arrived, in any order."""
     arrived = random.choice([0.0, random.random(), 1.0])
     world.router.lose_power(arrived, (random.random(), random.choice([0.0, random.random()])))
     world.router_dies()
 
 
 def _disk_full(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    """There is room for a little more, then for nothing."""
+    """There is a little room left, then none."""
     medium = world.router.medium
     medium.room_bytes = len(medium.load() or b"") + random.choice([0, 40, 500])
 

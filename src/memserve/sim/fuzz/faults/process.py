@@ -1,4 +1,4 @@
-"""Processes that die, stop, leave, or lose their sense of time."""
+"""Processes that die, stop, leave, or have clocks that jump."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from memserve.sim.fuzz.clients import Referee
 from memserve.sim.fuzz.instances import FuzzedInstance, FuzzHost
 from memserve.sim.fuzz.router import FuzzedRouter
 from memserve.sim.fuzz.scenario import MS, Fault
+from memserve.sim.fuzz.stores import FuzzedStore
 
 
 class World(FuzzHost, Protocol):
@@ -21,11 +22,12 @@ class World(FuzzHost, Protocol):
     happened: Counter[str]
     """Faults so far, by kind."""
     instances: list[FuzzedInstance]
+    store: FuzzedStore | None
     router_slept_ns: int
 
     @property
     def router(self) -> FuzzedRouter:
-        """The one router there is."""
+        """The only router."""
 
     def router_dies(self) -> None:
         """Its clients get an error from the network."""
@@ -50,7 +52,7 @@ def _kill(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> U
 
 
 def _flap(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
-    """It dies and is there again, under the same name, before anybody has noticed."""
+    """It dies and restarts under the same name, before any other process has noticed."""
     if node.alive:
         node.kill()
         node.boot()
@@ -71,7 +73,7 @@ def _pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> 
 
 
 def _router_pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    """The router itself is stopped: it must not take all others to be dead."""
+    """The router itself is stopped: afterwards it must not take all others to be dead."""
     world.router.pause()
     world.router_slept_ns += fault.for_ns
     life = world.router.life
@@ -88,7 +90,7 @@ def _router_restart(world: World, fault: Fault, node: FuzzedInstance, random: Ra
 
 
 def _drain(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
-    """The operator takes it out of service; when it has left, another process takes its name."""
+    """The operator drains it; when it has left, another process takes its name."""
     world.router.submit(InstanceDrained(node.peer.name))
 
 
@@ -105,7 +107,7 @@ def _router_clock_jump(world: World, fault: Fault, node: FuzzedInstance, random:
 
 
 def _clock_back(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
-    """It is started again after its host's wall clock was set back: its generation is an old one."""
+    """It is restarted after its host's wall clock was set back: its generation is an old one."""
     if node.alive:
         node.kill()
         node.boot_in_the_past(random.randrange(1_000, 1_000_000))

@@ -13,6 +13,8 @@ from memserve.sim.fuzz.scenario import MS, Fault
 def _partition(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     name, mode, both_ways = node.peer.name, random.choice(["lose", "hold"]), random.random() < 0.7
     others = [other.peer.name for other in world.instances if other is not node]
+    if world.store is not None:
+        others.append(world.store.peer.name)
     if fault.other == -2:
         ends = [world.router.peer.name]
     elif fault.other == -1 or world.instances[fault.other] is node:
@@ -24,7 +26,7 @@ def _partition(world: World, fault: Fault, node: FuzzedInstance, random: Random)
 
 
 def _share(network: FaultyNetwork, knob: str, share: float) -> Undo:
-    """Turn a share of all messages up, for a time."""
+    """Raise the share of messages that suffer a fault, for a time."""
     setattr(network, knob, getattr(network, knob) + share)
     return lambda: setattr(network, knob, max(0.0, getattr(network, knob) - share))
 
@@ -34,17 +36,17 @@ def _lose(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> U
 
 
 def _repeat(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    """The mailbox drops what comes twice; the machines would not mind."""
+    """The mailbox drops repeated messages; the machines would tolerate them."""
     return _share(world.network, "repeats", random.choice([0.05, 0.3]))
 
 
 def _reorder(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    """Messages overtake earlier ones. The mailbox would drop those; the machines do not mind."""
+    """Messages overtake earlier ones. The mailbox would drop those; the machines tolerate them."""
     return _share(world.network, "overtakes", random.choice([0.02, 0.1, 0.4]))
 
 
 def _garble(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    """A damaged letter fails its authentication (CURVE): it is dropped, and often the connection with it."""
+    """A damaged message fails its authentication (CURVE): it is dropped, and often the connection as well."""
     return _share(world.network, "garbles", random.choice([0.005, 0.03, 0.1]))
 
 
