@@ -1,4 +1,4 @@
-// The parallel driver of paged attention: shared writes, barrier, tiles with their own writes and merges.
+// The parallel driver of paged attention: shared writes, barrier, then tiles with their own writes and merges.
 #include "attention.h"
 
 #include <atomic>
@@ -101,7 +101,7 @@ class Call {
     kernels_.merge_tiles[dtype_](batch_, args_, merge, partials_ + slot_floats_ * merge.first_partial, slot_floats_);
   }
 
-  // Tiles are dealt out like cards: a thread knows what it will do next, and one that has none left takes another's.
+  // Tiles are dealt out in turn: a thread knows its next tile, and one without any left takes another's.
   void attend_all(int thread) const {
     const int count = int(plan_.tiles.size()), hands = plan_.threads;
     for (int i = 0; i < hands; ++i) {
@@ -119,7 +119,7 @@ class Call {
 
   static size_t padded_bytes(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-  // Its queries see only new tokens of its own part of the context, so no other tile has to wait.
+  // The tile's queries see new tokens only of its own part of the context, so no other tile has to wait.
   WriteJob own_write(const Tile& tile) const {
     if (!args_.write || !tile.writes) return {tile.row, 0, 0};
     const int position = batch_.first_position(tile.row);

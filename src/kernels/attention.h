@@ -19,7 +19,7 @@ struct Strided {
   int64_t token_stride, head_stride;
 };
 
-// What stays the same over one call of attend().
+// The arguments common to one call of attend().
 struct AttendArgs {
   int layer, heads;
   Strided q, k, v, out;
@@ -33,9 +33,9 @@ struct AttendArgs {
 struct Batch {
   PageLayout layout;
   std::vector<int32_t> q_starts, contexts;
-  std::vector<int32_t> blocks;        // the rows' block ids, one row after the other
+  std::vector<int32_t> blocks;        // block ids of all rows, row by row
   std::vector<int64_t> block_starts;  // where row i's ids begin in `blocks`
-  bool shares_writes = false;         // some row reads a block that another row writes in this very step
+  bool shares_writes = false;         // some row reads a block that another row writes in this step
 
   int rows() const { return int(contexts.size()); }
   int count(int row) const { return q_starts[row + 1] - q_starts[row]; }
@@ -52,13 +52,13 @@ struct Tile {
   bool writes;                      // stores the row's new tokens of its part of the context before it attends
 };
 
-// Some tiles share their queries: each has a part of the context and one of `parts` consecutive partial slots.
+// Tiles that share their queries: each has a part of the context and one of `parts` consecutive partial slots.
 struct Merge {
   Tile whole;
   int32_t first_partial, parts;
 };
 
-// How one (heads, window, threads) cuts the batch. The same for all layers, so it is kept with the batch.
+// The tiles of a batch for one (heads, window, threads). Equal for all such layers, so it is kept with the batch.
 struct Plan {
   int heads, window, threads_max, threads;
   int tile_rows_max = 0, partials = 0;  // a partial slot holds partial_floats(tile_rows_max)
@@ -76,7 +76,7 @@ struct TileJob {
   Tile tile;
   char* scratch;   // scratch_bytes()
   float* partial;  // partial_floats(), or nullptr: normalise and write to args->out
-  int write_first, write_count;  // of the row's queries: their K and V are stored before they are read
+  int write_first, write_count;  // the row's queries whose K and V are stored before they are read
   const Tile* planned;           // `tile` in the plan; this thread will probably go on with planned + planned_step ..
   const Tile* planned_end;
   int planned_step;

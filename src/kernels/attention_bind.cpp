@@ -1,4 +1,4 @@
-// Python face of paged attention: PagedBatch and attend. All checks are here; the kernels trust what they get.
+// Python face of paged attention: PagedBatch and attend. All checks are here; the kernels check nothing.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

@@ -1,8 +1,8 @@
 // Attention of a few rows, as in decoding: straight from the pages, each line of K and V fetched once, ahead of time.
 //
 // With a handful of rows the work is reading memory, so nothing is packed: a vector of page elements is widened in
-// registers and meets all rows. Blocks lie far apart, where the processor's own prefetching finds nothing; the kernel
-// asks for what comes kAheadParts later, into the next tile too.
+// registers and used for all rows. Blocks lie far apart, so hardware prefetching does not help; the kernel prefetches
+// what it reads kAheadParts later, into the next tile too.
 #pragma once
 
 #include "attention_rows.h"
@@ -10,12 +10,12 @@
 namespace memserve::MEMSERVE_ISA {
 namespace {
 
-constexpr int kDecodeRowsMax = 8;        // from here on packing a panel once is the cheaper way
+constexpr int kDecodeRowsMax = 8;        // with more rows, packing a panel once is cheaper
 constexpr int kDecodeTokens = 256;       // per round of the online softmax; scores stay in L1
-constexpr int kAheadParts = 12;          // of 4 KiB, say: enough to hide the latency, and little of L2
+constexpr int kAheadParts = 12;          // of about 4 KiB: enough to hide the latency, and a small part of L2
 constexpr int kRowsTogether = kLanes == 16 ? 4 : 3;  // their sums stay in registers
 
-// ---- two vectors of page elements, in an order that costs least ----
+// ---- two vectors of page elements, in the cheapest order ----
 
 struct Two {
   VecF a, b;
@@ -69,7 +69,7 @@ class ReadAhead {
     for (int i = 0; i < kAheadParts; ++i) next();
   }
 
-  // The part to ask for now; nullptr at the end.
+  // The part to prefetch now; nullptr at the end.
   const T* next() {
     if (!tile_) return nullptr;
     const int end = std::min(first_ + kDecodeTokens, tile_->end_token);
@@ -99,14 +99,14 @@ class ReadAhead {
   int first_, part_ = 0;
 };
 
-// Into L2: it waits for more lines at once than L1: two dozen would limit a core to a third of its bandwidth.
+// Into L2, which has more lines in flight than L1: L1's two dozen would limit a core to a third of its bandwidth.
 inline void prefetch_bytes(const char* from, int bytes) {
   for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(from + byte, 0, 1);
 }
 
 // ---- scores of one panel: R rows, all its tokens ----
 
-// `ahead` is asked for line by line while the panel is worked on.
+// `ahead` is prefetched line by line while the panel is computed.
 template <int R, class T>
 void score_panel(Floats, const float* q, int dim, const T* keys, int stride, const T* ahead, float* scores) {
   constexpr int kVectors = kPanelTokens / kBlockColumns;
@@ -135,7 +135,7 @@ inline Two quads_in_order(VecF low, VecF high, std::integer_sequence<int, I...>)
           __builtin_shufflevector(low, high, (I / 4 % 2 * 16 + I / 8 * 4 + 8 + I % 4)...)};
 }
 
-// Two rows of K interleave in registers to pairs; the tokens' order is put right at the end.
+// Two rows of K interleave in registers to pairs; the tokens' order is restored at the end.
 template <int R>
 void score_panel(Pairs, const BFloat16* q, int dim, const BFloat16* keys, int stride, const BFloat16* ahead,
                  float* scores) {
@@ -231,7 +231,7 @@ class DecodeKernel {
   }
 
  private:
-  // The new tokens are stored a panel before they are read: their lines have arrived, the stores are done in time.
+  // New tokens are stored a panel before they are read: by then their lines have arrived and the stores are done.
   void write_before(int token) {
     if (written_ || token + 2 * kPanelTokens <= batch_.first_position(tile_.row) + job_.write_first) return;
     written_ = true;
@@ -309,7 +309,7 @@ class DecodeKernel {
   const HeadPages<T> pages_;
   ReadAhead<T> ahead_;
   const int group_, rows_, dim_k_, dim_v_, first_position_;
-  const float factor_;  // scores times this are exponents of 2
+  const float factor_;  // scores times this factor are exponents of 2
   float *scores_, *sums_;
   Element* q_;
   float max_[kDecodeRowsMax], denominator_[kDecodeRowsMax], decay_[kDecodeRowsMax];

@@ -90,7 +90,7 @@ class TileKernel {
     return panel;
   }
 
-  // Scores to weights in place of the online softmax: mask, new maxima, exp2, denominators, decay of what was summed.
+  // Online softmax, scores to weights in place: mask, new maxima, exp2, denominators, decay of earlier sums.
   void weigh_chunk(int first, int end) {
     const int tokens = padded(end - first, kPanelTokens);
     for (int r = 0; r < rows_; ++r) {
@@ -125,7 +125,7 @@ class TileKernel {
   }
 
   const Unit* value_panel(int token, int end, int index) {
-    const int lowest = args_.window > 0 ? first_position_ + 1 - args_.window : 0;  // older tokens may be gone
+    const int lowest = args_.window > 0 ? first_position_ + 1 - args_.window : 0;  // blocks of older tokens may be gone
     const int piece = pages_.piece();
     if constexpr (std::is_same_v<T, Unit>) {
       const bool whole = lowest <= token && token + kPanelTokens <= end;
@@ -148,7 +148,7 @@ class TileKernel {
   const Tile tile_;
   const HeadPages<T> pages_;
   const int group_, rows_, dim_k_, dim_v_, dim_v_padded_, first_position_;
-  const float factor_;  // scores times this are exponents of 2
+  const float factor_;  // scores times this factor are exponents of 2
   Element *q_, *weights_, *keys_, *values_;
   float *scores_, *sums_, *max_, *decay_, *denominator_, *next_max_;
 };
@@ -161,7 +161,7 @@ void attend_tile(const TileJob& job) {
     TileKernel<Format, T>(job).run();
 }
 
-// One result from the partial results of several parts of the context; the first part's sums are overwritten.
+// Merges the partial results of the parts of a context; overwrites the first part's sums.
 template <class T>
 void merge_tiles(const Batch& batch, const AttendArgs& args, const Merge& merge, float* partials,
                  size_t part_floats) {

@@ -7,8 +7,9 @@
 namespace memserve::MEMSERVE_ISA {
 namespace {
 
-// A matrix in a page: `rows` rows of `width` elements. Rows outside [first_valid, end_valid) are taken as zeros, never
-// read: whatever lies in the unused part of a block (even NaN) must not meet a weight of zero.
+// A matrix in a page: `rows` rows of `width` elements. Rows outside [first_valid, end_valid) count as zeros and are
+// never read: the unused part of a block may hold anything (even NaN), which must not be multiplied by a weight of
+// zero.
 template <class T>
 struct Source {
   const T* data;

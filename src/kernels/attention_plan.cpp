@@ -4,9 +4,9 @@
 namespace memserve {
 namespace {
 
-constexpr int kSplitTokensMin = 2 * kChunkTokens;  // a part of a context is worth a merge from here on
+constexpr int kSplitTokensMin = 2 * kChunkTokens;  // a shorter part of a context is not worth a merge
 constexpr int64_t kPanelOverheadRows = 8;          // reading and packing a panel costs about as much as 8 rows of work
-// Work for one thread alone, in rows times panels times elements of K and V: it takes about 6 us, and waking the others
+// Work for one thread alone, in rows times panels times elements of K and V: it takes about 6 us; waking other threads
 // and waiting for them costs half of that.
 constexpr int64_t kAloneCost = 256 * 128;
 
@@ -64,7 +64,7 @@ Plan make_plan(const Batch& batch, int heads, int window, int threads_max) {
   if (total * (batch.layout.head_dim_k + batch.layout.head_dim_v) < kAloneCost) plan.threads = 1;
   const int64_t cost_max = std::max<int64_t>(1, plan.threads > 1 ? total / (4 * plan.threads) : total);
   for (const Tile& tile : wholes) split_tile(plan, tile, cost_max, group);
-  // Long pieces first: the short ones fill the gaps at the end.
+  // Longest first: short tiles fill the gaps at the end.
   std::stable_sort(plan.tiles.begin(), plan.tiles.end(),
                    [group](const Tile& a, const Tile& b) { return cost(a, group) > cost(b, group); });
   return plan;

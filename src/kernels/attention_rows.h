@@ -1,4 +1,4 @@
-// What every attention kernel does with one row: queries in, scores to weights, sums out.
+// The steps that all attention kernels share for one row: read queries, turn scores into weights, write sums.
 #pragma once
 
 #include "attention_pack.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Row r of a tile is query r / group, head r % group: as the kernel's format wants it.
+// Row r of a tile is query r / group, head r % group, in the kernel's format.
 template <class Element, class T>
 void load_query(const Batch& batch, const AttendArgs& args, const Tile& tile, int r, Element* to) {
   const int group = args.heads / batch.layout.num_kv_heads;
@@ -34,7 +34,7 @@ inline void mask_scores(float* scores, int tokens, int visible_first, int visibl
   }
 }
 
-// Scores of the tokens [first, end) as a query at `position` may see them; returns their largest.
+// Masks the scores of tokens [first, end) that a query at `position` must not see; returns the largest visible one.
 inline float largest_visible(const AttendArgs& args, float* scores, int position, int first, int end) {
   const int tokens = padded(end - first, kPanelTokens);
   if (args.softcap > 0) cap_scores(args, scores, tokens);
@@ -85,7 +85,7 @@ void write_row(const Batch& batch, const AttendArgs& args, const Tile& tile, int
   narrow(sums, to, batch.layout.head_dim_v);
 }
 
-// A finished tile: rows of `stride` sums. To its partial slot if it is a part of a context, else to args.out.
+// Writes a finished tile, rows of `stride` sums: to its partial slot if it is part of a context, else to args.out.
 template <class T>
 void deliver(const TileJob& job, int rows, float* sums, int stride, const float* max, const float* denominator) {
   const int dim = job.batch->layout.head_dim_v;
@@ -100,7 +100,7 @@ void deliver(const TileJob& job, int rows, float* sums, int stride, const float*
   std::memcpy(job.partial + int64_t(rows) * (dim + 1), denominator, rows * sizeof(float));
 }
 
-// The new tokens of one row for one kv head: a key becomes a column of its block, a value a row.
+// Stores the new tokens of one row for one kv head: a key is a column of its block, a value a row.
 template <class T>
 void write_tokens(const Batch& batch, const AttendArgs& args, int row, int kv_head, int first, int count) {
   const PageLayout& layout = batch.layout;

@@ -1,6 +1,6 @@
 // Vectors for the attention kernels, in GCC's vector extensions: one source for every instruction set.
 //
-// Included only by sources that are compiled once per instruction set; everything is local to one of them.
+// Included only by sources that are compiled once per instruction set; everything is local to each of them.
 #pragma once
 
 #include <cstdint>
@@ -125,7 +125,7 @@ inline void widen(const Float16* from, float* to, int n) {
     const uint32_t h = from[i].bits, magnitude = (h & 0x7fff) << 13;
     float scaled;
     std::memcpy(&scaled, &magnitude, 4);
-    scaled *= 0x1p112f;  // the exponent's bias goes from 15 to 127; subnormals come out right as well
+    scaled *= 0x1p112f;  // the exponent's bias goes from 15 to 127; correct for subnormals too
     uint32_t bits;
     std::memcpy(&bits, &scaled, 4);
     if (magnitude >= 0x0f800000) bits |= 0x7f800000;  // infinity and NaN

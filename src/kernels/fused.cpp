@@ -1,4 +1,4 @@
-// Shares the fused kernels out to threads.
+// Distributes the fused kernels over threads.
 #include "fused.h"
 
 #if defined(_OPENMP)
@@ -12,7 +12,7 @@
 namespace memserve::fused {
 namespace {
 
-// Below this many elements a second thread costs more than it brings (waking it: 1 to 5 us).
+// With fewer elements a second thread costs more than it gains (waking it takes 1 to 5 us).
 constexpr std::ptrdiff_t kElementsPerThread = 8192;
 
 int threads_for(std::ptrdiff_t elements) {
@@ -73,7 +73,7 @@ void run(const Rotary& op, Dtype dtype, std::ptrdiff_t tokens) {
 
 void run(const Linear& op, Dtype dtype) {
   const auto body = kernels_in_use().linear;
-  constexpr std::ptrdiff_t columns = 32;  // half a packed block or a whole one: fine, so that threads get equal shares
+  constexpr std::ptrdiff_t columns = 32;  // half a packed block or a whole one: small, so that threads get equal shares
   share((op.n + columns - 1) / columns, threads_for(op.n * op.k), [&](auto begin, auto end) {
     body(op, dtype, begin * columns, std::min(end * columns, op.n));
   });

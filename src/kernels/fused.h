@@ -2,7 +2,7 @@
 //
 // Every function has one body (fused_body.h, fused_linear_body.h), written with the compiler's vector extension and
 // compiled once per instruction set (isa.h). The bodies work on a range of rows or columns and start no threads:
-// fused.cpp shares the ranges out.
+// fused.cpp distributes the ranges.
 #pragma once
 #include <cstddef>
 
@@ -42,7 +42,7 @@ struct Rotary {
 
 // y[r, n] = sum_k x[r, k] * w[n, k] + bias[n], w packed by oneDNN as [n / block][k / 2][block][2] (bf16) or
 // [n / block][k][block] (f32), padded with zeros to whole blocks (32 or 64 columns, `k_padded` inputs). y has the dtype
-// of x, or is f32 if `wide`: logits; bf16 would blur their order.
+// of x, or is f32 if `wide`: for logits, whose order bf16 would blur.
 struct Linear {
   const void *x, *w, *bias;  // bias may be null, has the dtype of x
   void* y;
@@ -57,7 +57,7 @@ struct Kernels {
   void (*linear)(const Linear&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);     // columns, multiples of 32
 };
 
-// Those of the instruction set in use (isa.h).
+// The kernels of the instruction set in use (isa.h).
 const Kernels& kernels_in_use();
 
 // Several threads share the rows or columns; no Python state is touched.

@@ -1,4 +1,4 @@
-// Python faces of the fused kernels. Tensors come as addresses: a DLPack exchange costs more than the kernel.
+// Python faces of the fused kernels. Tensors are passed as addresses: a DLPack exchange costs more than the kernel.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 

@@ -63,7 +63,7 @@ static inline Floats activate(Floats x, Gate kind) {
   return x / (1.0f + exp_of(inner * -2.0f));  // 0.5 (1 + tanh u) = 1 / (1 + exp(-2u))
 }
 
-// The activation is rounded to the dtype before the product, as the two operations it replaces do.
+// The activation is rounded to the dtype before the product, as in the two operations that this one replaces.
 template <class T>
 static void gated_rows(const Gated& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
   for (std::ptrdiff_t row = begin; row < end; ++row) {

@@ -1,8 +1,8 @@
 // The linear for few rows over oneDNN's packed weights, compiled once per instruction set.
 //
 // A step that decodes a few sequences reads every weight once and computes little: it is bound by memory. A tile of up
-// to kTileRows rows and 64 columns keeps its sums in registers while the weights stream through, once; each further
-// tile of rows finds them in the cache. The weights stay where oneDNN packed them for large products, so both paths
+// to kTileRows rows and 64 columns keeps its sums in registers while the weights stream through, once; later
+// tiles of rows find them in the cache. The weights stay where oneDNN packed them for large products, so both paths
 // share one copy.
 #pragma once
 #include "fused.h"
@@ -12,7 +12,7 @@
 namespace {
 using memserve::fused::Linear;
 
-constexpr std::ptrdiff_t kHalf = 32;  // columns that lie side by side in every block format
+constexpr std::ptrdiff_t kHalf = 32;  // columns that are adjacent in every block format
 #if defined(__AVX512F__)
 constexpr int kTileRows = 6, kTileVectors = 4;  // 24 sums, 4 weights, 1 broadcast of 32 registers
 #elif defined(__AVX2__)
@@ -41,7 +41,7 @@ struct Weights {
   }
 };
 
-// f32: one input a time, [k][block].
+// f32: one input at a time, [k][block].
 template <int R, int C>
 static inline void accumulate(Sums<R, C>& sums, const float* x, std::ptrdiff_t stride_x, Weights<float> w,
                               std::ptrdiff_t k) {
@@ -91,7 +91,7 @@ static inline void accumulate_pair(Sums<R, C>& sums, const Weights<Bf16>& w, Pai
 }
 #endif
 
-// bf16: two inputs a time, [k / 2][block][2]; an odd last input meets a zero.
+// bf16: two inputs at a time, [k / 2][block][2]; an odd last input is paired with a zero.
 template <int R, int C>
 static inline void accumulate(Sums<R, C>& sums, const Bf16* x, std::ptrdiff_t stride_x, Weights<Bf16> w,
                               std::ptrdiff_t k) {

@@ -1,7 +1,7 @@
 // The linear for few rows on matrix units (AMX), over the same packed weights.
 //
-// A product of tiles takes 16 rows x 32 inputs times 32 inputs x 16 columns, and the packed blocks are such tiles as
-// they lie. Up to 128 rows cost little more than one: the step stays bound by reading the weights.
+// A product of tiles takes 16 rows x 32 inputs times 32 inputs x 16 columns, and packed blocks already are
+// such tiles. Up to 128 rows cost little more than one: the step stays bound by reading the weights.
 #pragma once
 #include "fused.h"
 #include "fused_vector.h"
@@ -13,17 +13,17 @@ namespace {
 namespace matrix {
 using memserve::fused::Linear;
 
-constexpr std::ptrdiff_t kRows = 16, kInputs = 32, kColumns = 16;  // of a tile; a step has two by two of them
-constexpr std::ptrdiff_t kAhead = 4;                               // steps of 2 KiB that weights are asked for before
+constexpr std::ptrdiff_t kRows = 16, kInputs = 32, kColumns = 16;  // of a tile; a step has two by two tiles
+constexpr std::ptrdiff_t kAhead = 4;                               // steps of 2 KiB by which weights are prefetched
 
-// Rows and bytes a row of each of the eight tile registers; the layout is the processor's.
+// Rows, and bytes per row, of each of the eight tile registers; the processor defines the layout.
 struct alignas(64) Shapes {
   std::uint8_t palette = 1, start_row = 0, reserved[14]{};
   std::uint16_t row_bytes[16]{};
   std::uint8_t rows[16]{};
 };
 
-// gcc's tile intrinsics do not say that they read memory: what was written for them must be written by now.
+// gcc's tile intrinsics do not declare that they read memory: earlier writes must be complete here.
 static inline void seen_by_tiles() { asm volatile("" ::: "memory"); }
 
 // Registers 0 to 3: sums, 4 and 5: rows of x (`upper` and `lower` of them), 6 and 7: columns of w.
@@ -89,13 +89,13 @@ static void block(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t upper, st
   std::ptrdiff_t i = 0;
   for (; i + kInputs <= op.k; i += kInputs, w += of_a_step) {
     const char* ahead = reinterpret_cast<const char*>(w + kAhead * of_a_step);
-    for (std::ptrdiff_t line = 0; line < kInputs / 2; ++line) {  // may point behind the weight: a prefetch cannot fault
+    for (std::ptrdiff_t line = 0; line < kInputs / 2; ++line) {  // may point past the weights: a prefetch cannot fault
       _mm_prefetch(ahead + line * stride_w, _MM_HINT_T0);
       _mm_prefetch(ahead + line * stride_w + 64, _MM_HINT_T0);
     }
     step<kTwo>(x + i, lower_x + i, op.stride_x * 2, w, stride_w);
   }
-  if (i < op.k) {  // inputs behind the last meet zeros, as in the weight: what lies behind x may be no number
+  if (i < op.k) {  // inputs past the last one are zeros, as in the weights: memory behind x may hold NaN
     alignas(64) Bf16 rest[2 * kRows * kInputs] = {};
     for (std::ptrdiff_t r = 0; r < upper + lower; ++r)
       std::memcpy(rest + r * kInputs, x + r * op.stride_x + i, (op.k - i) * sizeof(Bf16));

@@ -1,4 +1,4 @@
-// Runs a program: threads claim units of an operation, and go on when all of them are done.
+// Runs a program: threads claim units of an operation, and start the next one when all are done.
 #include "fused_program.h"
 
 #if defined(_OPENMP)

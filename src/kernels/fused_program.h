@@ -1,4 +1,4 @@
-// A run of fused operations over fixed buffers: one call, one team of threads, no fixed shares.
+// A run of fused operations over fixed buffers: one call, one team of threads, no fixed division of work.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace memserve::fused {
 
-// A buffer: an address, or the n-th external tensor with an address that is set before the operations that read it run.
+// A buffer: an address, or the n-th external tensor, whose address is set before the operations that read it run.
 struct Place {
   void* address = nullptr;
   int external = -1;
@@ -30,9 +30,9 @@ struct Range {
   std::ptrdiff_t begin, end;
 };
 
-// The units of one operation, handed out to threads in grains. Each thread starts with an equal part and takes from the
-// others' when its own is gone, so a thread that the operating system has put aside holds none up, except by the one
-// grain it has. Grains lie at multiples of their size; where two parts meet inside one, each has its share of it.
+// The units of one operation, claimed by threads in grains. Each thread starts with an equal part and takes grains from
+// others when its own are done, so a thread that the operating system has suspended delays the others by at most one
+// grain. Grains lie at multiples of their size; where two parts meet inside one, each has its share of it.
 class Units {
  public:
   void reset(std::ptrdiff_t count, std::ptrdiff_t grain, int parts);
@@ -76,7 +76,7 @@ class Program {
   void work(const Kernels& kernels, int begin, int end, int part);
 
   std::vector<Step> steps_;
-  std::deque<Units> units_;  // of steps_; a deque, because they cannot be moved
+  std::deque<Units> units_;  // of steps_; a deque, because units cannot be moved
   std::vector<void*> externals_;
   std::ptrdiff_t counts_[2] = {0, 0};
 };

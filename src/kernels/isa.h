@@ -1,4 +1,4 @@
-// Which instruction set the kernels use: chosen once from what the processor has, lowered by tests.
+// Which instruction set the kernels use: chosen once by the processor's features, lowered by tests.
 //
 // Every kernel source that profits is compiled once per entry (see sources.cmake), into a namespace of that name.
 #pragma once
@@ -19,7 +19,7 @@ inline constexpr int kIsaCount = 5;
 inline constexpr const char* kIsaNames[kIsaCount] = {"portable", "avx2", "avx512", "avx512_bf16", "amx"};
 
 #if defined(MEMSERVE_X86_ISAS)
-// True when the processor has matrix units for bf16 and the kernel grants them to this process.
+// Whether the processor has matrix units for bf16 and the operating system grants them to this process.
 inline bool grants_amx() {
 #if defined(MEMSERVE_AMX)
   constexpr unsigned kLeafFeatures = 7, kBf16 = 1u << 22, kTile = 1u << 24;
@@ -33,7 +33,7 @@ inline bool grants_amx() {
 }
 #endif
 
-// The widest instruction set that was compiled in and that this processor and kernel can run.
+// The widest instruction set that was compiled in and that this processor and operating system support.
 inline Isa best_isa() {
 #if defined(MEMSERVE_X86_ISAS)
   __builtin_cpu_init();

@@ -24,7 +24,7 @@ struct PageLayout {
   size_t head_bytes() const { return size_t(block_tokens) * (head_dim_k + head_dim_v) * element_bytes(); }
   size_t page_bytes() const { return head_bytes() * num_kv_heads; }
 
-  // The only place that knows how blocks map to pages. Layer-wise placement replaces `block * num_layers + layer`.
+  // The only place that maps blocks to pages. Layer-wise placement would replace `block * num_layers + layer`.
   char* page(int32_t block, int layer) const { return base + (size_t(block) * num_layers + layer) * page_bytes(); }
 
   char* head(int32_t block, int layer, int kv_head) const { return page(block, layer) + kv_head * head_bytes(); }

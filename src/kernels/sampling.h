@@ -6,7 +6,7 @@
 
 namespace memserve::sampling {
 
-// Rows of float32 logits, and how each of them is drawn. All arrays have one entry a row.
+// Rows of float32 logits, and how each of them is drawn. All arrays have one entry per draw.
 struct Draw {
   const float* logits;
   std::ptrdiff_t stride, vocab;  // elements
@@ -23,7 +23,7 @@ struct Kernels {
   void (*draw)(const Draw&, std::ptrdiff_t begin, std::ptrdiff_t end);  // draws
   // log(sum(exp(x)))
   void (*normalise)(const float* x, std::ptrdiff_t vocab, float* out);
-  // The largest values of x and where they are, best first; -inf where there are not as many.
+  // The `count` largest values of x and their indices, largest first; -inf if there are fewer.
   void (*best)(const float* x, std::ptrdiff_t vocab, std::ptrdiff_t count, float* values, std::int64_t* tokens);
 };
 

@@ -1,4 +1,4 @@
-// Python face of drawing: rows are shared out to threads.
+// Python face of drawing: rows are distributed over threads.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -31,7 +31,7 @@ const memserve::sampling::Kernels& kernels_in_use() {
   return memserve::portable::sampling_kernels;
 }
 
-// Rows differ in cost (a filter that keeps much, a flat distribution), so threads take them one by one.
+// Rows differ in cost (a filter that keeps much, a flat distribution), so threads claim them one by one.
 template <class Work>
 void share(std::ptrdiff_t count, Work work) {
 #if defined(_OPENMP)

@@ -49,7 +49,7 @@ struct Candidate {
   std::int32_t token;
 };
 
-// Larger first, the lower id among equals.
+// Larger first; ties go to the lower id.
 static inline bool before(const Candidate& a, const Candidate& b) {
   return a.value > b.value || (a.value == b.value && a.token < b.token);
 }
@@ -115,7 +115,7 @@ void Row::weigh(const float* x, std::ptrdiff_t vocab, float temperature, float f
   }
 }
 
-// The first token at which the cumulated weight exceeds `uniform` of the total: by chunk first, then inside it.
+// The first token at which the cumulative weight exceeds `uniform` of the total: by chunk first, then inside it.
 std::int64_t Row::invert(double uniform) const {
   const double target = uniform * total;
   double passed = 0;
@@ -136,7 +136,7 @@ std::int64_t Row::invert(double uniform) const {
   return token;
 }
 
-// How many tokens have this weight or more, and their mass.
+// The number of tokens with this weight or more, and their mass.
 Row::Heavy Row::at_least(float weight) const {
   const Floats least = splat(weight), zero = splat(0.0f);
   Heavy heavy{0, 0};
@@ -144,7 +144,7 @@ Row::Heavy Row::at_least(float weight) const {
   Ints count{};
   for (std::size_t c = 0, summed = 0; c < chunks.size(); ++c) {
     if (chunks[c].best < weight) continue;
-    if (++summed % 8 == 0) heavy.mass += sum_of(sum), sum = zero;  // float32 sums stay short
+    if (++summed % 8 == 0) heavy.mass += sum_of(sum), sum = zero;  // keep float32 sums short
     for (std::ptrdiff_t i = c * kChunk; i < static_cast<std::ptrdiff_t>(c + 1) * kChunk; i += kLanes) {
       const Floats w = load(weights.data() + i);
       const Ints taken = (Ints)(w >= least);
@@ -159,13 +159,13 @@ Row::Heavy Row::at_least(float weight) const {
 
 constexpr std::int64_t kSortedMax = 256;
 
-// The last token, heaviest first, that is among the first `limit` and begins below `mass_limit`. `mass`: of all up to
-// and with it. Bisects the bits of the weight at which that is decided until few tokens are left, and sorts those.
+// The last token, heaviest first, that is among the first `limit` and begins below `mass_limit`. `mass`: of all tokens
+// up to and including it. Bisects the bits of the deciding weight until few tokens are left, and sorts those.
 Candidate Row::last_kept(std::int64_t limit, double mass_limit, double& mass) {
-  // tokens from `high` on do not reach a limit; from `low` on they do, or are all
+  // tokens of weight `high` or more reach no limit; those of `low` or more do, or are all tokens
   std::uint32_t low = bits_of(1.0f), high = low + 1;
   Heavy above{0, 0}, reach = at_least(float_of(low));
-  if (limit <= static_cast<std::int64_t>(chunks.size())) {  // as many chunks hold a token of this weight
+  if (limit <= static_cast<std::int64_t>(chunks.size())) {  // that many chunks hold a token of this weight
     bests.clear();
     for (const Chunk& chunk : chunks) bests.push_back(chunk.best);
     std::nth_element(bests.begin(), bests.begin() + limit - 1, bests.end(), std::greater<float>());
@@ -196,12 +196,12 @@ Candidate Row::last_kept(std::int64_t limit, double mass_limit, double& mass) {
     mass += member.value;
     if (++above.count >= limit || mass >= mass_limit) return member;
   }
-  // All possible tokens together reach neither limit: they are fewer than `limit`, or rounding lies between their mass
-  // and `mass_limit`. All are kept; there may be none in [low, high).
+  // All possible tokens together reach neither limit: there are fewer than `limit`, or rounding separates their mass
+  // from `mass_limit`. All are kept; there may be none in [low, high).
   return {float_of(1), static_cast<std::int32_t>(weights.size()) - 1};
 }
 
-// Only the tokens up to `last`, heaviest first, and of no less than `floor` keep their weights.
+// Only tokens up to `last`, heaviest first, with a weight of at least `floor` keep their weights.
 void Row::drop_after(const Candidate& last, float floor) {
   const Floats least = splat(std::max(last.value, floor)), zero = splat(0.0f);
   total = 0;
@@ -212,7 +212,7 @@ void Row::drop_after(const Candidate& last, float floor) {
       for (std::ptrdiff_t i = first; i < first + kChunk; i += kLanes) {
         Floats w = load(weights.data() + i);
         w = w >= least ? w : zero;
-        if (i + kLanes > last.token + 1)  // equals of `last` behind it
+        if (i + kLanes > last.token + 1)  // tokens equal to `last` behind it
           for (std::ptrdiff_t j = std::max<std::ptrdiff_t>(0, last.token + 1 - i); j < kLanes; ++j)
             w[j] = w[j] == last.value ? 0.0f : w[j];
         store(weights.data() + i, w);
@@ -230,7 +230,7 @@ static std::int64_t draw_row(Row& row, const Draw& op, std::ptrdiff_t i) {
   const float top_p = op.top_p[i], min_p = std::min(op.min_p[i], 1.0f);
   const bool ranked = top_k > 0 || top_p < 1;
   row.weigh(x, op.vocab, op.temperature[i], ranked ? 0.0f : min_p);
-  if (!(row.total > 0)) return 0;  // no token is possible, or one is not a number
+  if (!(row.total > 0)) return 0;  // no token is possible, or a logit is NaN
   if (ranked) {
     const std::int64_t limit = top_k > 0 ? top_k : op.vocab;
     double mass = row.total;
@@ -253,7 +253,7 @@ static void normalise(const float* x, std::ptrdiff_t vocab, float* out) {
   *out = static_cast<float>(row_max(x, vocab) + std::log(row.total));
 }
 
-// Chunks' best values say how large a value must be to have a chance; few tokens are that large.
+// The best values of the chunks bound how large a value must be to qualify; few tokens are that large.
 static void best(const float* x, std::ptrdiff_t vocab, std::ptrdiff_t count, float* values, std::int64_t* tokens) {
   static thread_local std::vector<float> bests;
   static thread_local std::vector<Candidate> found;

@@ -36,7 +36,7 @@ from memserve.types import RequestLogFormat
 
 
 class _Pages:
-    """The routes that generate nothing."""
+    """The routes that do not generate."""
 
     def __init__(
         self, hub: Hub, model: ServedModel, names: ModelNames, metrics: ApiMetrics, metrics_keys: KeyRing
@@ -65,7 +65,7 @@ class _Pages:
         return _json(self._card())
 
     async def health(self, request: Request) -> Response:
-        """``GET /health``: 200 while the engine answers and a request could be run."""
+        """``GET /health``: 200 while the engine answers and could run a request."""
         if self._hub.draining or self._hub.engine.closing:
             raise shutting_down()
         stats = await self._engine_stats()
@@ -80,7 +80,7 @@ class _Pages:
         return _json(openapi())
 
     async def metrics(self, request: Request) -> Response:
-        """``GET /metrics`` in Prometheus' text form. Names tenants only where a key is asked for."""
+        """``GET /metrics`` in Prometheus' text form. Names tenants only where it requires a key."""
         keys = self._metrics_keys
         keys.tenant(request.headers.get("authorization"))
         page = self._metrics.render(await self._engine_stats(), names_tenants=not keys.is_open)
@@ -98,7 +98,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _request_log(kind: RequestLogFormat, model: str, closing: ExitStack) -> list[Middleware]:
-    """What logs requests, if that was asked for; ``closing`` ends its thread."""
+    """The middleware that logs requests, or none; ``closing`` ends its thread."""
     if kind is RequestLogFormat.NONE:
         return []
     writer = LineWriter(sys.stderr)
@@ -127,10 +127,10 @@ def create_app(
     metrics_key: str | None = None,
     limits: EdgeConfig | None = None,
 ) -> Starlette:
-    """The OpenAI API in front of ``engine``. A server drains ``app.state.hub``; ``app.state.edge`` has its limits.
+    """The OpenAI API in front of ``engine``. A server drains ``app.state.hub`` and applies ``app.state.edge``'s limits.
 
     Clients may ask for ``model`` by its name or one of ``aliases``; answers carry its name.
-    ``metrics_key``: ``GET /metrics`` asks for it, and then names tenants; ``None``: it is open and names none.
+    ``metrics_key``: ``GET /metrics`` requires it, and names tenants; ``None``: it is open and names none.
     Raises :class:`UserError` for malformed keys.
     """
     limits = limits or EdgeConfig()

@@ -11,12 +11,12 @@ from memserve.api.errors import unauthorized
 from memserve.errors import UserError
 
 _NO_KEY = re.compile(r"[^=]*=")
-"""``NAME=``: what is left of ``NAME=$KEY`` when the variable is empty. A tenant's name must not open the door."""
+"""``NAME=``: what is left of ``NAME=$KEY`` when the variable is empty. It must not become a key."""
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})=(.*[^=].*)")
 
 
 class KeyRing:
-    """Knows which key belongs to which tenant. Tenants never share KV."""
+    """Maps API keys to tenants. Tenants never share KV."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         """``keys`` as given on the command line: ``KEY``, or ``NAME=KEY`` for a tenant of its own."""
@@ -32,14 +32,13 @@ class KeyRing:
 
     @property
     def is_open(self) -> bool:
-        """No key is asked for."""
+        """No key is required."""
         return not self._tenants
 
     def tenant(self, authorization: str | None) -> str:
         """The tenant of an ``Authorization`` header. Raises :class:`ApiError` 401.
 
-        Digests of all keys are compared, each in constant time: how long it takes tells nothing about a key, nor about
-        its length.
+        The digest of every key is compared in constant time, so the duration reveals neither a key nor its length.
         """
         if self.is_open:
             return ""
@@ -56,7 +55,7 @@ def _split(text: str) -> tuple[str, str]:
     named = _NAMED.fullmatch(text)
     tenant, key = named.groups() if named else ("", text)
     if not key or _NO_KEY.fullmatch(text):
-        hint = "was a variable empty? A key that ends with one = needs a name in front of it: NAME=KEY"
+        hint = "is a variable unset? Give a key that itself ends with = as NAME=KEY"
         raise UserError("an API key is empty", hint=hint, param="api_key")
     if not key.isascii() or not key.isprintable() or any(char.isspace() for char in key):
         hint = "give KEY or NAME=KEY"

@@ -8,6 +8,8 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from memserve.api.store_metrics import store_families
+from memserve.types import Role
 from memserve.units import NS_PER_S
 
 Read = str | Callable[[Any], float]
@@ -58,9 +60,9 @@ ROUTER_COUNTERS: Table = [
         "Instances of an earlier router that came back with their cache",
         "members_readopted",
     ),
-    ("router_members_left", COUNTER, "Members that left in good order", "members_left"),
+    ("router_members_left", COUNTER, "Members that left gracefully", "members_left"),
     ("router_members_refused", COUNTER, "Times that a join was refused, for the reason in the log", "members_refused"),
-    ("router_members_expelled", COUNTER, "Messages of processes that took themselves for members", "expelled"),
+    ("router_members_expelled", COUNTER, "Messages of processes that are not members, but behaved as such", "expelled"),
     (
         "router_members_died",
         COUNTER,
@@ -73,7 +75,7 @@ ROUTER_COUNTERS: Table = [
         "KV events of instances that were applied to the router's prefix trees",
         "kv_changes",
     ),
-    ("router_kv_gaps", COUNTER, "Times that KV events of an instance were missing and were asked for", "kv_gaps"),
+    ("router_kv_gaps", COUNTER, "Times that KV events of an instance were missing and were requested", "kv_gaps"),
     (
         "router_matched_tokens",
         COUNTER,
@@ -102,19 +104,19 @@ ROUTER_HOST_METRICS: Table = [
     (
         "router_strangers",
         COUNTER,
-        "Connections to the cluster port that ended without the cluster's secret",
+        "Connections to the cluster port that failed to prove the cluster's secret",
         "letters.handshakes_failed",
     ),
     (
         "router_letters_malformed",
         COUNTER,
-        "Letters to the router that were no message of this version",
+        "Messages to the router that were malformed, or of another version",
         lambda s: s.letters.malformed + s.letters.other_version,
     ),
     (
         "router_letters_lost",
         COUNTER,
-        "Letters of the router that could not be queued for an instance",
+        "Messages of the router that could not be queued for an instance",
         lambda s: s.letters.lost_unknown + s.letters.lost_full + s.letters.lost_too_long,
     ),
     (
@@ -146,7 +148,7 @@ ROUTER_HOST_METRICS: Table = [
 #: from ``ChildStats``, one sample for each instance that this host runs
 CHILD_METRICS: Table = [
     ("instance_process_up", GAUGE, "1 while the process of the instance runs, 0 while there is none", "is_running"),
-    ("instance_process_deaths", COUNTER, "Times that the process of the instance ended by accident", "deaths"),
+    ("instance_process_deaths", COUNTER, "Times that the process of the instance ended unexpectedly", "deaths"),
     ("instance_restarts", COUNTER, "Times that the process of the instance was started again", "restarts"),
     ("instance_spawn_failures", COUNTER, "Failed attempts to start the process of the instance", "spawn_failures"),
 ]
@@ -202,6 +204,33 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
     ("instance_fetched_tokens", "Prompt tokens with KV from other instances before admission", "fetched_tokens"),
     ("instance_received_bytes", "Bytes of KV pulled from other instances", "bytes_received"),
     (
+        "instance_store_tokens",
+        "Prompt tokens with KV out of a store",
+        "store_tokens",
+    ),
+    (
+        "instance_store_ssd_tokens",
+        "Prompt tokens with KV out of a store that had some of the prefix on its disks alone",
+        "store_ssd_tokens",
+    ),
+    (
+        "instance_store_fetches_failed",
+        "Fetches from a store that brought nothing in time; their tokens are computed instead",
+        "store_fetches_failed",
+    ),
+    ("instance_store_blocks_offered", "KV blocks that the instance offered to a store", "store_blocks_offered"),
+    ("instance_store_blocks_taken", "KV blocks of the instance that a store has got", "store_blocks_taken"),
+    (
+        "instance_store_blocks_failed",
+        "KV blocks offered to a store that were refused, too late, or taken back for a request",
+        "store_blocks_failed",
+    ),
+    (
+        "instance_store_blocks_dropped",
+        "KV blocks that were not offered, since the store was slower than the instance",
+        "store_blocks_dropped",
+    ),
+    (
         "instance_received_dram_bytes",
         "Bytes of KV pulled out of the DRAM tier of other instances",
         "dram_bytes_received",
@@ -214,7 +243,7 @@ INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
         "blocks_come_home",
     ),
     ("instance_handed_over", "Requests handed over to another instance after their first token", "handed_over"),
-    ("instance_taken_over", "Requests decoded by the instance behind a prompt that another one computed", "taken_over"),
+    ("instance_taken_over", "Requests decoded by the instance after another one computed the prompt", "taken_over"),
     (
         "instance_transfers_failed",
         "KV transfers to the instance that failed; their tokens are computed instead",
@@ -249,9 +278,11 @@ def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     yield from families(CHILD_METRICS, children, ("instance",))
     yield from _by_label(stats.cluster.counters)
     yield from _admission(stats.cluster.admission, names_tenants)
-    members = [((member.view.peer.name, member.view.role.value), member) for member in stats.members]
+    instances = [member for member in stats.members if member.view.role is not Role.STORE]
+    members = [((member.view.peer.name, member.view.role.value), member) for member in instances]
     yield from families(INSTANCE_GAUGES, members, ("instance", "role"))
-    yield from _counters(stats.members)
+    yield from _counters(instances)
+    yield from store_families([member for member in stats.members if member.view.role is Role.STORE])
 
 
 def _by_label(counters: Any) -> Iterator[Metric]:

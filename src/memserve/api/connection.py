@@ -3,10 +3,10 @@
 ::
 
     idle -> head -> body -> answering -> idle ...      each phase but the last has a deadline
-                `-------`-> lingering -> closed        after an early answer: what still comes is dropped
+                `-------`-> lingering -> closed        after an early answer: further input is dropped
 
-Nothing piles up: bytes are read while something takes them, requests are answered one after the other, and output waits
-for the client to take what was sent before. A client that takes nothing for a while is cut off.
+Memory is bounded: bytes are read only while something consumes them, requests are answered one at a time, and output
+waits until the client has read what was sent. A client that reads nothing for a while is cut off.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OUTPUT_BYTES_MAX = 64 * KIB
 """Output that the process holds for one client; more waits."""
 
 PROGRESS_BYTES = 16 * KIB
-"""A client that takes less than this of its answer in the time it has counts as taking nothing."""
+"""A client that reads less than this within the write timeout counts as reading nothing."""
 
 LINGER_S, LINGER_BYTES_MAX = 10.0, 256 * MIB
-"""After an early answer: how long, and how much, the client may still send. It reads its answer afterwards; a closed
-connection would show it a reset instead."""
+"""After an early answer: how long, and how much, the client may still send. Clients read the answer only afterwards; if
+the connection were closed, they would see a reset instead."""
 
 WIRE_LINGER_BYTES_MAX = 256 * KIB
 """Bytes that a client may still send after it broke a limit of the protocol."""
@@ -82,7 +82,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client connected; it is refused where there is no place."""
+        """A client connected; it is refused when the server has no room for it."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses
         self._transport.set_write_buffer_limits(OUTPUT_BYTES_MAX)
         self._address = _host(transport.get_extra_info("peername"))
@@ -90,7 +90,7 @@ class Connection(asyncio.BufferedProtocol):
         self._enter(_Phase.IDLE, self._limits.header_timeout_s)
         error = self._edge.connections.admit(self, self._address)
         if error is not None:
-            self._refuse(error, linger=False)  # refused connections must not fill the place, either
+            self._refuse(error, linger=False)  # refused connections must not take up room, either
 
     def connection_lost(self, error: Exception | None) -> None:
         """The connection ended, from either side."""
@@ -104,11 +104,11 @@ class Connection(asyncio.BufferedProtocol):
         self._writable.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the loop may read to."""
+        """The buffer that the loop reads into."""
         return memoryview(self._edge.read_buffer)
 
     def buffer_updated(self, count: int) -> None:
-        """``count`` bytes came."""
+        """``count`` bytes were read."""
         if self._phase is _Phase.LINGERING:
             self._linger_bytes -= count
             if self._linger_bytes < 0:
@@ -129,35 +129,35 @@ class Connection(asyncio.BufferedProtocol):
         return False
 
     def pause_writing(self) -> None:
-        """The client does not take what it is sent."""
+        """The output buffer is full: the client does not read its answer."""
         self._writable.clear()
         self._note_progress()
         self._output_alarm.set(self._limits.write_timeout_s)
 
     def resume_writing(self) -> None:
-        """The client took most of what it was sent."""
+        """The client has read most of what was sent."""
         self._output_alarm.clear()
         self._writable.set()
 
-    # -- what the server, and the account of all connections, ask
+    # -- called by the server, and by its :class:`Connections`
 
     def shutdown(self) -> None:
-        """The server ends: answer what is being asked, and read nothing more."""
+        """The server is shutting down: finish the current answer, and read nothing more."""
         self._closing = True
         if self._exchange is None or self._phase is _Phase.LINGERING:
             self._close()
 
     @property
     def waits_since_s(self) -> float | None:
-        """Since when the connection waits for bytes of its client."""
+        """Since when the connection has been waiting for bytes of its client."""
         return self._since_s if self._phase in _WAITS_FOR_CLIENT else None
 
     def evict(self) -> None:
         """Close it: another client needs the place."""
-        self._phase = _Phase.CLOSED  # the loop tells of the end later: it must not be chosen twice
+        self._phase = _Phase.CLOSED  # `connection_lost` comes later: it must not be chosen again until then
         self.abort()
 
-    # -- what its exchange asks
+    # -- called by its exchange
 
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
@@ -175,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._reader.rest_bytes
 
     async def write(self, data: bytes) -> None:
-        """Send ``data`` as soon as the client has taken most of what was sent before."""
+        """Send ``data`` as soon as the client has read most of what was sent before."""
         await self._writable.wait()
         self.write_now(data)
 
@@ -186,12 +186,12 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(data)
 
     def taken(self) -> None:
-        """The application took what was there of the body."""
+        """The application has taken what had arrived of the body."""
         if self._exchange is not None and not self._exchange.body_complete:
             self._read_on()
 
     def answered(self, exchange: Exchange) -> None:
-        """The answer is complete: read the next request, or say goodbye."""
+        """The answer is complete: read the next request, or end the connection."""
         self._server.total_requests += 1
         if self._phase is _Phase.LINGERING or self._phase is _Phase.CLOSED:
             return
@@ -199,10 +199,10 @@ class Connection(asyncio.BufferedProtocol):
             # A close with unread requests behind this one would reset the connection, and the answer could be lost.
             self._linger(LINGER_BYTES_MAX if not exchange.body_complete else WIRE_LINGER_BYTES_MAX)
         elif exchange.body_complete:
-            # not from here: thousands of pipelined requests would nest as deeply
+            # no direct call: thousands of pipelined requests would nest their calls as deeply
             self._loop.call_soon(self._next_request)
         else:
-            self._loop.call_soon(self._read_on)  # and drop what still comes of the body
+            self._loop.call_soon(self._read_on)  # drops the rest of the body
 
     def abort(self) -> None:
         """End the connection at once; what was not sent is lost."""
@@ -211,7 +211,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- reading
 
     def _read_on(self) -> None:
-        """Read as far as something takes what is read."""
+        """Read as long as something consumes what is read."""
         try:
             while not self._blocked():
                 event = self._reader.next_event()
@@ -302,10 +302,10 @@ class Connection(asyncio.BufferedProtocol):
             case _Phase.IDLE:
                 self._close()
             case _Phase.HEAD:
-                text = f"The headers did not come within {limits.header_timeout_s:g} s"
+                text = f"The headers did not arrive within {limits.header_timeout_s:g} s"
                 self._refuse(WireError(408, text, "header_timeout"))
             case _Phase.BODY:
-                text = f"The body did not come within {limits.body_timeout_s:g} s"
+                text = f"The body did not arrive within {limits.body_timeout_s:g} s"
                 self._refuse(WireError(408, text, "body_timeout"))
             case _:
                 self.abort()
@@ -325,7 +325,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- endings
 
     def _refuse(self, error: WireError, *, linger: bool = True) -> None:
-        """Answer ``error`` where no answer has begun, and end the connection."""
+        """Answer with ``error`` unless an answer has begun, and end the connection."""
         self._edge.metrics.refused.labels(error.reason).inc()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
@@ -341,9 +341,9 @@ class Connection(asyncio.BufferedProtocol):
         self._linger(WIRE_LINGER_BYTES_MAX if linger else 0)
 
     def _linger(self, bytes_max: int) -> None:
-        """Send what is to be sent and the end of the stream; drop what still comes."""
+        """Finish sending, end the output, and drop further input."""
         self._closing = True
-        self._reader = RequestReader(self._limits)  # lets go of what it holds
+        self._reader = RequestReader(self._limits)  # frees what the old one held
         if not bytes_max or not self._transport.can_write_eof():
             self._close()
             return
@@ -355,7 +355,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write_eof()
 
     def _close(self) -> None:
-        """Close when what was written has been taken, or after a while."""
+        """Close when the client has read everything, or after the write timeout."""
         self._closing = True
         self._enter(_Phase.LINGERING, self._limits.write_timeout_s)
         self._linger_bytes = 0

@@ -1,6 +1,6 @@
 """Named prefixes of a tenant: texts and conversations that many requests begin with.
 
-What was acknowledged is durable where the engine keeps records: it is there again after a crash.
+Where the engine keeps records, an acknowledged document is durable: it survives a crash.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DOCUMENTS_MAX = 1024
 """Documents of one tenant."""
 
 REPEATED_TOKENS_MAX = 1 << 20
-"""Tokens of a document before all prompts of a request together."""
+"""Tokens that a document may add to all prompts of one request together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Document:
 
     document_id: str
     endpoint: str
-    """``chat`` or ``completions``: the requests that may begin with it, as its form for them is computed and pinned."""
+    """``chat`` or ``completions``: the requests that may begin with it. Only its tokens for them are cached."""
     messages: Messages
     """What a conversation begins with; a text is a system message."""
     prompt: Prompt
     """What a completion's prompt begins with."""
     tokens: TokenArray
-    """The tokens that every such conversation (or prompt) has in common: those that are pinned."""
+    """The tokens that all such conversations (or prompts) begin with: those that are pinned."""
     created_s: int
     ttl_s: float
     expires_ns: int = 0
@@ -63,14 +63,14 @@ class Document:
         return [self.before_prompt(prompt) for prompt in prompts]
 
     def before_prompt(self, prompt: Prompt) -> Prompt:
-        """``prompt`` behind this document. Tokens are joined, not texts: what is pinned is found whatever follows."""
+        """``prompt`` behind this document. Tokens are joined, not texts, so the pinned ones match whatever follows."""
         text = None if prompt.text is None or self.prompt.text is None else self.prompt.text + prompt.text
         return Prompt(np.concatenate((self.prompt.tokens, prompt.tokens)), text)
 
     def before_messages(self, messages: Messages) -> Messages:
         """A conversation behind this document.
 
-        Templates know one system message, the first: when both sides have one, the conversation's is appended to it.
+        Templates allow one system message, the first: when both sides have one, the conversation's is appended to it.
         """
         own, others = list(self.messages), list(messages)
         if len(own) == 1 and own[0]["role"] == "system" and others and others[0]["role"] == "system":
@@ -84,16 +84,14 @@ def document_handle(document_id: str) -> str:
 
 
 class Documents:
-    """All documents by tenant and name. Lives in the event loop; what has expired is forgotten when it is met."""
+    """All documents by tenant and name. Lives in the event loop; an access forgets what has expired."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
         self._documents: dict[str, dict[str, Document]] = {}
 
     def put(self, tenant: str, document: Document, grace_s: float = 0.0) -> Document:
-        """Remember ``document`` from now on for its time and ``grace_s``.
-
-        Raises :class:`ApiError` when there are too many."""
+        """Keep ``document`` for its TTL and ``grace_s``. Raises :class:`ApiError` 400 when there are too many."""
         owned = self._live(tenant)
         if document.document_id not in owned and len(owned) >= DOCUMENTS_MAX:
             raise bad_request(f"There are {len(owned)} documents already; delete one", code="too_many_documents")
@@ -102,13 +100,13 @@ class Documents:
         return kept
 
     def begin_time(self, tenant: str, document: Document) -> None:
-        """Start the document's time again from now, unless it was deleted or replaced meanwhile."""
+        """Restart the document's TTL now, unless the document was deleted or replaced meanwhile."""
         owned = self._documents.get(tenant, {})
         if owned.get(document.document_id) is document:
             owned[document.document_id] = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s))
 
     def restore(self, tenant: str, document: Document, left_ns: int) -> None:
-        """Remember a document of an earlier server for the ``left_ns`` that were left to it."""
+        """Keep a document of an earlier server for the ``left_ns`` that remain of its TTL."""
         kept = replace(document, expires_ns=self._clock_ns() + left_ns)
         self._documents.setdefault(tenant, {})[document.document_id] = kept
 
@@ -140,19 +138,19 @@ class Documents:
 
     def _live(self, tenant: str) -> dict[str, Document]:
         now_ns = self._clock_ns()
-        owned = self._documents.setdefault(tenant, {})  # one entry a key: tenants are the operator's
+        owned = self._documents.setdefault(tenant, {})  # bounded: one entry for each API key
         for document_id in [name for name, document in owned.items() if document.expires_ns <= now_ns]:
             del owned[document_id]
         return owned
 
 
 def size_of(document: Document | None) -> int:
-    """About the bytes of text that have to be worked on to use it."""
+    """Roughly, the bytes of text that a request with this document adds to the work."""
     return 0 if document is None else 4 * len(document.prompt.tokens)
 
 
 def prepare(body: DocumentBody, document_id: str, encoder: PromptEncoder, model: ServedModel) -> Document:
-    """The document that a body describes. Raises :class:`ApiError` 400 when it is none, or fits no request."""
+    """The document that a body describes. Raises :class:`ApiError` 400 for a malformed or too long one."""
     if (body.text is None) == (body.messages is None):
         raise bad_request("a document has either 'text' or 'messages'", "text")
     messages = _messages_of(body)
@@ -187,9 +185,9 @@ def _messages_of(body: DocumentBody) -> Messages:
 
 
 def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArray:
-    """What any conversation has in common that begins with ``messages``, found by rendering two that differ at once.
+    """The tokens that all conversations beginning with ``messages`` share: two that differ right after are compared.
 
-    So nothing needs to be known of the template, nor of how the tokenizer joins what stands at the border.
+    This assumes nothing about the template, nor about how the tokenizer joins text at the boundary.
     """
     ask = {"role": "user", "content": "A"}
     first = [*messages, ask]
@@ -220,14 +218,14 @@ class _Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DocumentMemory:
-    """Makes documents durable, and brings back those of the last router. Without metadata it does nothing."""
+    """Makes documents durable, and restores those of the last router. Without metadata it does nothing."""
 
     def __init__(self, engine: ServingEngine, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._engine = engine if isinstance(engine, RememberingEngine) else None
         self._clock_ns = clock_ns
 
     def restore(self, documents: Documents) -> None:
-        """What the last router knew and has not expired. Their pins are the cluster's affair."""
+        """Restore the last router's documents that have not expired. The cluster restores their pins."""
         if self._engine is None:
             return
         now_ns = self._clock_ns()
@@ -236,7 +234,7 @@ class DocumentMemory:
             if left_ns > 0:
                 kept = msgspec.msgpack.decode(record.body, type=_Kept)
                 documents.restore(record.tenant, _document(record.document_id, kept), left_ns)
-            else:  # nothing waits until that is durable
+            else:  # no need to wait until this is durable
                 self._engine.remember(DocumentDropped(record.tenant, record.document_id))
 
     async def put(self, tenant: str, document: Document) -> None:
@@ -255,12 +253,12 @@ class DocumentMemory:
         await self._keep(DocumentPut(tenant, document.document_id, msgspec.msgpack.encode(body), expires_ns))
 
     async def drop(self, tenant: str, document_id: str) -> None:
-        """Returns when it is durable that there is no such document. Raises :class:`ApiError` 503."""
+        """Returns when the removal is durable. Raises :class:`ApiError` 503 when it cannot be."""
         await self._keep(DocumentDropped(tenant, document_id))
 
     async def _keep(self, record: DocumentPut | DocumentDropped) -> None:
         if self._engine is not None and not await asyncio.wrap_future(self._engine.remember(record)):
-            message = "The server cannot remember that now: its metadata cannot be written"
+            message = "The server cannot write its metadata now, so the change is not durable: try again"
             raise ApiError(503, message, kind="server_error", code="not_durable", headers={"retry-after": "5"})
 
 

@@ -1,4 +1,4 @@
-"""What all connections of a server share: their number, and the memory of the bodies that are read here."""
+"""What all connections of a server share: a limit on their number, and on the memory of request bodies."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from memserve.units import KIB
 log = logging.getLogger(__name__)
 
 SMALL_BODY_BYTES = 16 * KIB
-"""The beginning of each body that counts for nothing: however full the memory of bodies is, small requests pass."""
+"""The first bytes of a body are not counted: small requests pass even when the memory for bodies is full."""
 
 READ_BYTES_MAX = 32 * KIB
-"""What one look at a socket takes."""
+"""Bytes that one read of a socket takes."""
 
 DESCRIPTORS_KEPT = 128
 """File descriptors that connections leave to the rest of the process."""
 
 
 class Alarm:
-    """A deadline that is moved often and passes rarely: at most one timer of the loop, however often it is moved."""
+    """A deadline that is moved often and passes rarely. Uses one timer of the loop, however often it is moved."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
         self._loop, self._ring = loop, ring
@@ -40,7 +40,7 @@ class Alarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float) -> None:
-        """Ring in ``seconds``, and not when it was to ring before."""
+        """Ring in ``seconds``; an earlier deadline no longer counts."""
         self._deadline_s = self._loop.time() + seconds
         if self._timer is not None and self._timer.when() > self._deadline_s:
             self._timer.cancel()
@@ -53,7 +53,7 @@ class Alarm:
         self._deadline_s = None
 
     def close(self) -> None:
-        """Do not ring, and let go of the timer."""
+        """Do not ring, and cancel the timer."""
         self._deadline_s = None
         if self._timer is not None:
             self._timer.cancel()
@@ -70,11 +70,11 @@ class Alarm:
 
 
 class Waiting(Protocol):
-    """A connection, as the account of all of them sees it."""
+    """A connection, as :class:`Connections` sees it."""
 
     @property
     def waits_since_s(self) -> float | None:
-        """Since when it waits for bytes of its client; ``None``: it does not, it is being answered."""
+        """Since when it has been waiting for bytes of its client; ``None``: it is being answered."""
 
     def evict(self) -> None:
         """Close it: another client needs the place."""
@@ -91,7 +91,7 @@ class Connections:
         self._count = 0
 
     def admit(self, connection: Waiting, address: str) -> WireError | None:
-        """Take ``connection`` in, if need be in place of one that waits. Returns the error when there is no place."""
+        """Accept ``connection``, if need be by closing one that waits. Returns the error when there is no room."""
         mine = self._of.get(address, {})
         if self._per_address_max and len(mine) >= self._per_address_max and not self._evict(mine):
             return WireError(429, "Too many connections from this address", "connections_of_address")
@@ -132,7 +132,7 @@ class Connections:
 def make_room_for_connections(count: int) -> None:
     """Raise the soft limit of open files so that ``count`` connections fit, as far as the hard one allows.
 
-    With too low a limit it would be the rest of the process that finds no descriptor, when clients have taken them all.
+    With too low a limit, clients could take every descriptor and leave none to the rest of the process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + DESCRIPTORS_KEPT
@@ -140,7 +140,9 @@ def make_room_for_connections(count: int) -> None:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if (room := _descriptors() - DESCRIPTORS_KEPT) < count:
-        log.warning("the limit of open files leaves room for %d connections instead of %d: see ulimit -n", room, count)
+        log.warning(
+            "the limit of open files leaves room for %d connections instead of %d: raise ulimit -n", room, count
+        )
 
 
 def _descriptors() -> int:
@@ -158,11 +160,11 @@ class BodyMemory:
         self.held_bytes = 0
 
     def lease(self, client: str) -> BodyLease:
-        """The account of one body."""
+        """An account for one body."""
         return BodyLease(self, client)
 
     def take(self, client: str, count: int) -> ApiError | None:
-        """``count`` more bytes for a body of ``client``. Returns the error when they are too many."""
+        """Add ``count`` bytes for a body of ``client``. Returns the error when they are too many."""
         if self._of[client] + count > self._share_max:
             self._metrics.refused.labels("client_body_memory").inc()
             return client_bodies_full()
@@ -185,7 +187,7 @@ class BodyMemory:
 
 
 class BodyLease:
-    """What one body holds of :class:`BodyMemory`."""
+    """The bytes of :class:`BodyMemory` that one body holds."""
 
     def __init__(self, memory: BodyMemory, client: str) -> None:
         self._memory, self._client = memory, client
@@ -216,7 +218,7 @@ class Edge:
         self.metrics = metrics
         self.connections = Connections(limits, metrics)
         self.bodies = BodyMemory(limits, metrics)
-        #: the loop reads one socket at a time, and each connection takes over at once what was read
+        #: shared: the loop reads one socket at a time, and its connection copies the bytes at once
         self.read_buffer = bytearray(READ_BYTES_MAX)
 
 
@@ -230,10 +232,10 @@ class ClientGone(Exception):
 
 @asynccontextmanager
 async def json_body(scope: Scope, receive: Receive, edge: Edge) -> AsyncIterator[bytes]:
-    """The whole body, while it is parsed: its bytes count among those of all bodies until then.
+    """The whole body; its bytes count in the memory of all bodies until the caller has parsed it.
 
-    Raises :class:`ApiError` 413 for a body that is too long, 429 and 503 for one too many, 415 for a content type other
-    than JSON.
+    Raises :class:`ApiError` 413 for a body that is too long, 429 and 503 when there is no memory for it, 415 for a
+    content type other than JSON.
     """
     lease = edge.bodies.lease(scope.get(TENANT_KEY) or (scope.get("client") or ("",))[0])
     try:

@@ -32,7 +32,7 @@ class Planner(Protocol):
 
     @property
     def id_prefix(self) -> str:
-        """How the ids of its responses begin."""
+        """The beginning of its responses' ids."""
 
     async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine requests for a body. Raises :class:`ApiError` 400 and 404."""
@@ -47,7 +47,7 @@ class CompletionPlanner:
         self._model, self._names, self._encoder, self._documents = model, names, encoder, documents
 
     async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
-        """The engine requests for a body, one a prompt."""
+        """The engine requests for a body, one per prompt."""
         workers = self._encoder.workers
         await workers.turn(caller.tenant)
         body = await workers.run(caller.tenant, len(data), lambda: parse_body(data, CompletionBody))
@@ -95,8 +95,8 @@ class ChatPlanner:
 
 
 def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoint: str) -> Document | None:
-    """What the request begins with. Raises :class:`ApiError` 404 when the caller has no such document, 400 when its
-    form for ``endpoint`` was not computed: the cache has none of its KV."""
+    """The document that the request begins with. Raises :class:`ApiError` 404 when the caller has no such document,
+    400 when it was put for another endpoint: no KV of it is cached for ``endpoint``."""
     if body.document is None:
         return None
     if body.cache_salt is not None:
@@ -135,8 +135,9 @@ class GenerationEndpoint:
         response_id = self._planner.id_prefix + uuid.uuid4().hex
         explain = Headers(scope=scope).get(EXPLAIN_HEADER, "").lower() in ("1", "true", "yes")
         async with json_body(scope, receive, shared.edge) as data:
+            shared.hub.check_busy(scope[TENANT_KEY], data)
             plan = await self._planner.plan(data, Caller(scope[TENANT_KEY], explain), response_id)
-        del data  # a long answer must not keep a long question's text
+        del data  # the body must not stay in memory while the answer is generated
         reply = Reply(plan, shared.encoder.tokenizer, shared.metrics)
         scope[REPLY_KEY] = reply
         envelope = new_envelope(response_id, shared.model.name)
@@ -145,7 +146,7 @@ class GenerationEndpoint:
 
 
 def _keep_session(engine: ServingEngine, reply: Reply) -> None:
-    """Pin what the session's next request will begin with: the prompt, and the answer where there is one only."""
+    """Pin what the session's next request will begin with: the prompt, and the answer if there is just one."""
     plan = reply.plan
     if plan.session_ttl_ns is None or not isinstance(engine, PinningEngine):
         return

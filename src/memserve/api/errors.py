@@ -11,7 +11,7 @@ from memserve.instance.events import NO_TOKEN_LEFT
 from memserve.runtime.engine import Refusal, Rejected
 
 ECHO_CHARS_MAX = 200
-"""What an answer repeats of what a client sent."""
+"""How much of a client's input an error may repeat."""
 
 _MESSAGE_CHARS_MAX = 400
 _PARAM_CHARS_MAX = 100
@@ -19,7 +19,7 @@ _CUT = " ... "
 
 
 def echo(text: str, most: int = ECHO_CHARS_MAX) -> str:
-    """``text`` of a client as an error may repeat it: the middle of a long one is left out."""
+    """A client's ``text`` as an error may repeat it: the middle of a long one is left out."""
     if len(text) <= most:
         return text
     tail = (most - len(_CUT)) // 3
@@ -27,7 +27,7 @@ def echo(text: str, most: int = ECHO_CHARS_MAX) -> str:
 
 
 class ApiError(Exception):
-    """What the client gets instead of an answer: at most :data:`ECHO_CHARS_MAX` characters of what it sent."""
+    """An error answer. It repeats at most :data:`ECHO_CHARS_MAX` characters of the client's input."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ApiError(Exception):
         if param is not None and len(param) > _PARAM_CHARS_MAX:  # a field that the client invented
             message = message.replace(param, echo(param, _PARAM_CHARS_MAX))
             param = echo(param, _PARAM_CHARS_MAX)
-        if len(message) > _MESSAGE_CHARS_MAX:  # no message of ours is as long: the client's words are in it
+        if len(message) > _MESSAGE_CHARS_MAX:  # only a client's input makes a message this long
             message = echo(message)
         super().__init__(message)
         self.status = status
@@ -64,7 +64,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def unsupported(param: str, what: str) -> ApiError:
-    """400: a feature of the protocol that memserve does not have. Never ignored in silence."""
+    """400: a feature of the protocol that memserve does not have. It is never silently ignored."""
     return ApiError(
         400, f"{what} is not supported by this server (in '{param}')", param=param, code="unsupported_parameter"
     )
@@ -87,7 +87,7 @@ def unauthorized() -> ApiError:
 
 def model_not_found(name: str, served: str) -> ApiError:
     """404: the client asks for a model that is not the one served."""
-    message = f"The model `{echo(name)}` does not exist; this server has `{served}`"
+    message = f"The model `{echo(name)}` does not exist; this server serves `{served}`"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -97,26 +97,25 @@ def too_large(limit_bytes: int) -> ApiError:
 
 
 def client_too_slow() -> ApiError:
-    """In the middle of a stream: its client takes less than is generated."""
-    message = "The stream ends here: its client took it too slowly, and too much of it was waiting"
+    """408, in the middle of a stream: its client reads more slowly than tokens are generated."""
+    message = "The stream ends here: the client read it too slowly, and too much output was waiting"
     return ApiError(408, message, kind="timeout", code="client_too_slow")
 
 
 def client_bodies_full() -> ApiError:
-    """429: this client's bodies take all the memory that one client's may."""
+    """429: this client's bodies fill the memory that one client may use."""
     message = "Your request bodies take too much memory together: wait until some of them are answered"
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "1"})
 
 
 def bodies_full() -> ApiError:
-    """503: the bodies of all clients take all the memory that they may."""
+    """503: the bodies of all clients fill the memory for bodies."""
     message = "The server has no memory for another large request body now"
     return ApiError(503, message, kind="server_error", code="overloaded", headers={"retry-after": "1"})
 
 
 def rejected(news: Rejected) -> ApiError:
-    """400 when the engine can never run such a request, 429 when it can later, 503 when another server may, or when it
-    has waited in vain."""
+    """400 when the engine can never run such a request, 429 when it can later, 503 when it is closing or too busy."""
     match news.refusal:
         case Refusal.IMPOSSIBLE:
             return bad_request(news.reason, code="request_rejected")
@@ -135,7 +134,7 @@ def engine_silent() -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    """503: the server is going away."""
+    """503: the server is shutting down."""
     return ApiError(
         503, "The server is shutting down", kind="server_error", code="shutting_down", headers={"retry-after": "5"}
     )
@@ -147,8 +146,8 @@ def deadline_passed() -> ApiError:
 
 
 def row_failed(reason: str) -> ApiError:
-    """500: computing this request failed, and would fail again; other requests are untouched. 400 where the request
-    asks for the impossible."""
+    """500: computing this request failed, and would fail again; other requests are not affected. 400 when its own
+    parameters leave no token to draw."""
     if reason == NO_TOKEN_LEFT:
         return ApiError(400, f"The request cannot be answered: {reason}", code="no_token_left")
     return ApiError(500, f"The request failed: {reason}", kind="server_error", code="request_failed")

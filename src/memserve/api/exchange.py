@@ -17,13 +17,13 @@ from memserve.units import KIB
 log = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "memserve.request_id"
-"""Where the id of a request stands in its ASGI scope."""
+"""The key of a request's id in its ASGI scope."""
 
 BODY_HELD_BYTES_MAX = 32 * KIB
-"""What waits for the application; beyond it nothing is read from the client."""
+"""Body bytes that may wait for the application; beyond them nothing is read from the client."""
 
 WRITE_BYTES_MAX = 64 * KIB
-"""Written at once; before more is written, the client must have taken most of what was written before."""
+"""Bytes of one write; the next waits until the client has read most of what was written before."""
 
 DROPPED_BODY_BYTES_MAX = 64 * KIB
 """The rest of a body that is read and dropped to keep a connection; a longer rest ends it."""
@@ -36,7 +36,7 @@ _WITHOUT_BODY = (204, 304)
 
 
 def request_id_of(head: Head | None) -> str:
-    """The client's own id where it is a sane one, else a new one."""
+    """The client's own id if it is well-formed, else a new one."""
     given = head.get(b"x-request-id") if head is not None else None
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode("ascii")
@@ -70,13 +70,13 @@ class Wire(Protocol):
         """Bytes of the body that are still to come; ``None``: unknown."""
 
     async def write(self, data: bytes) -> None:
-        """Send ``data`` as fast as the client takes it."""
+        """Send ``data`` as fast as the client reads it."""
 
     def write_now(self, data: bytes) -> None:
         """Send a few bytes without waiting."""
 
     def taken(self) -> None:
-        """The application took what was there of the body."""
+        """The application has taken what had arrived of the body."""
 
     def answered(self, exchange: Exchange) -> None:
         """The answer is complete."""
@@ -112,7 +112,7 @@ class Exchange:
         """The application must take some of the body before more is read."""
         return len(self._body) >= BODY_HELD_BYTES_MAX and not self.complete
 
-    # -- what the connection tells
+    # -- called by the connection
 
     def push(self, data: bytes) -> None:
         """A piece of the body. After an early answer it is dropped."""
@@ -134,18 +134,18 @@ class Exchange:
     # -- ASGI
 
     async def run(self, app: ASGIApp) -> None:
-        """The application, to its end."""
+        """Run the application to its end."""
         try:
             await app(self._scope, self.receive, self.send)
         except asyncio.CancelledError:
-            pass  # the server ends
+            pass  # the server is shutting down
         except Exception:
             log.exception("the application failed")
         if not self.complete and not self.gone:
             self._wire.abort()
 
     async def receive(self) -> Message:
-        """What came of the body; afterwards: wait for the client to leave."""
+        """What has arrived of the body; after its end: wait for the client to leave."""
         if self._wants_100 and not self.body_complete and not self.started and not self.gone:
             self._wire.write_now(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._wants_100 = False
@@ -159,7 +159,7 @@ class Exchange:
         return {"type": "http.request", "body": body, "more_body": not self.body_complete}
 
     async def send(self, message: Message) -> None:
-        """A part of the answer; nothing happens when the client is gone."""
+        """Send a part of the answer; dropped when the client is gone."""
         if self.gone:
             return
         if self.complete:
@@ -225,7 +225,7 @@ class Exchange:
 def plain_answer(
     status: int, body: bytes, headers: list[tuple[bytes, bytes]], more: list[tuple[bytes, bytes]] | None = None
 ) -> bytes:
-    """One whole answer of the server itself, after which the connection ends."""
+    """A whole answer of the server itself, after which the connection ends."""
     own = [
         *headers,
         (b"content-type", b"application/json"),

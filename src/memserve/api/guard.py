@@ -1,7 +1,7 @@
 """Middleware around all routes: keys and errors in OpenAI's form, web origins, the log of requests.
 
-A line of the log names ids, tenant, counts, times and instances. It has no text, no token, no key and no salt. Nothing
-in it is a client's own but the ``x-request-id``, whose alphabet is bounded.
+A line of the log names ids, tenant, counts, times and instances. It has no text, no token, no key and no salt. The only
+client input in it is the ``x-request-id``, which has a restricted alphabet.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from memserve.units import NS_PER_MS
 log = logging.getLogger(__name__)
 
 KNOWN_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json")
-"""Labels of the request counter: paths that clients invent must not make new ones."""
+"""Labels of the request counter: paths that clients invent must not add labels."""
 
 NAMED_ROUTES = ("/v1/documents", "/v1/sessions")
-"""Routes below which each name is a path."""
+"""Routes with names as paths below them."""
 
 
 def route_of(path: str) -> str:
@@ -79,7 +79,7 @@ class Guard:
         self._metrics.requests.labels(path, str(status or 499)).inc()  # 499: the client left first
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
-        """The error that the client has to be told of, if there is one and nothing was sent yet."""
+        """Run the application. Returns the error that the client must get, unless an answer has begun."""
         try:
             if scope["path"].startswith("/v1/"):
                 scope[TENANT_KEY] = self._keys.tenant(Headers(scope=scope).get("authorization"))
@@ -90,7 +90,7 @@ class Guard:
             return from_user_error(error)
         except ClientGone:
             self._metrics.disconnected.inc()
-        except asyncio.CancelledError:  # the server's patience with this request is over: it still gets an answer
+        except asyncio.CancelledError:  # the server waits no longer for this request: it still gets an answer
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()
             return shutting_down()
@@ -124,7 +124,7 @@ _USUAL_FIELDS = "authorization, content-type, x-request-id, x-memserve-explain"
 
 
 class Cors:
-    """ASGI middleware. Without origins it does nothing: pages of other origins are refused by their browsers."""
+    """ASGI middleware. Without origins it does nothing, and browsers block pages of other origins."""
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         self._app = app
@@ -160,7 +160,7 @@ class Cors:
 
 
 async def _preflight(headers: Headers, allowed: list[tuple[bytes, bytes]], send: Send) -> None:
-    """What the browser asks before it sends a request with a key. The key itself does not come with it."""
+    """Answer a browser's preflight, which comes before the request and without its key."""
     asked = headers.get("access-control-request-headers", "").strip()
     fields = asked if len(asked) <= _FIELDS_CHARS_MAX and _FIELDS.fullmatch(asked) else _USUAL_FIELDS
     answer = [
@@ -177,7 +177,7 @@ REPLY_KEY = "memserve.reply"
 """Where an endpoint leaves its :class:`Reply` in the ASGI scope."""
 
 LINES_MAX = 4096
-"""Lines that wait for a reader of stderr that is slow; further ones are left out and counted."""
+"""Lines that may wait while stderr is read too slowly; further ones are left out and counted."""
 
 CLOSE_S = 2.0
 
@@ -185,7 +185,7 @@ Line = dict[str, str | int | float | bool | list[str] | None]
 
 
 class LineWriter:
-    """Writes lines from a thread of its own: a reader that stands still must not stop the event loop."""
+    """Writes lines from its own thread, so that a stalled reader of stderr cannot block the event loop."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -202,7 +202,7 @@ class LineWriter:
             self._left_out += 1
 
     def close(self) -> None:
-        """What waits has a moment to be written."""
+        """Give waiting lines a moment to be written."""
         try:
             self._lines.put(None, timeout=CLOSE_S)
         except queue.Full:
@@ -218,7 +218,7 @@ class LineWriter:
                 self._stream.write(line + "\n")
                 self._stream.flush()
             except (OSError, ValueError):
-                return  # the reader has left, or the stream is closed
+                return  # the reader is gone, or the stream is closed
 
 
 class RequestLog:
@@ -263,8 +263,8 @@ class RequestLog:
 
 
 def account(reply: Reply, model: str, started_ns: int) -> Line:
-    """What one answer took. ``finish_reason`` of several sequences: each reason once, in order; ``incomplete``: the
-    client left, the deadline passed, or the server ended."""
+    """The counts and times of one answer. ``finish_reason`` of several sequences: each reason once, in order;
+    ``incomplete``: the client left, the deadline passed, or the server ended."""
     reasons = [sequence.stream.finish_reason for sequence in reply.sequences]
     shown = dict.fromkeys(reason.value if reason is not None else "incomplete" for reason in reasons)
     first_ns = reply.first_token_ns
@@ -281,7 +281,7 @@ def account(reply: Reply, model: str, started_ns: int) -> Line:
 
 
 def plain(line: Line) -> str:
-    """``name=value`` pairs; nothing in a value needs quotes. A value that is not known, or empty, is ``-``."""
+    """``name=value`` pairs; no value needs quotes. An unknown or empty value is ``-``."""
     return " ".join(f"{name}={_word(value)}" for name, value in line.items())
 
 

@@ -1,42 +1,44 @@
-"""Carries the engine's news from its thread into the event loop.
+"""Carries the engine's news (outputs and rejections) from its thread into the event loop.
 
-One wake-up of the loop serves all streams of a step: the engine thread appends to one mailbox and rings the bell only
-unless it has been rung since the mailbox was last emptied.
+One wake-up of the loop serves all streams of a step: the engine thread appends to one mailbox, and wakes the loop only
+if no wake-up is pending.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 from memserve.api.edge import ClientGone
-from memserve.api.errors import client_too_slow, shutting_down
+from memserve.api.errors import client_too_slow, rejected, shutting_down
 from memserve.api.metrics import ApiMetrics
 from memserve.api.served import ServingEngine
-from memserve.runtime.engine import Rejected
+from memserve.runtime.engine import Refusal, Rejected
 from memserve.types import Request, TokenOutput
+from memserve.units import NS_PER_MS
 
 News = tuple[int, TokenOutput | Rejected]
-"""Which of the call's requests, and what happened to it."""
+"""The position of a request in its call, and what happened to it."""
 
 
 class Call:
-    """One HTTP request's work in the engine: one engine request a prompt. Lives in the event loop."""
+    """One HTTP request's work in the engine: one engine request per prompt. Lives in the event loop."""
 
     def __init__(self, hub: Hub, requests: list[Request]) -> None:
         self._hub = hub
         self._news: list[News] = []
         self._bell = asyncio.Event()
-        #: while output is written: a client that does not take it lets news pile up here
+        #: output is being written: if the client does not read it, news piles up here
         self.writing = False
         self.held_bytes = 0  # of the news that came while output was written
         self._error: Exception | None = None
-        #: sequences of each request that have neither ended nor been told to, by the position of the request
+        #: by the position of the request: its sequences that have neither ended nor been told to end
         self._running = [set(range(request.n)) for request in requests]
         self.requests = requests
 
     async def news(self) -> list[News]:
-        """Everything that happened since the last time; waits for something to happen.
+        """Everything that happened since the last call; waits until there is something.
 
         Raises :class:`ClientGone` when the client left, :class:`ApiError` 503 when the server ends all calls.
         """
@@ -54,10 +56,11 @@ class Call:
         """Called by the hub, in the loop."""
         if isinstance(news, Rejected):
             self._running[at].clear()
+            self._hub.note_refusal(self.requests[at].tenant, news)
         elif news.finish_reason is not None:
             self._running[at].discard(news.index)
         if self._error is not None:
-            return  # nothing will be read of it
+            return  # the news will not be read
         self._news.append((at, news))
         self._bell.set()
         if self.writing:
@@ -74,12 +77,12 @@ class Call:
         self._bell.set()
 
     def abandon(self) -> None:
-        """The client went away: its memory in the engine is freed now, and not at the next look."""
+        """The client left: cancel its requests now, so that the engine frees their memory at once."""
         self.fail(ClientGone())
         self.cancel_rest()
 
     def stop_sequence(self, at: int, index: int) -> None:
-        """A stop string was found in the text of one sequence: the engine is to end it."""
+        """End one sequence in the engine: a stop string was found in its text."""
         self._running[at].discard(index)
         self._hub.engine.stop_sequence(self.requests[at].request_id, index)
 
@@ -92,14 +95,17 @@ class Call:
 
 
 _NEWS_BYTES, _LOGPROB_BYTES = 400, 150
-"""About what an output, and each alternative of a token in it, takes in memory."""
+"""Approximate memory of an output, and of each alternative of a token in it."""
+
+REFUSAL_HOLDS_NS = 50 * NS_PER_MS
+"""How long a refusal for a full queue also answers the tenant's next requests, before their bodies are parsed."""
 
 STREAMS_TOGETHER = 16
-"""All streams together may hold back as much output as this many may by themselves."""
+"""All streams together may hold back as much output as this many single streams."""
 
 
 def held_bytes(news: TokenOutput | Rejected) -> int:
-    """About what ``news`` takes in memory."""
+    """Approximate memory of ``news``."""
     if isinstance(news, Rejected):
         return _NEWS_BYTES
     tops = sum(1 + len(entry.top) for entry in news.logprobs)
@@ -122,6 +128,7 @@ class Hub:
         self._mailbox: deque[tuple[Call, int, TokenOutput | Rejected]] = deque()
         self._rung = False
         self._calls: dict[int, Call] = {}  # in order of arrival
+        self._refused: dict[str, tuple[int, Rejected]] = {}  # tenant -> until when, and the answer
 
     @property
     def calls_open(self) -> int:
@@ -129,7 +136,7 @@ class Hub:
         return len(self._calls)
 
     def open(self, requests: list[Request]) -> Call:
-        """Submit ``requests`` as one call. Raises :class:`ApiError` 503 when the server is going away."""
+        """Submit ``requests`` as one call. Raises :class:`ApiError` 503 when the server is shutting down."""
         if self.draining:
             raise shutting_down()
         self._loop = asyncio.get_running_loop()
@@ -143,21 +150,39 @@ class Hub:
             raise
         return call
 
+    def note_refusal(self, tenant: str, news: Rejected) -> None:
+        """Remember the refusal of a request of ``tenant`` if the queue was full."""
+        if news.refusal is Refusal.BUSY:
+            self._refused[tenant] = (time.monotonic_ns() + REFUSAL_HOLDS_NS, news)
+
+    def check_busy(self, tenant: str, data: bytes) -> None:
+        """Raise the :class:`ApiError` 429 that ``tenant`` was just given, so that a crowd of retries costs little more
+        than one request. A body that contains ``priority`` passes: its request may displace another."""
+        refused = self._refused.get(tenant)
+        if refused is None:
+            return
+        until_ns, news = refused
+        if time.monotonic_ns() >= until_ns:
+            del self._refused[tenant]
+        elif b"priority" not in data:
+            self._metrics.rejected.inc()
+            raise rejected(news)
+
     def close(self, call: Call) -> None:
-        """The call was answered, or will not be: the engine must keep none of its requests."""
+        """The call was answered, or will not be: cancel what the engine still has of it."""
         call.cancel_rest()
         call.fail(ClientGone())
         self._calls.pop(id(call), None)
 
     def end_all(self) -> int:
-        """The patience for a graceful end is over: every open call ends with a 503. How many there were."""
+        """The time for a graceful end is over: end every open call with a 503. Returns their number."""
         calls = list(self._calls.values())
         for call in calls:
             call.fail(shutting_down())
         return len(calls)
 
     def check_held(self, call: Call) -> None:
-        """End the stream that holds back too much, or, when all do together, the one that holds back most."""
+        """End ``call`` if it holds back too much; if all streams together do, end the one that holds back most."""
         if self.held_bytes > STREAMS_TOGETHER * self._stream_buffer_bytes:
             call = max(self._calls.values(), key=lambda other: other.held_bytes)
         elif call.held_bytes <= self._stream_buffer_bytes:
@@ -174,7 +199,7 @@ class Hub:
             self._loop.call_soon_threadsafe(self._empty_mailbox)
 
     def _empty_mailbox(self) -> None:
-        self._rung = False  # before reading: a letter that comes now rings again
+        self._rung = False  # before reading: news that comes now wakes the loop again
         while self._mailbox:
             call, at, news = self._mailbox.popleft()
             call.deliver(at, news)

@@ -1,7 +1,7 @@
 """The messages of a chat: checked, and in the form that chat templates read.
 
-Tools are for templates that know them. Calls that a model writes come back as text, because each family writes its own
-way; so a choice that promises a parsed call is refused (:data:`memserve.api.schema.REFUSED`).
+Tools need a template that supports them. Calls that a model writes come back as text, because each family has its own
+format; so a ``tool_choice`` that promises a parsed call is refused (:data:`memserve.api.schema.REFUSED`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def check_messages(messages: Any) -> Messages:
 def for_template(messages: Messages, body: ChatBody, template: str) -> tuple[Messages, list[Any] | None]:
     """``messages`` and the tools of ``body``, as this chat template can read them.
 
-    Tool calls become text where the template does not know them. Raises :class:`ApiError` 400 for tools that the model
-    could not be told of.
+    Tool calls become text where the template does not support them. Raises :class:`ApiError` 400 for tools when the
+    template has no place for them.
     """
     if not _knows(template, "tool_calls"):
         messages = [_with_calls_as_text(message) if "tool_calls" in message else message for message in messages]
@@ -53,7 +53,7 @@ def for_template(messages: Messages, body: ChatBody, template: str) -> tuple[Mes
         return messages, None
     if not _knows(template, "tools"):
         raise unsupported(
-            "tools", "Offering tools to a model with a chat template that knows none (tool_choice 'none' does not)"
+            "tools", "A list of tools with this model's chat template (leave it out, or set tool_choice to 'none')"
         )
     return messages, tools
 
@@ -73,11 +73,12 @@ def check_tools(tools: Any) -> list[Any]:
 
 
 def check_rendered(messages: Messages, text: str) -> None:
-    """A template that leaves out what a tool said has answered another question. Raises :class:`ApiError` 400."""
+    """Raises :class:`ApiError` 400 when the template left out a tool's output: the answer would ignore it."""
     for at, message in enumerate(messages):
         said = message["content"].strip()
         if message["role"] == "tool" and said not in text and json.dumps(said)[1:-1] not in text:
-            raise bad_request("This model's chat template leaves out messages of role 'tool'", f"messages[{at}]")
+            reason = "This model's chat template leaves out messages of role 'tool': use role 'user'"
+            raise bad_request(reason, f"messages[{at}]")
 
 
 def _knows(template: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the edge sees itself, and what the engine says about itself."""
+"""Prometheus metrics of the HTTP edge and of the engine behind it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class ApiMetrics:
-    """Counters and histograms of one server. Hot ones are attributes: no look-up by label a token."""
+    """Counters and histograms of one server. Hot ones are attributes, to save a look-up by label per token."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -91,7 +91,7 @@ class ApiMetrics:
         self.tenant_generated_tokens.labels(tenant).inc(generated_tokens)
 
     def render(self, engine_stats: Any | None, *, names_tenants: bool = False) -> bytes:
-        """The text that Prometheus scrapes; without the engine's part when it could not answer.
+        """The text that Prometheus scrapes; without the engine's metrics when ``engine_stats`` is ``None``.
 
         ``names_tenants``: the reader may know the names of keys. Else their numbers are summed up.
         """
@@ -154,7 +154,7 @@ INSTANCE_METRICS: Table = [
     ),
     ("engine_computed_tokens", COUNTER, "Tokens that the device computed, in prefill and decode", "computed_tokens"),
     ("engine_generated_tokens", COUNTER, "Tokens that the engine generated", "generated_tokens"),
-    ("steps_failed", COUNTER, "Steps that the device could not do", "steps_failed"),
+    ("steps_failed", COUNTER, "Steps that failed on the device", "steps_failed"),
     ("rows_failed", COUNTER, "Sequences that ended because their own row of a step failed", "rows_failed"),
     ("pool_slot_tokens", GAUGE, "Token positions held by running sequences", "running_slots_tokens"),
     (
@@ -198,7 +198,7 @@ class Snapshot:
         self._names_tenants = names_tenants
 
     def describe(self) -> list[Metric]:
-        """None in advance: a registry asks for it when a collector registers."""
+        """Empty: the registry calls it when the collector registers, and the values are read later."""
         return []
 
     def collect(self) -> Iterator[Metric]:

@@ -35,11 +35,11 @@ class Operation:
     path: str
     about: str
     answers: str
-    """What a success is, in words."""
+    """Description of a successful answer."""
     body: type[msgspec.Struct] | None = None
     successes: tuple[int, ...] = (200,)
     errors: tuple[int, ...] = ()
-    """Beside those that every operation may answer with."""
+    """In addition to those that every operation may answer with."""
     examples: tuple[Example, ...] = ()
     parameters: tuple[tuple[str, str], ...] = ()
     """Parameters of the path: name and meaning."""
@@ -52,7 +52,7 @@ MODEL = "MODEL"
 
 
 def _asks(**fields: Any) -> Json:
-    """A chat's body: what each has, and ``fields``."""
+    """The body of a chat: the usual fields, and ``fields``."""
     return {"model": MODEL, "messages": [QUESTION], "max_tokens": 16, **fields}
 
 
@@ -89,7 +89,7 @@ OPERATIONS = (
         examples=(
             Example("Two prompts", {"model": MODEL, "prompt": ["Once upon a time", "In 1905"], "max_tokens": 8}),
             Example(
-                "Log probabilities of what is there",
+                "Log probabilities of the prompt's own tokens",
                 {"model": MODEL, "prompt": "The capital of France", "max_tokens": 0, "echo": True, "logprobs": 2},
             ),
         ),
@@ -126,7 +126,7 @@ OPERATIONS = (
     ),
     Operation(
         "DELETE", "/v1/sessions/{name}",
-        "End a session: its KV may be evicted from now on. Requests may use its name again.", "`deleted`: true",
+        "End a session: its KV may be evicted from now on. New requests may reuse its name.", "`deleted`: true",
         errors=(404, 503), parameters=(("name", "the session's name; slashes need no escape"),),
     ),
     Operation(
@@ -163,24 +163,27 @@ ERRORS = (
     Error(400, "unsupported_parameter", "the field asks for something that memserve does not do"),
     Error(400, "context_length_exceeded", "prompt and answer do not fit into the context; the message names the flag"),
     Error(400, "request_rejected", "the request could never run here"),
+    Error(400, "too_many_documents", "this key has as many documents as it may; delete some"),
+    Error(400, "malformed", "not a valid HTTP request"),
     Error(400, "no_token_left", "penalties, biases and `min_tokens` exclude every token that could come next"),
     Error(400, None, "anything else that is wrong with the request itself"),
     Error(401, "invalid_api_key", "no key, or a wrong one"),
     Error(404, "model_not_found", "another model is served"),
     Error(404, "document_not_found", "never put, deleted, expired, or another key's"),
     Error(404, "session_not_found", "kept no KV, was ended, has expired, or is another key's"),
-    Error(404, None, "no such path"),
-    Error(405, None, "the path has other methods"),
-    Error(408, "client_too_slow", "the body did not arrive in time"),
+    Error(404, "unknown_url", "no such path"),
+    Error(405, "method_not_allowed", "the path does not support this method"),
+    Error(408, "header_timeout", "the headers did not arrive in time"),
+    Error(408, "body_timeout", "the body did not arrive in time"),
+    Error(408, "client_too_slow", "an event at the end of a stream: the client read it too slowly"),
     Error(413, "request_too_large", "the body is longer than the limit"),
     Error(415, None, "the body is compressed, or its `Content-Type` is not `application/json`"),
-    Error(429, "too_many_documents", "this key has as many documents as it may; delete some"),
-    Error(429, "rate_limit_exceeded", "too much waits already; come back after `Retry-After` seconds"),
-    Error(500, "internal_error", "a fault of the server; its log says more"),
-    Error(500, "request_failed", "computing this request failed, and it alone; sending it again may not help"),
-    Error(503, "overloaded", "the request has waited in vain; come back after `Retry-After` seconds"),
-    Error(503, "shutting_down", "the server ends"),
-    Error(503, "not_durable", "the document could not be written down; ask again"),
+    Error(429, "rate_limit_exceeded", "too much is waiting already; retry after `Retry-After` seconds"),
+    Error(500, "internal_error", "a fault of the server; its log has the details"),
+    Error(500, "request_failed", "computing this request failed; sending it again may not help"),
+    Error(503, "overloaded", "the request waited for too long, or there is no room; retry after `Retry-After` seconds"),
+    Error(503, "shutting_down", "the server is shutting down"),
+    Error(503, "not_durable", "the document could not be made durable; retry"),
     Error(504, "deadline_exceeded", "`timeout_s` has passed"),
 )
 _ALWAYS = (400, 401, 405, 500)
@@ -219,7 +222,7 @@ def described_fields(body: type) -> dict[str, str]:
 
 
 def _describe(schemas: dict[str, Json], body: type[msgspec.Struct]) -> None:
-    """Put the fields' texts into the schema, and require what the parser requires with a message of its own."""
+    """Put the fields' texts into the schema, and mark as required what the parser checks after decoding."""
     schema = schemas[body.__name__]
     for name, text in described_fields(body).items():
         schema["properties"][name]["description"] = text

@@ -24,12 +24,12 @@ SEQUENCES_MAX = 4096
 """Answers one HTTP request may ask for: prompts times ``n``."""
 
 CACHE_KEY_CHARS_MAX = 200
-"""Longer keys are not remembered: they are no names."""
+"""A longer ``prompt_cache_key`` is ignored."""
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat's is the server's
 
 ANSWER_VALUES_MAX = 1 << 18
-"""Tokens and logprobs in what is kept until it is sent: about 40 MB."""
+"""Tokens and logprobs of an answer that are kept until they are sent: about 40 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Generation:
     requests: list[Request]
     prompts: list[Prompt]
     stops: tuple[str, ...]
-    n: int  # answers a prompt
+    n: int  # answers per prompt
     drawn: int  # sequences drawn for them, ``best_of >= n``
     logprobs: int | None  # alternatives to report, if asked for
     echo: bool
@@ -48,9 +48,7 @@ class Generation:
     stream: bool
     include_usage: bool
     explain: bool
-    session_ttl_ns: int | None = (
-        None  # after the answer, nanoseconds for which the session's KV is kept after the answer
-    )
+    session_ttl_ns: int | None = None  # how long the session's KV is kept after the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def plan_chat(body: ChatBody, prompt: Prompt, model: ServedModel, caller: Caller
 
 
 def _check_answer_size(requests: list[Request], logprobs: int | None, *, echo: bool, stream: bool) -> None:
-    """What is kept until it is sent has its limit: of a stream the prompts' logprobs, else the whole answer."""
+    """Bound what is kept until it is sent: of a stream the prompts' logprobs, else the whole answer."""
     alternatives = 0 if logprobs is None else 1 + logprobs
     kept = 0
     for request in requests:
@@ -103,7 +101,7 @@ def _check_answer_size(requests: list[Request], logprobs: int | None, *, echo: b
         kept += 0 if stream else request.n * request.stop.max_tokens * (1 + alternatives)
     if kept > ANSWER_VALUES_MAX:
         way_out = "ask for fewer tokens, answers or logprobs" + ("" if stream else ', or with "stream": true')
-        message = f"the answer may have {kept} tokens and logprobs, and at most {ANSWER_VALUES_MAX} are kept: {way_out}"
+        message = f"the answer may have {kept} tokens and logprobs; the limit is {ANSWER_VALUES_MAX}: {way_out}"
         raise bad_request(message, "max_tokens")
 
 
@@ -168,7 +166,7 @@ _SESSION = re.compile(r"(?:salted:[0-9a-f]{32}:)?session:(.*)", re.DOTALL)
 
 
 def _salt(body: GenerationBody) -> str:
-    """A digest of the salt: what the client said stays here, and what is kept of it has a fixed size."""
+    """A digest of the salt: of a fixed size, and the client's own text goes no further."""
     if body.cache_salt is None:
         return ""
     return hashlib.blake2b(body.cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -192,7 +190,7 @@ def _session_name(body: GenerationBody) -> str:
 
 
 def session_of(handle: str) -> str | None:
-    """The session's name in the name of what is kept for it; ``None``: it is kept for something else."""
+    """The session's name in the handle of its prefix; ``None``: the prefix is not a session's."""
     found = _SESSION.fullmatch(handle)
     return found.group(1) if found is not None else None
 
@@ -260,5 +258,5 @@ def _sampling(
 def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     for key in bias:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise bad_request(f"logit_bias key {key[:20]!r} is no token id", "logit_bias")
+            raise bad_request(f"logit_bias key {key[:20]!r} is not a token id", "logit_bias")
     return tuple((int(key), value) for key, value in bias.items())

@@ -30,15 +30,15 @@ from memserve.types import NamedPrefix, Request, SamplingParams, StopParams
 from memserve.units import NS_PER_S, ns_from_s
 
 PIN_ANSWER_S = 2.0
-"""How long ``PUT`` waits to learn how much is pinned; the document is pinned in any case. Its time counts from the
-answer, so it is pinned for this much longer."""
+"""How long ``PUT`` waits to learn how much is pinned; the document is pinned in any case. Its TTL counts from the
+answer, so the pin lasts this much longer."""
 _POLL_S = 0.02
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
 class DocumentRoutes:
-    """The handlers. A document is visible to its tenant alone, as its KV is."""
+    """The handlers. A document, like its KV, is visible to its tenant alone."""
 
     def __init__(self, shared: Shared, documents: Documents) -> None:
         self._shared, self._documents = shared, documents
@@ -46,7 +46,7 @@ class DocumentRoutes:
         self._memory.restore(documents)
 
     async def put(self, request: HttpRequest) -> Response:
-        """``PUT /v1/documents/{id}``: 201 when it is new, 200 when it was there; its TTL starts again."""
+        """``PUT /v1/documents/{id}``: 201 when it is new, 200 when it existed; its TTL starts again."""
         document_id, tenant = request.path_params["document_id"], request.scope[TENANT_KEY]
         if not _ID.fullmatch(document_id):
             raise bad_request("a document's id has 1 to 128 letters, digits, or _ . : -", "id")
@@ -96,7 +96,7 @@ class DocumentRoutes:
         return _json({"id": kept.document_id, "object": "document.deleted", "deleted": True})
 
     async def _compute(self, document: Document, tenant: str, receive: Receive) -> int:
-        """Run the document through the model: its KV stays in the cache. Returns the tokens that were there before."""
+        """Run the document through the model: its KV stays in the cache. Returns the tokens that were cached before."""
         request = Request(
             request_id=f"doc-{uuid.uuid4().hex}",
             prompt=document.tokens,
@@ -128,7 +128,7 @@ class DocumentRoutes:
             engine.pin(document.handle, tenant, document.tokens, ns_from_s(document.ttl_s + PIN_ANSWER_S))
 
     async def _pinned_soon(self, document: Document, tenant: str) -> int | None:
-        """As :meth:`_pinned`, with some patience for an engine that has not found out yet."""
+        """As :meth:`_pinned`, but waits up to ``PIN_ANSWER_S`` for an engine that does not know yet."""
         if not isinstance(self._shared.hub.engine, PinningEngine):
             return None
         deadline_s = time.monotonic() + PIN_ANSWER_S
@@ -139,7 +139,7 @@ class DocumentRoutes:
             await asyncio.sleep(_POLL_S)
 
     async def _pinned(self, documents: Sequence[Document], tenant: str) -> Sequence[int | None]:
-        """How much of each is pinned, by one question to the engine; ``None``: it does not say."""
+        """Pinned tokens of each document, from one query to the engine; ``None``: unknown."""
         engine, unknown = self._shared.hub.engine, [None] * len(documents)
         if not isinstance(engine, PinningEngine):
             return unknown
@@ -172,13 +172,13 @@ def _json(value: Any, status: int = 200) -> Response:
 
 class SessionRoutes:
     """The handlers. A session is visible to its tenant alone. Sessions of one name with different ``cache_salt`` are
-    listed each, and end together: a salt is never shown."""
+    listed separately and end together, because salts are never shown."""
 
     def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
 
     async def list(self, request: HttpRequest) -> Response:
-        """``GET /v1/sessions``: those with KV that is kept, least recently used first."""
+        """``GET /v1/sessions``: the sessions with pinned KV, least recently used first."""
         sessions, now_ns = await self._sessions(request), time.monotonic_ns()
         cards = [_session_card(name, kept, now_ns) for name, kept in sessions]
         return _json({"object": "list", "data": cards})
@@ -188,7 +188,7 @@ class SessionRoutes:
         name = request.path_params["name"]
         handles = [kept.handle for session, kept in await self._sessions(request) if session == name]
         if not handles:
-            message = f"There is no session {echo(name)!r}: it kept no KV, was ended, or has expired"
+            message = f"There is no session {echo(name)!r}: it kept no KV, was deleted, or has expired"
             raise ApiError(404, message, param="name", code="session_not_found")
         if isinstance(self._engine, PinningEngine):
             for handle in handles:

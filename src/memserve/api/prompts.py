@@ -1,4 +1,4 @@
-"""From prompts and messages to token ids. What is long is worked on beside the event loop."""
+"""From prompts and messages to token ids. Long texts are processed in threads beside the event loop."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from memserve.validation import token_array
 Result = TypeVar("Result")
 
 SHORT_PROMPT_CHARS = 2048
-"""Up to here ``encode`` is used, which holds the GIL and needs no thread of the library."""
+"""Up to this length ``encode`` is used, which holds the GIL and needs no thread of the library."""
 
 TEMPLATE_CALLS_MAX = 2_000_000
-"""Function calls of a chat template, about a second of them; 10,000 messages take 300,000 in the common ones."""
+"""Function calls of a chat template: about a second. Common templates make 300,000 for 10,000 messages."""
 
 PROMPTS_MAX = 2048
 
@@ -43,12 +43,12 @@ class Prompt:
 
 
 class PromptEncoder:
-    """Tokenizes texts of clients for one model, in turns of their tenants."""
+    """Tokenizes clients' texts for one model; tenants take turns."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self.tokenizer: Tokenizer = model.tokenizer.backend_tokenizer
-        self.tokenizer.no_truncation()  # a tokenizer.json may ask for it, and prompts must never be cut in silence
+        self.tokenizer.no_truncation()  # a tokenizer.json may ask for it, and prompts must never be cut silently
         self.tokenizer.no_padding()
         self.vocab_size = model.vocab_size
         self._token_bytes_max = longest_token_bytes(self.tokenizer)
@@ -75,14 +75,14 @@ class PromptEncoder:
         return prompt if prompt.text is not None else Prompt(prompt.tokens, self.decode(prompt.tokens))
 
     def chat_prompt(self, body: ChatBody, messages: Messages) -> Prompt:
-        """Checked messages through the model's chat template, as the body wants it."""
+        """Checked messages through the model's chat template, with the options of ``body``."""
         if body.continue_final_message and body.add_generation_prompt:
             raise bad_request("continue_final_message and add_generation_prompt exclude each other")
         return Prompt(self._encode(self._render(messages, body), False).tokens)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model was made for conversations."""
+        """Whether the model can answer chats."""
         return bool(getattr(self._model.tokenizer, "chat_template", None))
 
     def messages_prompt(self, messages: Messages, *, add_generation_prompt: bool = True) -> Prompt:
@@ -103,7 +103,7 @@ class PromptEncoder:
             raise bad_request(f"{len(prompt)} prompts in one request; the limit is {PROMPTS_MAX}", "prompt")
         all_text = all(isinstance(item, str) for item in prompt)
         if not all_text and not all(_is_token_list(item) for item in prompt):
-            raise bad_request("'prompt' mixes kinds, or holds something other than text and token ids", "prompt")
+            raise bad_request("'prompt' must be either all texts or all lists of token ids", "prompt")
         return prompt
 
     def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
@@ -122,7 +122,7 @@ class PromptEncoder:
             encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
             (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
-            self._refuse_more_than_fit(len(encoding))  # before there is a Python object for each
+            self._refuse_more_than_fit(len(encoding))  # before each id becomes a Python object
         return np.array(encoding.ids, dtype=np.int32)
 
     def _checked(self, prompt: list[int]) -> TokenArray:
@@ -148,14 +148,14 @@ class PromptEncoder:
                     **{**(body.chat_template_kwargs or {}), "chat_template": None},
                 ),
             )
-        except Exception as error:  # a template is a program: what it raises is its answer to these messages
+        except Exception as error:  # templates raise to refuse messages that they do not support
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise bad_request(f"The chat template refuses these messages: {reason[:200]}", "messages") from None
         check_rendered(prepared, str(text))
         return str(text)
 
     def _refuse_hopeless(self, text: str) -> None:
-        """Refuse a text that is too long for any tokenization to fit the context: tokenizing it would take seconds."""
+        """Refuse a text that cannot fit the context however it is tokenized: tokenizing it would take seconds."""
         most_bytes = self._model.max_model_tokens * (self._token_bytes_max or sys.maxsize)
         if len(text) > most_bytes or len(text.encode()) > most_bytes:
             raise context_exceeded(self._model, f"a prompt of {len(text)} characters")
@@ -166,7 +166,7 @@ class PromptEncoder:
 
 
 def longest_token_bytes(tokenizer: Tokenizer) -> int | None:
-    """Bytes of text in the longest token. None: a token may stand for any length of text, or text for no token."""
+    """Bytes of text in the longest token. None: unbounded, or some text becomes no token."""
     parts = repr(tokenizer.pre_tokenizer) + repr(tokenizer.decoder)
     if tokenizer.normalizer is not None or "ByteLevel" not in repr(tokenizer.decoder) or "Removed" in parts:
         return None
@@ -187,7 +187,7 @@ def calls_bounded(most: int, work: Callable[[], Result]) -> Result:
         nonlocal left
         left -= event in ("call", "c_call")
         if left < 0:
-            raise ValueError("it takes too long")
+            raise ValueError("rendering them takes too long")
 
     sys.setprofile(count)
     try:
@@ -197,7 +197,7 @@ def calls_bounded(most: int, work: Callable[[], Result]) -> Result:
 
 
 def context_exceeded(model: ServedModel, asked: str) -> Exception:
-    """400: prompt and answer do not fit into the context that is served."""
+    """400: prompt and answer do not fit into the served context."""
     note = f" (of this server: {model.context_note})" if model.context_note else ""
     limit = f"This model's maximum context length is {model.max_model_tokens} tokens{note}."
     message = f"{limit} However, your request has {asked}."
@@ -209,18 +209,18 @@ def _is_token_list(value: Any) -> bool:
 
 
 INLINE_BYTES_MAX = 2048
-"""Tokenizing this much (0.5 ms) costs less than a trip to a thread and back."""
+"""Tokenizing this much (0.5 ms) costs less than handing it to a thread and back."""
 
 SHORT_BYTES_MAX = 16 * 1024
 """Tokenizing this much takes less than ten milliseconds: less than a step of the engine."""
 
 
 class Workers:
-    """Work on clients' text that would stall the event loop, done beside it by turns. Lives in the event loop.
+    """Runs work on clients' texts in threads where it would stall the event loop. Lives in the event loop.
 
-    Parsing, chat templates and tokenizing take milliseconds to seconds for long texts. Small texts are worked on at
-    once; short ones and long ones have one thread each, so that no short text waits for a long one. In each line
-    tenants take turns. How much may wait is bounded by the bodies that the server reads at a time.
+    Parsing, chat templates and tokenizing take milliseconds to seconds for long texts. Tiny texts are processed in the
+    event loop; short ones and long ones have one thread each, so that no short text waits for a long one. In each queue
+    tenants take turns. The bodies that the server reads at a time bound what may wait.
     """
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class Workers:
         self._turns = _Turns()
 
     async def turn(self, tenant: str) -> None:
-        """Wait until the event loop may begin with a request of a tenant: at once, unless many come in one moment."""
+        """Wait until the event loop may begin a request of ``tenant``: at once, unless many arrive together."""
         await self._turns.wait(tenant)
 
     async def run(self, tenant: str, text_bytes: int, work: Callable[[], Result]) -> Result:
@@ -245,20 +245,20 @@ class Workers:
 
 
 class _Waiting:
-    """Futures in lines by tenant, of which the next turn is another tenant's, where another one waits."""
+    """Waiting futures, one line per tenant; the lines take turns."""
 
     def __init__(self) -> None:
         #: the first tenant has the next turn
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
 
     def add(self, tenant: str) -> asyncio.Future[None]:
-        """At the end of the tenant's line."""
+        """Append a future to the tenant's line."""
         turn = asyncio.get_running_loop().create_future()
         self._lines.setdefault(tenant, deque()).append(turn)
         return turn
 
     def pass_on(self) -> bool:
-        """Give the next one its turn; False: nothing waits."""
+        """Give the next future its turn; False: none waits."""
         while self._lines:
             tenant = next(iter(self._lines))
             turns = self._lines.pop(tenant)
@@ -272,8 +272,8 @@ class _Waiting:
 
 
 class _Turns:
-    """Requests that come in one moment begin one in each round of the event loop, tenants in turn. So a burst of one
-    tenant holds no other up: between two of its requests the loop reads what else has come."""
+    """Of requests that arrive together, one begins in each round of the event loop, and tenants take turns. So a burst
+    of one tenant delays no other: between two of its requests the loop reads what else has arrived."""
 
     def __init__(self) -> None:
         self._waiting = _Waiting()
@@ -293,7 +293,7 @@ class _Turns:
 
 
 class _Line:
-    """One thread, and those that wait for it."""
+    """One thread, and the work that waits for it."""
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"memserve-{name}-texts")

@@ -1,4 +1,4 @@
-"""What has been answered so far: the texts of all sequences of a call, and the account of its tokens."""
+"""The state of an answer: the texts of all sequences of a call, and its token counts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Sequence:
     index: int
     choice: int  # place among the response's choices
     stream: TextStream
-    texts: list[str] = field(default_factory=list)  # all that may be shown, unless it is streamed
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one a token of ``stream.tokens`` when asked for
+    texts: list[str] = field(default_factory=list)  # all that may be shown; empty for a stream
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token of ``stream.tokens``, if requested
     logprob_sum: float = 0.0
     shown_tokens: int = 0
     cumulative_logprob: float | None = None
@@ -35,7 +35,7 @@ class Sequence:
 
     @property
     def rank(self) -> float:
-        """Mean logprob a token: what ``best_of`` ranks by."""
+        """Mean logprob per token: what ``best_of`` ranks by."""
         return self.logprob_sum / max(len(self.logprobs), 1)
 
 
@@ -53,7 +53,7 @@ class Delta:
 
 
 _SHOWN = TokenLogprobs(-1, 0.0)
-"""Stands where the logprobs of a token were that a stream has shown."""
+"""Replaces the logprobs of a token that a stream has shown."""
 
 
 class Reply:
@@ -125,7 +125,7 @@ class Reply:
         return self._advance(call, sequence, news)
 
     def forget(self, delta: Delta) -> None:
-        """The stream has shown ``delta``: with 20 alternatives a token, a long one would keep megabytes of logprobs."""
+        """Drop the logprobs of ``delta``, which the stream has shown: a long stream would keep megabytes of them."""
         kept = delta.sequence.logprobs
         if kept:
             kept[delta.first : delta.last] = [_SHOWN] * (delta.last - delta.first)
@@ -134,7 +134,7 @@ class Reply:
         if self._cached[at] is None:
             self._cached[at] = output.cached_tokens
         for fact in output.story:
-            if fact not in self._story[at]:  # what concerns all sequences comes with each of them
+            if fact not in self._story[at]:  # facts about the whole request come with each sequence
                 self._story[at].append(fact)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[at] = output.prompt_logprobs
@@ -209,7 +209,7 @@ class Reply:
         }
 
     def _told(self) -> list[dict[str, str | int | float]]:
-        """The facts in order; with several prompts each says which one it is about."""
+        """The facts in order; with several prompts each names its prompt."""
         return [
             {**({"prompt": at} if len(self._story) > 1 else {}), "fact": name, "value": value}
             for at, facts in enumerate(self._story)
@@ -230,8 +230,8 @@ class Reply:
 
 
 def failure(output: TokenOutput) -> ApiError | None:
-    """The error for an ending that is no answer. None: it is one. A cancelled sequence means that the server
-    ends: a client that cancels reads no answer."""
+    """The error for a sequence that ended without an answer; ``None``: it has one. A cancelled sequence means that the
+    server is shutting down: a client that cancels reads no answer."""
     match output.finish_reason:
         case FinishReason.DEADLINE:
             return deadline_passed()

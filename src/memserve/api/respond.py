@@ -1,8 +1,8 @@
 """Answers a call: as one JSON object, or as a stream of server-sent events, of completions or of chats.
 
-A client decides how many tokens, alternatives and choices there are. So all of it is made in pieces: an iterator yields
-at least once a token, and ``b""`` where there is only a place to pause. Chunks are most of what a server sends:
-everything of a chunk that does not change is encoded once a response, and a token costs one small JSON string.
+Clients decide how many tokens, alternatives and choices there are, so answers are encoded in pieces: an iterator yields
+at least once per token, ``b""`` where it only offers a place to pause. Chunks are most of what a server sends: the
+constant part of a chunk is encoded once per response, and a token costs one small JSON string.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shape(Protocol):
         """One encoded entry of ``choices`` of a whole response, in pieces."""
 
     def choices(self, reply: Reply, delta: Delta) -> Iterator[bytes]:
-        """The encoded ``choices`` of each chunk that ``delta`` makes, usually one; ``b""``: a place to pause."""
+        """The encoded ``choices`` of each chunk for ``delta``, usually one; ``b""``: a place to pause."""
 
 
 class ChatShape:
@@ -63,7 +63,7 @@ class ChatShape:
         yield b',"finish_reason":%b}' % _encode(sequence.stream.finish_reason)
 
     def choices(self, reply: Reply, delta: Delta) -> Iterator[bytes]:
-        """The role first, then text, then an empty delta with the reason of the end: OpenAI's order."""
+        """The role first, then text, then an empty delta with the finish reason: OpenAI's order."""
         index = delta.sequence.choice
         if delta.opens:
             opening = {"role": "assistant", "content": "", "refusal": None}
@@ -118,7 +118,7 @@ class CompletionShape:
         yield b',"finish_reason":%b}' % _encode(sequence.stream.finish_reason if generates else "length")
 
     def choices(self, reply: Reply, delta: Delta) -> Iterator[bytes]:
-        """One chunk a delta; the first of a sequence carries the echoed prompt."""
+        """One chunk per delta; the first of a sequence carries the echoed prompt."""
         sequence, generates = delta.sequence, reply.plan.generates
         text = delta.text if generates else ""
         last = delta.last if generates else delta.first
@@ -165,11 +165,11 @@ class _TokenColumns:
         """One generated token, with text that starts at ``offset``."""
         top = {self._names.name(token)[0]: finite(logprob) for token, logprob in entry.top}
         name = self._names.name(entry.token)[0]
-        top.setdefault(name, finite(entry.logprob))  # the chosen token is always among them, as at OpenAI
+        top.setdefault(name, finite(entry.logprob))  # OpenAI always includes the chosen token
         self._append(name, finite(entry.logprob), top, offset)
 
     def add_prompt(self, tokens: list[int], entries: tuple[TokenLogprobs | None, ...]) -> Iterator[bytes]:
-        """The prompt's tokens; nothing precedes the first, so it has no logprob."""
+        """The prompt's tokens; the first has no logprob, because nothing precedes it."""
         offset = 0
         for token, entry in zip(tokens, entries, strict=True):
             name, data = self._names.name(token)
@@ -181,7 +181,7 @@ class _TokenColumns:
             yield b""
 
     def encoded(self) -> bytes:
-        """All of them."""
+        """All columns as one JSON object."""
         return b"{" + b",".join(b'"%b":[%b]' % (name, b",".join(items)) for name, items in self._columns.items()) + b"}"
 
     def _append(self, name: str, logprob: float | None, top: dict[str, float] | None, offset: int) -> None:
@@ -190,7 +190,7 @@ class _TokenColumns:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity: tokens that cannot be drawn get OpenAI's -9999."""
+    """``logprob`` as JSON can write it: tokens that cannot be drawn get OpenAI's -9999."""
     return max(logprob, -9999.0)
 
 
@@ -199,7 +199,7 @@ FINGERPRINT = f"memserve-{__version__}"
 _DONE = b"data: [DONE]\n\n"
 
 SLICE_PIECES = 32
-"""Tokens whose logprobs are written in one go: a millisecond, with 20 alternatives each."""
+"""Tokens whose logprobs are written without a pause: a millisecond, with 20 alternatives each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ async def answer(hub: Hub, reply: Reply, shape: Shape, envelope: Envelope, recei
 
 
 async def abandon_on_disconnect(call: Call, receive: Receive) -> None:
-    """Wait for the client to leave, then give up its call. A task of its own, cancelled when the call has ended."""
+    """Wait for the client to leave, then abandon its call. Runs as a task, cancelled when the call has ended."""
     await wait_for_disconnect(receive)
     call.abandon()
 
@@ -268,8 +268,8 @@ def _listed(choice: Iterator[bytes]) -> Iterator[bytes]:
 
 
 async def in_slices(pieces: Iterator[bytes], parts: list[bytes]) -> None:
-    """Append ``pieces`` to ``parts``, and let other requests go on every now and then: each piece is little work, but a
-    client decides how many there are. An empty one is a place to pause."""
+    """Append ``pieces`` to ``parts``, and yield to other requests every now and then: each piece is little work, but
+    clients decide how many there are. An empty piece only offers a place to pause."""
     for at, piece in enumerate(pieces, 1):
         if piece:
             parts.append(piece)
@@ -286,7 +286,7 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
 
 
 class _Streamer:
-    """One stream. The headers wait for the first news: a request that is refused still gets its proper status."""
+    """One stream. The headers wait for the first news, so that a refused request gets its proper status."""
 
     def __init__(self, reply: Reply, shape: Shape, envelope: Envelope, call: Call, send: Send) -> None:
         self._reply, self._shape, self._call, self._send = reply, shape, call, send

@@ -1,7 +1,7 @@
 """The request bodies: every field that is understood, tolerated or refused.
 
 Parsing is strict: a field of the wrong type or out of range, or one that is not listed, is a 400 that names it.
-Names and ranges are OpenAI's; the fields under "extensions" are memserve's own, where vLLM has them under its names.
+Names and ranges are OpenAI's; the fields under "extensions" are memserve's, under vLLM's names where vLLM has them.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     frequency_penalty: Penalty | None = None
     """Subtracted once for each time that the token was generated before."""
     seed: Seed | None = None
-    """Equal seeds draw equal answers from equal logits. Default: random."""
+    """With equal logits, equal seeds draw equal answers. Default: random."""
     stop: Stops | None = None
-    """One text or up to 32: the answer ends before the first that appears."""
+    """A text, or up to 32: the answer ends before the first that appears."""
     logit_bias: BiasMap | None = None
-    """Token id to a number that is added to its logit."""
+    """Maps token ids to numbers that are added to their logits."""
     stream: bool | None = None
     """Send the answer as server-sent events while it is computed."""
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
 
-    # Hints: where it runs and what stays cached, never the answer.
+    # Hints: they decide where a request runs and what stays cached, never the answer.
     prompt_cache_key: str | None = None
-    """Requests with one key run where their prefix is cached, as with `session`."""
+    """Requests with the same key run where their prefix is cached, as with `session`."""
 
-    # Tolerated: the official client sends them, they cannot change the answer here.
+    # Tolerated: the official client sends these fields, and they cannot change the answer here.
     user: str | None = None
     """Accepted, no effect."""
     store: bool | None = None
@@ -97,13 +97,13 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     min_p: Probability | None = None
     """Drop tokens less probable than this share of the most probable one."""
     repetition_penalty: RepetitionPenalty | None = None
-    """Divides the logits of tokens that the prompt or the answer has. 1: off."""
+    """Lowers the logits of tokens that the prompt or the answer contains. 1: off."""
     min_tokens: TokenCountOrZero | None = None
-    """No end of the answer before this many tokens."""
+    """The answer does not end before this many tokens."""
     stop_token_ids: StopIds | None = None
-    """Tokens that end the answer, beside the model's own."""
+    """Tokens that end the answer, in addition to the model's own."""
     ignore_eos: bool | None = None
-    """Go on behind the model's end-of-sequence token."""
+    """Go on after the model's end-of-sequence token."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text. Default true."""
     use_beam_search: bool | None = None
@@ -119,11 +119,11 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     use_cache: bool | None = None
     """false: neither read nor fill the prefix cache."""
     cache_salt: ShortText | None = None
-    """Requests share cached KV only with those of the same tenant and the same salt."""
+    """A request shares cached KV only with requests of the same tenant and the same salt."""
     explain: bool | None = None
-    """Say where the time to the first token went and what was decided, in `memserve` of the answer."""
+    """Report where the time to the first token went and what was decided, in the answer's `memserve`."""
     session: SessionName | None = None
-    """Name of a conversation: its requests are kept together, and their KV with them."""
+    """Name of a conversation: its requests run where their KV is."""
     session_id: SessionName | None = None
     """Another name of `session`."""
     session_ttl_s: Ttl | None = None
@@ -153,7 +153,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw
     max_tokens: TokenCountOrZero | None = None
     """Longest answer. Default 16. 0 only with `echo`."""
     best_of: Choices | None = None
-    """Sequences to draw, of which the best `n` are returned. Not with `stream` unless equal to `n`."""
+    """Sequences to draw; the best `n` are returned. With `stream` only if equal to `n`."""
     echo: bool | None = None
     """Put the prompt in front of the answer."""
     logprobs: LogprobCount | None = None
@@ -171,7 +171,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
     """The conversation: objects with `role` (system, developer, user, assistant, tool) and `content` (a string, or
     text parts); assistants may have `tool_calls` and `reasoning_content`."""
     max_tokens: TokenCount | None = None
-    """Longest answer. Default: the server's `--default-max-tokens`, and what the context has room for."""
+    """Longest answer. Default: the server's `--default-max-tokens`, at most what the context has room for."""
     max_completion_tokens: TokenCount | None = None
     """OpenAI's newer name of `max_tokens`."""
     logprobs: bool | None = None
@@ -198,7 +198,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
     """Accepted, no effect."""
 
     tools: Any = None
-    """Functions that the chat template tells the model of. Calls come back as text."""
+    """Functions that the chat template describes to the model. Calls come back as text."""
 
     # Refused unless they ask for what happens anyway (see REFUSED).
     tool_choice: Any = None
@@ -243,7 +243,7 @@ DEPTH_MAX = 64
 NAME_BYTES_MAX = 1024
 CONTAINERS_MAX = 1 << 15
 VALUES_MAX = 1 << 18
-"""What is built of a body holds the interpreter while it is built: a hundredth of a second at the most."""
+"""Decoding a body within these limits holds the interpreter for at most ten milliseconds."""
 
 _MESSAGE_CHARS_MAX = 2000
 _NAME_CHARS_MAX = 64

@@ -1,4 +1,4 @@
-"""What the edge needs to know of the model and the engine: two small interfaces."""
+"""What the edge needs to know about the model and the engine: small interfaces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ServedModel(Protocol):
 
     @property
     def generation_defaults(self) -> Mapping[str, float]:
-        """Sampling that the model's authors recommend, by OpenAI's names; for requests that do not say."""
+        """Sampling that the model's authors recommend, by OpenAI's names, for requests that set none."""
 
     @property
     def default_max_tokens(self) -> int | None:
@@ -53,7 +53,7 @@ class ServedModel(Protocol):
 
 
 _RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""OpenAI's defaults of what a model's authors may recommend otherwise."""
+"""OpenAI's defaults, where a model's authors may recommend others."""
 
 
 def chosen_sampling(model: ServedModel, said: Mapping[str, Any]) -> SamplingParams:
@@ -75,7 +75,7 @@ class ServingEngine(Protocol):
 
     @property
     def closing(self) -> bool:
-        """Whether new requests are refused: the engine is going away, or broke."""
+        """Whether new requests are refused: the engine is closing, or broke."""
 
     def submit(self, request: Request, sink: Callable[[TokenOutput | Rejected], None]) -> None:
         """Run ``request``; ``sink`` is called from another thread."""
@@ -98,16 +98,16 @@ class PinningEngine(ServingEngine, Protocol):
     """An engine that can keep a prefix from eviction under a name; names of different tenants are different names."""
 
     def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
-        """Keep what requests with ``salt`` have cached of ``tokens`` for ``ttl_ns``. Repeated: renewed, extended."""
+        """Keep what requests with ``salt`` have cached of ``tokens`` for ``ttl_ns``. A repeated call renews it."""
 
     def unpin(self, handle: str, tenant: str) -> None:
-        """Give the name up; unknown ones are ignored."""
+        """Remove the pin; unknown handles are ignored."""
 
     def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
-        """How much of each is pinned; ``None`` while nothing was heard of it. May wait for the engine thread, once."""
+        """Pinned tokens of each handle; ``None``: not known yet. May wait for the engine thread, once."""
 
     def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
-        """What is kept under a tenant's names, least recently renewed first; ends by ``time.monotonic_ns``. May wait
+        """A tenant's named prefixes, least recently renewed first; their expiry is a ``time.monotonic_ns``. May wait
         for the engine thread."""
 
 
@@ -126,7 +126,7 @@ class ModelNames:
     """The names by which clients may ask for the served model."""
 
     def __init__(self, served: str, aliases: Sequence[str] = ()) -> None:
-        """``served`` is the name that answers carry; letter case tells no models apart."""
+        """``served`` is the name that answers carry; letter case does not matter."""
         self.served = served
         self._known = {name.casefold() for name in (served, *aliases)}
 
@@ -139,7 +139,7 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes, read backwards."""
+    """The inverse of GPT-2's table of printable stand-ins for bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     fresh = itertools.count(256)
     others = [byte for byte in range(256) if byte not in printable]

@@ -25,10 +25,11 @@ from memserve.units import KIB
 log = logging.getLogger(__name__)
 
 FAREWELL_S = 2.0
-"""How long a request that was told of the end may take to pass it on to its client."""
+"""How long an ended request may take to send its error to its client."""
 
 UNSENT_BYTES_MAX = 128 * KIB
-"""Output that the kernel takes for a client beyond what is on its way: more would only hide that it does not read."""
+"""Output that the kernel buffers for a client beyond what is on its way: more would only hide a client that does not
+read."""
 
 _BACKLOG = 2048
 _POLL_S = 0.05
@@ -37,14 +38,14 @@ _POLL_S = 0.05
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 chooses a free one. Raises :class:`UserError` when that is impossible.
 
-    Done before the model loads: a taken port should not cost a minute.
+    Call it before the model loads, so that a port in use shows at once.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # asyncio sets TCP_NODELAY only where the protocol is spelled out; without it answers wait 40 ms for an ACK
         bound = socket.socket(family, kind, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # inherited by what is accepted
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # accepted sockets inherit it
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)
         bound.bind(address)
         bound.listen(_BACKLOG)  # SO_REUSEADDR lets two binds pass: only listening shows a port in use
@@ -69,7 +70,7 @@ class Server(uvicorn.Server):
         on_ready: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        """``on_ready`` is called when it accepts, ``on_end`` when it begins to end."""
+        """``on_ready`` is called when it accepts connections, ``on_end`` when it begins to shut down."""
         config = uvicorn.Config(
             app,
             http=functools.partial(Connection, edge=app.state.edge),  # type: ignore[arg-type]  # uvicorn only calls it
@@ -89,13 +90,13 @@ class Server(uvicorn.Server):
         self._cut_off = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept, then say so."""
+        """Start to accept connections, then call ``on_ready``."""
         await super().startup(sockets)
         if self._on_ready is not None and not self.should_exit:
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing new; let streams finish, or end them when the patience is over."""
+        """Accept nothing new; let streams finish, or end them when the drain time is over."""
         self._hub.draining = True
         if self._on_end is not None:
             self._on_end()
@@ -111,7 +112,7 @@ class Server(uvicorn.Server):
             log.warning("stopped: %d requests have finished, %s", calls - self._cut_off, cut_off)
 
     async def _end_calls(self) -> None:
-        """When the patience is over every call gets a 503; what cannot even take that is left behind."""
+        """When the drain time is over, end every call with a 503; abandon those that cannot even send it."""
         deadline = time.monotonic() + self._drain_s
         while time.monotonic() < deadline and self._asked.count < 2:
             await asyncio.sleep(_POLL_S)
@@ -123,7 +124,7 @@ class Server(uvicorn.Server):
         self.force_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came. Not remembered as uvicorn does: a drained server ends with status 0."""
+        """A signal came. Unlike uvicorn's, it is not raised again: a drained server exits with status 0."""
         self._hub.draining = True
         self.should_exit = True
         self._asked.came(sig)

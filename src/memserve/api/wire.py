@@ -1,13 +1,13 @@
-"""HTTP/1.1 requests out of bytes: one at a time, and bounded before anything is parsed (without IO).
+"""Reads HTTP/1.1 requests from bytes: one at a time, and bounded before anything is parsed (without IO).
 
 ::
 
     head: .. CRLF CRLF ----> body by length ------------------------------> end
                       `----> chunk size -> chunk -> CRLF -> .. -> trailers --^
 
-A parser that is fed whatever arrives keeps what it has not finished, and runs into the next request. This reader is
-asked instead: :meth:`RequestReader.next_event` gives one event, and after :data:`END` nothing until :meth:`start_next`.
-What is not asked for stays in the buffer, and the connection stops reading. httptools parses complete heads only.
+A parser that is fed whatever arrives buffers without a bound and runs into the next request. This reader is polled
+instead: :meth:`RequestReader.next_event` returns one event, and after :data:`END` none until :meth:`start_next`.
+Unread bytes stay in the buffer, and the connection stops reading. httptools parses complete heads only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK_LINE_BYTES_MAX = KIB
 """A chunk's size and its extensions."""
 
 FRAMING_BYTES_FREE, FRAMING_SHARE = 256 * KIB, 8
-"""Chunk headers may take 256 KiB and an eighth of the body: tinier chunks cost more time than they carry bytes."""
+"""Chunk headers may take 256 KiB and an eighth of the body: parsing many tiny chunks would cost too much time."""
 
 _PIECE_BYTES_MAX = 64 * KIB
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n]*)?")
@@ -35,7 +35,7 @@ _END_OF_HEAD = b"\r\n\r\n"
 
 
 class WireError(Exception):
-    """The client broke the protocol or a limit: the answer, after which its connection ends."""
+    """The client broke the protocol or a limit. Carries the answer, after which the connection ends."""
 
     def __init__(self, status: int, message: str, reason: str) -> None:
         super().__init__(message)
@@ -86,7 +86,7 @@ class _State(enum.Enum):
 
 
 class _HeadParser:
-    """One complete head in httptools' hands."""
+    """Parses one complete head with httptools."""
 
     def __init__(self, data: bytes) -> None:
         self.url = b""
@@ -96,7 +96,7 @@ class _HeadParser:
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # no protocol is offered: the request is answered as if it had not asked for one
+            pass  # upgrades are not supported: the request is answered as if it had not asked for one
         except httptools.HttpParserError as error:
             raise WireError(400, f"Invalid HTTP request: {str(error)[:100]}", "malformed") from None
         if not self.complete:
@@ -110,7 +110,7 @@ class _HeadParser:
 
     def on_headers_complete(self) -> None:
         self.complete = True
-        self.keep_alive = self.parser.should_keep_alive()  # later it speaks of the next request
+        self.keep_alive = self.parser.should_keep_alive()  # later the value is of the next request
 
 
 class RequestReader:
@@ -126,7 +126,7 @@ class RequestReader:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that arrived and were not asked for."""
+        """Bytes that arrived and were not read yet."""
         return len(self._buffer)
 
     @property
@@ -139,7 +139,7 @@ class RequestReader:
         self._buffer += data
 
     def start_next(self) -> None:
-        """Go on to the request behind the complete one."""
+        """Go on to the request after the complete one."""
         self._state, self._searched = _State.HEAD, 0
 
     def next_event(self) -> Event | None:
@@ -157,10 +157,10 @@ class RequestReader:
 
     def _head(self) -> Head | None:
         buffer = self._buffer
-        if buffer.startswith((b"\r", b"\n")):  # some clients end a body with an empty line too many
+        if buffer.startswith((b"\r", b"\n")):  # some clients add an empty line after a body
             del buffer[: len(buffer) - len(buffer.lstrip(b"\r\n"))]
         if buffer and not _METHOD_START.match(buffer):
-            raise WireError(400, "This is no HTTP request: the server speaks plain HTTP/1.1", "malformed")
+            raise WireError(400, "Not an HTTP request: the server speaks plain HTTP/1.1, without TLS", "malformed")
         end = buffer.find(_END_OF_HEAD, max(0, self._searched - len(_END_OF_HEAD) + 1))
         self._searched = len(buffer)
         most = self._limits.head_bytes_max
@@ -180,7 +180,7 @@ class RequestReader:
         if len(seen.headers) > limits.fields_max:
             raise WireError(431, f"The request has more than {limits.fields_max} headers", "fields")
         if version not in ("1.0", "1.1"):
-            raise WireError(505, "The server speaks HTTP/1.0 and HTTP/1.1", "malformed")
+            raise WireError(505, "The server speaks only HTTP/1.0 and HTTP/1.1", "malformed")
         raw_path, query = _split_url(seen.url)
         body_bytes = self._start_body(seen.headers, version)
         method = seen.parser.get_method().decode("ascii")
@@ -189,12 +189,12 @@ class RequestReader:
         return Head(method, raw_path, path, query, version, seen.headers, keep_alive, body_bytes)
 
     def _start_body(self, headers: list[tuple[bytes, bytes]], version: str) -> int | None:
-        """The state behind a head; httptools has refused repeated and contradicting lengths."""
+        """Enter the state after a head; httptools has refused repeated and contradicting lengths."""
         fields = dict(headers)
         self._body_bytes = self._framing_bytes = self._trailer_bytes = 0
         if (coding := fields.get(b"transfer-encoding")) is not None:
             if coding.strip().lower() != b"chunked" or version != "1.1":
-                raise WireError(501, "The only Transfer-Encoding is 'chunked', in HTTP/1.1", "malformed")
+                raise WireError(501, "Transfer-Encoding must be 'chunked', with HTTP/1.1", "malformed")
             self._state = _State.CHUNK_SIZE
             return None
         self._rest = int(fields.get(b"content-length", b"0"))
@@ -216,7 +216,7 @@ class RequestReader:
         return piece
 
     def _chunked(self) -> Event | None:
-        """What the buffer has of the body, in one piece."""
+        """The part of the body that the buffer has, in one piece."""
         pieces: list[bytes] = []
         taken = 0
         while taken < _PIECE_BYTES_MAX and self._state is not _State.SIZED:
@@ -265,7 +265,7 @@ class RequestReader:
         self._state = _State.CHUNK_DATA if self._rest else _State.TRAILERS
 
     def _trailer(self, line: bytes) -> None:
-        """Trailers are counted and dropped: none means anything here."""
+        """Count a trailer and drop it: trailers have no meaning here."""
         self._trailer_bytes += len(line) + 2
         if b"\n" in line or b"\r" in line:
             raise _bad_chunk()

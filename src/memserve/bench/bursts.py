@@ -1,9 +1,9 @@
-"""Bursts of requests, all requests due at once, as in llm-serving-cache's validation.
+"""Bursts: requests that are all due at once, as in llm-serving-cache's validation.
 
 ========== ============================================================================
 cold       all requests have one prompt, which the server has not seen before
 warm       the cold burst again
-shared     all begin with three quarters of that prompt, and each has an end of its own
+shared     all begin with three quarters of that prompt, and end differently
 unrelated  each has a prompt of its own
 ========== ============================================================================
 """
@@ -57,7 +57,7 @@ class Limit:
 
 
 def contenders_of(setting: Setting, limit: Limit | None, others: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """``setting`` without and with ``limit``, and ``others`` as they are."""
+    """``setting`` without and with ``limit``, then ``others`` unchanged."""
     own = [Setting(f"{setting.name}, no limit" if limit else setting.name, setting.flags, setting.instances)]
     if limit is not None:
         name = f"{setting.name}, limit {limit.active_max}"
@@ -82,18 +82,18 @@ class BurstPlan:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """One burst of each scenario; equal arguments, equal prompts."""
+    """One burst of each scenario; equal arguments give equal prompts."""
 
     concurrency: int
     prompt_words: int
-    """Every word is one token at least."""
+    """Every word is at least one token."""
     output_tokens: int
     seed: int
     turn: int
-    """Of the repetitions: each has prompts of its own."""
+    """Number of the repetition: each has its own prompts."""
 
     def bursts(self) -> dict[str, Workload]:
-        """Scenario -> requests that are all due at once, in the order in which they are to be sent."""
+        """Scenario -> requests that are all due at once, in the order of sending."""
         first = self._prose(self.prompt_words, "first")
         head_words = round(self.prompt_words * SHARED_SHARE)
         head = " ".join(first.split()[:head_words])
@@ -123,7 +123,7 @@ class Story:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One scenario at one concurrency on one contender, all repetitions together."""
+    """Figures of one scenario at one concurrency on one contender, over all repetitions."""
 
     contender: str
     scenario: str
@@ -132,21 +132,21 @@ class Cell:
     accepted: int
     rejected: int
     failed: int
-    """Broken, timed out, or refused for another reason than admission."""
+    """Requests that broke, timed out, or were refused for another reason than admission."""
     latency_s: Spread | None
-    """Of accepted requests, as the next two."""
+    """Of accepted requests, as are the next two."""
     ttft_s: Spread | None
     decode_s: Spread | None
     """From the first token to the end."""
     wall_s: Spread | None
     """Of one burst, from its start to its last answer."""
     requests_per_s: Spread | None
-    """Accepted requests, burst by burst."""
+    """Accepted requests a second, burst by burst."""
     rejected_after_s: Spread | None
     cached_share: float
-    """Of the accepted prompts' tokens."""
+    """Share of the accepted prompts' tokens."""
     intervals: dict[str, tuple[float, float]]
-    """``latency p95``, ``rate mean``, ... -> 95 % confidence (bootstrap over repetitions), where there are several."""
+    """``latency p95``, ``rate mean``, ... -> 95 % confidence (bootstrap over repetitions), if there are several."""
 
 
 def cell_of(contender: str, scenario: str, concurrency: int, bursts: Sequence[Sequence[RequestRecord]]) -> Cell:
@@ -220,7 +220,7 @@ def sum_up(results: BurstResults, records: Sequence[RequestRecord]) -> None:
 
 
 def send_bursts(plan: BurstPlan, writer: RecordWriter, results: BurstResults, tell: Tell) -> None:
-    """Fill ``results``: every contender takes its turn at every concurrency, repetition by repetition."""
+    """Fill ``results``: the contenders take turns at every concurrency, repetition by repetition."""
     records: list[RequestRecord] = []
     results.contenders = [contender.name for contender in plan.contenders]
     try:

@@ -1,8 +1,8 @@
 """Settings side by side: every workload on every setting, seed by seed.
 
-Passes are interleaved: a workload goes to one setting after the other, each seed in another order, so that a busy
-minute of the machine hits no setting alone. Seeds come round after round: a run that ends early has equal numbers of
-passes from all settings, but for the last round.
+Passes are interleaved: a workload goes to one setting after the other, in another order for each seed, so that a busy
+minute of the machine affects no setting alone. Seeds run round after round: a run that ends early has equal numbers of
+passes from all settings, except for the last round.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class Plan:
     comparisons: tuple[Comparison, ...]
     seeds: tuple[int, ...] = (0,)
     serve_flags: tuple[str, ...] = ()
-    """Given to every server of ours."""
+    """Flags of every server that the run starts."""
     ignore_eos: bool = True
     vocab_size: int = VOCAB_SIZE_DEFAULT
     timeout_s: float = 600.0
     minutes_max: float | None = None
-    """A seed that would not end within this time is not begun. None: no limit."""
+    """A seed that would not end within this time is not started. None: no limit."""
     meter: Meter | None = None
-    """Weighs text. None: four bytes a token."""
+    """Counts the tokens of texts. None: four bytes a token."""
     salted: bool = True
-    """Every pass has a ``cache_salt`` of its own."""
+    """Every pass has its own ``cache_salt``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One pass to come."""
+    """One planned pass."""
 
     seed: int
     label: str
@@ -59,7 +59,7 @@ class Order:
 
 @dataclass(slots=True)
 class Measured:
-    """Grows as the plan is carried out."""
+    """Results, which grow as the plan is carried out."""
 
     records: list[RequestRecord] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Measured:
 
 
 Workloads = dict[tuple[str, int], Workload]
-"""``(label, seed)`` -> what is sent."""
+"""``(label, seed)`` -> the workload."""
 
 
 def build_all(plan: Plan) -> Workloads:
@@ -81,7 +81,7 @@ def build_all(plan: Plan) -> Workloads:
 
 
 def orders_of(plan: Plan) -> list[Order]:
-    """All passes, in the order in which they are made."""
+    """All passes, in order."""
     return [
         Order(seed, label, setting)
         for number, seed in enumerate(plan.seeds)
@@ -97,7 +97,7 @@ def _rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
 
 
 def measure(plan: Plan, workloads: Workloads, folder: RunFolder, tell: Tell, measured: Measured) -> None:
-    """Carry out the plan; a pass that ends early is the last one.
+    """Carry out the plan; it ends after a pass that ends early.
 
     Raises :class:`UserError` when a server does not start, and ``KeyboardInterrupt``.
     """
@@ -120,7 +120,7 @@ class _Campaign:
         self._salt = secrets.token_hex(SALT_BYTES)
 
     def all_passes(self, servers: Servers) -> None:
-        """Pass by pass, until one ends early or time is up."""
+        """Run all passes, until one ends early or time is up."""
         seed = None
         for number, order in enumerate(self._orders):
             if order.seed != seed:
@@ -132,8 +132,8 @@ class _Campaign:
             servers.release([later.setting.name for later in self._orders[number + 1 :]])
 
     def _is_time_up(self, seed: int, starting_s: float) -> bool:
-        """Whether the round of ``seed`` is to be left out: it would take about as long as the longest so far, less the
-        starts of servers."""
+        """Whether to leave out the round of ``seed``: it would take about as long as the longest round so far, not
+        counting the starts of servers."""
         now, minutes_max = time.monotonic(), self._plan.minutes_max
         self._round_s_max = max(self._round_s_max, now - self._round_started - starting_s + self._starting_s)
         self._round_started, self._starting_s = now, starting_s

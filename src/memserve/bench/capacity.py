@@ -32,12 +32,12 @@ SAMPLE_SESSIONS = 20
 SALT_BYTES = 6
 NO_MODEL = Manner("")
 OVERTIME = 3.0
-"""A probe whose queue has not drained this many times ``probe_s`` after its last arrival is given up."""
+"""A probe is given up if its queue has not drained within this many times ``probe_s`` after the last arrival."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What to search with. Every rate gets a sample of its own, so none finds the cache of the one before."""
+    """The options of a search. Every rate gets its own sample, so none finds the cache of the rate before."""
 
     recipe: Recipe
     slo: Slo
@@ -45,34 +45,34 @@ class Search:
     start: float = 1.0
     precision: float = 0.1
     probe_s: float = 30.0
-    """How long requests come at each rate."""
+    """How long requests arrive at each rate."""
     serve_flags: tuple[str, ...] = ()
     manner: Manner = NO_MODEL
-    """Its model is the server's."""
+    """The meter of the server's model."""
     meter: Meter | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One rate, tried."""
+    """The trial of one rate."""
 
     rate: float
     figures: Figures
     backlog_middle: float
-    """Requests that had come and not ended, on average over the arrivals of the middle third."""
+    """Requests that had arrived and not ended, on average over the arrivals of the middle third."""
     backlog_last: float
     borne: bool
     why: str
-    """Why the rate was not borne. Empty: borne."""
+    """Why the rate was not sustained. Empty: it was."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The search of one setting."""
+    """The result of the search of one setting."""
 
     setting: str
     rate: float | None
-    """The largest rate that was borne. None: no rate was."""
+    """The largest sustained rate. None: no rate was sustained."""
     probes: tuple[Probe, ...]
     partial: str | None = None
 
@@ -81,7 +81,8 @@ class Capacity:
 
 
 def judge(rate: float, records: Sequence[RequestRecord], slo: Slo, violations_max: float) -> Probe:
-    """Whether ``rate`` was borne: the backlog does not grow, and all but ``violations_max`` of the requests kept it."""
+    """Whether ``rate`` was sustained: a bounded backlog, and at most ``violations_max`` of the requests miss
+    ``slo``."""
     found = figures(records, slo=slo)
     middle, last = _thirds(backlog(records))
     why = []
@@ -93,7 +94,7 @@ def judge(rate: float, records: Sequence[RequestRecord], slo: Slo, violations_ma
 
 
 def backlog(records: Sequence[RequestRecord]) -> list[int]:
-    """At every arrival, in order: requests that came before and have not ended."""
+    """For every arrival, in order: the number of earlier requests that have not ended."""
     came = sorted(record.scheduled_ns for record in records)
     ended = sorted(record.end_ns for record in records if record.end_ns is not None)
     gone, counts = 0, []
@@ -121,7 +122,8 @@ def workload_at(plan: Search, rate: float, seed: int) -> Workload:
 
 
 def last_due_s(workload: Workload) -> float:
-    """When the last request is due; at low rates later than ``probe_s``, since a workload has two sessions at least."""
+    """When the last request is due; at low rates later than ``probe_s``, because a workload has at least two
+    sessions."""
     return max(turn.due_s or 0.0 for session in workload.sessions for turn in session.turns)
 
 
@@ -136,8 +138,8 @@ def search(
     precision: float = 0.1,
     lowest: float = 0.0,
 ) -> Capacity:
-    """Double (or halve) from ``start`` until one rate is borne and one is not, then halve the gap between them, down to
-    ``precision`` of the rate; nothing below ``lowest`` is tried. ``try_rate`` answers None to end the search."""
+    """Double (or halve) the rate from ``start`` until one is sustained and one is not, then bisect, down to
+    ``precision`` of the rate; nothing below ``lowest`` is tried. ``try_rate`` returns None to end the search."""
     probes: list[Probe] = []
     low: float | None = None
     high: float | None = None
@@ -186,10 +188,10 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, tell: 
             probe = judge(rate, run.records, plan.slo, plan.violations_max)
             if run.partial is not None:
                 probe = replace(probe, borne=False, why=f"the queue did not drain in {limit_s:.0f} s")
-            tell(f"{setting.name} at {rate:.2f}/s: {'borne' if probe.borne else probe.why}")
+            tell(f"{setting.name} at {rate:.2f}/s: {'sustained' if probe.borne else probe.why}")
             return probe
 
-        lowest = 1 / plan.probe_s  # where less than a request comes, nothing queues
+        lowest = 1 / plan.probe_s  # with less than one request in a probe, nothing queues
         found = search(setting.name, try_rate, start=plan.start, precision=plan.precision, lowest=lowest)
         return replace(found, partial=ended[0]) if ended else found
 
@@ -227,7 +229,7 @@ def _over_rate(pyplot: Any, results: CapacityResults) -> Any:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     where = f"{results.machine['processor']}, {results.machine['cores']} cores"
-    figure.suptitle(f"Capacity: {results.workload} on {where}\nfilled: borne, hollow: not, dashed: the largest borne")
+    figure.suptitle(f"Capacity: {results.workload} on {where}\nfilled: sustained, hollow: not, dashed: largest")
     return figure
 
 
@@ -248,7 +250,7 @@ DRAWINGS = {"capacity": Drawing("Latency over the rate.", _over_rate)}
 
 
 class CapacityStudy(Study[CapacityResults]):
-    """Setting by setting, until one search is ended early."""
+    """Searches the capacity of each setting, until one search is ended early."""
 
     title = "memserve bench capacity"
     drawings = DRAWINGS
@@ -266,7 +268,7 @@ class CapacityStudy(Study[CapacityResults]):
         for setting in self._settings:
             try:
                 found.append(search_capacity(self._plan, setting, self._folder.writer, tell))
-            except KeyboardInterrupt:  # while a server starts; during a probe it is the driver's
+            except KeyboardInterrupt:  # while a server starts; during a probe the driver handles it
                 found.append(Capacity(setting.name, None, (), INTERRUPTED))
             except UserError as error:
                 if not found:
@@ -283,21 +285,21 @@ class CapacityStudy(Study[CapacityResults]):
 
     def head(self) -> Iterator[str]:
         results = self.results
-        yield f"* {results.workload}; a rate is borne when the queue stays bounded and at most"
+        yield f"* {results.workload}; a rate is sustained if the queue stays bounded and at most"
         yield f"  {results.violations_max:.0%} of the requests miss the SLO ({describe_slo(results.slo)})"
-        yield f"* requests come for {results.probe_s:g} s at each rate"
+        yield f"* requests arrive for {results.probe_s:g} s at each rate"
 
     def tables(self) -> Iterator[Table]:
         rows: list[list[Cell]] = [
             [one.setting, f"{one.rate:.2f}" if one.rate else "none found", one.partial or ""]
             for one in self.results.found
         ]
-        yield Table("Capacity", ("setting", "largest rate that was borne (requests/s)", ""), rows)
+        yield Table("Capacity", ("setting", "largest sustained rate (requests/s)", ""), rows)
         rows = [
             [one.setting, f"{probe.rate:.2f}", "yes" if probe.borne else "no",
              *(in_ms(probe.figures.ttft_s, "mean", "p99", digits=0)), f"{probe.figures.slo_violations:.1%}",
              f"{probe.backlog_middle:.1f}, {probe.backlog_last:.1f}", probe.why]
             for one in self.results.found for probe in one.probes
         ]  # fmt: skip
-        columns = ["setting", "rate", "borne", "TTFT mean (ms)", "P99", "SLO missed", "backlog, middle and last third"]
+        columns = ["setting", "rate", "sustained", "TTFT mean (ms)", "P99", "SLO missed", "backlog, middle, last third"]
         yield Table("Rates", [*columns, "why not"], rows)

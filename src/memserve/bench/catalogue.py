@@ -1,8 +1,8 @@
 """Workloads by name: from a folder of data sets, from a user's file, or from a seed alone.
 
-``build`` reads, generates, samples, scales, caps, copies and sets the times, in this order. The form of a user's JSONL
-file is recognised by the first line's fields; all lines of a file have one form, and ``id`` and, of chats, ``group``
-are optional everywhere:
+``build`` reads, generates, samples, scales, caps, copies and sets the arrival times, in this order. The form of a
+user's JSONL file is recognised by the first line's fields; all lines have one form. ``id``, and ``group`` of chats, are
+optional everywhere:
 
 ========================================================  =============================================
 fields of a line                                          becomes
@@ -60,7 +60,7 @@ NO_CAPS = Caps()
 
 
 class Arrivals(enum.StrEnum):
-    """What sets the times."""
+    """What sets the arrival times."""
 
     RECORDED = "recorded"  # as in the trace, ``speed`` times as fast; without recorded times all at once
     POISSON = "poisson"  # each request at a point of a Poisson process (MemServe 8.2)
@@ -80,11 +80,11 @@ class Recipe:
     file: Path | None = None
     """A user's own JSONL, for kind ``file``."""
     sessions: int | None = None
-    """So many sessions: sampled from data, the beginning of a trace, or generated."""
+    """Number of sessions: sampled from data, the beginning of a trace, or generated."""
     seed: int = 0
     share_ratio: float = 1.0
     turns_min: int = 1
-    """Sessions of fewer turns are left out, before any are sampled."""
+    """Sessions with fewer turns are left out before sampling."""
     caps: Caps = NO_CAPS
     block_tokens: int | None = None
     """Scale the blocks of length-only traces to this many tokens."""
@@ -103,13 +103,13 @@ class Kind:
     make: Callable[..., Workload]
     """From a recipe, a meter and ``names``."""
     is_trace: bool = False
-    """Cut to its beginning, not sampled: its order means something."""
+    """The order matters: cut to its beginning, not sampled."""
     names: tuple[str, ...] = ()
-    """Data sets, where several kinds are made alike."""
+    """Names of data sets, for kinds that share ``make``."""
 
 
 def build(recipe: Recipe, meter: Meter | None = None) -> Workload:
-    """The workload of ``recipe``, weighed with ``meter`` (default: four bytes a token).
+    """The workload of ``recipe``, token counts by ``meter`` (default: four bytes a token).
 
     :class:`UserError` for an unknown kind, a missing or malformed file, or impossible figures.
     """
@@ -117,7 +117,7 @@ def build(recipe: Recipe, meter: Meter | None = None) -> Workload:
     if kind is None:
         raise UserError(f"unknown workload '{recipe.kind}'", hint=f"one of {', '.join(KINDS)}")
     if recipe.sessions is not None and recipe.sessions < 1:
-        raise UserError(f"{recipe.sessions} sessions", hint="take at least 1")
+        raise UserError(f"a workload needs sessions, got {recipe.sessions}", hint="take at least 1")
     workload = kind.make(recipe, meter, *kind.names)
     if recipe.turns_min > 1:
         workload = with_turns(workload, recipe.turns_min)
@@ -134,7 +134,7 @@ def build(recipe: Recipe, meter: Meter | None = None) -> Workload:
 
 
 def _timed(workload: Workload, recipe: Recipe, *, overlap: int) -> Workload:
-    """``workload`` with its times; a trace keeps its order (``overlap`` 1)."""
+    """``workload`` with arrival times; a trace keeps its order (``overlap`` 1)."""
     match recipe.arrivals:
         case Arrivals.RECORDED:
             return workload if recipe.speed == 1 else trace_time(workload, speed=recipe.speed)
@@ -159,12 +159,12 @@ DOCUMENTS = ("longdocs/loogle_wikipedia.jsonl.gz", "longdocs/qmsum_meetings.json
 
 
 def _path(recipe: Recipe, name: str) -> Path:
-    """A data set's file, in the data folder or its subfolders' place."""
+    """The file of a data set, in a subfolder of the data folder or directly in it."""
     if recipe.data is None:
         raise UserError(
             f"workload '{recipe.kind}' needs {name}",
-            hint=f"name its folder with --data (docs/guides/BENCH.md says where it comes from); made from a seed, "
-            f"without data: {', '.join(BUILT_IN)}",
+            hint=f"name its folder with --data (docs/guides/BENCH.md says where to get it); from a seed, "
+            f"without data, there are: {', '.join(BUILT_IN)}",
         )
     for path in (recipe.data / name, recipe.data / Path(name).name):
         if path.is_file():
@@ -187,7 +187,7 @@ def _chat(recipe: Recipe, meter: Meter | None) -> Workload:
 
 
 def _document_tokens(recipe: Recipe) -> int:
-    """The head of a document: room for the question is left where prompts are capped."""
+    """Tokens of a document's head: leaves room for the question if prompts are capped."""
     room = recipe.caps.prompt_tokens_max
     return recipe.document_tokens if room is None else min(recipe.document_tokens, max(1, room * 3 // 4))
 
@@ -357,4 +357,4 @@ KINDS: dict[str, Kind] = {
 }
 """Every workload by name."""
 BUILT_IN = ("chat", "documents", "react", "groups", "uniform", "trace")
-"""Made from the seed where there is no ``data``."""
+"""Workloads that are made from the seed if there is no ``data``."""

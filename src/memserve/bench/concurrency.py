@@ -13,7 +13,7 @@ from memserve.workloads.statistics import Spread
 
 SOURCE = "llm-serving-cache (Llama 3.1 8B, Ollama)"
 SOURCE_ALONE_MS = {"cold": (8488, 177), "warm": (5520, 47), "shared": (5891, 47), "unrelated": (1891, 163)}
-"""Total latency and prompt evaluation of single requests; its unrelated prompt was a shorter one."""
+"""Total latency and prompt evaluation of single requests; its unrelated prompt was shorter."""
 SOURCE_BURSTS_MS = {1: (5771, 5771, 0.17), 3: (10963, 16299, 0.18), 5: (16560, 27744, 0.18), 10: (29040, 53525, 0.19)}
 """Concurrency -> mean latency, P95, requests a second; all requests have one prompt."""
 SOURCE_OVERLOAD = (("10", "0", "53525", "0.18"), ("3", "7", "20700", "0.15"))
@@ -50,7 +50,7 @@ def _concurrency(pyplot: Any, results: BurstResults) -> Any | None:
             axes.grid(alpha=0.3)
             axes.set_xlabel("requests at once")
         row[0].set_ylabel(label)
-        row[0].set_ylim(0, None)  # shared by the row, which is complete only now
+        row[0].set_ylim(0, None)  # shared by the row, which is only complete now
     for scenario, axes in zip(SCENARIOS, grid[0], strict=True):
         axes.set_title(TITLES[scenario], fontsize=10)
     grid[0][0].set_xticks(sorted({cell.concurrency for cell in results.cells}))
@@ -61,7 +61,7 @@ def _concurrency(pyplot: Any, results: BurstResults) -> Any | None:
 
 
 def _interval(cell: Cell, found: Spread | None, name: str, statistic: str) -> tuple[float, float, float] | None:
-    """Value, low and high end."""
+    """Value, low end and high end."""
     if found is None:
         return None
     value: float = getattr(found, statistic)
@@ -109,7 +109,7 @@ DRAWINGS = {
 
 
 class ConcurrencyStudy(Study[BurstResults]):
-    """Bursts of growing size; our server as it is and with a limit, and other servers as they are."""
+    """Bursts of growing size; our server without and with a limit, and other servers unchanged."""
 
     title = "memserve bench concurrency"
     drawings = DRAWINGS
@@ -126,7 +126,7 @@ class ConcurrencyStudy(Study[BurstResults]):
         yield f"* prompts of {results.prompt_tokens_mean:.0f} tokens on average, answers of {results.output_tokens}"
         yield "* the requests of a burst are all due at the same moment, and latency counts from it"
         if results.limit:
-            yield f"* the limit: {results.limit}; a rejection comes at once, and counts in no latency"
+            yield f"* the limit: {results.limit}; rejections are immediate, and count in no latency"
 
     def tables(self) -> Iterator[Table]:
         yield self._alone()

@@ -1,4 +1,4 @@
-"""``memserve bench cost``: the cost model beside measurements it was not fitted to (MemServe figure 13; level 4)."""
+"""``memserve bench cost``: the cost model beside measurements that it was not fitted to (MemServe figure 13)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from memserve.units import NS_PER_MS
 
 BARS = "dots: measured, not fitted to (bars: P10 to P90); lines: the cost model"
 LIMIT_PERCENT = 60
-"""Errors beyond it are drawn at the edge."""
+"""Larger errors are drawn at the edge."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostPlan:
-    """How long is measured, and whether the profile is kept."""
+    """How long to measure, and whether to keep the profile."""
 
     seconds: float
     save: bool
@@ -138,7 +138,7 @@ def _errors(pyplot: Any, results: CostResults) -> Any | None:
     axes.set_yticks(range(len(curves)), names)
     axes.invert_yaxis()
     axes.axvline(0, color="grey", linewidth=1)
-    axes.set(xlabel="error of the cost model (% of the measured time; above 0: it says too much)", ylabel="curve")
+    axes.set(xlabel="error of the cost model (% of the measured time; above 0: it overestimates)", ylabel="curve")
     edge = LIMIT_PERCENT * 1.03
     axes.set(title=f"Points that the curves were not fitted to, {', '.join(results.models)}", xlim=(-edge, edge))
     axes.grid(alpha=0.3, axis="x")
@@ -180,7 +180,7 @@ class CostStudy(Study[CostResults]):
         self._plan, self._options = plan, options
 
     def measure(self, tell: Tell) -> None:
-        """After Ctrl-C what was measured is fitted, and nothing is kept.
+        """After Ctrl-C, fit the samples measured so far, and keep no profile.
 
         Raises :class:`UserError` for a model that cannot be served, when too little could be measured, and when the
         profile cannot be written.
@@ -203,7 +203,7 @@ class CostStudy(Study[CostResults]):
         known = (model.fingerprint, geometry, device, options.threads)
         found = fit_profile(measured, machine_name(device), f"{model.name}: {model_name(*known)}")
         results.profile = profile_values(found, geometry)
-        results.notes += [f"{curve} was not measured, its default stays: {why}"
+        results.notes += [f"{curve} was not measured, the default is used: {why}"
                           for curve, why in measured.missing.items()]  # fmt: skip
         results.points = list(measurement.held_out(found.costs))
         results.accuracy = accuracy(results.points)
@@ -222,9 +222,9 @@ class CostStudy(Study[CostResults]):
     def head(self) -> Iterator[str]:
         if self.results.profile:
             yield f"* {self.results.profile['model']}"
-        kept = f"kept in `{self.results.saved}`: `serve` and `instance` read it from there"
+        kept = f"kept in `{self.results.saved}`, where `serve` and `instance` read it"
         yield f"* the profile is {kept if self.results.saved else 'not kept'}"
-        yield "* medians; no point below is one that the curves were fitted to; both were measured in the same rounds"
+        yield "* medians; the curves were fitted to none of the points below; both were measured in the same rounds"
 
     def tables(self) -> Iterator[Table]:
         results = self.results
@@ -244,7 +244,7 @@ class CostStudy(Study[CostResults]):
 
     def _accuracy(self) -> Table:
         about = """
-Errors as shares of the measured time; the bias has its sign (above 0: the curve says more than was measured). The last
+Errors as shares of the measured time; the bias is signed (above 0: the curve overestimates). The last
 column is the profile's own: a third of its points left out, three times over."""
         rows: list[list[Cell]] = []
         quality = self.results.profile.get("quality", {})
@@ -254,7 +254,7 @@ column is the profile's own: a third of its points left out, three times over.""
             shares = (f"{share:.1%}" for share in (found.error.p50, found.error.p90, found.error.max))
             rows.append([curve, found.error.count, *shares, f"{found.bias:+.1%}", told])
         columns = ("curve", "points", "median", "P90", "worst", "bias", "in the profile")
-        return Table("How well the curves foretell", columns, rows, about)
+        return Table("How well the curves predict", columns, rows, about)
 
     def _pays(self) -> Iterator[str]:
         yield "Moving a cached prefix is quicker than computing it again:\n"
@@ -277,7 +277,7 @@ def _measure_all(measurement: Measurement, tell: Tell) -> None:
 
 
 def takeaways(points: list[Foretold]) -> Iterator[list[str]]:
-    """The paper's four conclusions: what, whether they hold for the measured points, and the figures."""
+    """The paper's four conclusions: the claim, whether it holds for the measured points, and the figures."""
     alone = {tokens: ratios for tokens, ratios in _by_length(points, "prefill").items() if 0.0 in ratios}
     dram = {tokens: ratios for tokens, ratios in _by_length(points, "prefill from DRAM").items() if tokens in alone}
     if not alone:
@@ -294,11 +294,11 @@ def takeaways(points: list[Foretold]) -> Iterator[list[str]]:
     if same:
         close = all(abs(share - 1) < 0.35 for _, share in same)
         told = ", ".join(f"{share:.2f} of one prompt as long ({batch})" for batch, share in same)
-        yield ["a batch costs as a prompt of its length", _yes(close), told]
+        yield ["a batch costs as much as one prompt of its length", _yes(close), told]
     if dram:
         pays = [f"{_pays_from(ratios, alone[tokens][0.0])} at {tokens}" for tokens, ratios in dram.items()]
         holds = all("never" not in told for told in pays)
-        yield ["from DRAM it pays from some cached ratio on", _yes(holds), ", ".join(pays)]
+        yield ["reuse from DRAM pays from some cached ratio on", _yes(holds), ", ".join(pays)]
 
 
 def _by_length(points: list[Foretold], curve: str) -> dict[int, dict[float, float]]:
@@ -317,7 +317,7 @@ def _falls(ratios: dict[float, float]) -> bool:
 
 
 def _batches_and_lengths(points: list[Foretold], alone: dict[int, dict[float, float]]) -> Iterator[tuple[str, float]]:
-    """Without cache: a batch beside one prompt with as many tokens."""
+    """Without cache: a batch compared with one prompt of as many tokens."""
     for point in points:
         tokens = point.batch * point.tokens
         if point.curve == "prefill in batches" and not point.cached and tokens in alone:

@@ -35,7 +35,7 @@ from memserve.workloads.words import Message, Span
 MOONCAKE_BLOCK_TOKENS = 512
 AGENTIC_BLOCK_TOKENS = 64
 ROLES = {"human": "user", "gpt": "assistant", "tool": "user", "function": "user", "ai": "assistant", "bot": "assistant"}
-"""Other names of OpenAI's roles. A tool's result becomes a user's message: recordings hold no call for it."""
+"""Other names of OpenAI's roles. A tool's result becomes a user message: recordings do not contain its call."""
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -61,7 +61,7 @@ def _conversations(row: Row) -> list[Conversation]:
         said = [_message(item.text("from"), item.text("value", "")) for item in row.rows("conversations")]
     else:
         said = [_message(item.text("role"), item.text("content", "")) for item in row.rows("messages")]
-    messages = [message for message in said if message.content]  # a bare tool call says nothing
+    messages = [message for message in said if message.content]  # a bare tool call has no text
     if row.items("contexts") if "contexts" in row else []:
         messages = _with_passages(messages, row.items("contexts"))
     return [Conversation(name, tuple(messages), group=row.name("group", ""))]
@@ -70,7 +70,7 @@ def _conversations(row: Row) -> list[Conversation]:
 def _message(role: str, content: str) -> Message:
     role = ROLES.get(role, role)
     if role not in ("system", "user", "assistant"):
-        raise BadRow(f"'{role}' is no role: system, user, assistant or tool")
+        raise BadRow(f"unknown role '{role}': use system, user, assistant or tool")
     return Message(role, content)
 
 
@@ -81,7 +81,7 @@ def _as_text(value: object) -> str:
 
 
 def _with_passages(messages: list[Message], passages: Iterable[object]) -> list[Message]:
-    """Retrieved passages in front of the last question."""
+    """``messages`` with retrieved passages in front of the last question."""
     last = max((n for n, message in enumerate(messages) if message.role == "user"), default=None)
     if last is None:
         return messages
@@ -160,7 +160,7 @@ def _call_log(row: Row) -> CallLog:
     for call in row.rows("calls"):
         base = int(call.number("base"))
         if base >= len(prompts):
-            raise BadRow(f"a call is stored against call {base}, which is not before it")
+            raise BadRow(f"a call's base must be an earlier call, not {base}")
         prompts.append((prompts[base][: call.count("keep")] if base >= 0 else "") + call.text("append"))
         calls.append(Call(prompts[-1], call.text("output", "")))
     return CallLog(row.name("id", "calls"), tuple(calls))
@@ -199,7 +199,7 @@ def _azure_lengths(row: Row) -> Lengths:
 def read_agentic(path: Path) -> list[LengthLog]:
     """``{"id", "block_size", "requests": [{in, out, hash_ranges, think_time, t}]}`` with sub-agents among the requests.
 
-    Ranges name full blocks of 64 tokens; what is behind them belongs to one request alone.
+    Ranges name full blocks of 64 tokens; tokens behind them belong to this request alone.
     """
     return [log for made in read_json_lines(path, _agentic_logs) for log in made]
 
@@ -222,7 +222,7 @@ def _agentic_lengths(row: Row) -> Lengths:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(end, int) for end in pair)):
             raise BadRow("'hash_ranges' should be pairs of whole numbers")
         if not 0 <= pair[0] <= pair[1] < 1 << 32:
-            raise BadRow(f"{pair} is no range of blocks")
+            raise BadRow(f"{pair} is not a range of blocks")
         spans.append(Span(pair[0], (pair[1] - pair[0] + 1) * AGENTIC_BLOCK_TOKENS))
     if sum(span.tokens for span in spans) > tokens:
         spans = _within(spans, tokens)
@@ -230,7 +230,7 @@ def _agentic_lengths(row: Row) -> Lengths:
 
 
 def _within(spans: list[Span], tokens: int) -> list[Span]:
-    """Spans with a partial last block: the request names it whole."""
+    """Spans cut to ``tokens``: the request names its partial last block as a whole one."""
     excess = sum(span.tokens for span in spans) - tokens
     if excess >= AGENTIC_BLOCK_TOKENS:
         raise BadRow(f"the ranges name {excess} tokens more than the request has")
@@ -248,7 +248,7 @@ def _client(row: Row) -> Client:
         Quantiles(item.number("t"), item.numbers("input_q"), item.numbers("output_q")) for item in row.rows("lengths")
     ]
     if not windows or not lengths or any(a.start_s >= b.start_s for a, b in pairwise(windows)):
-        raise BadRow("windows in order of time, and lengths, were expected")
+        raise BadRow("'windows' in order of time and 'lengths' were expected")
     return Client(row.name("client", "client"), tuple(windows), tuple(lengths))
 
 
@@ -261,7 +261,7 @@ def _window(window: object) -> Window:
         return Window(row.number("t"), 0.0, "Gamma", 1.0)  # no request in this window
     family, shape = row.text("family"), row.number("a")
     if family not in ("Gamma", "Weibull"):
-        raise BadRow(f"'{family}' is no family of gaps: Gamma or Weibull")
+        raise BadRow(f"unknown family of gaps '{family}': use Gamma or Weibull")
     if shape <= 0:
-        raise BadRow(f"a shape of {shape} is no {family} distribution")
+        raise BadRow(f"a {family} distribution cannot have shape {shape}")
     return Window(row.number("t"), row.number("rate"), family, shape)

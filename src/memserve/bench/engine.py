@@ -1,8 +1,8 @@
-"""``memserve bench engine``: what one engine does on this machine, in about a minute.
+"""``memserve bench engine``: how fast one engine is on this machine, in about a minute.
 
 Random tokens, greedy, end-of-sequence ignored: prefill speed and TTFT cold and warm at two lengths, decode speed at
 three batch sizes, then a mixed workload for the memory report. The shapes are those of the comparison with other
-engines, so the figures can be held against theirs.
+engines, so the figures can be compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIXED_NEW_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number."""
+    """One measured figure."""
 
     name: str
     value: float
@@ -47,12 +47,13 @@ class Prompts:
         self._tokens = range(vocab_size // 100, vocab_size)  # the first ids are often special
 
     def fresh(self, count: int, tokens: int) -> list[list[int]]:
-        """``count`` prompts of ``tokens`` ids that no cache has seen."""
+        """``count`` prompts of ``tokens`` ids each that no cache has seen."""
         return [self._rng.choices(self._tokens, k=tokens) for _ in range(count)]
 
 
 def bench_engine(llm: LLM, *, repeats: int = 3, seed: int = 5) -> Iterator[Figure]:
-    """Yield figures as they are measured: medians of ``repeats`` runs. What exceeds the model's context is left out."""
+    """Yield figures as they are measured: medians of ``repeats`` runs. Figures that exceed the model's context are left
+    out."""
     prompts = Prompts(llm.model.vocab_size, seed)
     context = llm.model.max_model_tokens
     _seconds(llm, prompts.fresh(1, min(64, context // 2)), 8)  # warm-up: threads, kernels, first-touch memory
@@ -117,7 +118,7 @@ def _memory(llm: LLM, prompts: list[list[int]]) -> Iterator[Figure]:
     block = llm.model.geometry.block_tokens
     yield Figure("internal fragmentation, worst", per_sequence, "tokens/sequence", f"below one block of {block}")
     external = max(100 * s.external_fragmentation for s in samples)
-    yield Figure("external fragmentation, worst", external, "%", "free pages that no request for a block can have")
+    yield Figure("external fragmentation, worst", external, "%", "free pages that no request for a block can use")
     share = 100 * median(s.running_tokens / max(1, s.running_slots_tokens) for s in samples)
     yield Figure("running KV memory that holds token states", share, "%", f"{len(samples)} samples")
 

@@ -1,7 +1,7 @@
-"""What the cost model is measured by: the profile's own points, and points that are held out of the fit.
+"""Measurements for the cost model: the profile's points, and points that are held out of the fit.
 
-Both are measured in the same rounds, small and large ones by turns: when the machine's speed changes on the way, the
-change hits all sizes of both, and the remaining error is the model's own. None of the held-out points is in the
+Both are measured in the same rounds, small and large ones alternating: if the machine's speed changes meanwhile, the
+change affects all sizes of both, and the remaining error is the model's own. None of the held-out points is in the
 profile's grid: other prompt lengths, batches, and numbers of blocks.
 """
 
@@ -31,7 +31,7 @@ from memserve.types import KVGeometry, Tier
 from memserve.workloads.statistics import Spread, spread_of
 
 BATCH_PROMPT_TOKENS = 192
-"""A batch of 2, 4 or 8 of these has as many tokens as one of the longer prompts."""
+"""Prompt lengths of batches: 2, 4 or 8 of them have as many tokens as one of the longer prompts."""
 DECODE_BATCHES = (3, 6, 12, 24, 48)
 DECODE_CONTEXTS = (96, 192, 512, 2048)
 COPY_BLOCKS = (3, 6, 12, 24, 48)
@@ -56,7 +56,7 @@ QUICK = Grid((192, 768), (0.0, 0.4, 0.8, 0.95), (4,))
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """One measurement that the curves have not seen, beside what they say."""
+    """One measurement that the curves have not seen, beside their prediction."""
 
     curve: str
     """``prefill``, ``prefill from DRAM``, ``prefill in batches``, ``decode``, ``swap_in``, ``swap_out``, ``same_host``
@@ -65,36 +65,36 @@ class Foretold:
     spent_ns: Spread
     batch: int = 1
     tokens: int = 0
-    """Of the prompt, or attended to by each sequence."""
+    """Tokens of the prompt, or attended to by each sequence."""
     cached: int = 0
-    """Of the prompt's tokens."""
+    """Cached tokens of the prompt."""
     blocks: int = 0
-    """Moved in all."""
+    """Bytes moved altogether."""
     pieces: int = 0
 
     @property
     def error(self) -> float:
-        """Relative error: above 0, the curve says more than was measured."""
+        """Relative error: above 0, the curve overestimates."""
         return (self.expected_ns - self.spent_ns.p50) / self.spent_ns.p50
 
     @property
     def cached_ratio(self) -> float:
-        """Of the prompt."""
+        """The cached share of the prompt."""
         return self.cached / self.tokens if self.tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """How far a curve is off: relative errors, 0.1 = 10 %."""
+    """Accuracy of a curve: relative errors, 0.1 = 10 %."""
 
     error: Spread
-    """Without signs."""
+    """Absolute values."""
     bias: float
-    """The median with its sign: above 0, the curve says more than was measured."""
+    """The median with its sign: above 0, the curve overestimates."""
 
 
 def accuracy(points: Sequence[Foretold]) -> dict[str, Accuracy]:
-    """By curve, in the order in which they were measured."""
+    """Accuracy by curve, in the order of measuring."""
     found = {}
     for curve in dict.fromkeys(point.curve for point in points):
         errors = [point.error for point in points if point.curve == curve]
@@ -113,7 +113,7 @@ class Prompts:
 
     @property
     def new_tokens(self) -> int:
-        """Computed of each."""
+        """Tokens computed of each prompt."""
         return self.tokens - self.cached
 
     @property
@@ -124,13 +124,13 @@ class Prompts:
 
 @dataclass(slots=True)
 class Measurement:
-    """Times of one device, which nothing else uses meanwhile: first all ``measure_...``, then what follows."""
+    """Times of one device that is otherwise idle. Call every ``measure_...`` first, then the other methods."""
 
     geometry: KVGeometry
     config: InstanceConfig
     profiler: StepProfiler
     seconds: float
-    """For all together, about."""
+    """Time for all measurements together, approximately."""
     grid: Grid = FULL
     _prompts: dict[Prompts, list[int]] = field(default_factory=dict)
     _decodes: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class Measurement:
     # -- results
 
     def measured(self) -> Measured:
-        """The samples that curves are fitted to: those of ``memserve profile``."""
+        """The samples for the fit: those of ``memserve profile``."""
         samples = {"prefill": [], "decode": [], **{curve: [] for curve in SWAPS}}  # type: dict[str, list[Sample]]
         for point in self._fitted_prompts():
             if point in self._prompts:
@@ -202,7 +202,7 @@ class Measurement:
         return Measured(samples, missing)
 
     def held_out(self, costs: CostModel) -> Iterator[Foretold]:
-        """The other points, beside the times that ``costs`` expects."""
+        """The held-out points, beside the times that ``costs`` predicts."""
         fitted = set(self._fitted_prompts())
         for point in [point for point in self._prompts if point not in fitted]:
             blocks = self._swapped_blocks(point)
@@ -228,7 +228,7 @@ class Measurement:
         return [Prompts(1, new_tokens + cached, cached) for new_tokens, cached in grid]
 
     def _held_out_prompts(self) -> Iterator[Prompts]:
-        """Whole blocks are cached, as always."""
+        """Cached parts are whole blocks, as always."""
         block = self.geometry.block_tokens
         alone = [(1, tokens) for tokens in self.grid.prompt_tokens]
         points = [
@@ -262,8 +262,8 @@ class Measurement:
 
 
 def dealt(points: Sequence[Point]) -> list[Point]:
-    """Every point once, each :data:`HANDS`-th first, then those behind them, and so on: any stretch of the result has
-    all sizes."""
+    """Every point once: each :data:`HANDS`-th one first, then those behind them, and so on, so that any stretch of the
+    result has all sizes."""
     return [point for hand in range(HANDS) for point in points[hand::HANDS]]
 
 

@@ -3,11 +3,11 @@
 ====== ===================================================================================================
 TTFT   from the scheduled arrival to the first chunk with text
 TPOT   from the first to the last chunk, over the tokens after the first; requests of one token have none
-ITL    between one chunk and the next (tokens that arrived together are one chunk)
+ITL    between consecutive chunks (tokens that arrived together are one chunk)
 JCT    from the scheduled arrival to the end: the job completion time of MemServe's section 8
 ====== ===================================================================================================
 
-Only requests that were answered to their end have these; the others count as violations of every SLO.
+Only requests that were answered to their end have these times; the others count as violations of every SLO.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memserve.workloads.statistics import Spread, spread
 Floats = NDArray[np.float64]
 Key = TypeVar("Key")
 Statistic = Callable[[Floats], float]
-"""A number of a sample of at least one value."""
+"""A statistic of a sample of at least one value."""
 BOOTSTRAP_ROUNDS = 400
 REASON_CHARS_MAX = 160
 CONFIDENCE = 0.95
@@ -68,7 +68,7 @@ class Slo:
     jct_s: float | None = None
 
     def kept(self, felt: Timing | None) -> bool:
-        """Whether all limits hold. False for a request without an answer."""
+        """Whether the request keeps all limits. False for a request without an answer."""
         if felt is None:
             return False
         pairs = ((felt.ttft_s, self.ttft_s), (felt.tpot_s, self.tpot_s), (felt.jct_s, self.jct_s))
@@ -77,12 +77,12 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A set of requests, summed up. Rates are over ``wall_s``."""
+    """Figures of a set of requests. Rates are over ``wall_s``."""
 
     requests: int
     failed: int
     stopped: int
-    """Under way when the run ended: neither answered nor failed, and in no other count."""
+    """Requests under way when the run ended: neither answered nor failed, and in no other count."""
     wall_s: float
     ttft_s: Spread | None
     tpot_s: Spread | None
@@ -95,29 +95,29 @@ class Figures:
     goodput_per_s: float
     """Requests that kept the SLO, a second (DistServe's goodput)."""
     slo_violations: float
-    """Share of the ended requests that did not."""
+    """Share of the ended requests that missed the SLO."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     fetched_tokens: int = 0
-    """Of the cached tokens, those that came from another instance."""
+    """Cached tokens that came from another instance."""
     errors: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     """Kind of error, as in :attr:`errors` -> the server's message to the first such request."""
 
     @property
     def cached_share(self) -> float:
-        """Of the prompt tokens, those with KV from the cache."""
+        """Share of the prompt tokens with KV from the cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def fetched_share(self) -> float:
-        """Of the prompt tokens, those with KV from another instance's cache."""
+        """Share of the prompt tokens with KV from another instance's cache."""
         return self.fetched_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def figures(records: Sequence[RequestRecord], *, slo: Slo | None = None, wall_s: float | None = None) -> Figures:
-    """``records`` summed up. ``wall_s``: duration of all of them. None: from the first arrival to the last end."""
+    """Figures of ``records``. ``wall_s``: their total duration. None: from the first arrival to the last end."""
     ended = [record for record in records if record.outcome is not Outcome.STOPPED]
     felt = [timing(record) for record in ended]
     answered = [one for one in felt if one is not None]
@@ -178,7 +178,7 @@ def wall_seconds(records: Sequence[RequestRecord]) -> float:
 
 
 def by_setting(records: Iterable[RequestRecord]) -> dict[tuple[str, str], list[RequestRecord]]:
-    """``(workload, setting)`` -> its records of all seeds, in the order in which they first occur."""
+    """``(workload, setting)`` -> its records of all seeds, in order of first occurrence."""
     return _grouped(records, lambda record: (record.workload, record.setting))
 
 
@@ -205,12 +205,12 @@ def mean(values: Floats) -> float:
 
 
 def p95(values: Floats) -> float:
-    """The value that one in twenty exceeds."""
+    """The 95th percentile."""
     return float(np.percentile(values, 95))
 
 
 def p99(values: Floats) -> float:
-    """The value that one in a hundred exceeds."""
+    """The 99th percentile."""
     return float(np.percentile(values, 99))
 
 
@@ -230,7 +230,7 @@ def bootstrap(
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float]:
-    """Where the middle 95 % of ``values`` lie."""
+    """The interval of the middle 95 % of ``values``."""
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(values, (tail, 100 - tail))
     return float(low), float(high)
@@ -246,7 +246,7 @@ def paired(
 ) -> tuple[float, float] | None:
     """The confidence interval of ``statistic(after) / statistic(before) - 1``, sessions drawn in pairs.
 
-    Both settings got the same sessions: what makes one session slower than another cancels out. None: fewer than two
+    Both settings got the same sessions, so differences between sessions cancel out. None: fewer than two
     sessions were answered by both.
     """
     olds, news = _values_by_session(before, value), _values_by_session(after, value)

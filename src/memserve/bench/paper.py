@@ -1,4 +1,4 @@
-"""MemServe's section 8 beside our results: what agrees, what does not, and why not on this machine."""
+"""MemServe's section 8 beside our results: what agrees, what does not, and why."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ PAPER: dict[tuple[str, str], dict[str, float]] = {
 """Workload and step -> change of each quantity (8.3, 8.4): ShareGPT is chat (1P2D over PD, 1P2D-CC over 1P2D), LooGLE
 documents. Llama2-13B, TP 2, on eight H800."""
 JUDGED = {DISAGGREGATION: "jct mean", CACHING: "ttft mean", POLICY: "ttft p99"}
-"""Step -> the quantity that it is meant to improve."""
+"""Step -> the quantity that the step is meant to improve."""
 ORDERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (LEVELS, "ttft mean", ("-CC3", "-CC2", "-CC1")),
     (LEVELS, "jct mean", ("-CC3", "-CC2", "-CC1")),
     (TRANSFER, "jct mean", ("/by-request-agg", "/by-layer", "/by-request")),
     (POLICIES, "ttft p99", ("/prompt-tree", "/session", "/least-load")),
 )
-"""Name, judged quantity, and endings of the settings' names, best first (5.1, 8.3: caching levels; figure 12: transfer,
-of which the paper only says that the first is best; figure 14: policies)."""
+"""Name, compared quantity, and suffixes of the settings' names, best first (5.1, 8.3: caching levels; figure 12:
+transfer, of which the paper only says that the first is best; figure 14: policies)."""
 TOLD = ("ttft mean", "ttft p99", "jct mean", "jct p99", "tpot mean", "tpot p99")
 _SPLIT = re.compile(r"(\d+)P(\d+)D")
 
 CHANGES_ABOUT = """
 Changes from one setting to another; in brackets the paper's (Llama2-13B, eight H800: every instance has GPUs of its
-own; here all instances share the cores named above). In words: the change that the step is for, with its 95 %
-confidence interval (bootstrap over pairs of equal sessions)."""
+own; here all instances share the cores named above). In words: the change of the quantity that the step is meant to
+improve, with its 95 % confidence interval (bootstrap over pairs of equal sessions)."""
 ONE_SEED = """
-There is one seed, so one pass each: what the machine did meanwhile is part of the change, and of no interval."""
+There is one seed, so one pass each: the machine's own variation is part of the change, and in no interval."""
 SHARED_CORES = """
-Why disaggregation is another matter here: prefill and decode instances take the same cores from each other that the
-colocated ones had, so decoding is not freed from prefills; only some of the instances compute prompts, each with its
-share of the cores; and each prompt's KV is handed over. In the paper every instance has GPUs of its own."""
+Why disaggregation differs here: prefill and decode instances compete for the cores that the colocated ones had, so
+prefills still delay decoding; only some of the instances compute prompts, each with its share of the cores; and each
+prompt's KV is handed over. In the paper every instance has its own GPUs."""
 LEVELS_ABOUT = """
-The milestones of the paper's section 5.1, which has no figure for them: level 3 below 2 below 1. Level 2 spares the
-transfer of blocks that the decode instance has, which on one host is a copy of memory; level 3 spares the prefill of
-answers that the decode instance computed."""
+The milestones of the paper's section 5.1, which has no figure for them: level 3 below 2 below 1. Level 2 saves the
+transfer of blocks that the decode instance has, on one host a copy of memory; level 3 saves the prefill of answers
+that the decode instance computed."""
 TRANSFER_ABOUT = """
-The paper, for prompts of 1,024 and answers of 32 tokens: aggregated blocks win over whole requests in small pieces and
-over layer by layer; at low load layer by layer is quickest (5.2). Here a block of all layers is contiguous in memory,
-so that by-request-agg moves one piece a block, the others one a layer of a block."""
+The paper, for prompts of 1,024 and answers of 32 tokens: aggregated blocks beat whole requests in small pieces and
+layer by layer; at low load layer by layer is quickest (5.2). Here a block of all layers is contiguous in memory, so
+by-request-agg moves one piece per block, the other modes one per layer of a block."""
 POLICIES_ABOUT = """
-The paper: prompt tree below session below least load in P99 TTFT, the more the more sessions share (-59 % for the
-prompt tree over session). Here an instance that lacks a prefix may also fetch its KV from one that has it, and does
-where fetching is cheaper than computing: the more a policy scatters what is shared, the more is fetched, and the less
-the policies differ. No policy spares the first prefill of a document, which is the P99 of few requests."""
+The paper: in P99 TTFT, prompt tree is below session, and session below least load, the more so the more sessions share
+(-59 % for the prompt tree over session). Here an instance that lacks a prefix may also fetch its KV from another one,
+and does if fetching is cheaper than computing: the more a policy scatters shared prefixes, the more is fetched, and the
+less the policies differ. No policy saves the first prefill of a document, which is the P99 of few requests."""
 
 
 # -- steps: from one setting to another
@@ -70,7 +70,7 @@ the policies differ. No policy spares the first prefill of a document, which is 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From one setting to another on one workload."""
+    """The change from one setting to another on one workload."""
 
     name: str
     before: Found
@@ -86,7 +86,7 @@ class Step:
 
 
 def steps(results: Results) -> Iterator[Step]:
-    """The paper's steps of which ``results`` has both sides, and caching of colocated instances."""
+    """The paper's steps for which ``results`` has both settings, and caching of colocated instances."""
     for before in results.found:
         for after in results.found:
             name = _step(before.setting, after.setting) if before.workload == after.workload else None
@@ -127,12 +127,12 @@ class Ranking:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The judged quantity of each, in seconds."""
+        """The compared quantity of each setting, in seconds."""
         return tuple(found.value(self.judged) or 0.0 for found in self.members)
 
     @property
     def holds(self) -> bool:
-        """Whether ours come in the paper's order."""
+        """Whether our values are in the paper's order."""
         first, *others = self.values
         if self.name == TRANSFER:
             return all(first < other for other in others)
@@ -140,7 +140,7 @@ class Ranking:
 
 
 def rankings(results: Results) -> Iterator[Ranking]:
-    """The paper's orders of which ``results`` has two members at least."""
+    """The paper's orders for which ``results`` has at least two settings."""
     for name, judged, endings in ORDERS:
         groups: dict[tuple[str, str], dict[str, Found]] = {}
         for found in results.found:
@@ -154,7 +154,7 @@ def rankings(results: Results) -> Iterator[Ranking]:
 
 
 def compare(results: Results, records: Sequence[RequestRecord]) -> None:
-    """Add the confidence interval of every step, and of the best against the worst of every order."""
+    """Add the confidence interval of every step, and of best against worst in every order."""
     groups = metrics.by_setting(records)
     wanted = [(step.before, step.after, step.judged) for step in steps(results)]
     wanted += [(one.members[-1], one.members[0], one.judged) for one in rankings(results)]
@@ -177,7 +177,7 @@ def _pair(results: Results, before: Found, after: Found, name: str) -> Compared 
 
 
 def beside_the_paper(results: Results) -> Iterator[Table]:
-    """Sections of the report; none where no two settings stand in the paper."""
+    """Sections of the report; none if the paper compares no two of the settings."""
     found, orders = list(steps(results)), list(rankings(results))
     if found:
         yield _changes(results, found)
@@ -215,12 +215,12 @@ def titled(name: str) -> str:
 
 
 def verdict(step: Step, pair: Compared | None) -> str:
-    """Whether the step does what the paper says, and if not, why not here."""
+    """Whether the step has the effect that the paper reports; if not, why."""
     if pair is None:
         return "not compared: no request was answered"
     what = f"{titled(step.judged)} {told(pair)}"
     if not pair.is_told_apart:
-        return f"{what}: not told apart from noise; {_why(step)}"
+        return f"{what}: within noise; {_why(step)}"
     return f"{what}: falls, as the paper says" if pair.change < 0 else f"{what}: rises; {_why(step)}"
 
 
@@ -237,10 +237,10 @@ def _why(step: Step) -> str:
     if step.name == DISAGGREGATION:
         return "see below"
     if step.name == POLICY and step.after.label.ratio == 1:
-        return "every session is there once, and its own instance has all that there is to find"
+        return "each session occurs once, and its own instance has all of its cached prefix"
     prompt_tokens = after.prompt_tokens / max(1, after.requests - after.failed)
     cached = f"{after.cached_share:.0%} of them cached (before: {step.before.figures.cached_share:.0%})"
-    return f"{after.requests} requests, prompts of {prompt_tokens:.0f} tokens in the mean, {cached}"
+    return f"{after.requests} requests, prompts of {prompt_tokens:.0f} tokens on average, {cached}"
 
 
 def in_words(results: Results, order: Ranking) -> str:
@@ -250,7 +250,7 @@ def in_words(results: Results, order: Ranking) -> str:
     holds = "the paper's order" if order.holds else "another order"
     pair = _pair(results, order.members[-1], order.members[0], order.judged)
     if pair is not None:
-        holds += f"; first over last {told(pair)}" + ("" if pair.is_told_apart else ", not told apart from noise")
+        holds += f"; first over last {told(pair)}" + ("" if pair.is_told_apart else ", within noise")
     return f"{titled(order.judged)} of {names}: {values} ms ({holds})"
 
 
@@ -273,7 +273,7 @@ def _two(figures: Figures | None) -> str:
 def _order_table(
     results: Results, orders: Sequence[Ranking], title: str, about: str, columns: Sequence[str], names: Sequence[str]
 ) -> Table:
-    """The members of all ``orders``, a row each, and what is to be said about them."""
+    """The settings of all ``orders``, one row each, and the verdicts below."""
     rows: list[list[Cell]] = []
     for order in orders:
         for found in order.members:

@@ -1,6 +1,6 @@
-"""Parts of every report: tables for Markdown and for a terminal, and the parts of plots.
+"""Parts of every report: tables for Markdown and for a terminal, and helpers for plots.
 
-matplotlib is optional (extra ``bench``): without it a report has its tables only, and says so.
+matplotlib is optional (extra ``bench``): without it a report has only its tables, and says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_PLOTS = "\nNo plots: matplotlib is not installed (`pip install 'memserve[benc
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One section of a report. No columns: ``about`` alone."""
+    """One section of a report. No columns: only ``about``."""
 
     title: str
     columns: Sequence[str] = ()
@@ -33,15 +33,15 @@ class Table:
     below: str = ""
     """Prose behind the rows."""
     level: int = 2
-    """Of the heading."""
+    """Level of the heading."""
 
     @property
     def is_empty(self) -> bool:
-        """Neither rows nor prose of its own."""
+        """Whether it has neither rows nor prose."""
         return not self.rows and (bool(self.columns) or not self.about)
 
     def markdown(self) -> Iterator[str]:
-        """Nothing for an empty table."""
+        """Lines of Markdown; none for an empty table."""
         if self.is_empty:
             return
         if self.title:
@@ -58,7 +58,7 @@ class Table:
             yield f"\n{self.below.strip()}"
 
     def text(self) -> Iterator[str]:
-        """For a terminal: the first column to the left, the others to the right."""
+        """Lines for a terminal: the first column left-aligned, the others right-aligned."""
         rows = [self.columns, *([str(cell) for cell in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         yield self.title
@@ -100,7 +100,7 @@ def open_pyplot() -> Any:
 
 
 def draw_all(drawings: Mapping[str, Drawing], results: object, folder: Path) -> list[str] | None:
-    """Draw what there is; names of the plots. None: matplotlib is not installed."""
+    """Draw all plots that have data; returns their names. None: matplotlib is not installed."""
     if not can_draw():
         return None
     pyplot, drawn = open_pyplot(), []
@@ -115,7 +115,7 @@ def draw_all(drawings: Mapping[str, Drawing], results: object, folder: Path) -> 
 
 
 def picture(name: str, caption: str) -> str:
-    """A plot within a page."""
+    """Markdown of a plot."""
     return f"\n![{caption}]({name}.png)\n\n{caption} [SVG]({name}.svg)"
 
 

@@ -1,4 +1,4 @@
-"""Figures of workloads on settings, summed up from records: ``results.json`` of ``bench serve``, ``bench
+"""Figures of workloads on settings, computed from records: ``results.json`` of ``bench serve``, ``bench
 load`` and ``sim run``.
 """
 
@@ -19,7 +19,7 @@ from memserve.workloads.tokens import Meter
 from memserve.workloads.words import Workload
 
 BLOCK_TOKENS = 16
-"""Text is cut into such blocks when shared prefixes are counted."""
+"""Text is split into blocks of this many tokens to count shared prefixes."""
 QUANTITIES: dict[str, Callable[[Timing], float | None]] = {
     "ttft": lambda felt: felt.ttft_s,
     "jct": lambda felt: felt.jct_s,
@@ -55,7 +55,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One workload sent to one setting once."""
+    """One workload, sent once to one setting."""
 
     workload: str
     setting: str
@@ -66,19 +66,19 @@ class Pass:
 
     @classmethod
     def of(cls, run: LoadRun, workload: str, setting: str, seed: int) -> Pass:
-        """The pass that ``run`` was."""
+        """The pass of ``run``."""
         return cls(workload, setting, seed, run.planned, run.wall_ns / NS_PER_S, run.partial)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One workload on one setting, all seeds together."""
+    """Figures of one workload on one setting, over all seeds."""
 
     workload: str
     setting: str
     figures: Figures
     intervals: dict[str, tuple[float, float]]
-    """``ttft mean``, ``jct p99``, ...: 95 % confidence intervals in seconds, where the sessions suffice for one."""
+    """``ttft mean``, ``jct p99``, ...: 95 % confidence intervals in seconds, if there are enough sessions."""
     turns: dict[int, Figures]
 
     @property
@@ -101,7 +101,7 @@ class Compared:
     before: str
     after: str
     name: str
-    """``ttft mean`` and the like."""
+    """Name of the figure, such as ``ttft mean``."""
     change: float
     """Relative: -0.5 is half."""
     interval: tuple[float, float] | None
@@ -109,13 +109,13 @@ class Compared:
 
     @property
     def is_told_apart(self) -> bool:
-        """Whether zero is outside of the interval."""
+        """Whether the interval excludes zero."""
         return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A workload request by request: the data of MemServe's figure 7."""
+    """Distributions of a workload: the data of MemServe's figure 7."""
 
     workload: str
     source: str
@@ -124,9 +124,9 @@ class Shape:
     output_tokens: list[float]
     prompt_per_output: list[float]
     shared_share: list[float]
-    """Of a prompt's blocks, those that an earlier request had."""
+    """Share of each prompt's blocks that an earlier request had."""
     turns: list[float] = field(default_factory=list)
-    """One value a session."""
+    """One value per session."""
     blocks_shared: float = 0.0
     """Share of all blocks that an earlier request had, as the data's authors count it."""
 
@@ -147,7 +147,7 @@ class Results(StudyResults):
         return not self.found
 
     def add(self, records: Sequence[RequestRecord], passes: Sequence[Pass]) -> None:
-        """Sum up ``records``: those of each workload and setting together, whatever the seed."""
+        """Add the figures of ``records``, by workload and setting, over all seeds."""
         self.passes += passes
         for (workload, setting), members in metrics.by_setting(records).items():
             wall_s = sum(map(metrics.wall_seconds, metrics.by_run(members).values()))
@@ -179,8 +179,8 @@ def _intervals_of(records: Sequence[RequestRecord]) -> dict[str, tuple[float, fl
 
 
 def shapes_of(workloads: Mapping[tuple[str, int], Workload], meter: Meter | None = None) -> list[Shape]:
-    """``(label, seed)`` -> workload: one shape per kind and share ratio, all seeds together. A rate changes no shape:
-    the first stands for all. Seeds share no cache."""
+    """``(label, seed)`` -> workload: one shape per kind and share ratio, over all seeds. A rate does not change the
+    shape: the first one represents all. Seeds share no cache."""
     chosen: dict[str, dict[int, Workload]] = {}
     for (text, seed), workload in workloads.items():
         label = Label.parse(text)
@@ -194,7 +194,7 @@ def shapes_of(workloads: Mapping[tuple[str, int], Workload], meter: Meter | None
 
 
 def shape_of(label: str, source: str, parts: Sequence[Measured]) -> Shape:
-    """One shape of several measured workloads."""
+    """The shape of several measured workloads together."""
     columns: list[list[float]] = [[], [], [], [], []]
     for part in parts:
         per_output = part.prompt_tokens / part.output_tokens.clip(min=1)
@@ -211,7 +211,7 @@ def shape_of(label: str, source: str, parts: Sequence[Measured]) -> Shape:
 
 
 def describe(results: Results) -> Iterator[str]:
-    """Lines to read after a run."""
+    """Summary lines for the terminal after a run."""
     for found in results.found:
         title = " ".join(name for name in (found.workload, found.setting) if name)
         yield from ([f"== {title}"] if title else [])

@@ -14,15 +14,15 @@ from memserve.errors import UserError
 
 Made = TypeVar("Made")
 COUNT_MAX = 1 << 31
-NUMBER_MAX = 1e15  # not a number, infinite, or nonsense: no time or length comes near
+NUMBER_MAX = 1e15  # no valid time or length comes near; also excludes infinity and NaN
 
 
 class BadRow(ValueError):
-    """A row is not what it should be; becomes a :class:`UserError` with file and line."""
+    """A malformed row; becomes a :class:`UserError` with file and line."""
 
 
 class Row:
-    """A record: fields are asked for by name and kind; what is missing or of another kind is a :class:`BadRow`."""
+    """A record, with access to fields by name and kind. A field that is missing or of another kind: :class:`BadRow`."""
 
     def __init__(self, fields: object) -> None:
         if not isinstance(fields, dict):
@@ -38,12 +38,12 @@ class Row:
         return ", ".join(self._fields) or "none"
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string; a missing one is ``default`` where there is one."""
+        """A string; if it is missing: ``default``, if given."""
         value = self._need(name) if default is None or name in self else default
         if not isinstance(value, str):
             raise BadRow(f"'{name}' should be text, not {_short(value)}")
         if not _is_whole_text(value):
-            raise BadRow(f"'{name}' holds half a character (a lone surrogate)")
+            raise BadRow(f"'{name}' contains half a character (a lone surrogate)")
         return value
 
     def name(self, field: str, default: str) -> str:
@@ -60,7 +60,7 @@ class Row:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number; a missing one is ``default`` where there is one."""
+        """A finite number; if it is missing: ``default``, if given."""
         value = self._need(name) if default is None or name in self else default
         if not _is_number(value):
             raise BadRow(f"'{name}' should be a number, not {_short(value)}")
@@ -74,7 +74,7 @@ class Row:
         return value
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of finite numbers, one at least."""
+        """A list of finite numbers, at least one."""
         values = self.items(name)
         if not values or not all(_is_number(value) for value in values):
             raise BadRow(f"'{name}' should be numbers, not {_short(values)}")
@@ -91,7 +91,7 @@ class Row:
 
 
 def _is_whole_text(text: str) -> bool:
-    """Whether it can be sent: JSON may escape what UTF-8 can't hold."""
+    """Whether ``text`` can be sent: JSON may escape what UTF-8 cannot encode."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
@@ -108,7 +108,7 @@ def _short(value: object) -> str:
 
 
 def read_json_lines(path: Path, make: Callable[[Row], Made]) -> list[Made]:
-    """What ``make`` makes of each line's object; empty lines are skipped. :class:`UserError` names file and line."""
+    """``make`` of each line's object; empty lines are skipped. :class:`UserError` names file and line."""
 
     def parsed(line: str) -> Made | None:
         return make(Row(json.loads(line))) if line.strip() else None
@@ -119,7 +119,7 @@ def read_json_lines(path: Path, make: Callable[[Row], Made]) -> list[Made]:
 
 
 def read_csv(path: Path, make: Callable[[Row], Made]) -> list[Made]:
-    """What ``make`` makes of each row, fields named by the first line. :class:`UserError` names file and line."""
+    """``make`` of each row; the first line names the fields. :class:`UserError` names file and line."""
     with _opened(path) as file:
         made = list(_made_of(path, enumerate(csv.DictReader(file), 2), lambda fields: make(Row(fields))))
     return _not_empty(path, made)
@@ -135,7 +135,7 @@ def _made_of(path: Path, lines: Iterator[tuple[int, Any]], make: Callable[[Any],
         raise UserError(f"{path} is damaged after line {at}: {error}", hint="fetch the file again") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path} line {at}: not JSON ({error.msg}, column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # BadRow, or digits without end
+    except (ValueError, RecursionError) as error:  # BadRow, or a number with too many digits
         raise UserError(f"{path} line {at}: {error}") from error
 
 
@@ -150,5 +150,5 @@ def _opened(path: Path) -> TextIO:
 
 def _not_empty(path: Path, made: list[Made]) -> list[Made]:
     if not made:
-        raise UserError(f"{path} holds no records")
+        raise UserError(f"{path} contains no records")
     return made

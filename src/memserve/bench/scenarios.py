@@ -13,7 +13,7 @@ from memserve.sim.scenario_llm_cache import CASES, outcome, overload, play
 
 @dataclass(slots=True, kw_only=True)
 class ScenarioResults(StudyResults):
-    """Rows as text, a list a table."""
+    """Rows as text, one list per table."""
 
     cases: list[tuple[str, ...]] = field(default_factory=list)
     overload: list[tuple[str, ...]] = field(default_factory=list)

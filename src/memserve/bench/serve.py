@@ -1,4 +1,4 @@
-"""``memserve bench serve``: settings side by side. Its report is also that of ``memserve sim run``."""
+"""``memserve bench serve``: settings side by side. ``memserve sim run`` writes the same report."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ AXES = {
 }
 LINE_STYLES = ("-", "--", "-.", ":")
 TURN_SHIFT = 0.04
-"""Lines stand side by side, so that their error bars can be told from each other."""
+"""Points are shifted sideways, so that error bars do not overlap."""
 TURN_REQUESTS_MIN = 3
-"""A turn that fewer requests reached is not drawn."""
+"""A turn reached by fewer requests is not drawn."""
 TRANSFER_MODES = tuple(f"/{mode}" for mode in TransferMode)
-"""Endings of the settings of figure 12."""
+"""Suffixes of the settings of figure 12."""
 CONFIDENCE = "95 % confidence (bootstrap over sessions)"
 
 
 def _subject(results: Results) -> str:
-    """What and where, for the titles: a plot is looked at without its page."""
+    """What was measured and where, for titles: plots are viewed without their page."""
     machine = results.machine
     if machine.get("simulated"):
         return f"simulated: {machine['simulated']}"
@@ -72,7 +72,7 @@ def draw_shapes(pyplot: Any, shapes: Sequence[Shape]) -> Any | None:
 
 
 def _styles(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Color and line of each: ``chat, from here`` and ``chat, from there`` share a color, others share neither."""
+    """Color and line style of each: ``chat, from here`` and ``chat, from there`` share a color; all others differ."""
     kinds = [name.partition(",")[0] for name in names]
     order = list(dict.fromkeys(kinds))
     places = [kinds[:number].count(kind) if kinds.count(kind) > 1 else order.index(kind)
@@ -122,7 +122,7 @@ def _over_rates(pyplot: Any, results: Results, members: Sequence[Found], title: 
             axes.set(title=name, xlabel="request rate (requests/s, all instances)", ylabel=unit)
             if quantity == "tpot":
                 axes.set_ylim(0, None)
-            else:  # a queue that grows makes these a hundred times as long
+            else:  # a growing queue makes times a hundred times longer
                 axes.set_yscale("log")
                 plain_log_axis(axes.yaxis)
             axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
@@ -167,7 +167,7 @@ def _bars(pyplot: Any, results: Results) -> Any | None:
 
 
 def _names(results: Results) -> list[str]:
-    """Workloads of which neither share ratio nor rate is varied."""
+    """Workloads with one share ratio and one rate."""
     plain = [found.workload for found in results.found if found.label == Label(found.label.kind)]
     return list(dict.fromkeys(plain))
 
@@ -260,20 +260,20 @@ DRAWINGS = {
 
 
 class ServeReport(Study[Results]):
-    """Tables and plots of results that are there already."""
+    """Tables and plots of existing results."""
 
     title = "memserve bench serve"
     drawings = DRAWINGS
 
     def measure(self, tell: Tell) -> None:
-        """Nothing is left to measure."""
+        """There is nothing to measure."""
 
     def told(self) -> Iterator[str]:
         yield from describe(self.results)
 
     def head(self) -> Iterator[str]:
         yield f"* SLO: {describe_slo(self.results.slo)}"
-        yield "* latency counts from the moment at which the workload wanted the request sent"
+        yield "* latency counts from the moment at which the request was due"
 
     def tables(self) -> Iterator[Table]:
         groups: dict[str, list[Found]] = {}
@@ -296,7 +296,7 @@ def _table(name: str, members: Sequence[Found]) -> Table:
     columns = f"{names}, SLO missed, cached, fetched, client late P50".split(", ")
     rows: list[list[Cell]] = []
     below = """
-Times in milliseconds; cached, fetched: shares of the prompt tokens, as the server says; fetched: of the cached ones,
+Times in milliseconds; cached, fetched: shares of the prompt tokens, as reported; fetched: of the cached ones,
 those that came from another instance."""
     for found in members:
         f, rate = found.figures, found.label.rate
@@ -318,7 +318,7 @@ def _without(cells: list[Any], place: int) -> list[Any]:
 
 
 class ServeStudy(ServeReport):
-    """A plan, carried out."""
+    """Carries out a plan."""
 
     def __init__(self, plan: Plan, workloads: Workloads, folder: RunFolder, results: Results) -> None:
         super().__init__(results)

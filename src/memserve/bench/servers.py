@@ -1,6 +1,6 @@
-"""The servers of a run: each starts when a pass first needs it, and stays while memory lasts.
+"""The servers of a run: each starts when a pass first needs it, and is kept while memory lasts.
 
-A start costs as much as a pass or two, so one server serves all workloads and seeds of its setting; every pass has a
+A start takes as long as a pass or two, so one server serves all workloads and seeds of its setting; every pass has a
 salt of its own (:class:`~memserve.bench.load.prompts.Manner`), so that none finds the cache of another. When memory
 gets short, the server whose next pass is furthest away ends (Belady 1966: the order of the passes is known).
 """
@@ -35,10 +35,10 @@ _READY = re.compile(r"ready in \S+ s: (\S+) at (\S+)/v1$")
 
 
 class ServedChild:
-    """A server that answers, from its construction to :meth:`end`.
+    """A running server, from its construction to :meth:`end`.
 
     A process group of its own: Ctrl-C at the terminal reaches the bench, which ends its servers itself. Raises
-    :class:`UserError`, with what the server said, when it does not start.
+    :class:`UserError`, with the server's output, if it does not start.
     """
 
     def __init__(self, flags: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ class ServedChild:
         try:
             raise_now()
             self.model, self.url = self._wait_until_ready()
-        except BaseException:  # Ctrl-C too: nothing may go on behind
+        except BaseException:  # Ctrl-C too: no process may stay behind
             self.end()
             raise
         self.ready_s = time.monotonic() - started
@@ -63,10 +63,10 @@ class ServedChild:
             if match := _READY.match(line.decode("utf-8", "replace").strip()):
                 return match[1], match[2]
         said = self._log.read_text(encoding="utf-8", errors="replace").strip()[-LOG_CHARS:]
-        raise UserError(f"memserve serve did not start: {said}", hint="try its flags by hand: memserve serve")
+        raise UserError(f"memserve serve did not start: {said}", hint="run memserve serve with these flags by hand")
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM; :meth:`end` waits. Several servers end together when all are asked first."""
+        """Send SIGTERM; :meth:`end` waits. To end several servers together, ask all of them first."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
@@ -91,10 +91,10 @@ class ServedChild:
 def _signals_held() -> Iterator[Callable[[], None]]:
     """SIGINT and SIGTERM wait until the end of the block; the yielded function raises those that came.
 
-    A signal during the start of a process would leave that process without an owner.
+    A signal during the start of a process would leave that process running.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # signals are the main thread's
+        yield lambda: None  # only the main thread gets signals
         return
     came: list[int] = []
 
@@ -121,9 +121,9 @@ def serving(flags: Sequence[str]) -> Iterator[ServedChild]:
 
 
 WARM_REQUESTS, WARM_OUTPUT_TOKENS = 4, 4
-"""The first requests of a process pay for its lazy initialisation; they are sent before anything is measured."""
+"""The first requests of a process pay for its lazy initialisation; they are sent before measuring."""
 ROOM_FACTOR = 2.0
-"""A server starts where this many times the largest server so far fits: caches fill up later."""
+"""A server starts only if this many times the largest server so far fits: caches fill up later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +138,14 @@ class Servers:
     """A context manager: on exit every server has ended."""
 
     def __init__(self, flags: Sequence[str], say: Callable[[str], None]) -> None:
-        """``flags``: given to every server of ours."""
+        """``flags``: of every server that this object starts."""
         self._flags, self._say = tuple(flags), say
         self._addresses: dict[str, Address] = {}
         self._children: dict[str, ServedChild] = {}
         self._largest_bytes = 0
         self.notes: list[str] = []
         self.starting_s = 0.0
-        """Spent on starts so far: a kept server costs a later seed nothing."""
+        """Seconds spent on starts so far: a kept server costs later seeds nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -153,14 +153,14 @@ class Servers:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         for child in self._children.values():
             child.ask_to_end()
-        with ExitStack() as stack:  # all are ended, whatever happens to one
+        with ExitStack() as stack:  # all are ended, even if ending one fails
             for child in self._children.values():
                 stack.callback(child.end)
 
     def address(self, setting: Setting, coming: Sequence[str] = ()) -> Address:
-        """Where ``setting`` answers, warm. ``coming``: names of the settings of all passes after this one, in order.
+        """The address of ``setting``'s warm server. ``coming``: names of the settings of all later passes, in order.
 
-        Raises :class:`UserError` when it does not start, or cannot be reached.
+        Raises :class:`UserError` if the server does not start or cannot be reached.
         """
         if (known := self._addresses.get(setting.name)) is not None:
             return known
@@ -203,7 +203,7 @@ class Servers:
 
 
 def furthest(names: Sequence[str], coming: Sequence[str]) -> str:
-    """Of ``names``, the one that occurs last in ``coming`` for the first time, or never."""
+    """The one of ``names`` whose first occurrence in ``coming`` is last, or that does not occur."""
     places = {name: place for place, name in reversed(list(enumerate(coming)))}
     return max(names, key=lambda name: places.get(name, len(coming)))
 

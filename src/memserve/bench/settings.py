@@ -1,7 +1,7 @@
 """The settings of MemServe's section 8 by name, and which of them get which workloads.
 
 ====================== =====================================================================================
-``2PD``, ``PD``        colocated instances without a cache; without a number as many as the run compares
+``2PD``, ``PD``        colocated instances without a cache; without a number, as many as the run compares
 ``PD-CC``              with context caching
 ``1P1D``, ``2P1D``     prefill and decode instances without a cache
 ``1P1D-CC1`` ... ``3`` caching levels of section 5.1; ``-CC`` is ``-CC3``
@@ -46,7 +46,7 @@ HINT = "for example PD, PD-CC, 1P1D, 1P1D-CC, 2P1D-CC2, PD-CC/session or NAME=UR
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One contender: a ``memserve serve`` of our own, or a server that runs already."""
+    """One contender: a ``memserve serve`` that the run starts, or a running server."""
 
     name: str
     flags: tuple[str, ...] = ()
@@ -55,9 +55,9 @@ class Setting:
 
 
 def parse_setting(text: str, instances: int) -> Setting:
-    """The setting that ``text`` names; ``instances``: how many a ``PD`` without a number has.
+    """The setting that ``text`` names; ``instances``: number of instances of a ``PD`` without a number.
 
-    Raises :class:`UserError` for a name that means nothing.
+    Raises :class:`UserError` for an unknown name.
     """
     name, _, url = text.partition("=")
     if url:
@@ -79,7 +79,7 @@ def parse_setting(text: str, instances: int) -> Setting:
 
 
 def named_server(text: str) -> str:
-    """``NAME=URL`` of another server; a mere URL is its own name."""
+    """``NAME=URL`` of another server; a URL alone is its own name."""
     return text if "=" in text else f"{text.removeprefix('http://')}={text}"
 
 
@@ -98,7 +98,7 @@ def parse_settings(texts: str, instances: int) -> tuple[Setting, ...]:
     names = [setting.name for setting in settings]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"setting {name!r} twice", hint="name each once")
+            raise UserError(f"setting {name!r} is named twice", hint="name each once")
     return settings
 
 
@@ -111,7 +111,7 @@ SHARE_RATIOS = (1.0, 2.0, 4.0)
 CACHING_LEVELS = "1P1D-CC1,1P1D-CC2,1P1D-CC3"
 TRANSFER_MODES = "1P1D/by-layer,1P1D/by-request,1P1D/by-request-agg"
 POLICIES_COMPARED = "3P1D-CC/least-load,3P1D-CC/session,3P1D-CC/prompt-tree"
-"""As the paper: with two prefill instances, half of all prefixes are found by chance."""
+"""As in the paper: with two prefill instances, half of all prefixes are found by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +123,16 @@ class Size:
     prompt_tokens_max: int
     output_tokens_max: int
     rates: tuple[float, ...]
-    """Requests a second, of all instances together; a pass each."""
+    """Requests a second over all instances; one pass each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Every workload goes to every setting."""
+    """Settings and workloads: every workload goes to every setting."""
 
     settings: tuple[Setting, ...]
     recipes: dict[str, Recipe]
-    """Label -> workload; the seed is the pass's. No label stands in two comparisons."""
+    """Label -> workload; each pass sets its seed. No label occurs in two comparisons."""
 
 
 def kind_of(name: str) -> str:
@@ -143,7 +143,7 @@ def kind_of(name: str) -> str:
 def settings_compared(
     settings: Sequence[Setting], workloads: str, ratios: Sequence[float], size: Size, data: Path | None
 ) -> Comparison:
-    """Figure 8: comma-separated ``workloads``, each at every share ratio and rate; labels say what is varied."""
+    """Figure 8: comma-separated ``workloads``, each at every share ratio and rate; labels name what is varied."""
     recipes: dict[str, Recipe] = {}
     for kind in map(kind_of, workloads.split(",")):
         for ratio in ratios:

@@ -6,7 +6,7 @@
                                  ├─▶  drawings    NAME.png, NAME.svg
                                  └─▶              results.json
 
-A study fills in its own measuring, tables and plots; running, ending early and writing are here.
+A study implements measuring, tables and plots; this module runs it, ends it early and writes the folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tell = Callable[[str], None]
 
 @dataclass(slots=True, kw_only=True)
 class StudyResults:
-    """Fields of ``results.json`` that all studies share."""
+    """Fields of ``results.json`` common to all studies."""
 
     command: str = ""
     models: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class StudyResults:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing was measured: an error ends the command instead of giving a partial report."""
+        """Nothing was measured: an error then ends the command without a partial report."""
         return False
 
 
@@ -57,7 +57,7 @@ Results = TypeVar("Results", bound=StudyResults)
 
 
 class Study(ABC, Generic[Results]):
-    """See above. ``results`` grow while :meth:`measure` runs."""
+    """One experiment (see the module). ``results`` grow while :meth:`measure` runs."""
 
     title: ClassVar[str]
     drawings: Mapping[str, Drawing] = MappingProxyType({})
@@ -72,14 +72,14 @@ class Study(ABC, Generic[Results]):
 
     @abstractmethod
     def tables(self) -> Iterator[Table]:
-        """Sections of the report, behind the plots."""
+        """Sections of the report, after the plots."""
 
     def head(self) -> Iterator[str]:
         """Further bullets of the report's head."""
         yield from ()
 
     def told(self) -> Iterator[str]:
-        """Lines for the terminal after the run."""
+        """Lines for the terminal after a run."""
         yield from ()
 
     def run(self, tell: Tell) -> None:
@@ -107,7 +107,7 @@ class Study(ABC, Generic[Results]):
         results, here = self.results, self.results.machine
         yield f"# {self.title}\n"
         if results.partial is not None:
-            yield f"**Partial:** {results.partial}. What follows is what was measured until then.\n"
+            yield f"**Partial:** {results.partial}. The figures below were measured before that.\n"
         if results.models:
             yield f"* {', '.join(results.models)}"
         yield f"* `{results.command}`, memserve {results.version}"
@@ -133,7 +133,7 @@ def write_json(results: StudyResults, folder: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """This machine: results of two machines are not comparable."""
+    """This machine: results of different machines are not comparable."""
     return {
         "system": platform.platform(),
         "processor": _processor(),
@@ -154,7 +154,7 @@ def _processor() -> str:
 class RunFolder:
     """The folder of one run; a context manager that closes the records.
 
-    Raises :class:`UserError` when the folder cannot be made, and when it holds a run.
+    Raises :class:`UserError` if the folder cannot be made or already holds a run.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -167,12 +167,12 @@ class RunFolder:
             message = f"cannot make {self.path}: {error.strerror}"
             raise UserError(message, hint="name another folder with --out") from None
         if any((self.path / name).exists() for name in (RECORDS, RESULTS)):
-            message = f"{self.path} holds the results of a run already"
+            message = f"{self.path} already holds the results of a run"
             raise UserError(message, hint="name another folder with --out, or remove it")
 
     @property
     def writer(self) -> RecordWriter:
-        """Writes records as they come; the file is made on the first use."""
+        """Writes records as they arrive; the file is created on first use."""
         if self._writer is None:
             self._writer = RecordWriter(self.path / RECORDS)
         return self._writer

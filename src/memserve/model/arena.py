@@ -29,7 +29,7 @@ class KvArenas:
         self.block_bytes = block_bytes
         #: the tiers that peers can read; only with ``shared``, only those that have blocks
         self.shared: dict[Tier, _core.SharedArena] = {}
-        self._huge_bytes = 0  # of the HBM arena, from its start: asked to lie on huge pages
+        self._huge_bytes = 0  # of the HBM arena, from its start: requested to be on huge pages
         if device.type == "cpu" and shared:
             self.hbm = self._share(Tier.HBM, hbm_blocks)
             self.dram = self._share(Tier.DRAM, dram_blocks)
@@ -46,10 +46,10 @@ class KvArenas:
         return self.hbm.data_ptr()
 
     def will_use(self, blocks: Sequence[int]) -> None:
-        """HBM blocks that attention is about to read.
+        """Prepare HBM blocks that attention is about to read.
 
-        Shared memory comes in small pages, which cost attention a few per cent; so the arena is put on huge ones, as
-        far as it is used (the pool gives out low blocks first). A kernel that cannot leaves it as it is.
+        Shared memory comes in small pages, which cost attention a few per cent; so the used part of the arena is moved
+        to huge ones (the pool hands out low blocks first), where the operating system can do that.
         """
         arena = self.shared.get(Tier.HBM)
         if arena is None or not blocks:

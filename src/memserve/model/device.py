@@ -1,4 +1,4 @@
-"""The device: executes step plans with a real model, as :class:`memserve.instance.events.StepPlan` says."""
+"""The device: executes step plans (:class:`memserve.instance.events.StepPlan`) with a real model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ModelDevice:
         self.on_layer: OnLayer | None = None
         #: what this process may have resident at most (:class:`memserve.runtime.memory.MemoryBound`); 0: unknown
         self.bound_bytes = 0
-        gc.collect()  # what a load leaves behind in cycles (graphs, the tokenizer's files) is 60 MB
+        gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)
         trim_heap()
 
     @property
@@ -74,7 +74,7 @@ class ModelDevice:
         return _timed(finished, started_ns)
 
     def close(self) -> None:
-        """Give the arenas back (with the last reference to this device)."""
+        """Release the arenas (with the last reference to this device)."""
         del self._attention, self._arenas
 
     def _prepare(self, plan: StepPlan) -> None:
@@ -123,7 +123,7 @@ class ModelDevice:
         """On CUDA a layer's kernels have not run when its call returns: there the end of the step reports them all."""
         if not plan.report_layers or self.on_layer is None or self._device.type != "cpu":
             return attention
-        return ReportingAttention(attention, partial(self.on_layer, plan.step_id))
+        return ReportingAttention(attention, partial(self.on_layer, plan.step_id), plan.report_layers)
 
     def _inputs(self, slots: Int64s, starts: Int64s, counts: Int64s, q_starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Token ids and positions of the ragged batch, both ``[T]`` int64."""
@@ -134,8 +134,8 @@ class ModelDevice:
         return self._send(self._slots.tokens[owners, positions].astype(np.int64)), self._send(positions)
 
     def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Drawn:
-        """Sample, and write each token behind its slot's last one; a slot that ``failed`` gets one too, for plans that
-        name its position already."""
+        """Sample, and append each token to its slot; a slot that ``failed`` gets one too, because later plans may
+        already refer to its position."""
         if not drawing:
             return Drawn(np.empty(0, np.int64))
         groups = [plan.sample_slots[row] for row in drawing]
@@ -152,7 +152,7 @@ class ModelDevice:
     def _prompt_logprobs(
         self, plan: StepPlan, logits: Tensor, failed: Failures
     ) -> dict[int, list[TokenLogprobs | None]]:
-        """Row -> one entry for each token that it computed: the logprobs of the prompt token *behind* that one.
+        """Row -> one entry for each token that it computed: the logprobs of the prompt token *after* it.
 
         ``None`` where the prompt ends. A row with a slot that ``failed``, here or before, has none.
         """

@@ -1,13 +1,13 @@
-"""Drawing tokens from logits: temperature, top-k, top-p, min-p, by one uniform number a row.
+"""Drawing tokens from logits: temperature, top-k, top-p, min-p, by one uniform number per row.
 
 Inverse transform sampling over the tokens in order of their id: the number decides, and the result moves only if
 rounding moves a boundary across it. The number comes from Philox-4x32-10 (Salmon et al., "Parallel random numbers: as
 easy as 1, 2, 3", SC 2011) and needs no state: it depends on the sequence's seed, its index and the token's position,
-never on other rows of the batch, and never on whether the sequence was preempted or moved. So of equal logits a
-sequence draws equal tokens, alone and in a crowd.
+never on other rows of the batch, and never on whether the sequence was preempted or moved. So from equal logits a
+sequence draws equal tokens, alone and in any batch.
 
-The rule exists twice: :func:`draw` in torch, for any device, and :func:`draw_native` in C++, which takes a fraction of
-the time on a CPU. Both sum in float64 over float32 weights; they give the same token unless the uniform number, or the
+The rule is implemented twice: :func:`draw` in torch, for any device, and :func:`draw_native` in C++, much faster on a
+CPU. Both sum in float64 over float32 weights; they give the same token unless the uniform number, or the
 mass at which top-p ends, lies within float32 rounding (1e-6 of the mass) of a boundary between two tokens.
 """
 
@@ -48,7 +48,7 @@ class Truncation:
 
 
 def draw(logits: Tensor, how: Truncation) -> Tensor:
-    """One token a row: ``logits [n, vocab]`` float32 -> ``[n]`` int64.
+    """One token per row: ``logits [n, vocab]`` float32 -> ``[n]`` int64.
 
     Order of the filters: temperature, top-k, top-p over what top-k kept, min-p relative to the best token.
     """
@@ -132,8 +132,8 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_beyond(cumulated: Tensor, target: Tensor) -> Tensor:
-    """The first index with ``cumulated [n, w] > target [n]``, where ``target`` is kept below the last: never one that
-    added nothing."""
+    """The first index with ``cumulated [n, w] > target [n]``. ``target`` is kept below the total, so that no index
+    without weight is found."""
     below = torch.nextafter(cumulated[:, -1], torch.zeros_like(target))
     return torch.searchsorted(cumulated, torch.minimum(target, below)[:, None], right=True)[:, 0]
 
@@ -160,7 +160,7 @@ def philox4x32(counter: tuple[UInt64s, UInt64s, UInt64s, UInt64s], key: tuple[UI
 
 
 def uniforms(seed: UInt64s, index: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in ``[0, 1)`` (53 random bits) a row, for the key ``(seed, index)`` and the counter ``position``."""
+    """One number in ``[0, 1)`` (53 random bits) per row, for the key ``(seed, index)`` and the counter ``position``."""
     position_bits, index_bits = position.astype(np.uint64), index.astype(np.uint64)
     counter = (position_bits & _LOW, position_bits >> _HALF, index_bits & _LOW, index_bits >> _HALF)
     high, low, _, _ = philox4x32(counter, (seed & _LOW, seed >> _HALF))

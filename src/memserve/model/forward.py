@@ -1,9 +1,9 @@
 """The forward port: token ids in, logits out; and the Hugging Face module as it is, with packed linears on a CPU.
 
-Attention goes through the step context. Packing linears is the largest single gain on a CPU: ``F.linear`` lays the
-weight out anew on every call; packed once, a decode step streams it at memory speed (twice as fast at batch 8). The two
-torch ops are what Inductor emits. They are private in name, so they are tried out first, and the plain layers stay
-where they do not behave.
+Attention goes through the step context. Packing linears is the largest single gain on a CPU: ``F.linear`` reorders the
+weight on every call; packed once, a decode step streams it at memory speed (twice as fast at batch 8). The two torch
+ops are what Inductor emits. They are private in name, so they are tested first, and a layer stays plain where the test
+fails.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class WideLinear(nn.Module):
 
 
 def widen_head(module: Any) -> bool:
-    """Let the output head of a 16-bit causal language model give float32 logits; False where it is no plain linear."""
+    """Let the output head of a 16-bit model return float32 logits; False if it is not a plain 16-bit linear."""
     head = module.get_output_embeddings()
     if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -130,7 +130,7 @@ def _is_packable(linear: nn.Linear) -> bool:
 
 
 def _try_pack(linear: nn.Linear, trusted: dict[tuple[Any, ...], bool]) -> PackedLayer | None:
-    """The packed layer, or ``None`` if layers of this shape failed their trial (run once a shape)."""
+    """The packed layer, or ``None`` if layers of this shape failed their trial (run once per shape)."""
     kind = (linear.weight.shape, linear.weight.dtype, linear.bias is not None)
     if trusted.get(kind) is False:
         return None

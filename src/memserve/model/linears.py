@@ -20,24 +20,24 @@ from memserve import _kernels
 from memserve.errors import InvariantError
 
 ROWS_NATIVE_MAX = 128
-"""Up to here our kernel is ahead of oneDNN (by 1.6 at one row, 1.1 at 128, equal at 512)."""
+"""Up to this many rows our kernel is faster than oneDNN (1.6 times at one row, 1.1 at 128; equal at 512)."""
 
 _BUCKETS_OF_A_DOUBLING = 8
-_TILE_ROWS = 16  # of a matrix unit: filling up to them costs nothing
+_TILE_ROWS = 16  # of a matrix unit: padding to them costs nothing
 
 _BLOCKS_OUTPUTS = (64, 32)  # the formats that our kernel reads
-_ROWS_HINT = 8  # what oneDNN is told of the rows to come when it chooses how to lay a weight out
+_ROWS_HINT = 8  # the number of rows for which oneDNN chooses a weight's layout
 _WIDE_SLICE = 4096  # outputs
 _BLOCK_INPUTS = {torch.float32: 16, torch.bfloat16: 32}
 _CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def bucket_rows(rows: int) -> int:
-    """The least row count from ``rows`` on that oneDNN is called with: every one to 16, then multiples of 16 to 128,
-    then 8 to each doubling.
+    """``rows`` rounded up to a row count that oneDNN is called with: all up to 16, then multiples of 16 up to 128, then
+    8 per doubling.
 
-    oneDNN builds and keeps a primitive for each row count that it meets: up to 0.8 MB and 6 ms of CPU each. Prompts
-    have every length, so without this a prefill instance builds four in nearly every step, and keeps hundreds.
+    oneDNN builds and keeps a primitive for each row count that it sees: up to 0.8 MB and 6 ms of CPU each. Prompts have
+    every length, so without this a prefill instance would build four in nearly every step, and keep hundreds.
     """
     if rows <= _TILE_ROWS:
         return max(rows, 1)
@@ -46,7 +46,7 @@ def bucket_rows(rows: int) -> int:
 
 
 def in_bucket(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """``product(x)`` for ``x [..., k]``, computed over a bucket of rows; the rows that fill it up are zeros."""
+    """``product(x)`` for ``x [..., k]``, computed over a bucket of rows; the padding rows are zeros."""
     flat = x.reshape(-1, x.shape[-1])
     rows = len(flat)
     padded = torch.nn.functional.pad(flat, (0, 0, 0, bucket_rows(rows) - rows)) if bucket_rows(rows) > rows else flat
@@ -55,7 +55,7 @@ def in_bucket(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class PackedLinear:
-    """``y = x @ weight.T + bias`` with ``weight [n, k]``, possibly several weights below one another."""
+    """``y = x @ weight.T + bias`` with ``weight [n, k]``, possibly several weights stacked."""
 
     __slots__ = (
         "_address", "_bias_address", "_block", "_code", "_dense", "_inputs_padded", "_packed", "_rows_max",
@@ -65,8 +65,8 @@ class PackedLinear:
     def __init__(self, weights: list[Tensor], biases: list[Tensor] | None, *, wide: bool = False) -> None:
         """``weights``: ``[n_i, k]`` each, all of one dtype; ``biases``: ``[n_i]`` each, or None.
 
-        ``wide``: results are the float32 sums themselves, not rounded to the dtype. For logits: at the size they have,
-        bfloat16 has steps of an eighth, which makes ties between tokens that differ clearly.
+        ``wide``: results are the float32 sums themselves, not rounded to the dtype. For logits: at their size, bfloat16
+        has steps of an eighth, which makes ties between tokens that differ clearly.
         """
         weight = _joined(weights)
         self.wide = wide
@@ -75,7 +75,7 @@ class PackedLinear:
         self.n, self.k = weight.shape
         self.bias = None if biases is None else _joined(biases).clone()
         self._packed = _pack(weight)
-        self._dense = weight.clone() if self._packed is None else None  # the module's own storage may be let go
+        self._dense = weight.clone() if self._packed is None else None  # the module's own storage may be freed
         self._code = _CODES.get(weight.dtype, 0)
         self._bias_address = 0 if self.bias is None else self.bias.data_ptr()
         self._address, self._block = 0, _BLOCKS_OUTPUTS[0]
@@ -86,7 +86,7 @@ class PackedLinear:
             self._rows_max = ROWS_NATIVE_MAX if self._find_format(weight) else 0
         if wide and not self._rows_max and self._dense is None:
             self._dense = weight.clone()
-            # Float32 sums of 16-bit operands are our kernel's alone: without it the packed copy serves nothing.
+            # Only our kernel gives float32 sums of 16-bit operands: without it the packed copy has no use.
             self._packed = self._packed if weight.dtype == torch.float32 else None
 
     @property
@@ -96,7 +96,7 @@ class PackedLinear:
 
     @property
     def is_ours(self) -> bool:
-        """True when no product of up to ``ROWS_NATIVE_MAX`` rows is oneDNN's."""
+        """True when our kernel computes every product of up to ``ROWS_NATIVE_MAX`` rows."""
         return self._rows_max > 0
 
     @property
@@ -159,11 +159,11 @@ class PackedLinear:
     @property
     def _plain_weight(self) -> Tensor:
         if self._dense is None:
-            raise InvariantError("a packed linear was asked for the dense weight that it gave up")
+            raise InvariantError("a packed linear has freed its dense weight")
         return self._dense
 
     def _find_format(self, weight: Tensor) -> bool:
-        """Find the block width with which our kernel computes what torch does; False: oneDNN's format is another."""
+        """Find the block width with which our kernel computes what torch does; False: oneDNN uses another format."""
         for self._block in _BLOCKS_OUTPUTS:
             self._address = _address_of(self._packed, self.n, self._block, self._inputs_padded * weight.element_size())
             if self._address and self._reads_the_format(weight):
@@ -192,7 +192,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """One below the other."""
+    """``parts`` stacked."""
     return parts[0].detach() if len(parts) == 1 else torch.cat(parts)
 
 

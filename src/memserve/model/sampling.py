@@ -1,4 +1,4 @@
-"""From a step's logits to tokens, logprobs and beam candidates; what a request changes about the logits before."""
+"""From a step's logits to tokens, logprobs and beam candidates, after the changes that requests make to the logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SLICE_ROWS = 64
 
 @dataclass(slots=True)
 class Drawn:
-    """One token a draw, and what was asked for beside it, by position in ``tokens``."""
+    """One token per draw, and the requested logprobs and candidates by position in ``tokens``."""
 
     tokens: Int64s
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -82,9 +82,9 @@ def _without(drawn: Drawn, slots: Int64s, bad: NDArray[np.bool_], why: RowFailed
 
 
 def _adjust(row: Tensor, slot: int, table: SlotTable, failed: Failures) -> tuple[Int64s, Tensor] | None:
-    """Change ``row [vocab]`` as the request wants it. Returns which of its logits may have changed, and these before.
+    """Change ``row [vocab]`` as the request asks. Returns the tokens with changed logits, and their old logits.
 
-    What was no number stays none, but for stop tokens that ``min_tokens`` excludes.
+    A logit that is no number stays so, except for stop tokens that ``min_tokens`` excludes.
     """
     with stage(failed, slot, "changing its logits"):
         known, prompt_tokens = table.tokens[slot, : table.lengths[slot]], int(table.prompt_tokens[slot])
@@ -103,8 +103,8 @@ def _adjust(row: Tensor, slot: int, table: SlotTable, failed: Failures) -> tuple
 
 
 def _blame(logits: Tensor, position: int, slot: int, changed: tuple[Int64s, Tensor] | None, failed: Failures) -> None:
-    """Whether the model or the request is to blame for a row without a next token: told by the row before it was
-    ``changed``."""
+    """Note whether the model or the request is to blame for a row without a next token, judging by the row before it
+    was ``changed``."""
     if changed is not None:
         touched, before = changed
         logits[position, torch.from_numpy(touched).to(logits.device)] = before
@@ -138,7 +138,7 @@ def _draw(logits: Tensor, chosen: Int64s, slots: Int64s, table: SlotTable) -> In
 
 
 def _report(logits: Tensor, places: Int64s, slots: Int64s, table: SlotTable, drawn: Drawn) -> None:
-    asked = defaultdict(list)  # by how many alternatives, so that equal wishes cost one pass
+    asked = defaultdict(list)  # by number of alternatives: one pass for each
     for position in places[table.reports[slots[places]]].tolist():
         asked[table.sampling(int(slots[position])).logprobs or 0].append(position)
     for top, positions in asked.items():
@@ -173,7 +173,7 @@ def adjust_logits(
         row[seen] = torch.where(values > 0, values / factor, values * factor)
     if (sampling.presence_penalty or sampling.frequency_penalty) and len(output):
         ids = torch.from_numpy(output.astype(np.int64)).to(row.device)
-        row[ids] -= sampling.presence_penalty  # once a token, however often it is listed
+        row[ids] -= sampling.presence_penalty  # once per token, however often it is listed
         row.index_add_(0, ids, torch.full((len(ids),), -sampling.frequency_penalty, device=row.device))
     if sampling.logit_bias:
         biased, bias = zip(*sampling.logit_bias, strict=True)

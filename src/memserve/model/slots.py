@@ -1,11 +1,11 @@
 """What the device knows of each slot: tokens, block table, sampling, and why it draws no token.
 
-Everything is a preallocated array with one row a slot, so that a step reads the rows it needs with one indexing
-operation each, however many sequences run. Untouched rows cost no memory: the pages come zeroed from the kernel.
+Everything is a preallocated array with one row per slot, so that a step reads the rows it needs with one indexing
+operation each, however many sequences run. Untouched rows cost no memory: the kernel maps their pages at first use.
 
-Rows fail alone: what one request asks for must not cost others their step. Anything that is done for one slot on its
-own behalf runs under :func:`stage` or :func:`each`: opening it, changing its logits, drawing, reporting. Errors of the
-device itself, and broken promises of the plan, are not caught: then the step has failed.
+Rows fail alone: what one request asks for must not fail the step of others. Work for a single slot runs under
+:func:`stage` or :func:`each`: opening it, changing its logits, drawing, reporting. Errors of the device itself, and
+invariants that a plan breaks, are not caught: they fail the step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Failures = dict[int, RowFailed]
 _OF_THE_STEP = (InvariantError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 NOT_NUMBERS = RowFailed("the model gave no finite number for any next token", kv_is_suspect=True)
-"""Not a number or infinity among the logits, or every token impossible, before anything was done to them."""
+"""Not a number or infinity among the logits, or every token impossible, before the request's changes."""
 
 NOTHING_LEFT = RowFailed(NO_TOKEN_LEFT)
-"""The same after they were changed as the request wants it."""
+"""Every token impossible, but only after the request's changes."""
 
 
 class SlotTable:
@@ -67,16 +67,16 @@ class SlotTable:
         #: slots that report logprobs
         self.reports: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.opened: NDArray[np.bool_] = np.zeros(slots, np.bool_)
-        #: open slots that were opened in vain: they compute like any other, and draw nothing
+        #: open slots that failed: they compute like any other, and draw nothing
         self.failed: Failures = {}
         self._sampling: list[SamplingParams] = [SamplingParams()] * slots
         self._stop: list[StopParams] = [StopParams()] * slots
 
     def open(self, sequence: OpenSequence) -> None:
-        """Bind a closed slot to ``sequence``. What its request asks for may fail: then it is open, but ``failed``.
+        """Bind a closed slot to ``sequence``. If its parameters fail, the slot is open, but ``failed``.
 
-        Its tokens are computed in any case, because others may already have been promised their KV. An id outside of
-        the vocabulary counts as token 0: no sound request can have a prefix with it.
+        Its tokens are computed in any case, because other sequences may already rely on their KV. An id outside the
+        vocabulary counts as token 0: no valid request can have a prefix with it.
         """
         slot = sequence.slot
         check(not self.opened[slot], f"slot {slot} is opened twice")
@@ -129,12 +129,12 @@ class SlotTable:
         self.table_lengths[slot] += len(blocks)
 
     def replace(self, slot: int, position: int, block: int) -> None:
-        """Let entry ``position`` of the slot's table name ``block``: a private copy is written to from now on."""
+        """Point entry ``position`` of the slot's table to ``block``, a private copy to write to from now on."""
         check(position < self.table_lengths[slot], f"slot {slot} has no table entry {position}")
         self.tables[slot, position] = block
 
     def append(self, slots: Int64s, tokens: Int64s) -> None:
-        """Write one token behind the last one of each of ``slots``, shape ``[n]``."""
+        """Append one token to each of ``slots``, shape ``[n]``."""
         lengths = self.lengths[slots]
         self.tokens[slots, lengths] = tokens
         self.lengths[slots] = lengths + 1
@@ -177,7 +177,7 @@ def changes_logits(sampling: SamplingParams) -> bool:
 
 @contextmanager
 def stage(failures: Failures, slot: int, what: str) -> Iterator[None]:
-    """An error inside is ``slot``'s own."""
+    """An error inside fails ``slot`` alone."""
     try:
         yield
     except _OF_THE_STEP:
@@ -193,7 +193,7 @@ def each(
 ) -> None:  # fmt: skip
     """``work(places)`` for all at once; when that fails, for each alone, so that only the rows at fault fail.
 
-    ``slots[place]`` is the slot at fault. ``work`` must not mind to be done again.
+    ``slots[place]`` is the slot at fault. ``work`` must be repeatable.
     """
     try:
         work(places)

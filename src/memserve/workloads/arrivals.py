@@ -1,7 +1,7 @@
 """When requests are due: every function takes a workload and returns it with new times.
 
-Open loop: requests come when they come (:func:`by_request`, :func:`by_session`, :func:`trace_time`). Closed loop: so
-many users, each sending when its last answer has ended (:func:`closed_loop`).
+Open loop: requests do not wait for answers (:func:`by_request`, :func:`by_session`, :func:`trace_time`). Closed loop: N
+users, each sending when its last answer has ended (:func:`closed_loop`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Process(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """Arrivals that know nothing of each other (MemServe 8.2)."""
+    """Independent arrivals (MemServe 8.2)."""
 
     requests_per_s: float
 
@@ -46,7 +46,7 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Arrivals at even distances."""
+    """Arrivals at equal distances."""
 
     requests_per_s: float
 
@@ -97,7 +97,7 @@ def by_session(workload: Workload, process: Process, *, seed: int) -> Workload:
 
 
 def closed_loop(workload: Workload, *, users: int) -> Workload:
-    """``users`` users, each taking the next session when its last has ended; nothing has a time of its own."""
+    """``users`` users, each taking the next session when its last has ended; no request has a due time."""
     if users < 1:
         raise UserError(f"a closed loop of {users} users", hint="take at least 1")
     sessions = tuple(_due(session, [None] * len(session.turns)) for session in workload.sessions)
@@ -105,7 +105,7 @@ def closed_loop(workload: Workload, *, users: int) -> Workload:
 
 
 def trace_time(workload: Workload, *, speed: float = 1.0) -> Workload:
-    """The recorded times, ``speed`` times as fast; think times shrink alike."""
+    """The recorded times, ``speed`` times as fast, think times included."""
     if speed <= 0:
         raise UserError(f"a speed of {speed}", hint="take a factor above 0: 2 replays twice as fast")
 

@@ -1,7 +1,7 @@
-"""Records from a seed, in place of data sets: each generator works on a machine that has no data.
+"""Records generated from a seed, for machines without data sets.
 
 Turns, lengths and shared prefixes are close to those of public data of the same kind (MT-Bench-101 and mtRAG chats,
-meeting transcripts, HotpotQA agents, Mooncake's conversation trace): a test compares them. The text says nothing.
+meeting transcripts, HotpotQA agents, Mooncake's conversation trace): a test compares them. The text has no meaning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memserve.workloads.words import Message
 SOURCE = "built-in"
 TRACE_BLOCK_TOKENS = 512
 RETRIEVAL_SHARE = 0.2
-"""Chats with a last question that comes with retrieved passages."""
+"""Share of chats with retrieved passages in the last question."""
 
 
 def conversations(seed: int, count: int) -> list[Conversation]:
@@ -79,7 +79,7 @@ def examples(seed: int, count: int = 2) -> str:
 
 
 def trace_rows(seed: int, count: int, *, requests_per_s: float = 3.0) -> list[Lengths]:
-    """Rows like Mooncake's conversation trace: one system block for all, chats with prompts that grow by the row."""
+    """Rows like Mooncake's conversation trace: one system block for all, chats with prompts that grow row by row."""
     rng = draws(seed, "trace")
     chats: list[list[int]] = []
     next_id, now_s, rows = 1, 0.0, []

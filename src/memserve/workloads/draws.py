@@ -1,4 +1,4 @@
-"""Where chance comes from: a generator per purpose, all fixed by one seed, and English-looking text."""
+"""Random numbers: a generator per purpose, all fixed by one seed; and English-looking text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lognormal_count(rng: Draws, *, median: float, spread: float, at_most: int) -
 def prose(rng: Draws, words: int) -> str:
     """``words`` words in sentences, common words more often (Zipf).
 
-    Every word has three letters or more: ``words`` tokens at least, under any tokenizer and under four bytes a token.
+    Every word has three letters or more: at least ``words`` tokens with any tokenizer, and at four bytes per token.
     """
     drawn = rng.choice(_WORDS, size=words, p=_SHARES).tolist()
     sentences = []

@@ -1,4 +1,4 @@
-"""Parsed records: output of the readers of files, input of the generators (no text format in here)."""
+"""Parsed records: output of the file readers, input of the generators (independent of file formats)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memserve.workloads.words import Message, Span
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A recorded chat. Branches of one tree have one ``group``."""
+    """A recorded chat. Branches of one tree share a ``group``."""
 
     record_id: str
     messages: tuple[Message, ...]
@@ -69,7 +69,7 @@ class CallLog:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """One row of a trace without text. ``spans``: None: the trace has no blocks (Azure)."""
+    """One row of a trace without text. ``spans`` None: the trace has no blocks (Azure)."""
 
     at_s: float
     input_tokens: int
@@ -80,7 +80,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class LengthLog:
-    """Rows of one session; their block identities mean something inside the session only."""
+    """Rows of one session; their block identities are valid inside the session only."""
 
     record_id: str
     rows: tuple[Lengths, ...]

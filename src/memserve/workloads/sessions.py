@@ -202,7 +202,7 @@ def group_workload(
     meter: Meter | None = None,
 ) -> Workload:
     """``groups`` x ``users`` sessions in random order. Each group shares one system prompt of ``prefix_tokens``,
-    written from the seed; no two users ask alike."""
+    written from the seed; every user asks another question."""
     meter = meter or ByteMeter()
     heads = [
         Message("system", meter.cut(prose(draws(seed, "head", group), prefix_tokens), prefix_tokens))

@@ -29,10 +29,10 @@ class Caps:
 def capped(workload: Workload, caps: Caps, *, meter: Meter | None = None) -> Workload:
     """``workload`` within ``caps``.
 
-    Answers and turns beyond the bounds are cut off. A session ends before the turn with too long a prompt. If
-    that is its first, or a whole chat of its own (a document and a question), what it says is cut to its head (the
-    leading blocks, the head of the longest message), which keeps the prefixes that it shares; the frame of a chat
-    (roles, template) is never cut. Under a closed history every answer is assumed as long as it may be.
+    Answers and turns beyond the bounds are cut off. A session ends before a turn with too long a prompt. If that turn
+    is the first, or a whole chat by itself (a document and a question), its prompt is cut instead: to its leading
+    blocks, or the head of its longest message, which keeps shared prefixes. The frame of a chat (roles, template) is
+    never cut. Under a closed history every answer counts with its longest length.
     """
     for name, bound in (
         ("prompt", caps.prompt_tokens_max),
@@ -40,7 +40,7 @@ def capped(workload: Workload, caps: Caps, *, meter: Meter | None = None) -> Wor
         ("turn", caps.turns_max),
     ):
         if bound is not None and bound < 1:
-            raise UserError(f"a {name} cap of {bound}", hint="take at least 1")
+            raise UserError(f"a {name} cap of {bound} is too small", hint="use at least 1")
     meter = meter or ByteMeter()
     sessions = tuple(replace(s, turns=tuple(_turns_within(s, caps, meter))) for s in workload.sessions)
     dropped = workload.request_count - sum(len(session.turns) for session in sessions)
@@ -129,7 +129,7 @@ def _scaled(span: Span, old: int, new: int) -> Span:
 
 
 def sampled(workload: Workload, sessions: int, *, seed: int) -> Workload:
-    """``sessions`` of the sessions, drawn without repetition, in their old order; all where there are no more."""
+    """``sessions`` of the workload's sessions, drawn without repetition, in their old order; all if there are fewer."""
     if sessions >= len(workload.sessions):
         return workload
     chosen = np.sort(draws(seed, "sample").permutation(len(workload.sessions))[:sessions]).tolist()
@@ -140,7 +140,7 @@ def sampled(workload: Workload, sessions: int, *, seed: int) -> Workload:
 
 
 def with_turns(workload: Workload, turns_min: int) -> Workload:
-    """The sessions of at least ``turns_min`` turns. :class:`UserError` when there is none."""
+    """The sessions of at least ``turns_min`` turns. Raises :class:`UserError` when there is none."""
     sessions = tuple(session for session in workload.sessions if len(session.turns) >= turns_min)
     if not sessions:
         longest = max((len(session.turns) for session in workload.sessions), default=0)
@@ -160,8 +160,8 @@ def leading(workload: Workload, sessions: int) -> Workload:
 def shared(workload: Workload, ratio: float, *, seed: int) -> Workload:
     """The set of sessions ``ratio`` times, shuffled (MemServe 8.4: "a share ratio of 2 means duplicating this set").
 
-    Of a fraction, further sessions are drawn from the seed: 1.5 copies half of them. A copy has a name of its own, so
-    that only a scheduler that sees across sessions finds its prefix.
+    For a fraction, the seed draws which sessions are copied: 1.5 copies half of them. A copy has a name of its own, so
+    that only a scheduler that looks across sessions finds its prefix.
     """
     if ratio < 1:
         raise UserError(f"a share ratio of {ratio}", hint="1 means every session once, 2 every session twice")

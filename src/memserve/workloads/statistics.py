@@ -1,9 +1,9 @@
-"""What a workload is like: lengths, turns, shared prefixes (MemServe figure 7); and :class:`Spread`, the one
-distribution that every study reports.
+"""Describes workloads: lengths, turns, shared prefixes (MemServe figure 7); and :class:`Spread`, the one distribution
+that every study reports.
 
-Shared prefixes are those of a cache that never forgets: a radix tree whose edges are *runs* of consecutive block
-numbers, as traces number them. A prompt of a thousand blocks is a handful of runs, and matching costs the runs, not the
-blocks. ::
+Shared prefixes are those of an unlimited cache: a radix tree whose edges are *runs* of consecutive block numbers, as
+traces number them. A prompt of a thousand blocks is a handful of runs, and the cost of matching grows with the runs,
+not with the blocks. ::
 
     prompts  0 1 2 3 9     root ──[0 1 2]──┬─[3]──[9]
              0 1 2 7 8                     └─[7 8]
@@ -46,7 +46,7 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Mean and percentiles (linear between neighbours, as numpy's). None: no values."""
+    """Mean and percentiles (interpolated linearly, as in numpy). None: no values."""
     array = np.fromiter(values, dtype=np.float64)
     if not array.size:
         return None
@@ -56,7 +56,7 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 
 def spread_of(values: Iterable[float]) -> Spread:
-    """:func:`spread` of one value at least."""
+    """:func:`spread` of at least one value."""
     found = spread(values)
     assert found is not None, "at least one value"
     return found
@@ -64,7 +64,7 @@ def spread_of(values: Iterable[float]) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One row a request, in the order of the sessions and their turns; all columns int64 ``[requests]``."""
+    """One row per request, in the order of the sessions and their turns; all columns int64 ``[requests]``."""
 
     prompt_tokens: Column
     output_tokens: Column
@@ -105,7 +105,7 @@ class Summary:
 
 
 def measure(workload: Workload, *, block_tokens: int = 16, meter: Meter | None = None) -> Measured:
-    """Weigh every request. Text is cut into blocks of ``block_tokens``; traces keep their own block size."""
+    """Measure every request. Text is cut into blocks of ``block_tokens``; traces keep their own block size."""
     tree, rows = PrefixTree(), []
     for session in as_blocks(workload, block_tokens=block_tokens, meter=meter).sessions:
         for turn in session.turns:
@@ -160,7 +160,7 @@ class PrefixTree:
         self._root = _Run(0, 0)
 
     def match_then_insert(self, runs: Iterable[tuple[int, int]]) -> int:
-        """Blocks of the longest prefix that an earlier prompt had; then the prompt is one of the earlier ones."""
+        """Blocks of the longest prefix shared with an earlier prompt. Inserts the prompt."""
         node, matched, is_known = self._root, 0, True
         for first, count in runs:
             while count:

@@ -1,10 +1,10 @@
 """Token ids of text and of blocks, and workloads as if the model gave the recorded answers.
 
-A :class:`Meter` turns text into tokens. :class:`TokenizerMeter` holds the served model's tokenizer; :class:`ByteMeter`
-needs none and estimates: four bytes a token, close to English text under today's vocabularies.
+A :class:`Meter` turns text into tokens. :class:`TokenizerMeter` uses the served model's tokenizer; :class:`ByteMeter`
+needs none and estimates: four bytes per token, close to English text with today's vocabularies.
 
-:func:`as_blocks` gives a workload without text, for the simulator and for statistics. Under a closed history the
-answers are the recorded ones; where none is recorded, private tokens of the answer's length take its place.
+:func:`as_blocks` makes a workload without text, for the simulator and for statistics. Under a closed history the
+answers are the recorded ones; where none is recorded, tokens that occur nowhere else replace it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memserve.workloads.words import Blocks, Chat, History, Session, Span, Text,
 
 BYTES_PER_TOKEN = 4
 CUT_CHARACTERS = 8
-"""Characters read at first for each token to be cut."""
+"""Characters encoded at first, for each token to keep."""
 POSITIVE = np.int32(0x7FFFFFFF)
 SPECIAL_SHARE = 100
 """The lowest 1 / 100 of all ids is never synthesised: tokenizers keep their special tokens there."""
@@ -34,7 +34,7 @@ UNKNOWN_BLOCK_BASE = 1 << 62
 
 
 class Meter(Protocol):
-    """Weighs and cuts text."""
+    """Tokenizes and cuts text."""
 
     def encode(self, text: str) -> TokenArray:
         """Token ids, int32 ``[n]``; equal text gives equal ids."""
@@ -46,7 +46,7 @@ class Meter(Protocol):
 
 
 class ByteMeter:
-    """Four UTF-8 bytes a token; the id is the bytes themselves (less the sign), so equal prefixes have equal ids."""
+    """Four UTF-8 bytes per token; the id is the bytes themselves (without the sign bit): equal text, equal ids."""
 
     def encode(self, text: str) -> TokenArray:
         """Token ids, int32 ``[ceil(bytes / 4)]``."""
@@ -55,7 +55,7 @@ class ByteMeter:
         return words & POSITIVE
 
     def cut(self, text: str, tokens: int) -> str:
-        """The head of ``text``, never through a character."""
+        """The head of ``text``, never splitting a character."""
         raw = text.encode("utf-8", "surrogatepass")[: tokens * BYTES_PER_TOKEN]
         return raw.decode("utf-8", "ignore")
 
@@ -75,7 +75,7 @@ class TokenizerMeter:
         if tokens < 1:
             return ""
         ids, seen = self._encode(text[: CUT_CHARACTERS * tokens]), CUT_CHARACTERS * tokens
-        while len(ids) <= tokens and seen < len(text):  # long tokens: look further; documents need not be read whole
+        while len(ids) <= tokens and seen < len(text):  # long tokens: encode more, but rarely the whole text
             seen *= 2
             ids = self._encode(text[:seen])
         return text if len(ids) <= tokens else self._decode(list(ids)[:tokens]).rstrip("�")
@@ -134,7 +134,7 @@ def unrolled(session: Session, meter: Meter | None = None, *, vocab_size: int = 
 
 
 def said_tokens(turn: Turn, meter: Meter, *, vocab_size: int = VOCAB_DEFAULT) -> TokenArray:
-    """Token ids of what one turn says, int32 ``[n]``; a chat is weighed as ``role: content`` lines."""
+    """Token ids of what one turn says, int32 ``[n]``; a chat is tokenized as ``role: content`` lines."""
     match turn.says:
         case Text(text):
             return meter.encode(text)
@@ -153,7 +153,7 @@ def _answer_tokens(session: Session, number: int, meter: Meter, vocab_size: int)
 
 
 def as_blocks(workload: Workload, *, block_tokens: int, meter: Meter | None = None) -> Workload:
-    """The same requests without text: whole prompts as blocks of ``block_tokens``, equal prefix, equal identities.
+    """The same requests without text: whole prompts as blocks of ``block_tokens``; equal prefixes, equal identities.
 
     Prompts that are blocks already keep their own block size.
     """
@@ -214,7 +214,7 @@ def runs_of(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def blocks_from_ids(ids: list[int] | tuple[int, ...], *, tokens: int, block_tokens: int) -> Blocks:
-    """``Blocks`` of a list of identities, one a block, the last one partial where ``tokens`` says so."""
+    """``Blocks`` of a list of identities, one per block; the last is partial if ``tokens`` does not fill it."""
     spans, left = [], tokens
     for first, count in runs_of(ids):
         spans.append(Span(first, min(left, count * block_tokens)))

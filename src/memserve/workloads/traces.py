@@ -16,9 +16,9 @@ from memserve.workloads.tokens import ByteMeter, Meter
 from memserve.workloads.words import Blocks, History, Session, Span, Text, Turn, Workload
 
 FRESH_BLOCK_BASE = 1 << 48
-"""Blocks that a trace doesn't name are numbered from here: each is asked once only."""
+"""Blocks that a trace doesn't name are numbered from here: each occurs once only."""
 LOCAL_BLOCKS = 1 << 32
-"""Room between two sessions with identities that mean something inside one session only."""
+"""Block numbers for each session, where a trace's identities are valid inside one session only."""
 
 
 class _FreshBlocks:
@@ -28,14 +28,14 @@ class _FreshBlocks:
         self._next = FRESH_BLOCK_BASE
 
     def span(self, tokens: int, block_tokens: int) -> Span:
-        """``tokens`` tokens never asked before."""
+        """``tokens`` tokens that occur nowhere else."""
         first = self._next
         self._next += ceil_div(tokens, block_tokens)
         return Span(first, tokens)
 
 
 def replay(rows: Sequence[Lengths], *, kind: str, source: str, block_tokens: int) -> Workload:
-    """One session a row, due at its recorded time (Mooncake, Azure): such traces name no sessions.
+    """One session per row, due at its recorded time (Mooncake, Azure): such traces name no sessions.
 
     A row without blocks shares nothing with any other (Azure publishes none).
     """
@@ -52,10 +52,10 @@ def replay(rows: Sequence[Lengths], *, kind: str, source: str, block_tokens: int
 
 
 def replay_sessions(logs: Sequence[LengthLog], *, kind: str, source: str, block_tokens: int) -> Workload:
-    """One session a log, prompts as recorded, turns in causal order with the recorded think times (agentic traces).
+    """One session per log, prompts as recorded, turns in causal order with the recorded think times (agentic traces).
 
-    Every log's identities are moved to a range of their own. Logs begin when an arrival process says: the traces know
-    times inside a session only. A sub-agent is a session of its own, in the group of the one that started it.
+    Each log's identities are moved to a range of their own. An arrival process decides when logs begin: the traces have
+    only times inside a session. A sub-agent is a session of its own, in the group of the agent that started it.
     """
     fresh = _FreshBlocks()
     sessions = []
@@ -70,7 +70,7 @@ def replay_sessions(logs: Sequence[LengthLog], *, kind: str, source: str, block_
 def _length_turn(
     row: Lengths, fresh: _FreshBlocks, block_tokens: int, *, base: int = 0, due_s: float | None = None
 ) -> Turn:
-    """A row as a turn. Tokens behind the last named block (traces may name full blocks only) are fresh."""
+    """A row as a turn. Tokens after the last named block (traces may name full blocks only) are fresh."""
     spans = [Span(span.first + base, span.tokens) for span in row.spans or ()]
     unnamed = row.input_tokens - sum(span.tokens for span in spans)
     if unnamed > 0:
@@ -160,6 +160,6 @@ def _drawn_lengths(client: Client, rng: Draws, at_s: float, start_s: float) -> L
 
 
 def _drawn_from(quantiles: tuple[float, ...], rng: Draws) -> int:
-    """A length with a distribution of these quantiles, straight lines between them."""
+    """A length drawn from these quantiles, interpolated linearly."""
     place = rng.random() * (len(quantiles) - 1)
     return max(1, round(float(np.interp(place, np.arange(len(quantiles)), quantiles))))

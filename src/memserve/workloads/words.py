@@ -44,7 +44,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Plain text that a turn adds behind the prompt and the answers so far (or the whole prompt)."""
+    """Plain text that a turn adds after the prompt and the answers so far (or the whole prompt)."""
 
     text: str
 
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A prompt known by its length and its blocks only. ``tokens_of`` makes token ids of it."""
+    """A prompt of which only the length and the blocks are known. ``tokens_of`` makes token ids of it."""
 
     block_tokens: int
     spans: tuple[Span, ...]

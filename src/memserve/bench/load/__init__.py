@@ -1,1 +1,1 @@
-"""The load client: a workload's sessions against any OpenAI-compatible server, and one record a request."""
+"""The load client: a workload's sessions against any OpenAI-compatible server, and one record per request."""

@@ -1,7 +1,7 @@
 """One streamed request over HTTP, timed.
 
-aiohttp, because it was measured: at 2,000 requests/s against a server that answers at once, a request costs about
-0.17 ms of CPU with aiohttp; with httpx it costs 6 ms, and 200/s are too many.
+aiohttp, because of measurements: at 2,000 requests/s against a server that answers at once, a request costs about
+0.17 ms of CPU with aiohttp; with httpx 6 ms, and even 200 requests/s are too many.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """The news of a chat chunk; thinking models send part of it as reasoning."""
+    """The new text of a chat chunk; thinking models send part of it as reasoning."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -64,7 +64,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def spoken(self) -> str:
-        """The part of it that belongs into the chat's history: no reasoning."""
+        """The part of the text that belongs in the chat's history, without reasoning."""
         return (self.text if self.delta is None else self.delta.content) or ""
 
 
@@ -81,7 +81,7 @@ _decode = msgspec.json.Decoder(Chunk).decode
 
 
 class EventReader:
-    """Cuts a byte stream into events, however the network cut it."""
+    """Splits a byte stream into events, however the network split it."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -89,7 +89,7 @@ class EventReader:
         """``[DONE]`` was seen."""
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
-        """The events that ``data`` completes. Raises ``msgspec.DecodeError`` for what is no JSON of this shape."""
+        """The events that ``data`` completes. Raises ``msgspec.DecodeError`` for anything but JSON of this shape."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
@@ -116,7 +116,7 @@ class Target:
     """With or without the final ``/v1``."""
     api_key: str | None = None
     timeout_s: float | None = None
-    """A request's longest time on the wire. None: no limit."""
+    """Longest time of a request. None: no limit."""
     headers: dict[str, str] = field(default_factory=dict)
 
     def url(self, path: str) -> str:
@@ -167,7 +167,7 @@ class Client:
 
     @property
     def _http(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "enter it first"
+        assert self._session is not None, "use the client as a context manager"
         return self._session
 
     async def model(self) -> str:
@@ -184,7 +184,7 @@ class Client:
         except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
             problem = f"cannot be reached: {error or type(error).__name__}"
         except (msgspec.DecodeError, LookupError, TypeError):
-            problem = "does not answer as an OpenAI-compatible server does"
+            problem = "does not answer like an OpenAI-compatible server"
         raise UserError(f"{url} {problem}", hint="give the server's address, e.g. --base-url http://127.0.0.1:8000")
 
     async def alive(self) -> bool:
@@ -201,7 +201,7 @@ class Client:
     async def ask(self, path: str, data: bytes, record: RequestRecord) -> str:
         """Send ``data``, fill ``record`` as the answer streams in, and return the answer's text.
 
-        A failure is an outcome of the record, not an exception; a cancelled request says ``stopped``.
+        A failure is an outcome of the record, not an exception; a cancelled request's outcome is ``stopped``.
         """
         import aiohttp
 
@@ -217,7 +217,7 @@ class Client:
                         answer.take(piece)
                     answer.ended()
         except TimeoutError:
-            answer.fail(Outcome.TIMEOUT, f"no end within {self._target.timeout_s} s")
+            answer.fail(Outcome.TIMEOUT, f"not complete within {self._target.timeout_s} s")
         except (aiohttp.ClientError, OSError) as error:
             answer.fail(Outcome.BROKEN, f"{type(error).__name__}: {error}")
         except (msgspec.DecodeError, ValueError) as error:
@@ -239,7 +239,7 @@ def first_model(target: Target) -> str:
 
 
 class _Answer:
-    """Takes in an event stream."""
+    """Reads an event stream into a record."""
 
     def __init__(self, record: RequestRecord, clock: Clock) -> None:
         self._record, self._clock = record, clock
@@ -284,20 +284,20 @@ class _Answer:
         if self._error is not None:
             self.fail(Outcome.REFUSED, _shortened(_encode(self._error)))
         elif not self._finished and not self._events.done:
-            self.fail(Outcome.BROKEN, "the stream ended without an end")
+            self.fail(Outcome.BROKEN, "the stream broke off")
         else:
             self._record.end_ns = self._clock.now_ns()
             self._record.outcome = Outcome.OK
             self._record.output_tokens = self._record.output_tokens or len(self._record.token_ns)
 
     def fail(self, outcome: Outcome, error: str) -> None:
-        """The request ended now, without an answer."""
+        """The request ended without an answer."""
         self._record.end_ns = self._clock.now_ns()
         self._record.outcome, self._record.error = outcome, error[:ERROR_CHARS_MAX]
 
 
 def _facts(explanation: dict[str, Any]) -> dict[str, list[Any]]:
-    """Name -> values of that fact in the story, in order."""
+    """Fact -> its values in the explanation, in order."""
     facts: dict[str, list[Any]] = {}
     for fact in explanation.get("story") or ():
         facts.setdefault(str(fact.get("fact")), []).append(fact.get("value"))

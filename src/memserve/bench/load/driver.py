@@ -1,7 +1,7 @@
 """Sends a workload at the times it asks for.
 
-Open loop: a turn is sent when it is due, whatever became of other sessions; only its own session holds it back, since
-its prompt contains the answer before (MemServe 8.2, "causal order"). Closed loop: ``users`` sessions at a time; when
+Open loop: a turn is sent when it is due, even if other sessions are late; only its own session can delay it, because
+its prompt contains the previous answer (MemServe 8.2, "causal order"). Closed loop: ``users`` sessions at a time; when
 one ends, the next begins. The latency of a request that goes out late still counts from when it was due.
 """
 
@@ -30,7 +30,7 @@ EVERY_NS = NS_PER_S // 5
 
 
 class Progress:
-    """One line on stderr that is written over again; silent where stderr is no terminal."""
+    """One line on stderr, rewritten in place; silent if stderr is no terminal."""
 
     def __init__(self, planned: int, title: str = "", stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr
@@ -40,11 +40,11 @@ class Progress:
         self._shown_ns = -EVERY_NS
 
     def sent(self) -> None:
-        """One more is under way."""
+        """One more request is under way."""
         self._under_way += 1
 
     def ended(self, record: RequestRecord, now_ns: int) -> None:
-        """One has ended."""
+        """One request has ended."""
         self._under_way -= 1
         self._ended += 1
         self._failed += record.outcome is not Outcome.OK
@@ -70,11 +70,11 @@ class Progress:
 
 
 LEAD_NS = NS_PER_S // 50
-"""A request is encoded this long before it is due, not when every microsecond counts."""
+"""A request is encoded this long before it is due, so that encoding does not delay it."""
 PREPARED_BYTES_MAX = 1 << 28
 """First turns are encoded before the clock starts, up to this many bytes."""
 INTERRUPTED = "interrupted"
-"""Why a run is partial that Ctrl-C (or SIGTERM) ended."""
+"""``partial`` of a run that Ctrl-C or SIGTERM ended."""
 PROBES = 4
 PROBE_GAP_S = 0.5
 _encode = msgspec.json.Encoder().encode
@@ -120,7 +120,7 @@ class Driver:
         self._progress = progress or Progress(workload.request_count)
         self._run = LoadRun(planned=workload.request_count)
         self._prepared: dict[int, tuple[Dialogue, str, bytes]] = {}
-        """``id`` of a session -> its dialogue and its first request, for all and only those not begun yet."""
+        """Session id -> its dialogue and first request, for exactly the sessions that have not begun yet."""
         self._crew: asyncio.Task[None] | None = None
         self._probe: asyncio.Task[None] | None = None
 
@@ -161,7 +161,7 @@ class Driver:
             raise error
 
     def stop(self, why: str) -> None:
-        """End the run early; the first reason stays."""
+        """End the run early; the first reason is kept."""
         if self._crew is not None and not self._crew.done():
             self._run.partial = self._run.partial or why
             self._crew.cancel()
@@ -199,7 +199,7 @@ class Driver:
                 dialogue.answered(await self._client.ask(path, data, record))
             finally:
                 self._close(record)
-            ready = None  # its bytes are sent
+            ready = None  # its bytes were sent
             free_ns = record.end_ns or due_ns
             if not record.ok and session.history is History.CLOSED:
                 return  # the next prompt would contain an answer that is missing
@@ -253,7 +253,7 @@ def send(
     writer: RecordWriter | None = None,
     limit_s: float | None = None,
 ) -> LoadRun:
-    """Send ``workload`` to its end or for ``limit_s``, with a line of progress, as :func:`drive` does."""
+    """Send ``workload`` to its end or for ``limit_s``, with a line of progress. Signals as in :func:`drive`."""
     progress = Progress(workload.request_count, f"{labels.setting} {labels.workload}".strip())
     return drive(
         lambda: Driver(workload, target, manner, writer=writer, progress=progress, labels=labels, limit_s=limit_s)
@@ -262,7 +262,8 @@ def send(
 
 @contextmanager
 def _seldom_collecting() -> Iterator[None]:
-    """A full garbage collection over thousands of sessions stops the client for tens of milliseconds."""
+    """Collect garbage rarely: a full collection over thousands of sessions stops the client for tens of
+    milliseconds."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -301,7 +302,7 @@ def _stopped_by_signals(driver: Driver) -> Iterator[None]:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM raise ``KeyboardInterrupt`` as Ctrl-C does: what was started is ended, what was measured is kept."""
+    """Let SIGTERM raise ``KeyboardInterrupt`` as Ctrl-C does: servers are ended, measurements are kept."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,5 +1,5 @@
-"""What each turn of a session sends: the history with the answers that this server gave. And the meter that
-weighs text with the served model's tokenizer.
+"""The request body of each turn of a session: the history with this server's answers. And the meter that
+counts tokens with the served model's tokenizer.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ VOCAB_SIZE_DEFAULT = 32_000
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """Options of every request body of a run."""
+    """Options of all request bodies of a run."""
 
     model: str
     vocab_size: int = VOCAB_SIZE_DEFAULT
-    """Ids below it may be sent for prompts that are known by their length only."""
+    """Prompts that are known only by their length use ids below it."""
     ignore_eos: bool = False
-    """Every answer runs to its full length: equal work in all settings."""
+    """Every answer runs to its full length, so that all settings do equal work."""
     name_sessions: bool = True
-    """Send ``prompt_cache_key``: OpenAI's word for "these belong together"."""
+    """Send ``prompt_cache_key``, OpenAI's name for requests that share a prefix."""
     salt: str = ""
-    """Sent as ``cache_salt``, if not empty: requests of another salt share no cache with these (memserve, vLLM and
-    SGLang know the field), and no session by name. Letters, digits and dashes: vLLM takes no more."""
+    """Sent as ``cache_salt``, if not empty: requests with other salts share no cache with these (memserve, vLLM and
+    SGLang know the field), and no session by name. Letters, digits and dashes: vLLM accepts no others."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of every body."""
 
 
 class Dialogue:
-    """One session as this server answers it."""
+    """One session with the answers of this server."""
 
     def __init__(self, session: Session, manner: Manner) -> None:
         self._session, self._manner = session, manner
@@ -70,7 +70,7 @@ class Dialogue:
                 self._text = self._text + text if closed else text
                 return COMPLETION_PATH, {"prompt": self._text}
             case Blocks() as blocks:
-                check(not closed or len(self._session.turns) == 1, "prompts known by length only are given whole")
+                check(not closed or len(self._session.turns) == 1, "prompts known only by length are given whole")
                 return COMPLETION_PATH, {"prompt": tokens_of(blocks, vocab_size=self._manner.vocab_size).tolist()}
 
     def answered(self, text: str) -> None:
@@ -86,7 +86,7 @@ def weighing(model: str | None) -> tuple[TokenizerMeter | None, int]:
     """The meter of ``model`` and the size of its vocabulary. No model: no meter, and the default size.
 
     ``model``: a folder, a .gguf file, a hub id or the bundled model's name. Loads the tokenizer, not the weights.
-    :class:`UserError` where there is none.
+    Raises :class:`UserError` if there is none.
     """
     if model is None:
         return None, VOCAB_SIZE_DEFAULT
@@ -94,7 +94,7 @@ def weighing(model: str | None) -> tuple[TokenizerMeter | None, int]:
 
     folder = resolve_source(model, "auto")
     file = folder.path / TOKENIZER_FILE
-    if file.is_file():  # counts as transformers does, without the seconds of its import
+    if file.is_file():  # counts as transformers does, without its import of seconds
         return _weighing_by(file)
     from memserve.model.loading.loader import load_tokenizer
 
@@ -126,7 +126,7 @@ def _weighing_by(file: Path) -> tuple[TokenizerMeter, int]:
 
 
 def model_meter(model: str) -> TokenizerMeter:
-    """A meter that counts the tokens ``model`` sees. Raises as :func:`weighing` does."""
+    """A meter that counts tokens as ``model`` does. Raises as :func:`weighing` does."""
     meter, _ = weighing(model)
     assert meter is not None
     return meter

@@ -1,4 +1,4 @@
-"""One record a request, and the file they are written to as the run goes.
+"""One record per request, and the file to which they are written during the run.
 
 All times are nanoseconds since the run began, on one monotonic clock. **Latency counts from** ``scheduled_ns``, the
 moment at which the workload wanted the request to be sent: a client that falls behind cannot hide a slow server
@@ -17,7 +17,7 @@ import msgspec
 from memserve.errors import UserError
 
 FLUSH_BYTES = 1 << 15
-COMPRESSION = 1  # it runs between requests: a larger file is the smaller evil
+COMPRESSION = 1  # fast, because it runs between requests
 
 
 class Outcome(enum.StrEnum):
@@ -47,13 +47,13 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Arrival of every chunk with text: one a token on most servers, several tokens when they came together."""
     end_ns: int | None = None
     output_tokens: int = 0
-    """As the server counts them; the number of chunks where it does not."""
+    """The server's count; the number of chunks if it gives none."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     fetched_tokens: int = 0
-    """Cached tokens that came from another instance, where the server tells."""
+    """Cached tokens that came from another instance, if the server says so."""
     instance: str = ""
-    """The instances that computed the answer, where the server tells: ``p1 to d1``."""
+    """The instances that computed the answer, if the server says so: ``p1 to d1``."""
     http_status: int | None = None
     outcome: Outcome = Outcome.STOPPED
     error: str = ""
@@ -83,20 +83,20 @@ class RecordWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Hand all records to the operating system, in a readable form."""
+        """Pass all records to the operating system, in a readable form."""
         self._file.write(self._deflate.compress(bytes(self._waiting)) + self._deflate.flush(zlib.Z_SYNC_FLUSH))
         self._file.flush()
         self._waiting.clear()
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         self.flush()
         self._file.write(self._deflate.flush())
         self._file.close()
 
 
 def read_records(path: Path) -> list[RequestRecord]:
-    """The records of a file, also of one with a writer that was killed: whole lines only.
+    """The records of a file. If its writer was killed: the whole lines.
 
     Raises :class:`UserError` for a file that holds something else.
     """

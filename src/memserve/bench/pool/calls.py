@@ -1,6 +1,6 @@
-"""Figure 9: the calls of MemServe's Table 1 by blocks and by cached ratio, within a process and between two.
+"""Figure 9: the calls of MemServe's Table 1 by number of blocks and by cached ratio, within a process and between two.
 
-Calls that only keep accounts are timed on a pool of many small blocks, for they never touch a block's bytes; calls that
+Calls that only do accounting are timed on a pool of many small blocks, because they touch no block's bytes; calls that
 copy (``swap_out``, ``swap_in``) on blocks of the model's own size. Between processes (``alloc_mem`` at a peer,
 ``transfer``, ``transfer_with_insert``) a call lasts as long as its caller waits: message, seal, pull, comparison of the
 checksums, answer. All points take turns within a round.
@@ -37,7 +37,7 @@ Question = tuple[int, float | None]
 
 
 class Prompts:
-    """Random prompts, equal for equal seeds; no two share a prefix but those of :meth:`sharing`."""
+    """Random prompts, equal for equal seeds; no two share a prefix except those of :meth:`sharing`."""
 
     def __init__(self, seed: int = 5) -> None:
         self._rng = np.random.default_rng(seed)
@@ -56,7 +56,7 @@ class Prompts:
 
 
 def plant_tree(pool: BlockPool, prompts: Prompts, count: int, tokens: int = TREE_PROMPT_TOKENS) -> list[TokenArray]:
-    """Put ``count`` other prompts into the index, as in a cache in use; returns them."""
+    """Put ``count`` other prompts into the index, as in a cache that is in use; returns them."""
     planted = [prompts.fresh(tokens) for _ in range(count)]
     for prompt in planted:
         blocks = pool.allocate_ids(tokens // pool.block_tokens)
@@ -80,20 +80,20 @@ class CallPoint:
 
 
 class Times:
-    """Times of calls, by what was called with what."""
+    """Times of calls, by call and arguments."""
 
     def __init__(self) -> None:
         self._ns: dict[Key, list[int]] = {}
 
     def __call__(self, key: Key, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of ``call``; its duration is noted under ``key``."""
+        """Run ``call`` and return its result; record its duration under ``key``."""
         begin_ns = time.perf_counter_ns()
         result = call(*arguments)
         self.add(key, time.perf_counter_ns() - begin_ns)
         return result
 
     def add(self, key: Key, spent_ns: int) -> None:
-        """Note a time that was measured elsewhere."""
+        """Record a time that was measured elsewhere."""
         self._ns.setdefault(key, []).append(spent_ns)
 
     def forget(self) -> None:
@@ -108,7 +108,8 @@ class Times:
 def measure_accounts(
     block_tokens: int, counts: Sequence[int], ratio_blocks: int, tree_prompts: int, rounds: int
 ) -> list[CallPoint]:
-    """``alloc_mem``, ``free_mem``, ``insert``, ``match`` and ``delete``; over cached ratios at ``ratio_blocks``."""
+    """Time ``alloc_mem``, ``free_mem``, ``insert``, ``match`` and ``delete``; over cached ratios at
+    ``ratio_blocks``."""
     per_prompt = TREE_PROMPT_TOKENS // block_tokens
     blocks = tree_prompts * per_prompt + 4 * max(*counts, ratio_blocks, per_prompt)
     geometry = KVGeometry(1, 1, 1, 1, "bfloat16", block_tokens)
@@ -152,7 +153,7 @@ def _account_by_ratio(pool: MemPool, prompts: Prompts, times: Times, count: int,
     added = times(("insert", count, ratio), pool.insert, tokens, held)
     check(added == count - shared, "what was there is kept")
     pool.free_mem(held)
-    if shared < count:  # a prompt that leads on to another one is deleted with that one
+    if shared < count:  # deleting a prompt that extends to another one deletes that as well
         _insert(pool, first)
         gone = times(("delete", count, ratio), pool.delete, tokens)
         check(gone == count - shared, "what the other prompt needs stays")
@@ -172,7 +173,7 @@ def _insert(pool: MemPool, tokens: TokenArray) -> None:
 
 
 def measure_swaps(geometry: KVGeometry, counts: Sequence[int], rounds: int) -> list[CallPoint]:
-    """``swap_out`` and ``swap_in`` of blocks that the caller holds: the copy is part of the call."""
+    """Time ``swap_out`` and ``swap_in`` of blocks that the caller holds, including the copy."""
     size_bytes = max(counts) * geometry.block_bytes
     pool, times = MemPool(geometry, hbm_bytes=size_bytes, dram_bytes=size_bytes), Times()
     for turn in range(rounds + 1):
@@ -180,7 +181,7 @@ def measure_swaps(geometry: KVGeometry, counts: Sequence[int], rounds: int) -> l
             held = _allocated(pool, count)
             below = times(("swap_out", count, None), pool.swap_out_blocks, held)
             above = times(("swap_in", count, None), pool.swap_in, below)
-            check(above is not None and above.tier is Tier.HBM, "there is room for all of it")
+            check(above is not None and above.tier is Tier.HBM, "there is room for all blocks")
             pool.free_mem(above)
         if turn == 0:
             times.forget()
@@ -192,12 +193,12 @@ def measure_swaps(geometry: KVGeometry, counts: Sequence[int], rounds: int) -> l
 
 
 def open_peers(geometry: KVGeometry, link: str, blocks_max: int, environment: dict[str, str]) -> Pair:
-    """A sender and a receiver over ``link``. Raises :class:`UserError` when it does not work here."""
+    """A sender and a receiver over ``link``. Raises :class:`UserError` if the link does not work here."""
     return Pair(link, _receive, _send, environment, geometry, link, blocks_max)
 
 
 def measure_peers(pairs: dict[str, Pair], counts: Sequence[int], ratio_blocks: int, rounds: int) -> list[CallPoint]:
-    """All calls over every pair, taking turns; ``pairs`` by the name of their link."""
+    """Time all calls over every pair, taking turns; ``pairs``: by name of the link."""
     questions: list[Question] = [(count, None) for count in counts]
     questions += [(count, 0.0) for count in counts if count != ratio_blocks]
     questions += [(ratio_blocks, ratio) for ratio in RATIOS]
@@ -218,7 +219,7 @@ def _peer(name: str, geometry: KVGeometry, link: str, blocks: int) -> PoolPeer:
 
 
 def _receive(sender: Connection, geometry: KVGeometry, link: str, blocks_max: int) -> None:
-    """The receiver's process: plants and forgets prompts when the sender says so."""
+    """The receiver's process: plants and forgets prompts on the sender's request."""
     with _peer("receiver", geometry, link, 2 * blocks_max) as peer:
         sender.send(peer.info())
         while True:
@@ -247,7 +248,7 @@ class _Caller:
         self._prompts = Prompts(11)
 
     def answer(self, question: Question) -> list[tuple[Key, int]]:
-        """The calls that ``question`` means, timed."""
+        """Make the calls that ``question`` describes, timed."""
         count, ratio = question
         held = self._peer.alloc_mem(count)
         assert held is not None, "the pool was made for it"

@@ -1,4 +1,4 @@
-"""Figure 10: the radix index beside indexes that are a dictionary of hashes.
+"""Figure 10: the radix index beside indexes that are dictionaries of hashes.
 
 Rivals, plain Python as an engine would write them:
 
@@ -6,8 +6,8 @@ Rivals, plain Python as an engine would write them:
 * *hash of prefixes*: a block's key is the hash of every token up to its end (vLLM's automatic prefix caching at the
   time of the paper): the work grows with the square of the length.
 
-Both trust their hashes; ours compares tokens. Each gets its tokens in the form it likes best (a list, an array),
-computes its keys once a request, and must give equal answers.
+Both trust their hashes; ours compares tokens. Each gets its tokens in its preferred form (a list, an array), computes
+its keys once per request, and must give equal answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memserve.units import NS_PER_S
 from memserve.workloads.statistics import Spread, spread_of
 
 POINT_S = 0.4
-"""A point is repeated no longer than this, but at least :data:`ROUNDS_MIN` times."""
+"""A point is repeated for at most this long, but at least :data:`ROUNDS_MIN` times."""
 ROUNDS_MIN = 3
 Keys = Callable[[Sequence[int], int], Iterator[int]]
 
@@ -42,11 +42,11 @@ class IndexPoint:
     match_ns: Spread
     insert_ns: Spread
     check_ns: Spread
-    """Both together: the paper's "check index"."""
+    """Match and insert together: the paper's "check index"."""
 
 
 def chained_keys(tokens: Sequence[int], block_tokens: int) -> Iterator[int]:
-    """A key for each whole block, from its tokens and the key before."""
+    """A key for each whole block, from its tokens and the previous key."""
     key = 0
     for end in range(block_tokens, len(tokens) + 1, block_tokens):
         key = hash((key, tuple(tokens[end - block_tokens : end])))
@@ -66,16 +66,16 @@ class Index(Protocol):
         """Make all of ``tokens`` cached."""
 
     def take(self, tokens: TokenArray) -> None:
-        """The prompt that the next calls are about, in the form that suits the index."""
+        """Set the prompt of the next calls, in the form that suits the index."""
 
     def match(self) -> int:
-        """Its cached blocks."""
+        """Number of the prompt's cached blocks."""
 
     def insert(self) -> int:
-        """After :meth:`match`: make all of it cached; how many blocks are new."""
+        """After :meth:`match`: cache the whole prompt. Returns the number of new blocks."""
 
     def forget(self) -> None:
-        """Forget all of it."""
+        """Remove the whole prompt."""
 
 
 class HashIndex(Index):
@@ -129,9 +129,9 @@ class RadixOfPool(Index):
         self._pool.release(self._held)
 
     def take(self, tokens: TokenArray) -> None:
-        # blocks are allocated now, not while matching is timed: the rivals have none
+        # allocate blocks now, outside the timed match: the rivals have none
         held = self._pool.allocate_ids(len(tokens) // self._pool.block_tokens)
-        assert held is not None, "the pool was made for it"
+        assert held is not None, "the pool has room for the prompt"
         self._tokens, self._held = tokens, held
 
     def match(self) -> int:
@@ -149,7 +149,7 @@ class RadixOfPool(Index):
 
 
 def build_indexes(block_tokens: int, tree_prompts: int, tokens_max: int, prompts: Prompts) -> dict[str, Index]:
-    """All contenders, holding equal other prompts."""
+    """All contenders, with the same other prompts cached."""
     blocks = (tree_prompts * TREE_PROMPT_TOKENS + 4 * max(tokens_max, TREE_PROMPT_TOKENS)) // block_tokens
     indexes: dict[str, Index] = {
         "radix": RadixOfPool(BlockPool(PoolConfig(hbm_blocks=blocks), block_tokens, "bench")),
@@ -164,7 +164,7 @@ def build_indexes(block_tokens: int, tree_prompts: int, tokens_max: int, prompts
 
 
 def race(block_tokens: int, works: Sequence[tuple[int, float]], tree_prompts: int, rounds: int) -> Iterator[IndexPoint]:
-    """Every index with every work of ``(prompt tokens, cached ratio)``, taking turns."""
+    """Time every index with every work of ``(prompt tokens, cached ratio)``, taking turns."""
     prompts = Prompts(9)
     indexes = build_indexes(block_tokens, tree_prompts, max(tokens for tokens, _ in works), prompts)
     for tokens, ratio in works:
@@ -182,7 +182,7 @@ def race(block_tokens: int, works: Sequence[tuple[int, float]], tree_prompts: in
 
 
 def _one(index: Index, prompt: TokenArray, block_tokens: int, ratio: float) -> tuple[int, int]:
-    """Times of match and insert in ns, of a prompt with a cached first part; the index is left as it was."""
+    """Times in ns of match and insert for a prompt with a cached first part; restores the index."""
     blocks = len(prompt) // block_tokens
     shared = round(blocks * ratio)
     if shared:

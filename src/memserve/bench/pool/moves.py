@@ -1,6 +1,6 @@
 """Figure 11: a prompt's KV between two processes, aggregated and discrete; bandwidth by the size of pieces.
 
-Piece ``i`` of another process's memory goes to place ``perm[i]`` of ours, so that nothing can be merged. All movers
+Piece ``i`` of another process's memory goes to place ``perm[i]`` of ours, so that pieces cannot be merged. All movers
 take turns within a round, each with the same pieces. Our links checksum what they copy; ``memcpy`` stays within one
 process and thread and does not.
 """
@@ -33,24 +33,24 @@ from memserve.units import KIB, MIB
 from memserve.workloads.statistics import Spread, spread_of
 
 PROMPT_TOKENS = 2048
-"""The paper's prompt."""
+"""Tokens of the paper's prompt."""
 SIZES = (8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, 1 * MIB, 4 * MIB)
 MEMCPY = "memcpy"
 _OWNER, _TAKER = Peer("owner", 1), Peer("taker", 1)
 Mover = Callable[["Work"], int]
-"""Does the work, and says how many ns it took."""
+"""Does the work, and returns the ns that it took."""
 ONE_CALL, CALL_EACH = "one call", "a call a piece"
 START_S, ANSWER_S = 60.0, 60.0
 STOP_S = 5.0
 Side = Callable[..., None]
-"""A process's work: ``(pipe to the other one, ...)``; the taker's has the pipe to the parent before it."""
+"""The main function of a process: ``(pipe to the other one, ...)``; the taker gets the pipe to the parent first."""
 
 
 class Pair:
     """``own`` in one process and ``take`` in another, until :meth:`close`. Both must be importable by name."""
 
     def __init__(self, name: str, own: Side, take: Side, environment: dict[str, str], *arguments: Any) -> None:
-        """Raises :class:`UserError` when the taker does not say that it is ready."""
+        """Raises :class:`UserError` if the taker does not become ready."""
         self.name = name
         context = multiprocessing.get_context("spawn")
         owner_side, taker_side = context.Pipe()
@@ -70,12 +70,12 @@ class Pair:
             raise
 
     def ask(self, question: Any) -> Any:
-        """What the taker answers. Raises :class:`UserError` when it fails or does not."""
+        """The taker's answer. Raises :class:`UserError` if it fails or does not answer."""
         self._told.send(question)
         return self._answer(ANSWER_S)
 
     def close(self) -> None:
-        """End both."""
+        """End both processes."""
         self._told.close()
         for process in reversed(self._processes):  # the taker ends by itself, then the owner
             process.join(STOP_S)
@@ -101,7 +101,7 @@ class Failed:
 
 
 def serve(told: Connection, answer: Callable[[Any], Any]) -> None:
-    """The taker's loop: ready, then a question an answer, until the parent has gone."""
+    """The taker's loop: report ready, then answer each question, until the parent has gone."""
     told.send("ready")
     while True:
         try:
@@ -133,7 +133,7 @@ class Move:
     calls: str
     """``one call`` or ``a call a piece``."""
     layout: str
-    """Of the prompt's KV. Empty: pieces of one size, whatever they hold."""
+    """Layout of the prompt's KV. Empty: pieces of one size without a layout."""
     piece_bytes: int
     pieces: int
     spent_ns: Spread
@@ -145,7 +145,7 @@ class Move:
 
     @property
     def gb_per_s(self) -> float:
-        """At the median."""
+        """Bandwidth at the median time."""
         return self.total_bytes / self.spent_ns.p50
 
 
@@ -160,18 +160,18 @@ class Work:
 
     @property
     def ranges(self) -> Ranges:
-        """Every piece once."""
+        """Ranges that cover every piece once."""
         return shuffled(self.pieces, self.piece_bytes)
 
 
 def shuffled(count: int, piece_bytes: int) -> Ranges:
-    """``count`` pieces that lie side by side, in random order at their destination."""
+    """``count`` adjacent pieces, in random order at their destination."""
     src = np.arange(count, dtype=np.int64) * piece_bytes
     return Ranges(src, np.random.default_rng(count).permutation(src), piece_bytes)
 
 
 def works_of(geometry: KVGeometry, sweep_bytes: int) -> list[Work]:
-    """The KV of the paper's prompt in three layouts, by one call and by a call a piece; then pieces of every size."""
+    """The KV of the paper's prompt in three layouts, in one call and in a call per piece; then pieces of every size."""
     prompt_blocks, layers = PROMPT_TOKENS // geometry.block_tokens, geometry.num_layers
     layouts = {
         "aggregated: a block": (geometry.block_bytes, prompt_blocks),
@@ -183,17 +183,17 @@ def works_of(geometry: KVGeometry, sweep_bytes: int) -> list[Work]:
 
 
 def bytes_needed(works: Sequence[Work]) -> int:
-    """Of memory at each end."""
+    """Bytes of memory at each end."""
     return max(work.piece_bytes * work.pieces for work in works)
 
 
 def open_mover(geometry: KVGeometry, link: str, arena_bytes: int, environment: dict[str, str]) -> Pair:
-    """An owner of pages and a taker, over ``link``. Raises :class:`UserError` when it does not work here."""
+    """An owner of pages and a taker, over ``link``. Raises :class:`UserError` if the link does not work here."""
     return Pair(link, _own, _take, environment, geometry, link, arena_bytes)
 
 
 def measure_moves(pairs: Mapping[str, Pair], works: Sequence[Work], rounds: int) -> Iterator[Move]:
-    """Every work by ``memcpy`` and by every pair (by the name of its link), work by work."""
+    """Time every work with ``memcpy`` and with every pair (by name of the link), work by work."""
     copy = _memcpy(bytes_needed(works))
     movers: dict[str, Mover] = {MEMCPY: copy, **{name: pair.ask for name, pair in pairs.items()}}
     for work in works:
@@ -201,7 +201,7 @@ def measure_moves(pairs: Mapping[str, Pair], works: Sequence[Work], rounds: int)
         for turn in range(rounds + 1):  # the first one warms up
             for name, move in movers.items():
                 if name == MEMCPY and work.calls == CALL_EACH:
-                    continue  # numpy's row assignment has no calls to be saved
+                    continue  # numpy's row assignment has no calls to save
                 spent_ns = move(work)
                 if turn:
                     spent[name].append(spent_ns)
@@ -227,7 +227,7 @@ def _memcpy(nbytes: int) -> Mover:
 
 
 def _arena(nbytes: int) -> _core.SharedArena:
-    """Memory as an instance's: touched, and on huge pages where the kernel has any."""
+    """Memory like an instance's: touched, and on huge pages if the kernel has any."""
     arena = _core.SharedArena(nbytes)
     np.frombuffer(memoryview(arena), np.uint8)[:] = np.arange(nbytes, dtype=np.uint8)
     arena.collapse(0, nbytes)
@@ -251,7 +251,7 @@ def _own(taker: Connection, geometry: KVGeometry, link: str, arena_bytes: int) -
 
 
 def _take(told: Connection, owner: Connection, geometry: KVGeometry, link: str, arena_bytes: int) -> None:
-    """The taker's process: reads what it is asked for."""
+    """The taker's process: reads the requested ranges."""
     arenas = {Tier.HBM: _arena(arena_bytes)}
     reader: PageLink = ShmLink(arenas) if link == "shm" else NixlLink(arenas, geometry.block_bytes)
     join = wire.decode(owner.recv())

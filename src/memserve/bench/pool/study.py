@@ -1,4 +1,4 @@
-"""``memserve bench pool``: MemPool's calls, its index and its block aggregation (figures 9, 10, 11; level 4)."""
+"""``memserve bench pool``: MemPool's calls, its index and its block aggregation (figures 9, 10, 11)."""
 
 from __future__ import annotations
 
@@ -39,27 +39,28 @@ LINKS: dict[str, tuple[str, dict[str, str]]] = {
 STEP_TOKENS = 4096
 """The longest prompt whose forward is timed, in one step."""
 PAPER_BLOCK_NS = 800
-"""A block, in the memory calls of MemServe's figure 9."""
+"""Time per block of the memory calls in MemServe's figure 9."""
 PAPER_INSERT_MS = 0.7
-"""Inserting a prompt of 4,096 tokens, at most (section 8.4)."""
+"""Longest time to insert a prompt of 4,096 tokens (section 8.4)."""
 BARS = "bars: P10 to P90"
 FRESH_OR_WHOLE = {"insert": 0.0, "delete": 0.0, "match": 1.0, WITH_INSERT: 0.0}
-"""By blocks, calls that know an index are drawn at this cached ratio; the others have none."""
+"""In plots over blocks, calls that use an index are drawn at this cached ratio."""
 ACCOUNTS = ("alloc_mem", "free_mem", "insert", "match", "delete")
 SWAPS = ("swap_in", "swap_out")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """How much is measured."""
+    """How much to measure."""
 
     blocks: tuple[int, ...]
-    """Blocks of a call; the cached ratio is varied at the largest, at most at a prompt of 4,096 tokens."""
+    """Blocks of a call; the cached ratio is varied at the largest, but at most at a prompt of 4,096 tokens."""
     prompt_tokens: tuple[int, ...]
-    """Lengths at which the indexes race, and the model's forward is timed where it fits."""
+    """Prompt lengths at which the indexes are compared, and the model's forward is timed if it fits."""
     tree_prompts: int
     rounds: int
-    """Of calls that keep accounts and of the race; calls that move bytes are repeated ``copy_rounds`` times."""
+    """Rounds of accounting calls and of the index comparison; calls that move bytes are repeated ``copy_rounds``
+    times."""
     copy_rounds: int
     sweep_bytes: int
 
@@ -82,7 +83,7 @@ class PoolResults(StudyResults):
 
     geometry: KVGeometry = field(default_factory=lambda: KVGeometry(1, 1, 1, 1, "bfloat16"))
     tree_prompts: int = 0
-    """Prompts of 4,096 tokens that the index holds beside what is measured."""
+    """Prompts of 4,096 tokens that the index holds beside the measured ones."""
     calls: list[CallPoint] = field(default_factory=list)
     index: list[IndexPoint] = field(default_factory=list)
     forward: list[ForwardPoint] = field(default_factory=list)
@@ -90,7 +91,7 @@ class PoolResults(StudyResults):
 
     @property
     def model(self) -> str:
-        """For titles."""
+        """The model, for titles."""
         return ", ".join(self.models)
 
     @property
@@ -102,7 +103,7 @@ class PoolResults(StudyResults):
 
 
 def by_blocks(calls: Iterable[CallPoint], call: str, link: str = "") -> dict[int, Spread]:
-    """Blocks -> time of ``call``."""
+    """Number of blocks -> time of ``call``."""
     ratio = FRESH_OR_WHOLE.get(call)
     found = {p.blocks: p.spent_ns for p in calls if (p.call, p.link, p.cached_ratio) == (call, link, ratio)}
     return dict(sorted(found.items()))
@@ -122,7 +123,7 @@ def ratio_blocks(calls: Iterable[CallPoint]) -> int | None:
 
 
 def links_of(calls: Iterable[CallPoint]) -> list[str]:
-    """Links between processes, in the order in which they were measured."""
+    """Links between processes, in the order of measuring."""
     return [link for link in dict.fromkeys(p.link for p in calls) if link]
 
 
@@ -141,7 +142,7 @@ def _calls(pyplot: Any, results: PoolResults) -> Any | None:
             draw_line(moving, by_blocks(calls, call, link), f"{call}, {link}", NS_PER_MS, color=f"C{number}", ls=style)
         draw_line(fresh, by_ratio(calls, WITH_INSERT, link), link, NS_PER_MS, color=f"C{number}")
     tokens = (ratio_blocks(calls) or 0) * results.geometry.block_tokens
-    accounts.set(title="Calls that keep accounts", ylabel="time of a call (µs)", ylim=(0, None))
+    accounts.set(title="Calls that only do accounting", ylabel="time of a call (µs)", ylim=(0, None))
     ratios.set(title=f"Calls of the index, a prompt of {tokens:,} tokens", ylabel="time of a call (µs)", ylim=(0, None))
     moving.set(title="Calls that move bytes", ylabel="time of a call (ms)", yscale="log")
     fresh.set(
@@ -231,7 +232,7 @@ DRAWINGS = {
 
 
 class PoolStudy(Study[PoolResults]):
-    """Calls, indexes and moves, part by part."""
+    """Measures calls, indexes and moves."""
 
     title = "memserve bench pool"
     drawings = DRAWINGS
@@ -252,7 +253,7 @@ class PoolStudy(Study[PoolResults]):
             results.models, results.geometry = [model.name], model.geometry
             block_tokens = model.geometry.block_tokens
             varied = min(max(plan.blocks), max(1, STEP_TOKENS // block_tokens))  # blocks whose cached ratio is varied
-            tell("calls that keep accounts (figure 9)")
+            tell("calls that only do accounting (figure 9)")
             results.calls += measure_accounts(block_tokens, plan.blocks, varied, plan.tree_prompts, plan.rounds)
             tell("swaps (figure 9)")
             results.calls += measure_swaps(results.geometry, plan.blocks, plan.copy_rounds)
@@ -299,7 +300,7 @@ MemServe section 8.4 (Llama2-13B, eight H800, blocks of 16 tokens). The machines
         yield Table("Calls (figure 9)", names, rows)
         yield from _index_tables(results)
         about = f"""
-*{ONE_CALL}*: all pieces in one request; *{CALL_EACH}*: as a library without lists of pieces needs it. The paper tunes
+*{ONE_CALL}*: all pieces in one request; *{CALL_EACH}*: as a library without lists of pieces needs. The paper tunes
 NCCL's communicators beside it; these links have none."""
         rows = [
             [one.mover, one.calls, one.layout, one.pieces, human_bytes(one.piece_bytes),
@@ -385,7 +386,7 @@ def _move_claims(results: PoolResults) -> Iterator[list[str]]:
 def _index_tables(results: PoolResults) -> Iterator[Table]:
     about = """
 *hash chain*: a dictionary keyed by the hash of a block's tokens and the key before; *hash of prefixes*: by the hash of
-all tokens up to the block's end, as vLLM had it at the time of the paper. Neither compares tokens."""
+all tokens up to the block's end, as in vLLM at the time of the paper. Neither compares tokens."""
     rows: list[list[Cell]] = [
         [point.index, point.prompt_tokens, f"{point.cached_ratio:g}",
          *(f"{spent_ns.p50 / NS_PER_US:.1f}" for spent_ns in (point.match_ns, point.insert_ns, point.check_ns))]

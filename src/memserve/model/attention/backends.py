@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Int32s = NDArray[np.int32]
 
 AttentionFactory = Callable[[Int32s, Int32s, Int32s, Int32s], StepAttention]
-"""Called once a step: ``(tables [slots, max_blocks], table_rows [rows], q_starts [rows + 1], contexts [rows])``."""
+"""Called once per step: ``(tables [slots, max_blocks], table_rows [rows], q_starts [rows + 1], contexts [rows])``."""
 
 
 class KernelAttention:
@@ -87,7 +87,7 @@ class TritonAttention:
         """``arena``: uint8 ``[bytes]`` on the device."""
         from memserve.model.attention import triton_attention
 
-        # only the rows of this step travel
+        # copy only the rows of this step to the device
         rows = np.ascontiguousarray(tables[table_rows, : -(-int(contexts.max()) // geometry.block_tokens)])
         places = np.arange(len(table_rows), dtype=np.int32)
         self.batch = triton_attention.TritonBatch(arena, geometry, rows, places, q_starts, contexts)
@@ -113,7 +113,7 @@ class TritonAttention:
 
 
 def choose_attention(arena: Tensor, geometry: KVGeometry) -> AttentionFactory:
-    """The fastest attention for where ``arena`` (uint8, blocks) lies, and for the geometry."""
+    """The fastest attention for the device of ``arena`` (uint8, blocks) and for the geometry."""
     flat = arena.view(-1)
     if flat.device.type == "cpu" and _kernel_supports(geometry):
         return partial(KernelAttention, flat.data_ptr(), geometry)

@@ -1,12 +1,12 @@
-"""The step context, and our attention function in transformers' attention interface, which looks there.
+"""The step context, and our attention function in transformers' attention interface, which reads it.
 
-Families differ in which keyword arguments they hand down to their attention function, some drop unknown ones. So the
+Families differ in the keyword arguments that they pass to their attention function; some drop unknown ones. So the
 device installs the step's attention here, and the function registered with transformers picks it up. It is kept per
-thread: each device has a thread of its own, so two devices in one process never see each other's step.
+thread: each device has its own thread, so two devices in one process never see each other's step.
 
-The function is entered once a layer, in order, after rotary embedding and key/query norms. No mask function is
-registered beside it: transformers then builds no mask at all ("for TGI/vLLM backends"), and causality, windows and
-paging are the step's business alone.
+The function is called once per layer, in order, after rotary embedding and key/query norms. No mask function is
+registered with it: transformers then builds no mask at all ("for TGI/vLLM backends"), and causality, windows and paging
+are left to the step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ATTENTION_NAME = "memserve"
 class StepAttention(Protocol):
     """One step's ragged batch, seen by one layer after the other in model order.
 
-    This is the seam for everything that happens per layer. What loads, saves or places KV by layer wraps a
-    ``StepAttention`` in another one, which waits for layer ``l`` before the inner call or sends it off after it; see
+    This is the place for everything that happens per layer. Code that loads, saves or places KV by layer wraps a
+    ``StepAttention`` in another one, which waits for layer ``l`` before the inner call or sends it afterwards; see
     :class:`ReportingAttention`.
     """
 
@@ -50,8 +50,8 @@ class StepAttention(Protocol):
         Shapes: ``q [1, H, T, Dk]``, ``k [1, Hkv, T, Dk]``, ``v [1, Hkv, T, Dv]``, any strides with a dense last
         dimension, dtype of the KV cache; ``sinks`` ``[H]``, any float dtype. Returns ``[1, T, H, Dv]``, contiguous.
         ``T`` may be more than the batch has tokens: the surplus is not written, and its results are zeros.
-        ``window`` > 0: attend only to the last ``window`` positions, the own one included. ``softcap`` > 0:
-        ``s = softcap * tanh(s / softcap)``. ``sinks``: one extra logit a head, in the softmax's denominator only.
+        ``window`` > 0: attend only to the last ``window`` positions, its own included. ``softcap`` > 0:
+        ``s = softcap * tanh(s / softcap)``. ``sinks``: one extra logit per head, in the softmax's denominator only.
         """
 
 
@@ -82,17 +82,20 @@ def current_attention() -> StepAttention:
 
 
 class ReportingAttention:
-    """A step's attention that tells when the K and V of a layer are written, so that they may leave while the next
-    layers compute (MemServe 5.2, by layer). For a CPU, where they are written when ``attend`` returns."""
+    """A step's attention that reports when the K and V of a layer are written, so that they can be sent while the next
+    layers are computed (MemServe 5.2, by layer). For a CPU, where they are written when ``attend`` returns."""
 
-    def __init__(self, attention: StepAttention, written: Callable[[int], None]) -> None:
+    def __init__(self, attention: StepAttention, written: Callable[[int], None], every: int = 1) -> None:
+        """``every``: tell of each Nth layer; what comes behind the last of them the end of the step tells."""
         self._attention = attention
         self._written = written
+        self._every = every
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """See :meth:`StepAttention.attend`."""
         mixed = self._attention.attend(layer, q, k, v, **options)
-        self._written(layer)
+        if (layer + 1) % self._every == 0:
+            self._written(layer)
         return mixed
 
 

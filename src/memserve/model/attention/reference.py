@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the fallback for devices without a kernel of ours, and a test oracle.
+"""Paged attention in plain torch: the fallback for devices without our kernels, and a test oracle.
 
 It gathers each sequence's pages into dense K and V and computes the softmax in float32 (float64 for float64 queries).
 Clear and slow; the layout is the one of :class:`memserve.types.KVGeometry`.
@@ -33,7 +33,7 @@ class ReferencePages:
         self.v[:, layer].permute(0, 2, 1, 3)[blocks, offsets] = v
 
     def read(self, layer: int, blocks: Tensor, context: int) -> tuple[Tensor, Tensor]:
-        """Dense ``k [Hkv, context, Dk]`` and ``v [Hkv, context, Dv]`` of a sequence that lies in ``blocks``."""
+        """Dense ``k [Hkv, context, Dk]`` and ``v [Hkv, context, Dv]`` of the sequence in ``blocks``."""
         k = self.k[blocks, layer].permute(1, 0, 3, 2).flatten(1, 2)
         v = self.v[blocks, layer].permute(1, 0, 2, 3).flatten(1, 2)
         return k[:, :context], v[:, :context]

@@ -85,7 +85,7 @@ class TritonBatch:
         return tuple(torch.split(joined.to(self.device, non_blocking=True), [len(a) for a in arrays]))
 
     def tiles(self, group: int) -> tuple[int, int, Tensor, Tensor]:
-        """``(query rows of a tile, tiles, row of each, first token of each)`` for ``group`` heads a KV head."""
+        """``(query rows of a tile, tiles, row of each, first token of each)`` for ``group`` heads per KV head."""
         if group not in self._tiles:
             decode = int(self._counts.max()) == 1
             m = _power_of_two(_DECODE_ROWS if decode else _PREFILL_ROWS, group)
@@ -98,7 +98,7 @@ class TritonBatch:
         return self._tiles[group]
 
     def splits(self, programs: int) -> int:
-        """Pieces a row, so that ``programs`` times the pieces fill the device; 1 where there are queries enough."""
+        """Pieces per row, so that ``programs`` times the pieces fill the device; 1 where the queries fill it alone."""
         if self._splits is not None:
             return self._splits
         if self.device.type != "cuda":
@@ -106,7 +106,7 @@ class TritonBatch:
         wanted = ceil_div(2 * torch.cuda.get_device_properties(self.device).multi_processor_count, programs)
         useful = ceil_div(self._context_max, self.geometry.block_tokens * _BLOCKS_A_SPLIT)
         most = max(1, min(wanted, useful, _SPLITS_MAX))
-        return 1 << (most.bit_length() - 1)  # each number is a compilation of its own: few numbers
+        return 1 << (most.bit_length() - 1)  # each number needs its own compilation: use few
 
     def common(self) -> tuple[Tensor | int, ...]:
         """The arguments that every kernel starts with."""
@@ -140,8 +140,8 @@ def attend(
     ``q`` ``[T, H, Dk]``, ``k`` ``[T, Hkv, Dk]``, ``v`` ``[T, Hkv, Dv]``, ``out`` ``[T, H, Dv]``: of the KV's dtype, any
     strides but a contiguous last dimension. Query ``i`` of a row sits at position ``context - count + i``; head ``h``
     reads KV head ``h // (H / Hkv)``. ``window`` > 0: only the last ``window`` positions, its own included. ``softcap``
-    > 0: ``s = cap * tanh(s / cap)``. ``sinks``: float32 ``[H]``, one more logit a head, in the denominator only. Sums
-    are float32.
+    > 0: ``s = cap * tanh(s / cap)``. ``sinks``: float32 ``[H]``, one more logit per head, in the denominator only.
+    Sums are float32.
     """
     kernels = _kernels()
     check(q.shape[0] == batch.tokens, f"q has {q.shape[0]} rows, the batch {batch.tokens}")

@@ -17,7 +17,7 @@ VARYING = ("table_stride", "layer", "window")  # one compilation serves all valu
 
 @triton.jit
 def page_of_head(table, index, layer, kv_head, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr):
-    """Element offset of one head in the page of ``table[index]`` and ``layer``: the one place that knows the arena."""
+    """Element offset of one head in the page of ``table[index]`` and ``layer``: only this function knows the arena."""
     block = tl.load(table + index).to(tl.int64)
     return ((block * LAYERS + layer) * KV_HEADS + kv_head) * HEAD
 
@@ -95,8 +95,8 @@ def block_values(
     place, keys, last,
     DV: tl.constexpr, BLOCK: tl.constexpr, DV_PAD: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """V ``[KEYS, DV_PAD]`` of one block. Slots behind the last token may hold anything, NaN too, and 0 * NaN must not
-    reach the sum: they are not read."""
+    """V ``[KEYS, DV_PAD]`` of one block. Positions after the last token may hold anything, even NaN; they are not read,
+    because 0 * NaN would spoil the sum."""
     t = tl.arange(0, KEYS)
     dv = tl.arange(0, DV_PAD)
     written = (keys <= last) & (t < BLOCK)

@@ -1,12 +1,12 @@
-"""From a graph to a step: one flat Python function, or one that runs natively between its foreign operations.
+"""Compiles a graph to a step: one flat Python function, or one that runs natively between its foreign operations.
 
-A graph interpreter spends microseconds a node on looking things up. The function written here holds every operation,
-constant and argument in a variable of its own and forgets each value after its last use, so a step costs what its
-operations cost. It is Python that one could have written by hand: see :attr:`Program.source`.
+A graph interpreter spends microseconds per node on looking things up. The function written here holds every operation,
+constant and argument in a variable of its own and drops each value after its last use, so a step costs what its
+operations cost. It reads like Python written by hand: see :attr:`Program.source`.
 
-The native step is as flat; where the plain one calls operations, it calls ``run(begin, end, ...)``. Native values that
-torch must see (attention's queries, keys, values) are views of the workspace, made once for each number of rows and
-kept.
+The native step is equally flat; it calls ``run(begin, end, ...)`` where the plain one calls operations. Native values
+that torch must see (attention's queries, keys, values) are views of the workspace, made once for each number of rows
+and kept.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Names:
 
     def __init__(self) -> None:
         self.namespace: dict[str, Any] = {}
-        self.rename: dict[fx.Node, str] = {}  # values that are not variables of their node's name
+        self.rename: dict[fx.Node, str] = {}  # values that are not in a variable with their node's name
         self._known: dict[int, str] = {}
 
     def of(self, thing: Any, prefix: str) -> str:
-        """The name of ``thing``, one that begins with ``prefix`` if it is new."""
+        """The name of ``thing``; a new name begins with ``prefix``."""
         if id(thing) not in self._known:
             self._known[id(thing)] = f"{prefix}{len(self._known)}"
             self.namespace[self._known[id(thing)]] = thing
@@ -109,7 +109,7 @@ def value_text(arg: Any, names: Names) -> str:
     return names.of(arg, "arg")
 
 
-# -- natively
+# -- native steps
 
 
 class NativeStep:
@@ -177,7 +177,7 @@ class _Writer:
         self._lines: list[tuple[str, list[Node]]] = []  # text, foreign values that it reads
         self._externals: list[External] = []
         self._written = 0  # operations of the program that have been run so far
-        self._announced = 0  # externals with an address that has been handed over
+        self._announced = 0  # externals with an address that the program has
         self._torch_views: set[Node] = set()
         self.viewed: list[Place] = []
 

@@ -1,8 +1,8 @@
 """Captured forwards: a Hugging Face module as one flat list of fused operations, on CPU.
 
 Record the forward twice, merge the recordings into a graph for any number of tokens, rewrite it, compile it, and
-compare it with the module it came from. Nothing here knows a model family; where any stage does not understand what
-it sees, the module runs as it is (:class:`memserve.model.forward.EagerForward`), which is slower and never wrong.
+compare it with the module it came from. Nothing here knows a model family; where any stage meets something unknown, the
+module runs as it is (:class:`memserve.model.forward.EagerForward`), which is slower and never wrong.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class CapturedForward:
         """``input_ids, positions [T]``, ``logits_rows [R]``, int64 -> logits ``[R, vocab]`` float32."""
         native = self.native
         with torch.inference_mode():
-            # Filled up once here, so that no linear has to copy its input. Rows never mix but in attention, which
-            # computes those of its batch.
+            # Padded once here, so that no linear has to copy its input. Rows mix only in attention, which computes
+            # those of its batch.
             missing = bucket_rows(len(input_ids)) - len(input_ids) if len(input_ids) > self._fills_up else 0
             if missing:
                 input_ids, positions = pad(input_ids, (0, missing)), pad(positions, (0, missing))
@@ -73,7 +73,7 @@ class CapturedForward:
 
 
 def best_forward(module: Any) -> Forward:
-    """The captured forward where ``module`` can be captured (which takes its weights away), else the module itself."""
+    """The captured forward if ``module`` can be captured (its weights are freed then), else the module itself."""
     captured = capture_forward(module)
     if captured is None:
         return EagerForward(module)
@@ -82,7 +82,7 @@ def best_forward(module: Any) -> Forward:
 
 
 def capture_forward(module: Any) -> CapturedForward | None:
-    """Capture ``module`` (on CPU, with our attention and plain linears), or say why not in one log line and give None.
+    """Capture ``module`` (on CPU, with our attention and plain linears); if that fails, log the reason and return None.
 
     The module is left as it was; :func:`release_weights` frees what the captured forward does not need.
     """
@@ -99,14 +99,14 @@ def capture_forward(module: Any) -> CapturedForward | None:
         _forget_values(recorded)
         for trial, logits in zip(trials, expected, strict=True):
             _compare(_logits(captured, trial), logits, module.dtype)
-    except Exception as error:  # whatever a stage stumbles over, the module itself still works
+    except Exception as error:  # whatever fails here, the module itself still works
         log.warning("the model's forward is not captured, it runs module by module: %s", error)
         return None
     return captured
 
 
 def optimise(graph: fx.Graph) -> None:
-    """Run all graph passes, in order. A graph that writes into its values only gets its linears packed."""
+    """Run all graph passes, in order. In a graph that mutates values, only linears are packed."""
     if not has_mutation(graph):
         simplify(graph)
         match_rms_norms(graph)
@@ -121,7 +121,7 @@ def optimise(graph: fx.Graph) -> None:
 
 
 def _native_step(graph: fx.Graph, dtype: torch.dtype) -> NativeStep | None:
-    """The graph for few tokens; None when it is not free of mutation or holds nothing native."""
+    """The graph for few tokens; None when it mutates values or holds nothing native."""
     if has_mutation(graph):
         return None
     lowered = Lowering(graph, _SIZES[0], dtype).run()
@@ -131,7 +131,7 @@ def _native_step(graph: fx.Graph, dtype: torch.dtype) -> NativeStep | None:
 def _own_constants(graph: fx.Graph) -> None:
     """Copy what is left of the module's weights (embeddings, norms): a captured forward shares no storage with it.
 
-    The weights may be mapped from their file, and all of it stays resident as long as one tensor refers to it.
+    The weights may be mapped from their file, and the whole file stays resident while one tensor refers to it.
     """
     for node in graph.nodes:
         if node.op == "get_attr":

@@ -1,7 +1,7 @@
-"""The operations that graph passes put in place of several small ones.
+"""The operations with which graph passes replace several small ones.
 
 Each is a plain function of tensors, so that a rewritten graph runs node by node at any size. The kernels take
-addresses and strides; what they cannot take (a last dimension that is not dense) is made dense first.
+addresses and strides; a tensor with a last dimension that is not dense is copied first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lowering: runs of fused operations become pieces of one native program.
 
-First every node is sorted: native operation, view of a native value, or foreign (embedding, attention, whatever torch
-must do). Then native values get their offsets in the workspace by lifetime, and the operations go into the program.
+First every node is classified: native operation, view of a native value, or foreign (embedding, attention, whatever
+torch must do). Then native values get offsets in the workspace by lifetime, and the operations go into the program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NativeOp:
 
 @dataclass
 class Lowered:
-    """A sorted graph. What is neither an operation of the program nor a view is foreign."""
+    """A graph with classified nodes. What is neither an operation of the program nor a view is foreign."""
 
     dtype: torch.dtype
     order: dict[Node, int]
@@ -45,7 +45,7 @@ class Lowered:
 
 
 class Lowering:
-    """Sorts the nodes of one graph. ``sizes``: tokens and logits rows of the recording; ``dtype``: of activations."""
+    """Classifies the nodes of a graph. ``sizes``: tokens and logits rows of the recording; ``dtype``: activations'."""
 
     def __init__(self, graph: fx.Graph, sizes: tuple[int, int], dtype: torch.dtype) -> None:
         self._sizes = sizes
@@ -66,7 +66,7 @@ class Lowering:
         }
 
     def run(self) -> Lowered:
-        """Sort every node, in order."""
+        """Classify every node, in order."""
         for node in self._result.order:
             if node.op == "call_function":
                 self._sort(node)
@@ -127,7 +127,7 @@ class Lowering:
         return dense_place(Buffer(int(tail.numel())), *shape)
 
     def _rows_of(self, place: Place | None, inner: int = 0) -> tuple[Dim, ...] | None:
-        """``(rows, [inner,] width)`` with a dense last dimension, rows first; None if it is not like that."""
+        """``(rows, [inner,] width)`` if rows come first and the last dimension is dense, else None."""
         core = () if place is None else place.core()
         good = len(core) in (2, 2 + inner) and core[0].size is None and core[-1].stride == 1
         return core if good and None not in [dim.size for dim in core[1:]] else None

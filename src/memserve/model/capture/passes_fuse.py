@@ -1,8 +1,8 @@
-"""Graph passes that put one operation in the place of several: patterns that modules spell out, and their linears.
+"""Graph passes that replace several operations by one: patterns that modules spell out, and their linears.
 
 Each matcher starts at an operation that only this pattern has (``rsqrt`` for RMSNorm, ``cat`` of a negated half for
-rotary embedding), walks to its neighbours, and does nothing when one of them is not as expected. What no matcher knows
-runs as aten: slower, never wrong. Linears that read one input are joined, and all are packed.
+rotary embedding), walks to its neighbours, and does nothing when one of them is not as expected. What no matcher
+recognises runs as aten: slower, never wrong. Linears that read the same input are joined, and all are packed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def same_kind(a: Node, b: Node) -> bool:
 
 
 def replace(graph: fx.Graph, old: Node, target: Any, args: tuple[Any, ...]) -> Node:
-    """Put a call of ``target`` where ``old`` stands and hand it all of its users."""
+    """Replace ``old`` by a call of ``target`` for all of its users."""
     with graph.inserting_before(old):
         node = graph.call_function(target, args)
     node.meta["value"] = value_of(old)
@@ -220,9 +220,9 @@ def normalise_linears(graph: fx.Graph) -> None:
 
 
 def widen_logits(graph: fx.Graph) -> None:
-    """The linear with results that are turned into float32 at the end gives float32 itself, unrounded.
+    """If the results of a linear are cast to float32 at the end, let it return float32 itself, unrounded.
 
-    What lies between the two (picking rows, a soft cap, a constant factor) is then computed in float32 as well.
+    Operations between the two (picking rows, a soft cap, a constant factor) are then computed in float32 as well.
     """
     for node in nodes_of(graph):
         if not calls(node, aten.to.dtype) or node.args[1] != torch.float32 or not _ends_the_graph(node):
@@ -244,13 +244,13 @@ def _ends_the_graph(node: Node) -> bool:
 
 
 def _reads_one(node: Node) -> bool:
-    """The first argument is the only one computed in the model's dtype: numbers and sizes do not hold float32 back."""
+    """Whether the first argument is the only floating-point tensor: no other one can force the model's dtype."""
     others = [value_of(other) for other in node.all_input_nodes if other is not node.args[0]]
     return not any(isinstance(other, Tensor) and other.is_floating_point() for other in others)
 
 
 def pack_linears(graph: fx.Graph) -> None:
-    """Linears of one input (q, k, v; gate, up) become one, and its output columns are handed out as views."""
+    """Linears of one input (q, k, v; gate, up) become one linear, with views of its output columns."""
     readers: dict[tuple[Node, bool, bool], list[Node]] = defaultdict(list)
     for node in nodes_of(graph):
         if calls(node, aten.linear.default) and all(constant_of(arg) is not None for arg in _parameters(node)):
@@ -261,7 +261,7 @@ def pack_linears(graph: fx.Graph) -> None:
 
 
 def share_tied_embedding(graph: fx.Graph) -> None:
-    """An embedding with a table that is also a packed linear's weight is read from there: tens of megabytes less."""
+    """If an embedding's table is also a packed linear's weight, read it from there: this saves tens of megabytes."""
     layers: list[PackedLinear] = [node.args[1] for node in nodes_of(graph) if calls(node, fused.linear)]
     tied = {layer.source: layer for layer in layers if layer.source}
     for node in nodes_of(graph):

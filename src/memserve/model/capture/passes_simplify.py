@@ -1,4 +1,4 @@
-"""Graph passes that change no number: fold constants, drop copies that copy nothing, share equal work."""
+"""Graph passes that change no result: fold constants, drop copies that copy nothing, share equal work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALWAYS_IDENTITY = {aten.detach.default, aten.alias.default, aten.lift_fresh.def
 
 
 def nodes_of(graph: fx.Graph) -> list[Node]:
-    """The nodes as they are now: the graph may be rewritten while one walks over them."""
+    """A snapshot of the nodes, so that the graph may be rewritten during a walk over them."""
     return list(graph.nodes)
 
 
@@ -41,7 +41,7 @@ def has_mutation(graph: fx.Graph) -> bool:
 
 
 def value_of(node: Any) -> Any:
-    """What the node gave while recording (tensors at the first recording's sizes)."""
+    """The node's value while recording (tensors at the first recording's sizes)."""
     return node.meta.get("value")
 
 
@@ -60,7 +60,7 @@ def add_constant(graph: fx.Graph, value: Tensor) -> Node:
 
 
 def fold_constants(graph: fx.Graph) -> None:
-    """Operations on nothing but constants become the constant they gave (``1 + weight``, ``weight.float()``)."""
+    """Replace operations on constants alone by their results (``1 + weight``, ``weight.float()``)."""
     for node in nodes_of(graph):
         inputs = node.all_input_nodes
         constant = bool(inputs) and all(i.op == "get_attr" for i in inputs)
@@ -69,7 +69,7 @@ def fold_constants(graph: fx.Graph) -> None:
 
 
 def drop_identities(graph: fx.Graph) -> None:
-    """Casts to the dtype at hand, detaches and reshapes to the shape at hand go."""
+    """Remove casts to the same dtype, detaches, and reshapes to the same shape."""
     for node in nodes_of(graph):
         if node.op == "call_function" and _is_identity(node):
             node.replace_all_uses_with(node.args[0])
@@ -101,7 +101,7 @@ def share_equal_work(graph: fx.Graph) -> None:
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Nodes without users go, unless they write or attend."""
+    """Remove nodes without users, unless they write or attend."""
     for node in reversed(nodes_of(graph)):
         if node.op in ("call_function", "get_attr") and not node.users and is_pure(node):
             graph.erase_node(node)

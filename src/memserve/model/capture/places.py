@@ -25,7 +25,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Place:
-    """A strided view of a buffer. Exactly one dimension counts rows; dimensions of size 1 come and go freely."""
+    """A strided view of a buffer. Exactly one dimension counts rows; dimensions of size 1 may be added and removed."""
 
     buffer: Any  # the Buffer or External it lies in
     offset: int  # elements
@@ -102,7 +102,7 @@ class Workspace:
         self._taken: dict[Buffer, tuple[int, int]] = {}
 
     def place(self, buffer: Buffer) -> None:
-        """The smallest free room that is large enough, else new room."""
+        """Give ``buffer`` the smallest free room that is large enough, else new room."""
         need = -(-buffer.elements_per_row * self.rows_max // 64) * 64
         room = min((free for free in self._free if free[0] >= need), default=None)
         if room is None:

@@ -1,12 +1,12 @@
 """Recording a model's forward as a graph of aten operations.
 
 transformers' modules cost 6 to 8 ms of Python for a step of thirty layers, and hide what could be fused. So the
-forward is run twice at load under a dispatch mode that writes down every operation, at two distinctive sizes. What
-differs between the two recordings is a size: an integer that was ``3 * 11`` once and ``3 * 17`` then is ``3 * T``.
-Everything else must be equal, or the model is refused and runs as it is.
+forward is run twice at load under a dispatch mode that records every operation, at two distinctive sizes. What differs
+between the two recordings is a size: an integer that is ``3 * 11`` in one and ``3 * 17`` in the other is ``3 * T``.
+Everything else must be equal; otherwise the capture is refused, and the model runs as it is.
 
-In inference mode the dispatcher hands over whole operations (``linear``, ``silu``), not their decompositions, and
-attention is one opaque node: the recording is short (53 operations a Llama layer) and close to the author's own code.
+In inference mode the dispatcher sees whole operations (``linear``, ``silu``), not their decompositions, and attention
+is one opaque node: the recording is short (53 operations per Llama layer) and close to the author's own code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memserve.model.attention.context import attending, current_attention
 
 
 class CaptureRefused(Exception):
-    """This forward cannot be written down as one graph; the message says why."""
+    """This forward cannot be recorded as one graph; the message says why."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, options: dict[str, Any]) -> Tensor:
@@ -33,13 +33,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, options: dict[str, Any])
 
 
 def size_of(x: Tensor, dim: int) -> int:
-    """The graph's source of sizes: ``T`` and ``R`` are read off the inputs once a step."""
+    """The graph's source of sizes: ``T`` and ``R`` are read from the inputs once per step."""
     return x.shape[dim]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One recording. ``node.meta["value"]`` is what each node gave; constants are ``get_attr`` nodes holding theirs."""
+    """One recording. ``node.meta["value"]`` is each node's value; constants are ``get_attr`` nodes."""
 
     graph: fx.Graph
     inputs: tuple[fx.Node, ...]
@@ -105,7 +105,7 @@ def _item(values: tuple[Tensor, ...], index: int) -> Tensor:
 
 
 def record(forward: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Trace:
-    """Run ``forward(**inputs)`` and write it down. Raises :class:`CaptureRefused`."""
+    """Run ``forward(**inputs)`` and record it. Raises :class:`CaptureRefused`."""
     with torch.inference_mode():
         recorder = _Recorder(inputs)
         with attending(recorder), recorder:

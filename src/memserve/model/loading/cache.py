@@ -1,7 +1,7 @@
 """The cache folder for converted models: each entry is built once, appears whole, or not at all.
 
 A build happens in a temporary sibling under a lock (``flock``: freed by the kernel when its holder dies), gets a marker
-as its last file, and is renamed into place. An entry without the right marker is a torn or outdated one: built again.
+as its last file, and is renamed into place. An entry without the right marker is torn or outdated, and is built again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARKER = "memserve-cache.json"
 log = logging.getLogger(__name__)
 
 _RECENT_NS = 2 * NS_PER_S
-_HINT = "point MEMSERVE_CACHE_DIR at a folder with room that you may write to"
+_HINT = "set MEMSERVE_CACHE_DIR to a writable folder with enough space"
 
 
 def cache_root() -> Path:
@@ -56,7 +56,7 @@ def cached_folder(key: str, version: int, build: Callable[[Path], None]) -> Path
 
 def _build(entry: Path, version: int, build: Callable[[Path], None]) -> None:
     partial = entry.with_name(f"{entry.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a builder that died
+    shutil.rmtree(partial, ignore_errors=True)  # left by a builder that died
     partial.mkdir()
     try:
         build(partial)
@@ -101,11 +101,11 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def whole_digest(path: Path) -> bytes:
-    """SHA-256 of all bytes of a file. Computed once: it is kept in the cache folder (model folders may be read-only)
-    for as long as the file is the same inode, as long, and was not changed since, its times say.
+    """SHA-256 of all bytes of a file. It is kept in the cache folder (model folders may be read-only), and used again
+    while the file's inode, length and times stay the same.
 
-    A file that was changed a moment ago is not kept yet: clocks of file systems tick in milliseconds, so a second
-    change might look like the first. Where the cache folder cannot be written it is computed each time.
+    The digest of a file that changed a moment ago is not kept: file systems' clocks tick in milliseconds, so a second
+    change could go unnoticed. Where the cache folder cannot be written, the digest is computed each time.
     """
     path = path.resolve()
     before = path.stat()

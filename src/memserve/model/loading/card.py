@@ -1,7 +1,7 @@
-"""The model's card: what the edge must know of a model that other processes have loaded.
+"""The model's card: what the edge must know about a model that other processes have loaded.
 
 A router tokenizes and renders chats, and computes nothing: it needs neither weights nor torch, which would cost it
-seconds and hundreds of megabytes. What only a loaded model tells for certain comes from its instances, as the card.
+seconds and hundreds of megabytes. What only a loaded model can tell comes from the instances, as the card.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN_TOKENIZER = "TokenizersBackend"
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The facts, as they travel."""
+    """What an instance sends to the router about its model."""
 
     name: str
     max_model_tokens: int
@@ -62,7 +62,7 @@ class ModelCard:
             return msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             hint = "run the same version of memserve everywhere"
-            raise UserError(f"an instance's account of its model is not understood: {error}", hint=hint) from error
+            raise UserError(f"cannot read the model card of an instance: {error}", hint=hint) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def remote_model(card: ModelCard, folder: ModelFolder) -> RemoteModel:
 
 
 def import_tokenizers() -> None:
-    """Import what a tokenizer needs, while others load their models."""
+    """Import what a tokenizer needs, while the instances load their models."""
     import transformers.tokenization_utils_tokenizers  # noqa: F401  # importing is what takes the time
 
 

