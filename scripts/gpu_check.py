@@ -1,6 +1,6 @@
 """Checks the Triton kernels on a CUDA machine and times them: ``python scripts/gpu_check.py [--json FILE]``.
 
-Needs torch with CUDA, triton and numpy, nothing else; memserve need not be installed. First every case of
+Needs only torch with CUDA, triton and numpy; memserve need not be installed. First every case of
 ``tests/unit/model/attention/test_triton_attention.py`` is compiled and compared with attention in float64, then larger
 random batches are compared with torch's attention over gathered KV, then decode (bytes of KV read a second, the
 device's copy bandwidth beside it) and prefill (floating point operations a second, torch's flash attention beside it)
@@ -83,7 +83,7 @@ class Step:
         g = self.geometry
         pages = self.arena.view(getattr(torch, g.dtype)).view(-1, g.num_layers, g.num_kv_heads, g.page_bytes //
                                                               (g.itemsize * g.num_kv_heads))  # fmt: skip
-        mine = pages[self.tables.long(), layer]  # [rows, blocks, Hkv, page of a head]
+        mine = pages[self.tables.long(), layer]  # [rows, blocks, Hkv, one head of a page]
         k, v = mine.split([g.head_dim_k * g.block_tokens, g.head_dim_v * g.block_tokens], -1)
         k = k.unflatten(-1, (g.head_dim_k, g.block_tokens)).permute(0, 2, 1, 4, 3).flatten(2, 3)
         v = v.unflatten(-1, (g.block_tokens, g.head_dim_v)).permute(0, 2, 1, 3, 4).flatten(2, 3)
@@ -101,7 +101,7 @@ class Step:
 
 
 def test_module() -> types.ModuleType:
-    """``CASES``, with a stand-in where pytest is not installed."""
+    """The module ``CASES``, with a stand-in if pytest is not installed."""
     if importlib.util.find_spec("pytest") is None:
         stand_in = types.ModuleType("pytest")
         mark = types.SimpleNamespace(parametrize=lambda *_: lambda f: f)
@@ -126,7 +126,7 @@ def check_cases() -> list[dict[str, object]]:
 
 
 def check_large(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
-    """Batches of real size against float64 attention over gathered KV."""
+    """Compare batches of real size with float64 attention over gathered KV."""
     rows = []
     for count, context in ((1, 1000), (1, 9000), (257, 257), (300, 1500)):
         step = Step(geometry, heads, 3, count, context)
@@ -140,7 +140,7 @@ def check_large(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
 
 
 def time_decode(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
-    """Decode steps: one query a row."""
+    """Time decode steps: one query per row."""
     big = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     copy_ms = milliseconds(lambda: big[: 1 << 29].copy_(big[1 << 29 :]))
     rows: list[dict[str, object]] = [{"copy_gb_s": (1 << 30) / copy_ms / 1e6}]
@@ -153,7 +153,7 @@ def time_decode(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
 
 
 def time_prefill(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
-    """Prefill steps and chunks, with torch's own attention over contiguous KV beside them."""
+    """Time prefill steps and chunks, and torch's own attention over contiguous KV."""
     dense = torch.nn.functional.scaled_dot_product_attention
     rows: list[dict[str, object]] = []
     for count, new, context in PREFILL:
@@ -171,7 +171,7 @@ def time_prefill(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
 
 
 def main() -> int:
-    """Run everything; the exit code says whether every check passed."""
+    """Run everything; the exit status is 1 if a check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures there too")
     args = parser.parse_args()

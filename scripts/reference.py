@@ -1,7 +1,7 @@
 """Writes the pages of ``docs/reference`` from the code: ``python scripts/reference.py [--check]``.
 
 The commands come from the typer app, the options from the config classes and the docstring below each field: an
-option is declared and described once. The HTTP page is made of what ``/openapi.json`` is made of.
+option is declared and described once. The HTTP page has the same source as ``/openapi.json``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from memserve.runtime.stats import EngineStats, RouterStats
 from memserve.units import human_bytes
 
 MACHINES = (REQUEST_PHASES, SEQUENCE, IMPORT, EXPORT)
-MACHINES_HEAD = """Each object moves through phases by a table of its own; a move that is not in the table is a bug, and
+MACHINES_HEAD = """Each object moves through phases by its own table; a move that is not in the table is a bug, and
 raises an error."""
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "reference"
@@ -44,7 +44,7 @@ Written by `make docs` from the code; do not edit. A test says when it is out of
 
 
 def default_of(field: dataclasses.Field[Any] | msgspec.structs.FieldInfo) -> str:
-    """A field's default as a reader wants to see it."""
+    """A field's default in readable form."""
     nothing = (dataclasses.MISSING, msgspec.NODEFAULT)
     if field.default not in nothing:
         if field.name.endswith("_bytes") and field.default:
@@ -61,7 +61,7 @@ def cells(*values: str) -> str:
 
 
 def class_section(cls: Any) -> list[str]:
-    """A dataclass or struct: its docstring and its fields."""
+    """The section of a dataclass or struct: its docstring and its fields."""
     docs, types_of = field_docs(cls), cls.__annotations__
     fields = msgspec.structs.fields(cls) if issubclass(cls, msgspec.Struct) else dataclasses.fields(cls)
     rows = [cells(f"`{f.name}`", f"`{types_of[f.name]}`", default_of(f), docs[f.name]) for f in fields]
@@ -71,7 +71,7 @@ def class_section(cls: Any) -> list[str]:
 
 
 def option_rows(command: Any) -> list[str]:
-    """The arguments and options of one command; vLLM's names for them are no rows of their own."""
+    """The arguments and options of one command; vLLM's names for them have no separate rows."""
     rows, hidden = [], {name for p in command.params if getattr(p, "hidden", False) for name in p.opts}
     vllm = {}
     for one in options_of(config.EngineOptions):
@@ -91,7 +91,7 @@ def option_rows(command: Any) -> list[str]:
 
 
 def command_sections(command: Any, name: str) -> list[str]:
-    """A command and its subcommands."""
+    """The sections of a command and its subcommands."""
     text = inspect.cleandoc(command.help or "")
     sections = [f"### `{name}`", text] if name.count(" ") else []
     if rows := option_rows(command):
@@ -102,7 +102,7 @@ def command_sections(command: Any, name: str) -> list[str]:
 
 
 def metric_families() -> list[Any]:
-    """Everything that ``/metrics`` can show: of the edge, of one engine, of a router with its instances."""
+    """All metrics that ``/metrics`` can show: of the edge, of one engine, of a router with its instances."""
     alone = EngineStats(instance=InstanceStats())
     machine = Cluster(config.ClusterConfig())
     router = RouterStats.of(machine.stats(), machine.instances(), 0)
@@ -145,10 +145,10 @@ HTTP_HEAD = """# The HTTP API
 Written by `make docs` from the code; do not edit. The same as an OpenAPI document: `GET /openapi.json`.
 
 Paths and fields are OpenAI's; fields from `top_k` on in the tables are extensions, under vLLM's names where it has
-them. A field that is unknown, malformed, or asks for what memserve cannot do is an error that names it. With
-`--api-key` every path under `/v1` wants `Authorization: Bearer KEY`. Every answer has an `x-request-id`: the client's
-own, if it sent one. The examples are for a server at `http://127.0.0.1:8000`; `MODEL` stands for the `id` that
-`/v1/models` shows. Tests run them.
+them. A field that is unknown, malformed or not supported is an error that names it. With an API key every path under
+`/v1` requires `Authorization: Bearer KEY`. Every answer has an `x-request-id`: the client's own, if it sent one. The
+examples are for a server at `http://127.0.0.1:8000`; `MODEL` stands for the `id` that `/v1/models` shows. Tests run
+them.
 """
 
 
@@ -182,7 +182,7 @@ def curl(operation: openapi.Operation, example: openapi.Example) -> str:
 
 
 def schema_table(schema: dict[str, Any]) -> str:
-    """The fields of one body."""
+    """The table of one body's fields."""
     required = schema.get("required", ())
     rows = [
         cells(f"`{name}`" + (" (required)" if name in required else ""), allowed(field), field.get("description", ""))
@@ -226,9 +226,9 @@ def _number(value: float | None) -> str:
 
 
 def main() -> int:
-    """Write the pages, or say whether they are up to date."""
+    """Write the pages, or check that they are up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when a page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     args = parser.parse_args()
     pages = {PAGE: page(), HTTP_PAGE: http_page()}
     if args.check:

@@ -2,11 +2,11 @@
 instance, in order of first entry, and their number: ``python scripts/request_path.py [--src FOLDER]``.
 
 Starts ``memserve serve --prefill 1 --decode 1`` with a profile function in each of its three processes, sends a request
-that is not counted (what is made at first use is made by then), watches the idle cluster for a moment, and then watches
-one request: from before it is sent until its answer's blocks are back at the prefill instance. A file counts when a
-function of it is called that the process does not call while idle: heartbeats and timers count for nothing, files that
-a request shares with them count. Importing a file counts for nothing, nor does what dataclasses, msgspec and the native
-modules do. ``--src``: another source tree, with native modules; further arguments go to ``memserve serve``.
+that is not counted (a warm-up for everything made at first use), watches the idle cluster for a moment, and then
+watches one request: from before it is sent until its answer's blocks are back at the prefill instance. A file counts if
+a function of it is called that the process does not call while idle: heartbeats and timers do not count, files that a
+request shares with them do. Imports do not count, nor does work inside dataclasses, msgspec and the native modules.
+``--src``: another source tree, with native modules; further arguments go to ``memserve serve``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SRC = Path(__file__).resolve().parent.parent / "src"
 PROCESSES = ("router", "p1", "d1")
 IDLE_S = 3.0
 SETTLED_S = 2.0
-"""The window stays open for so long behind the last byte: the answer's blocks travel back to the prefill instance."""
+"""The window stays open for this long after the last byte, while the answer's blocks return to the prefill instance."""
 WATCH_S = 0.02
 
 HOOK = """
@@ -65,7 +65,7 @@ if "memserve" in sys.orig_argv:
     threading.Thread(target=watch, daemon=True).start()
     sys.setprofile(profile)
 """.replace("WATCH_S", str(WATCH_S))
-"""``sitecustomize`` of the processes: notes what is entered while a file named ``open`` lies in the folder."""
+"""``sitecustomize`` of the processes: records the functions entered while the folder has a file named ``open``."""
 
 Entered = dict[tuple[str, str], int]
 """File and function -> the time of its first entry."""
@@ -105,14 +105,14 @@ class Cluster:
         return len(chunks)
 
     def open(self) -> None:
-        """Begins to note what is entered."""
+        """Begins to record entered functions."""
         for process in PROCESSES:
             (self.folder / f"{process}.json").unlink(missing_ok=True)
         (self.folder / "open").touch()
         time.sleep(1.0)
 
     def close(self) -> dict[str, Entered]:
-        """What each process entered since ``open``."""
+        """The functions that each process entered since ``open``."""
         (self.folder / "open").unlink()
         reports = [self.folder / f"{process}.json" for process in PROCESSES]
         deadline = time.monotonic() + 30
@@ -129,7 +129,7 @@ class Cluster:
 
 
 def measure(src: Path, arguments: list[str]) -> tuple[dict[str, Entered], dict[str, Entered]]:
-    """What each process of an idle cluster enters, and what each enters while one request is served."""
+    """The functions that each process enters in an idle cluster, and while one request is served."""
     with tempfile.TemporaryDirectory() as name:
         cluster = Cluster(Path(name), src, arguments)
         try:
@@ -147,7 +147,7 @@ def measure(src: Path, arguments: list[str]) -> tuple[dict[str, Entered], dict[s
 
 
 def request_only(idle: dict[str, Entered], busy: dict[str, Entered]) -> dict[str, Entered]:
-    """What a process enters for a request and not without one."""
+    """The functions that a process enters only for a request."""
     return {p: {place: when for place, when in found.items() if place not in idle[p]} for p, found in busy.items()}
 
 
@@ -167,7 +167,7 @@ def main() -> None:
     lines = sum((own.src / "memserve" / file).read_text().count("\n") for file in first)
     print(f"{len(first)} files, {lines:,} lines: " + ", ".join(f"{name} {n}" for name, n in packages.most_common()))
     others = {file for found in busy.values() for file, _ in found} - set(first)
-    print(f"entered meanwhile for heartbeats and timers alone: {', '.join(sorted(others)) or 'none'}")
+    print(f"entered meanwhile only for heartbeats and timers: {', '.join(sorted(others)) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ def fleet_config(**sizes):
 class Member:
     """An instance, its device, its page jobs."""
 
+    runs_requests = True
+
     def __init__(self, fleet, name, cfg, generation=1):
         self.fleet, self.cfg, self.peer = fleet, cfg, Peer(name, generation)
         self.machine = Instance(cfg, BLOCK, me=self.peer, geometry=GEOMETRY)
@@ -226,6 +228,11 @@ class Fleet:
             if not job.done and name in job.involved:
                 self.attempt(job)
 
+    @property
+    def instances(self):
+        """Names of the members that run requests."""
+        return [name for name, member in self.members.items() if member.runs_requests]
+
     # -- network
 
     def send(self, sender, to, message):
@@ -304,7 +311,7 @@ class Fleet:
                 self.send(ROUTER_PEER, self.members[name].peer, Cancel(job.attempt_id))
         job.attempt += 1
         assert job.attempt < 60, f"{job} fails again and again"
-        names = list(self.members)
+        names = self.instances
         first = names[job.attempt % len(names)]
         others = [name for name in names if name != first]
         decode_at = others[job.attempt // 2 % len(others)] if others and job.attempt % 3 else None

@@ -124,7 +124,7 @@ def _wrong_values(model: str) -> Iterator[HostileCase]:
     body = _completion(model, prompt=["hi"] * 32, n=128, max_tokens=33, logprobs=0)
     yield HostileCase("an answer of 270,336 values", COMPLETIONS, body, param="max_tokens", says='"stream": true')
     body = _completion(model, prompt=["hi"] * 32, n=128, max_tokens=129)
-    yield HostileCase("an answer of 528,384 tokens", COMPLETIONS, body, param="max_tokens", says="at most 262144")
+    yield HostileCase("an answer of 528,384 tokens", COMPLETIONS, body, param="max_tokens", says="the limit is 262144")
     body = _completion(model, temprature=1)
     yield HostileCase("a misspelt field", COMPLETIONS, body, param="temprature", says="did you mean 'temperature'")
     yield HostileCase("an invented field", CHAT, _chat(model, wow=1), param="wow", says="unknown field")

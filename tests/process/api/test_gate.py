@@ -11,8 +11,10 @@ import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
+from fake_engine import FakeEngine
 from fake_instances import SECRET, FakeInstance
-from memserve.api.errors import rejected
+from memserve.api.errors import ApiError, rejected
+from memserve.api.hub import REFUSAL_HOLDS_NS, Hub
 from memserve.api.metrics import ApiMetrics
 from memserve.cli.main import run
 from memserve.cli.serve import _alone
@@ -46,6 +48,22 @@ def test_each_refusal_has_its_status_and_says_when_to_come_again(refusal, retry_
     error = rejected(Rejected("r", "3 requests are active", retry_after_s, refusal))
     assert (error.status, error.code, error.headers.get("retry-after")) == (status, code, header)
     assert "3 requests are active" in error.message
+
+
+def test_a_full_queue_answers_a_crowd_of_its_tenant_at_once(monkeypatch):
+    now_ns = 10**12
+    monkeypatch.setattr("memserve.api.hub.time.monotonic_ns", lambda: now_ns)
+    hub = Hub(FakeEngine(lambda request, index: []), ApiMetrics(), 1 << 20)
+    hub.note_refusal("a", Rejected("r", "the queue is full", 1.0, Refusal.OVERLOADED))
+    hub.check_busy("a", b"{}")
+    hub.note_refusal("a", Rejected("r", "the queue is full", 1.0, Refusal.BUSY))
+    with pytest.raises(ApiError) as refused:
+        hub.check_busy("a", b"{}")
+    assert (refused.value.status, refused.value.headers["retry-after"]) == (429, "1")
+    hub.check_busy("b", b"{}")
+    hub.check_busy("a", b'{"priority": -1}')  # may displace one that waits
+    now_ns += REFUSAL_HOLDS_NS
+    hub.check_busy("a", b"{}")
 
 
 def test_the_metrics_of_the_gate():

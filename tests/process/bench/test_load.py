@@ -373,8 +373,8 @@ def test_the_command_prints_what_was_felt(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ([], "no rate of requests is given"),
-        (["--rate", "1", "--users", "1"], "no rate of requests is given"),
+        ([], "give either --rate or --users"),
+        (["--rate", "1", "--users", "1"], "give either --rate or --users"),
         (["--users", "1", "--shared-tokens", "500"], "cannot share 500"),
         (["--users", "1", "--base-url", "http://127.0.0.1:9"], "cannot be reached"),
     ],

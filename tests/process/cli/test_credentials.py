@@ -61,8 +61,8 @@ def test_an_empty_variable_does_not_open_the_server(name: str, value: str, monke
     [
         (b"", "holds no API key"),
         (b"\n# team-a=k\n\n", "holds no API key"),
-        (b"k1\nk2 # mine\n", "line 2 of .* is no API key"),
-        (b"\xff\xfe\x00k", "it is no text"),
+        (b"k1\nk2 # mine\n", "line 2 of .* is not an API key"),
+        (b"\xff\xfe\x00k", "it is not text"),
         (b"k" * (1 << 20) + b"kk", "larger than 1 MiB"),
     ],
 )
@@ -93,7 +93,7 @@ def test_files_of_secrets_are_for_their_owner_alone(read, tmp_path: Path, caplog
 
 
 def test_a_binary_cluster_secret_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read the cluster secret in .*: it is no text") as caught:
+    with pytest.raises(UserError, match=r"cannot read the cluster secret in .*: it is not text") as caught:
         read_secret(private(tmp_path / "secret", bytes(range(256))))
     assert "base64" in caught.value.hint
 

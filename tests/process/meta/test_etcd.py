@@ -340,14 +340,14 @@ def test_where_credentials_for_etcd_may_come_from(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("user = u\n", "wants a user and a password"),
-        ("password = p\n", "wants a user and a password"),
+        ("user = u\n", "needs both a user and a password"),
+        ("password = p\n", "needs both a user and a password"),
         ("cert = a.pem\nkey = a.key\n", "has no ca"),
         ("ca = system\ncert = a.pem\n", "half a client certificate"),
         ("ca = /nowhere/ca.pem\n", "cannot read etcd's CA in /nowhere/ca.pem"),
-        ("passwort = hunter2\n", "line 1 of .* is no setting"),
-        ("# fine\n\nuser hunter2\n", "line 3 of .* is no setting"),
-        ("user = a\nuser = hunter2\n", "line 2 of .* is no setting"),
+        ("passwort = hunter2\n", "line 1 of .* is not a setting"),
+        ("# fine\n\nuser hunter2\n", "line 3 of .* is not a setting"),
+        ("user = a\nuser = hunter2\n", "line 2 of .* is not a setting"),
     ],
 )
 def test_credentials_that_cannot_be_meant_are_refused_without_repeating_them(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from memserve.cli.cluster import ClusterOptions
-from memserve.cli.instance import _listens_at
+from memserve.cli.instance import listens_at
 from memserve.runtime.links import devices, nixl_agent
 from memserve.runtime.links.devices import device_of, own_address, ucx_devices
 from ports import free_port
@@ -85,10 +85,10 @@ def test_a_cluster_listens_where_it_was_told(host: str, link: str, model: Path, 
 
 
 @pytest.mark.skipif(OUTSIDE is None, reason="this machine has no network but its own")
-def test_an_instance_listens_at_the_address_that_it_advertises() -> None:
-    assert _listens_at("127.0.0.1") == _listens_at("localhost") == "127.0.0.1"
-    assert _listens_at(OUTSIDE) == OUTSIDE
-    assert _listens_at("192.0.2.201") == _listens_at("no.such.host.invalid") == "0.0.0.0"
+def test_an_instancelistens_at_the_address_that_it_advertises() -> None:
+    assert listens_at("127.0.0.1") == listens_at("localhost") == "127.0.0.1"
+    assert listens_at(OUTSIDE) == OUTSIDE
+    assert listens_at("192.0.2.201") == listens_at("no.such.host.invalid") == "0.0.0.0"
 
 
 def test_nixl_is_told_the_network_device_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

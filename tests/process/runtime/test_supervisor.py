@@ -316,3 +316,31 @@ def test_an_instance_is_back_when_descriptors_are_free_again(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1:] == ["1 again"], done.stdout + done.stderr
     assert "instance x1 cannot be started: Too many open files; the next attempt" in done.stdout
+
+
+def test_a_store_ends_behind_the_instances(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes what they offer last; they are given the time for it, and it is given the time to write."""
+    body = """
+end = log.with_name("ends")
+def bye(*_):
+    time.sleep(0.2)
+    with end.open("a") as lines:
+        print(name, file=lines)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, bye)
+log.with_name(name).touch()
+while True: time.sleep(1)
+"""
+    orders = [
+        Script(name, role, (f"name = {name!r}\n{body}", str(tmp_path / "log")))
+        for name, role in (("s1", Role.STORE), ("x1", Role.DECODE), ("x2", Role.PREFILL))
+    ]
+    supervisor = Supervisor(orders, "the secret", lambda name, how: None)
+    supervisor.start()
+    eventually(lambda: all((tmp_path / name).exists() for name in ("s1", "x1", "x2")))
+    supervisor.settle()
+    supervisor.close()
+    ends = (tmp_path / "ends").read_text().split()
+    assert sorted(ends[:2]) == ["x1", "x2"] and ends[2:] == ["s1"]
+    greetings = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert all(greeting[-1] == supervisor_module.OFFERS_S for greeting in greetings)

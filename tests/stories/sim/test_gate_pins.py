@@ -49,6 +49,11 @@ def plain(seed: int, *, tight: bool = False) -> Scenario:
     return scenario
 
 
+def lent_to_store(link: ClusterLink) -> int:
+    """Blocks that are taken back as soon as a request needs their room."""
+    return link.writer.offers.lent
+
+
 def written_in_vain(link: ClusterLink) -> int:
     """Blocks into which the host still pulls for nothing: it stops within milliseconds, and when cannot be known."""
     pulls = link.exchange._receiver.pulls._under_way.values()
@@ -78,7 +83,7 @@ class PinnedWorld(World):
                 continue
             pool, link = node.machine.pool, node.machine.link
             taken = pool.config.hbm_blocks - memory.ledger.blocks_free(member.number)
-            held = pool.config.hbm_blocks - pool.available() - written_in_vain(link)
+            held = pool.config.hbm_blocks - pool.available() - written_in_vain(link) - lent_to_store(link)
             spare = node.machine.load().sequences_running
             assert held <= taken + spare, f"{node.peer.name}: {held} blocks cannot be evicted, {taken} are counted"
             pinned = node.machine.pins._pins

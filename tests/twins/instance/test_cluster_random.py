@@ -2,6 +2,7 @@
 
 PYTHONPATH=tests/support python tests/twins/instance/test_cluster_random.py 17 [18 ...]     these seeds
 PYTHONPATH=tests/support python tests/twins/instance/test_cluster_random.py --count 2000    many
+PYTHONPATH=tests/support python tests/twins/instance/test_cluster_random.py --store 2000    many beside a store
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from random import Random
 
 import pytest
 
+from fleet_store import StoreMember
 from fleet_world import ROUTER_PEER, Fleet, TransferMode, fleet_config
 from instance_world import VOCAB, request
 from memserve.config import ExchangeConfig
+from memserve.instance import store_offers
 from memserve.messages import Cancel, Drain, Holder, Pin, StopSequence, Unpin
-from memserve.types import FinishReason
+from memserve.types import FinishReason, Tier
 from memserve.units import NS_PER_S
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
@@ -60,7 +63,7 @@ class Life:
         self.fleet.finish()
 
     def _member(self):
-        return self.random.choice(list(self.fleet.members.values()))
+        return self.fleet.members[self.random.choice(self.fleet.instances)]
 
     def _job(self):
         unfinished = [job for job in self.fleet.jobs.values() if not job.done]
@@ -68,7 +71,7 @@ class Life:
 
     def submit(self):
         """A turn of a conversation, or something new."""
-        random, names = self.random, list(self.fleet.members)
+        random, names = self.random, self.fleet.instances
         self.count += 1
         shared, family = random.randint(1, 26), random.randrange(3)
         n, beam_width = random.choice([(1, 0)] * 5 + [(2, 0), (3, 0), (1, 2), (2, 3)])
@@ -88,6 +91,7 @@ class Life:
         others = [name for name in names if name != first]
         decode_at = random.choice([*others, *others, None])
         holders = [self.fleet.members[name].peer for name in random.sample(others, random.randint(0, len(others)))]
+        named = [Holder(peer, random.randint(shared // 2, shared)) for peer in holders]
         self.fleet.submit(
             req,
             first,
@@ -95,8 +99,12 @@ class Life:
             transfer=random.choice(list(TransferMode)),
             return_kv=random.random() < 0.5,
             deadline_in_ns=random.choice([None] * 6 + [random.randint(1, 200)]),
-            holders=tuple(Holder(peer, random.randint(shared // 2, shared)) for peer in holders),
+            holders=tuple(named + self.stores(shared)),
         )
+
+    def stores(self, shared):
+        """Holders of up to ``shared`` tokens that run nothing."""
+        return []
 
     def go_on(self):
         for _ in range(self.random.randint(1, 60)):
@@ -126,7 +134,7 @@ class Life:
         self._member().corrupt_pulls = 1
 
     def kill(self):
-        if len(self.fleet.members) > 1:
+        if len(self.fleet.instances) > 1:
             self.fleet.kill(self._member().peer.name)
 
     def restart(self):
@@ -191,11 +199,79 @@ def test_random_lives(part):
             raise
 
 
-def survey(seeds):
+class StoreLife(Life):
+    """A life with a store, which may die and come back empty."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.generation = 0
+        self.start_store()
+        self.rules += [self.kill_store, self.start_store, self.silence, self.forget, self.corrupt_store]
+
+    @property
+    def store(self):
+        return self.fleet.members.get("s")
+
+    def stores(self, shared):
+        if self.store is None or self.random.random() < 0.3:
+            return []
+        tokens = self.random.randint(shared // 2, shared)
+        on_disk = self.random.choice([0, tokens // 2])
+        return [Holder(self.store.peer, tokens, Tier.SSD if on_disk else Tier.DRAM, on_disk)]
+
+    def start_store(self):
+        if self.store is None:
+            self.generation += 1
+            self.fleet.members["s"] = StoreMember(self.fleet, generation=self.generation, blocks=400)
+            self.fleet.welcome_all()
+
+    def kill_store(self):
+        if self.store is not None:
+            self.fleet.kill("s")
+
+    def silence(self):
+        if self.store is not None:
+            self.store.mute = not self.store.mute
+
+    def forget(self):
+        """It has evicted something."""
+        if self.store is not None and self.store.pool.table:
+            identity = self.random.choice(list(self.store.pool.table))
+            self.store.pool.release([self.store.pool.table.pop(identity)])
+
+    def corrupt_store(self):
+        if self.store is not None:
+            self.store.corrupt_pulls = 1
+
+    def live(self, steps=60):
+        super().live(steps)
+        for name in self.fleet.instances:
+            writer = self.fleet.members[name].machine.link.writer
+            assert not writer.offers.lent
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    """Small blocks leave by layer."""
+    monkeypatch.setattr(store_offers, "GROUP_BYTES", 1)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_lives_beside_a_store(part, small_groups):
+    """It is slow, silent, forgetful, damaged, killed."""
+    for seed in range(part, SEEDS, 2):
+        try:
+            StoreLife(seed).live()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+def survey(seeds, kind=Life):
     """What happened in many lives: a test in which nothing happens proves nothing."""
     seen = Counter()
     for seed in seeds:
-        life = Life(seed)
+        life = kind(seed)
         try:
             life.live()
         except BaseException as error:
@@ -204,7 +280,7 @@ def survey(seeds):
         seen["lives"] += 1
         seen["handed_over"] += len(life.fleet.handed_over)
         seen.update(f"refused: {refused.reason[:70]}" for refused in life.fleet.refused)
-        for member in life.fleet.members.values():
+        for member in (life.fleet.members[name] for name in life.fleet.instances):
             stats = member.machine.stats()
             seen["standstills"] += member.machine.state.counters.standstills
             for name in stats.__slots__:
@@ -217,4 +293,8 @@ def survey(seeds):
 
 
 if __name__ == "__main__":
-    survey(range(int(sys.argv[2])) if sys.argv[1] == "--count" else map(int, sys.argv[1:]))
+    if sys.argv[1] == "--store":
+        store_offers.GROUP_BYTES = 1
+        survey(range(int(sys.argv[2])), StoreLife)
+    else:
+        survey(range(int(sys.argv[2])) if sys.argv[1] == "--count" else map(int, sys.argv[1:]))

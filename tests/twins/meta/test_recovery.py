@@ -24,6 +24,7 @@ from memserve.cluster.events import (
     StateRecovered,
 )
 from memserve.cluster.machine import Cluster
+from memserve.cluster.trees import tiers_of
 from memserve.config import AdmissionConfig, ClusterConfig
 from memserve.messages import (
     AnyMessage,
@@ -49,7 +50,7 @@ from memserve.messages import (
 from memserve.meta.state import MetadataState
 from memserve.metadata import EntryUsed, MemberGone, RouterStarted
 from memserve.policy.ledger import Need
-from memserve.types import Admission, FinishReason, Request, SamplingParams, StopParams, Tier, TokenOutput
+from memserve.types import Admission, FinishReason, Request, Role, SamplingParams, StopParams, Tier, TokenOutput
 from memserve.units import NS_PER_MS, NS_PER_S
 from meta_records import identities, info
 
@@ -110,10 +111,11 @@ class World:
         """What the machine knows of what must be kept."""
         machine, members = self.machine, []
         for member in machine._registry:
-            hbm, dram = machine._trees.holdings(member.number)
+            held = dict(zip(tiers_of(member.info.role), machine._trees.holdings(member.number), strict=True))
+            hbm, dram, ssd = (as_set(held.get(tier, b"")) for tier in Tier)
             draining = member.drains or member.state.value == "draining"
             next_event = machine._trees.feed(member.number).next_event
-            members.append((member.info, draining, next_event, as_set(hbm), as_set(dram)))
+            members.append((member.info, draining, next_event, hbm, dram, ssd))
         return {
             "members": members,
             "gone": list(machine._registry._dead),
@@ -127,8 +129,7 @@ class World:
         """What the state knows."""
         found = self.state.recovered(0)
         members = [
-            (member.info, member.is_draining, member.next_event, as_set(member.hbm), as_set(member.dram))
-            for member in found.members
+            (m.info, m.is_draining, m.next_event, as_set(m.hbm), as_set(m.dram), as_set(m.ssd)) for m in found.members
         ]
         return {
             "members": members,
@@ -311,12 +312,12 @@ def test_what_was_used_last_is_evicted_last_by_the_next_router() -> None:
 class Index:
     """What one incarnation has cached, and all changes of it."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.rng, self.held, self.log = rng, dict[bytes, Tier](), list[KvChange]()
+    def __init__(self, rng: random.Random, tiers: tuple[Tier, Tier]) -> None:
+        self.rng, self.held, self.log, self.tiers = rng, dict[bytes, Tier](), list[KvChange](), tiers
 
     def change(self) -> None:
         for _ in range(self.rng.randrange(1, 4)):
-            block, tier = identities(self.rng.randrange(12)), Tier(self.rng.randrange(2))
+            block, tier = identities(self.rng.randrange(12)), self.rng.choice(self.tiers)
             if block not in self.held:
                 self.log.append(KvChange("stored", tier, block))
                 self.held[block] = tier
@@ -325,6 +326,11 @@ class Index:
             elif self.held[block] is not tier:
                 self.log.append(KvChange("moved", tier, block))
                 self.held[block] = tier
+
+
+def role_of(peer: Peer) -> Role:
+    """One of the four is a store."""
+    return Role.STORE if peer.name == "i3" else Role.COLOCATED
 
 
 class RandomLife(World):
@@ -344,7 +350,7 @@ class RandomLife(World):
 
     def joins(self, _: Any) -> None:
         peer = Peer(f"i{self.rng.randrange(4)}", self.rng.randrange(1, 50))
-        self.hear(peer, Join(info(peer)))
+        self.hear(peer, Join(msgspec.structs.replace(info(peer), role=role_of(peer))))
 
     def time_passes(self, _: Any) -> None:
         self.handle(ClockTicked(), after_ns=self.rng.randrange(700 * NS_PER_MS))
@@ -366,7 +372,7 @@ class RandomLife(World):
 
     def tells(self, peer: Peer) -> None:
         """Its index changes; of what it says some comes again, some is lost, and some comes behind a gap."""
-        rng, index = self.rng, self.indexes.setdefault(peer, Index(self.rng))
+        rng, index = self.rng, self.index_of(peer)
         index.change()
         log = index.log
         known = self.machine._trees.feed(self.machine._registry.get(peer).number).next_event
@@ -377,10 +383,13 @@ class RandomLife(World):
                 self.hear(peer, KvEvents(send.message.first, tuple(log[send.message.first :])))
 
     def snapshots(self, peer: Peer) -> None:
-        index = self.indexes.setdefault(peer, Index(self.rng))
-        tiers = ([block for block, at in index.held.items() if at is tier] for tier in (Tier.HBM, Tier.DRAM))
-        hbm, dram = (b"".join(blocks) for blocks in tiers)
-        self.hear(peer, KvSnapshot(len(index.log), hbm, dram))
+        index = self.index_of(peer)
+        tiers = ([block for block, at in index.held.items() if at is tier] for tier in Tier)
+        hbm, dram, ssd = (b"".join(blocks) for blocks in tiers)
+        self.hear(peer, KvSnapshot(len(index.log), hbm, dram, ssd))
+
+    def index_of(self, peer: Peer) -> Index:
+        return self.indexes.setdefault(peer, Index(self.rng, tiers_of(role_of(peer))))
 
     def beats(self, peer: Peer) -> None:
         self.hear(peer, Heartbeat(Load()))

@@ -200,14 +200,14 @@ def test_the_command_writes_the_profile_that_decides(
         results["accuracy"]["prefill"]["error"]["p50"] < 0.05
         and results["accuracy"]["same_host"]["error"]["count"] == 5
     )
-    assert results["notes"] == ["network was not measured, its default stays: NIXL is not installed"]
+    assert results["notes"] == ["network was not measured, the default is used: NIXL is not installed"]
     costs = load_profile("f", GEOMETRY, "cpu", None)
     assert costs.is_measured is save and (results["saved"] is not None) is save
     if save:
         assert costs.prefill_ns(500, 100) == pytest.approx(PLANTED.prefill_ns(500, 100), rel=0.03)
         assert f"profile: {results['saved']}" in said
     page = (out / "report.md").read_text()
-    assert "| prefill |" in page and "a batch costs as a prompt of its length | yes" in page
+    assert "| prefill |" in page and "a batch costs as much as one prompt of its length | yes" in page
     assert "in HBM: reuse 1024" in page and "matplotlib is not installed" in page
 
 

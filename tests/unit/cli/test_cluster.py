@@ -43,7 +43,7 @@ def test_a_shape_that_nobody_asks_for_suits_the_machine(monkeypatch: pytest.Monk
         shape = choose_counts(None, None, None, here)
         assert (shape.prefill, shape.decode, shape.colocated) == ((1, 1, 0) if apart else (0, 0, 1))
         other = "--colocated 1" if apart else "--prefill 1 --decode 1"
-        assert shape_text(shape).endswith(f"({shape.reason}); for the other: {other}")
+        assert shape_text(shape).endswith(f"({shape.reason}); for the other shape: {other}")
     assert choose_counts(None, None, None, EngineOptions(device="cuda")).colocated == 1
     assert choose_counts(1, 1, None, EngineOptions(device="cuda")) == Shape(1, 1, 0)
     assert shape_text(Shape(1, 1, 0)) == ""

@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_never_taken_for_a_torn_write() -> None:
         read_journal(bytes(journal))
 
 
-@pytest.mark.parametrize(("version", "words"), [(0, "nothing reads that"), (2, "a newer memserve wrote it")])
+@pytest.mark.parametrize(("version", "words"), [(0, "it is no longer supported"), (2, "a newer memserve wrote it")])
 def test_another_format_is_refused_by_name(version: int, words: str) -> None:
     journal = bytearray(written(1, 2)[0])
     pack_into("<H", journal, 14, version)

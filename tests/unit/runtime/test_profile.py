@@ -259,7 +259,7 @@ def test_the_command_measures_shows_and_saves(
     others[0] = 0.0
     assert run(["profile", "--no-save"]) == 0
     text = capsys.readouterr().out
-    assert "a pair attended" in text and "network: NIXL is not installed" in text and "conservative default" in text
+    assert "per attended pair" in text and "network: NIXL is not installed" in text and "conservative default" in text
     assert not saved.exists()
 
 

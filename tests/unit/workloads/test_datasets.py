@@ -145,17 +145,17 @@ BAD_LINES = [
     (datasets.read_mooncake, ['{"timestamp": ' + "9" * 5000 + "}"], "line 1: "),
     (datasets.read_mooncake, [{**MOONCAKE, "timestamp": 10**400}], "line 1: 'timestamp' should be a number"),
     (datasets.read_mooncake, ["[" * 100_000], "line 1: "),
-    (datasets.read_mooncake, [], "holds no records"),
-    (own_workload, ['{"prompt": "\\ud800"}'], "line 1: 'prompt' holds half a character"),
+    (datasets.read_mooncake, [], "contains no records"),
+    (own_workload, ['{"prompt": "\\ud800"}'], "line 1: 'prompt' contains half a character"),
     (datasets.read_conversations, [CHAT, {"messages": "hi"}], "line 2: 'messages' should be a list"),
-    (datasets.read_conversations, [{"messages": [{"role": "king", "content": "x"}]}], "line 1: 'king' is no role"),
+    (datasets.read_conversations, [{"messages": [{"role": "king", "content": "x"}]}], "line 1: unknown role 'king'"),
     (datasets.read_conversations, [{"nodes": [{"i": 1, "parent": 0}]}], "line 1: node 1 comes before its parent 0"),
-    (datasets.read_call_logs, [{"calls": [{"base": 0, "keep": 1, "append": ""}]}], "which is not before it"),
+    (datasets.read_call_logs, [{"calls": [{"base": 0, "keep": 1, "append": ""}]}], "must be an earlier call"),
     (datasets.read_agentic, [{**AGENTIC, "block_size": 16}], "'block_size' should be 64"),
-    (datasets.read_agentic, [{**AGENTIC, "requests": [{"in": 64, "out": 1, "hash_ranges": [[5, 1]]}]}], "no range"),
+    (datasets.read_agentic, [{**AGENTIC, "requests": [{"in": 64, "out": 1, "hash_ranges": [[5, 1]]}]}], "not a range"),
     (datasets.read_agentic, [{**AGENTIC, "requests": [{"in": 9, "out": 1, "hash_ranges": [[1, 2]]}]}], "more than the"),
-    (datasets.read_clients, [{**CLIENT, "windows": [[0, 1, 1, "Poisson", 1, 1]]}], "'Poisson' is no family"),
-    (datasets.read_clients, [{**CLIENT, "windows": [[0, 1, 1, "Gamma", 0, 1]]}], "is no Gamma distribution"),
+    (datasets.read_clients, [{**CLIENT, "windows": [[0, 1, 1, "Poisson", 1, 1]]}], "unknown family of gaps 'Poisson'"),
+    (datasets.read_clients, [{**CLIENT, "windows": [[0, 1, 1, "Gamma", 0, 1]]}], "a Gamma distribution cannot have"),
     (datasets.read_clients, [{**CLIENT, "windows": [[0, 1]]}], "a window should be"),
     (datasets.read_clients, [{**CLIENT, "windows": [["x", 1, 1, "Gamma", 1, 1]]}], "line 1: 't' should be a number"),
     (datasets.read_clients, [{**CLIENT, "lengths": [{"t": 0, "input_q": [], "output_q": [1]}]}], "'input_q' should be"),
@@ -217,7 +217,7 @@ def test_whatever_stands_in_any_field_is_read_or_refused(tmp_path: Path, read: o
                 read(path)
             except UserError as error:
                 refused += 1
-                assert f"{path} line 1" in str(error) or f"{path} holds no" in str(error)
+                assert f"{path} line 1" in str(error) or f"{path} contains no" in str(error)
     assert refused > len(ODD) // 2
 
 
@@ -269,7 +269,7 @@ def test_every_way_of_arriving_by_name(arrivals: Arrivals) -> None:
         (Recipe("nonsense"), "unknown workload"),
         (Recipe("azure-conv"), "--data"),
         (Recipe("file"), "--file"),
-        (Recipe("chat", sessions=0), "0 sessions"),
+        (Recipe("chat", sessions=0), "got 0"),
         (Recipe("chat", data=Path("/nonexistent")), "mtbench101"),
     ],
 )

@@ -430,7 +430,7 @@ def test_a_run_says_what_arrives_when_and_where(tmp_path, capsys) -> None:
     report = (out / "report.md").read_text()
     assert "every session arrives at 0 s" in report and "cores;" not in report, "this machine's processor is no h100"
     assert run(run_it) == 1  # the first run's results stay
-    assert "holds the results of a run already" in capsys.readouterr().err
+    assert "already holds the results of a run" in capsys.readouterr().err
     assert (out / "report.md").read_text() == report
     assert run(["sim", "run", "--workload", "chat", "--sessions", "4", "--rate", "2"]) == 0
     assert "arrives at 0 s" not in capsys.readouterr().out

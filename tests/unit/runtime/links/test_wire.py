@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memserve import messages, types
+from memserve import messages, store_messages, types
 from memserve.messages import AnyMessage, Cancel, KvSnapshot, MoreBlocks, Offer, Peer, Ready, Tokens
 from memserve.runtime.links import wire
 
@@ -30,11 +30,19 @@ def arbitrary(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
         meta = arguments[1]
         if arguments[0] is str:
             return st.text(max_size=4)
+        if arguments[0] is bytes:
+            return st.binary(min_size=meta.min_length or 0, max_size=min(32, meta.max_length))
+        if arguments[0] is not int:
+            return arbitrary(arguments[0])
+        if meta.ge is not None and meta.ge > 0:
+            return st.integers(meta.ge, meta.le)
         return st.integers(0, meta.le if meta.le is not None else 2**64 - 1)
     if origin is tuple and arguments[-1] is Ellipsis:
         return st.lists(arbitrary(arguments[0]), max_size=3).map(tuple)
     if origin is tuple:
         return st.tuples(*(arbitrary(a) for a in arguments))
+    if origin is dict:
+        return st.dictionaries(*(arbitrary(a) for a in arguments), max_size=3)
     if origin is typing.Union or isinstance(kind, UnionType):
         return st.one_of(*(arbitrary(a) for a in arguments))
     simple = {
@@ -82,7 +90,8 @@ def test_every_message_comes_back_equal(message: AnyMessage) -> None:
 
 def test_every_message_is_covered() -> None:
     """A message that is missing in ``AnyMessage`` could be sent but not read."""
-    tagged = {c for c in vars(messages).values() if isinstance(c, type) and issubclass(c, messages.Message)}
+    words = [*vars(messages).values(), *vars(store_messages).values()]
+    tagged = {c for c in words if isinstance(c, type) and issubclass(c, messages.Message)}
     assert {c for c in tagged if c.__struct_config__.tag is not None} == set(MESSAGES)
 
 
@@ -95,6 +104,8 @@ def filled(kind: typing.Any) -> typing.Any:
         return filled(arguments[0])
     if origin is tuple:
         return tuple(filled(a) for a in arguments if a is not Ellipsis)
+    if origin is dict:
+        return {filled(arguments[0]): filled(arguments[1])}
     simple = {bool: True, str: "text", bytes: bytes(16), int: 300, float: 0.5}
     if kind in simple:
         return simple[kind]

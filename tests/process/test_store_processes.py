@@ -1,0 +1,144 @@
+"""``memserve serve --ssd``: a conversation outlives every process, and a store that dies costs no answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from memserve import LLM
+from memserve.types import SamplingParams
+from served_cluster import WAIT_S, Server, eventually, is_alive
+from tiny_models import prompt, save_folder, tiny_module
+
+BLOCK = 8
+"""Tokens: the model's context is 256."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_folder(tiny_module("llama"), tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def truth(model: Path) -> Iterator[Callable[[list[int], int], Any]]:
+    """What one engine without a cache answers, greedily."""
+    with LLM(str(model), dtype="float32", kv_memory="4MiB", threads=1, enable_prefix_caching=False) as llm:
+        greedy = SamplingParams(temperature=0)
+        yield lambda tokens, count: llm.generate([tokens], greedy, max_tokens=count, ignore_eos=True)[0]
+
+
+class Kept:
+    """A ``memserve serve`` whose store and metadata lie in one folder."""
+
+    def __init__(self, model: Path, folder: Path, *shape: str) -> None:
+        self._model, self._folder, self._shape = model, folder, shape
+        self.pids: set[int] = set()
+        self.server = self.start()
+
+    def start(self) -> Server:
+        disks = ("--ssd", f"{self._folder}/ssd=64MiB", "--store-dram", "16MiB", "--ssd-sync", "none")
+        where = ("--block-tokens", str(BLOCK), "--metadata", str(self._folder / "state"))
+        self.server = Server(self._model, *self._shape, *disks, *where)
+        self.pids |= {self.server.process.pid, *self.server.children().values()}
+        return self.server
+
+    def kill_everything(self) -> None:
+        """Router, instances and store, with -9; and their shared memory, as a new start of the machine would."""
+        pids = [self.server.process.pid, *self.server.children().values()]
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+        memory = {Path(path) for path in re.findall(r"/dev/shm/memserve-store-[\w-]+\.data", maps)}
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        self.server.process.wait(60)
+        eventually(lambda: not any(is_alive(pid) for pid in self.pids))
+        for left in memory:
+            for path in left.parent.glob(f"{left.stem}.*"):
+                path.unlink()
+
+    def end(self) -> None:
+        self.server.process.send_signal(signal.SIGTERM)
+        assert self.server.process.wait(60) == 0
+        assert not any(is_alive(pid) for pid in self.pids)
+
+    def ask(self, tokens: list[int], count: int) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{self.server.url}/completions", json=body | {"explain": True}, timeout=WAIT_S)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def metric(self, name: str, labels: str = "") -> float:
+        page = httpx.get(self.server.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
+        return sum(float(value) for value in re.findall(rf"^memserve_{name}{{.*{labels}.*}} (.+)$", page, re.M))
+
+    def stored_blocks(self) -> float:
+        """Blocks that the store has, as the router knows."""
+        return self.metric("store_tree_blocks")
+
+
+@pytest.fixture
+def kept(model: Path, tmp_path: Path) -> Iterator[Callable[..., Kept]]:
+    made: list[Kept] = []
+
+    def start(*shape: str) -> Kept:
+        made.append(Kept(model, tmp_path, *shape))
+        return made[-1]
+
+    yield start
+    for each in made:
+        for pid in [each.server.process.pid, *each.pids]:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    return [int(token) for token in prompt(length, seed)]
+
+
+@pytest.mark.parametrize("shape", [("--colocated", "1"), ("--prefill", "1", "--decode", "1")])
+def test_a_conversation_outlives_every_process(kept, truth, shape) -> None:
+    """Two turns, kill -9 of everything, and the third turn finds both of them on the disk."""
+    running = kept(*shape)
+    history, turns = tokens(90, 1), []
+    for turn in range(2):
+        expected = truth(history, 20)
+        assert running.ask(history, 20)["choices"][0]["text"] == expected.text
+        turns.append(len(history))
+        history = [*history, *expected.outputs[0].tokens, *tokens(10, 10 + turn)]
+    done = (turns[1] + 19) // BLOCK
+    eventually(lambda: running.stored_blocks() >= done)
+    eventually(lambda: running.metric("store_disk_values") >= done)
+    running.kill_everything()
+
+    running.start()
+    eventually(lambda: running.stored_blocks() >= done)
+    answer = running.ask(history, 20)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= done * BLOCK
+    assert answer["choices"][0]["text"] == truth(history, 20).text
+    facts = {fact["fact"]: fact["value"] for fact in answer["memserve"]["story"]}
+    assert (facts["fetched_from"], facts["fetched_tier"]) == ("s1", "ssd")
+    running.end()
+
+
+def test_a_store_that_is_killed_costs_no_answer(kept, truth) -> None:
+    """It is started again, with what its disk and its shared memory hold."""
+    running = kept("--colocated", "1")
+    question = tokens(120, 2)
+    assert running.ask(question, 20)["choices"][0]["text"] == truth(question, 20).text
+    eventually(lambda: running.stored_blocks() >= 120 // BLOCK)
+    first = running.server.children()["s1"]
+    os.kill(first, signal.SIGKILL)
+    other = tokens(120, 3)
+    assert running.ask(other, 20)["choices"][0]["text"] == truth(other, 20).text
+    eventually(lambda: running.server.children().get("s1", first) != first)
+    running.pids |= set(running.server.children().values())
+    eventually(lambda: running.stored_blocks() >= 120 // BLOCK)
+    longer = [*question, *tokens(10, 4)]
+    assert running.ask(longer, 20)["choices"][0]["text"] == truth(longer, 20).text
+    running.end()

@@ -1,0 +1,341 @@
+"""Instances and a store: what is offered to it, what is fetched from it, and that no request waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fleet_store import StoreMember, with_store
+from fleet_world import BLOCK, GEOMETRY, TransferMode, computed, fleet_config, pair, stats, story_of, tokens_of
+from instance_world import PROMPT, request
+from memserve.config import ExchangeConfig
+from memserve.instance import store_offers
+from memserve.messages import KEEP, Fetch, Holder, Offer, PeerGone, Pin, Ready, Withdraw
+from memserve.policy.costs import CopyCurve, CostModel
+from memserve.types import Tier
+from memserve.units import NS_PER_S
+
+ROOMY = {"hbm": 64}
+
+
+def offers(fleet, name="p"):
+    return [m for m in fleet.members[name].said if isinstance(m, Offer) and m.request is None and m.insert]
+
+
+@pytest.fixture
+def by_layer(monkeypatch):
+    """Small blocks count as many bytes."""
+    monkeypatch.setattr(store_offers, "GROUP_BYTES", 1)
+
+
+def test_what_is_computed_and_generated_reaches_the_store():
+    """A prompt in three chunks and an answer; partly filled blocks stay behind."""
+    fleet = with_store(p=fleet_config(**ROOMY))
+    job = fleet.submit(request("a", PROMPT[:21], max_tokens=8), "p")
+    fleet.run()
+    tokens = tokens_of(21).tolist() + job.got[0]
+    whole = (21 + 7) // BLOCK
+    assert fleet.members["s"].has(as_tokens(tokens)) == whole
+    told = stats(fleet, "p")
+    assert told.store_blocks_offered == told.store_blocks_taken == whole
+    assert told.store_blocks_dropped == told.store_blocks_failed == 0
+    fleet.finish()
+
+
+def test_without_a_store_nothing_happens():
+    """Nothing listens to the cache, and nothing is offered; the same when the store has left."""
+    fleet = pair(ROOMY, ROOMY)
+    memory = fleet.members["p"].machine.state.memory
+    fleet.submit(request("a", PROMPT[:21], max_tokens=8), "p")
+    fleet.run()
+    assert memory.listener is None and not offers(fleet)
+    store = StoreMember(fleet)
+    fleet.members["s"] = store
+    fleet.welcome_all()
+    fleet.run()
+    assert memory.listener is not None
+    fleet.kill("s")
+    fleet.run()
+    assert memory.listener is None
+    fleet.submit(request("b", PROMPT[5:30], max_tokens=8), "p")
+    fleet.run()
+    assert not offers(fleet)
+    fleet.finish()
+
+
+def test_a_request_that_may_not_use_the_cache_is_not_offered():
+    fleet = with_store(p=fleet_config(**ROOMY))
+    fleet.submit(request("a", PROMPT[:21], max_tokens=8, use_cache=False), "p")
+    fleet.run()
+    assert not offers(fleet)
+    fleet.finish()
+
+
+def test_layers_leave_while_the_step_goes_on(by_layer):
+    """The first layer is at the store before the plan is done; the last one waits for the end of the step."""
+    fleet = with_store(p=fleet_config(**ROOMY, depth=1))
+    p = fleet.members["p"]
+    fleet.submit(request("a", PROMPT[:8], max_tokens=2), "p")
+    fleet.run(until=lambda: p.layers_told == GEOMETRY.num_layers)
+    for _ in range(50):
+        for wire in list(fleet.wires):
+            fleet.deliver(wire)
+        for member in (p, fleet.members["s"]):
+            if member.jobs:
+                member.do_job()
+    layers = [(m.first_layer, m.end_layer) for m in p.said if isinstance(m, Ready)]
+    assert p.plans and layers and layers[-1][1] == GEOMETRY.num_layers - 1
+    assert fleet.members["s"].has(tokens_of(8)) == 0
+    fleet.run()
+    assert fleet.members["s"].has(tokens_of(8)) == 2
+    fleet.finish()
+
+
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_a_request_that_is_handed_over_is_offered_to_both(mode, by_layer):
+    """The decode instance gets the prompt, and the store gets prompt and answer, each block once."""
+    fleet = with_store(p=fleet_config(**ROOMY), d=fleet_config(**ROOMY))
+    job = fleet.submit(request("a", PROMPT[:13], max_tokens=9), "p", "d", transfer=mode, return_kv=True)
+    fleet.run()
+    tokens = as_tokens(tokens_of(13).tolist() + job.got[0])
+    assert fleet.handed_over == ["a#0"]
+    assert fleet.members["s"].has(tokens) == (13 + 8) // BLOCK
+    assert stats(fleet, "p").store_blocks_offered == 13 // BLOCK
+    assert stats(fleet, "d").store_blocks_offered == (13 + 8) // BLOCK - 13 // BLOCK
+    assert stats(fleet, "p").blocks_come_home > 0
+    fleet.finish()
+
+
+def test_what_was_offered_is_not_offered_again():
+    """Until a minute has passed, or another incarnation of the store has come."""
+    fleet = with_store(p=fleet_config(**ROOMY))
+
+    def run(name):
+        fleet.members["p"].machine.pool.clear_cache()
+        fleet.submit(request(name, PROMPT[:16], max_tokens=1), "p")
+        fleet.run()
+        return stats(fleet, "p").store_blocks_offered
+
+    assert run("a") == 4 and run("b") == 4
+    fleet.pass_time(61 * NS_PER_S)
+    assert run("c") == 8
+    fleet.members["s"] = StoreMember(fleet, generation=2)
+    fleet.welcome_all()
+    fleet.run()
+    assert run("d") == 12 and fleet.members["s"].has(tokens_of(16)) == 4
+    fleet.finish()
+
+
+def test_few_blocks_are_lent_at_once_and_the_rest_follows():
+    """At most an eighth of the memory is lent; what waits is offered out of the cache when the store has taken that."""
+    fleet = with_store(p=fleet_config(hbm=32, step_tokens=40, chunk=40))
+    fleet.submit(request("a", PROMPT[:36], max_tokens=1), "p")
+    fleet.run(until=lambda: offers(fleet))
+    assert stats(fleet, "p").store_blocks_offered == 4 == fleet.members["p"].machine.link.writer.offers.lent
+    fleet.run()
+    assert (
+        stats(fleet, "p").store_blocks_taken == 9 == fleet.members["s"].has(tokens_of(36)) and len(offers(fleet)) == 3
+    )
+    fleet.finish()
+
+
+def test_a_store_that_is_silent_is_not_asked_again_for_what_waits():
+    """What its lease has ended for, and what waits behind it, is dropped and counted; what comes later is offered."""
+    fleet = with_store(p=fleet_config(hbm=32, step_tokens=40, chunk=40))
+    fleet.members["s"].mute = True
+    fleet.submit(request("a", PROMPT[:36], max_tokens=1), "p")
+    fleet.run()
+    fleet.pass_time(6 * NS_PER_S)
+    told = stats(fleet, "p")
+    assert (told.store_blocks_offered, told.store_blocks_failed, told.store_blocks_dropped) == (4, 4, 5)
+    fleet.members["s"].mute = False
+    fleet.submit(request("b", PROMPT[5:13], max_tokens=1), "p")
+    fleet.run()
+    assert stats(fleet, "p").store_blocks_taken == 2
+    fleet.finish()
+
+
+def test_a_request_that_needs_the_room_gets_it():
+    """The store is silent, and holds half of a tiny memory by its offers: they are taken back."""
+    fleet = with_store(p=fleet_config(hbm=8))
+    store, p = fleet.members["s"], fleet.members["p"]
+    store.mute = True
+    fleet.submit(request("a", PROMPT[:28], max_tokens=1), "p")
+    fleet.run()
+    assert p.machine.link.writer.offers.lent == 1
+    job = fleet.submit(request("b", PROMPT[3:33], max_tokens=2), "p")
+    fleet.run()
+    assert job.done and any(isinstance(m, Withdraw) for m in p.said)
+    fleet.finish()
+
+
+@pytest.mark.parametrize("when", ["at once", "while it pulls"])
+def test_a_store_that_dies_costs_nothing(when):
+    fleet = with_store(p=fleet_config(**ROOMY))
+    job = fleet.submit(request("a", PROMPT[:30], max_tokens=6), "p")
+    if when == "while it pulls":
+        fleet.run(until=lambda: fleet.members["s"].jobs)
+    fleet.kill("s")
+    fleet.run()
+    assert job.done and fleet.members["p"].machine.link.writer.offers.lent == 0
+    fleet.finish()
+
+
+def test_a_failed_step_takes_its_offers_with_it(by_layer):
+    """Nothing of it reaches the store; the next attempt's blocks do."""
+    fleet = with_store(p=fleet_config(**ROOMY))
+    fleet.submit(request("a", PROMPT[:16], max_tokens=2), "p")
+    p = fleet.members["p"]
+    fleet.run(until=lambda: p.layers_told == 1)
+    p.do_plan(fail=1)
+    assert any(isinstance(m, Withdraw) for m in p.said) and stats(fleet, "p").store_blocks_failed >= 2
+    fleet.run()
+    assert fleet.members["s"].has(tokens_of(16)) == 4
+    fleet.finish()
+
+
+def test_kv_that_is_not_to_be_trusted_is_forgotten_by_the_store():
+    """A row without a finite logit: its last blocks are not offered, and those of its earlier chunks are taken back."""
+    from memserve.instance.events import RowFailed
+    from memserve.sim.fuzz.literal_device import fail_row
+
+    fleet = with_store(p=fleet_config(**ROOMY, depth=1))
+    p, store = fleet.members["p"], fleet.members["s"]
+    fleet.submit(request("a", PROMPT[:24], max_tokens=2), "p")
+    fleet.run(until=lambda: store.has(tokens_of(24)) >= 2 and len(p.plans) == 1 and p.plans[0].starts == [16])
+    plan = p.plans.popleft()
+    event = p.device.run(plan)
+    fail_row(plan, event, plan.slots[0], RowFailed("planted", kv_is_suspect=True))
+    fleet.jobs.clear()
+    p.post(event)
+    fleet.run()
+    assert store.has(tokens_of(24)) == 0 and len(store.forgotten) == 6
+
+
+def test_a_named_prefix_is_kept():
+    """It was offered when it was computed; its name comes later, and marks it at the store."""
+    fleet = with_store(p=fleet_config(hbm=64))
+    p, store = fleet.members["p"], fleet.members["s"]
+    fleet.submit(request("a", PROMPT[:40], max_tokens=1), "p")
+    fleet.run()
+    assert not store.kept
+    for _ in range(3):  # repeated by the router
+        p.hear(Pin("doc", "", tokens_of(40), 100 * NS_PER_S))
+        fleet.run()
+    assert len(store.kept) == 10 and [m.private for m in offers(fleet)].count(KEEP) == 2, "eight blocks, and two"
+    assert stats(fleet, "p").store_blocks_taken == 20
+    p.hear(PeerGone(store.peer, "gone"))
+    fleet.pass_time(200 * NS_PER_S)
+    fleet.finish()
+
+
+# -- reading
+
+
+def fetch_from_store(fleet, taker="d", tier=Tier.DRAM, tokens=16, disk_tokens=0, name="b", **rest):
+    holder = Holder(fleet.members["s"].peer, tokens, tier, disk_tokens)
+    job = fleet.submit(request(name, PROMPT[:18], max_tokens=3), taker, None, holders=(holder, *rest.get("others", ())))
+    fleet.run()
+    return job
+
+
+def stored(**configs):
+    """A store that has the first four blocks of the prompt."""
+    fleet = with_store(**configs)
+    fleet.submit(request("a", PROMPT[:17], max_tokens=3), "p")
+    fleet.run()
+    return fleet
+
+
+@pytest.mark.parametrize("disk_tokens", [0, 8])
+def test_a_prefix_comes_out_of_the_store(disk_tokens):
+    fleet = stored(p=fleet_config(**ROOMY), d=fleet_config(**ROOMY))
+    job = fetch_from_store(fleet, tier=Tier.SSD if disk_tokens else Tier.DRAM, disk_tokens=disk_tokens)
+    story, told = story_of(job), stats(fleet, "d")
+    assert computed(fleet, "d") == 2 + 2 and told.fetched_tokens == told.store_tokens == 16
+    assert told.store_ssd_tokens == (16 if disk_tokens else 0)
+    assert story["fetched_from"] == "s" and story["fetched_tier"] == ("ssd" if disk_tokens else "store")
+    fleet.finish()
+
+
+def test_another_instance_is_no_store():
+    fleet = pair(ROOMY, ROOMY)
+    fleet.submit(request("a", PROMPT[:17], max_tokens=3), "p")
+    fleet.run()
+    holder = Holder(fleet.members["p"].peer, 16, Tier.DRAM)
+    job = fleet.submit(request("b", PROMPT[:18], max_tokens=3), "d", None, holders=(holder,))
+    fleet.run()
+    assert story_of(job)["fetched_tier"] == "dram" and stats(fleet, "d").store_tokens == 0
+    fleet.finish()
+
+
+@pytest.mark.parametrize("why", ["silent", "gone", "damaged", "evicted"])
+def test_a_store_without_an_answer_costs_a_bounded_wait(why):
+    """Then the prompt is computed, and the tokens are right."""
+    fleet = stored(p=fleet_config(**ROOMY), d=fleet_config(**ROOMY))
+    store = fleet.members["s"]
+    store.mute = why == "silent"
+    fleet.members["d"].corrupt_pulls = int(why == "damaged")
+    if why == "evicted":
+        store.pool.release(list(store.pool.table.values()))
+        store.pool.table.clear()
+    if why == "gone":
+        fleet.lose = lambda sender, to, message: isinstance(message, Fetch)
+    job = fetch_from_store(fleet)
+    if why == "gone":
+        assert not job.done
+        fleet.kill("s")
+        fleet.run()
+    elif why == "silent":
+        fleet.pass_time(3 * NS_PER_S)
+    assert job.done and stats(fleet, "d").store_fetches_failed == 1
+    assert "s:" in story_of(job)["fetch_failed"]
+    fleet.finish()
+
+
+def test_a_slow_disk_is_not_asked_where_computing_is_quicker():
+    """The store says in its costs what its disks take; an instance in memory, with less of the prompt, goes first."""
+    fleet = stored(p=fleet_config(**ROOMY), d=fleet_config(**ROOMY))
+    store, slow = fleet.members["s"], CostModel(disk=CopyCurve(60.0 * NS_PER_S, 0.0, 0.0), machine="here")
+    taker = fleet.members["d"].machine.link.fetches
+    taker.stores_changed([replace_info(store.info, slow)])
+    less = Holder(fleet.members["p"].peer, 12, Tier.HBM)
+    job = fetch_from_store(fleet, tier=Tier.SSD, disk_tokens=16, others=(less,))
+    assert story_of(job)["fetched_from"] == "p"
+    fleet.members["d"].machine.pool.clear_cache()
+    alone = fetch_from_store(fleet, tier=Tier.SSD, disk_tokens=16, name="c")
+    assert "fetched_from" not in story_of(alone) and "recompute" in story_of(alone)["fetch_decision"]
+    fleet.finish()
+
+
+def test_the_store_on_the_own_host_goes_first():
+    fleet = with_store("here", p=fleet_config(**ROOMY))
+    fleet.members["p"].machine.link.writer.host_id = "here"
+    fleet.members["a-far-one"] = StoreMember(fleet, "a-far-one", host_id="there")
+    fleet.welcome_all()
+    fleet.run()
+    assert fleet.members["p"].machine.link.writer.target == fleet.members["s"].peer
+    fleet.kill("s")
+    fleet.run()
+    assert fleet.members["p"].machine.link.writer.target == fleet.members["a-far-one"].peer
+
+
+def test_kv_that_no_other_process_can_reach_is_not_offered():
+    config = replace(fleet_config(**ROOMY), exchange=ExchangeConfig(shares_kv=False))
+    fleet = with_store(p=config)
+    fleet.submit(request("a", PROMPT[:17], max_tokens=3), "p")
+    fleet.run()
+    assert not offers(fleet) and fleet.members["p"].machine.state.memory.listener is None
+
+
+def replace_info(info, costs):
+    from msgspec import structs
+
+    return structs.replace(info, costs=costs.encode())
+
+
+def as_tokens(tokens):
+    import numpy as np
+
+    return np.asarray(tokens, np.int32)

@@ -1,0 +1,366 @@
+"""Stories of a store and instances: what is offered is kept and lent, wherever it lies, and nothing else ever is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from exchange_world import BLOCK, LEASE_NS, Node, array
+from memserve.kv_transfer.events import FetchEnded, Released
+from memserve.messages import KEEP, Offer, Release, Withdraw
+from memserve.store.disk_config import DisksConfig
+from memserve.store_messages import ForgetKv
+from memserve.types import Tier
+from store_world import BLOCK_BYTES, StoreWorld, push
+
+PROMPT = list(range(100, 100 + 4 * BLOCK + 1))  # four whole blocks and a token
+
+
+@pytest.fixture
+def world() -> Iterator[StoreWorld]:
+    world = StoreWorld()
+    yield world
+    world.run()
+    for _ in range(2):
+        world.wait(2 * LEASE_NS)
+        world.run()
+    if not world.store.is_dead:
+        world.store.check_empty()
+        log = world.store.machine.values.log
+        assert world.store.known_to_router() == {identity: log.tier_of(identity) for identity in log.identities()}
+    world.close()
+
+
+def fetch(
+    world: StoreWorld, node: Node, tenant: str = "t", tokens: list[int] = PROMPT, patience: int = LEASE_NS
+) -> int:
+    """Blocks that a node has after it has asked the store."""
+    node.fetch(world.store.peer, tenant, tokens, world.now + patience)
+    world.run()
+    return node.check_cache(tenant, tokens)
+
+
+def ends(node: Node, kind: type) -> list:
+    return [outcome for outcome in node.outcomes if isinstance(outcome, kind)]
+
+
+def test_what_one_instance_offers_another_one_gets(world) -> None:
+    world.open_store(blocks=8)
+    p, d = world.instance("p"), world.instance("d")
+    offer = push(world, p, "t", PROMPT)
+    world.run()
+    assert ends(p, Released)[0].used and p.offers[offer] is False
+    assert world.store.check_kv("t", PROMPT) == 4
+    assert set(world.store.known_to_router().values()) == {Tier.DRAM}
+    assert fetch(world, d) == 4
+    assert ends(d, FetchEnded)[0].ok
+
+
+def test_tenants_share_nothing(world) -> None:
+    world.open_store(blocks=8)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT)
+    world.run()
+    assert fetch(world, d, "other") == 0
+    assert "not cached" in ends(d, FetchEnded)[0].reason
+
+
+def test_blocks_that_are_here_are_not_pulled_again(world) -> None:
+    world.open_store(blocks=8)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT[: 2 * BLOCK])
+    world.run()
+    pulled = world.store.exchange.counters.pulled_bytes
+    push(world, d, "t", PROMPT)
+    world.run()
+    assert world.store.exchange.counters.pulled_bytes == 2 * pulled
+    assert world.store.check_kv("t", PROMPT) == 4
+    push(world, p, "t", PROMPT)
+    world.run()
+    assert world.store.exchange.counters.pulled_bytes == 2 * pulled
+    assert all(outcome.used for outcome in ends(p, Released))
+    assert world.store.machine.counters.kv_known == 2 + 4
+
+
+def test_blocks_come_layer_by_layer(world) -> None:
+    world.open_store(blocks=8)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT[:BLOCK])
+    world.run()
+    seq = p.compute("t", PROMPT)
+    offer = p.offer(world.store.peer, seq, 0, 4)
+    world.run()
+    for layer in range(3):
+        p.exchange.computed(offer, 0, 4, layer, layer + 1)
+        p.take([])
+        world.run()
+    p.end(seq)
+    assert world.store.check_kv("t", PROMPT) == 4 and fetch(world, d) == 4
+
+
+def test_an_offer_behind_blocks_that_are_not_here_is_kept_and_found_with_them(world) -> None:
+    world.open_store(blocks=8)
+    p, d = world.instance("p"), world.instance("d")
+    seq = p.compute("t", PROMPT)
+    offer = p.offer(world.store.peer, seq, 2, 4)
+    p.exchange.computed(offer, 2, 4)
+    p.take([])
+    p.end(seq)
+    world.run()
+    assert fetch(world, d) == 0
+    push(world, p, "t", PROMPT)
+    world.run()
+    assert fetch(world, d) == 4
+
+
+def test_room_is_made_by_giving_up_what_was_not_asked_for(world) -> None:
+    world.open_store(blocks=4)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", [1] * 3 * BLOCK)
+    world.run()
+    push(world, p, "t", [2] * 3 * BLOCK)
+    world.run()
+    assert world.store.check_kv("t", [2] * 3 * BLOCK) == 3
+    assert len(world.store.known_to_router()) == 4
+    assert fetch(world, d, tokens=[2] * 3 * BLOCK) == 3
+
+
+def test_what_does_not_fit_is_refused(world) -> None:
+    world.open_store(blocks=3)
+    p = world.instance("p")
+    push(world, p, "t", PROMPT)
+    world.run()
+    assert not ends(p, Released)[0].used and "do not fit" in ends(p, Released)[0].reason
+
+
+def test_what_memory_gives_up_comes_back_from_the_disk(world) -> None:
+    world.open_store(blocks=4, disks=2)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT)
+    world.run()
+    push(world, p, "t", [2] * 4 * BLOCK)
+    world.run()
+    assert set(world.store.known_to_router().values()) == {Tier.DRAM, Tier.SSD}
+    assert world.store.check_kv("t", PROMPT) == 0
+    assert fetch(world, d) == 4
+    assert world.store.machine.counters.loads == 4
+
+
+def test_two_fetches_of_the_same_blocks_read_them_once(world) -> None:
+    world.open_store(blocks=4, disks=1)
+    p, d, e = world.instance("p"), world.instance("d"), world.instance("e")
+    push(world, p, "t", PROMPT)
+    world.run()
+    push(world, p, "t", [2] * 4 * BLOCK)
+    world.run()
+    world.store.stalls = True
+    for node in (d, e):
+        node.fetch(world.store.peer, "t", PROMPT, world.now + LEASE_NS)
+    world.run()
+    world.store.stalls = False
+    world.run()
+    assert d.check_cache("t", PROMPT) == e.check_cache("t", PROMPT) == 4
+    assert world.store.machine.counters.loads == 4 and world.store.machine.counters.loads_joined == 4
+
+
+def test_a_disk_that_fails_cuts_the_prefix_there(world) -> None:
+    world.open_store(blocks=8, disks=1)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT[: 2 * BLOCK])
+    world.run()
+    push(world, p, "t", PROMPT)
+    world.run()
+    for identity in world.store.identities("t", PROMPT)[2:]:
+        world.store.tier.remove(identity)
+        world.store.machine.values._left_memory(identity)
+    world.store.fails = True
+    assert fetch(world, d) == 2
+    assert ends(d, FetchEnded)[0].ok and world.store.machine.counters.fetches_cut == 1
+
+
+def test_a_disk_that_does_not_answer_in_time_cuts_the_prefix(world) -> None:
+    world.open_store(blocks=8, disks=1)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT)
+    world.run()
+    last = world.store.identities("t", PROMPT)[-1]
+    world.store.tier.remove(last)
+    world.store.machine.values._left_memory(last)
+    world.store.stalls = True
+    d.fetch(world.store.peer, "t", PROMPT, world.now + LEASE_NS)
+    world.run()
+    assert not ends(d, FetchEnded)
+    world.now += LEASE_NS // 2
+    world.store.advance()
+    world.run()
+    assert d.check_cache("t", PROMPT) == 3
+    world.store.stalls = False
+
+
+def test_nothing_here_is_said_at_once(world) -> None:
+    world.open_store(blocks=8)
+    d = world.instance("d")
+    assert fetch(world, d) == 0 and not ends(d, FetchEnded)[0].ok
+
+
+def test_damage_on_a_disk_is_found_and_the_block_forgotten(world) -> None:
+    world.open_store(blocks=4, disks=1)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT)
+    world.run()
+    push(world, p, "t", [2] * 4 * BLOCK)
+    world.run()
+    disk = world.store.literal[0]
+    disk.sync()
+    for at in range(len(disk.synced) - BLOCK_BYTES):
+        if disk.synced[at : at + 16] == world_page(world, 1):
+            disk.synced[at + 3] ^= 1
+            break
+    assert fetch(world, d) == 1
+    assert world.store.identities("t", PROMPT)[1] not in world.store.known_to_router()
+
+
+def world_page(world: StoreWorld, block: int) -> bytes:
+    from exchange_world import pages
+
+    return pages("t", array(PROMPT), block)[0].tobytes()
+
+
+def test_what_a_killed_store_had_in_memory_is_compared_before_it_is_lent(world) -> None:
+    world.open_store(blocks=8)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT)
+    world.run()
+    store = world.restart()
+    assert len(store.known_to_router()) == 4 and store.machine.counters.compared == 0
+    place = store.tier.find(store.identities("t", PROMPT)[2], counts=False)
+    store.tier.release(place.offset)
+    assert not place.verified
+    store.bytes[place.offset + 5] ^= 1
+    assert fetch(world, d) == 2
+    counters = store.machine.counters
+    assert counters.compared == 3 and counters.damaged == 1
+    assert store.identities("t", PROMPT)[2] not in store.known_to_router()
+
+
+def test_damage_in_memory_is_mended_from_the_disk(world) -> None:
+    world.open_store(blocks=8, disks=1)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT)
+    world.run()
+    store = world.restart()
+    place = store.tier.find(store.identities("t", PROMPT)[2], counts=False)
+    store.tier.release(place.offset)
+    store.bytes[place.offset + 5] ^= 1
+    assert fetch(world, d) == 4
+    assert store.machine.counters.damaged == 1 and store.machine.counters.loads == 1
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_what_is_on_disks_outlives_the_store(world, power) -> None:
+    world.open_store(blocks=8, disks=2, disks_config=DisksConfig(sync="always"))
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT)
+    world.run()
+    store = world.restart(power=power)
+    assert set(store.known_to_router().values()) == {Tier.SSD if power else Tier.DRAM}
+    assert fetch(world, d) == 4
+
+
+def test_an_orderly_end_writes_what_is_in_memory_alone(world) -> None:
+    world.open_store(blocks=8, disks=1)
+    p, d = world.instance("p"), world.instance("d")
+    world.store.stalls = True
+    push(world, p, "t", PROMPT)
+    world.run()
+    world.store.stalls = False
+    store = world.restart(orderly=True)
+    assert set(store.known_to_router().values()) == {Tier.SSD}
+    assert fetch(world, d) == 4
+
+
+def test_an_instance_that_dies_leaves_nothing(world) -> None:
+    world.open_store(blocks=4, disks=1)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT)
+    world.run()
+    push(world, p, "t", [2] * 4 * BLOCK)
+    world.run()
+    world.store.stalls = True
+    d.fetch(world.store.peer, "t", PROMPT, world.now + LEASE_NS)
+    world.run()
+    seq = p.compute("t", [3] * 4 * BLOCK)
+    p.offer(world.store.peer, seq, 0, 4)
+    while world.links:
+        world.step()
+    world.dies("d")
+    world.dies("p")
+    world.store.stalls = False
+    world.run()
+    world.store.check_empty()
+
+
+def test_another_namespace_is_refused(world) -> None:
+    world.open_store(blocks=8)
+    p = world.instance("p")
+    q = world.instance("q", namespace="another model")
+    push(world, p, "t", PROMPT)
+    world.run()
+    push(world, q, "t", [5] * 2 * BLOCK)
+    world.run()
+    assert "another identity" in ends(q, Released)[0].reason
+    q.fetch(world.store.peer, "t", PROMPT, world.now + LEASE_NS)
+    world.run()
+    assert "another namespace" in ends(q, FetchEnded)[0].reason
+    assert not world.store.serves
+
+
+def test_what_an_instance_no_longer_trusts_is_forgotten(world) -> None:
+    world.open_store(blocks=8, disks=1)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT)
+    world.run()
+    world.post(p.peer, world.store.peer, ForgetKv(b"".join(world.store.identities("t", PROMPT)[1:])))
+    world.run()
+    assert fetch(world, d) == 1
+
+
+def test_named_blocks_go_to_the_disk_without_a_second_hit(world) -> None:
+    config = DisksConfig(admission="second-hit")
+    world.open_store(blocks=8, disks=1, segments=6, disks_config=config)
+    p = world.instance("p")
+    tail = 0
+    while world.store.machine.values.disks.counters()["refused_seldom"] == 0:  # until the disk was full once
+        push(world, p, "t", [1000 + tail] * 4 * BLOCK)
+        world.run()
+        tail += 1
+    push(world, p, "t", [1] * 4 * BLOCK, KEEP)
+    world.run()
+    disks = world.store.machine.values.disks
+    assert all(identity in disks for identity in world.store.identities("t", [1] * 4 * BLOCK))
+    push(world, p, "t", [2] * 4 * BLOCK)
+    world.run()
+    assert not any(identity in disks for identity in world.store.identities("t", [2] * 4 * BLOCK))
+
+
+def test_a_transfer_without_tokens_is_no_business_of_a_store(world) -> None:
+    world.open_store(blocks=8)
+    p = world.instance("p")
+    seq = p.compute("t", PROMPT)
+    p.offer(world.store.peer, seq, 0, 2, insert=False, dst_tier=Tier.DRAM)
+    world.run()
+    assert not ends(p, Released)[0].used
+    p.end(seq)
+
+
+def test_messages_of_strangers_do_nothing(world) -> None:
+    world.open_store(blocks=8)
+    p = world.instance("p")
+    world.dies("p")
+    tokens = array(PROMPT[: 2 * BLOCK])
+    identity = world.store.identities("t", tokens)[-1]
+    world.store.hear(p.peer, Offer("x", "t", tokens, identity, Tier.HBM, 0, (1, 2), LEASE_NS))
+    for message in (Release("y"), Withdraw("y", "")):
+        world.store.hear(p.peer, message)
+    world.store.check_empty()

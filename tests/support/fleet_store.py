@@ -1,0 +1,139 @@
+"""A store in a :class:`fleet_world.Fleet`, as plain as can be: a flat table of blocks, and an exchange."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from msgspec import structs
+
+from fleet_world import BLOCK, GEOMETRY, Fleet, Member
+from instance_world import VOCAB
+from memserve import _core
+from memserve.config import ExchangeConfig, PoolConfig
+from memserve.kv_transfer.events import CancelPulls, Delivered, PagesPulled, PullPages, SealPages
+from memserve.kv_transfer.exchange import Exchange
+from memserve.mempool.pool import BlockPool
+from memserve.messages import Fetch, JoinAccepted, Offer, Peer, PeerGone, PeerInfo, PeerJoined, Release
+from memserve.serving import MessageArrived, Send
+from memserve.sim.fuzz.truth_device import TruthDevice
+from memserve.store_messages import ForgetKv
+from memserve.types import Role, Tier
+
+
+class FlatPool(BlockPool):
+    """Finds blocks by identity alone."""
+
+    def __init__(self, blocks):
+        super().__init__(PoolConfig(blocks), BLOCK, "default")
+        self.table = {}
+
+    def lend(self, tenant, tokens, first_block=0):
+        found = []
+        for identity in split(self.identities(tenant, tokens))[first_block:]:
+            if identity not in self.table:
+                break
+            found.append(self.table[identity])
+        self.retain(found)
+        return _core.BlockIds(found), _core.BlockIds()
+
+
+class StoreMember(Member):
+    """Takes every offer, gives to every fetch. ``mute``: it hears neither."""
+
+    runs_requests = False
+
+    def __init__(self, fleet, name="s", blocks=64, generation=1, host_id=""):
+        self.fleet, self.peer = fleet, Peer(name, generation)
+        self.pool = FlatPool(blocks)
+        self.exchange = Exchange(self.pool, GEOMETRY, ExchangeConfig(), self.peer)
+        self.device = TruthDevice(BLOCK, blocks, 0, VOCAB)
+        self.plans, self.jobs, self.said, self.heard = (), deque(), [], []
+        self.corrupt_pulls, self.mute, self.host_id = 0, False, host_id
+        self.kept = set()
+        self.forgotten = []
+
+    @property
+    def info(self):
+        return PeerInfo(
+            self.peer, Role.STORE, "", "", GEOMETRY, 0, 0, 0, True, host_id=self.host_id, publishes_events=False
+        )
+
+    def post(self, event):
+        if not isinstance(event, MessageArrived):
+            outcomes = self.exchange.handle(event, self.fleet.now) if hasattr(event, "job_id") else []
+        else:
+            outcomes = self._listen(event.sender, event.message)
+        for outcome in [*outcomes, *self.exchange.advance(self.fleet.now)]:
+            if isinstance(outcome, Delivered):
+                self._publish(outcome)
+        for action in self.exchange.take_actions():
+            if isinstance(action, Send):
+                self._say(action.to, action.message)
+            elif isinstance(action, SealPages | PullPages):
+                self.jobs.append(action)
+            else:
+                assert isinstance(action, CancelPulls)
+        self.exchange.check_invariants()
+
+    def _listen(self, sender, message):
+        now = self.fleet.now
+        self.heard.append(message)
+        if self.mute and isinstance(message, Offer | Fetch):
+            return []
+        match message:
+            case JoinAccepted():
+                return self.exchange.set_members(message.peers, now)
+            case PeerJoined():
+                return self.exchange.peer_joined(message.info, now)
+            case PeerGone():
+                return self.exchange.peer_gone(message.peer, now)
+            case ForgetKv():
+                for identity in split(message.identities):
+                    self.forgotten.append(identity)
+                    if identity in self.pool.table:
+                        self.pool.release([self.pool.table.pop(identity)])
+                return []
+            case Offer(insert=True):
+                names = split(self.pool.identities(message.tenant, message.tokens))[message.first_block :]
+                self.kept |= set(names) if message.private else set()
+                if all(name in self.pool.table for name in names):
+                    self._say(sender, Release(message.transfer_id))
+                    return []
+                message = structs.replace(message, insert=False)
+        return self.exchange.handle(MessageArrived(sender, message), now)
+
+    def _publish(self, done):
+        offer = done.offer
+        names = split(self.pool.identities(offer.tenant, offer.tokens))[offer.first_block :]
+        for name, block in zip(names, done.blocks, strict=True):
+            if name in self.pool.table:
+                self.pool.release([block])
+            else:
+                self.pool.table[name] = block
+
+    def has(self, tokens, tenant=""):
+        """Blocks of ``tokens`` that it has, from the first on."""
+        blocks, _ = self.pool.lend(tenant, tokens)
+        self.pool.release(blocks)
+        return len(blocks)
+
+    def check_nothing_held(self):
+        assert not self.exchange.transfers_open, self.exchange
+        for block in self.pool.table.values():
+            assert self.pool.ref_count(Tier.HBM, block) == 1
+
+
+def with_store(host_id="", **configs):
+    """Instances, and a store that all of them know."""
+    fleet = Fleet(**configs)
+    fleet.members["s"] = StoreMember(fleet, host_id=host_id)
+    fleet.welcome_all()
+    fleet.run()
+    return fleet
+
+
+def split(identities):
+    return [identities[at : at + 16] for at in range(0, len(identities), 16)]
+
+
+__all__ = ["PagesPulled", "StoreMember", "with_store"]

@@ -1,0 +1,60 @@
+"""Kills and losses of power in the middle of everything, on literal disks: what was published is found, or nothing is.
+
+``--disk-kills N``: how many; each run takes fresh seeds, and names the one that failed.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from dataclasses import dataclass
+
+import pytest
+
+from disks_world import DisksWorld, life
+from memserve.store.disks import DisksConfig
+
+SYNCS = ("none", "segment", "always")
+
+
+@dataclass
+class Tally:
+    kills: int = 0
+    wanted: int = 0
+    found: int = 0
+
+
+def killed_lives(seed: int, kills: int, tally: Tally) -> None:
+    """One life with several kills, and what came of each."""
+    rng = random.Random(seed)
+    config = DisksConfig(sync=rng.choice(SYNCS), admission="all", writes_max=rng.choice((2, 32)))
+    world = DisksWorld(rng, config, disks=rng.choice((1, 2, 3)), segments=rng.choice((4, 6, 20)))
+    keys = [rng.randbytes(16) for _ in range(rng.choice((5, 40)))]
+    for _ in range(kills):
+        world.failing = rng.choice((0.0, 0.0, 0.02, 0.1, 0.8))
+        for _ in life(world, keys, rng.randrange(50, 600)):
+            pass
+        power = rng.random() < 0.5
+        promised = not power or config.sync != "none"
+        wanted, found = world.restart(power=power)
+        tally.kills += 1
+        if promised:
+            tally.wanted += wanted
+            tally.found += found
+        verified = world.verify()
+        assert not promised or verified.damaged == verified.unread == 0, "what was found is damaged"
+        again = world.verify()
+        assert again.damaged == again.unread == 0, "what does not match stays"
+    world.settle()
+
+
+def test_what_was_published_before_the_last_sync_outlives_a_kill(pytestconfig: pytest.Config) -> None:
+    tally = Tally()
+    while tally.kills < pytestconfig.getoption("--disk-kills"):
+        seed = secrets.randbits(32)
+        try:
+            killed_lives(seed, 6, tally)
+        except Exception as error:
+            error.add_note(f"killed_lives({seed}, 6, Tally())")
+            raise
+    assert tally.wanted > tally.kills and tally.found >= 0.99 * tally.wanted, tally
