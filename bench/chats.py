@@ -21,7 +21,7 @@ DOCUMENT_FILES = ("longdocs/loogle_wikipedia.jsonl.gz", "longdocs/qmsum_meetings
 
 @dataclass
 class Session:
-    """User turns, and what was answered to each so far."""
+    """User turns, and the answer to each so far."""
 
     name: str
     turns: list[str]
@@ -29,7 +29,7 @@ class Session:
     system: str = ""
 
     def messages(self) -> Messages:
-        """The history up to and with the next user turn."""
+        """The history up to and including the next user turn."""
         history: Messages = [{"role": "system", "content": self.system}] if self.system else []
         for question, answer in zip(self.turns, self.answers, strict=False):
             history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -37,11 +37,11 @@ class Session:
 
     @property
     def done(self) -> bool:
-        """Whether every turn was answered."""
+        """Whether every turn has an answer."""
         return len(self.answers) == len(self.turns)
 
     def fresh(self) -> Session:
-        """The same turns, not answered."""
+        """The same turns, without answers."""
         return Session(self.name, self.turns, [], self.system)
 
 
@@ -52,8 +52,8 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def chat_sessions(data: Path, count: int, turns: int, system_chars: int = 1200) -> list[Session]:
-    """``count`` chats of ``turns`` user turns each, longest messages first; every second one has a system prompt that
-    it shares with others."""
+    """``count`` chats of ``turns`` user turns each, longest messages first; every second chat has a system prompt that
+    it shares with other chats."""
     found: list[Session] = []
     for name in SESSION_FILES:
         for at, record in enumerate(read(data / name)):
@@ -90,9 +90,9 @@ def load_tokenizer(model: str) -> Any:
 
 
 def reference_answers(model: str, sessions: list[Session], new_tokens: int, path: Path) -> dict[str, list[str]]:
-    """What transformers' greedy ``generate`` answers, in float32, turn by turn; kept in ``path``.
+    """The answers of transformers' greedy ``generate``, in float32, turn by turn; cached in ``path``.
 
-    Also kept: the gap between the two best logits where it is smallest, so that a tie can be told.
+    Also cached: the smallest gap between the two best logits, so that ties can be recognised.
     """
     key = {"model": model, "sessions": [[s.name, s.turns, s.system] for s in sessions], "new_tokens": new_tokens}
     if path.exists():

@@ -1,11 +1,11 @@
-"""Do multi-turn sessions through a real cluster give, token for token, what transformers' ``generate`` gives?
+"""Are answers of multi-turn sessions through a real cluster token-identical to transformers' ``generate``?
 
     python bench/cluster_lossless.py --data DIR --reference-model FOLDER_OR_GGUF [--settings 1P1D,nixl] [--sessions 12]
 
 Sessions of six turns and long documents with two questions each, greedy, float32, over HTTP with the official client,
-several sessions at once. The reference is computed once and kept in ``--reference``. One line a setting: answers that
-are equal, what the cluster did meanwhile (tokens reused, bytes moved); the exit status is 1 when any answer differs or
-something that the setting is about did not happen.
+several sessions at once. The reference is computed once and cached in ``--reference``. One line per setting: how many
+answers are equal, and what the cluster did (tokens reused, bytes moved); the exit status is 1 if any answer differs or
+if something that the setting tests did not happen.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ROOMY = ("--kv-memory", "1GiB")
 
 @dataclass(frozen=True)
 class Setting:
-    """Options of ``memserve serve``, and counters of ``/metrics`` (sums over instances) that must have moved."""
+    """Options of ``memserve serve``, and counters of ``/metrics`` (sums over instances) that must have grown."""
 
     name: str
     options: tuple[str, ...]
     must: tuple[str, ...] = ()
     in_rounds: bool = False
-    """Every session has its first turn, then every one its second: prefixes are evicted in between."""
+    """All sessions have their first turn, then all their second: prefixes are evicted in between."""
 
 
 def roles(prefill: int, decode: int, colocated: int) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def settings(small: str) -> list[Setting]:
 
 
 def play(session: chats.Session, url: str, model: str, new_tokens: int, turns: int = 1 << 30) -> chats.Session:
-    """Up to so many turns of one session, one after the other."""
+    """Play up to ``turns`` turns of one session, one after the other."""
     from openai import OpenAI
 
     with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600) as client:
@@ -85,7 +85,7 @@ def total(metrics: dict[str, float], name: str) -> float:
 
 
 def run(setting: Setting, sessions: list[chats.Session], want: dict[str, list[str]], args: Any) -> dict[str, Any]:
-    """Play all sessions against one cluster and compare."""
+    """Play all sessions against one cluster, and compare the answers."""
     started = time.perf_counter()
     model = ("--model", args.model) if args.model else ()
     with serving("--dtype", "float32", *model, *setting.options) as server:

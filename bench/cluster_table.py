@@ -2,11 +2,11 @@
 
     python bench/cluster_table.py --data DIR [--settings off,pd-caching-1,pd-caching-2,pd-caching-3] [--sessions 8]
 
-Sessions of real user turns, the model's own answers in the history, one turn after the other, ``--clients`` sessions at
-once. Every setting starts its own cluster; the sessions are the same. Printed per setting: prefill tokens computed,
+Sessions of real user turns, with the model's own answers in the history, turn by turn, ``--clients`` sessions at
+once. Every setting starts its own cluster and plays the same sessions. Printed per setting: prefill tokens computed,
 tokens reused at P and at D, bytes from P to D and from D to P, TTFT and JCT; and, per turn, the share of the prompt
 that P reused. MemServe section 5 says: caching-1 saves prefill, caching-2 sends only what is new, caching-3 lets the
-reuse at P grow with the turns (the answers come home).
+reuse at P grow with the turns (the answers' KV comes back).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def by_role(metrics: dict[str, float], name: str, role: str) -> float:
 
 
 def run(name: str, options: tuple[str, ...], sessions: list[chats.Session], args: Any) -> dict[str, Any]:
-    """One setting: the turns as the clients saw them, and what the instances counted."""
+    """One setting: the turns as clients saw them, and the instances' counters."""
     extra = tuple(args.serve.split()) if args.serve else ()
     with serving(*options, "--kv-memory", args.kv_memory, *extra) as server:
         with ThreadPoolExecutor(args.clients) as pool:
@@ -117,7 +117,7 @@ def run(name: str, options: tuple[str, ...], sessions: list[chats.Session], args
 
 
 def show(results: list[dict[str, Any]]) -> str:
-    """A Markdown table, and one of the reuse by turn."""
+    """A Markdown table of all settings, and one of the reuse by turn."""
     names = [key for key in results[0] if key != "reuse_by_turn"]
     lines = ["| " + " | ".join(n.replace("_", " ") for n in names) + " |", "|" + " --- |" * len(names)]
     lines += ["| " + " | ".join(f"{r[n]:,}" if n != "setting" else r[n] for n in names) + " |" for r in results]

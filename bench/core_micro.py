@@ -1,14 +1,14 @@
 """Microbenchmarks of the memory core through the Python API that users call; single thread, microseconds an operation.
 
 Workload: prompts of 4,096 tokens, groups of 10 share the first 1,024; trees of 1, 1,000 and 20,000 prompts; another
-victim prompt each repetition. Beside our figures stands the limit of this machine in the same run: copying the same
-tokens out of cold memory on huge pages, and a call that does nothing.
+victim prompt in each repetition. For comparison, the limits of this machine in the same run: copying the same
+tokens out of cold memory on huge pages, and an empty call.
 
     python bench/core_micro.py [--trees 1,1000,20000] [--blocks 16,32] [--reps 200] [--json out.json] [--rivals PATH]
 
 ``--rivals PATH``: a JSON-lines file, or a folder of ``*.jsonl``, with records ``{"peer", "impl", "op", "tree_prompts",
 "median_us", "p99_us"}`` (or ``"bytes_per_block"``). They are printed below our figures, marked as recorded in another
-run: between runs such figures move by 5 to 10 %, so only large ratios mean something.
+run: such figures vary by 5 to 10 % between runs, so only large ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Timer:
         return result
 
     def record(self, op: str, **extra: Any) -> Record:
-        """Median and p99 of what was timed."""
+        """Median and p99 of the timed calls."""
         median, p99 = np.percentile(self.us, [50, 99])
         return {"op": op, "median_us": round(median, 2), "p99_us": round(p99, 2), "n": len(self.us), **extra}
 
 
 def resident_bytes() -> int:
-    """What this process holds of physical memory."""
+    """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -87,7 +87,7 @@ def build(prompts: int, block: int) -> BlockPool:
 
 
 def fill(pool: BlockPool, tokens: Tokens) -> None:
-    """What a finished request leaves behind."""
+    """Cache ``tokens``, as a finished request does."""
     lease = pool.acquire("", tokens)
     fresh = pool.allocate(len(tokens) // pool.block_tokens - len(lease.blocks)) or []
     blocks = lease.blocks + fresh
@@ -97,7 +97,7 @@ def fill(pool: BlockPool, tokens: Tokens) -> None:
 
 
 def bench_match(pool: BlockPool, prompts: int, reps: int) -> Iterator[Record]:
-    """``BlockPool.match`` of prompts cached to different degrees."""
+    """Time ``BlockPool.match`` of prompts cached to different degrees."""
     rng = np.random.default_rng(7)
     for share in (1.0, 0.9, 0.5, 0.0):
         timer = Timer()
@@ -109,7 +109,7 @@ def bench_match(pool: BlockPool, prompts: int, reps: int) -> Iterator[Record]:
 
 
 def bench_acquire(pool: BlockPool, prompts: int, reps: int) -> Iterator[Record]:
-    """The whole read path of a request: pinned and referenced blocks, then given back."""
+    """Time the whole read path of a request: acquire pinned and referenced blocks, then release them."""
     acquire, back, borrow = Timer(), Timer(), Timer()
     for i in np.random.default_rng(8).permutation(max(prompts, reps))[:reps] % prompts:
         tokens = prompt(int(i))
@@ -123,7 +123,7 @@ def bench_acquire(pool: BlockPool, prompts: int, reps: int) -> Iterator[Record]:
 
 
 def bench_insert(pool: BlockPool, reps: int) -> Iterator[Record]:
-    """``insert`` of fresh prompts, of prompts with a cached first quarter, and of cached ones."""
+    """Time ``insert`` of fresh prompts, of prompts with a cached first quarter, and of cached prompts."""
     timers = {"insert_fresh": Timer(), "insert_sharing_1k": Timer(), "insert_cached": Timer()}
     for k in range(min(reps, 190)):
         first = prompt(10_000_000 + GROUP * k)
@@ -137,7 +137,7 @@ def bench_insert(pool: BlockPool, reps: int) -> Iterator[Record]:
 
 
 def bench_evict(pool: BlockPool, reps: int) -> Iterator[Record]:
-    """An allocation of 256 blocks that must evict 256 first, and nothing else."""
+    """Time an allocation of 256 blocks that must evict exactly 256 first."""
     taken = pool.allocate_ids(pool.available() - pool.report().by_tier[Tier.HBM].blocks_evictable)
     timer = Timer()
     for _ in range(min(reps, 100, pool.available() // 256)):
@@ -149,7 +149,7 @@ def bench_evict(pool: BlockPool, reps: int) -> Iterator[Record]:
 
 
 def bench_blocks(reps: int) -> Iterator[Record]:
-    """Allocate and free 256 blocks in pools of several sizes."""
+    """Time allocating and freeing 256 blocks in pools of several sizes."""
     geometry = KVGeometry(1, 1, 1, 1, "bfloat16", 1)
     for total in (4096, 65536, 524288):
         allocator, mempool = _core.BlockAllocator(total), MemPool(geometry, hbm_bytes=total * geometry.block_bytes)
@@ -168,7 +168,7 @@ def bench_blocks(reps: int) -> Iterator[Record]:
 
 
 def bench_limits(reps: int) -> Iterator[Record]:
-    """What the machine itself needs for the same bytes: cold 16 KiB compared and copied, and an empty call."""
+    """Time what the machine itself needs: comparing and copying 16 KiB of cold memory, and an empty call."""
     cold = np.random.default_rng(1).integers(1, VOCABULARY, (20_000, PROMPT_TOKENS), dtype=np.int32)
     target = np.empty(PROMPT_TOKENS, np.int32)
     copy, nothing = Timer(), Timer()
@@ -180,7 +180,7 @@ def bench_limits(reps: int) -> Iterator[Record]:
 
 
 def bench_copies() -> Iterator[Record]:
-    """Blocks of 737,280 bytes between two arenas, beside one memcpy of the same bytes."""
+    """Time copies of blocks of 737,280 bytes between two arenas, beside one memcpy of the same bytes."""
     block_bytes, blocks = 737_280, 128
     source, target = _core.Arena(block_bytes * blocks), _core.Arena(block_bytes * blocks)
     np.frombuffer(memoryview(source), np.uint8)[:] = 1
@@ -203,7 +203,7 @@ def bench_copies() -> Iterator[Record]:
 
 
 def bench_tree(prompts: int, block: int, reps: int) -> Iterator[Record]:
-    """Everything about one tree."""
+    """All measurements of one tree."""
     resident = resident_bytes()
     pool = build(prompts, block)
     resident = resident_bytes() - resident

@@ -1,12 +1,12 @@
-"""How near the simulator comes to the real cluster: the same workloads on both, on this machine, side by side.
+"""How close the simulator is to the real cluster: the same workloads on both, on this machine, side by side.
 
     python bench/fidelity.py calibrate --out FOLDER      profile, contention of two instances, overhead of the server
     python bench/fidelity.py real --out FOLDER           three workloads on real clusters
-    python bench/fidelity.py table --out FOLDER          the same in the simulator, and how far off it is
+    python bench/fidelity.py table --out FOLDER          the same in the simulator, and its errors
 
-What the simulator is given was measured with other requests than those that it foretells: the profile of `memserve
-profile`; how much slower two processes compute that do so at once; and, from streams of one length to an idle server,
-what a request and a token cost beside the device.
+The simulator's inputs are measured with other requests than those that it predicts: the profile of `memserve profile`;
+how much slower two processes are that compute at the same time; and, from streams of one length to an idle server, the
+time of a request and of a token beside the device.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def calibrate(out: Path, seconds: float, model: str) -> None:
 
 
 def contention(model: str) -> dict[str, dict[str, float]]:
-    """How fast steps of each kind are on workers that do not spin, as those of instances that share cores, and how
-    fast beside another process that computes: 1 = as the profile says, and as alone without spinning."""
+    """Speed of each kind of step on workers that do not spin, as in instances that share cores, alone and beside
+    another process that computes: 1 = as in the profile, and as alone without spinning."""
     spinning, first, second = _process(model, spins=True), _process(model), _process(model)
     passive, beside = {}, {}
     for kind in KINDS:
@@ -112,7 +112,7 @@ def _rates(lines: list[Connection], kinds: list[str]) -> list[float]:
 
 
 def _compute(line: Connection, model: str) -> None:
-    """A process that computes steps of a kind for a while, and tells how many a second."""
+    """A process that computes steps of one kind for a while, and reports steps per second."""
     from memserve.runtime.profile import open_profiler
 
     _, _, profiler = open_profiler(dataclasses.replace(OPTIONS, model=model))
@@ -130,7 +130,7 @@ def _compute(line: Connection, model: str) -> None:
 
 
 def stream(model: str, name: str, users: int) -> dict[str, float]:
-    """What requests of one length feel, ``users`` at a time, on an idle cluster."""
+    """Latencies of requests of one length, ``users`` at a time, on an idle cluster."""
     uniform = uniform_workload(8 * users, prompt_tokens=STREAM_PROMPT, shared_tokens=0, output_tokens=STREAM_OUTPUT)
     with Servers((*SERVE_FLAGS, "--model", model), lambda _: None) as servers:
         run = _drive(servers, parse_setting(name, 1), closed_loop(uniform, users=users), "calibration", None)
@@ -143,13 +143,13 @@ def stream(model: str, name: str, users: int) -> dict[str, float]:
 
 
 def recipe(kind: str, data: Path | None, rate: float) -> Recipe:
-    """Of one workload, small enough for two cores."""
+    """The recipe of one workload, small enough for two cores."""
     caps = Caps(1536, 32, 4)
     return Recipe(kind=kind, data=data, sessions=14, caps=caps, arrivals=Arrivals.POISSON, requests_per_s=rate, seed=11)
 
 
 def measure(out: Path, data: Path | None, rate: float, model: str) -> None:
-    """All workloads on all settings; writes the records."""
+    """Run all workloads on all settings and write the records."""
     meter, _ = weighing(model)
     writer = RecordWriter(out / RECORDS)
     for name in SETTINGS:
@@ -173,7 +173,7 @@ def _drive(servers: Servers, setting: Setting, workload: Workload, label: str, w
 
 
 def machine_of(out: Path, setting: str) -> tuple[Machine, Surroundings]:
-    """This machine as it was measured: the profile, and what instances and server add to it."""
+    """This machine as measured: the profile, and the times that instances and server add to it."""
     machine = profiled(out / PROFILE, "smollm2-135m", 0)
     known = json.loads((out / CALIBRATION).read_text())
     shares = setting != "1PD-CC"
@@ -205,7 +205,7 @@ def _slower(curve: Curve, speed: float) -> Curve:
 
 
 def chat_frame(meter: TokenizerMeter) -> Frame:
-    """What SmolLM2's chat template puts around messages (ChatML)."""
+    """The frame of SmolLM2's chat template around messages (ChatML)."""
     roles = ("system", "user", "assistant")
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     return Frame(
@@ -217,7 +217,7 @@ def chat_frame(meter: TokenizerMeter) -> Frame:
 
 
 def with_lengths(workload: Workload, records: list[RequestRecord]) -> Workload:
-    """Answers as long as they were: a stop string ends some, and what a model says cannot be foretold."""
+    """Answers as long as the real ones: stop strings end some, and the simulator cannot predict the model's text."""
     lengths = {(record.session, record.turn): record.output_tokens for record in records}
     sessions = []
     for session in workload.sessions:
@@ -253,7 +253,7 @@ def foretell(out: Path, data: Path | None, rate: float, model: str, real: list[R
 
 
 def table(out: Path, data: Path | None, rate: float, model: str) -> None:
-    """Both, side by side."""
+    """Print real and simulated figures, side by side."""
     real = read_records(out / RECORDS)
     foretold = foretell(out, data, rate, model, real)
     errors: list[float] = []
@@ -298,13 +298,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("calibrate", "real", "table"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", type=Path, help="folder of data sets; without: made from the seed")
+    parser.add_argument("--data", type=Path, help="folder of data sets; default: made from the seed")
     parser.add_argument("--model", default=OPTIONS.model)
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=50.0, help="for the profile")
+    parser.add_argument("--seconds", type=float, default=50.0, help="time for the profile")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    os.environ["MEMSERVE_CACHE_DIR"] = str((given.out / "cache").resolve())  # instances find this very profile
+    os.environ["MEMSERVE_CACHE_DIR"] = str((given.out / "cache").resolve())  # so that instances find this profile
     match given.part:
         case "calibrate":
             calibrate(given.out, given.seconds, given.model)

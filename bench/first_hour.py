@@ -1,9 +1,9 @@
-"""What a new user meets first: how soon the server is ready, whether its answers hold, which shape is quickest here.
+"""A new user's first experience: time until the server is ready, whether answers are right, the quickest shape here.
 
     .venv/bin/python bench/first_hour.py                # start with the defaults, ask README's question 30 times
     .venv/bin/python bench/first_hour.py --shapes       # the same load on every shape, in turn
 
-The question is asked with the official client: half of the times as README shows it, half without ``temperature``.
+The question is asked with the official client: half of the time as README shows it, half without ``temperature``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ask(server: Served, times: int) -> list[tuple[str, int, str]]:
 
 
 def first_answers(times: int, serve: Sequence[str]) -> None:
-    """Start as README does, ask, count."""
+    """Start as README does, ask, and count right answers."""
     with serving(*serve) as server:
         print(f"ready in {server.ready_s:.1f} s, measured from outside")
         answers = ask(server, times)
@@ -65,7 +65,7 @@ def measured(server: Served) -> tuple[float, float]:
 
 
 def shapes(rounds: int, serve: Sequence[str]) -> None:
-    """All shapes in turn, a fresh server each time, so that a slow minute of the machine meets all of them alike."""
+    """All shapes in turn, a fresh server each time, so that a slow minute of the machine affects all of them alike."""
     seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SHAPES}
     for _ in range(rounds):
         for name, flags in SHAPES.items():
@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=30, help="how often the question is asked")
     parser.add_argument("--shapes", action="store_true", help="measure the load on every shape instead")
-    parser.add_argument("--rounds", type=int, default=3, help="of all shapes")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all shapes")
     parser.add_argument("serve", nargs="*", help="further options of memserve serve, after --")
     options = parser.parse_args()
     shapes(options.rounds, options.serve) if options.shapes else first_answers(options.times, options.serve)

@@ -1,10 +1,10 @@
-"""Times one step of the forward, attention included, against what the machine could do at best.
+"""Times one step of the forward, attention included, against the machine's limit.
 
     python bench/forward_micro.py MODEL_FOLDER [--dtype bfloat16] [--rounds 9] [--forwards eager,packed,captured]
 
-Decode steps of 1, 8 and 32 sequences with 160 tokens of context, prefills of 512 and 2,048 tokens. The forwards take
-turns in every round, and so do the two measures of the machine, because its speed changes from minute to minute:
-``limit`` is the larger of weight bytes / measured bandwidth and products / measured matrix rate.
+Decode steps of 1, 8 and 32 sequences with 160 tokens of context, prefills of 512 and 2,048 tokens. The forwards
+alternate in every round, and so do the two measurements of the machine, because its speed changes from minute to
+minute: ``limit`` is the larger of weight bytes / measured bandwidth and products / measured matrix rate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from memserve.model.forward import EagerForward, Forward
 from memserve.model.loading.loader import LoadedModel, load_model
 
 CONTEXT_TOKENS = 160
-CASES = {  # sequences, new tokens of each
+CASES = {  # sequences, new tokens per sequence
     "decode 1": (1, 1),
     "decode 8": (8, 1),
     "decode 32": (32, 1),
@@ -47,7 +47,7 @@ def make_forward(name: str, model: LoadedModel) -> Forward:
 
 
 class Case:
-    """The inputs of one kind of step, over an arena of its own."""
+    """The inputs of one kind of step, over its own arena."""
 
     def __init__(self, model: LoadedModel, sequences: int, new_tokens: int) -> None:
         context = new_tokens if new_tokens > 1 else CONTEXT_TOKENS
@@ -65,7 +65,7 @@ class Case:
         self._last = torch.as_tensor(self._starts[1:] - 1).long()
 
     def run(self, forward: Forward) -> Tensor:
-        """One step, as the device does it."""
+        """One step, as the device runs it."""
         with attending(self._factory(self._tables, self._rows, self._starts, self._contexts)):
             return forward(self._ids, self._positions, self._last)
 

@@ -4,14 +4,14 @@
     python bench/hostile.py --requests 100000 [--seed N] [--connections 32] [-- SERVE ARGUMENTS]
 
 Starts ``memserve serve`` on a free port; sends the table of ``tests/support/hostile_requests.py``, then raw connections
-that break HTTP, then a crowd of which some stream and some leave. After each part not one block may be held, nothing
-may run or wait, and a question must get the same good answer as before. At the end SIGTERM must end the server in
-order.
+that break HTTP, then a crowd, of which some stream and some leave. After each part no block may be held, nothing
+may run or wait, and a question must get the same good answer as before. At the end SIGTERM must end the server
+cleanly.
 With ``--requests N``, instead: N requests drawn at random from the grammars of ``tests/support/hostile_grammar.py``,
-over many connections, while an honest client with a key of its own asks a short question again and again; for instance
+over many connections, while an honest client with its own key asks a short question repeatedly; for instance
 ``--requests 100000 -- --prefill 1 --decode 1``. A miss names its seed and number, which repeat it.
 
-Prints one line a check; the exit status is 1 when any missed.
+Prints one line per check; the exit status is 1 if any failed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @dataclass
 class Report:
-    """Every check and how it went."""
+    """All checks and their results."""
 
     checks: list[dict[str, Any]] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class Report:
         print(f"{'ok  ' if miss is None else 'MISS'}  {part:<8} {name:<52} {seconds:8.3f} s  {miss or ''}", flush=True)
 
     def run(self, part: str, name: str, check: Callable[[], str | None]) -> None:
-        """Do one check; whatever it raises is a miss."""
+        """Run one check; an exception is a miss."""
         started = time.perf_counter()
         try:
             miss = check()
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def misses(self) -> int:
-        """Checks that went wrong."""
+        """Number of checks that failed."""
         return sum(not check["ok"] for check in self.checks)
 
 
@@ -89,7 +89,7 @@ def ask(served: Served) -> str:
 
 
 def after(report: Report, served: Served, part: str) -> None:
-    """The checks behind every part."""
+    """The checks after every part."""
     report.run(part, "nothing is held, runs or waits", lambda: check_idle(served))
     report.run(part, "an ordinary question", lambda: None if "Paris" in (text := ask(served)) else f"said {text!r}")
     report.run(part, "nothing is held after it", lambda: check_idle(served))
@@ -128,7 +128,7 @@ def post(body: bytes, length: int | None = None) -> bytes:
 
 
 def raw_connections(report: Report, served: Served) -> None:
-    """What no well-behaved client does."""
+    """Connections that no well-behaved client makes."""
 
     def expect(data: bytes, status: bytes) -> Callable[[], str | None]:
         return lambda: None if status in (got := raw(served, data)[:200]) else f"got {got!r}"
@@ -162,7 +162,7 @@ class Visitor:
     leaves: bool
 
     def body(self, model: str) -> dict[str, Any]:
-        """What it asks: prompts of many lengths, some sharing a long beginning."""
+        """The request: prompts of many lengths, some sharing a long prefix."""
         start = "All of us begin with these very words. " * 4 if self.number % 3 == 0 else ""
         prompt = start + f"Visitor {self.number} counts: " + "one two three " * (self.number % 29)
         body = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
@@ -170,7 +170,7 @@ class Visitor:
 
 
 async def visit(client: httpx.AsyncClient, model: str, visitor: Visitor) -> str | None:
-    """One request; what went wrong with it."""
+    """Send one request; returns what went wrong."""
     body = visitor.body(model)
     if visitor.leaves and not visitor.stream:
         try:
@@ -202,7 +202,7 @@ async def _until(response: httpx.Response, count: int | None) -> Any:
 
 
 async def crowd(served: Served, clients: int) -> list[str | None]:
-    """All at once: half of them stream, a fifth leave early."""
+    """All clients at once: half of them stream, a fifth leave early."""
     visitors = [Visitor(number, number % 2 == 0, number % 5 == 0) for number in range(clients)]
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=served.url, timeout=CROWD_S_MAX, limits=limits) as client:
@@ -218,7 +218,7 @@ def check_crowd(served: Served, clients: int) -> str | None:
 
 
 def check_pressure(served: Served) -> str | None:
-    """The pool was small enough to mean something."""
+    """Sequences were preempted: the pool was small enough."""
     metrics = served.metrics()
     kinds = {kind: metrics[f'memserve_preemptions_total{{kind="{kind}"}}'] for kind in ("swap", "recompute")}
     return None if sum(kinds.values()) else f"no sequence was preempted: {kinds}"
@@ -243,7 +243,7 @@ def check_end(served: Served) -> str | None:
 
 
 def random_requests(report: Report, options: argparse.Namespace) -> None:
-    """Requests from the grammars, and what they cost another client."""
+    """Send requests from the grammars, and measure their cost to another client."""
     with serving("--kv-memory", options.kv_memory, *KEYS, *options.rest) as served:
         honest = Honest(served)
         target = target_of(served, options.vocab_size)
@@ -262,10 +262,10 @@ def main() -> None:
     parser.add_argument("--kv-memory", default="16MiB")
     parser.add_argument("--clients", type=int, default=300)
     parser.add_argument("--json", type=Path, help="write every check here")
-    parser.add_argument("--requests", type=int, default=0, help="so many random ones instead of everything else")
+    parser.add_argument("--requests", type=int, default=0, help="number of random requests to send instead")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--connections", type=int, default=32, help="of the random requests, at a time")
-    parser.add_argument("--vocab-size", type=int, default=49_152, help="of the served model")
+    parser.add_argument("--connections", type=int, default=32, help="connections of the random requests at a time")
+    parser.add_argument("--vocab-size", type=int, default=49_152, help="vocabulary of the served model")
     parser.add_argument("rest", nargs="*", help="further arguments of memserve serve")
     options = parser.parse_args()
     report = Report()

@@ -1,11 +1,14 @@
-"""Part of ``hostile.py``: many random requests, and what they cost a router and another client."""
+"""Part of ``hostile.py``: many random requests, and their cost to a router and another client."""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import Counter
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,14 +21,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 from hostile_grammar import Target
 from hostile_storm import Storm, storm
 
-ATTACK_KEY, HONEST_KEY = "attack-key", "honest-key"
-KEYS = ("--api-key", f"attack={ATTACK_KEY}", "--api-key", f"honest={HONEST_KEY}")
+ATTACK_KEY, HONEST_KEY, NEIGHBOUR_KEY = "attack-key", "honest-key", "neighbour-key"
+KEYS = tuple(
+    word
+    for tenant, key in (("attack", ATTACK_KEY), ("honest", HONEST_KEY), ("neighbour", NEIGHBOUR_KEY))
+    for word in ("--api-key", f"{tenant}={key}")
+)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 PARTS = 20
 CALM_REQUESTS = 25
-"""Honest requests without the attack, before each part of it: both share whatever else the machine does."""
+"""Honest requests without the attack, before each part of it: so that both see the same noise of the machine."""
+NEIGHBOURS = 4
+"""Clients of one more tenant, which uses its half of the server while the honest client is measured beside it."""
 PAUSE_S = 0.1
-"""Between two honest requests, as between a person's. Without it the honest client alone keeps the server busy."""
+"""Pause between honest requests, as between a person's. Without it the honest client alone keeps the server busy."""
 
 RSS_MIB_MAX, P99_RATIO_MAX = 100.0, 2.0
 MISSES_SHOWN = 10
@@ -34,12 +43,13 @@ MIB = 1 << 20
 
 @dataclass
 class Outcome:
-    """Everything that is measured."""
+    """All measurements."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     misses: list[str] = field(default_factory=list)
     rss_bytes: list[int] = field(default_factory=list)
     calm_s: list[float] = field(default_factory=list)
+    shared_s: list[float] = field(default_factory=list)
     attacked_s: list[float] = field(default_factory=list)
     wrong_answers: list[str] = field(default_factory=list)
 
@@ -79,8 +89,31 @@ class Honest:
         return {name: float(value) for name, value in pairs if not name.startswith("#") and float(value)}
 
 
+@contextmanager
+def neighbour(served: Served) -> Iterator[None]:
+    """Another honest tenant meanwhile: prompts of 400 tokens, answers of 40."""
+    over = threading.Event()
+
+    def work(client: int) -> None:
+        headers = {"authorization": f"Bearer {NEIGHBOUR_KEY}"}
+        with httpx.Client(base_url=served.url, headers=headers, timeout=120) as http:
+            number = 0
+            while not over.is_set():
+                prompt = f"{client} {number} " + "and " * 400
+                http.post("/v1/completions", json={"model": served.model, "prompt": prompt, "max_tokens": 40})
+                number += 1
+
+    with ThreadPoolExecutor(NEIGHBOURS) as clients:
+        try:
+            for client in range(NEIGHBOURS):
+                clients.submit(work, client)
+            yield
+        finally:
+            over.set()
+
+
 def target_of(served: Served, vocab_size: int) -> Target:
-    """What the grammars aim at."""
+    """The target of the grammars."""
     headers = {"authorization": f"Bearer {ATTACK_KEY}"}
     card = httpx.get(f"{served.url}/v1/models", headers=headers).json()["data"][0]
     return Target(served.model, card["max_model_len"], vocab_size, ATTACK_KEY)
@@ -101,13 +134,17 @@ def _part(url: str, target: Target, seed: int, numbers: range, clients: int) -> 
 
 
 def attack_with(served: Served, honest: Honest, target: Target, seed: int, requests: int, clients: int) -> Outcome:
-    """The whole attack, in parts; before each the honest client is measured alone, during each beside it."""
+    """Run the attack in parts; before each part the honest client is measured alone and beside another honest tenant,
+    during each beside the attack."""
     outcome = Outcome()
     size = -(-requests // PARTS)
     with ProcessPoolExecutor(1, get_context("spawn")) as attackers:
         for first in range(0, requests, size):
             for _ in range(CALM_REQUESTS):
                 honest.measure(outcome, outcome.calm_s)
+            with neighbour(served):
+                for _ in range(CALM_REQUESTS):
+                    honest.measure(outcome, outcome.shared_s)
             numbers = range(first, min(first + size, requests))
             part: Future[Storm] = attackers.submit(_part, served.url, target, seed, numbers, clients)
             while not part.done():
@@ -121,21 +158,25 @@ def attack_with(served: Served, honest: Honest, target: Target, seed: int, reque
 
 
 def p99(times: list[float]) -> float:
-    """The worst hundredth's beginning."""
+    """The 99th percentile."""
     return sorted(times)[max(0, -(-len(times) * 99 // 100) - 1)]
 
 
 def verdicts(outcome: Outcome, honest: Honest) -> dict[str, str | None]:
-    """Each requirement, with what missed it. Prints the figures."""
+    """Each requirement, with the reason if it was missed. Prints the figures."""
     start, most, end = outcome.rss_bytes[0], max(outcome.rss_bytes), outcome.rss_bytes[-1]
     grown = (most - start) / MIB
-    calm, attacked = p99(outcome.calm_s), p99(outcome.attacked_s)
+    calm, shared, attacked = p99(outcome.calm_s), p99(outcome.shared_s), p99(outcome.attacked_s)
     print(f"  answers: {dict(outcome.statuses.most_common())}")
     rss = f"{start / MIB:.1f} MiB at the start, {most / MIB:.1f} at most, {end / MIB:.1f} at the end"
     print(f"  RssAnon of the router: {rss}")
     print(
         f"  an honest client's p99: {calm * 1e3:.0f} ms alone ({len(outcome.calm_s)} requests), {attacked * 1e3:.0f} ms"
         f" beside the attack ({len(outcome.attacked_s)}): {attacked / calm:.2f} times"
+    )
+    print(
+        f"  beside another honest tenant: {shared * 1e3:.0f} ms ({len(outcome.shared_s)}), {shared / calm:.2f} times;"
+        f" the attack costs {attacked / shared:.2f} times that"
     )
     failed = honest.failed()
     wrong = outcome.wrong_answers

@@ -1,10 +1,10 @@
-"""What HTTP costs on top of the engine: CPU a request and a streamed token, start-up, resident memory.
+"""The cost of HTTP on top of the engine: CPU per request and per streamed token, start-up, resident memory.
 
     python bench/http_overhead.py [--streams 32] [--tokens 128] [--rounds 3] [--json FILE] [-- SERVE ARGUMENTS]
 
 Starts ``memserve serve`` on a free port. The event loop is the server's main thread and does nothing but HTTP, JSON,
-tokenizing and detokenizing, so its CPU time (from the kernel's own account) is HTTP's cost, whatever else the machine
-does; what a step takes beyond the device's time is what clients feel of it. The client reads raw sockets and parses
+tokenizing and detokenizing, so its CPU time (from the kernel's accounting) is HTTP's cost, whatever else the machine
+does; a step's time beyond the device's is the delay that clients see. The client reads raw sockets and parses
 nothing, for it shares the machine. Figures are medians over the rounds.
 """
 
@@ -29,7 +29,7 @@ DONE, EVENT = b"data: [DONE]", b"data: {"
 
 @dataclass(frozen=True)
 class Load:
-    """One phase of load: what was sent and got, and what it took."""
+    """One phase of load: requests, answers, and times."""
 
     tokens: int
     wall_s: float
@@ -61,7 +61,7 @@ async def read_answer(address: tuple[str, int], body: dict[str, Any]) -> int:
 
 
 def load(served: Served, streams: int, tokens: int, *, stream: bool) -> Load:
-    """``streams`` answers of ``tokens`` tokens each, all at once."""
+    """Request ``streams`` answers of ``tokens`` tokens each, all at once."""
     url = httpx.URL(served.url)
     body = {"model": served.model, "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
 
@@ -78,7 +78,7 @@ def load(served: Served, streams: int, tokens: int, *, stream: bool) -> Load:
 
 
 def small_requests(served: Served) -> dict[str, float]:
-    """One token of a cached prompt, one request after the other on one connection."""
+    """Request one token of a cached prompt, repeatedly on one connection."""
     body = {"model": served.model, "prompt": "Hello there", "max_tokens": 1}
     seconds = []
     with httpx.Client(base_url=served.url, timeout=60) as client:
@@ -98,7 +98,7 @@ def small_requests(served: Served) -> dict[str, float]:
 
 
 def measure(served: Served, streams: int, tokens: int, rounds: int) -> dict[str, float]:
-    """Every figure of one server."""
+    """All figures of one server."""
     figures = {"ready, s": served.ready_s, "resident after start, MB": served.memory_bytes() / 1e6}
     load(served, streams, 8, stream=True)  # warm-up: threads, kernels, the prefix cache
     taken: list[dict[str, float]] = []

@@ -2,9 +2,9 @@
 
     python bench/load_agreement.py [--requests 60] [--rate 1] [--prompt-tokens 512] [--output-tokens 32]
 
-``memserve serve`` with one colocated instance, as a user would start it. Counts must be equal. Times count from the
-sending here, and from the request's arrival there: what differs is the way through the kernel and HTTP. Ends with 1
-when anything differs by more than ``--percent``.
+``memserve serve`` with one colocated instance, as a user would start it. Counts must be equal. Times start at the
+sending here, and at the request's arrival there; the difference is the kernel and HTTP. The exit status is 1
+if anything differs by more than ``--percent``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MS = 1e3
 
 
 def ours(records: list[RequestRecord]) -> dict[str, float]:
-    """What the client saw, times from the sending on."""
+    """The client's figures, with times from the sending."""
     felt = [one for record in records if (one := timing(record)) is not None]
     late_s = sum((record.sent_ns or 0) - record.scheduled_ns for record in records) / NS_PER_S / len(records)
     paced = [one.tpot_s for one in felt if one.tpot_s is not None]
@@ -57,7 +57,7 @@ def ours(records: list[RequestRecord]) -> dict[str, float]:
 
 
 def theirs(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """The same of the server, for the time between two looks at its metrics."""
+    """The server's figures between two readings of its metrics."""
 
     def grown(name: str) -> float:
         return after[f"memserve_{name}"] - before[f"memserve_{name}"]

@@ -1,8 +1,8 @@
-"""What the load client itself costs: open loop against a server that answers at once.
+"""The cost of the load client itself: open loop against a server that answers at once.
 
     python bench/load_client.py [--rates 500,1000,2000] [--seconds 5] [--rounds 3] [--json FILE]
 
-The server is a process of its own that writes a canned stream of four tokens whatever it is asked; client and server
+The server is a separate process that answers every request with a canned stream of four tokens; client and server
 get a core each. *first* and *late* count from the scheduled arrival: the client's own part, plus the loopback and the
 server's few microseconds for *first*. Rates take turns inside each round; figures are medians over the rounds.
 """
@@ -42,10 +42,10 @@ ANSWER = HEAD + TOKEN * TOKENS + USAGE + event("[DONE]") + b"0\r\n\r\n"
 
 
 class Instant(asyncio.Protocol):
-    """Answers every request as soon as its last byte is there."""
+    """Answers every request as soon as its last byte has arrived."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client is there."""
+        """A client has connected."""
         self._transport, self._data = transport, b""
 
     def data_received(self, data: bytes) -> None:

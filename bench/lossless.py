@@ -3,9 +3,9 @@
     python bench/lossless.py --data DIR --reference-model FOLDER [--settings warm,n4] [--prompts 72] [--reference FILE]
 
 Prompts are real multi-turn conversations and documents with questions (``DIR/conversations``, ``DIR/longdocs``). The
-reference is computed once, with the model as transformers itself loads it, and kept in ``--reference``. A difference
+reference is computed once, with the model as transformers itself loads it, and cached in ``--reference``. A difference
 counts as a *tie* only where the reference's own two best logits lie within 1e-4; it is listed, never hidden.
-Prints one line a setting; the exit status is 1 when any setting differs.
+Prints one line per setting; the exit status is 1 if any setting differs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @dataclass
 class Setting:
-    """One way to run the same prompts: engine options, and what must have happened for the run to count."""
+    """One way to run the same prompts: engine options, and counters that must have grown for the run to count."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Setting:
 
 
 def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
-    """Every setting. The small pool holds the longest prompt and little more."""
+    """Every setting. The small pool holds little more than the longest prompt."""
     small = block_bytes * (longest_tokens // 32 + 10)
     large = 4096 * MIB
     roomy = {"kv_memory_bytes": large}
@@ -158,7 +158,7 @@ def compare(got: list[int], want: dict[str, Any]) -> str:
 
 
 def run(setting: Setting, model: str, prompts: list[list[int]], want: list[dict[str, Any]], new: int) -> dict[str, Any]:
-    """Run one setting; the verdict of every sequence, the counters that must have moved, the seconds."""
+    """Run one setting; returns each sequence's verdict, the counters that must have grown, and the seconds."""
     from memserve import LLM, SamplingParams
 
     started = time.perf_counter()

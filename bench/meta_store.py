@@ -1,15 +1,15 @@
-"""What remembering costs: our journal beside SQLite (WAL), at 100 to 1,000,000 cache entries (row C9).
+"""The cost of durable metadata: our journal beside SQLite (WAL), at 100 to 1,000,000 cache entries (row C9).
 
     python bench/meta_store.py [--entries 100,1000,5000,1000000] [--folder DIR] [--json FILE]
 
-For each size 64 blocks an instance change (at least one instance, at most 1,000) are written as the router writes them:
-a batch of stored blocks an event, synced at the end. Then everything is forgotten and read again:
+For each size, records are written as the router writes them, in events of 64 stored blocks (1 to 1,000 instances),
+synced at the end. Then all state is dropped and read again:
 
 * *write*: until all entries are durable;
-* *one more*: a single record, synced: what a pin, or a new member, has to wait for (median of 50);
-* *restart*: from opening the files to the first routing decision by the recovered entries: read, fold, fill the
-  directory, members called back and answering, one request placed. SQLite gives the same rows to the same machine;
-* *kept*: share of a sample of cached prompts that the new router finds where they lie.
+* *one more*: a single synced record: the wait of a pin, or of a new member (median of 50);
+* *restart*: from opening the files to the first routing decision from the recovered entries: read, fold, fill the
+  directory, members asked to rejoin and answering, one request placed. SQLite gives the same rows to the same machine;
+* *kept*: share of a sample of cached prompts that the new router routes to their holders.
 
 The last line cuts a journal off at 500 random points, on a simulated disk that loses and tears what was not synced,
 and counts acknowledged records that were lost.
@@ -53,7 +53,7 @@ from memserve.types import KVGeometry, Request, Role, SamplingParams, StopParams
 SIZES = (100, 1_000, 5_000, 1_000_000)
 GEOMETRY = KVGeometry(30, 3, 64, 64, "bfloat16", 32)
 EVENT_BLOCKS = 64
-"""Blocks of one prompt: what one event tells."""
+"""Blocks of one prompt, and of one event."""
 SAMPLE = 200
 ROUTER = Peer("router", 1)
 
@@ -70,7 +70,7 @@ class World:
         self.identities = [trees.identities("", "weights", tokens, 32) for tokens in self.tokens]
 
     def peer(self, prompt: int) -> Peer:
-        """Who has it."""
+        """The instance that holds ``prompt``."""
         return Peer(f"i{prompt % self.instances}", 7)
 
     def infos(self) -> list[PeerInfo]:
@@ -79,7 +79,7 @@ class World:
         return [PeerInfo(p, Role.COLOCATED, "tcp://h:1", "weights", GEOMETRY, 4096, 0, 8192, True) for p in names]
 
     def records(self) -> list[list[AnyRecord]]:
-        """As a router writes them, by event."""
+        """The records as a router writes them, by event."""
         first: dict[Peer, int] = {}
         batches: list[list[AnyRecord]] = [[RouterStarted(ROUTER, "tcp://h:2")]]
         batches += [[MemberEntered(info, 0)] for info in self.infos()]
@@ -101,32 +101,32 @@ class Journal:
         self.store = Store(FileMedium(folder))
 
     def write(self, batches: list[list[AnyRecord]]) -> None:
-        """All of them, safe."""
+        """Write all of them, durably."""
         for batch in batches:
             self.store.write(batch)
         self.store.sync()
 
     def one_more(self, number: int) -> None:
-        """A record, safe."""
+        """Write one more record, durably."""
         self.store.write([SessionRouted("", f"s{number}", (ROUTER,))])
         self.store.sync()
 
     def close(self) -> None:
-        """Forget everything."""
+        """Close the store."""
         self.store.close()
 
     def read(self) -> RecoveredState:
-        """Everything, from the files."""
+        """Read everything from the files."""
         self.store = Store(FileMedium(self.folder))
         return self.store.state.recovered(0)
 
     def disk_bytes(self) -> int:
-        """What it takes."""
+        """Bytes on disk."""
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
 
 class Sqlite:
-    """The rival: rows in WAL mode, a transaction a batch, ``synchronous=NORMAL`` as long as nobody waits, then a
+    """The rival: rows in WAL mode, a transaction a batch, ``synchronous=NORMAL`` while nothing waits, then a
     checkpoint of the WAL; one row is written with ``synchronous=FULL``."""
 
     name = "sqlite"
@@ -143,7 +143,7 @@ class Sqlite:
         )
 
     def write(self, batches: list[list[AnyRecord]]) -> None:
-        """All of them, safe."""
+        """Write all of them, durably."""
         for batch in batches:
             self.base.execute("BEGIN")
             for record in batch:
@@ -163,15 +163,15 @@ class Sqlite:
             self.base.execute("UPDATE members SET next_event = ? WHERE name = ?", (record.first + 1, name))
 
     def one_more(self, number: int) -> None:
-        """A row, safe."""
+        """Write one more row, durably."""
         self.base.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?)", (f"s{number}", "router"))
 
     def close(self) -> None:
-        """Forget everything."""
+        """Close the store."""
         self.base.close()
 
     def read(self) -> RecoveredState:
-        """Everything, from the files."""
+        """Read everything from the files."""
         self.base = sqlite3.connect(self.path, isolation_level=None)
         held: dict[str, list[bytes]] = {}
         for name, identity in self.base.execute("SELECT name, identity FROM entries WHERE tier = 0"):
@@ -185,12 +185,12 @@ class Sqlite:
         return RecoveredState(ROUTER, "tcp://h:2", tuple(members))
 
     def disk_bytes(self) -> int:
-        """What it takes."""
+        """Bytes on disk."""
         return sum(path.stat().st_size for path in self.path.parent.iterdir())
 
 
 def restart(store: Journal | Sqlite, world: World) -> tuple[Cluster, float]:
-    """A new router up to its first decision, and the seconds that took."""
+    """A new router after its first decision, and the seconds until then."""
     prompt = len(world.prompts) // 2
     started = time.perf_counter()
     recovered = store.read()
@@ -206,7 +206,7 @@ def restart(store: Journal | Sqlite, world: World) -> tuple[Cluster, float]:
 
 
 def decide(router: Cluster, world: World, prompt: int) -> Peer | None:
-    """Who computes a request that begins with a prompt."""
+    """The instance that computes a request that begins with ``prompt``."""
     tokens = np.append(world.tokens[prompt], np.int32(5))
     request = Request(f"r{prompt}", tokens, SamplingParams(), StopParams(max_tokens=1))
     sent = [a for a in router.handle(RequestArrived(request), 2) if isinstance(a, Send)]
@@ -214,7 +214,7 @@ def decide(router: Cluster, world: World, prompt: int) -> Peer | None:
 
 
 def share_kept(router: Cluster, world: World, recovered: RecoveredState) -> float:
-    """Of a sample of prompts: those that are found whole where they lie."""
+    """Share of a sample of prompts that the router finds whole at their holders."""
     for member in recovered.members:
         router.handle(MessageArrived(member.info.peer, Join(member.info)), 3)
     sample = random.Random(1).sample(range(len(world.prompts)), min(SAMPLE, len(world.prompts)))
@@ -227,7 +227,7 @@ def share_kept(router: Cluster, world: World, recovered: RecoveredState) -> floa
 
 
 def measure(make: Callable[[Path], Journal | Sqlite], world: World, folder: Path) -> dict[str, Any]:
-    """One store at one size."""
+    """All figures of one store at one size."""
     folder.mkdir()
     store, batches = make(folder), world.records()
     started = time.perf_counter()
@@ -255,7 +255,7 @@ def measure(make: Callable[[Path], Journal | Sqlite], world: World, folder: Path
 
 
 def lost_at_kill_points(points: int) -> int:
-    """Acknowledged sessions that are missing after as many power failures."""
+    """Number of acknowledged sessions missing after ``points`` power failures."""
     lost = 0
     for seed in range(points):
         rng, medium = random.Random(seed), FaultyMedium()

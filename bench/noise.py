@@ -1,17 +1,17 @@
-"""Noise between tenants: what one tenant at its worst costs another, beside an honest neighbour with that share.
+"""Noise between tenants: how one tenant at its worst delays another, compared with an honest neighbour.
 
     python bench/noise.py [--rounds 3] [--seconds 5.6] [--only "rows,KV blocks"] [--json FILE]
 
-Two servers of the bundled model, each with two keys: first one colocated instance, small enough that every limit of it
+Two servers of the bundled model, each with two keys: first one colocated instance, small enough that every limit
 is reached in seconds, then a cluster of a prefill and a decode instance. The *victim* sends a short request every
-``--every`` seconds on a connection of its own, whatever the answers take. That is less than its half of the server:
-what it waits for is its neighbour's doing. For each shared resource the neighbour is *honest* (it uses its own half all
-the time) or at its *worst* (it wants everything, in the most harmful way that a key allows), in turn; the order turns
-round with every round. A neighbour is a process of its own; refused, it asks again after a second.
+``--every`` seconds on a connection of its own, whatever the answers take. That is less than its half of the server, so
+any wait is caused by its neighbour. For each shared resource the neighbour is *honest* (it uses its own half all
+the time) or at its *worst* (it wants everything, in the most harmful way that a key allows), in turn; the order
+alternates with every round. A neighbour is a separate process; if refused, it asks again after a second.
 
 | resource | honest | worst |
 | --- | --- | --- |
-| nothing (control) | four rows of 40 tokens | the same: what the ratio is where there is no difference |
+| nothing (control) | four rows of 40 tokens | the same: the ratio without any difference |
 | rows | four rows of 40 tokens, of eight | 64 clients with 400 tokens each |
 | waiting queue | four clients with 16 tokens | 160 clients with 16 tokens; the queue has 64 places |
 | tokens of a step | one prompt of 200 tokens after the other | 32 clients with prompts of 600 |
@@ -25,14 +25,14 @@ round with every round. A neighbour is a process of its own; refused, it asks ag
 | tokenizing | two clients with prompts of 3 KB | 8 clients with texts of 60 KB and 4 with 4 MB |
 | parsing | one client with bodies of 16 KB | 8 clients with bodies of 8 MB, no request among them |
 | output text | four streams of 40 tokens | 32 streams of n = 8 with logprobs and four long stop strings |
-| slow readers | four streams of 40 tokens | 16 such streams that nothing is read of |
+| slow readers | four streams of 40 tokens | 16 such streams that are never read |
 | connections | four clients with 40 tokens | 1,200 connections with half a head; the server allows 1,024 |
 | handovers (cluster) | four conversations | 24 conversations: prompts go to the decode instance, answers come back |
 | pins (cluster) | four clients with a session each | 32 clients, each request a new session that is kept for an hour |
 
 Printed for each: the victim's time to first token in seconds at the median and the 99th percentile of all rounds (105
-requests for each kind in three rounds, so that it is not the slowest), the ratio of the two 99th percentiles beside
-1.5, and the ratio round by round, which says how far to believe it. A request that fails has waited for ever.
+requests for each kind in three rounds, so that one outlier does not decide), the ratio of the two 99th percentiles
+beside 1.5, and the ratio round by round, which shows how reliable it is. A failed request counts as an infinite wait.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ COMMON = (
 )
 SHAPES = {"one instance": f"--colocated 1 {COMMON}", "cluster": f"--prefill 1 --decode 1 {COMMON}"}
 WORDS = ("river", "stone", "cloud", "table", "seven", "light", "paper", "green", "house", "bread", "glass", "night")
-"""A token each."""
+"""Words of one token each."""
 
 Fields = dict[str, Any]
 
 
 def words(count: int, seed: str | None = None) -> str:
-    """A text of so many tokens: of a ``seed`` the same each time, else one that no other request begins with."""
+    """A text of ``count`` tokens: always the same for a ``seed``, else one that no other request begins with."""
     return " ".join((random.Random(seed) if seed else random).choices(WORDS, k=count))
 
 
@@ -93,7 +93,7 @@ class Tenant:
         ).encode() + body
 
     def completion(self, prompt: str, max_tokens: int, **rest: Any) -> bytes:
-        """A completion that goes on for ``max_tokens``. ``{n}`` in a text: a number that is never used again."""
+        """A completion of exactly ``max_tokens`` tokens. ``{n}`` in a text: a number that is never used again."""
         number = f"{os.getpid()}-{next(self.numbers)}"
         fields = {
             name: value.replace("{n}", number) if isinstance(value, str) else value for name, value in rest.items()
@@ -117,7 +117,7 @@ class Tenant:
             return 0
 
     async def first_token_s(self, message: bytes) -> float:
-        """Time from before the connection to the first event of a stream; for ever, when none comes."""
+        """Time from before the connection to the first event of a stream; infinite, if none comes."""
         started = time.perf_counter()
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -138,11 +138,11 @@ class Tenant:
 
 
 Load = Callable[[Tenant, int], Awaitable[None]]
-"""What one of the neighbour's clients does until it is killed."""
+"""The work of one of the neighbour's clients, until it is killed."""
 
 
 def repeats(make: Callable[[Tenant, int, int], bytes], pause_s: float = 0.0) -> Load:
-    """Requests one after the other: of (tenant, client, turn)."""
+    """Requests one after the other, each made from (tenant, client, turn)."""
 
     async def load(tenant: Tenant, client: int) -> None:
         for turn in itertools.count():
@@ -153,12 +153,12 @@ def repeats(make: Callable[[Tenant, int, int], bytes], pause_s: float = 0.0) -> 
 
 
 def asks(prompt_tokens: int, max_tokens: int, **rest: Any) -> Load:
-    """Completions of one kind, each with a prompt of its own."""
+    """Completions of one kind, each with its own prompt."""
     return repeats(lambda tenant, client, turn: tenant.completion(words(prompt_tokens), max_tokens, **rest))
 
 
 def revisits(prefixes: int, prefix_tokens: int, tail_tokens: int) -> Load:
-    """Prompts that begin with one of so many prefixes, and then differ."""
+    """Prompts that begin with one of ``prefixes`` prefixes, and then differ."""
 
     def make(tenant: Tenant, client: int, turn: int) -> bytes:
         prefix = words(prefix_tokens, f"neighbour {(client + turn) % prefixes}")
@@ -168,7 +168,8 @@ def revisits(prefixes: int, prefix_tokens: int, tail_tokens: int) -> Load:
 
 
 def talks(answer_tokens: int) -> Load:
-    """A conversation: each prompt is what was said so far, and a new question; after six turns another one."""
+    """A conversation: each prompt is the conversation so far and a new question; after six turns a new conversation
+    begins."""
 
     async def load(tenant: Tenant, client: int) -> None:
         for turn in itertools.count():
@@ -181,7 +182,7 @@ def talks(answer_tokens: int) -> Load:
 
 
 async def documents(tenant: Tenant, client: int) -> None:
-    """Puts a document, lists all."""
+    """Repeatedly put a document and list all."""
     for turn in itertools.count():
         body = json.dumps({"text": words(200), "endpoint": "completions", "ttl_s": 60}).encode()
         await tenant.status(tenant.message("PUT", f"/v1/documents/d{client}-{turn % 100}", body))
@@ -189,13 +190,13 @@ async def documents(tenant: Tenant, client: int) -> None:
 
 
 def bodies(size_bytes: int) -> Load:
-    """Valid JSON and no request."""
+    """Bodies of valid JSON that are not requests."""
     body = b'{"model": "x", "messages": [' + b"[]," * (size_bytes >> 2) + b"[]]}"
     return repeats(lambda tenant, client, turn: tenant.message("POST", "/v1/chat/completions", body))
 
 
 def texts(tenant: Tenant, client: int) -> Awaitable[None]:
-    """Prompts that are tokenized before it shows that they are too long: one client in three has the longest."""
+    """Prompts that must be tokenized to see that they are too long; every third client sends the longest."""
     long = words(60 if client % 3 else 4000) + " "
     text = (long * (1000 if client % 3 else 180))[: 60_000 if client % 3 else 4_000_000]
     return repeats(lambda tenant, client, turn: tenant.completion(text, 1))(tenant, client)
@@ -205,7 +206,7 @@ HEAVY: Fields = {"n": 8, "stream": True, "logprobs": 5, "stop": [words(30, f"sto
 
 
 async def deaf(tenant: Tenant, _: int) -> None:
-    """A stream that is never read; opened anew when the server ends it."""
+    """A stream that is never read; reopened when the server ends it."""
     while True:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", tenant.port, limit=1)
@@ -216,7 +217,7 @@ async def deaf(tenant: Tenant, _: int) -> None:
 
 
 async def half_heads(tenant: Tenant, _: int) -> None:
-    """A connection with half a head, opened anew when it is closed."""
+    """A connection with half a head, reopened when it is closed."""
     while True:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", tenant.port)
@@ -228,13 +229,13 @@ async def half_heads(tenant: Tenant, _: int) -> None:
 
 @dataclass(frozen=True)
 class Resource:
-    """Something that tenants share: how many honest clients, how many of the worst."""
+    """Something that tenants share, with the honest and the worst number of clients."""
 
     name: str
     honest: tuple[int, Load]
     worst: tuple[int, Load]
-    prefixes: int = 0  # the victim's prompts begin with one of so many
-    prefix_tokens: int = 194  # six blocks, and a bit
+    prefixes: int = 0  # the victim's prompts begin with one of this many
+    prefix_tokens: int = 194  # a little more than six blocks
     shape: str = "one instance"
 
 
@@ -272,7 +273,7 @@ def _neighbour(tenant: Tenant, count: int, load: Load) -> None:
 
 @contextmanager
 def neighbourhood(tenant: Tenant, count: int, load: Load) -> Iterator[multiprocessing.process.BaseProcess]:
-    """The neighbour's clients, while the block runs; the server finds them gone behind it."""
+    """Run the neighbour's clients during the block; afterwards the server finds them gone."""
     process = multiprocessing.get_context("fork").Process(target=_neighbour, args=(tenant, count, load), daemon=True)
     process.start()
     try:
@@ -297,12 +298,12 @@ class Victim:
         return self._tenant.completion(prompt, 1, stream=True, temperature=0)
 
     async def warm(self) -> None:
-        """Each prefix once, while there is no neighbour."""
+        """Send each prefix once, while there is no neighbour."""
         for turn in range(len(self._prefixes)):
             await self._tenant.first_token_s(self._message(turn))
 
     async def times_s(self, settle_s: float, seconds: float, every_s: float) -> list[float]:
-        """Times to first token of requests at times of their own, but for those that begin while things settle."""
+        """Times to first token of requests at fixed times, without those that begin while the load settles."""
         pending: list[asyncio.Task[float]] = []
         started, settling = time.perf_counter(), round(settle_s / every_s)
         for turn in range(settling + round(seconds / every_s)):
@@ -318,7 +319,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def ratio(worst: Sequence[float], honest: Sequence[float]) -> float:
-    """Of the two 99th percentiles."""
+    """Ratio of the two 99th percentiles."""
     return quantile(worst, 0.99) / quantile(honest, 0.99)
 
 
@@ -327,7 +328,7 @@ Times = dict[str, list[list[float]]]
 
 
 def measure(resource: Resource, server: Served, given: argparse.Namespace) -> Times:
-    """Both kinds, round after round; the order turns round, so that a machine that gets slower favours none."""
+    """Both kinds, round after round, in alternating order, so that a machine that slows down favours neither."""
     port = int(server.url.rpartition(":")[2])
     victim, found = Victim(Tenant("victim", port, server.model), resource), Times(honest=[], worst=[])
     for number in range(given.rounds):
@@ -340,7 +341,7 @@ def measure(resource: Resource, server: Served, given: argparse.Namespace) -> Ti
 
 
 def row(resource: Resource, found: Times) -> tuple[str, bool]:
-    """A line of the table, and whether the ratio is low enough."""
+    """One line of the table, and whether the ratio is low enough."""
     honest, worst = (list(itertools.chain(*found[kind])) for kind in ("honest", "worst"))
     figures = [quantile(times, share) for times in (honest, worst) for share in (0.5, 0.99)]
     each = " ".join(f"{ratio(*pair):.2f}" for pair in zip(found["worst"], found["honest"], strict=True))
@@ -354,7 +355,7 @@ def main() -> int:
     """Measure and print; 1 when a ratio is above 1.5."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=5.6, help="of the victim's requests, each time")
+    parser.add_argument("--seconds", type=float, default=5.6, help="seconds of the victim's requests, each time")
     parser.add_argument("--every", type=float, default=0.16, help="seconds between two of them")
     parser.add_argument("--settle", type=float, default=0.8, help="seconds beside the neighbour that do not count")
     parser.add_argument("--only", default="", help="comma-separated names")

@@ -1,14 +1,14 @@
-"""More requests than can be served: what becomes of those that are, with and without a gate?
+"""More requests than can be served: how are they served, with and without admission control?
 
     python bench/overload.py [--rate 10] [--seconds 25] [--max-active 8] [--queue 8] [--wait 4] [--json FILE]
 
-Two tenants. *Steady* asks now and then; *burst* asks far more often than the server can answer, each at Poisson times
+Two tenants. *Steady* asks now and then; *burst* asks far more often than the server can answer, both at Poisson times
 that do not depend on the answers. Settings take turns with the same requests. For each setting and tenant: how many
-were served and turned away (429: the line was full, 503: waited in vain), how quickly one was turned away, the time to
-the first token and to the last one of those that were served, and the same for the worst hundredth. *Goodput*: tokens
-of requests whose last token came within ``--patience`` seconds, by the time the whole run took.
+were served and turned away (429: the queue was full, 503: waited in vain), how quickly they were rejected, the time to
+the first token and to the last one of the served ones, at the median and the 99th percentile. *Goodput*: tokens
+of requests whose last token came within ``--patience`` seconds, per second of the run.
 
-``--at-once 10`` asks so many questions at the same moment instead (row C6: 10 at once, 3 active).
+``--at-once 10`` asks 10 questions at the same moment instead (row C6: 10 at once, 3 active).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VOCABULARY = 40_000
 
 @dataclass
 class Answer:
-    """What came of one request; times in seconds from when it was to be sent."""
+    """The result of one request; times in seconds from when it was due."""
 
     tenant: str
     status: int
@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass
 class Summary:
-    """One tenant in one setting."""
+    """Figures of one tenant in one setting."""
 
     setting: str
     tenant: str
@@ -59,7 +59,7 @@ class Summary:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value that ``share`` of the others do not exceed."""
+    """The value that ``share`` of all values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -82,7 +82,7 @@ def plan(args: argparse.Namespace, seed: int) -> list[tuple[float, str, list[int
 
 
 async def ask(client: httpx.AsyncClient, start: float, at: float, tenant: str, body: dict[str, Any]) -> Answer:
-    """Send it when it is due, read it to its end."""
+    """Send the request when it is due, and read the answer to its end."""
     await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
     answer = Answer(tenant, 0)
     headers = {"Authorization": f"Bearer {KEYS[tenant]}"}
@@ -100,7 +100,7 @@ async def ask(client: httpx.AsyncClient, start: float, at: float, tenant: str, b
 
 
 async def run(url: str, model: str, due: list[tuple[float, str, list[int]]], new_tokens: int) -> list[Answer]:
-    """All of them."""
+    """Send all requests."""
     rest = {"max_tokens": new_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
@@ -110,7 +110,7 @@ async def run(url: str, model: str, due: list[tuple[float, str, list[int]]], new
 
 
 def sum_up(setting: str, tenant: str, answers: list[Answer], wall_s: float, patience_s: float) -> Summary:
-    """One tenant's figures; ``tenant`` "": of both."""
+    """One tenant's figures; ``tenant`` "": both tenants."""
     mine = [answer for answer in answers if tenant in ("", answer.tenant)]
     served = [answer for answer in mine if answer.status == 200]
     turned_away = [answer for answer in mine if answer.status != 200]
@@ -128,7 +128,7 @@ def sum_up(setting: str, tenant: str, answers: list[Answer], wall_s: float, pati
 
 
 def line(found: Summary) -> str:
-    """For people."""
+    """One line of the table."""
 
     def pair(values: tuple[float, float] | None) -> str:
         return f"{values[0]:>7.2f} {values[1]:>7.2f}" if values else f"{'-':>7} {'-':>7}"
@@ -146,7 +146,7 @@ HEAD = (
 
 
 def main() -> int:
-    """A server a setting, one after the other: two of them would share the cores."""
+    """One server per setting, one after the other: two at once would share the cores."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="default: the bundled one")
     parser.add_argument("--rate", type=float, default=10.0, help="requests a second of the burst")
@@ -172,7 +172,7 @@ def main() -> int:
     print(HEAD)
     for name, options in settings.items():
         with serving(*common, *options) as served:
-            asyncio.run(run(served.url, served.model, plan(args, 1)[:2], 4))  # the first requests wake everything up
+            asyncio.run(run(served.url, served.model, plan(args, 1)[:2], 4))  # warm-up
             started = time.perf_counter()
             answers = asyncio.run(run(served.url, served.model, plan(args, 0), args.new_tokens))
             wall_s = time.perf_counter() - started

@@ -1,7 +1,7 @@
-"""The engines that ``rivals.py`` measures, each behind the same three calls. Runs in a child process, one an engine:
+"""The engines that ``rivals.py`` measures, each behind the same three calls. Runs in child processes, one per engine:
 
 ``python rival_engines.py NAME '{"model": ..., "dtype": ...}'`` answers JSON commands on stdin with JSON on stdout. The
-child may be another virtual environment's Python, so this file imports nothing but the engine it is asked for.
+child may be another virtual environment's Python, so this file imports only the requested engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Prompts = list[list[int]]
 
 
 class Engine:
-    """What is measured. ``generate`` computes ``prompts`` as one batch, greedy, ignoring end of sequence."""
+    """An engine to be measured. ``generate`` computes ``prompts`` as one batch, greedy, ignoring end of sequence."""
 
     version = ""
 
@@ -34,7 +34,7 @@ class Engine:
 
     def decode(self, prompts: Prompts, tokens: int) -> float:
         """Seconds to generate ``tokens`` tokens after the first. The first call fills the prefix cache, if there is
-        one, so that both timed calls start alike."""
+        one, so that both timed calls start equally."""
         self.generate(prompts, 1)
         first = seconds(lambda: self.generate(prompts, 1))
         return seconds(lambda: self.generate(prompts, tokens + 1)) - first
@@ -111,7 +111,7 @@ class Transformers(Engine):
         assert out.shape[1] == ids.shape[1] + tokens
 
     def warm(self, prompt: list[int]) -> float:
-        """The cache of all but the last token is handed in; making it is not timed."""
+        """The cache of all but the last token is passed in; computing it is not timed."""
         with self.torch.inference_mode():
             ids = self.torch.tensor([prompt[:-1]])
             cache = self.model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
@@ -159,7 +159,7 @@ class LlamaCpp(Engine):
         self._decode(prompts, tokens - 1)
 
     def _decode(self, prompts: Prompts, tokens: int) -> None:
-        """The tokens fed are arbitrary: only the speed matters, and sampling stays out of it."""
+        """The input tokens are arbitrary: only speed matters, without sampling."""
         for step in range(tokens):
             self._compute([(5 + step, len(p) + step, s, True) for s, p in enumerate(prompts)])
 
@@ -199,7 +199,7 @@ def main() -> None:
     """Build the engine, say that it is ready, then answer one command after another."""
     start = time.perf_counter()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the engine prints is not an answer
+    os.dup2(2, 1)  # the engine's own prints must not mix with answers
     engine = ENGINES[sys.argv[1]](**json.loads(sys.argv[2]))
     ready = time.perf_counter() - start
     engine.generate([list(range(5, 69))], 8)  # warm-up, as every engine's own benchmark does

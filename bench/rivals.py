@@ -1,8 +1,8 @@
 """memserve beside other engines on this machine, in one run: ``python bench/rivals.py --model DIR [--rounds 3]``.
 
-Every engine lives in its own process from start to end. One measures while the others are stopped (SIGSTOP), and the
-engines take turns measurement by measurement, so that a busy minute of the machine hits all of them. Medians over
-``--rounds``; the ratio is memserve's figure over the rival's, turned round where less is better. A rival that is not
+Every engine has its own process from start to end. One is measured while the others are stopped (SIGSTOP), and the
+engines alternate after each measurement, so that a busy minute of the machine affects all of them. Medians over
+``--rounds``; the ratio is memserve's figure over the rival's, inverted where less is better. A rival that is not
 installed is skipped with the reason.
 
 ``--vllm PYTHON`` names a Python that can import vllm (its CPU build), ``--llamacpp PYTHON`` with ``--gguf FILE`` one
@@ -121,7 +121,7 @@ def bundled_model(dtype: str) -> str:
 
 
 def engines(args: argparse.Namespace) -> tuple[list[Engine], list[str]]:
-    """The engines asked for, and why others are missing."""
+    """The requested engines, and why others are missing."""
     same = {"model": args.model, "dtype": args.dtype}
     found = [Engine("memserve", "memserve", sys.executable, {**same, **json.loads(args.options)})]
     found.append(Engine("transformers", "transformers", sys.executable, same))
@@ -140,7 +140,7 @@ def engines(args: argparse.Namespace) -> tuple[list[Engine], list[str]]:
 
 
 def run(wanted: list[Engine], shapes: list[str], rounds: int, logs: Path) -> tuple[list[Engine], list[str]]:
-    """Start all, then measure in turn. The order of the engines turns with each round."""
+    """Start all engines, then measure in turn. The order of the engines rotates with each round."""
     ready, skipped = [], []
     for number, engine in enumerate(wanted):
         print(f"starting {engine.name} ...", file=sys.stderr, flush=True)
@@ -159,7 +159,7 @@ def run(wanted: list[Engine], shapes: list[str], rounds: int, logs: Path) -> tup
 
 
 def cell(mine: float | None, value: float | None, more_is_better: bool, own: bool) -> str:
-    """A figure, with memserve's advantage behind a rival's."""
+    """A figure; a rival's with memserve's advantage behind it."""
     if value is None:
         return ""
     number = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
@@ -170,7 +170,7 @@ def cell(mine: float | None, value: float | None, more_is_better: bool, own: boo
 
 
 def table(ready: list[Engine]) -> str:
-    """Markdown: a row a figure, a column an engine; in brackets how much better memserve is."""
+    """Markdown: a row per figure, a column per engine; in brackets how much better memserve is."""
     names = [f"{e.name} {e.once['version']}" for e in ready]
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(ready) + 1) + "|"]
     own = next((e for e in ready if e.name == "memserve"), None)

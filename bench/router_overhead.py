@@ -1,12 +1,12 @@
-"""What does the router cost a request? A whole router over HTTP, in front of instances that answer at once.
+"""What does the router cost per request? A whole router over HTTP, in front of instances that answer at once.
 
     python bench/router_overhead.py --model FOLDER [--instances 8] [--connections 1,32] [--tokens 1024,8192]
 
 The router is ``memserve serve`` as users run it, alone; the instances are null engines in one other process, behind
-real mailboxes, that answer each request with one token. The load is wrk's (it must be installed), closed loop, as in
-the published figures of other routers: 64 groups of 8 prompts, half of each prompt shared in its group, a tail of
-its own each time. Prompts go as text, so they are tokenized here (the other routers forward text), and as token ids, so
-that routing can be told from tokenizing. Printed per case: requests/s, median and p99 latency, CPU of the router a
+real mailboxes, that answer each request with one token. wrk (which must be installed) makes the load, closed loop, as
+in the published figures of other routers: 64 groups of 8 prompts, half of each prompt shared in its group, with its own
+tail each time. Prompts go as text, which is tokenized here (the other routers forward text), and as token ids, so that
+routing can be separated from tokenizing. Printed per case: requests/s, median and p99 latency, CPU of the router a
 request, its memory.
 """
 
@@ -38,7 +38,7 @@ WORDS = """
     part place case week company system program question work number night point home water room mother area money
     story fact month study book eye job word business issue side kind head house service friend father power hour game
 """
-"""Each a token of its own, with the blank before it, in vocabularies that were made from English."""
+"""Each is one token, with the blank before it, in English vocabularies."""
 
 
 class NullInstance:
@@ -98,7 +98,7 @@ def be_instances(model: Path, count: int) -> None:
 
 
 def write_load(folder: Path, tokens: int, as_ids: bool, vocabulary: int) -> Path:
-    """A wrk script that posts the prompts in turn, each with a tail of its own."""
+    """A wrk script that posts the prompts in turn, each with its own tail."""
     rng = random.Random(1)
 
     def piece(count: int) -> str:

@@ -1,16 +1,17 @@
-"""The control plane killed with -9 under load: seconds without service, and what is left of the cache.
+"""The control plane killed with -9 under load: seconds without service, and how much of the cache remains.
 
     python bench/router_restart.py [--model DIR] [--clients 4] [--etcd /usr/bin/etcd] [--json FILE]
 
-Clients ask again and again, greedily, streamed, and retry while there is no server; each answer must equal the one
+Clients ask repeatedly, greedily, streamed, and retry while there is no server; each answer must equal the one
 before the kill.
 
 * *file*: ``memserve serve --metadata FOLDER`` with a prefill and a decode instance; its process is killed, and the same
   command is started again at once, as systemd does. The time includes the start of a Python process.
-* *etcd*: two ``memserve serve --metadata etcd://...``, of which one is active, and a colocated instance that has joined
-  by ``memserve instance``; the active one is killed. The time is that until the other one answers.
+* *etcd*: two ``memserve serve --metadata etcd://...``, one of them active, and a colocated instance that has joined
+  by ``memserve instance``; the active one is killed. The time ends when the other one answers.
 
-*hit rate*: share of the prompts' tokens that are reused when all questions are asked once more, before and after.
+*hit rate*: share of the prompts' tokens that are reused when all questions are asked once more, before and after the
+kill.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ READY_S = 120.0
 
 
 def free_port() -> int:
-    """One that is free now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Processes:
-    """Everything that was started; ended at the end, whatever happens."""
+    """All started processes; ended at the end, whatever happens."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: for what they leave behind."""
+        """``folder``: for the files that they leave behind."""
         self._all: list[subprocess.Popen[Any]] = []
         self._environment = {**os.environ, "XDG_STATE_HOME": str(folder)}
 
@@ -60,11 +61,11 @@ class Processes:
         return self._all[-1]
 
     def memserve(self, *arguments: str) -> subprocess.Popen[Any]:
-        """Run a command of ours."""
+        """Run a memserve command."""
         return self.start(sys.executable, "-m", "memserve", *arguments)
 
     def close(self) -> None:
-        """End them all, gently at first."""
+        """End all processes, gently at first."""
         for sig in (signal.SIGTERM, signal.SIGKILL):
             for process in self._all:
                 if process.poll() is None:
@@ -77,7 +78,7 @@ class Processes:
 
 
 class Crowd:
-    """Clients that never give up."""
+    """Clients that retry for ever."""
 
     def __init__(self, urls: list[str], clients: int) -> None:
         self.urls = urls
@@ -91,7 +92,7 @@ class Crowd:
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(clients)]
 
     def start(self) -> None:
-        """Begin to ask; the first answers count as the truth."""
+        """Begin to ask; the first answers are the reference."""
         for number in range(len(self.prompts)):
             self.truth[number] = self._answer(number)
         for thread in self._threads:
@@ -109,7 +110,7 @@ class Crowd:
                 text = self._answer(number)
             except (httpx.HTTPError, ConnectionError):
                 self.errors += 1
-                self.urls.append(self.urls.pop(0))  # perhaps another one is active
+                self.urls.append(self.urls.pop(0))  # perhaps another router is active
                 time.sleep(0.02)
                 continue
             self.times.append(time.monotonic())
@@ -143,16 +144,16 @@ class Crowd:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Poll it."""
+    """Poll ``condition`` until it holds."""
     deadline = time.monotonic() + READY_S
     while not condition():
         if time.monotonic() > deadline:
-            raise SystemExit("it did not get ready")
+            raise SystemExit("the cluster did not become ready")
         time.sleep(0.01)
 
 
 def is_ready(url: str) -> bool:
-    """Whether a request would be run."""
+    """Whether the server at ``url`` accepts requests."""
     try:
         return httpx.get(f"{url}/health", timeout=1).status_code == 200
     except httpx.HTTPError:
@@ -160,7 +161,7 @@ def is_ready(url: str) -> bool:
 
 
 def kill_and_measure(crowd: Crowd, kill: Callable[[], None]) -> dict[str, Any]:
-    """Let the crowd run, kill, wait for it to be served again, and compare."""
+    """Let the clients run, kill, wait until they are served again, and compare."""
     crowd.start()
     wait_for(lambda: crowd.right >= 2 * len(crowd.prompts))
     crowd.stop()
@@ -172,7 +173,7 @@ def kill_and_measure(crowd: Crowd, kill: Callable[[], None]) -> dict[str, Any]:
     kill()
     wait_for(lambda: again.right >= served + 2 * len(again.prompts) and again.times[-1] > killed + 0.5)
     again.stop()
-    # answers whose last bytes were on their way are not service: the first one behind the longest pause is
+    # answers already on their way are no service: the first one after the longest pause is
     times = [killed, *(at for at in again.times if at > killed)]
     pause_s, first = max((later - earlier, later) for earlier, later in itertools.pairwise(times))
     after = again.hit_rate()
@@ -184,7 +185,7 @@ def kill_and_measure(crowd: Crowd, kill: Callable[[], None]) -> dict[str, Any]:
 
 
 def with_file(model: list[str], clients: int, folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """One host: the same command again."""
+    """One host: restart the same command."""
     processes = Processes(folder)
     stack.callback(processes.close)
     http = free_port()

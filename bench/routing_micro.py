@@ -1,15 +1,15 @@
-"""Microbenchmarks of routing: what the router does for every request before it sends it anywhere. Single thread.
+"""Microbenchmarks of routing: the router's work for every request before it sends it on. Single thread.
 
 ``directory``: all prompt trees of a cluster matched in one call, for prompts of 8,192 tokens (256 blocks of 32). 1,000
 instances hold about a million distinct blocks: a system prompt of 64 blocks that all of them have, 200 documents of 64
 blocks behind it that are held by 8 to 500 (the popular ones by many), 7,000 conversations of 128 blocks behind those,
-each on one to three instances, every fourth in DRAM. One prompt lies on all instances in full, some of it in DRAM: the
-most holders that a match can have. Beside it a Python dict of sets with the same contents, in the same run, and its
+each on one to three instances, every fourth in DRAM. One prompt lies on all instances in full, partly in DRAM: the
+most holders that a match can have. A Python dict of sets with the same contents runs beside it, and its
 answers are compared. ``match_tokens`` computes the blocks' identities too; ``match`` gets them.
 
-``decision``: the whole of it, in a ``Cluster`` of as many instances with the same contents, a third of them prefill, a
-third decode, a third colocated, all of them busy. ``choose`` is what issue 3 sets a limit of 200 us for: identities,
-match of all trees, policy. ``arrive`` is all that the machine does with a request until its dispatch is made.
+``decision``: the whole decision, in a ``Cluster`` of as many instances with the same contents, a third of them prefill,
+a third decode, a third colocated, all of them busy. ``choose`` is the part with a limit of 200 us (issue 3):
+identities, match of all trees, policy. ``arrive`` is all of the machine's work for a request up to its dispatch.
 
     python bench/routing_micro.py [directory] [decision] [--conversations 7000] [--holders 1000] [--reps 2000]
 """
@@ -45,7 +45,7 @@ NAME = namespace_id("", "bench")
 
 
 class World(NamedTuple):
-    """The directory, and a Python twin: ``holders of each identity``."""
+    """The directory, and a Python twin with the holders of each identity."""
 
     directory: _core.PrefixDirectory
     twin: dict[bytes, set[int]]
@@ -54,7 +54,7 @@ class World(NamedTuple):
 
 
 class Timer:
-    """Times single calls: by the clock, and what this thread computed, which others on the machine stretch less."""
+    """Times single calls: by the clock, and this thread's CPU time, which other processes disturb less."""
 
     def __init__(self) -> None:
         self.us: list[float] = []
@@ -96,12 +96,12 @@ def prompt(document: int, conversation: int) -> Tokens:
 
 
 def identities(tokens: Tokens) -> bytes:
-    """Of the whole blocks, 16 bytes each."""
+    """Identities of the whole blocks, 16 bytes each."""
     return _core.block_identities(DEFAULT_KEY, NAME, tokens, BLOCK_TOKENS)
 
 
 def store(world: World, path: bytes, holders: NDArray[np.int64], dram_from: int) -> None:
-    """Each holder has ``path``, blocks from ``dram_from`` on in DRAM."""
+    """Give each holder ``path``, with blocks from ``dram_from`` on in DRAM."""
     for holder in holders.tolist():
         world.directory.store(holder, Tier.HBM, path[: 16 * dram_from])
         world.directory.store(holder, Tier.DRAM, path[16 * dram_from :])
@@ -142,7 +142,7 @@ def twin_match(twin: dict[bytes, set[int]], path: bytes) -> dict[int, int]:
 
 
 def prompts(world: World, kind: str, reps: int) -> Iterator[Tokens]:
-    """Different ones of a kind, in random order."""
+    """Different prompts of one kind, in random order."""
     for i in np.random.default_rng(6).permutation(max(reps, world.conversations))[:reps].tolist():
         known = 1 + i % world.conversations
         if kind == "known conversation":
@@ -156,7 +156,7 @@ def prompts(world: World, kind: str, reps: int) -> Iterator[Tokens]:
 
 
 def bench_match(world: World, kind: str, reps: int) -> Iterator[Record]:
-    """One kind of prompts by every way to ask."""
+    """Time one kind of prompts by every call."""
     directory = world.directory
     calls = {name: Timer() for name in ("match_tokens", "match_tokens_array", "match", "match_array", "dict of sets")}
     found = 0
@@ -165,7 +165,7 @@ def bench_match(world: World, kind: str, reps: int) -> Iterator[Record]:
         rows = calls["match_tokens"](directory.match_tokens, DEFAULT_KEY, NAME, tokens, BLOCK_TOKENS)
         array = calls["match_tokens_array"](
             directory.match_tokens_array, DEFAULT_KEY, NAME, tokens, BLOCK_TOKENS
-        )  # warmed up by the one before; the others as well
+        )  # warmed up by the call before, as are the others
         calls["match"](directory.match, path)
         calls["match_array"](directory.match_array, path)
         simple = calls["dict of sets"](twin_match, world.twin, path)
@@ -176,7 +176,7 @@ def bench_match(world: World, kind: str, reps: int) -> Iterator[Record]:
 
 
 def bench_cold(world: World, kind: str, reps: int) -> Iterator[Record]:
-    """One call a prompt and nothing else between: each meets its blocks for the first time since long."""
+    """One call per prompt and nothing in between: each finds its blocks cold."""
     all_tokens = list(prompts(world, kind, reps))
     for name in ("match_tokens", "match_tokens_array"):
         call, timer = getattr(world.directory, name), Timer()
@@ -186,7 +186,7 @@ def bench_cold(world: World, kind: str, reps: int) -> Iterator[Record]:
 
 
 def bench_changes(world: World, reps: int) -> Iterator[Record]:
-    """What an instance's events and the router's own dispatches cost, 256 blocks each."""
+    """Time an instance's events and the router's own dispatches, 256 blocks each."""
     store_, move, evict, speculate, expire = (Timer() for _ in range(5))
     for i in range(reps):
         path, holder = identities(run_of(256, 11, i)), i % world.holders
@@ -205,7 +205,7 @@ def bench_changes(world: World, reps: int) -> Iterator[Record]:
 
 
 def bench_clear(world: World) -> Iterator[Record]:
-    """One instance after the other dies, and all its blocks leave the directory."""
+    """Time ``clear``: one instance after the other dies, and its blocks leave the directory."""
     timer, blocks = Timer(), []
     for holder in range(world.holders):
         blocks.append(world.directory.blocks(holder))
@@ -216,10 +216,10 @@ def bench_clear(world: World) -> Iterator[Record]:
 
 
 def bench_directory(options: argparse.Namespace) -> Iterator[Record]:
-    """Everything about the directory."""
+    """All measurements of the directory."""
     begin = time.perf_counter()
     world = build(options.holders, options.conversations)
-    gc.freeze()  # or the collector looks through the twin's million sets while others are timed
+    gc.freeze()  # else the collector scans the twin's million sets during timed calls
     directory = world.directory
     pairs = sum(directory.blocks(holder) for holder in directory.holders())
     yield {
@@ -241,7 +241,7 @@ def bench_directory(options: argparse.Namespace) -> Iterator[Record]:
 
 
 def busy_cluster(options: argparse.Namespace, policy: str) -> tuple[Cluster, World]:
-    """A router whose instances hold the contents described above, each with work of its own."""
+    """A router whose instances hold the contents described above, each with its own work."""
     cluster = Cluster(ClusterConfig(policy=policy))
     geometry = KVGeometry(30, 3, 64, 64, "bfloat16", BLOCK_TOKENS)
     roles = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
@@ -258,7 +258,7 @@ def busy_cluster(options: argparse.Namespace, policy: str) -> tuple[Cluster, Wor
 
 
 def bench_decision(options: argparse.Namespace) -> Iterator[Record]:
-    """A request's way through the router's machine."""
+    """Time a request's way through the router's machine."""
     for policy in POLICIES:
         cluster, world = busy_cluster(options, policy)
         gc.freeze()
@@ -266,7 +266,7 @@ def bench_decision(options: argparse.Namespace) -> Iterator[Record]:
 
 
 def bench_policy(cluster: Cluster, world: World, policy: str, reps: int) -> Iterator[Record]:
-    """Each kind of prompts under one policy."""
+    """Time each kind of prompts under one policy."""
     now = 0
     for kind in ("known conversation", "new conversation", "held by all in full", "unknown prompt"):
         choose, arrive = Timer(), Timer()
@@ -320,7 +320,7 @@ def main() -> None:
             records.append({"section": section, **record})
     if options.json:
         options.json.write_text(json.dumps(records, indent=1))
-    gc.unfreeze()  # the clusters may go
+    gc.unfreeze()  # the clusters may be collected
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The scheduler's own time per step, with a device that does nothing.
 
-``handle(StepFinished)`` takes a finished step into account *and* makes the next plan, so its time is all that the
+``handle(StepFinished)`` handles a finished step *and* makes the next plan, so its time is all that the
 machine costs per step. ``decode`` = every sequence decodes; ``held`` = as ``decode``, for a host that takes tokens
 late, as the simulator does; ``mixed`` = requests end and new ones with 1,024-token prompts (half of it shared) take
-their place, so that prefill chunks run in every step. ``us_per_row``: what a further row adds, from the fewest running
-to the most.
+their place, so that prefill chunks run in every step. ``us_per_row``: the time of each further row, from the fewest
+running to the most.
 
     python bench/scheduler_null.py [--json] [--steps 300] [--running 1 32 128 256]
 """
@@ -64,7 +64,7 @@ class Bench:
         """A new request."""
         own = self.random.integers(0, 49_000, 512 if self.mixed else 40, dtype=np.int32)
         prompt = np.concatenate((self.shared, own)) if self.mixed else own
-        tokens = 64 + self.arrivals % 256 if self.mixed else 1900  # spread, so that the endings are
+        tokens = 64 + self.arrivals % 256 if self.mixed else 1900  # spread lengths, so that endings are spread
         stop = StopParams(max_tokens=tokens, stop_token_ids=() if self.load == "held" else (0, 2))
         name = f"request-{self.arrivals}"
         self.perform(RequestArrived(Request(name, prompt, SamplingParams(seed=self.arrivals), stop)))
@@ -101,7 +101,7 @@ class Bench:
 
 
 def add_slope(found: list[dict[str, Any]]) -> None:
-    """What a row adds, said with the largest batch."""
+    """Add the time per row to the record of the largest batch."""
     first, last = found[0], found[-1]
     rows = last["rows_mean"] - first["rows_mean"]
     if rows > 0:

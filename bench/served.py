@@ -1,4 +1,4 @@
-"""Starts ``memserve serve`` as a user would, for the scripts here: its address, its memory, its end."""
+"""Starts ``memserve serve`` as a user would, for the scripts here; gives its address and memory, and stops it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Served:
     url: str
     model: str
     ready_s: float
-    errors: Path  # what it wrote to stderr
+    errors: Path  # its stderr
 
     def memory_bytes(self, field: str = "VmRSS") -> int:
         """``VmRSS`` = resident now, ``VmHWM`` = the most so far."""
@@ -53,11 +53,11 @@ class Served:
         return {name: float(value) for name, value in pairs}
 
     def left(self) -> dict[str, float]:
-        """What is held, runs or waits, and what bears a name: nothing, on an idle server that was told to forget."""
+        """What is held, runs or waits, and named prefixes: nothing, on an idle server without names."""
         return {name: value for name, value in self.metrics().items() if value and _HELD.fullmatch(name)}
 
     def stop(self, sig: int = signal.SIGTERM, timeout_s: float = 60.0) -> tuple[int, float]:
-        """Send ``sig``; the exit status, and the seconds that it took."""
+        """Send ``sig``; returns the exit status and the seconds until the end."""
         started = time.perf_counter()
         self.process.send_signal(sig)
         return self.process.wait(timeout_s), time.perf_counter() - started

@@ -1,9 +1,9 @@
-"""How fast the simulator is, and what it says of routing policies on a real trace.
+"""How fast the simulator is, and its results for routing policies on a real trace.
 
     python bench/sim_scale.py speed --data DATA --out FOLDER [--only NAME]    wall time, requests a second, memory
     python bench/sim_scale.py policies --data DATA --out FOLDER               policies side by side, with a plot
 
-Every case runs in a process of its own, so that its peak memory is its own. Beside it stand the figures of Vidur and
+Every case runs in a separate process, for its own peak memory. For comparison: the figures of Vidur and
 of Dynamo's replay on the same shapes, measured on the same kind of machine (2 cores).
 """
 
@@ -15,6 +15,7 @@ import json
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,12 +32,12 @@ from memserve.workloads.sessions import uniform_workload
 from memserve.workloads.words import Blocks, History, Session, Span, Turn, Workload
 
 CHUNKED = SchedulerConfig(max_running=128, max_step_tokens=512, prefill_chunk_tokens=512)
-"""Sarathi's chunk, as Vidur had it."""
+"""Sarathi's chunk, as in Vidur."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One run, and what others need for its like."""
+    """One run, and the published speed of others on a like run."""
 
     make: Callable[[Path], Workload]
     setup: Setup
@@ -86,7 +87,7 @@ def cluster(
     caching: Caching = Caching.PD_CACHING_3,
     dram: str = "0",
 ) -> Setup:
-    """A setup in few words."""
+    """A setup from few arguments."""
     kind, _, count = device.partition("x")
     return Setup(
         parse_instances(instances), machine(model, kind, int(count or 1), parse_bytes(dram)),
@@ -117,11 +118,13 @@ CASES: dict[str, Case] = {
 
 
 def run_case(name: str, data: Path, fast_forwards: bool) -> dict[str, object]:
-    """In this very process."""
+    """Run one case in this process."""
     case = CASES[name]
     workload = case.make(data)
     before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before_s = time.process_time()
     done = simulate(dataclasses.replace(case.setup, fast_forwards=fast_forwards), workload, name, workload.kind)
+    cpu_s = time.process_time() - before_s
     found = figures(done.records)
     return {
         "case": name,
@@ -129,6 +132,7 @@ def run_case(name: str, data: Path, fast_forwards: bool) -> dict[str, object]:
         "failed": found.failed,
         "virtual_s": round(done.usage.simulated_s, 1),
         "wall_s": round(done.wall_s, 2),
+        "cpu_s": round(cpu_s, 2),  # what it takes of a core that others use as well
         "requests_per_wall_s": round(done.requests_per_wall_s, 1),
         "tokens_per_wall_s": round(done.usage.tokens / done.wall_s),
         "events": done.events,
@@ -143,7 +147,7 @@ def run_case(name: str, data: Path, fast_forwards: bool) -> dict[str, object]:
 
 
 def speed(data: Path, out: Path, only: str, fast_forwards: bool) -> None:
-    """All cases, each in a process of its own."""
+    """Run all cases, each in its own process."""
     rows = []
     for name in CASES:
         if only and only not in name:
@@ -164,7 +168,7 @@ def speed(data: Path, out: Path, only: str, fast_forwards: bool) -> None:
 
 
 def policies(data: Path, out: Path, instances: str, requests: int | None, names: str, dram: str) -> None:
-    """The same trace under each policy; a plot of TTFT, hit rate and balance."""
+    """Run the same trace under each policy, and plot TTFT, hit rate and balance."""
     workload = build(Recipe(kind="trace", data=data, sessions=requests))
     found = {}
     for policy in names.split(","):
@@ -181,7 +185,7 @@ def policies(data: Path, out: Path, instances: str, requests: int | None, names:
 
 
 def summary(done: Simulated) -> dict[str, float]:
-    """What a policy is judged by."""
+    """The figures that compare policies."""
     found = figures(done.records)
     assert found.ttft_s is not None and found.tpot_s is not None and found.jct_s is not None, "requests were answered"
     busy = [mean_of([look.busy[at] for look in done.looks]) for at in range(len(done.instances))]
@@ -197,12 +201,12 @@ def summary(done: Simulated) -> dict[str, float]:
 
 
 def mean_of(values: list[float]) -> float:
-    """Arithmetic mean; 0 of nothing."""
+    """Arithmetic mean; 0 for no values."""
     return sum(values) / len(values) if values else 0.0
 
 
 def draw(found: dict[str, dict[str, float]], file: Path, title: str) -> None:
-    """Four bars a policy."""
+    """Four bars per policy."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -233,7 +237,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--walk", action="store_true", help="every step by itself: the same results, later")
+    parser.add_argument("--walk", action="store_true", help="run every step by itself: equal results, but slower")
     parser.add_argument("--instances", default="16", help="for policies")
     parser.add_argument("--policies", default="least-load,session,prompt-tree,cost", help="for policies")
     parser.add_argument("--dram", default="0", help="for policies: second tier of each instance")

@@ -1,18 +1,18 @@
-"""Hours of honest load, with attacks beside it: does every request end right, and does memory stay where it is?
+"""Hours of honest load, with attacks beside it: does every request end correctly, and does memory stay constant?
 
     python bench/soak.py [--minutes 60] [--attacks] [--kills 0] [--json FILE] [--plot FILE] [-- SERVE OPTIONS]
 
 Starts ``memserve serve --prefill 1 --decode 2 --kv-memory 64MiB --dram-memory 128MiB`` with the bundled model in
-bfloat16. Twelve clients ask for completions and chats of 100 to 5,000 tokens (what cannot fit must be refused clearly),
-streamed or whole, ``n`` up to 2, with salts, sessions, documents and logprobs; some leave in the middle of an answer.
-Questions whose greedy answers are known from before the load are asked again and again. ``--attacks`` adds attackers
-with a key of their own: malformed requests, hostile parameters, broken HTTP, slow readers, floods. ``--kills N`` kills
-N instances at random times (their successors are judged from their own start).
+bfloat16. Twelve clients ask for completions and chats of 100 to 5,000 tokens (requests that cannot fit must be refused
+clearly), streamed or whole, ``n`` up to 2, with salts, sessions, documents and logprobs; some leave in the middle of an
+answer. Questions whose greedy answers were learned before the load are asked repeatedly. ``--attacks`` adds attackers
+with their own key: malformed requests, hostile parameters, broken HTTP, slow readers, floods. ``--kills N`` kills N
+instances at random times (their successors are measured from their own start).
 
 At the end the load drains, and nothing may be left: no block, request, transfer or named prefix. Resident memory is
 read from /proc of the router and of each instance. *Steady* is the spread, lowest to highest, of the medians of a
-minute in the last half hour (half of a shorter run), as a share of their median. Prints each figure beside its target;
-the exit status is 1 when any is missed.
+minute in the last half hour (half of a shorter run), as a share of their median. Prints each figure with its target;
+the exit status is 1 if any is missed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WINDOW_S_MAX = 1800.0
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process held at one moment, in bytes."""
+    """Memory of one process at one moment, in bytes."""
 
     at_s: float
     process: str
@@ -60,7 +60,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Check:
-    """One figure beside its target."""
+    """One figure and its target."""
 
     name: str
     figure: str
@@ -86,7 +86,7 @@ def processes(served: Served) -> dict[str, int]:
 
 
 def read_memory(pid: int) -> dict[str, int] | None:
-    """From ``/proc/PID/status``; None when the process has ended."""
+    """Memory from ``/proc/PID/status``. None: the process has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -96,13 +96,13 @@ def read_memory(pid: int) -> dict[str, int] | None:
 
 
 def sample(served: Served, started: float) -> list[Sample]:
-    """All processes now."""
+    """Sample all processes now."""
     held = {name if name == "router" else f"{name}:{pid}": read_memory(pid) for name, pid in processes(served).items()}
     return [Sample(time.monotonic() - started, name, fields) for name, fields in held.items() if fields]
 
 
 async def watch(served: Served, started: float, samples: list[Sample], stop: asyncio.Event) -> None:
-    """Sample until ``stop``; one line a minute."""
+    """Sample until ``stop``; print one line per minute."""
     said = 0
     while not stop.is_set():
         now = sample(served, started)
@@ -129,7 +129,7 @@ async def kill(served: Served, minutes: float, kills: int, seed: int, killed: li
 
 
 async def drained(served: Served) -> dict[str, float]:
-    """Wait until nothing is left: pins last until their time is over. What stays after that."""
+    """Wait until nothing is left: pins last until they expire. Returns what remains after that."""
     deadline = time.monotonic() + IDLE_S_MAX
     while (rest := await asyncio.to_thread(served.left)) and time.monotonic() < deadline:
         await asyncio.sleep(1)
@@ -141,7 +141,7 @@ async def drained(served: Served) -> dict[str, float]:
 
 @dataclass
 class Run:
-    """Everything that a run found."""
+    """The results of a run."""
 
     tally: Tally
     attacked: Attacked
@@ -155,7 +155,7 @@ class Run:
 
 
 def open_files(served: Served) -> dict[str, int]:
-    """Descriptors of each process."""
+    """Number of open descriptors of each process."""
     return {name: len(list(Path(f"/proc/{pid}/fd").iterdir())) for name, pid in processes(served).items()}
 
 
@@ -200,7 +200,7 @@ def minutes(samples: list[Sample], name: str, field: str, from_s: float, to_s: f
 
 
 def memory_checks(run: Run) -> list[Check]:
-    """Steady, and within its bound, process by process."""
+    """Checks of each process: steady, and within its bound."""
     checks: list[Check] = []
     from_s = run.load_s - min(WINDOW_S_MAX, run.load_s / 2)
     last = {found.process: found for found in run.samples if found.at_s <= run.load_s}
@@ -251,7 +251,7 @@ def checks_of(run: Run, errors: str) -> list[Check]:
     broken = Counter(text.splitlines()[-1][:200] for text in tracebacks(errors))
     broken += Counter(line[:200] for line in errors.splitlines() if "InvariantError" in line)
     return [
-        Check("honest requests that ended right", f"{ended}", "> 0", ended > 0),
+        Check("honest requests that ended correctly", f"{ended}", "> 0", ended > 0),
         Check("honest requests that did not", f"{len(tally.misses)}", "0", not tally.misses),
         Check("fixed questions, not answered as before", f"{sum(m.startswith('fixed') for m in tally.misses)} of "
               f"{tally.compared}, {tally.ties} ties", "0", not any(m.startswith("fixed") for m in tally.misses)),
@@ -265,7 +265,7 @@ def checks_of(run: Run, errors: str) -> list[Check]:
 
 
 def plot(samples: list[Sample], path: Path) -> None:
-    """Resident memory over time, one line a process, its anonymous part dashed."""
+    """Resident memory over time, one line per process, its anonymous part dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -287,7 +287,7 @@ def plot(samples: list[Sample], path: Path) -> None:
 
 def report(run: Run, checks: list[Check]) -> None:
     """Print everything."""
-    print(f"\nended right: {dict(run.tally.ended.most_common())}; turned away for a while: {run.tally.turned_away}")
+    print(f"\nended correctly: {dict(run.tally.ended.most_common())}; turned away for a while: {run.tally.turned_away}")
     if run.attacked.attacks:
         print(f"attacks: {dict(run.attacked.attacks)}, answered {dict(sorted(run.attacked.statuses.items()))}")
     for text in [*run.tally.misses[:20], *run.attacked.failures[:10]]:

@@ -1,4 +1,4 @@
-"""The attackers of ``soak.py``: with a key of their own, beside the honest clients, one attack after the other."""
+"""The attackers of ``soak.py``: with their own key, beside the honest clients, one attack after the other."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from soak_load import Target
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from hostile_requests import HostileCase, hostile_cases
 
-BODY_BYTES_MAX = 2_000_000  # larger bodies of the table are left out: this machine runs the clients as well
+BODY_BYTES_MAX = 2_000_000  # larger bodies of the table are skipped, because this machine also runs the clients
 RAW_S_MAX = 10.0
 SLOW_S_MAX = 20.0
 
 
 @dataclass
 class Attacked:
-    """What the server answered."""
+    """The server's answers."""
 
     attacks: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    """Answers of 500: a request broke something inside."""
+    """Answers of 500: a request caused an internal error."""
 
     def answered(self, name: str, status: int, text: str) -> None:
         """One answer."""
@@ -42,7 +42,7 @@ class Attacked:
 
 
 class Attacker:
-    """Draws attacks from its own seed, until it is told to stop."""
+    """Draws attacks from its own seed, until stopped."""
 
     def __init__(self, target: Target, found: Attacked, number: int, seed: int) -> None:
         self._target, self._found = target, found
@@ -60,7 +60,7 @@ class Attacker:
         while not stop.is_set():
             kind = self._draw.choice(kinds)
             self._found.attacks[kind.__name__.lstrip("_")] += 1
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):  # cut off: a good answer
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):  # being cut off is a correct answer
                 await kind()
             await asyncio.sleep(self._draw.uniform(0, pause_s))
 
@@ -103,13 +103,13 @@ class Attacker:
         await self._post("parameters", "/v1/completions", json.dumps(self._hostile_body()).encode())
 
     async def _flood(self) -> None:
-        """Many small requests at once; most of those that ask leave."""
+        """Many small requests at once; most clients leave."""
         body = json.dumps({"model": self._target.model, "prompt": "hi " * 20, "max_tokens": 4}).encode()
         posts = (self._post("flood", "/v1/completions", body) for _ in range(self._draw.randrange(5, 60)))
         await asyncio.gather(*posts, return_exceptions=True)
 
     async def _pins(self) -> None:
-        """Sessions and documents that are asked to stay for long, and are deleted only at times."""
+        """Sessions and documents with a long lifetime, rarely deleted."""
         for _ in range(self._draw.randrange(1, 10)):
             name = f"a{self._draw.randrange(10**9)}"
             text = "pin " * self._draw.randrange(1, 300)
@@ -117,7 +117,7 @@ class Attacker:
             await self._post("pins", f"/v1/documents/{name}", json.dumps(body).encode(), "PUT")
 
     async def _slow_reader(self) -> None:
-        """A stream with much to tell, of which nothing is read."""
+        """A stream with much output that is never read."""
         body = {"model": self._target.model, "prompt": "a story", "max_tokens": 400, "ignore_eos": True}
         data = json.dumps(body | {"n": 8, "logprobs": 20, "stream": True}).encode()
         reader, writer = await self._connect(limit=1024)
@@ -130,7 +130,7 @@ class Attacker:
             del reader
 
     async def _raw(self) -> None:
-        """Bytes that are no request, half of one, one without an end, or many at once."""
+        """Bytes that are no request, half a request, an endless one, or many at once."""
         draw, head = self._draw, self._head(1000)
         pieces = draw.choice((
             [b"\x16\x03\x01\x02\x00 hello\r\n\r\n"],

@@ -1,4 +1,4 @@
-"""The honest clients of ``soak.py``: what each asks, and whether the answer was right."""
+"""The honest clients of ``soak.py``: their requests, and whether the answers were right."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import aiohttp
 
 ANSWER_S_MAX = 300.0
 TURNED_AWAY_MAX = 60
-"""A client that is turned away with 429 comes back this often, after the time that it is told."""
+"""A client that gets 429 retries this often, after the time in ``Retry-After``."""
 RETRY_S_MAX = 5.0
 PROMPT_TOKENS = (100, 5000)
 SESSION_TOKENS_MAX = 1500
 TOKEN_IDS = (1000, 40000)
 TIE_LOGPROB = 0.35
-"""A greedy answer may differ where its two best tokens lay this close: kernels change with the rows of a step, and
+"""A greedy answer may differ where its two best logprobs were this close: kernels change with the rows of a step, and
 bfloat16 rounds to eight bits. Such differences are counted, never hidden."""
 QUESTIONS = (
     "The capital of France is",
@@ -35,7 +35,7 @@ QUESTIONS = (
 
 @dataclass
 class Tally:
-    """What happened so far."""
+    """The results so far."""
 
     ended: Counter[str] = field(default_factory=Counter)
     misses: list[str] = field(default_factory=list)
@@ -50,19 +50,19 @@ class Tally:
 
 @dataclass(frozen=True)
 class Target:
-    """Where to ask."""
+    """The server under load."""
 
     http: aiohttp.ClientSession
     url: str
     model: str
     fits_tokens: int
-    """What the pool of one instance holds."""
+    """Tokens that the pool of one instance holds."""
     key: str
 
 
 @dataclass
 class Answer:
-    """A status and what came with it."""
+    """A status and its body."""
 
     status: int
     body: Any
@@ -71,7 +71,7 @@ class Answer:
 
 
 async def call(target: Target, tally: Tally, path: str, body: Any, method: str = "POST") -> Answer:
-    """One request, asked again as often as the server says 429."""
+    """Send one request, and retry when the server answers 429."""
     for _ in range(TURNED_AWAY_MAX):
         async with target.http.request(
             method,
@@ -88,7 +88,7 @@ async def call(target: Target, tally: Tally, path: str, body: Any, method: str =
             else:
                 return _whole(response.status, await response.read())
         await asyncio.sleep(min(retry_s, RETRY_S_MAX))
-    return Answer(429, "turned away again and again")
+    return Answer(429, "rejected with 429 again and again")
 
 
 def _whole(status: int, data: bytes) -> Answer:
@@ -128,7 +128,7 @@ class Client:
         self._sessions = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until ``stop``."""
+        """Ask until ``stop``."""
         kinds = [self._completion] * 6 + [self._chat, self._leave, self._leave, self._converse, self._converse]
         kinds += [self._document]
         while not stop.is_set():
@@ -144,7 +144,7 @@ class Client:
         return [draw.randrange(*TOKEN_IDS) for _ in range(count)]
 
     def _prompt(self) -> list[int]:
-        """Any length, short ones more often; half of them begin as others do."""
+        """A prompt of any length, short ones more often; half of them share a prefix with others."""
         low, high = PROMPT_TOKENS
         count = int(math.exp(self._draw.uniform(math.log(low), math.log(high))))
         shared = self._draw.choice(self._shared) if self._draw.random() < 0.5 else []
@@ -174,7 +174,7 @@ class Client:
         self._judge(kind, body, await call(self._target, self._tally, "/v1/chat/completions", body))
 
     async def _converse(self, kind: str) -> None:
-        """One turn more of a session, whose KV is asked to stay for a while."""
+        """One more turn of a session whose KV is kept for a while."""
         if len(self._session) > SESSION_TOKENS_MAX or not self._session:
             self._session, self._sessions = [], self._sessions + 1
         self._session += self._tokens(self._draw.randint(50, 300))
@@ -184,7 +184,7 @@ class Client:
         self._judge(kind, body, await call(self._target, self._tally, "/v1/completions", body))
 
     async def _document(self, kind: str) -> None:
-        """A document, one request that begins with it, and in two of three cases its deletion."""
+        """Put a document, send one request that begins with it, and in two of three cases delete it."""
         name, kept = f"d{self._number}-{self._draw.randrange(10**9)}", self._draw.random() < 0.33
         text = " ".join(
             self._draw.choice(("north", "south", "east", "west")) for _ in range(self._draw.randint(50, 600))
@@ -203,7 +203,7 @@ class Client:
                 self._tally.miss(kind, f"DELETE gave {done.status}: {done.body}")
 
     async def _leave(self, kind: str) -> None:
-        """Ask, and go away in the middle of it."""
+        """Ask, and disconnect in the middle of the answer."""
         body = self._body(self._prompt()) | {"max_tokens": 200, "ignore_eos": True}
         patience = aiohttp.ClientTimeout(total=self._draw.choice((0.05, 0.5, 2.0, 5.0)))
         try:
@@ -225,7 +225,7 @@ class Client:
         self._tally.ended["left"] += 1
 
     def _judge(self, kind: str, body: dict[str, Any], answer: Answer) -> None:
-        """200 and whole where it fits, 400 where it never could; between the two either is right."""
+        """200 and complete if the request fits, 400 if it never could; in between either is right."""
         prompt = body.get("prompt")
         count = len(prompt) if isinstance(prompt, list) else 0
         fits, never = count + body["max_tokens"] + 64 <= self._target.fits_tokens, count >= self._target.fits_tokens
@@ -247,7 +247,7 @@ Known = dict[str, tuple[list[str], list[dict[str, float]]]]
 
 
 class Fixed:
-    """Questions whose greedy answers are known from before the load."""
+    """Questions whose greedy answers were learned before the load."""
 
     def __init__(self, target: Target, tally: Tally) -> None:
         self._target, self._tally = target, tally
@@ -266,7 +266,7 @@ class Fixed:
             await asyncio.sleep(pause_s)
 
     async def check(self) -> None:
-        """Ask each again. The first token that differs must have had an equal beside it."""
+        """Ask each again. The first token that differs must have been a tie."""
         for question, (tokens, best) in self.known.items():
             found = await self._ask(question)
             if found is None:

@@ -5,14 +5,14 @@
 All contenders take turns inside every round, each with the same pieces: piece ``i`` of another process's memory goes to
 place ``perm[i]`` of ours, so that nothing can be merged. First pieces of 8 KiB to 4 MiB, then the KV of a 2,048-token
 prompt of SmolLM2-135M in bfloat16 (64 blocks of 737,280 bytes): *aggregated* = whole blocks, *by page* = a layer of a
-block each (24,576 bytes), *8 KiB pieces* = as small as in layouts that keep K and V of each layer apart.
+block each (24,576 bytes), *8 KiB pieces* = the pieces of layouts that keep K and V of each layer apart.
 
 ``memcpy`` copies inside one process, one thread, piece by piece (numpy's row assignment). Our links checksum what they
 copy, so a wrong read cannot go unnoticed; the others do not. ``nixl alone`` reads straight into registered memory, with
 new descriptors each time: all pieces in one call, or a call each. ``--ucx tcp`` lets UCX use TCP only, as between two
-hosts; else the kernel may copy from process to process.
+hosts; without it the kernel may copy from process to process.
 
-``memserve bench pool`` measures our links by the paper's figure 11; this script puts what others offer beside them.
+``memserve bench pool`` measures our links by the paper's figure 11; this script compares them with other libraries.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ GEOMETRY = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=6
 PROMPT_BLOCKS = 2048 // GEOMETRY.block_tokens
 LAYOUTS = {"aggregated": GEOMETRY.block_bytes, "by page": GEOMETRY.page_bytes, "8 KiB pieces": 8 << 10}
 Contender = Callable[[Ranges], float | None]
-"""Copies and returns nothing (it is timed), or the seconds that it took elsewhere."""
+"""Copies, and returns None (the call is timed) or the seconds measured elsewhere."""
 
 
 # -- the other process
 
 
 def shared(nbytes: int) -> _core.SharedArena:
-    """Memory as an instance's, touched, and on huge pages where the kernel has any."""
+    """Memory like an instance's: touched, and on huge pages if the kernel has any."""
     arena = _core.SharedArena(nbytes)
     np.frombuffer(arena, np.uint8)[:] = 1
     if "small" not in os.environ.get("TRANSFER_PAGES", ""):
@@ -65,7 +65,7 @@ def shared(nbytes: int) -> _core.SharedArena:
 
 
 def own(nbytes: int) -> None:
-    """Child process: memory that is read by the other one. Each line on stdin seals a page, as before real reads."""
+    """Child process: memory that the other one reads. Each line on stdin seals a page, as before real reads."""
     arena = shared(nbytes)
     np.frombuffer(arena, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
     sealed: list[PagesSealed | PagesPulled] = []
@@ -135,7 +135,7 @@ def link_contender(link: PageLink, owner: PeerInfo, stack: ExitStack) -> Contend
 
 
 def nixl_alone(owner: PeerInfo, nbytes: int) -> Contender:
-    """NIXL as it comes: straight into registered memory, nothing checked."""
+    """NIXL alone: straight into registered memory, unchecked."""
     agent, target = Agent(f"alone {os.getpid()}"), _core.Arena(nbytes)
     np.frombuffer(target, np.uint8)[:] = 0
     agent.register(target.address, nbytes)
@@ -152,7 +152,7 @@ def nixl_alone(owner: PeerInfo, nbytes: int) -> Contender:
 
 
 def one_by_one(contender: Contender) -> Contender:
-    """A call for each piece, as MemServe's discrete layout has it (5.2)."""
+    """A call for each piece, as in MemServe's discrete layout (5.2)."""
 
     def copy(ranges: Ranges) -> None:
         for i in range(len(ranges)):
@@ -162,7 +162,7 @@ def one_by_one(contender: Contender) -> Contender:
 
 
 def mooncake(python: str, nbytes: int, stack: ExitStack) -> Contender:
-    """Mooncake's engine between two processes of its own."""
+    """Mooncake's engine between two processes."""
     script = str(Path(__file__).with_name("transfer_mooncake.py"))
     target = Child(python, script, "target", str(nbytes))
     stack.callback(target.close)
@@ -210,7 +210,7 @@ def measure(
 
 
 def show(records: list[dict[str, Any]], works: list[str], unit: str) -> None:
-    """A row a contender, a column a work."""
+    """Print a row per contender, a column per work."""
     names = list(dict.fromkeys(record["contender"] for record in records))
     cell = {(record["contender"], record["work"]): record[unit] for record in records}
     print(f"| {unit} | " + " | ".join(works) + " |\n|---|" + "---|" * len(works))
@@ -220,7 +220,7 @@ def show(records: list[dict[str, Any]], works: list[str], unit: str) -> None:
 
 
 def report(records: list[dict[str, Any]], works: dict[str, Ranges]) -> None:
-    """The tables (medians; of the sizes also the best round), and what was promised of them."""
+    """Print the tables (medians; for the sizes also the best round), and the ratios of interest."""
     sizes = [work for work in works if work not in LAYOUTS]
     show(records, sizes, "gb_s")
     show(records, sizes, "gb_s_max")
@@ -238,9 +238,9 @@ def report(records: list[dict[str, Any]], works: dict[str, Ranges]) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=128, help="moved at a time in the table of sizes")
+    parser.add_argument("--mib", type=int, default=128, help="MiB moved at a time in the table of sizes")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ucx", help="what UCX may use (UCX_TLS), e.g. tcp")
+    parser.add_argument("--ucx", help="transports that UCX may use (UCX_TLS), e.g. tcp")
     parser.add_argument("--without-nixl", action="store_true")
     parser.add_argument("--small-pages", action="store_true", help="leave the shared memory on pages of 4 KiB")
     parser.add_argument("--mooncake", help="a Python that has mooncake-transfer-engine")

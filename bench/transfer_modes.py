@@ -1,12 +1,12 @@
-"""By layer, by request, by request aggregated: what does each way of handing KV over cost, at low and at high load?
+"""By layer, by request, by request aggregated: what does each transfer mode cost, at low and at high load?
 
     python bench/transfer_modes.py [--links shm,nixl] [--prompt-tokens 2048] [--clients 1,2,4,8] [--rounds 3]
 
 One pair of instances per mode and link, all started before anything is measured; modes take turns inside each round.
 Prompts are random tokens, so that nothing is cached. *Gap* is the time between the first token (from the prefill
-instance) and the second (from the decode instance), less the time that a token takes later on: what of the transfer the
-prefill did not hide. By-request sends everything after the prefill, so its gap is the whole transfer; *hidden* compares
-with it. With more clients the mean time of a request and the requests a second tell which mode wins under load.
+instance) and the second (from the decode instance), less the time of a later token: the part of the transfer that the
+prefill did not hide. By-request sends everything after the prefill, so its gap is the whole transfer, with which
+*hidden* compares. With more clients, the mean request time and the requests a second show which mode wins under load.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VOCABULARY = 40_000
 
 
 def ask(url: str, model: str, prompt: list[int], new_tokens: int) -> list[float]:
-    """Times of the tokens in ms, from the request on."""
+    """Times of the tokens in ms since the request."""
     body = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True, "stream": True}
     started, times = time.perf_counter(), []
     with httpx.stream("POST", f"{url}/v1/completions", json=body | {"temperature": 0}, timeout=600) as answer:
@@ -58,7 +58,7 @@ def measure(url: str, model: str, prompts: list[list[int]], clients: int, new_to
 
 
 def main() -> int:
-    """Start all pairs, take turns, print a line a case."""
+    """Start all pairs, take turns, print one line per case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="default: the bundled one")
     parser.add_argument("--links", default="shm,nixl")
@@ -66,7 +66,7 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--new-tokens", type=int, default=12)
     parser.add_argument("--clients", default="1,4")
-    parser.add_argument("--prompts", type=int, default=4, help="a round and client")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts per round and client")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--serve", default="", help="further options of memserve serve, in one string")
     parser.add_argument("--json", type=Path)
@@ -84,7 +84,7 @@ def main() -> int:
             }
             for clients in map(int, args.clients.split(",")):
                 rounds: dict[str, list[dict[str, float]]] = {mode: [] for mode in servers}
-                for turn in range(args.rounds + 1):  # the first warms up
+                for turn in range(args.rounds + 1):  # the first round warms up
                     for mode, server in servers.items():
                         count, size = args.prompts * clients if turn else 1, args.prompt_tokens
                         prompts = [[rng.randrange(3, VOCABULARY) for _ in range(size)] for _ in range(count)]

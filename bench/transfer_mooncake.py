@@ -4,7 +4,7 @@
     python transfer_mooncake.py reader BYTES SESSION ADDRESS
         reads lines [src_offsets, dst_offsets, range_bytes], prints the seconds that each took
 
-Runs in an environment of its own (``pip install mooncake-transfer-engine-non-cuda numpy``), without memserve.
+Runs in its own environment (``pip install mooncake-transfer-engine-non-cuda numpy``), without memserve.
 """
 
 import json
@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 BATCH = 512
-"""Larger batches overflow the engine's queue, and nothing works afterwards."""
+"""Larger batches overflow the engine's queue, which breaks it for good."""
 
 
 def engine(memory):
