@@ -131,6 +131,7 @@ class MemberMachine:
         """The router that has accepted the instance. None: it is no member."""
         self.addresses = RouterAddresses(routers, config)
         self._config = config
+        self._dialled = ANY_ROUTER  # messages to another generation of the router do not leave
         self._rejoins_at: Peer | None = None  # the newest router that took over: it is asked until it answers
         self._peers: dict[str, PeerInfo] = {}  # the other members
         self._members_digest: int | None = None  # of all members; counted when it is asked for
@@ -162,7 +163,7 @@ class MemberMachine:
     def start(self, now: int) -> list[MemberAction]:
         """Dial the first address and ask to join."""
         self.addresses.heard(now)
-        self._do(DialRouter(ANY_ROUTER, self.addresses.address))
+        self._dial(ANY_ROUTER)
         self._beat(now)
         return self._take_actions()
 
@@ -185,6 +186,10 @@ class MemberMachine:
     def _do(self, action: MemberAction) -> None:
         self._actions.append(action)
 
+    def _dial(self, router: Peer) -> None:
+        self._dialled = router
+        self._do(DialRouter(router, self.addresses.address))
+
     def _take_actions(self) -> list[MemberAction]:
         actions, self._actions = self._actions, []
         return actions
@@ -196,8 +201,9 @@ class MemberMachine:
             self._do(Deliver(sender, message))
             return
         self.addresses.heard(now)
-        if sender == self.router and self.addresses.return_home():
-            self._do(DialRouter(sender, self.addresses.address))
+        # The turn may have come back to its address: the line there is to any router, and takes no answers to this one.
+        if sender == self.router and (self.addresses.return_home() or self._dialled != sender):
+            self._dial(sender)
         if self._is_reborn:  # else the message was for the incarnation that ends now
             self._hear_router(sender, message, now)
 
@@ -236,7 +242,7 @@ class MemberMachine:
             return  # late: that router is gone
         if sender != self.router:  # a further JoinAccepted of the same router does not move it
             self.addresses.settle(message.joined_at)
-        self._do(DialRouter(sender, self.addresses.address))
+        self._dial(sender)
         names = {info.peer.name for info in message.peers}
         for peer in [info.peer for name, info in self._peers.items() if name not in names]:
             self._part(peer)
@@ -254,7 +260,7 @@ class MemberMachine:
         self._do(Notice(f"the router at {address} takes over: joining it"))
         self.router, self._rejoins_at = None, sender
         self.addresses.lead_to(address, now)
-        self._do(DialRouter(ANY_ROUTER, address))
+        self._dial(ANY_ROUTER)
         self._next_beat_ns = now
 
     def _leave_incarnation(self, sender: Peer, message: Expelled) -> None:
@@ -269,7 +275,7 @@ class MemberMachine:
     def _begin_anew(self, info: PeerInfo, now: int) -> None:
         check(info.peer.generation > self.me.generation, f"{info.peer} is not newer than {self.me}")
         self.info, self._is_reborn, self._members_digest = info, True, None
-        self._do(DialRouter(ANY_ROUTER, self.addresses.address))
+        self._dial(ANY_ROUTER)
         self._next_beat_ns = now
 
     def _meet(self, info: PeerInfo) -> None:
@@ -290,7 +296,7 @@ class MemberMachine:
         self._next_beat_ns = now + self._config.beat_ns
         if self.addresses.turn(now):
             self._do(Notice(f"no router is heard: trying {self.addresses.address}"))
-            self._do(DialRouter(ANY_ROUTER, self.addresses.address))
+            self._dial(ANY_ROUTER)
         if self.router is None:
             self._do(Send(ANY_ROUTER, Join(self.info, self.addresses.address)))
             return

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from memserve.instance.events import DialRouter, MeetPeer, PartFromPeer
+from memserve.instance.member import ANY_ROUTER
 from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
 from memserve.messages import ROUTER, AnyMessage, Peer
 from memserve.sim.clock import Clock
@@ -70,13 +71,13 @@ class MemberNode(Process):
         """A process that starts knows no other member, and no router."""
         #: what the mailbox knows: other members by name, and where it looks for a router
         self._lines: dict[str, Peer] = {}
-        self._dialled = ""
+        self._dialled: DialRouter | None = None
 
     def line(self, action: DialRouter | MeetPeer | PartFromPeer) -> None:
         """The mailbox gets to know a member, or forgets it, or looks for a router elsewhere."""
         match action:
-            case DialRouter(_, address):
-                self._dialled = address
+            case DialRouter():
+                self._dialled = action
             case MeetPeer(info):
                 self._lines[info.peer.name] = info.peer
             case PartFromPeer(peer):
@@ -94,11 +95,15 @@ class MemberNode(Process):
 
     def send(self, to: Peer, message: AnyMessage) -> None:
         """Messages to peers that the mailbox does not know, and to an address without a router, are lost."""
-        reached = self._dialled == self.host.router.address if to.name == ROUTER else self._lines.get(to.name) == to
-        if reached:
+        if self._reaches_router(to) if to.name == ROUTER else self._lines.get(to.name) == to:
             self.host.network.send(self.peer, to, message)
         elif self.host.tells:
             self.host.say(f"      lost: {self.peer.name} does not reach {to}: ", message)
+
+    def _reaches_router(self, to: Peer) -> bool:
+        """Only the router that was dialled, or whichever is there if any was meant."""
+        line = self._dialled
+        return line is not None and line.address == self.host.router.address and to in (line.router, ANY_ROUTER)
 
     def owner_of(self, job: PullPages) -> MemberNode | None:
         """The living process whose pages ``job`` is to read. None: it is unknown here, or of another generation."""

@@ -190,6 +190,17 @@ def test_a_silent_router_is_asked_then_looked_for_elsewhere_and_found_again() ->
     assert it.member.addresses.address == it.member.addresses.home == "a"
 
 
+def test_a_router_that_is_heard_when_the_turn_is_back_at_it_gets_its_answers() -> None:
+    """The line was dialled to any router: what is sent to this one would be lost."""
+    it = Script("a", "b")
+    it.joins(5)
+    it.at(125, ClockTicked(), Notice("no router is heard: trying b"), DialRouter(ANY_ROUTER, "b"), ReadLoad(False))
+    back = Notice("no router is heard: trying a"), DialRouter(ANY_ROUTER, "a")
+    it.at(165, ClockTicked(), *back, ReadLoad(with_stats=True))
+    it.hears(166, OLD, HeartbeatAck(), DialRouter(OLD, "a"))
+    it.hears(167, OLD, HeartbeatAck())
+
+
 def test_addresses_are_tried_in_turn() -> None:
     them = RouterAddresses(["a", "b", "c"], CONFIG)
     tried = [them.address for now in range(0, 180, 20) if them.turn(now)]
