@@ -184,6 +184,7 @@ class FuzzedStore(StoreNode, DiskOwner):
         self._kept = self.tier.entries() if keeps else ()
         if not keeps:
             self._memory = StoreMemory(self.setup.blocks, self.host.geometry)
+            self.forget_promises()  # what was said of pages that are no more
 
     def damage_memory(self, random: Random) -> None:
         """Some of what the next process will adopt has another byte."""

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from memserve.sim.fuzz.campaign import judge, setting_of
+from memserve.sim.fuzz.campaign import judge, parse_setting, setting_of
 from memserve.sim.fuzz.literal_disk import PAGE_BYTES, SECTOR_BYTES, LiteralDisk
 from memserve.sim.fuzz.scenario import MS, Fault, Scenario, Setting, draw
 from memserve.sim.fuzz.store_memory import KeptTier, StoreMemory, seal_of
@@ -71,6 +71,18 @@ def test_a_seed_with_a_store_gives_the_same_bytes_twice() -> None:
             re.sub("index_bytes.*?verify_running", "verify_running", line) for line in log
         ]  # keyed by the process
     assert logs[0] == logs[1] and any("store." in line for line in logs[0])
+
+
+@pytest.mark.parametrize(
+    ("seed", "setting"),
+    [
+        (523170083, "pd-caching-1/by-request-agg/2C/faulty"),
+        (523170892, "pd-caching-1/by-request/2P2D/swarm"),
+    ],
+)
+def test_a_memory_that_is_gone_promises_nothing(seed: int, setting: str) -> None:
+    """The host loses power behind an offer; ``Ready`` arrives all the same, and zeros are read."""
+    assert not judge(seed, parse_setting(setting)).failure
 
 
 # -- the parts
