@@ -31,7 +31,8 @@ class InvariantError(MemserveError):
     """A bug in memserve: a promise that the code makes to itself does not hold."""
 
 
-def check(condition: object, message: str) -> None:
-    """Raise :class:`InvariantError` unless ``condition`` holds (unlike ``assert``, also under ``-O``)."""
+def check(condition: object, message: str, *about: object) -> None:
+    """Raise :class:`InvariantError` unless ``condition`` holds (unlike ``assert``, also under ``-O``). ``about`` fills
+    the ``{}`` of ``message``, which costs nothing as long as all is well."""
     if not condition:
-        raise InvariantError(message)
+        raise InvariantError(message.format(*about) if about else message)

@@ -179,11 +179,11 @@ class AdmissionController:
         config = self._config
         self._queue.check_invariants()
         queued = [name for name, req in requests.by_id.items() if req.phase is RequestPhase.QUEUED]
-        check(sorted(self._waits_since) == sorted(queued), f"{list(self._waits_since)} wait, not {queued}")
-        check(all(name in self._queue for name in queued), f"{queued} are not all in the queue")
+        check(sorted(self._waits_since) == sorted(queued), "{} wait, not {}", self._waits_since, queued)
+        check(all(name in self._queue for name in queued), "{} are not all in the queue", queued)
         active = [name for name in requests.by_id if name not in self._waits_since]
-        check(sorted(self._active) == sorted(active), f"{list(self._active)} are active, not {active}")
-        check(config.active_max is None or len(self._active) <= config.active_max, f"{len(self._active)} are active")
-        check(len(self._queue) == len(queued) <= config.waiting_max, f"{len(self._queue)} wait")
+        check(sorted(self._active) == sorted(active), "{} are active, not {}", self._active, active)
+        check(config.active_max is None or len(self._active) <= config.active_max, "{} are active", len(self._active))
+        check(len(self._queue) == len(queued) <= config.waiting_max, "{} wait", len(self._queue))
         check(self.stats.admitted == self.stats.left + len(self._active), "an admitted request was not released once")
         self.memory.check_invariants(requests.by_id)

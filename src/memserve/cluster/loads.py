@@ -130,7 +130,7 @@ class LoadTable:
 
     def leave(self, number: int) -> None:
         """The member is gone. All of its work must have been discharged."""
-        check(not any(self.own_of(number)), f"instance {number} left with {self.own_of(number)}")
+        check(not any(self.own_of(number)), "instance {} left with {}", number, self.own_of(number))
         self.role[number] = _UNUSED
         self.is_open[number] = False
         self.hosts[number] = self.profiles[number] = 0
@@ -204,12 +204,12 @@ class LoadTable:
         for number, (role, is_open) in members.items():
             expected = Work(**sums.pop(number, Counter()))
             own = self.own_of(number)
-            check(own == expected, f"instance {number} is charged {own}, its attempts make {expected}")
-            check(self.role[number] == ROLE_CODE[role], f"instance {number} has another role in the arrays")
-            check(bool(self.is_open[number]) == is_open, f"instance {number} is open: {not is_open}")
-        check(not sums, f"instances that are gone are charged: {sums}")
+            check(own == expected, "instance {} is charged {}, its attempts make {}", number, own, expected)
+            check(self.role[number] == ROLE_CODE[role], "instance {} has another role in the arrays", number)
+            check(bool(self.is_open[number]) == is_open, "instance {} is open: {}", number, not is_open)
+        check(not sums, "instances that are gone are charged: {}", sums)
         for number in range(len(self)):
-            check(number in members or not self.is_open[number], f"{number} is open, and no member has that number")
+            check(number in members or not self.is_open[number], "{} is open, and no member has that number", number)
 
     def _name_tables(self) -> None:
         """Views in which a single number is changed ten times as quickly as in an array."""

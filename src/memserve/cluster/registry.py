@@ -188,7 +188,7 @@ class Registry:
 
     def enter(self, info: PeerInfo, now: int) -> Member:
         """A new member. Its name must be free, and :meth:`why_not` content."""
-        check(info.peer.name not in self._members, f"{info.peer.name} is a member already")
+        check(info.peer.name not in self._members, "{} is a member already", info.peer.name)
         number = heapq.heappop(self._free) if self._free else len(self._by_number)
         member = Member(info, number, joined_ns=now, heard_ns=now)
         if number == len(self._by_number):
@@ -203,8 +203,8 @@ class Registry:
 
     def leave(self, member: Member) -> None:
         """``member`` is gone; its number may be given to another."""
-        check(self._members.pop(member.name, None) is member, f"{member} is not a member")
-        check(not member.attempts, f"{member} left while attempts depend on it")
+        check(self._members.pop(member.name, None) is member, "{} is not a member", member)
+        check(not member.attempts, "{} left while attempts depend on it", member)
         self._by_number[member.number] = None
         heapq.heappush(self._free, member.number)
         self.members_digest ^= members_digest([member.peer])
@@ -233,15 +233,15 @@ class Registry:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if names, numbers and the digest do not agree."""
         for name, member in self._members.items():
-            check(member.name == name, f"{member} is listed as {name}")
-            check(self._by_number[member.number] is member, f"{member} has not its own number")
-            check(not self.is_dead(member.peer), f"{member} is dead")
-            check(member.is_store or member.info.namespace == self.namespace, f"{member} has another namespace")
+            check(member.name == name, "{} is listed as {}", member, name)
+            check(self._by_number[member.number] is member, "{} has not its own number", member)
+            check(not self.is_dead(member.peer), "{} is dead", member)
+            check(member.is_store or member.info.namespace == self.namespace, "{} has another namespace", member)
         check(
             self.members_digest == members_digest(member.peer for member in self),
             "the digest is not that of the members",
         )
         used = sum(member is not None for member in self._by_number)
-        check(used == len(self._members), f"{used} numbers are in use for {len(self)} members")
+        check(used == len(self._members), "{} numbers are in use for {} members", used, len(self))
         free = sorted(n for n, member in enumerate(self._by_number) if member is None)
-        check(sorted(self._free) == free, f"free numbers {sorted(self._free)} are not {free}")
+        check(sorted(self._free) == free, "free numbers {} are not {}", sorted(self._free), free)

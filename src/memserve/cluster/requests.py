@@ -242,7 +242,7 @@ class RequestTable:
 
     def enter(self, req: RequestState) -> None:
         """A new request, queued."""
-        check(req.request_id not in self.by_id, f"{req.request_id} is known")
+        check(req.request_id not in self.by_id, "{} is known", req.request_id)
         self.by_id[req.request_id] = self.unplaced[req.request_id] = req
 
     def begin(self, req: RequestState, attempt: Attempt) -> None:
@@ -284,32 +284,38 @@ class RequestTable:
     def check_invariants(self, registry: Registry) -> None:
         """Raise :class:`InvariantError` unless requests, attempts and members agree on what runs where."""
         for request_id, req in self.by_id.items():
-            check(req.request_id == request_id, f"{req.request_id} is listed as {request_id}")
-            check(not all(req.finished), f"{request_id} has ended and is still here")
+            check(req.request_id == request_id, "{} is listed as {}", req.request_id, request_id)
+            check(not all(req.finished), "{} has ended and is still here", request_id)
             is_unplaced = req.phase in (RequestPhase.QUEUED, RequestPhase.UNPLACED)
-            check(is_unplaced == (req.attempt is None), f"{request_id} is {req.phase}: {req.attempt}")
-            check(is_unplaced == (self.unplaced.get(request_id) is req), f"{request_id} is {req.phase}, listed wrongly")
+            check(is_unplaced == (req.attempt is None), "{} is {}: {}", request_id, req.phase, req.attempt)
+            check(
+                is_unplaced == (self.unplaced.get(request_id) is req), "{} is {}, listed wrongly", request_id, req.phase
+            )
             if req.attempt is not None:
-                check(self.by_attempt.get(req.attempt.attempt_id) is req, f"{request_id}: its attempt is not listed")
+                check(self.by_attempt.get(req.attempt.attempt_id) is req, "{}: its attempt is not listed", request_id)
                 _check_attempt(req, req.attempt, registry)
         check(all(request_id in self.by_id for request_id in self.unplaced), "a request is unplaced, but unknown")
         check(len(self.by_attempt) == len(self.by_id) - len(self.unplaced), "attempts without a request are listed")
         for member in registry:
             for attempt_id in member.attempts:
                 attempt = self.by_attempt[attempt_id].attempt
-                check(attempt is not None and member in attempt.involved, f"{member} is not involved in {attempt_id}")
+                check(
+                    attempt is not None and member in attempt.involved, "{} is not involved in {}", member, attempt_id
+                )
 
 
 def _check_attempt(req: RequestState, attempt: Attempt, registry: Registry) -> None:
     name = attempt.attempt_id
     for member in attempt.involved:
-        check(registry.get(member.peer) is member, f"{name} depends on {member}, which is gone")
-        check(name in member.attempts, f"{member} does not know that {name} depends on it")
-    check(attempt.involved, f"{name} depends on no instance")
+        check(registry.get(member.peer) is member, "{} depends on {}, which is gone", name, member)
+        check(name in member.attempts, "{} does not know that {} depends on it", member, name)
+    check(attempt.involved, "{} depends on no instance", name)
     has_left = attempt.first not in attempt.involved
-    check(has_left == (req.phase is RequestPhase.HANDED_OVER), f"{name} is {req.phase}, and depends on wrong instances")
+    check(
+        has_left == (req.phase is RequestPhase.HANDED_OVER), "{} is {}, and depends on wrong instances", name, req.phase
+    )
     charges = 1 + (req.phase is RequestPhase.PREFILLING)
-    check(len(attempt.charges) == charges, f"{name} is {req.phase}, and charged {attempt.charges}")
-    check(bool(attempt.early) == (attempt.gap_ns is not None), f"{name}: a gap without end")
+    check(len(attempt.charges) == charges, "{} is {}, and charged {}", name, req.phase, attempt.charges)
+    check(bool(attempt.early) == (attempt.gap_ns is not None), "{}: a gap without end", name)
     for output in attempt.early:
-        check(output.offset > len(req.emitted[output.index]), f"{name}: {output} could be delivered")
+        check(output.offset > len(req.emitted[output.index]), "{}: {} could be delivered", name, output)

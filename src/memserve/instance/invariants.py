@@ -47,7 +47,7 @@ def _check_link(state: SchedulerState, link: ClusterLink) -> None:
     for group in state.groups.values():
         expected = [s for s in group.sequences.values() if s.phase is Phase.WAITING_FOR_REMOTE_KV]
         waits = id(group) in coming or id(group) in asked or group in link.fetches.undecided
-        check(bool(expected) == waits, f"{group} waits for remote KV that does not come, or the reverse")
+        check(bool(expected) == waits, "{} waits for remote KV that does not come, or the reverse", group)
 
 
 def _check_containers(state: SchedulerState, sequences: list[Sequence]) -> None:
@@ -60,17 +60,20 @@ def _check_containers(state: SchedulerState, sequences: list[Sequence]) -> None:
     }
     for phase, container in containers.items():
         expected = sorted((s.rank, id(s)) for s in sequences if s.phase is phase)
-        check([(s.rank, id(s)) for s in container] == expected, f"the container of {phase} is not what it should be")
+        check([(s.rank, id(s)) for s in container] == expected, "the container of {} is not what it should be", phase)
     tenants = Counter(group.tenant for group in state.groups.values())
-    check(tenants == state.tenants and sorted(state.turns) == sorted(tenants), f"tenants are not {state.tenants}")
+    check(tenants == state.tenants and sorted(state.turns) == sorted(tenants), "tenants are not {}", state.tenants)
     state.turns.check_invariants()
     for ranked in (state.prefilling, state.decoding, state.idle):
         check(
-            Counter(s.group.tenant for s in ranked.items) == ranked.tenants, f"tenants of {ranked} are {ranked.tenants}"
+            Counter(s.group.tenant for s in ranked.items) == ranked.tenants,
+            "tenants of {} are {}",
+            ranked,
+            ranked.tenants,
         )
     for group in state.groups.values():
-        check(group.sequences, f"{group} is unfinished but has no sequence")
-    check(state.sequences == len(sequences), f"{state.sequences} sequences were counted, there are {len(sequences)}")
+        check(group.sequences, "{} is unfinished but has no sequence", group)
+    check(state.sequences == len(sequences), "{} sequences were counted, there are {}", state.sequences, len(sequences))
     unlisted = Phase.NEW, Phase.FINISHED
     check(all(s.phase not in unlisted for s in sequences), "a new or finished sequence is listed")
 
@@ -79,38 +82,40 @@ def _check_slots(state: SchedulerState, sequences: list[Sequence]) -> None:
     slots = [s.slot for s in sequences if s.slot is not None] + state.free_slots
     for group in state.groups.values():
         slots += group.reserved_slots
-    check(sorted(slots) == list(range(state.slots)), f"slots are lost or given twice: {sorted(slots)}")
-    check(len(set(state.closing)) == len(state.closing), f"a slot is to be closed twice: {state.closing}")
+    check(sorted(slots) == list(range(state.slots)), "slots are lost or given twice: {}", sorted(slots))
+    check(len(set(state.closing)) == len(state.closing), "a slot is to be closed twice: {}", state.closing)
 
 
 def _check_inflight(sequences: list[Sequence], inflight: Iterable[InflightPlan]) -> None:
     draws = Counter(id(target) for plan in inflight if not plan.void for target in plan.targets)
     for sequence in sequences:
-        check(sequence.inflight == draws[id(sequence)], f"{sequence} waits for {draws[id(sequence)]} tokens")
+        check(sequence.inflight == draws[id(sequence)], "{} waits for {} tokens", sequence, draws[id(sequence)])
 
 
 def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
     block_tokens = state.memory.block_tokens
     holds = sequence.phase in _HOLDING
     runs = sequence.phase in _RUNNING
-    check((sequence.slot is not None) == runs, f"{sequence} has a slot and should not, or the reverse")
-    check(bool(sequence.blocks) == holds, f"{sequence} has HBM blocks and should not, or the reverse")
-    check(not (sequence.dram_blocks and sequence.blocks), f"{sequence} is on two tiers")
-    check(runs or not sequence.opened, f"{sequence} is open on the device")
+    check((sequence.slot is not None) == runs, "{} has a slot and should not, or the reverse", sequence)
+    check(bool(sequence.blocks) == holds, "{} has HBM blocks and should not, or the reverse", sequence)
+    check(not (sequence.dram_blocks and sequence.blocks), "{} is on two tiers", sequence)
+    check(runs or not sequence.opened, "{} is open on the device", sequence)
     complete = bool(sequence.inflight) or sequence.candidates is not None  # else its last token is to be computed
-    check(sequence.computed <= sequence.length - (not complete), f"{sequence} computed what it does not have")
+    check(sequence.computed <= sequence.length - (not complete), "{} computed what it does not have", sequence)
     again = sequence.computed == sequence.known - 1  # the last token is computed even if its block is there
-    check(sequence.published <= sequence.computed + again, f"{sequence} published what is not computed")
+    check(sequence.published <= sequence.computed + again, "{} published what is not computed", sequence)
     if holds:
         capacity = len(sequence.blocks) * block_tokens
-        check(sequence.computed <= capacity, f"{sequence} has computed beyond its blocks")
-        check(sequence.writable_until <= capacity, f"{sequence} may write beyond its blocks")
+        check(sequence.computed <= capacity, "{} has computed beyond its blocks", sequence)
+        check(sequence.writable_until <= capacity, "{} may write beyond its blocks", sequence)
         tokens = max(sequence.computed + 1, sequence.known)
-        check(len(sequence.blocks) <= ceil_div(tokens, block_tokens), f"{sequence} has blocks for tokens that it lacks")
+        check(
+            len(sequence.blocks) <= ceil_div(tokens, block_tokens), "{} has blocks for tokens that it lacks", sequence
+        )
     elif not sequence.dram_blocks:
-        check(sequence.computed == 0 and sequence.lease is None, f"{sequence} has no blocks, but KV or a lease")
+        check(sequence.computed == 0 and sequence.lease is None, "{} has no blocks, but KV or a lease", sequence)
     if sequence.phase is Phase.DECODING:
-        check(sequence.computed == sequence.length - 1, f"{sequence} decodes, but is not at its end")
-        check(sequence.left > 0 and sequence.opened, f"{sequence} decodes, but has nothing to decode")
+        check(sequence.computed == sequence.length - 1, "{} decodes, but is not at its end", sequence)
+        check(sequence.left > 0 and sequence.opened, "{} decodes, but has nothing to decode", sequence)
     if sequence.group.beam is None:
-        check(not runs or sequence.left == sequence.draws_left, f"{sequence} has {sequence.left} left")
+        check(not runs or sequence.left == sequence.draws_left, "{} has {} left", sequence, sequence.left)

@@ -388,11 +388,11 @@ class Exchange:
         pool = self._context.pool
         for (tier, block), count in self.references().items():
             held = pool.ref_count(tier, block)
-            check(held >= count, f"{tier.name} block {block}: {count} references of the exchange, {held} in all")
+            check(held >= count, "{} block {}: {} references of the exchange, {} in all", tier.name, block, count, held)
         self._barriers.check_invariants()
         self._sender.check_invariants()
         self._receiver.check_invariants()
-        check(not self._context.outcomes, f"outcomes that were not returned: {self._context.outcomes}")
+        check(not self._context.outcomes, "outcomes that were not returned: {}", self._context.outcomes)
 
     def __repr__(self) -> str:
         exports, imports, fetches = len(self._sender.open), len(self._receiver.open), len(self._receiver.fetches.open)

@@ -320,16 +320,18 @@ class Receiver:
         lines = {*(other.transfer_id for other in self._strangers if not other.over)}
         for transfer_id, imported in self.open.items():
             placed = imported.placed
-            check(transfer_id == imported.transfer_id and not imported.over, f"{imported!r} has ended, and is open")
+            check(transfer_id == imported.transfer_id and not imported.over, "{!r} has ended, and is open", imported)
             in_line = transfer_id in self._waiting or transfer_id in lines
-            check((placed is None) == in_line, f"{imported!r} has no place, or is in line for a second one")
+            check((placed is None) == in_line, "{!r} has no place, or is in line for a second one", imported)
             if placed is not None:
                 blocks = imported.end_block - placed.base
-                check(len(placed.blocks) == blocks, f"{imported!r}: {len(placed.blocks)} blocks, not {blocks}")
-                check(not (placed.arrived & ~placed.announced).any(), f"{imported!r} has pages that were not announced")
-                check(not imported.early, f"{imported!r} has a place, and messages that wait for one")
+                check(len(placed.blocks) == blocks, "{!r}: {} blocks, not {}", imported, len(placed.blocks), blocks)
+                check(
+                    not (placed.arrived & ~placed.announced).any(), "{!r} has pages that were not announced", imported
+                )
+                check(not imported.early, "{!r} has a place, and messages that wait for one", imported)
                 complete = placed.complete and (imported.offer.request is None or imported.handoff is not None)
-                check(not complete, f"{imported!r} is complete, and open")
+                check(not complete, "{!r} is complete, and open", imported)
 
 
 def _end(ready: Ready) -> int:

@@ -150,8 +150,8 @@ class Sender:
         if export is None:
             return
         export.move(ExportCause.COMPUTED)
-        check(export.first_block <= blocks[0] <= blocks[1] <= export.end_block, f"{export!r} has no blocks {blocks}")
-        check(0 <= layers[0] <= layers[1] <= self._context.geometry.num_layers, f"{export!r} has no layers {layers}")
+        check(export.first_block <= blocks[0] <= blocks[1] <= export.end_block, "{!r} has no blocks {}", export, blocks)
+        check(0 <= layers[0] <= layers[1] <= self._context.geometry.num_layers, "{!r} has no layers {}", export, layers)
         if blocks[0] == blocks[1] or layers[0] == layers[1]:
             return
         pages = Pages(export, *blocks, *layers)
@@ -230,10 +230,16 @@ class Sender:
 
     def sealed(self, event: PagesSealed) -> None:
         """Checksums have come: tell the receiver."""
-        check(event.job_id in self._sealing, f"job {event.job_id} seals nothing")
+        check(event.job_id in self._sealing, "job {} seals nothing", event.job_id)
         pages = self._sealing.pop(event.job_id)
         export, count = pages.export, pages.end_block - pages.first_block
-        check(len(event.checksums) == count, f"job {event.job_id}: {len(event.checksums)} checksums of {count} blocks")
+        check(
+            len(event.checksums) == count,
+            "job {}: {} checksums of {} blocks",
+            event.job_id,
+            len(event.checksums),
+            count,
+        )
         if export.over:
             return
         self._context.counters.sealed_pages += count * (pages.end_layer - pages.first_layer)
@@ -307,9 +313,10 @@ class Sender:
         """Raise :class:`InvariantError` when an export contradicts itself."""
         sealing = Counter(id(pages.export) for pages in self._sealing.values() if not pages.export.over)
         for transfer_id, export in self.open.items():
-            check(transfer_id == export.transfer_id and not export.over, f"{export!r} has ended, and is open")
-            check(export.unannounced >= sealing[id(export)], f"{export!r} forgot pages that are being sealed")
+            check(transfer_id == export.transfer_id and not export.over, "{!r} has ended, and is open", export)
+            check(export.unannounced >= sealing[id(export)], "{!r} forgot pages that are being sealed", export)
             check(
                 export.unannounced > 0 or all(p.export is not export for p in self._sealing.values()),
-                f"{export!r} has announced every page, and seals",
+                "{!r} has announced every page, and seals",
+                export,
             )
