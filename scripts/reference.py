@@ -19,6 +19,7 @@ import typer.main
 
 from memserve import config, types
 from memserve.api import openapi
+from memserve.api.config import EdgeConfig
 from memserve.api.metrics import ApiMetrics, Snapshot
 from memserve.cli.main import command_line
 from memserve.cluster.machine import Cluster
@@ -125,7 +126,7 @@ def page() -> str:
     """The whole page."""
     options = [
         config.EngineOptions, config.InstanceConfig, config.PoolConfig, config.SchedulerConfig, config.ExchangeConfig,
-        config.ClusterConfig, config.AdmissionConfig, config.MemberConfig, config.EdgeConfig,
+        config.ClusterConfig, config.AdmissionConfig, config.MemberConfig, EdgeConfig,
     ]  # fmt: skip
     options += [types.Request, types.SamplingParams, types.StopParams, types.KVGeometry]
     sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(command_line()), "memserve")]

@@ -6,15 +6,23 @@ What people set is an :func:`option`; the rest has no flag. Constructors take th
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from memserve.errors import UserError
-from memserve.options import GIBIBYTES, MEBIBYTES, NEGATED, REPEATED, SECONDS, SIZE, Form, check_ranges, option
-from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, RequestLogFormat, Role, TransferMode
-from memserve.units import KIB, MIB, NS_PER_S, flag_bytes, human_bytes
+from memserve.options import (
+    GIBIBYTES,
+    MILLISECONDS,
+    NEGATED,
+    SECONDS,
+    SIZE,
+    Form,
+    check_ranges,
+    option,
+)
+from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode
+from memserve.units import MIB, NS_PER_S, flag_bytes, human_bytes
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The bundled model: found in the installed package, no download."""
@@ -73,12 +81,25 @@ class SchedulerConfig:
     preemption: str = option("auto")
     """What preemption does with the KV of a sequence: ``swap`` moves it to DRAM, ``recompute`` drops it, ``auto`` takes
     the cheaper of the two by measured costs."""
+    scheduling: str = option("fcfs")
+    """How much of a step waiting prompts get beside requests that decode. ``fcfs``: all that is left of the token
+    budget. ``slo``: as much as leaves every decoding request within ``--slo-tpot-ms``, as far as that can be kept
+    (LayerKV, Algorithm 1)."""
+    slo_tpot_ns: int | None = option(None, "--slo-tpot-ms", form=MILLISECONDS, least=0.01)
+    """Milliseconds that a token may take on average, from a request's first token to its last. None: no objective."""
+    slo_ttft_ns: int | None = option(None, "--slo-ttft-ms", form=MILLISECONDS, least=0.01)
+    """Milliseconds that the first token may take. None: no objective."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.preemption not in ("auto", "swap", "recompute"):
             hint = "use auto, swap or recompute"
             raise UserError(f"unknown preemption mode {self.preemption!r}", hint=hint, param="preemption")
+        if self.scheduling not in ("fcfs", "slo"):
+            raise UserError(f"unknown scheduling {self.scheduling!r}", hint="use fcfs or slo", param="scheduling")
+        if self.scheduling == "slo" and self.slo_tpot_ns is None:
+            hint = "for example --slo-tpot-ms 200"
+            raise UserError("scheduling by objectives needs one", hint=hint, param="slo_tpot_ns")
 
     @property
     def step_tokens(self) -> int:
@@ -233,83 +254,6 @@ class ClusterConfig:
         _positive("handle_tokens_max", self.handle_tokens_max, "give named prefixes some room")
         if self.policy not in POLICIES:
             raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {', '.join(POLICIES)}", param="policy")
-
-
-_ORIGIN = re.compile(
-    r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._~-]+(:[0-9]{1,5})?|[a-z-]+://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?"
-)
-"""Scheme, host and port; host names or addresses."""
-
-
-@dataclass(frozen=True, slots=True)
-class EdgeConfig:
-    """Limits of the HTTP server: how much its clients may make it hold, and for how long."""
-
-    connections_max: int = option(1024, "--max-connections", least=1)
-    """Open connections. One more closes the longest idle connection of the client address that has the most
-    connections. If none is idle, the new connection is refused with 503."""
-    connections_per_address_max: int = option(0, "--max-connections-per-address", least=0)
-    """Open connections of one client address. 0: no limit, because behind a proxy all clients have one address."""
-    head_bytes_max: int = 64 * KIB
-    """Bytes of the request line and headers."""
-    url_bytes_max: int = 16 * KIB
-    """Bytes of the URL in the request line."""
-    fields_max: int = 128
-    """Number of headers of one request."""
-    trailer_bytes_max: int = 16 * KIB
-    """Bytes of the trailer of a chunked body, which is read and dropped."""
-    body_bytes_max: int = option(16 * MIB, "--max-body-mib", form=MEBIBYTES, least=1)
-    """Largest request body, on the command line in MiB."""
-    body_memory_bytes: int | None = option(None, "--body-memory", form=SIZE)
-    """Memory for all request bodies that are being read or parsed. None: four times the largest body."""
-    body_memory_per_client_bytes: int | None = option(None, "--body-memory-per-client", form=SIZE)
-    """Memory for the request bodies of one tenant, or of one address where requests name no tenant. None: half of that
-    for all bodies."""
-    header_timeout_s: float = option(10.0)
-    """Seconds from the start of a connection, or the first byte of a later request, to the end of its headers."""
-    body_timeout_s: float = option(60.0)
-    """Seconds from the end of the headers to the end of the body."""
-    keep_alive_s: float = option(75.0)
-    """Seconds that a connection may be idle between two requests."""
-    write_timeout_s: float = option(20.0)
-    """A client that reads nothing of its answer for this many seconds is cut off, and its request cancelled."""
-    stream_buffer_bytes: int = option(4 * MIB, "--stream-buffer", form=SIZE)
-    """Output of one stream that its client has not read yet; more ends the stream with an error."""
-    cors_origins: tuple[str, ...] = option((), "--cors-origin", form=REPEATED)
-    """Origin whose web pages may use the API, e.g. ``https://chat.example.com``; ``*``: all. Repeatable; without it, no
-    page may."""
-    log_requests: RequestLogFormat = option(RequestLogFormat.NONE)
-    """Log one line on stderr for each request below ``/v1/``, as ``name=value`` or JSON: ids, tenant, tokens, times,
-    instances; no content, no key."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        for name in ("head_bytes_max", "url_bytes_max", "fields_max", "trailer_bytes_max", "stream_buffer_bytes"):
-            _positive(name, getattr(self, name), f"give a positive number for {name}")
-        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s", "write_timeout_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise UserError(f"{name} must be a positive number of seconds", param=name)
-        if self.body_share_bytes < self.body_bytes_max:
-            raise UserError(
-                f"one body of {human_bytes(self.body_bytes_max)} does not fit into the memory that bodies may take",
-                hint="raise --body-memory and --body-memory-per-client, or lower --max-body-mib",
-                param="body_memory",
-            )
-        for origin in self.cors_origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                hint = "give scheme, host and port without a path: --cors-origin https://chat.example.com"
-                raise UserError(f"{origin[:200]!r} is not an origin", hint=hint, param="cors_origin")
-
-    @property
-    def body_total_bytes(self) -> int:
-        """All bodies together."""
-        return 4 * self.body_bytes_max if self.body_memory_bytes is None else self.body_memory_bytes
-
-    @property
-    def body_share_bytes(self) -> int:
-        """The bodies of one client; never more than all bodies together."""
-        share = self.body_memory_per_client_bytes
-        return min(self.body_total_bytes, self.body_total_bytes // 2 if share is None else share)
 
 
 @dataclass(frozen=True, slots=True)

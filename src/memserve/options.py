@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from memserve.errors import UserError
-from memserve.units import GIB, MIB, NS_PER_S, flag_bytes, ns_from_s, parse_bytes
+from memserve.units import GIB, MIB, NS_PER_MS, NS_PER_S, flag_bytes, ns_from_s, parse_bytes
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ class Form:
 
 SIZE = Form(str, parse_bytes, flag_bytes)
 SECONDS = Form(float, ns_from_s, lambda ns: ns / NS_PER_S)
+MILLISECONDS = Form(float, lambda ms: ns_from_s(ms / 1000), lambda ns: ns / NS_PER_MS)
 MEBIBYTES = Form(int, lambda count: count * MIB, lambda size: size // MIB)
 GIBIBYTES = Form(float, lambda count: round(count * GIB), lambda size: size / GIB)
 NEGATED = Form(bool, lambda given: not given, lambda value: not value)

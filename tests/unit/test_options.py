@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from memserve import config as configs
+from memserve.cli import serve
 from memserve.cli.main import run
 from memserve.cli.options import Only, Without, grouped
 from memserve.config import EngineOptions, SchedulerConfig
@@ -96,7 +97,7 @@ def test_no_default_has_two_values() -> None:
     assert len(defaults) > 30
     differ = {name: values for name, values in defaults.items() if len(values) > 1}
     assert set(differ) == {"caching"}, "one default, or two names"  # Caching of a cluster, bool of a pool: two types
-    flags = [one.flag for cls in (EngineOptions, configs.ClusterConfig, configs.EdgeConfig) for one in options_of(cls)]
+    flags = [one.flag for cls in (EngineOptions, configs.ClusterConfig, serve.EdgeConfig) for one in options_of(cls)]
     assert len(flags) == len(set(flags)) > 30
 
 
@@ -208,6 +209,7 @@ def test_keywords_of_llm() -> None:
 
 HELP = """
 import sys
+from memserve.cli import serve
 from memserve.cli.main import run
 for command in ([], ["serve"], ["instance"], ["chat"], ["profile"], ["doctor"], ["sim", "run"], ["bench", "serve"]):
     assert run([*command, "--help"]) == 0, command

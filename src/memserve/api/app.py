@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from memserve.api.auth import KeyRing
+from memserve.api.config import EdgeConfig
 from memserve.api.documents import Documents
 from memserve.api.edge import Edge
 from memserve.api.endpoints import ChatPlanner, CompletionPlanner, GenerationEndpoint, Shared
@@ -30,7 +31,6 @@ from memserve.api.prefix_routes import DocumentRoutes, SessionRoutes
 from memserve.api.prompts import PromptEncoder
 from memserve.api.respond import ChatShape, CompletionShape
 from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
-from memserve.config import EdgeConfig
 from memserve.runtime.loop import EngineStopped
 from memserve.types import RequestLogFormat
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from memserve.api.store_metrics import store_families
+from memserve.policy.lengths import RANGES
 from memserve.types import Role
 from memserve.units import NS_PER_S
 
@@ -269,6 +271,27 @@ def families(
         yield family
 
 
+def objective_families(
+    prefix: str, labels: Sequence[str], sources: Sequence[tuple[Sequence[str], Any]]
+) -> Iterator[Metric]:
+    """How instances kept the objectives of ``--scheduling slo``: their values of ``labels``, and ``InstanceStats``."""
+    about = "Requests (ttft) and sequences (tpot) that met their objective or missed it"
+    kept = CounterMetricFamily(f"memserve_{prefix}objectives", about, labels=[*labels, "objective", "result"])
+    about = "Finished answers by the percentiles, of lengths seen before, between which their length was"
+    classes = CounterMetricFamily(f"memserve_{prefix}output_length_classes", about, labels=[*labels, "percentiles"])
+    about = "Plans that had less prefill than there was room for, so that decoding requests meet their objective"
+    limited = CounterMetricFamily(f"memserve_{prefix}plans_limited", about, labels=list(labels))
+    ends = ["0", *(f"{100 * end:.0f}" for end in RANGES), "100"]
+    for values, instance in sources:
+        report = instance.objectives
+        for objective, result in itertools.product(("ttft", "tpot"), ("met", "missed")):
+            kept.add_metric([*values, objective, result], float(getattr(report, f"{objective}_{result}")))
+        for name, count in zip(map("-".join, itertools.pairwise(ends)), report.output_classes, strict=True):
+            classes.add_metric([*values, name], float(count))
+        limited.add_metric(list(values), float(report.plans_limited))
+    yield from (kept, classes, limited)
+
+
 def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     """The families of one :class:`memserve.runtime.stats.RouterStats`."""
     yield from families(ROUTER_GAUGES, [((), stats.cluster)])
@@ -338,6 +361,8 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
             for state, count in states.items():
                 blocks.add_metric([view.peer.name, view.role.value, tier, state], float(count))
     yield blocks
+    sources = [((view.peer.name, view.role.value), instance) for view, instance in told]
+    yield from objective_families("instance_", ("instance", "role"), sources)
     rate = GaugeMetricFamily(
         "memserve_instance_hit_rate",
         "Share of prompt tokens (0 to 1) with KV that the instance had or fetched",

@@ -13,10 +13,10 @@ from typing import Protocol
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
+from memserve.api.config import EdgeConfig
 from memserve.api.errors import ApiError, bad_request, bodies_full, client_bodies_full, echo, too_large
 from memserve.api.metrics import ApiMetrics
 from memserve.api.wire import WireError
-from memserve.config import EdgeConfig
 from memserve.units import KIB
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from memserve.api.cluster_metrics import COUNTER, GAUGE, Table, cluster_families, families
+from memserve.api.cluster_metrics import COUNTER, GAUGE, Table, cluster_families, families, objective_families
 from memserve.runtime.memory import resident_bytes
 from memserve.units import NS_PER_S
 
@@ -212,6 +212,7 @@ class Snapshot:
         if self._stats.instance is not None:
             yield from families(INSTANCE_METRICS, [((), self._stats.instance)])
             yield from _tiers(self._stats.instance)
+            yield from objective_families("", (), [((), self._stats.instance)])
         if getattr(self._stats, "cluster", None) is not None:
             yield from cluster_families(self._stats, self._names_tenants)
 

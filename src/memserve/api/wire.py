@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import httptools
 
-from memserve.config import EdgeConfig
+from memserve.api.config import EdgeConfig
 from memserve.units import KIB
 
 CHUNK_LINE_BYTES_MAX = KIB

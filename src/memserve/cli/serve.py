@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from memserve.api.config import EdgeConfig
 from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, running_cluster, shape_text
-from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EdgeConfig, EngineOptions
+from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise

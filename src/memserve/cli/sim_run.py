@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memserve.cli import options as opt
-from memserve.cli.bench_load import SloJct, SloTpot, SloTtft, read_slo
+from memserve.cli.bench_load import SloJct, read_slo
 from memserve.config import ClusterConfig, EngineOptions, MemberConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.options import SIZE, option
@@ -147,8 +147,6 @@ def run(
     workload: WorkloadFlags,
     wanted: Annotated[Wanted, opt.Without("weights")],  # simulated requests have no tenants
     limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after this many seconds of virtual time.")] = None,
-    slo_ttft_ms: SloTtft = None,
-    slo_tpot_ms: SloTpot = None,
     slo_jct_ms: SloJct = None,
     out: Out = None,
     as_json: Annotated[bool, typer.Option("--json", help="The results as one JSON object.")] = False,
@@ -163,7 +161,8 @@ def run(
     for line in () if as_json else head:
         typer.echo(line)
     done = simulate(setup, made, wanted.name(), made.kind, workload.seed, limit_s=limit_s)
-    slo, command = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms), shlex.join(["memserve", *sys.argv[1:]])
+    aims, command = wanted.scheduler, shlex.join(["memserve", *sys.argv[1:]])
+    slo = read_slo(_ms(aims.slo_ttft_ns), _ms(aims.slo_tpot_ns), slo_jct_ms)
     if out is not None:
         results = write_folder(out, [done], slo, command, [*head, *made.notes])
     else:
@@ -176,6 +175,10 @@ def run(
     typer.echo("\n".join([*describe(results), *told(done)]))
     if out is not None:
         typer.echo(f"report: {out / 'report.md'}")
+
+
+def _ms(ns: int | None) -> float | None:
+    return None if ns is None else ns / NS_PER_MS
 
 
 def what_comes(made: Workload, wanted: Wanted, machine: Machine) -> list[str]:

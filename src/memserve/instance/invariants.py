@@ -27,6 +27,8 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
         _check_sequence(state, sequence)
     check(not state.outputs, "outputs left over from an earlier event")
     state.memory.pool.check_invariants()
+    if state.objectives is not None:
+        state.objectives.check_invariants()
     if link is not None:
         link.exchange.check_invariants()
         link.writer.check_invariants()

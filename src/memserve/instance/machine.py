@@ -22,6 +22,7 @@ from memserve.instance.events import Action, Event, LayerFinished, RunStep, Step
 from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
 from memserve.instance.memory import SequenceMemory
+from memserve.instance.objectives import Objectives
 from memserve.instance.pins import Pins
 from memserve.instance.planner import Planner
 from memserve.instance.results import StepResults
@@ -86,6 +87,8 @@ class Instance:
         self._context = context_tokens(config.max_model_tokens, config.pool.hbm_blocks, block_tokens)
         memory = SequenceMemory(pool, block_tokens, PreemptionModel(costs or PreemptionCosts()))
         self.state = SchedulerState(memory, running_max(scheduler), scheduler.preemption)
+        if scheduler.scheduling == "slo":
+            self.state.objectives = Objectives(scheduler, self.state.costs)
         self.intake = RequestIntake(self.state, config, self._context)
         self.pins = Pins(pool)
         self.planner = Planner(self.state, scheduler, self.pins)
@@ -109,6 +112,7 @@ class Instance:
         """
         actions: list[Action] = []
         link = self.link
+        self.state.now = now
         if isinstance(event, StepFinished):
             self.results.apply(self._take_inflight(event.step_id, now), event)
             if link is not None:
@@ -167,13 +171,14 @@ class Instance:
                 self._plan_at_ns = self._ends_ns - AHEAD_MAX_NS
                 return
             copies_only = link is not None and link.exchange.wants_plan
-            made = self.planner.make(now, nothing_under_way=not inflight, copies_only=copies_only)
+            begins_ns = max(now, self._ends_ns) if inflight else now
+            made = self.planner.make(now, begins_ns, nothing_under_way=not inflight, copies_only=copies_only)
             if made is None:
                 return
             plan, memo = made
             if link is not None:
                 link.planned(plan, now)
-            self._ends_ns = (max(now, self._ends_ns) if inflight else now) + self._expected_ns(memo)
+            self._ends_ns = begins_ns + self._expected_ns(memo)
             inflight.append(memo)
             actions.append(RunStep(plan))
 

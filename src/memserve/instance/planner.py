@@ -47,16 +47,18 @@ class Planner:
         self._no_room_for: Sequence | None = None
         self.next_step_id = 1
 
-    def make(self, now: int, *, nothing_under_way: bool, copies_only: bool) -> tuple[StepPlan, InflightPlan] | None:
-        """The next plan. None: there is nothing to compute.
+    def make(
+        self, now: int, begins_ns: int, *, nothing_under_way: bool, copies_only: bool
+    ) -> tuple[StepPlan, InflightPlan] | None:
+        """The next plan, which the device is expected to begin at ``begins_ns``. None: there is nothing to compute.
 
         ``copies_only``: a transfer waits for copies that are recorded already, so a plan without rows is of use.
         """
         state = self.state
         if state.decoding.items or state.prefilling.items or state.waiting or state.remote_kv_ready:
-            batch = self._fill(now)
+            batch = self._fill(now, begins_ns)
             if not batch.plan.slots and nothing_under_way:
-                batch = self._start_over(batch, now)
+                batch = self._start_over(batch, now, begins_ns)
         elif copies_only:
             batch = BatchBuilder(state, self.next_step_id)
         else:
@@ -66,37 +68,48 @@ class Planner:
         self.next_step_id += 1
         return self._seal(batch)
 
-    def _start_over(self, batch: BatchBuilder, now: int) -> BatchBuilder:
+    def _start_over(self, batch: BatchBuilder, now: int, begins_ns: int) -> BatchBuilder:
         """No sequence can move: give up all pins, then preempt everything and begin at the head of the queue.
 
         That must suffice, unless memory is lent to other instances. Then time helps: every lease has an end.
         """
         state = self.state
         if self.pins is not None and self.pins.release_all():
-            batch = self._fill(now)
+            batch = self._fill(now, begins_ns)
         if not batch.plan.slots and state.holds_blocks:
             state.counters.standstills += 1
             state.preempt_all()
-            batch = self._fill(now)
+            batch = self._fill(now, begins_ns)
         pool = state.memory.pool
         lent = pool.available() < pool.config.hbm_blocks
         check(batch.plan.slots or lent, f"standing still with everything free: {state}")
         return batch
 
-    def _fill(self, now: int) -> BatchBuilder:
+    def _fill(self, now: int, begins_ns: int) -> BatchBuilder:
         head, self._no_room_for = self._without_slot() or self._no_room_for, None
         has_room = head is None or self.sharing.make_way(head)
         batch = BatchBuilder(self.state, self.next_step_id)
         budget = self.config.step_tokens
         stalled = False
         if self.state.decoding.items:
+            allowed = self._within_objectives(budget, begins_ns)
             stalled = self._make_room_for_decodes(batch)
             self.state.serve_decodes(1)
-            budget -= batch.add_decodes(not stalled)
+            budget = min(budget - batch.add_decodes(not stalled), allowed)
         if self.state.prefilling.items or self.state.waiting or self.state.remote_kv_ready:
             opens = has_room and bool(self.state.free_slots)  # else the budget kept for the waiting line may be lost
             self._prefill(batch, budget, now, stalled, opens)
         return batch
+
+    def _within_objectives(self, budget: int, begins_ns: int) -> int:
+        """What the objectives of requests that decode leave of ``budget`` for prompts."""
+        state = self.state
+        lines = (state.prefilling.items, *state.remote_kv_ready.lines, *state.waiting.lines)
+        first = next((line[0] for line in lines if line), None)
+        if state.objectives is None or first is None:
+            return budget
+        left = state.objectives.prefill_tokens(state.decoding.items, first, budget, begins_ns)
+        return left if left >= min(budget, state.memory.block_tokens) else 0  # crumbs cost more than they bring
 
     def _without_slot(self) -> Sequence | None:
         """The head of the waiting lines, when no slot is free and several tenants want one."""

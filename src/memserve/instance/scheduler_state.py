@@ -20,6 +20,7 @@ from typing import Protocol
 from memserve import _core
 from memserve.errors import check
 from memserve.instance.memory import SequenceMemory
+from memserve.instance.objectives import Objectives
 from memserve.instance.queues import RankedList, WaitingQueue
 from memserve.instance.sequence import SEQUENCE, Cause, Group, Phase, Sequence
 from memserve.policy.fairness import Turns
@@ -86,6 +87,8 @@ class SchedulerState:
         "groups",
         "idle",
         "memory",
+        "now",
+        "objectives",
         "outputs",
         "preemption",
         "prefilling",
@@ -105,6 +108,10 @@ class SchedulerState:
         self.preemption = preemption
         self.costs = memory.costs
         self.counters = SchedulerCounters()
+        #: time of the event that is being handled
+        self.now = 0
+        #: None: requests have no objectives
+        self.objectives: Objectives | None = None
         #: None: outside a cluster, where no request has transfers
         self.transfers: Transfers | None = None
         #: all and only unfinished requests, in order of arrival

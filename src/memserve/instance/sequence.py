@@ -232,6 +232,7 @@ class Sequence(_core.SequenceRow):
         "candidates",
         "cumulative_logprob",
         "dram_blocks",
+        "expected_tokens",
         "failures",
         "group",
         "index",
@@ -243,6 +244,8 @@ class Sequence(_core.SequenceRow):
         "published",
         "rank",
         "request_id",
+        "since_ns",
+        "since_tokens",
         "slot",
     )
 
@@ -276,6 +279,12 @@ class Sequence(_core.SequenceRow):
         self.opened = False
         self.scheduled_step = 0
         self.failures = 0
+        # scheduling by objectives only
+        #: when its first token here was told, and how many it had then. None: none was
+        self.since_ns: int | None = None
+        self.since_tokens = 0
+        #: tokens that it is expected to have at least, the last time that was asked
+        self.expected_tokens = 0
         # beam search only
         self.candidates: list[tuple[int, float]] | None = None
         self.cumulative_logprob = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from memserve.instance.cluster_link import ClusterLink
+from memserve.instance.objectives import ObjectiveReport
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Group
 from memserve.mempool.events import PoolReport
@@ -106,6 +107,8 @@ class InstanceStats:
     """Of them: refused, too late, or taken back because a request needed the memory."""
     store_blocks_dropped: int = 0
     """Blocks that were not offered, since the store was slower than the instance."""
+    objectives: ObjectiveReport = field(default_factory=ObjectiveReport)
+    """All zero: requests have no objectives (``--scheduling fcfs``)."""
     messages_ignored: int = 0
     """Messages that only the router may send, from another process or an earlier router."""
 
@@ -226,6 +229,7 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
         dram_tokens_reused=state.memory.dram_tokens_reused,
         prefill_ns_per_token=state.costs.prefill_ns_per_token,
         finished=dict(counters.finished),
+        objectives=state.objectives.report() if state.objectives is not None else ObjectiveReport(),
     )
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from api_world import MODEL, SCRIPT_TEXT, World, encode, says, serve
 from fake_engine import FakeEngine
+from memserve.api.config import EdgeConfig
 from memserve.api.edge import DESCRIPTORS_KEPT, READ_BYTES_MAX, SMALL_BODY_BYTES, make_room_for_connections
-from memserve.config import EdgeConfig
 from memserve.errors import UserError
 from memserve.types import TokenLogprobs
 from memserve.units import KIB, MIB

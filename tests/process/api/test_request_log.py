@@ -11,8 +11,8 @@ import pytest
 
 from api_world import says, serve
 from fake_engine import FakeEngine
+from memserve.api.config import EdgeConfig
 from memserve.api.guard import LINES_MAX, LineWriter
-from memserve.config import EdgeConfig
 from memserve.types import RequestLogFormat
 from waiting import eventually
 

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from memserve.api import wire
+from memserve.api.config import EdgeConfig
 from memserve.api.wire import END, Head, RequestReader, WireError
-from memserve.config import EdgeConfig
 from memserve.units import KIB
 
 LIMITS = EdgeConfig()

@@ -1,0 +1,156 @@
+"""Scheduling by service-level objectives: how much prefill the next plan may hold beside requests that decode.
+
+LayerKV, equations 1 and 2: a decoding request of which a token may take ``S`` on average has some left over of the time
+that all its tokens may take::
+
+    slack_i = S * (past_i + future_i) - (time since its first token + future_i * time of a decode step)
+
+``future_i`` is the lower bound of what is expected of its answer (``policy/lengths.py``). Prompts may be computed for
+as long as the smallest slack lasts. Algorithm 1 admits whole prompts by it; here it bounds the prefill tokens of every
+plan, which holds the same line where prompts are computed in pieces.
+
+A request that can no longer meet its objective, whatever is done, does not hold others up: without hope for any of them
+the plan is filled as without objectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memserve.config import SchedulerConfig
+from memserve.errors import check
+from memserve.instance.sequence import Sequence
+from memserve.policy.lengths import RANGES, OutputLengths, Prediction
+from memserve.policy.reuse import PreemptionModel
+from memserve.types import FinishReason
+from memserve.units import ceil_div
+
+_SMOOTHING = 8  # the weight of a new measurement is 1/8
+_AIMS_SHARE = 20  # slack is counted against a twentieth less than the objective: steps become longer as batches grow
+_LOST_SHARE = 10  # a request is given up when it is late by more than a tenth of what all its tokens may take
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveReport:
+    """How objectives were kept since the instance was made."""
+
+    ttft_met: int = 0
+    ttft_missed: int = 0
+    tpot_met: int = 0
+    tpot_missed: int = 0
+    plans_limited: int = 0
+    """Plans that had less prefill than they had room for."""
+    output_classes: tuple[int, ...] = (0,) * (len(RANGES) + 1)
+    """Finished answers by the percentiles (:data:`memserve.policy.lengths.RANGES`) between which their length was, of
+    what had been seen before: calibrated predictions put 10, 15, 25, 25, 15 and 10 % of them there."""
+
+
+class Objectives:
+    """The objectives of one instance: what they allow, and whether they are met."""
+
+    __slots__ = ("_costs", "_decode_ns", "_limited", "_met", "_tpot_ns", "_ttft_ns", "lengths")
+
+    def __init__(self, config: SchedulerConfig, costs: PreemptionModel) -> None:
+        check(config.slo_tpot_ns is not None, "scheduling by objectives without one")
+        self._tpot_ns = config.slo_tpot_ns or 0
+        self._ttft_ns = config.slo_ttft_ns
+        self._costs = costs
+        self._decode_ns = 0  # of a step without prefill, lately; 0: none was measured
+        self.lengths = OutputLengths()
+        self._limited = 0
+        self._met = {(what, met): 0 for what in ("ttft", "tpot") for met in (True, False)}
+
+    # -- what is learnt
+
+    def step_took(self, prefill_tokens: int, decode_rows: int, device_ns: int) -> None:
+        """Learn from a finished step how long a decode step takes now."""
+        if prefill_tokens or not decode_rows or device_ns <= 0:
+            return
+        before = self._decode_ns or device_ns
+        self._decode_ns = before + (device_ns - before) // _SMOOTHING
+
+    def told(self, sequence: Sequence, reason: FinishReason | None, now: int) -> None:
+        """A first or last token of ``sequence`` is emitted: was it in time?"""
+        group = sequence.group
+        if sequence.since_ns is None:
+            self._begin(sequence, now)
+            if self._ttft_ns is not None and len(sequence.out) == 1:
+                self._met["ttft", now - group.arrived_ns <= self._ttft_ns] += 1
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        self.lengths.learn(group.tenant, sequence.prompt_tokens, len(sequence.out))
+        steps = len(sequence.out) - sequence.since_tokens
+        if steps and sequence.since_ns is not None:
+            self._met["tpot", now - sequence.since_ns <= self._tpot_ns * steps] += 1
+
+    @staticmethod
+    def _begin(sequence: Sequence, now: int) -> None:
+        sequence.since_ns, sequence.since_tokens = now, len(sequence.out)
+
+    # -- what is allowed
+
+    def prefill_tokens(self, decoding: list[Sequence], first: Sequence, budget: int, now: int) -> int:
+        """Prefill tokens that the next plan, which begins at ``now``, may hold: at most ``budget``, which is positive.
+        ``first``: the prompt that is next."""
+        slacks_ns = self.slacks_ns(decoding, now)
+        if not slacks_ns or not self._costs.samples:  # nothing holds it back, or nothing is known of prefill yet
+            return budget
+        curve = self._costs.model.prefill
+        token_ns = max(1.0, curve.token_ns + curve.pair_ns * first.computed)
+        allowed = int(max(0, min(slacks_ns)) / token_ns)
+        if allowed >= budget or self._must_go_on(first, slacks_ns, budget, now):
+            return budget
+        self._limited += 1
+        return allowed
+
+    def _must_go_on(self, first: Sequence, slacks_ns: list[int], budget: int, now: int) -> bool:
+        """Whether ``first`` can meet its own objective, but not if it waits any longer, and costs at most one other
+        request its objective: then nothing is won by holding it back."""
+        if self._ttft_ns is None or first.out:
+            return False
+        tokens, decode_ns = first.prompt_tokens - first.computed, self._decode_step_ns(len(slacks_ns))
+        needs_ns = self._costs.model.prefill.ns(tokens, first.computed) + ceil_div(tokens, budget) * decode_ns
+        left_ns = first.group.arrived_ns + self._ttft_ns - now - needs_ns
+        costs_others = sum(0 <= slack_ns < needs_ns for slack_ns in slacks_ns)
+        return 0 <= left_ns < 2 * decode_ns and costs_others <= 1
+
+    def slacks_ns(self, decoding: list[Sequence], now: int) -> list[int]:
+        """Equation 1 for each request that decodes and can still meet its objective."""
+        slacks: list[int] = []
+        decode_ns = self._decode_step_ns(len(decoding))
+        for sequence in decoding:
+            if sequence.since_ns is None:
+                if not sequence.out:
+                    continue  # its first token is not known: its time has not begun
+                self._begin(sequence, now)
+            told = len(sequence.out) + sequence.inflight
+            if sequence.expected_tokens <= told:
+                sequence.expected_tokens = self.expected(sequence).lower
+            past, future = told - sequence.since_tokens, max(1, sequence.expected_tokens - told)
+            allowed_ns = (self._tpot_ns - self._tpot_ns // _AIMS_SHARE) * (past + future)
+            slack_ns = allowed_ns - (now - (sequence.since_ns or now)) - future * decode_ns
+            if slack_ns >= -allowed_ns // _LOST_SHARE:
+                slacks.append(slack_ns)
+        return slacks
+
+    def _decode_step_ns(self, rows: int) -> int:
+        return self._decode_ns or self._costs.model.decode.ns(rows, 0)
+
+    def expected(self, sequence: Sequence) -> Prediction:
+        """How long the answer of ``sequence``, which goes on, is expected to be."""
+        group = sequence.group
+        told = len(sequence.out) + sequence.inflight
+        return self.lengths.predict(group.tenant, sequence.prompt_tokens, told, max(sequence.max_tokens, told + 1))
+
+    def report(self) -> ObjectiveReport:
+        """What became of them."""
+        met = self._met
+        return ObjectiveReport(
+            met["ttft", True], met["ttft", False], met["tpot", True], met["tpot", False], self._limited,
+            tuple(self.lengths.classes),
+        )  # fmt: skip
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the books do not agree. For tests; slow."""
+        self.lengths.check_invariants()
+        check(self._decode_ns >= 0, "a decode step takes {} ns", self._decode_ns)

@@ -1,0 +1,133 @@
+"""Scheduling by objectives: prompts get what decoding requests can spare, no more and, without hope, no less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.errors import UserError
+from memserve.instance.events import Action, RunStep, StepFinished, StepPlan
+from memserve.instance.machine import Instance
+from memserve.policy.costs import CostModel, DecodeCurve, PrefillCurve
+from memserve.policy.reuse import PreemptionCosts
+from memserve.serving import EmitTokens, RequestArrived
+from memserve.types import Request, SamplingParams, StopParams
+from memserve.units import NS_PER_MS
+
+TOKEN_NS, STEP_NS = NS_PER_MS, 10 * NS_PER_MS
+"""Of a prompt, and of a decode step."""
+COSTS = PreemptionCosts(profile=CostModel(prefill=PrefillCurve(0.0, TOKEN_NS, 0.0), decode=DecodeCurve(STEP_NS, 0, 0)))
+
+
+class Served:
+    """One instance, and a device that takes exactly as long as the costs say."""
+
+    def __init__(self, **flags: Any) -> None:
+        scheduler = SchedulerConfig(max_running=8, max_step_tokens=64, steps_in_flight=1, **flags)
+        self.it = Instance(InstanceConfig(4096, pool=PoolConfig(2000), scheduler=scheduler), 4, COSTS)
+        self.now, self.plans, self.told = 0, list[StepPlan](), dict[str, list[int]]()
+
+    def arrive(self, name: str, prompt_tokens: int, max_tokens: int) -> None:
+        prompt = np.arange(prompt_tokens, dtype=np.int32) % 50 + len(name)
+        stop = StopParams(max_tokens=max_tokens)
+        self._take(self.it.handle(RequestArrived(Request(name, prompt, SamplingParams(), stop)), self.now))
+
+    def step(self) -> int:
+        """The device ends the step under way. Returns its prefill tokens."""
+        plan = self.plans.pop(0)
+        rows = len(plan.counts)
+        prefill = sum(plan.counts) - plan.decodes
+        took_ns = prefill * TOKEN_NS + (STEP_NS if plan.decodes else 0)
+        self.now += took_ns
+        drawn = sum(len(slots) for slots in plan.sample_slots)
+        assert rows
+        self._take(self.it.handle(StepFinished(plan.step_id, [7] * drawn, took_ns), self.now))
+        self.it.check_invariants()
+        return prefill
+
+    def _take(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, RunStep):
+                self.plans.append(action.plan)
+            elif isinstance(action, EmitTokens):
+                for output in action.outputs:
+                    self.told.setdefault(output.request_id, []).extend([self.now] * len(output.tokens))
+
+    def run(self, steps: int = 4000) -> None:
+        while self.plans:
+            self.step()
+            steps -= 1
+            assert steps, "it goes on for ever"
+
+    def tpot_ms(self, name: str) -> float:
+        times = self.told[name]
+        return (times[-1] - times[0]) / (len(times) - 1) / NS_PER_MS
+
+
+def crowded(**flags: Any) -> Served:
+    """One request decodes 40 tokens; behind its first come prompts of 900 tokens altogether."""
+    served = Served(**flags)
+    served.arrive("a", 8, 40)
+    served.step()
+    served.arrive("bb", 600, 3)
+    served.arrive("ccc", 300, 3)
+    served.run()
+    return served
+
+
+def test_a_decoding_request_keeps_its_objective_and_prompts_get_the_rest() -> None:
+    as_it_comes, by_objective = crowded(), crowded(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS)
+    assert as_it_comes.tpot_ms("a") > 30
+    assert 15 < by_objective.tpot_ms("a") <= 20, "what is to spare is used"
+    for served in (as_it_comes, by_objective):
+        assert [len(served.told[name]) for name in ("a", "bb", "ccc")] == [40, 3, 3]
+    report = by_objective.it.stats().objectives
+    assert (report.tpot_met, report.tpot_missed) == (3, 0) and report.plans_limited > 10
+    assert as_it_comes.it.stats().objectives.plans_limited == 0
+
+
+def test_without_hope_it_is_as_without_objectives() -> None:
+    """A decode step alone takes longer than the objective allows."""
+    hopeless = crowded(scheduling="slo", slo_tpot_ns=5 * NS_PER_MS)
+    assert hopeless.told == crowded().told
+    assert hopeless.it.stats().objectives.tpot_missed == 3
+
+
+def test_a_wide_objective_changes_nothing() -> None:
+    assert crowded(scheduling="slo", slo_tpot_ns=1000 * NS_PER_MS).told == crowded().told
+
+
+def test_a_prompt_that_must_begin_now_is_not_held_back_for_one_request() -> None:
+    """It would miss its own objective; the other one is lost instead, and not both."""
+    kept = crowded(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS, slo_ttft_ns=900 * NS_PER_MS)
+    held = crowded(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS)
+    assert kept.told["bb"][0] - kept.told["a"][0] <= 900 * NS_PER_MS < held.told["bb"][0] - held.told["a"][0]
+    report = kept.it.stats().objectives
+    assert report.ttft_met >= 2 and report.ttft_met + report.ttft_missed == 3
+
+
+def test_what_answers_have_been_says_how_much_there_is_to_spare() -> None:
+    """Of a long answer much can be spared at its start, of one that may end at once nothing."""
+    served = Served(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS)
+    for number in range(20):
+        served.arrive(f"x{number:02}", 8, 40)
+        served.run()
+    assert served.it.stats().objectives.output_classes != (0,) * 6
+    served.arrive("a", 8, 40)
+    served.step()
+    served.arrive("bb", 600, 3)
+    assert sum(served.step() for _ in range(4)) > 128, "it is expected to have 38 tokens or more"
+    served.run()
+    assert served.tpot_ms("a") <= 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "about"),
+    [({"scheduling": "edf"}, "unknown scheduling 'edf'"), ({"scheduling": "slo"}, "needs one.*--slo-tpot-ms")],
+)
+def test_what_makes_no_sense_is_refused(flags: dict[str, Any], about: str) -> None:
+    with pytest.raises(UserError, match=about):
+        SchedulerConfig(**flags)
