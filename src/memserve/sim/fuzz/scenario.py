@@ -123,6 +123,8 @@ class Scenario:
     chunk: int = 12
     depth: int = 2
     preemption: str = "auto"
+    slo_tpot_ns: int | None = None
+    """Instances schedule by this objective. None: in order of arrival."""
     pulls_in_flight: int = 4
     event_capacity: int = 65536
     remembers: bool = False
@@ -191,6 +193,7 @@ def draw(seed: int, setting: Setting) -> Scenario:
     _put_tenants(scenario, roles)
     _put_routers(scenario)
     _put_store(scenario, len(roles))
+    _put_objective(scenario)
     return scenario
 
 
@@ -202,6 +205,13 @@ def _put_gate(random: Random, scenario: Scenario) -> None:
     if scenario.setting.policy is None and random.random() < 0.5:
         scenario.policy = random.choice(["best-fit", "affinity"])
     scenario.admission = replace(scenario.admission, kept_ns=draw_kept_ns(random))
+
+
+def _put_objective(scenario: Scenario) -> None:
+    """Some scenarios have an objective, easy or out of reach."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/objective")
+    if random.random() < 0.15:
+        scenario.slo_tpot_ns = random.choice([1, 5, 10, 20, 50]) * MS
 
 
 def _put_rows(scenario: Scenario, instances: int) -> None:

@@ -119,7 +119,14 @@ class World:
                 scenario.hbm_blocks[node.place], scenario.dram_blocks[node.place], caches(scenario.setting, node.role)
             ),
             scheduler=SchedulerConfig(
-                scenario.running, scenario.step_tokens, scenario.chunk, 100, scenario.depth, scenario.preemption
+                scenario.running,
+                scenario.step_tokens,
+                scenario.chunk,
+                100,
+                scenario.depth,
+                scenario.preemption,
+                "fcfs" if scenario.slo_tpot_ns is None else "slo",
+                scenario.slo_tpot_ns,
             ),
             role=node.role,
             exchange=ExchangeConfig(LEASE_NS, 100 * MS, scenario.pulls_in_flight, scenario.event_capacity),
