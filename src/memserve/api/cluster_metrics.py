@@ -10,7 +10,6 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from memserve.api.store_metrics import store_families
-from memserve.policy.lengths import RANGES
 from memserve.types import Role
 from memserve.units import NS_PER_S
 
@@ -281,12 +280,11 @@ def objective_families(
     classes = CounterMetricFamily(f"memserve_{prefix}output_length_classes", about, labels=[*labels, "percentiles"])
     about = "Plans that had less prefill than there was room for, so that decoding requests meet their objective"
     limited = CounterMetricFamily(f"memserve_{prefix}plans_limited", about, labels=list(labels))
-    ends = ["0", *(f"{100 * end:.0f}" for end in RANGES), "100"]
     for values, instance in sources:
         report = instance.objectives
         for objective, result in itertools.product(("ttft", "tpot"), ("met", "missed")):
             kept.add_metric([*values, objective, result], float(getattr(report, f"{objective}_{result}")))
-        for name, count in zip(map("-".join, itertools.pairwise(ends)), report.output_classes, strict=True):
+        for name, count in report.output_classes.items():
             classes.add_metric([*values, name], float(count))
         limited.add_metric(list(values), float(report.plans_limited))
     yield from (kept, classes, limited)

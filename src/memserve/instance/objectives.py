@@ -15,12 +15,12 @@ the plan is filled as without objectives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memserve.config import SchedulerConfig
 from memserve.errors import check
 from memserve.instance.sequence import Sequence
-from memserve.policy.lengths import RANGES, OutputLengths, Prediction
+from memserve.policy.lengths import OutputLengths, Prediction
 from memserve.policy.reuse import PreemptionModel
 from memserve.types import FinishReason
 from memserve.units import ceil_div
@@ -40,8 +40,8 @@ class ObjectiveReport:
     tpot_missed: int = 0
     plans_limited: int = 0
     """Plans that had less prefill than they had room for."""
-    output_classes: tuple[int, ...] = (0,) * (len(RANGES) + 1)
-    """Finished answers by the percentiles (:data:`memserve.policy.lengths.RANGES`) between which their length was, of
+    output_classes: dict[str, int] = field(default_factory=dict)
+    """Finished answers by the percentiles (:data:`memserve.policy.lengths.CLASSES`) between which their length was, of
     what had been seen before: calibrated predictions put 10, 15, 25, 25, 15 and 10 % of them there."""
 
 
@@ -147,7 +147,7 @@ class Objectives:
         met = self._met
         return ObjectiveReport(
             met["ttft", True], met["ttft", False], met["tpot", True], met["tpot", False], self._limited,
-            tuple(self.lengths.classes),
+            dict(self.lengths.classes),
         )  # fmt: skip
 
     def check_invariants(self) -> None:

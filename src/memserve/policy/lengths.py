@@ -12,6 +12,7 @@ for each tenant and size of prompt, and cut off below what the request has gener
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from memserve.errors import check
 
 RANGES = (0.1, 0.25, 0.5, 0.75, 0.9)
 """Percentiles that divide answers into classes. A prediction is right if each class gets its share of them."""
+CLASSES = tuple(f"{100 * low:.0f}-{100 * high:.0f}" for low, high in itertools.pairwise((0.0, *RANGES, 1.0)))
+"""Names of the classes: ``0-10`` has the shortest tenth of all answers."""
 LOWER, MEDIAN = 0.25, 0.5
 _BINS_AN_OCTAVE = 4
 _OCTAVES = 21  # up to 2 million tokens
@@ -101,7 +104,7 @@ class OutputLengths:
     def __init__(self) -> None:
         self._seen: OrderedDict[Kind, _Seen] = OrderedDict()  # least recently finished first
         #: finished answers by the class that their length fell into, of the classes that were predicted at the start
-        self.classes = [0] * (len(RANGES) + 1)
+        self.classes = dict.fromkeys(CLASSES, 0)
         self.finished = 0
 
     def learn(self, tenant: str, prompt_tokens: int, generated: int) -> None:
@@ -110,7 +113,7 @@ class OutputLengths:
         tokens = max(1, generated)
         known = self._known(tenant, prompt_tokens)
         if known is not None:
-            self.classes[self._class_of(known, tokens)] += 1
+            self.classes[CLASSES[self._class_of(known, tokens)]] += 1
         self.finished += 1
         for kind in _kinds(tenant, prompt_tokens):
             self._seen.setdefault(kind, _Seen()).add(tokens)
@@ -143,7 +146,7 @@ class OutputLengths:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books do not agree. For tests; slow."""
         check(len(self._seen) <= _KINDS_MAX, "{} kinds are kept", len(self._seen))
-        check(sum(self.classes) <= self.finished, "more answers were judged than have finished")
+        check(sum(self.classes.values()) <= self.finished, "more answers were judged than have finished")
         for kind, seen in self._seen.items():
             check(abs(sum(seen.counts) - seen.total) < 1e-6 * _KEPT, "answers of {} are counted wrongly", kind)
 

@@ -66,13 +66,20 @@ def signals_raise() -> Iterator[None]:
     before = {sig: signal.getsignal(sig) for sig in ending_signals()}
     asked = Askings()
 
+    def end() -> BaseException:
+        return KeyboardInterrupt() if asked.names[0] == "SIGINT" else EndAsked(asked.names[0])
+
     def raise_once(sig: int, frame: FrameType | None) -> None:
         if asked.came(sig) and asked.count == 1:
-            raise KeyboardInterrupt if sig == signal.SIGINT else EndAsked(asked.names[0])
+            raise end()
 
     on_ending_signals(raise_once)
     try:
         yield
+    except Exception:
+        if asked.count:  # a native library that called Python has made an error of its own out of it
+            raise end() from None
+        raise
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
 from memserve.cluster.report import ClusterStats, Counters, InstanceView
+from memserve.instance.objectives import ObjectiveReport
 from memserve.instance.stats import InstanceStats, TierReport
 from memserve.messages import Load, Peer
 from memserve.runtime.stats import EngineStats, RouterStats
@@ -39,8 +40,12 @@ def router_stats() -> RouterStats:
     p1 = InstanceStats(
         prompt_tokens=200, cached_tokens=50, fetched_tokens=30, bytes_received=4096, checksum_mismatches=1,
         hbm=TierReport(100, 60, 30), dram=TierReport(10, 4, 6), requests_arrived=9,
+        objectives=ObjectiveReport(ttft_met=3),
     )  # fmt: skip
-    d1 = InstanceStats(generated_tokens=70, taken_over=8, transfers_failed=2, hbm=TierReport(100, 90, 0))
+    kept = ObjectiveReport(tpot_missed=2, plans_limited=5, output_classes={"0-10": 1, "10-25": 4})
+    d1 = InstanceStats(
+        generated_tokens=70, taken_over=8, transfers_failed=2, hbm=TierReport(100, 90, 0), objectives=kept
+    )
     views = [
         view("p1", Role.PREFILL, EngineStats(5, 1, 2_000_000_000, instance=p1), Load(requests_waiting=3)),
         view("d1", Role.DECODE, EngineStats(6, 1, 10, instance=d1), Load(sequences_running=4, transfers_open=1)),
@@ -100,6 +105,10 @@ def test_each_instance_has_its_gauges_by_name_and_role(world: World) -> None:
     assert of("memserve_instance_hit_rate", "d1", "decode") is None  # it has had no prompts: no share of nothing
     assert of("memserve_instance_blocks", "p1", "prefill", tier="hbm", state="held") == 10
     assert of("memserve_instance_blocks", "p1", "prefill", tier="dram", state="cached") == 6
+    assert of("memserve_instance_objectives_total", "p1", "prefill", objective="ttft", result="met") == 3
+    assert of("memserve_instance_objectives_total", "d1", "decode", objective="tpot", result="missed") == 2
+    assert of("memserve_instance_output_length_classes_total", "d1", "decode", percentiles="10-25") == 4
+    assert found["memserve_objectives_total", frozenset({("objective", "ttft"), ("result", "met")})] == 3, "of all"
     assert of("memserve_instance_checksum_mismatches_total", "p1", "prefill") == 1
     assert of("memserve_instance_received_bytes_total", "p1", "prefill") == 4096
     assert of("memserve_instance_transfers_failed_total", "d1", "decode") == 2

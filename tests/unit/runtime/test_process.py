@@ -1,14 +1,15 @@
-"""Other programs on this machine: told apart from this one, by files in the form of /proc."""
+"""This process: signals that end it, and other programs beside it, by files in the form of /proc."""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from memserve.runtime import process
-from memserve.runtime.process import CpuWatch, busy_note
+from memserve.runtime.process import CpuWatch, EndAsked, busy_note, signals_raise
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -78,3 +79,16 @@ def test_a_system_that_does_not_tell(proc: FakeProc) -> None:
 
 def test_this_machine_tells() -> None:
     assert process._read() is not None
+
+
+def test_an_end_that_a_library_has_made_an_error_of_is_still_an_end() -> None:
+    """As the tokenizer's library does with whatever the Python that it calls raises."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(EndAsked, match="SIGTERM"), signals_raise():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as asked:
+            raise OSError(f"cannot read the file: {asked}") from None
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(OSError, match="no such file"), signals_raise():
+        raise OSError("no such file")
