@@ -1,0 +1,40 @@
+"""Prometheus families out of tables: one row a family, one sample of every source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+Read = str | Callable[[Any], float]
+"""A field, a path of fields (``view.load.requests_waiting``), a key of a mapping, or a function."""
+Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
+GAUGE: Kind = GaugeMetricFamily
+COUNTER: Kind = CounterMetricFamily
+Table = list[tuple[str, Kind, str, Read]]
+"""Name, kind, help and how to read it: one family each."""
+
+
+def families(
+    table: Table, sources: Sequence[tuple[Sequence[str], Any]], labels: Sequence[str] = ()
+) -> Iterator[Metric]:
+    """The families of ``table``, each with one sample of every source: its values of ``labels``, and what to read.
+
+    A source that is a mapping gives no sample of a key that it does not have.
+    """
+    for name, kind, text, read in table:
+        family = kind(f"memserve_{name}", text, labels=list(labels))
+        for values, source in sources:
+            number = _number(source, read)
+            if number is not None:
+                family.add_metric(list(values), float(number))
+        yield family
+
+
+def _number(source: Any, read: Read) -> float | None:
+    if not isinstance(read, str):
+        return read(source)
+    number: float | None = source.get(read) if isinstance(source, Mapping) else attrgetter(read)(source)
+    return number
