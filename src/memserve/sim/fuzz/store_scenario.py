@@ -90,4 +90,4 @@ def draw_store(random: Random) -> StoreSetup:
         is_wanted=random.random() < 0.8,
         kinds=(random.choice(_WRONG_BYTES), *random.sample(STORE_FAULTS, random.choice([0, 1, 2, 6]))),
     )
-    return replace(setup, dies_at_turns=random.choice([0.0, 0.0, 0.2, 0.5]))
+    return replace(setup, dies_at_turns=random.choice([0.0, 0.0, 0.05, 0.15]))

@@ -108,8 +108,9 @@ class FuzzedStore(StoreNode, DiskOwner):
         for node in instances:
             if self.setup.is_wanted and node.alive and self.random.random() < 0.9:
                 node.machine.pool.clear_cache()
-        if self.alive and self.random.random() < self.setup.dies_at_turns:
-            self.host.clock.after(0, self._die_and_return)
+        if self.setup.dies_at_turns:  # then its memory is left as it is: it shall have something that can be adopted
+            if self.alive and self.random.random() < self.setup.dies_at_turns:
+                self.host.clock.after(0, self._die_and_return)
         elif self.setup.is_wanted and self.alive and self.random.random() < 0.5:
             tier, values = self.machine.values.tier, self.machine.values
             blocks = tier.allocate_blocks(tier.blocks_free + tier.blocks_evictable)
