@@ -75,6 +75,18 @@ ONE_BY_ONE = (
 """Files whose tests start several processes each: two of them side by side would only wait for each other. They come
 first, the longest before all; whoever has none of them does the rest in the meantime."""
 
+LONG = (
+    "unit/test_model_answers",
+    "process/test_operations",
+    "process/test_store_processes",
+    "stories/sim/fuzz/test_whole_world",
+    "stories/sim/fuzz/test_fuzz",
+    "twins/store/test_store_random",
+    "stories/sim/replay/test_replay",
+)
+"""Files that take tens of seconds beside those: they begin before the short ones, so that none is left over at the end,
+when the other workers have nothing more to do. The first converts the bundled model where that was never done."""
+
 
 def _file(nodeid: str) -> str:
     """The file's path below ``tests``, without its ending."""
@@ -82,7 +94,7 @@ def _file(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: at for at, name in enumerate(ONE_BY_ONE)}
+    place = {name: at for at, name in enumerate((*ONE_BY_ONE, *LONG))}
     items.sort(key=lambda item: place.get(_file(item.nodeid), len(place)))
 
 

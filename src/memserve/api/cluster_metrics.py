@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from memserve.api.families import COUNTER, GAUGE, Table, families, objective_families
 from memserve.api.store_metrics import store_families
 from memserve.types import Role
 from memserve.units import NS_PER_S
-
-Read = str | Callable[[Any], float]
-"""A field, a path of fields (``view.load.requests_waiting``), or a function."""
-Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
-GAUGE: Kind = GaugeMetricFamily
-COUNTER: Kind = CounterMetricFamily
-Table = list[tuple[str, Kind, str, Read]]
-"""Name, kind, help and how to read it: one family each."""
 
 #: from ``ClusterStats``
 ROUTER_GAUGES: Table = [
@@ -188,106 +179,110 @@ INSTANCE_GAUGES: Table = [
     ),
 ]
 
-#: counters of an instance's machine (``InstanceStats``), as its last heartbeat with statistics said: name, help, field
-INSTANCE_COUNTERS: list[tuple[str, str, str]] = [
-    ("instance_prompt_tokens", "Prompt tokens of requests that the instance admitted", "prompt_tokens"),
+#: counters of an instance's machine (``InstanceStats``), as its last heartbeat with statistics said
+INSTANCE_COUNTERS: Table = [
+    ("instance_prompt_tokens", COUNTER, "Prompt tokens of requests that the instance admitted", "prompt_tokens"),
     (
         "instance_cached_tokens",
+        COUNTER,
         "Prompt tokens of requests admitted with KV that the instance had or fetched",
         "cached_tokens",
     ),
     (
         "instance_computed_tokens",
+        COUNTER,
         "Tokens that the device of the instance computed, in prefill and decode",
         "computed_tokens",
     ),
-    ("instance_generated_tokens", "Tokens that the instance generated", "generated_tokens"),
-    ("instance_fetched_tokens", "Prompt tokens with KV from other instances before admission", "fetched_tokens"),
-    ("instance_received_bytes", "Bytes of KV pulled from other instances", "bytes_received"),
+    ("instance_generated_tokens", COUNTER, "Tokens that the instance generated", "generated_tokens"),
+    (
+        "instance_fetched_tokens",
+        COUNTER,
+        "Prompt tokens with KV from other instances before admission",
+        "fetched_tokens",
+    ),
+    ("instance_received_bytes", COUNTER, "Bytes of KV pulled from other instances", "bytes_received"),
     (
         "instance_store_tokens",
+        COUNTER,
         "Prompt tokens with KV out of a store",
         "store_tokens",
     ),
     (
         "instance_store_ssd_tokens",
+        COUNTER,
         "Prompt tokens with KV out of a store that had some of the prefix on its disks alone",
         "store_ssd_tokens",
     ),
     (
         "instance_store_fetches_failed",
+        COUNTER,
         "Fetches from a store that brought nothing in time; their tokens are computed instead",
         "store_fetches_failed",
     ),
-    ("instance_store_blocks_offered", "KV blocks that the instance offered to a store", "store_blocks_offered"),
-    ("instance_store_blocks_taken", "KV blocks of the instance that a store has got", "store_blocks_taken"),
+    (
+        "instance_store_blocks_offered",
+        COUNTER,
+        "KV blocks that the instance offered to a store",
+        "store_blocks_offered",
+    ),
+    ("instance_store_blocks_taken", COUNTER, "KV blocks of the instance that a store has got", "store_blocks_taken"),
     (
         "instance_store_blocks_failed",
+        COUNTER,
         "KV blocks offered to a store that were refused, too late, or taken back for a request",
         "store_blocks_failed",
     ),
     (
         "instance_store_blocks_dropped",
+        COUNTER,
         "KV blocks that were not offered, since the store was slower than the instance",
         "store_blocks_dropped",
     ),
     (
         "instance_received_dram_bytes",
+        COUNTER,
         "Bytes of KV pulled out of the DRAM tier of other instances",
         "dram_bytes_received",
     ),
-    ("instance_received_blocks", "KV blocks pulled from other instances", "blocks_received"),
-    ("instance_reused_blocks", "KV blocks that other instances offered and the instance had already", "blocks_reused"),
+    ("instance_received_blocks", COUNTER, "KV blocks pulled from other instances", "blocks_received"),
+    (
+        "instance_reused_blocks",
+        COUNTER,
+        "KV blocks that other instances offered and the instance had already",
+        "blocks_reused",
+    ),
     (
         "instance_returned_blocks",
+        COUNTER,
         "KV blocks of answers that came back to the prefill instance (PD-Caching-3)",
         "blocks_come_home",
     ),
-    ("instance_handed_over", "Requests handed over to another instance after their first token", "handed_over"),
-    ("instance_taken_over", "Requests decoded by the instance after another one computed the prompt", "taken_over"),
+    (
+        "instance_handed_over",
+        COUNTER,
+        "Requests handed over to another instance after their first token",
+        "handed_over",
+    ),
+    (
+        "instance_taken_over",
+        COUNTER,
+        "Requests decoded by the instance after another one computed the prompt",
+        "taken_over",
+    ),
     (
         "instance_transfers_failed",
+        COUNTER,
         "KV transfers to the instance that failed; their tokens are computed instead",
         "transfers_failed",
     ),
     (
         "instance_checksum_mismatches",
+        COUNTER,
         "Pieces of KV with another checksum than the sender's; they are not used",
         "checksum_mismatches",
     ),
 ]
-
-
-def families(
-    table: Table, sources: Sequence[tuple[Sequence[str], Any]], labels: Sequence[str] = ()
-) -> Iterator[Metric]:
-    """The families of ``table``, each with one sample of every source: its values of ``labels``, and what to read."""
-    for name, kind, text, read in table:
-        family = kind(f"memserve_{name}", text, labels=list(labels))
-        value = attrgetter(read) if isinstance(read, str) else read
-        for values, source in sources:
-            family.add_metric(list(values), float(value(source)))
-        yield family
-
-
-def objective_families(
-    prefix: str, labels: Sequence[str], sources: Sequence[tuple[Sequence[str], Any]]
-) -> Iterator[Metric]:
-    """How instances kept the objectives of ``--scheduling slo``: their values of ``labels``, and ``InstanceStats``."""
-    about = "Requests (ttft) and sequences (tpot) that met their objective or missed it"
-    kept = CounterMetricFamily(f"memserve_{prefix}objectives", about, labels=[*labels, "objective", "result"])
-    about = "Finished answers by the percentiles, of lengths seen before, between which their length was"
-    classes = CounterMetricFamily(f"memserve_{prefix}output_length_classes", about, labels=[*labels, "percentiles"])
-    about = "Plans that had less prefill than there was room for, so that decoding requests meet their objective"
-    limited = CounterMetricFamily(f"memserve_{prefix}plans_limited", about, labels=list(labels))
-    for values, instance in sources:
-        report = instance.objectives
-        for objective, result in itertools.product(("ttft", "tpot"), ("met", "missed")):
-            kept.add_metric([*values, objective, result], float(getattr(report, f"{objective}_{result}")))
-        for name, count in report.output_classes.items():
-            classes.add_metric([*values, name], float(count))
-        limited.add_metric(list(values), float(report.plans_limited))
-    yield from (kept, classes, limited)
 
 
 def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
@@ -342,11 +337,8 @@ def _admission(admission: Any, names_tenants: bool) -> Iterator[Metric]:
 
 def _counters(members: Sequence[Any]) -> Iterator[Metric]:
     told = [(member.view, member.engine.instance) for member in members if member.engine and member.engine.instance]
-    for name, text, field in INSTANCE_COUNTERS:
-        counter = CounterMetricFamily(f"memserve_{name}", text, labels=["instance", "role"])
-        for view, instance in told:
-            counter.add_metric([view.peer.name, view.role.value], float(getattr(instance, field)))
-        yield counter
+    sources = [((view.peer.name, view.role.value), instance) for view, instance in told]
+    yield from families(INSTANCE_COUNTERS, sources, ("instance", "role"))
     blocks = GaugeMetricFamily(
         "memserve_instance_blocks",
         "KV blocks of the instance by tier and state",

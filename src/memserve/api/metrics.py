@@ -8,7 +8,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from memserve.api.cluster_metrics import COUNTER, GAUGE, Table, cluster_families, families, objective_families
+from memserve.api.cluster_metrics import cluster_families
+from memserve.api.families import COUNTER, GAUGE, Table, families, objective_families
 from memserve.runtime.memory import resident_bytes
 from memserve.units import NS_PER_S
 

@@ -108,14 +108,20 @@ class Kind:
     """Names of data sets, for kinds that share ``make``."""
 
 
+def known_kind(name: str) -> Kind:
+    """The entry of the name; :class:`UserError` if there is none."""
+    kind = KINDS.get(name)
+    if kind is None:
+        raise UserError(f"unknown workload '{name}'", hint=f"one of {', '.join(KINDS)}")
+    return kind
+
+
 def build(recipe: Recipe, meter: Meter | None = None) -> Workload:
     """The workload of ``recipe``, token counts by ``meter`` (default: four bytes a token).
 
     :class:`UserError` for an unknown kind, a missing or malformed file, or impossible figures.
     """
-    kind = KINDS.get(recipe.kind)
-    if kind is None:
-        raise UserError(f"unknown workload '{recipe.kind}'", hint=f"one of {', '.join(KINDS)}")
+    kind = known_kind(recipe.kind)
     if recipe.sessions is not None and recipe.sessions < 1:
         raise UserError(f"a workload needs sessions, got {recipe.sessions}", hint="take at least 1")
     workload = kind.make(recipe, meter, *kind.names)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memserve.bench.catalogue import Arrivals, Recipe
+from memserve.bench.catalogue import Arrivals, Recipe, known_kind
 from memserve.bench.results import Label
 from memserve.config import POLICIES
 from memserve.errors import UserError
@@ -136,8 +136,13 @@ class Comparison:
 
 
 def kind_of(name: str) -> str:
-    """The catalogue's name of a workload: ``sharegpt`` is ``chat``, ``loogle`` is ``documents``."""
-    return PAPER_NAMES.get(name.strip(), name.strip())
+    """The catalogue's name of a workload: ``sharegpt`` is ``chat``, ``loogle`` is ``documents``.
+
+    :class:`UserError` if the catalogue has no such workload.
+    """
+    kind = PAPER_NAMES.get(name.strip(), name.strip())
+    known_kind(kind)
+    return kind
 
 
 def settings_compared(

@@ -131,6 +131,13 @@ def load(
     _run(workload, target, model, vocab_size, max_s, seed, slo, out, as_json)
 
 
+def existing(data: Path | None) -> Path | None:
+    """``data``, the folder of data sets. Raises :class:`UserError` if there is no such folder."""
+    if data is not None and not data.is_dir():
+        raise UserError(f"no folder {data}", hint="--data names a folder of data sets")
+    return data
+
+
 def read_slo(ttft_ms: float | None, tpot_ms: float | None, jct_ms: float | None) -> Slo:
     """The SLO that goodput is counted against."""
     from memserve.bench.metrics import Slo
@@ -223,10 +230,10 @@ def capacity(
 
     require_aiohttp()
     contenders = parse_settings(",".join([settings, *map(named_server, base_url or ())]), instances)
-    meter, own_vocab_size = weighing(model if settings.strip() else None)
     caps = Caps(prompt_tokens_max, output_tokens_max, turns_max)
-    recipe = Recipe(kind=kind_of(workload), data=data, seed=seed, caps=caps)
+    recipe = Recipe(kind=kind_of(workload), data=existing(data), seed=seed, caps=caps)
     slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
+    meter, own_vocab_size = weighing(model if settings.strip() else None)  # may convert the model: wrong usage is over
     flags = ("--model", model, *shlex.split(serve_flags))
     manner = Manner("", vocab_size or own_vocab_size, ignore_eos=True)
     plan = Search(recipe, slo, violations_max, start, precision, probe_s, flags, manner, meter)

@@ -24,6 +24,7 @@ from memserve.cli.bench_load import (
     VocabSize,
     chosen,
     command,
+    existing,
     read_slo,
     run_study,
 )
@@ -119,16 +120,19 @@ def serve(
     settings = settings if settings is not None else QUICK_SETTINGS if quick else DEFAULT_SETTINGS
     contenders = ",".join([settings, *map(named_server, base_url or ())])
     names = studies if studies is not None else "settings" if narrowed else ",".join(STUDIES)
-    meter, own_vocab_size = weighing(model if settings.strip() else None)
+    slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
+    comparisons = _comparisons(
+        names, contenders, instances, workload or DEFAULT_WORKLOADS, share_ratio or "1", size, existing(data)
+    )
+    meter, own_vocab_size = weighing(model if settings.strip() else None)  # may convert the model: wrong usage is over
     plan = Plan(
-        _comparisons(names, contenders, instances, workload or DEFAULT_WORKLOADS, share_ratio or "1", size, data),
+        comparisons,
         seeds=tuple(range(seeds or (1 if quick else FULL_SEEDS))),
         serve_flags=("--model", model, *shlex.split(serve_flags)),
         ignore_eos=ignore_eos, vocab_size=vocab_size or own_vocab_size, timeout_s=timeout_s,
         minutes_max=minutes if minutes is not None else FULL_MINUTES, meter=meter, salted=cache_salt,
     )  # fmt: skip
     workloads = build_all(plan)  # reads the data: shows errors in it before any server starts
-    slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
     folder = RunFolder(out)
     run_study(ServeStudy(plan, workloads, folder, Results(command=command(), slo=slo)), folder)
 

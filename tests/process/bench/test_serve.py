@@ -30,6 +30,7 @@ from memserve.bench.settings import (
 )
 from memserve.cli.main import run
 from memserve.errors import UserError
+from memserve.model.loading import sources
 from tiny_models import VOCAB, save_folder, tiny_module
 
 SMALL = ["--quick", "--rate", "200", "--sessions", "3", "--turns-max", "2", "--prompt-tokens-max", "200"]
@@ -397,8 +398,14 @@ def test_a_server_that_dies_leaves_a_partial_report(tmp_path: Path, capsys: pyte
     ],
 )
 def test_wrong_usage_is_said_at_once(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], error: str
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    error: str,
 ) -> None:
+    """Before the bundled model is converted, which may take a minute."""
+    monkeypatch.setattr(sources, "converted_folder", lambda path, dtype: pytest.fail("the model is opened"))
     assert bench(*arguments, "--out", str(tmp_path / "run")) == 1
     assert error in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -40,6 +40,16 @@ def three(tmp_path: Path) -> Iterator[EtcdCluster]:
     cluster.close()
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """An election among members that get little of the processor takes longer than a call may, and than a lease lasts;
+    these tests are about what comes of it. ``undo()`` is the end of the patience."""
+    with monkeypatch.context() as longer:
+        longer.setattr(meta_etcd, "_CALL_S", 15.0)
+        longer.setattr(meta_etcd, "LEASE_S", 15)
+        yield longer
+
+
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates.make(tmp_path_factory.mktemp("tls") / "certificates")
@@ -72,7 +82,9 @@ class Journal:
 # -- members that die
 
 
-def test_one_member_dies_and_then_another_and_one_comes_back(three: EtcdCluster, monkeypatch) -> None:
+def test_one_member_dies_and_then_another_and_one_comes_back(
+    three: EtcdCluster, monkeypatch: pytest.MonkeyPatch, patience: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(meta_keeper, "REPAIR_S", 0.2)
     monkeypatch.setattr(meta_keeper, "NOTES_SYNC_S", 0.05)
     lost, standing_by = threading.Event(), queue.Queue[str]()
@@ -87,6 +99,7 @@ def test_one_member_dies_and_then_another_and_one_comes_back(three: EtcdCluster,
     three.kill(0)  # the member that is asked first
     assert all(journal.write() for _ in range(5)) and keeper.durability().is_kept
 
+    patience.undo()
     three.kill(1)  # no quorum: clear answers, in time, and nothing piles up
     asked = time.monotonic()
     assert not journal.write() and time.monotonic() - asked < 2 * meta_etcd._CALL_S + 2
@@ -115,7 +128,7 @@ def test_one_member_dies_and_then_another_and_one_comes_back(three: EtcdCluster,
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_member_that_hangs_costs_a_moment(three: EtcdCluster, number: int) -> None:
+def test_a_member_that_hangs_costs_a_moment(three: EtcdCluster, number: int, patience: object) -> None:
     """Whichever it is: the one that is asked, or the leader of the others."""
     lost = threading.Event()
     journal = Journal(elected(three, lost=lost))
@@ -127,7 +140,7 @@ def test_a_member_that_hangs_costs_a_moment(three: EtcdCluster, number: int) -> 
     journal.keeper.close()
 
 
-def test_an_election_among_the_members_is_waited_for(three: EtcdCluster) -> None:
+def test_an_election_among_the_members_is_waited_for(three: EtcdCluster, patience: object) -> None:
     """Each member dies in turn, so the leader does; the next call comes right behind the kill."""
     journal = Journal(elected(three))
     for number in range(3):

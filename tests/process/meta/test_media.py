@@ -265,11 +265,14 @@ def test_who_comes_while_the_disk_works_shares_the_next_sync() -> None:
 
 
 def test_notes_outlive_a_kill_without_a_sync_and_are_synced_soon() -> None:
-    medium = FaultyMedium()
+    medium = SlowMedium()
     keeper = MetaKeeper(medium)
     keeper.note([session(1)])
     eventually(lambda: Store(copy_of(medium)).state.sessions)
+    assert medium.unsafe_bytes and not medium.syncs, "a kill would not have lost it, a power cut would"
+    medium.go.release(2)
     eventually(lambda: not medium.unsafe_bytes)
+    assert medium.syncs == 1, "without anything that asks for it"
     keeper.close()
 
 

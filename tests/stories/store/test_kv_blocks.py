@@ -268,6 +268,30 @@ def test_what_is_on_disks_outlives_the_store(world, power) -> None:
     assert fetch(world, d) == 4
 
 
+def test_a_disk_that_drops_blocks_takes_nothing_that_another_disk_has(world) -> None:
+    """Each disk was a store's only one for a time, and was given the same blocks; then one store has both."""
+    world.open_store(blocks=8, disks=2, disks_config=DisksConfig(sync="always", admission="all"))
+    both, p = world.store.literal, world.instance("p")
+    for disk in both:
+        world.store.literal = [disk]
+        world.restart(power=True)
+        push(world, p, "t", PROMPT)
+        world.run()
+    world.store.literal = both
+    store = world.restart(power=True)
+    identities = store.identities("t", PROMPT)
+    first, second = store.machine.values.disks._logs()
+    assert all(identity in log for log in (first, second) for identity in identities)
+
+    store.fails = True  # the disk that is asked first drops each block that it cannot read, and is lost in the end
+    assert fetch(world, world.instance("d")) == 0
+    store.fails = False
+    assert store.machine.values.disks._logs() == [second]
+    assert all(identity in second for identity in identities)
+    assert store.known_to_router() == dict.fromkeys(identities, Tier.SSD)
+    assert fetch(world, world.instance("e")) == 4
+
+
 def test_an_orderly_end_writes_what_is_in_memory_alone(world) -> None:
     world.open_store(blocks=8, disks=1)
     p, d = world.instance("p"), world.instance("d")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve
@@ -54,6 +54,8 @@ class StoreSetup:
     again is asked of the store."""
     kinds: tuple[str, ...] = ()
     """Faults that are drawn."""
+    dies_at_turns: float = 0.0
+    """How likely it is killed when a turn ends, to be back at once: the next turn asks for what its memory has kept."""
 
     @property
     def costs(self) -> CostModel | None:
@@ -79,7 +81,7 @@ def draw_store(random: Random) -> StoreSetup:
         loads_max=random.choice([1, 4, 128]),
         fetches_max=random.choice([1, 4096]),
     )
-    return StoreSetup(
+    setup = StoreSetup(
         blocks=random.choice([6, 12, 24, 64]),
         segments=tuple(random.randint(4, 8) for _ in range(random.choice([0, 1, 1, 1, 2]))),
         disks=disks,
@@ -88,3 +90,4 @@ def draw_store(random: Random) -> StoreSetup:
         is_wanted=random.random() < 0.8,
         kinds=(random.choice(_WRONG_BYTES), *random.sample(STORE_FAULTS, random.choice([0, 1, 2, 6]))),
     )
+    return replace(setup, dies_at_turns=random.choice([0.0, 0.0, 0.05, 0.15]))

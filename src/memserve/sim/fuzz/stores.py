@@ -108,7 +108,10 @@ class FuzzedStore(StoreNode, DiskOwner):
         for node in instances:
             if self.setup.is_wanted and node.alive and self.random.random() < 0.9:
                 node.machine.pool.clear_cache()
-        if self.setup.is_wanted and self.alive and self.random.random() < 0.5:
+        if self.setup.dies_at_turns:  # then its memory is left as it is: it shall have something that can be adopted
+            if self.alive and self.random.random() < self.setup.dies_at_turns:
+                self.host.clock.after(0, self._die_and_return)
+        elif self.setup.is_wanted and self.alive and self.random.random() < 0.5:
             tier, values = self.machine.values.tier, self.machine.values
             blocks = tier.allocate_blocks(tier.blocks_free + tier.blocks_evictable)
             values.settle()
@@ -185,6 +188,14 @@ class FuzzedStore(StoreNode, DiskOwner):
         if not keeps:
             self._memory = StoreMemory(self.setup.blocks, self.host.geometry)
             self.forget_promises()  # what was said of pages that are no more
+
+    def _die_and_return(self) -> None:
+        """Before anything has noticed: the next process adopts its memory, at times with damage."""
+        if self.alive:
+            self.die(keeps_memory=True)
+            if self.random.random() < 0.2:
+                self.damage_memory(self.random)
+            self.boot()
 
     def damage_memory(self, random: Random) -> None:
         """Some of what the next process will adopt has another byte."""

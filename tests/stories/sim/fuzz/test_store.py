@@ -52,6 +52,19 @@ def test_what_instances_forget_comes_from_the_store() -> None:
     assert totals["store: kv_stored"] and totals["store: kv_lent"] and totals["store: reads_ok"]
 
 
+def test_what_a_killed_store_leaves_in_memory_is_asked_for_and_compared() -> None:
+    """It dies now and then when a turn ends, with what the next turn asks for."""
+    scenarios = [with_store(seed) for seed in range(5, 13)]
+    for scenario in scenarios:
+        scenario.store = replace(scenario.store, dies_at_turns=0.1)
+    done = [World(scenario) for scenario in scenarios]
+    for world in done:
+        world.run()
+        assert not world.referee.excused
+    totals = sum((world.achievements() for world in done), done[0].happened)
+    assert totals["store: compared"] and totals["store: kv_lent"], totals
+
+
 def test_some_seeds_have_a_store_and_others_are_what_they_were() -> None:
     scenarios = [draw(seed, setting_of(seed)) for seed in range(400)]
     having = [scenario for scenario in scenarios if scenario.store is not None]

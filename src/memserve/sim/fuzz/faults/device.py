@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from memserve.sim.fuzz.faults.knobs import multiply, raise_by
 from memserve.sim.fuzz.faults.process import Kind, Undo, World
 from memserve.sim.fuzz.instances import FuzzedInstance
 from memserve.sim.fuzz.scenario import MS, Fault
@@ -11,12 +12,7 @@ from memserve.sim.fuzz.scenario import MS, Fault
 
 def _corrupt(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     """Half of the pages that it pulls arrive with a wrong byte."""
-    node.corrupting += 1
-
-    def stop() -> None:
-        node.corrupting -= 1
-
-    return stop
+    return raise_by(node, "corrupting")
 
 
 def _device(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
@@ -34,34 +30,16 @@ def _hang(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> N
 
 
 def _slow_device(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    factor = random.choice([5, 40])
-    node.step_slowness *= factor
-
-    def stop() -> None:
-        node.step_slowness //= factor
-
-    return stop
+    return multiply(node, "step_slowness", random.choice([5, 40]))
 
 
 def _slow_link(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    factor = random.choice([10, 60])
-    node.pull_slowness *= factor
-
-    def stop() -> None:
-        node.pull_slowness //= factor
-
-    return stop
+    return multiply(node, "pull_slowness", random.choice([10, 60]))
 
 
 def _slow_tier(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     """Each block that moves between the tiers delays the device."""
-    extra_ns = random.choice([2, 20, 150]) * MS
-    node.copy_ns += extra_ns
-
-    def stop() -> None:
-        node.copy_ns -= extra_ns
-
-    return stop
+    return raise_by(node, "copy_ns", random.choice([2, 20, 150]) * MS)
 
 
 KINDS: dict[str, Kind] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from memserve.sim.fuzz.faults.knobs import raise_by
 from memserve.sim.fuzz.faults.process import Kind, Undo, World
 from memserve.sim.fuzz.instances import FuzzedInstance
 from memserve.sim.fuzz.scenario import MS, Fault
@@ -28,13 +29,7 @@ def _disk_full(world: World, fault: Fault, node: FuzzedInstance, random: Random)
 
 
 def _slow_disk(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    extra_ns = random.choice([3, 30, 300]) * MS
-    world.router.disk_ns += extra_ns
-
-    def stop() -> None:
-        world.router.disk_ns -= extra_ns
-
-    return stop
+    return raise_by(world.router, "disk_ns", random.choice([3, 30, 300]) * MS)
 
 
 KINDS: dict[str, Kind] = {"router-power": _router_power, "disk-full": _disk_full, "slow-disk": _slow_disk}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from memserve.sim.fuzz.faults.knobs import multiply, raise_by
 from memserve.sim.fuzz.faults.process import Kind, Undo, World
 from memserve.sim.fuzz.instances import FuzzedInstance
 from memserve.sim.fuzz.scenario import Fault
@@ -79,23 +80,11 @@ def _cut(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Un
 
 def _corrupt(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     """Half of the pages that it pulls come with another byte."""
-    store = _store(world)
-    store.corrupting += 1
-
-    def stop() -> None:
-        store.corrupting -= 1
-
-    return stop
+    return raise_by(_store(world), "corrupting")
 
 
 def _slow_link(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    store, factor = _store(world), random.choice([10, 60])
-    store.pull_slowness *= factor
-
-    def stop() -> None:
-        store.pull_slowness //= factor
-
-    return stop
+    return multiply(_store(world), "pull_slowness", random.choice([10, 60]))
 
 
 def _rot(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
@@ -125,23 +114,11 @@ def _disk_errors(world: World, fault: Fault, node: FuzzedInstance, random: Rando
 
 
 def _disk_full(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    store = _store(world)
-    store.full_disks += 1
-
-    def stop() -> None:
-        store.full_disks -= 1
-
-    return stop
+    return raise_by(_store(world), "full_disks")
 
 
 def _slow_disk(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    store, factor = _store(world), random.choice([10, 60])
-    store.disk_slowness *= factor
-
-    def stop() -> None:
-        store.disk_slowness //= factor
-
-    return stop
+    return multiply(_store(world), "disk_slowness", random.choice([10, 60]))
 
 
 def _disk_hang(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
