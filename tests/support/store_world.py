@@ -99,7 +99,7 @@ class StoreNode:
         member = MemberMachine(self.info_now, ("tcp://router:1",), MemberConfig())
         limits = config or StoreConfig(ExchangeConfig(lease_ns=LEASE_NS), fetch_deadline_ns=LEASE_NS // 2)
         self.machine = StoreMachine(
-            self.tier, Disks(logs, self.disks_config), self.info_now, DEFAULT_KEY, limits, member
+            self.tier, Disks(logs, self.disks_config), self.info_now, DEFAULT_KEY, member, limits
         )
         self.perform(self.machine.start(self.now))
 

@@ -54,6 +54,8 @@ class StoreSetup:
     again is asked of the store."""
     kinds: tuple[str, ...] = ()
     """Faults that are drawn."""
+    is_called: bool = False
+    """It was told of no router, and joins the one that calls it."""
 
     @property
     def costs(self) -> CostModel | None:
