@@ -288,12 +288,13 @@ def _wait_until_ready(
     if named is not None:
         names = [*names, named.name]
     told: set[str] = set()
-    while not (engine.wait_for(names, _LOOK_S) and _with_models(engine.members()) and _stores_serve(engine.members())):
+    while not _are_ready(members := engine.members(), names):
+        if engine.wait_for(names, _LOOK_S):
+            time.sleep(_LOOK_S)  # all are members: a store begins anew
         supervisor.check()
-        members = engine.members()
         seconds = time.monotonic() - started
         if named is not None and named.name in members:
-            joined = time.monotonic()
+            joined, engine.store_declines = time.monotonic(), ""
         elif named is not None:
             try:
                 named.check_joins(engine, time.monotonic() - joined)
@@ -314,9 +315,12 @@ def _wait_until_ready(
     return [members[name] for name in names if name in members] or list(members.values())
 
 
-def _stores_serve(members: dict[str, PeerInfo]) -> bool:
-    """Whether each store keeps the KV of some model: one without begins anew when the first instance has joined."""
-    return all(info.namespace for info in members.values() if info.role is Role.STORE)
+def _are_ready(members: dict[str, PeerInfo], names: list[str]) -> bool:
+    """Whether all of ``names`` are ``members``, instances are, and each store keeps their KV: one that does not begins
+    anew when it has seen the first instance, and is no member for a moment."""
+    namespaces = {info.namespace for info in _with_models(members).values()}
+    stores = [info for info in members.values() if info.role is Role.STORE]
+    return bool(namespaces) and members.keys() >= set(names) and all(one.namespace in namespaces for one in stores)
 
 
 def _with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
