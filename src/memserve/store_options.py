@@ -42,9 +42,6 @@ _FOLDERS = Form(
 class StoreOptions:
     """A process of this host that keeps KV in memory and on disks, for all instances, through every restart."""
 
-    at: str | None = option(None, "--store")
-    """HOST:PORT: use the store that runs there (``memserve store --listen HOST:PORT``), with its secret
-    (--cluster-secret-file), and start none. It goes on when this server ends. None: no such store."""
     folders: tuple[tuple[str, int], ...] = option((), "--ssd", form=_FOLDERS)
     """DIR=20GiB: start a store that also keeps KV in a file of this size in folder DIR. It outlives every process.
     Repeatable, one folder a disk."""
@@ -60,6 +57,9 @@ class StoreOptions:
     admission: str = option("second-hit", "--ssd-admission")
     """What is written to disks once they have been full: ``second-hit``: what was asked for before; ``all``: everything
     new."""
+    at: str | None = option(None, "--store")
+    """HOST:PORT: use the store that runs there (``memserve store --listen HOST:PORT``), with its secret
+    (--cluster-secret-file), and start none. It goes on when this server ends. None: no such store."""
 
     def __post_init__(self) -> None:
         for name, value, known in (("sync", self.sync, SYNCS), ("admission", self.admission, ADMISSIONS)):
