@@ -294,7 +294,7 @@ def _wait_until_ready(
         supervisor.check()
         seconds = time.monotonic() - started
         if named is not None and named.name in members:
-            joined, engine.store_declines = time.monotonic(), ""
+            joined, engine.declined = time.monotonic(), None
         elif named is not None:
             try:
                 named.check_joins(engine, time.monotonic() - joined)

@@ -36,9 +36,10 @@ class NamedStore:
 
     def check_joins(self, engine: RouterEngine, seconds: float) -> None:
         """Raise :class:`UserError` when it has not joined for ``seconds`` and will not."""
-        if engine.store_declines and seconds > DECLINED_S:
+        declined = engine.declined
+        if declined is not None and declined.peer.name == self.name and seconds > DECLINED_S:
             hint = "end `memserve serve` there, or start a store of its own for this one: a store has one router"
-            raise UserError(f"the store at {self.address} does not join: {engine.store_declines}", hint=hint)
+            raise UserError(f"the store at {self.address} does not join: {declined.why}", hint=hint)
         if seconds > JOIN_S:
             here = engine.address.removeprefix("tcp://")
             hint = f"can its host reach this router at {here} (--cluster-host)? The log of the store has more"

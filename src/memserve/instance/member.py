@@ -229,7 +229,7 @@ class MemberMachine:
 
     def _rejoin(self, sender: Peer, address: str, now: int) -> None:
         """Join the new router. Requests running here are orphaned, and dropped when its ``JoinAccepted`` arrives."""
-        if sender == (self.router or self._rejoins_at) or self._is_outdated(sender):
+        if not address or sender == (self.router or self._rejoins_at) or self._is_outdated(sender):
             return
         what = "calls" if self.is_alone else "takes over"
         self._do(Notice(f"the router at {address} {what}: joining it"))

@@ -77,8 +77,8 @@ class RouterEngine:
         self._log = MemberLog()
         self.children: Callable[[], Mapping[str, ChildStats]] = dict
         """Asked for what became of the processes of instances, by name; none runs under this router by default."""
-        self.store_declines = ""
-        """Why the store that was called last did not join. Empty: it has not said so."""
+        self.declined: ReportMember | None = None
+        """Which store has last said that it does not join, and why."""
         self._closed = False
         self._keeper = keeper
         self._is_listening = keeper is None  # before the machine has recovered, members would be strangers to it
@@ -239,7 +239,7 @@ class RouterEngine:
                 self._clients.reject(request_id, reason, retry_after_s, overloaded)
             case ReportMember():
                 if action.change is MemberChange.DECLINED:
-                    self.store_declines = action.why
+                    self.declined = action
                 self._log.say(action)
             case Write():
                 self._write(action)
