@@ -142,7 +142,7 @@ def serve_error(model: Path, *flags: str) -> str:
     command = [sys.executable, "-m", "memserve", "serve", "--model", str(model), "--port", "0", "--metadata", "none"]
     ended = subprocess.run([*command, "--colocated", "1", *flags], capture_output=True, text=True, timeout=WAIT_S)
     assert ended.returncode == 1 and not ended.stdout
-    return ended.stderr.strip().splitlines()[-1]
+    return " ".join(ended.stderr.strip().splitlines()[-2:])  # the error and its hint
 
 
 def test_another_secret_and_an_address_without_a_store_are_told_apart(model, store, tmp_path) -> None:
