@@ -234,6 +234,8 @@ class ClusterConfig:
     """How KV goes from prefill to decode instances."""
     dead_after_ns: int = 5 * NS_PER_S
     """A member that is silent for this long is taken to be dead."""
+    call_every_ns: int = NS_PER_S
+    """Between two requests to a store to join (``memserve serve --store``)."""
     stalled_after_ns: int = 60 * NS_PER_S
     """A request without progress for this long, on a member that sends heartbeats, is tried on another instance."""
     attempts_max: int = 4

@@ -27,6 +27,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from memserve.peers import ROUTER as ROUTER
 from memserve.peers import ArenaPlace as ArenaPlace
 from memserve.peers import Load as Load
 from memserve.peers import Message as Message
@@ -35,7 +36,7 @@ from memserve.peers import Natural as Natural
 from memserve.peers import Peer as Peer
 from memserve.peers import PeerInfo as PeerInfo
 from memserve.peers import members_digest as members_digest
-from memserve.store_messages import StoreMessage
+from memserve.store_messages import JoinRequest, StoreMessage
 from memserve.types import Request, Tier, TokenArray, TokenOutput, TransferMode
 
 Checksum = Annotated[int, msgspec.Meta(ge=0)]
@@ -65,10 +66,11 @@ class RejoinRequest(Message, frozen=True, tag=True):
     """The router was restarted, listens here and remembers you: join again, keep all work. Repeated until ``Join``."""
 
     address: str
+    after: Natural = 0  # generation of the router whose place this one takes; 0: not known
 
 
 class Refused(Message, frozen=True, tag=True):
-    """The instance cannot be a member."""
+    """The instance cannot be a member. From a store to a router: it belongs to another."""
 
     reason: str
 
@@ -389,12 +391,9 @@ AnyMessage: TypeAlias = (
     Join | JoinAccepted | RejoinRequest | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
     | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver
     | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready
-    | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | StoreMessage
+    | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | JoinRequest | StoreMessage
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
 
 KEEP = b"keep"
 """``Offer.private`` to a store: these blocks are pinned by name, and go to the disk without a second hit."""
-
-ROUTER = "router"
-"""Name of the peer that hosts the ``Cluster`` machine."""

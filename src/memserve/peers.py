@@ -10,6 +10,8 @@ import msgspec
 from memserve import _core
 from memserve.types import KVGeometry, Role, Tier
 
+ROUTER = "router"
+"""Name of the peer that hosts the ``Cluster`` machine."""
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A number, index or amount. Decoding rejects other values, so machines need not check."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]

@@ -24,8 +24,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from memserve.peers import ArenaPlace, Message, Name, Natural
+from memserve.peers import ArenaPlace, Message, Name, Natural, Peer
 
+STORE = Peer("store", 0)
+"""Whichever store listens at an address: for those that know the address alone."""
 KEY_BYTES = 16
 NAME_BYTES_MAX = 1024
 CALL_KEYS_MAX = 65_536
@@ -232,6 +234,13 @@ class ForgetKv(Message, frozen=True, tag=True):
 
     identities: bytes
     """16 bytes a block."""
+
+
+class JoinRequest(Message, frozen=True, tag=True):
+    """A router listens at this address, and its operator has named this store: join it, unless you have another router.
+    Repeated for ever, also as a sign of life."""
+
+    address: str
 
 
 StoreMessage: TypeAlias = (

@@ -1,4 +1,4 @@
-"""The store that ``memserve serve`` starts beside its instances: its options, each declared once."""
+"""The store of ``memserve serve``, started beside its instances or already running: options, each declared once."""
 
 from __future__ import annotations
 
@@ -57,22 +57,43 @@ class StoreOptions:
     admission: str = option("second-hit", "--ssd-admission")
     """What is written to disks once they have been full: ``second-hit``: what was asked for before; ``all``: everything
     new."""
+    at: str | None = option(None, "--store")
+    """HOST:PORT: use the store that runs there (``memserve store --listen HOST:PORT``), with its secret
+    (--cluster-secret-file), and start none. It goes on when this server ends. None: no such store."""
 
     def __post_init__(self) -> None:
         for name, value, known in (("sync", self.sync, SYNCS), ("admission", self.admission, ADMISSIONS)):
             if value not in known:
                 hint = f"use one of {', '.join(known)}"
                 raise UserError(f"unknown --ssd-{name} {value!r}", hint=hint, param=f"ssd_{name}")
+        if self.at is not None and self.is_wanted:
+            hint = f"leave out --store, or give {self._flag} to the `memserve store` that runs there"
+            raise UserError(f"--store names a store that runs, and {self._flag} starts one", hint=hint, param="store")
         idle = StoreOptions.__dataclass_fields__
         if not self.is_wanted:
+            hint = "add --ssd DIR=20GiB" if self.at is None else "give it to the `memserve store` that runs there"
             for name, flag in (("sync", "--ssd-sync"), ("writes_per_day_bytes", "--ssd-writes-per-day")):
                 if getattr(self, name) != idle[name].default:
-                    raise UserError(f"{flag} does nothing without a disk", hint="add --ssd DIR=20GiB", param="ssd")
+                    raise UserError(f"{flag} does nothing without a disk", hint=hint, param="ssd")
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is to be a store."""
+        """Whether a store is to be started."""
         return bool(self.folders) or self.dram_bytes is not None or self.address is not None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is to be a store, started here or not."""
+        return self.is_wanted or self.at is not None
+
+    @property
+    def _flag(self) -> str:
+        """The option that asks for a store."""
+        if self.folders:
+            return "--ssd"
+        if self.dram_bytes is not None:
+            return "--store-dram"
+        return "--store-listen" if self.address is not None else "--store"
 
     @property
     def memory_bytes(self) -> int:
@@ -93,9 +114,8 @@ class StoreOptions:
 
     def refuse(self, instead: str) -> None:
         """Raise :class:`UserError` when a store is wanted where there can be none."""
-        if self.is_wanted:
-            flag = "--ssd" if self.folders else "--store-dram" if self.dram_bytes is not None else "--store-listen"
-            raise UserError(f"{flag} {_ALONE}", hint=instead, param="ssd")
+        if self.is_used:
+            raise UserError(f"{self._flag} {_ALONE}", hint=instead, param="ssd")
 
 
 _ALONE = "needs a cluster: a store is a process of its own beside the instances"

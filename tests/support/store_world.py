@@ -17,7 +17,7 @@ from disks_world import DisksWorld, Job, seal_of, split
 from exchange_world import BLOCK, GEOMETRY, LAYERS, LEASE_NS, Node, World, array, checksum, pages
 from memserve import _core
 from memserve.config import ExchangeConfig, MemberConfig
-from memserve.instance.events import BecomeNew, DrainAsked, Reborn
+from memserve.instance.events import BecomeNew, DrainAsked, Notice, Reborn
 from memserve.instance.member import MemberMachine
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.mempool.identity import DEFAULT_KEY
@@ -73,6 +73,7 @@ class StoreNode:
         segments: int = 6,
         config: StoreConfig | None = None,
         disks_config: DisksConfig | None = None,
+        is_called: bool = False,
     ) -> None:
         self.world, self.peer, self.literal, self.name = world, peer, disks, name
         self.tier = _core.MemoryTier(blocks * BLOCK_BYTES, BLOCK_BYTES, name=name)
@@ -87,6 +88,7 @@ class StoreNode:
         self.disk_jobs: dict[int, Job] = {}
         self.kept: dict[int, bytes] = {}
         self.told: list[KvEvents | KvSnapshot] = []
+        self.notices: list[str] = []
         self.ended: Ended | None = None
         self.serves: list[PeerInfo] = []
         self.is_dead = False
@@ -96,10 +98,10 @@ class StoreNode:
         self.info_now = PeerInfo(
             peer, Role.STORE, "", namespace, GEOMETRY, 0, blocks, 0, True, host_id=HOST, publishes_events=True
         )
-        member = MemberMachine(self.info_now, ("tcp://router:1",), MemberConfig())
+        member = MemberMachine(self.info_now, () if is_called else ("tcp://router:1",), MemberConfig())
         limits = config or StoreConfig(ExchangeConfig(lease_ns=LEASE_NS), fetch_deadline_ns=LEASE_NS // 2)
         self.machine = StoreMachine(
-            self.tier, Disks(logs, self.disks_config), self.info_now, DEFAULT_KEY, limits, member
+            self.tier, Disks(logs, self.disks_config), self.info_now, DEFAULT_KEY, member, limits
         )
         self.perform(self.machine.start(self.now))
 
@@ -165,6 +167,8 @@ class StoreNode:
                     self.tell(Reborn(self.info_now))
                 case Ended():
                     self.ended = action
+                case Notice(text):
+                    self.notices.append(text)
                 case ServeModel(info):
                     self.serves.append(info)
                 case _ if type(action).__module__ == ev.__name__:

@@ -34,6 +34,7 @@ from memserve.types import Admission, Caching, Role
 from memserve.units import human_bytes
 
 if TYPE_CHECKING:
+    from memserve.cli.named_store import NamedStore
     from memserve.model.loading.card import RemoteModel
     from memserve.model.loading.sources import ModelFolder
     from memserve.runtime.router import RouterEngine
@@ -68,7 +69,7 @@ class ClusterOptions:
     """The store of this host; default: none."""
 
     def __post_init__(self) -> None:
-        if self.store.is_wanted and self.config.caching is Caching.OFF:
+        if self.store.is_used and self.config.caching is Caching.OFF:
             hint = "leave out --caching off and --no-cache, or the options of the store"
             raise UserError("a store keeps what instances cache, and none of them caches", hint=hint, param="ssd")
         if self.link not in LINKS:
@@ -85,11 +86,15 @@ class ClusterOptions:
         if self.port is not None and self.secret is None:
             hint = "make one: head -c 32 /dev/urandom | base64 > secret; then --cluster-secret-file secret"
             raise UserError("--cluster-port needs the cluster's secret", hint=hint, param="cluster_secret_file")
+        if self.store.at is not None and self.secret is None:
+            hint = "give the file that the store was started with: --cluster-secret-file FILE"
+            raise UserError("--store needs the secret of that store", hint=hint, param="cluster_secret_file")
 
     @property
     def may_span_hosts(self) -> bool:
-        """Whether instances of other hosts may join."""
-        return self.port is not None and own_address(self.host) not in ("127.0.0.1", "::1")
+        """Whether there may be members on other hosts."""
+        others = self.port is not None or self.store.at is not None
+        return others and own_address(self.host) not in ("127.0.0.1", "::1")
 
     @property
     def instances(self) -> int:
@@ -167,6 +172,7 @@ def running_cluster(
     from memserve.runtime.meta_children import ChildrenFile
     from memserve.runtime.supervisor import Supervisor
 
+    named = _find_store(options, say)
     folder = resolve_source(
         engine_options.model, "float32"
     )  # converts a GGUF file once, before several processes need it
@@ -181,21 +187,31 @@ def running_cluster(
             ChildrenFile(kept.folder).end_useless({order.name: order.command for order in orders})
         engine = _open_router(options, secret, kept)
         orders = _orders(engine_options, options, engine.address, log_level)
-        supervisor = Supervisor(orders, secret, engine.bury, kept.folder)
+        supervisor = Supervisor(orders, secret, engine.bury, kept.folder, offers=options.store.is_used)
         engine.children = supervisor.stats
         try:
             _check_memory(engine_options, options, orders, supervisor.living)
+            if named is not None:
+                engine.call_store(f"tcp://{named.address}")
             supervisor.start()
             import_tokenizers()
             import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
 
-            infos = _wait_until_ready(engine, supervisor, options, say)
+            infos = _wait_until_ready(engine, supervisor, named, options, say)
             model = _model_of(infos, folder)
             supervisor.settle()
             yield RunningCluster(engine, model, _describe(infos, options, engine_options, model), supervisor.retire)
         finally:
             supervisor.close()
             engine.close()
+
+
+def _find_store(options: ClusterOptions, say: Callable[[str], None]) -> NamedStore | None:
+    if options.store.at is None or options.secret is None:
+        return None
+    from memserve.cli.named_store import find_store
+
+    return find_store(options.store.at, options.secret, options.host, say)
 
 
 def _check_memory(
@@ -257,18 +273,36 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
 
 
 def _wait_until_ready(
-    engine: RouterEngine, supervisor: Supervisor, options: ClusterOptions, say: Callable[[str], None]
+    engine: RouterEngine,
+    supervisor: Supervisor,
+    named: NamedStore | None,
+    options: ClusterOptions,
+    say: Callable[[str], None],
 ) -> list[PeerInfo]:
-    """Wait for the instances of this host; without any, for the first member. Returns what was waited for."""
-    started = time.monotonic()
+    """Wait for the instances of this host and for the store; without instances, for the first one that joins. Returns
+    the instances that were waited for."""
+    started = joined = time.monotonic()
     names = supervisor.names
     if set(names) <= {STORE_NAME}:
         say(f"waiting for instances to join at {engine.address} ...")
+    if named is not None:
+        names = [*names, named.name]
     told: set[str] = set()
-    while not (engine.wait_for(names, _LOOK_S) and _with_models(engine.members()) and _stores_serve(engine.members())):
+    while not _are_ready(members := engine.members(), names):
+        if engine.wait_for(names, _LOOK_S):
+            time.sleep(_LOOK_S)  # all are members: a store begins anew
         supervisor.check()
-        members = engine.members()
         seconds = time.monotonic() - started
+        if named is not None and named.name in members:
+            joined, engine.declined = time.monotonic(), None
+        elif named is not None:
+            try:
+                named.check_joins(engine, time.monotonic() - joined)
+            except UserError as error:
+                if not options.metadata.etcd:
+                    raise
+                say(f"{error.message}: taking over without it")
+                names, named = supervisor.names, None
         for name in members.keys() - told:
             say(f"{name} ({members[name].role.value}) is ready after {seconds:.1f} s")
         told |= members.keys()
@@ -281,9 +315,12 @@ def _wait_until_ready(
     return [members[name] for name in names if name in members] or list(members.values())
 
 
-def _stores_serve(members: dict[str, PeerInfo]) -> bool:
-    """Whether each store keeps the KV of some model: one without begins anew when the first instance has joined."""
-    return all(info.namespace for info in members.values() if info.role is Role.STORE)
+def _are_ready(members: dict[str, PeerInfo], names: list[str]) -> bool:
+    """Whether all of ``names`` are ``members``, instances are, and each store keeps their KV: one that does not begins
+    anew when it has seen the first instance, and is no member for a moment."""
+    namespaces = {info.namespace for info in _with_models(members).values()}
+    stores = [info for info in members.values() if info.role is Role.STORE]
+    return bool(namespaces) and members.keys() >= set(names) and all(one.namespace in namespaces for one in stores)
 
 
 def _with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
@@ -306,12 +343,14 @@ def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: En
     if gate.mode is not Admission.NONE:
         most = f", at most {gate.active_max} at once" if gate.active_max is not None else ""
         text += f"; admission {gate.mode.value}{most}, {gate.waiting_max} may wait"
-    text += f"; store: {_store_text(options.store)}" if options.store.is_wanted else ""
+    text += f"; store: {_store_text(options.store)}" if options.store.is_used else ""
     text += f"; others may join at port {options.port}" if options.port is not None else ""
     return f"{text}\n{_room(infos, model.max_model_tokens, engine_options.scheduler.max_running)}"
 
 
 def _store_text(store: StoreOptions) -> str:
+    if store.at is not None:
+        return f"that at {store.at}"
     disks = [f"{human_bytes(size)} in {folder}" for folder, size in store.folders]
     at = f", at {store.address}" if store.address is not None else ""
     return ", ".join([f"{human_bytes(store.memory_bytes)} of memory", *disks]) + at

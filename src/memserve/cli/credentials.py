@@ -100,9 +100,9 @@ def metrics_key(given: str | None) -> str | None:
     return given or variable
 
 
-def secret_of(port: int | None, path: Path | None) -> str | None:
-    """The cluster's secret, for a router that others may join."""
-    return read_secret(path) if port and path is not None else None
+def secret_of(path: Path | None, *, is_needed: bool) -> str | None:
+    """The cluster's secret, for a router that has members which it does not start. None: it has none, or no file."""
+    return read_secret(path) if is_needed and path is not None else None
 
 
 def etcd_access(path: Path | None) -> EtcdAccess | None:

@@ -59,6 +59,7 @@ def instance(
         _run_supervised(engine, join, role, name or role.value, link, log_level)
         return
     opt.set_up_logging(log_level)
+    opt.check_name(name or "")
     place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s)
     started = time.perf_counter()
     typer.echo(f"loading {engine.model} ...", err=True)

@@ -178,6 +178,12 @@ def set_up_logging(level: str, process: str = "") -> None:
     )
 
 
+def check_name(name: str) -> None:
+    """Raise :class:`UserError` for a name that stands for an address, whichever process listens there."""
+    if name in ("router", "store"):
+        raise UserError(f"no member can be called {name!r}", hint="take another --name", param="name")
+
+
 def split_address(text: str, flag: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT``. Raises :class:`UserError` for anything else."""
     host, _, port = text.removeprefix("tcp://").rpartition(":")

@@ -117,7 +117,7 @@ def serve(
     config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
     shape = choose_counts(prefill, decode, colocated, engine)
     kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
-    secret = credentials.secret_of(cluster_port, cluster_secret_file)
+    secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
     members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape), with_absolute_folders(store))
     run_server(engine, http, ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members))
 

@@ -32,7 +32,8 @@ DRAIN_S = 20.0
 _SECRET_HINT = "make one: head -c 32 /dev/urandom | base64 > secret; then --cluster-secret-file secret"
 
 Listen = Annotated[
-    str | None, typer.Option(help="HOST:PORT at which clients reach the store. Default: a free port, for members.")
+    str | None,
+    typer.Option(help="HOST:PORT for clients and `memserve serve --store`. Default: a free port, for members."),
 ]
 Dram = Annotated[str, typer.Option(help="Memory, for example 2GiB.")]
 Ssd = Annotated[
@@ -111,6 +112,7 @@ def store(
     )
     options = with_absolute_folders(options)
     name = name or f"store-{socket.gethostname()}"
+    opt.check_name(name)
     if supervised:
         _run_supervised(options, join, name, link, drain_s, log_level)
         return

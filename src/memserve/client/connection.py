@@ -27,7 +27,7 @@ from memserve.peers import ArenaPlace
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.links.shm import this_host
-from memserve.store_messages import StoreDone, StoreHello, StoreListing, StorePlaces, StoreStatus, StoreWelcome
+from memserve.store_messages import STORE, StoreDone, StoreHello, StoreListing, StorePlaces, StoreStatus, StoreWelcome
 from memserve.types import Tier
 from memserve.units import NS_PER_S
 
@@ -46,8 +46,6 @@ _CALLS_MAX = 4096
 _numbers = count(1)
 
 Answer = StoreDone | StorePlaces | StoreStatus | StoreListing
-STORE = Peer("store", 0)
-"""Whichever store listens at the address."""
 
 
 @dataclass(eq=False)

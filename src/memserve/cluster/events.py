@@ -63,6 +63,13 @@ class Remember:
     records: tuple[AnyRecord, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class StoreNamed:
+    """The host has a line to a store (``STORE``) that is to be a member; it reaches this router at ``address``."""
+
+    address: str
+
+
 class MemberChange(enum.Enum):
     """What happened to a member, or to a process that wanted to be one."""
 
@@ -72,6 +79,7 @@ class MemberChange(enum.Enum):
     DIED = "died"
     REFUSED = "refused"  # asked to join, and may not
     EXPELLED = "expelled"  # took itself for a member, and is none
+    DECLINED = "declined"  # a store that was asked to join belongs to another router
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,7 @@ ClusterEvent = (
     | PrefixPinned
     | PrefixUnpinned
     | StateRecovered
+    | StoreNamed
 )
 ClusterAction = Send | EmitTokens | RejectRequest | Remember | Note | ReportMember
 
@@ -127,4 +136,5 @@ __all__ = [
     "Send",
     "SequenceStopped",
     "StateRecovered",
+    "StoreNamed",
 ]

@@ -33,6 +33,7 @@ from memserve.cluster.events import (
     RequestCancelled,
     SequenceStopped,
     StateRecovered,
+    StoreNamed,
 )
 from memserve.cluster.lifecycle import Lifecycle
 from memserve.cluster.loads import LoadTable
@@ -44,6 +45,7 @@ from memserve.cluster.registry import Member, MemberState, Registry
 from memserve.cluster.report import ClusterStats, Counters, InstanceView
 from memserve.cluster.requests import RequestState, RouteStory
 from memserve.cluster.sessions import Handles, HandleView, Sessions
+from memserve.cluster.store_calls import StoreCalls
 from memserve.cluster.trees import Trees, is_sane
 from memserve.config import ClusterConfig
 from memserve.errors import check
@@ -60,6 +62,7 @@ from memserve.messages import (
     Leave,
     Peer,
     Pinned,
+    Refused,
     RequestRefused,
     StopSequence,
     Tokens,
@@ -93,6 +96,7 @@ class Cluster:
             config, registry, trees, loads, admission, placer, sessions, handles, timers, outbox, counters
         )
         self._membership = Membership(config, registry, trees, loads, lifecycle, handles, timers, outbox, counters)
+        self._store_calls = StoreCalls(config, timers, outbox)
         self._outputs = OutputMerger(lifecycle, timers, outbox, counters)
 
     # -- the one mutator
@@ -126,6 +130,8 @@ class Cluster:
             self._handles.unpin(event)
         elif isinstance(event, StateRecovered):
             self._recover(event, now)
+        elif isinstance(event, StoreNamed):
+            self._store_calls.begin(event.address, now)
         elif not isinstance(event, ClockTicked):
             check(False, f"unknown event {event!r}")
         self._timers.run(now)
@@ -137,7 +143,8 @@ class Cluster:
         check(not len(self._registry) and not self._lifecycle.requests.by_id, "the recovered state comes first")
         self._outbox.remember(RouterStarted(event.router, event.address, event.clock_offset_ns))
         recovered = event.recovered
-        self._membership.recover(recovered.members, recovered.gone, event.address, now)
+        last = recovered.router.generation if recovered.router is not None else 0
+        self._membership.recover(recovered.members, recovered.gone, event.address, last, now)
         for session in recovered.sessions:
             self._sessions.recover(session.tenant, session.session, session.peers)
         for pin in recovered.handles:
@@ -207,6 +214,11 @@ class Cluster:
             self._membership.join(sender, message, now)
             return
         member = self._registry.get(sender)
+        if isinstance(message, Refused):
+            self._store_calls.declined(sender, message.reason)
+            if member is not None:
+                self._membership.gone(member, message.reason, now, died=False)
+            return
         if member is None:
             if not isinstance(message, Leave):
                 self._membership.expel(sender, "this incarnation is no member")

@@ -103,8 +103,8 @@ class Membership:
     """Keeps registry, trees and loads in step."""
 
     __slots__ = (
-        "_address", "_config", "_counters", "_handles", "_lifecycle", "_loads", "_losses", "_outbox", "_registry",
-        "_timers", "_trees",
+        "_config", "_counters", "_handles", "_lifecycle", "_loads", "_losses", "_outbox", "_registry",
+        "_rejoin_request", "_timers", "_trees",
     )  # fmt: skip
 
     def __init__(
@@ -124,7 +124,8 @@ class Membership:
         self._lifecycle, self._handles = lifecycle, handles
         self._timers, self._outbox = timers, outbox
         self._losses = LossDetector(lifecycle, outbox)
-        self._address = ""  # where members reach this router; known to machines that remember
+        #: for members of the last router; known to machines that remember
+        self._rejoin_request = RejoinRequest("")
 
     # -- joining
 
@@ -202,9 +203,12 @@ class Membership:
 
     # -- members of an earlier router
 
-    def recover(self, members: tuple[RecoveredMember, ...], gone: tuple[Peer, ...], address: str, now: int) -> None:
-        """Members of the last router. Each counts, and gets work, when it has answered."""
-        self._address = address
+    def recover(
+        self, members: tuple[RecoveredMember, ...], gone: tuple[Peer, ...], address: str, last: int, now: int
+    ) -> None:
+        """Members of the last router, which had the generation ``last``. Each counts, and gets work, when it has
+        answered. ``address``: where they reach this router."""
+        self._rejoin_request = RejoinRequest(address, last)
         self._registry.remember_dead(gone)
         for known in members:
             if self._registry.why_not(known.info) is not None:
@@ -219,7 +223,7 @@ class Membership:
     def ask_to_rejoin(self, member: Member) -> None:
         """Repeated when the member speaks as if nothing had happened: the request was lost. Until ``Join`` it counts
         as silent."""
-        self._outbox.send(member.peer, RejoinRequest(self._address))
+        self._outbox.send(member.peer, self._rejoin_request)
 
     def _readopt(self, member: Member, message: Join, now: int) -> None:
         """The member is back with everything that it had cached: the trees know of that already."""

@@ -1,4 +1,4 @@
-"""An instance as a member of a cluster: joining, heartbeats, routers that change, draining, leaving.
+"""A member of a cluster, an instance or a store: joining, heartbeats, routers that change, draining, leaving.
 
 ::
 
@@ -6,6 +6,9 @@
       ^  ^                          |
       |  +--------- RejoinRequest ---------+      another router took over: join it, with all that runs here
       +-- Reborn <-- Expelled ------+      taken to be dead: drop all work, join as a new incarnation
+
+    ALONE --JoinRequest--> OUTSIDE ... MEMBER --silence--> ALONE      a store that was told of no router waits for a
+                                                                      router to call it
 
 ``runtime/member.py`` hosts this machine with threads and sockets, ``sim/nodes.py`` in virtual time. What the router
 says of requests passes through (``Deliver``); what it says of membership is followed here first, so that the instance
@@ -34,6 +37,7 @@ from memserve.instance.events import (
     ReadLoad,
     Reborn,
 )
+from memserve.instance.router_addresses import RouterAddresses
 from memserve.messages import (
     ROUTER,
     AnyMessage,
@@ -54,78 +58,18 @@ from memserve.messages import (
     members_digest,
 )
 from memserve.serving import MessageArrived, Send
+from memserve.store_messages import JoinRequest
 
 ANY_ROUTER = Peer(ROUTER, 0)
 """Any router that is at the address that is dialled."""
-
-
-class RouterAddresses:
-    """Where an instance looks for its router: all addresses, the one in use, and when a router was last heard.
-
-    With one address the instance stays with it, and with the address that a ``RejoinRequest`` names. With several, an
-    instance that has heard no router for a while asks for a ``HeartbeatAck``, and then tries the next address, with
-    heartbeats as before: a router there remembers the instance (``RejoinRequest``) or says that it is no member
-    (``Expelled``), and either way the instance joins. A router that was only cut off for a while is found again when
-    the turn comes to its address.
-    """
-
-    __slots__ = ("_addresses", "_config", "_heard_ns", "address", "home")
-
-    def __init__(self, addresses: Sequence[str], config: MemberConfig) -> None:
-        check(addresses, "an instance needs at least one address of a router")
-        self._addresses, self._config = list(addresses), config
-        self._heard_ns = 0
-        #: the address that is tried, or where the router is
-        self.address = self._addresses[0]
-        #: the address of the router whose member this instance is. None: it is no member
-        self.home: str | None = None
-
-    def __str__(self) -> str:
-        return ", ".join(self._addresses)
-
-    def wants_ack(self, now: int) -> bool:
-        """Whether the router should be asked for a sign of life."""
-        return len(self._addresses) > 1 and now - self._heard_ns >= self._config.asks_after_ns
-
-    def heard(self, now: int) -> None:
-        """A router has spoken, or the instance begins to listen."""
-        self._heard_ns = now
-
-    def turn(self, now: int) -> bool:
-        """Go on to the next address if it is time. True: it was."""
-        patience_ns = self._config.silent_after_ns if self.address == self.home else self._config.turn_ns
-        if len(self._addresses) == 1 or now - self._heard_ns < patience_ns:
-            return False
-        self._heard_ns = now
-        self.address = self._addresses[(self._addresses.index(self.address) + 1) % len(self._addresses)]
-        return True
-
-    def lead_to(self, address: str, now: int) -> None:
-        """A router calls from ``address``; one that was not known takes the place of the one that is tried."""
-        if address not in self._addresses:
-            self._addresses[self._addresses.index(self.address)] = address
-        self.address, self.home = address, None
-        self.heard(now)
-
-    def settle(self, joined_at: str) -> None:
-        """The router at ``joined_at`` has accepted this instance, perhaps after the next address was tried."""
-        if joined_at in self._addresses:  # a router of an older version does not say where
-            self.address = joined_at
-        self.home = self.address
-
-    def return_home(self) -> bool:
-        """Go back to the router's address. True: another one was tried meanwhile, the router was only cut off."""
-        if self.home in (None, self.address):
-            return False
-        self.address = self.home or ""
-        return True
 
 
 class MemberMachine:
     """The instance's part in joining, heartbeats, changes of router and leaving. One mutator, :meth:`handle`."""
 
     def __init__(self, info: PeerInfo, routers: Sequence[str], config: MemberConfig) -> None:
-        """``info`` is what ``Join`` tells of the instance; ``routers``: the addresses where one may be."""
+        """``info`` is what ``Join`` tells of the instance; ``routers``: the addresses where one may be. None: it is
+        alone until a router calls it, and again when that router is silent."""
         self.info = info
         self.router: Peer | None = None
         """The router that has accepted the instance. None: it is no member."""
@@ -152,8 +96,13 @@ class MemberMachine:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When to look again. None: it has left, or waits for ``Reborn``."""
+        """When to look again. None: it has left, is alone, or waits for ``Reborn``."""
         return None if self._has_left or not self._is_reborn else self._next_beat_ns
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it knows of no router to join."""
+        return not self.addresses.address
 
     def knows(self, peer: Peer) -> bool:
         """Whether this incarnation of ``peer`` is another member."""
@@ -161,7 +110,9 @@ class MemberMachine:
         return info is not None and info.peer == peer
 
     def start(self, now: int) -> list[MemberAction]:
-        """Dial the first address and ask to join."""
+        """Dial the first address and ask to join. Without an address: wait to be called."""
+        if self.is_alone:
+            return []
         self.addresses.heard(now)
         self._dial(ANY_ROUTER)
         self._beat(now)
@@ -200,6 +151,11 @@ class MemberMachine:
         if sender.name != ROUTER:
             self._do(Deliver(sender, message))
             return
+        if isinstance(message, JoinRequest | RejoinRequest) and not self._may_join(sender, message):
+            self._do(Send(sender, Refused(f"{self.me.name} belongs to the router at {self.addresses}")))
+            return
+        if self.is_alone and not isinstance(message, JoinRequest | RejoinRequest):
+            return  # late: of a router that was taken to be gone
         self.addresses.heard(now)
         # The turn may have come back to its address: the line there is to any router, and takes no answers to this one.
         if sender == self.router and (self.addresses.return_home() or self._dialled != sender):
@@ -213,10 +169,15 @@ class MemberMachine:
                 self._welcome(sender, message, now)
             case RejoinRequest(address):
                 self._rejoin(sender, address, now)
+            case JoinRequest(address):
+                if self.addresses.is_called and not self.drains:
+                    self._rejoin(sender, address, now)
             case Expelled():
                 self._leave_incarnation(sender, message)
             case Refused(reason):
-                if self.router is None:
+                if self.router is None and self.addresses.is_called:
+                    self._be_alone(f"the router at {self.addresses} refuses this store: {reason}")
+                elif self.router is None:
                     self._leave(refused=reason)
             case HeartbeatAck():
                 pass
@@ -231,6 +192,19 @@ class MemberMachine:
                 self._do(Deliver(sender, message))
             case _:
                 self._do(Deliver(sender, message))
+
+    def _may_join(self, sender: Peer, message: JoinRequest | RejoinRequest) -> bool:
+        """Whether this member may follow what ``sender`` asks, or does so already.
+
+        Where it looks for its router itself, one that remembers it has taken the place of its router: only one of them
+        has the records. A store that is called may be remembered by several, so it asks whose place ``sender`` takes.
+        """
+        known = self.router or self._rejoins_at
+        if self.is_alone or sender == known:
+            return True
+        if isinstance(message, JoinRequest):
+            return message.address in self.addresses
+        return not self.addresses.is_called or (known is not None and message.after == known.generation)
 
     def _is_outdated(self, router: Peer) -> bool:
         """Whether another router has taken the place of ``router``, as far as is known here."""
@@ -255,9 +229,10 @@ class MemberMachine:
 
     def _rejoin(self, sender: Peer, address: str, now: int) -> None:
         """Join the new router. Requests running here are orphaned, and dropped when its ``JoinAccepted`` arrives."""
-        if sender == (self.router or self._rejoins_at) or self._is_outdated(sender):
+        if not address or sender == (self.router or self._rejoins_at) or self._is_outdated(sender):
             return
-        self._do(Notice(f"the router at {address} takes over: joining it"))
+        what = "calls" if self.is_alone else "takes over"
+        self._do(Notice(f"the router at {address} {what}: joining it"))
         self.router, self._rejoins_at = None, sender
         self.addresses.lead_to(address, now)
         self._dial(ANY_ROUTER)
@@ -289,10 +264,22 @@ class MemberMachine:
             self._members_digest = None
             self._do(PartFromPeer(peer))
 
+    def _be_alone(self, why: str) -> None:
+        """Wait to be called again; the other members are those of a router that is gone."""
+        self._do(Notice(f"{why}; {self.me.name} waits to be called by another"))
+        self.router = self._rejoins_at = self._next_beat_ns = None
+        self._dialled = ANY_ROUTER
+        self.addresses.forget()
+        for info in list(self._peers.values()):
+            self._part(info.peer)
+
     # -- time
 
     def _beat(self, now: int) -> None:
         """Ask to join, or read the load for a heartbeat."""
+        if self.addresses.is_lost(now):
+            self._be_alone(f"the router at {self.addresses} is not heard any more")
+            return
         self._next_beat_ns = now + self._config.beat_ns
         if self.addresses.turn(now):
             self._do(Notice(f"no router is heard: trying {self.addresses.address}"))
@@ -348,6 +335,8 @@ class MemberMachine:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books do not agree."""
+        lone = self.router is None and self._rejoins_at is None and not self._peers and self._next_beat_ns is None
+        check(lone or not self.is_alone, "a member is alone, and knows others")
         check(self.router is None or self._is_reborn, "a member waits for its next incarnation")
         check(self.me.name not in self._peers, f"{self.me.name} is its own peer")
         if self._members_digest is not None:

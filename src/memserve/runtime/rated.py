@@ -34,6 +34,7 @@ _LEVELS = {
     MemberChange.DIED: logging.WARNING,
     MemberChange.REFUSED: logging.WARNING,
     MemberChange.EXPELLED: logging.WARNING,
+    MemberChange.DECLINED: logging.WARNING,
 }
 
 _WORDS = {
@@ -43,6 +44,7 @@ _WORDS = {
     MemberChange.DIED: "is dead",
     MemberChange.REFUSED: "may not join",
     MemberChange.EXPELLED: "is told to join again",
+    MemberChange.DECLINED: "does not join",
 }
 
 

@@ -19,6 +19,7 @@ from memserve.cluster.events import (
     EmitTokens,
     InstanceDied,
     InstanceDrained,
+    MemberChange,
     MessageArrived,
     PrefixPinned,
     PrefixUnpinned,
@@ -29,6 +30,7 @@ from memserve.cluster.events import (
     Send,
     SequenceStopped,
     StateRecovered,
+    StoreNamed,
 )
 from memserve.cluster.machine import Cluster
 from memserve.cluster.outbox import DurabilityGate, Write
@@ -44,6 +46,7 @@ from memserve.runtime.ports import Mailbox, OnMessage
 from memserve.runtime.rated import MemberLog
 from memserve.runtime.stats import RouterStats
 from memserve.runtime.supervisor import ChildStats
+from memserve.store_messages import STORE
 from memserve.types import NamedPrefix, Request, TokenArray
 
 MEMBERS_LOOK_S = 1.0
@@ -74,6 +77,8 @@ class RouterEngine:
         self._log = MemberLog()
         self.children: Callable[[], Mapping[str, ChildStats]] = dict
         """Asked for what became of the processes of instances, by name; none runs under this router by default."""
+        self.declined: ReportMember | None = None
+        """Which store has last said that it does not join, and why."""
         self._closed = False
         self._keeper = keeper
         self._is_listening = keeper is None  # before the machine has recovered, members would be strangers to it
@@ -164,6 +169,11 @@ class RouterEngine:
         """What was decided for a live request, and why. Raises as :meth:`stats`."""
         return self._loop.ask(lambda: self._machine.story(request_id))
 
+    def call_store(self, address: str) -> None:
+        """Ask the store at ``address`` (``tcp://host:port``) to join, from now on, whenever it is started."""
+        self._mailbox.connect(STORE, address)
+        self._loop.post(StoreNamed(self._mailbox.address))
+
     def drain(self, name: str) -> None:
         """Ask a member to finish what it has and to leave."""
         self._loop.post(InstanceDrained(name))
@@ -228,6 +238,8 @@ class RouterEngine:
             case RejectRequest(request_id, reason, retry_after_s, overloaded):
                 self._clients.reject(request_id, reason, retry_after_s, overloaded)
             case ReportMember():
+                if action.change is MemberChange.DECLINED:
+                    self.declined = action
                 self._log.say(action)
             case Write():
                 self._write(action)

@@ -59,13 +59,12 @@ from memserve.store.events import (
     TakeValues,
 )
 from memserve.store.machine import StoreMachine
+from memserve.store_messages import STORE
 from memserve.types import Role, Tier
 from memserve.units import ns_from_s
 
 log = logging.getLogger(__name__)
 
-ALIAS = "store"
-"""The name by which clients, which know its address alone, speak to a store."""
 _CLOSE_S = 10.0
 
 
@@ -105,13 +104,13 @@ class StoreLife:
         self._lock = threading.Lock()
         with self._lock:  # messages may arrive as soon as there is a mailbox
             self._mailbox = ZmqMailbox(
-                me, place.secret, place.host, place.port, self._heard, advertise=place.advertise, alias=ALIAS
+                me, place.secret, place.host, place.port, self._heard, advertise=place.advertise, alias=STORE.name
             )
             self._opened.append(self._mailbox.close)
             info = self._port.describe(_info(tier, model, me, self._mailbox.address))
-            member = MemberMachine(info, place.join, MemberConfig()) if place.join else None
+            member = MemberMachine(info, place.join, MemberConfig())
             disks = Disks(self._disks.logs, place.disks)
-            self.machine = StoreMachine(tier, disks, info, identity_key(place.secret), member=member)
+            self.machine = StoreMachine(tier, disks, info, identity_key(place.secret), member)
             self._loop: MachineLoop[StoreEvent] = MachineLoop(
                 self.machine, self._perform, on_broken=self._broken, name="memserve-store"
             )
@@ -127,13 +126,12 @@ class StoreLife:
     @property
     def router(self) -> Peer | None:
         """The router that has accepted the store."""
-        return self.machine.member.router if self.machine.member is not None else None
+        return self.machine.member.router
 
     @property
     def me(self) -> Peer:
         """The present incarnation."""
-        member = self.machine.member
-        return member.me if member is not None else self.machine.info.peer
+        return self.machine.member.me
 
     def numbers(self) -> dict[str, int]:
         """Sizes and totals, as ``memserve store stat`` shows them."""

@@ -34,7 +34,8 @@ class StorePlace:
     secret: str
     """The cluster's."""
     join: tuple[str, ...] = ()
-    """Where the router may be, ``tcp://host:port`` each. Empty: the store serves clients alone."""
+    """Where the router may be, ``tcp://host:port`` each. Empty: the store serves clients, and waits for a
+    router to call it."""
     advertise: str | None = None
     """The host by which others reach it."""
     link: str = "auto"

@@ -118,16 +118,19 @@ class Supervisor:
         secret: str,
         on_death: Callable[[str, str], None],
         folder: Path | None = None,
+        *,
+        offers: bool = False,
     ) -> None:
         """``secret`` goes to each child through a pipe: neither command lines nor environments show it. ``on_death``
         is called with the name of a child that has ended, and how it ended, from the child's thread. ``folder``: where
-        started children are written down; they outlive this process then, unless it ends in good order."""
+        started children are written down; they outlive this process then, unless it ends in good order. ``offers``:
+        instances offer KV to a store until their end."""
         self._on_death = on_death
         self._children = [_Child(order) for order in orders]
         self._file = ChildrenFile(folder) if folder is not None else None
         outlive = {"folder": str(folder)} if folder is not None else {}
         # a store has what instances have offered to it before they leave
-        patience = {"drain_s": OFFERS_S} if any(order.is_store for order in orders) else {}
+        patience = {"drain_s": OFFERS_S} if offers or any(order.is_store for order in orders) else {}
         self._greeting = json.dumps({"secret": secret, "parent_pid": os.getpid(), **outlive, **patience}) + "\n"
         self._environment = dict(os.environ)
         if (

@@ -7,8 +7,10 @@ One mutator, ``handle(event, now) -> actions``; no thread, file or socket. Its p
 ``loads``      from disks into memory, each value once
 ``kv``         KV blocks: the exchange with instances
 ``clients``    clients and their calls
-``member``     joining, heartbeats, leaving, as instances have it; None: the store serves clients alone
+``member``     joining, heartbeats, leaving, as instances have it
 =============  ================================================================================
+
+A store that was told of no router serves clients alone until one calls it, and again when that router is gone.
 
 A store that knows no model yet (``info.namespace`` empty) serves clients. The first member with a model tells it what
 KV looks like (``ServeModel``): the host starts it again, with memory in blocks of that size.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,6 +35,7 @@ from memserve.instance.events import (
     LoadRead,
     MemberAction,
     MemberEvent,
+    Notice,
     PartFromPeer,
     ReadLoad,
     Reborn,
@@ -75,6 +79,7 @@ from memserve.store.pool import StorePool
 from memserve.store.values import Values
 from memserve.store_messages import ForgetKv, StoreMessage
 from memserve.types import Role
+from memserve.units import NS_PER_S
 
 if TYPE_CHECKING:
     from memserve._core import MemoryTier
@@ -89,11 +94,11 @@ class StoreMachine:
         disks: Disks,
         info: PeerInfo,
         key: bytes,
+        member: MemberMachine,
         config: StoreConfig | None = None,
-        member: MemberMachine | None = None,
     ) -> None:
         """``info``: what members are told; ``info.geometry`` has the size of the tier's blocks. ``key``: of the
-        cluster's identities, 16 bytes. ``member`` None: there is no cluster to join."""
+        cluster's identities, 16 bytes."""
         config = config or StoreConfig()
         self.counters = StoreCounters()
         self.jobs = Jobs()
@@ -117,8 +122,7 @@ class StoreMachine:
 
     def start(self, now: int) -> list[StoreAction]:
         """Ask to join."""
-        if self.member is not None:
-            self._follow(self.member.start(now), now)
+        self._follow(self.member.start(now), now)
         return self._conclude(now)
 
     def handle(self, event: StoreEvent, now: int) -> list[StoreAction]:
@@ -151,7 +155,7 @@ class StoreMachine:
             self.kv.next_deadline_ns,
             self.clients.next_deadline_ns,
             self.values.disks.next_deadline_ns,
-            self.member.next_deadline_ns if self.member is not None else None,
+            self.member.next_deadline_ns,
             self._ends_at_ns if self._write_out is not None and not self._has_ended else None,
         ]
         return min((at for at in due if at is not None), default=None)
@@ -161,10 +165,9 @@ class StoreMachine:
         self.values.disks.tick(now)
         self.kv.advance(now)
         self.clients.advance(now)
-        if self.member is not None:
-            due_ns = self.member.next_deadline_ns
-            if due_ns is not None and now >= due_ns:
-                self._follow(self.member.handle(ClockTicked(), now), now)
+        due_ns = self.member.next_deadline_ns
+        if due_ns is not None and now >= due_ns:
+            self._follow(self.member.handle(ClockTicked(), now), now)
         self.loads.advance(now)
         self._go_on_ending(now)
         while self._hear_disks(now):
@@ -203,10 +206,10 @@ class StoreMachine:
             self.clients.hear(sender, message, now)
         elif isinstance(message, Leave) and self.clients.left(sender):
             pass
-        elif self.member is not None:
-            self._follow(self.member.handle(MessageArrived(sender, message), now), now)
-        else:
+        elif self.member.is_alone and sender.name != ROUTER:
             self.counters.refused += 1
+        else:
+            self._follow(self.member.handle(MessageArrived(sender, message), now), now)
 
     # -- the cluster
 
@@ -236,8 +239,7 @@ class StoreMachine:
                     self.jobs.ask(action)
 
     def _follow_event(self, event: MemberEvent, now: int) -> None:
-        if self.member is not None:
-            self._follow(self.member.handle(event, now), now)
+        self._follow(self.member.handle(event, now), now)
 
     def _hear_member(self, sender: Peer, message: AnyMessage, now: int) -> None:
         if sender.name != ROUTER:
@@ -262,7 +264,7 @@ class StoreMachine:
                 pass
 
     def _tell_router(self, news: KvEvents | KvSnapshot | None) -> None:
-        if news is not None and self.member is not None and self.member.router is not None:
+        if news is not None and self.member.router is not None:
             self.jobs.send(self.member.router, news)
 
     def _look_for_models(self, members: tuple[PeerInfo, ...], *, is_all: bool) -> None:
@@ -287,12 +289,21 @@ class StoreMachine:
         """Write what is in memory alone and wanted on a disk, then close the disks, for ``patience_ns`` at most."""
         if self._write_out is None:
             self._write_out = deque(self.values.unwritten() if asked.patience_ns else ())
+            self._say_end(asked)
             self.clients.leave_all()
         self._ends_at_ns = now + asked.patience_ns
         if not asked.patience_ns:
             self._write_out.clear()
-        if self.member is not None:
-            self._follow(self.member.handle(asked, now), now)
+        self._follow(self.member.handle(replace(asked, why=""), now), now)
+
+    def _say_end(self, asked: DrainAsked) -> None:
+        if not asked.why:
+            return
+        numbers, left = self.clients.numbers(), len(self._write_out or ()) + self.values.writes_open
+        text = f"{asked.why}: store {self.info.peer.name} ends; it keeps {numbers['disk_records']:,} values on disks"
+        if left:
+            text += f" and writes {left:,} more, for {asked.patience_ns / NS_PER_S:.0f} s at most"
+        self.jobs.ask(Notice(text))
 
     def _go_on_ending(self, now: int) -> None:
         if self._write_out is None or self._has_ended:
@@ -300,11 +311,14 @@ class StoreMachine:
         is_late = now >= self._ends_at_ns
         while self._write_out and self.values.may_write_out and not is_late:
             self.values.write_out(self._write_out.popleft(), now)
-        if (self._write_out or self.values.writes_open) and not is_late:
+        left = len(self._write_out) + self.values.writes_open
+        if left and not is_late:
             return
         disks = self.values.disks
         if not self._disks_closed:
             self._disks_closed = True
+            if left:
+                self.jobs.ask(Notice(f"the time is over: store {self.info.peer.name} has not written {left:,} values"))
             disks.close(now)
         if disks.idle or is_late:
             self._has_ended = True

@@ -18,7 +18,7 @@ from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.instance.machine import Instance
-from memserve.instance.member import RouterAddresses
+from memserve.instance.router_addresses import RouterAddresses
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, SealPages
 from memserve.messages import (
     ROUTER,

@@ -234,10 +234,20 @@ def test_a_lost_recall_is_repeated_at_the_next_sign_of_life(world: World) -> Non
     after = world.successor()
     for _ in range(2):
         [answer] = after.hear(P1, Heartbeat(Load()), after_ns=100 * NS_PER_MS)
-        assert answer == Send(P1, RejoinRequest("tcp://r:2"))
-    assert after.hear(P1, stored(0, identities(1)))[0].message == RejoinRequest("tcp://r:2"), (
+        assert answer == Send(P1, RejoinRequest("tcp://r:2", after=1))
+    assert after.hear(P1, stored(0, identities(1)))[0].message == RejoinRequest("tcp://r:2", after=1), (
         "old news: nothing is applied"
     )
+
+
+def test_a_store_that_belongs_to_another_router_meanwhile_is_let_go(world: World) -> None:
+    """It is not asked again and again; when it is free again, it joins as another incarnation."""
+    after = world.successor()
+    sent = after.hear(P1, Refused("it belongs to another"))
+    assert [send.to for send in sent] == [P2], "it is not asked to rejoin"
+    assert MemberGone(P1) in list(after.state.records())
+    assert [view.peer for view in after.machine.instances()] == [P2]
+    assert isinstance(after.hear(P1, Join(info(P1)))[0].message, Expelled)
 
 
 def test_whoever_was_draining_goes_on_draining(world: World) -> None:

@@ -5,15 +5,26 @@ from __future__ import annotations
 
 from cluster_world import a_request, info
 from golden import Script
-from memserve.cluster.events import InstanceDied, InstanceDrained, RequestArrived, RequestCancelled
+from memserve.cluster.events import InstanceDied, InstanceDrained, RequestArrived, RequestCancelled, StoreNamed
 from memserve.cluster.machine import Cluster
 from memserve.config import AdmissionConfig, ClusterConfig
-from memserve.messages import AnyMessage, HandedOver, Heartbeat, Join, Leave, Load, Peer, RequestRefused, Tokens
+from memserve.messages import (
+    AnyMessage,
+    HandedOver,
+    Heartbeat,
+    Join,
+    Leave,
+    Load,
+    Peer,
+    Refused,
+    RequestRefused,
+    Tokens,
+)
 from memserve.serving import MessageArrived
 from memserve.types import Admission, FinishReason, Role, TokenOutput
 
 P, D, E = (info(name, role) for name, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("e", Role.DECODE)))
-C, F = info("c", Role.COLOCATED), info("f", Role.COLOCATED)
+C, F, S = info("c", Role.COLOCATED), info("f", Role.COLOCATED), info("s", Role.STORE)
 PROMPT = range(10)
 
 
@@ -44,6 +55,26 @@ def test_members_join_and_hear_of_each_other() -> None:
     it.hears(0, P.peer, Join(P), "Send(p, JoinAccepted)", "ReportMember(JOINED, p, tcp://p)")
     told = "Send(d, JoinAccepted p)", "Send(p, PeerJoined d)"
     it.hears(1, D.peer, Join(D), *told, "ReportMember(JOINED, d, tcp://d)")
+
+
+CALLS = "Send(store, JoinRequest tcp://router)"
+
+
+def test_a_store_is_called_again_and_again_and_may_decline() -> None:
+    """Whether it is a member or not. One that belongs to another router is not told to join again."""
+    it = Router()
+    it.at(0, StoreNamed("tcp://router"), CALLS)
+    it.later(999)
+    it.later(1000, CALLS)
+    it.hears(
+        1001, S.peer, Refused("s belongs to the router at b"), "ReportMember(DECLINED, s, s belongs to the router at b)"
+    )
+    it.hears(1002, S.peer, Join(S), "Send(s, JoinAccepted)", "ReportMember(JOINED, s, tcp://s)")
+    it.later(2000, CALLS)
+    left = "ReportMember(DECLINED, s, it has left)", "ReportMember(LEFT, s, tcp://s, it has left)"
+    it.hears(2001, S.peer, Refused("it has left"), *left)
+    it.at(2002, StoreNamed("tcp://elsewhere"))
+    it.later(3000, "Send(store, JoinRequest tcp://elsewhere)")
 
 
 def test_admitted_placed_and_answered() -> None:

@@ -26,7 +26,8 @@ from memserve.instance.events import (
     ReadLoad,
     Reborn,
 )
-from memserve.instance.member import ANY_ROUTER, MemberMachine, RouterAddresses
+from memserve.instance.member import ANY_ROUTER, MemberMachine
+from memserve.instance.router_addresses import RouterAddresses
 from memserve.messages import (
     ROUTER,
     AnyMessage,

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from memserve.cli import doctor
 from memserve.cli.cluster import ClusterOptions
 from memserve.cli.main import run
-from memserve.config import ClusterConfig
+from memserve.cli.named_store import DECLINED_S, JOIN_S, NamedStore, find_store
+from memserve.cluster.events import MemberChange, ReportMember
+from memserve.config import ClusterConfig, MemberConfig
 from memserve.errors import UserError
+from memserve.messages import Peer
 from memserve.options import from_keywords, options_of
 from memserve.runtime.store_secret import SECRET, store_secret, stored_secret, with_absolute_folders
 from memserve.runtime.supervisor import ChildOrder
 from memserve.store_options import StoreOptions, read_folders, refuse_store
 from memserve.types import Caching, Role
-from memserve.units import GIB, MIB
+from memserve.units import GIB, MIB, NS_PER_S
 
 
 def test_folders_and_sizes_are_read() -> None:
@@ -40,6 +44,10 @@ def test_folders_and_sizes_are_read() -> None:
         ({"ssd": ["/mnt/a=1GiB"], "ssd_admission": "some"}, "unknown --ssd-admission"),
         ({"ssd_sync": "always"}, "does nothing without a disk"),
         ({"ssd_writes_per_day": "1GiB"}, "does nothing without a disk"),
+        ({"store": "h:1", "ssd": ["/mnt/a=1GiB"]}, "--store names a store that runs, and --ssd starts one"),
+        ({"store": "h:1", "store_dram": "1GiB"}, "and --store-dram starts one"),
+        ({"store": "h:1", "store_listen": "h:2"}, "and --store-listen starts one"),
+        ({"store": "h:1", "ssd_sync": "always"}, "give it to the `memserve store` that runs there"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(wrong, words) -> None:
@@ -60,6 +68,40 @@ def test_no_store_is_started_unasked() -> None:
         assert StoreOptions(**asked).is_wanted
 
 
+def test_a_store_that_runs_is_used_and_none_is_started() -> None:
+    store = StoreOptions(at="127.0.0.1:7100")
+    assert store.is_used and not store.is_wanted and not StoreOptions().is_used
+    assert StoreOptions(dram_bytes=64 * MIB).is_used
+    with pytest.raises(UserError, match="--store needs the secret of that store"):
+        ClusterOptions(store=store)
+    ClusterOptions(store=store, secret="a secret of the tests")
+    off = ClusterConfig(caching=Caching.OFF)
+    with pytest.raises(UserError, match="none of them caches"):
+        ClusterOptions(store=store, secret="a secret of the tests", config=off)
+
+
+def test_a_store_on_another_host_must_reach_the_router() -> None:
+    with pytest.raises(UserError, match=r"cannot reach a router at 127\.0\.0\.1") as caught:
+        find_store("192.0.2.1:7100", "a secret of the tests", "127.0.0.1", print)
+    assert "--cluster-host" in (caught.value.hint or "")
+
+
+def test_a_store_that_does_not_join_is_given_up() -> None:
+    """A router that it has may be found to be gone; then nothing can be said but that it does not come."""
+    named, engine = NamedStore("s", "h:1"), SimpleNamespace(declined=None, address="tcp://h:2")
+    named.check_joins(engine, JOIN_S)
+    with pytest.raises(UserError, match="answers, and has not joined for 61 s"):
+        named.check_joins(engine, JOIN_S + 1)
+    why = "s belongs to the router at tcp://h:3"
+    engine.declined = ReportMember(MemberChange.DECLINED, Peer("another", 1), "", why)
+    named.check_joins(engine, DECLINED_S + 1)
+    engine.declined = ReportMember(MemberChange.DECLINED, Peer("s", 1), "", why)
+    named.check_joins(engine, DECLINED_S)
+    with pytest.raises(UserError, match="does not join: s belongs to the router at tcp://h:3"):
+        named.check_joins(engine, DECLINED_S + 1)
+    assert MemberConfig().silent_after_ns + 2 * ClusterConfig().call_every_ns < DECLINED_S * NS_PER_S
+
+
 def test_the_process_is_told_everything() -> None:
     store = StoreOptions((("/mnt/a", 5 * GIB),), 64 * MIB, "0.0.0.0:7500", "always", 9 * GIB, "all")
     order = ChildOrder("s1", Role.STORE, store.flags)
@@ -74,6 +116,8 @@ def test_the_process_is_told_everything() -> None:
 def test_one_engine_alone_has_no_store(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="ssd needs a cluster"):
         refuse_store({"ssd": ["/mnt/a=1GiB"]})
+    with pytest.raises(UserError, match="store needs a cluster"):
+        refuse_store({"store": "h:1"})
     refuse_store({"threads": 2, "ssd": None})
     assert run(["serve", "--in-process", "--ssd", "/mnt/a=1GiB"]) != 0
     said = capsys.readouterr().err

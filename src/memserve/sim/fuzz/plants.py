@@ -15,7 +15,8 @@ from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.trees import Feed, Trees
 from memserve.errors import UserError
-from memserve.instance.member import MemberMachine, RouterAddresses
+from memserve.instance.member import MemberMachine
+from memserve.instance.router_addresses import RouterAddresses
 from memserve.kv_transfer.context import Deadlines, Expiring
 from memserve.kv_transfer.events import PagesPulled
 from memserve.kv_transfer.receiver import Receiver

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember, StateRecovered
+from memserve.cluster.events import ClusterAction, Note, Remember, ReportMember, StateRecovered, StoreNamed
 from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.messages import ROUTER, Peer
 from memserve.meta.medium import FaultyMedium, MediumFailed
@@ -96,6 +96,7 @@ class FuzzedRouter(RouterNode):
         self._store: Store | None = None
         if world.scenario.remembers:
             self._open()
+        self._call_store()
 
     def restart(self) -> None:
         """It dies and restarts from its disk; its clients are gone, the instances remain. If a
@@ -107,6 +108,13 @@ class FuzzedRouter(RouterNode):
         self.promises.died()
         if self._store is not None:
             self._open()
+        self._call_store()
+
+    def _call_store(self) -> None:
+        """Its operator has named a store that looks for no router itself."""
+        store = self.host.scenario.store
+        if store is not None and store.is_called:
+            self.post(StoreNamed(self.address))
 
     def lose_power(self, arrived: float, hole: tuple[float, float]) -> None:
         """Only a part of the unsynced bytes survives, given as shares of their length. Call :meth:`restart` next."""

@@ -72,6 +72,8 @@ ROW = "row"
 
 STORE_SHARE = 0.1
 """Of all scenarios with caching, those that have a store."""
+CALLED_SHARE = 0.4
+"""Of all stores, those that wait for a router to call them."""
 
 WEATHERS = ("healthy", "faulty", "swarm")
 
@@ -143,7 +145,7 @@ class Scenario:
     def __str__(self) -> str:
         kinds = sorted({fault.kind for fault in self.faults})
         requests = sum(len(c.turns) for c in self.conversations)
-        store = " store" if self.store is not None else ""
+        store = "" if self.store is None else " store (called)" if self.store.is_called else " store"
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
             f" requests={requests} gate={self.admission.mode.value}{store} faults={','.join(kinds) or 'none'}"
@@ -250,7 +252,8 @@ def _put_store(scenario: Scenario, instances: int) -> None:
     random = Random(f"{scenario.seed}/{scenario.setting}/store")
     if scenario.setting.caching is Caching.OFF or random.random() >= STORE_SHARE:
         return
-    scenario.store = store = draw_store(random)
+    is_called = Random(f"{scenario.seed}/{scenario.setting}/called").random() < CALLED_SHARE
+    scenario.store = store = replace(draw_store(random), is_called=is_called)
     if scenario.setting.faulty or scenario.setting.swarm:
         kinds = random.choices(store.kinds, k=random.choice([1, 2, 4, 8]))
         mine = [_draw_fault(random, kind, instances) for kind in kinds]

@@ -56,6 +56,8 @@ class StoreSetup:
     """Faults that are drawn."""
     dies_at_turns: float = 0.0
     """How likely it is killed when a turn ends, to be back at once: the next turn asks for what its memory has kept."""
+    is_called: bool = False
+    """It was told of no router, and joins the one that calls it."""
 
     @property
     def costs(self) -> CostModel | None:

@@ -155,8 +155,8 @@ class FuzzedStore(StoreNode, DiskOwner):
             Disks(self.logs, setup.disks),
             info,
             DEFAULT_KEY,
+            MemberMachine(info, () if setup.is_called else self.host.router_addresses, self.host.member_config),
             replace(setup.config, exchange=exchange),
-            MemberMachine(info, self.host.router_addresses, self.host.member_config),
         )
 
     def _is_held(self, extent: int) -> bool:

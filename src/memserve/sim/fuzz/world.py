@@ -99,6 +99,7 @@ class World:
                 policy=self.scenario.policy,
                 transfer=self.scenario.setting.transfer,
                 dead_after_ns=1 * SECOND,
+                call_every_ns=200 * MS,
                 stalled_after_ns=4 * SECOND,
                 attempts_max=4,
                 unplaced_ns=6 * SECOND,
