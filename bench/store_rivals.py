@@ -236,8 +236,10 @@ class Mooncake(Contender):
         master = Path(sys.executable).parent / "mooncake_master"
         if not master.exists():
             raise Skipped("the package mooncake-transfer-engine-non-cuda is not installed")
-        from mooncake.store import MooncakeDistributedStore
-
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ImportError as error:  # a library of the system's that it needs, such as libibverbs.so.1
+            raise Skipped(f"mooncake cannot be loaded ({error})") from None
         self._buffers, port = buffers, free_port()
         log = (folder / "mooncake.log").open("w")
         quiet = {"stdout": log, "stderr": log}

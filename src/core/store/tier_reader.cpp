@@ -11,6 +11,7 @@
 #include <cstring>
 #include <system_error>
 
+#include "pool/copy_pages.h"
 #include "pool/mapping.h"
 #include "pool/shared_arena.h"
 #include "pool/workers.h"
@@ -190,7 +191,7 @@ void TierReader::copy_some(std::span<Copy> copies, int threads) {
   const auto flush = [&] {
     size_t bytes = 0;
     for (const Piece& piece : pieces) bytes += piece.bytes;
-    const auto unit = [&](size_t i) { std::memcpy(pieces[i].to, pieces[i].from, pieces[i].bytes); };
+    const auto unit = [&](size_t i) { copy_pages(pieces[i].to, pieces[i].from, pieces[i].bytes); };
     run_units(pieces.size(), bytes < kParallelBytes ? 1 : threads, unit);
     pieces.clear();
     release();
