@@ -170,9 +170,11 @@ def rows_of(times: dict[tuple[str, str, str], list[float]]) -> list[dict[str, An
     for (kind, name, variant), spent in times.items():
         median, base = statistics.median(spent), times.get((kind, "memcpy", ""))
         rivals = {
-            f"{other} {its_variant}".strip(): paired(spent, its_spent)
-            for (its_kind, other, its_variant), its_spent in times.items()
-            if name == Memserve.name and its_kind == kind and other not in (name, "memcpy")
+            f"{rival} {its_variant}".strip(): paired(spent, its_spent)
+            for (its_kind, rival, its_variant), its_spent in times.items()
+            if name == Memserve.name and its_kind == kind and rival not in (name, "memcpy")
+            # the same variant; of a rival that does not have it, the plain one
+            if its_variant in ((variant,) if (kind, rival, variant) in times else ("copied", "1 thread"))
         }
         rows.append(
             {
