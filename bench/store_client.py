@@ -1,9 +1,10 @@
-"""memserve.StoreClient beside memcpy, LMDB, Redis and Mooncake's store, on one host (acceptance of the store's client).
+"""memserve.StoreClient beside memcpy, LMDB, Redis and Mooncake's store, on one host (acceptance of its client).
 
-    python bench/store_client.py [--rounds 7] [--keys 1000000] [--only put,get] [--without mooncake] [--json FILE]
+    python bench/store_client.py [--rounds 7] [--keys 1000000] [--only put,get] [--without NAME] [--quick] [--json FILE]
 
 One client, synchronous, beside a `memserve store` that this script starts. Every contender does the same in each round,
-one after the other, the first one another each time; a figure is the median over rounds of the time per operation.
+one after the other, the first one another each time; a figure is the median over rounds of the time per operation, and
+a ratio the median of the rounds' ratios. What each contender does stands in ``store_rivals.py``.
 
 * *put*: 1 MiB from a buffer of the program's to 64 keys in turn. memserve copies into its own memory and lets the store
   pull; `in place` puts what was built there already. LMDB with sync=False, Redis over a Unix socket without
@@ -24,101 +25,36 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from store_rivals import (
+    BLOCK_BYTES,
+    CHAINS,
+    MATCHED,
+    MIB,
+    MOONCAKE_KEYS,
+    RIVALS,
+    VALUES,
+    WAIT_S,
+    Buffers,
+    Contender,
+    Operation,
+    Skipped,
+    chains,
+    key_of,
+)
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from ports import free_port
 from served_store import ServedStore
-
-MIB = 1 << 20
-VALUES = 64
-BLOCK_BYTES = 737_280
-MATCHED = 1000
-CHAINS = 20
-"""Chains of keys that are matched one after the other, none of them twice in a row."""
-MOONCAKE_KEYS = 20_000
-WAIT_S = 120.0
-
-Operation = Callable[[], object]
-
-
-class Skipped(Exception):
-    """This contender is not here."""
-
-
-def chains(count: int) -> list[list[bytes]]:
-    """``CHAINS`` times ``MATCHED`` keys in turn, from anywhere among ``count``."""
-    starts = np.random.default_rng(2).integers(0, max(1, count - MATCHED), CHAINS)
-    return [[key_of(int(start) + at, "small") for at in range(MATCHED)] for start in starts]
-
-
-def key_of(number: int, kind: str = "value") -> bytes:
-    return b"%s %08d" % (kind.encode(), number)
-
-
-class Buffers:
-    """Memory of the program's, touched before."""
-
-    def __init__(self) -> None:
-        drawn = np.random.default_rng(1)
-        self.one = drawn.integers(0, 256, MIB, dtype=np.uint8)
-        self.out = np.zeros(MIB, np.uint8)
-        self.places = drawn.integers(0, 256, (VALUES, MIB), dtype=np.uint8)
-        self.blocks = drawn.integers(0, 256, (VALUES, BLOCK_BYTES), dtype=np.uint8)
-        self.targets = np.ones((VALUES, BLOCK_BYTES), np.uint8)
-
-
-class Contender:
-    """``operations()`` gives what it can do: kind -> variant -> a call that does it for all values once."""
-
-    name = ""
-
-    def __init__(self) -> None:
-        self.matched: list[list[bytes]] = []
-
-    def operations(self) -> dict[str, dict[str, Operation]]:
-        raise Skipped
-
-    def fill(self, count: int) -> None:
-        """Have ``count`` keys of eight bytes."""
-
-    def close(self) -> None:
-        pass
-
-
-class Memcpy(Contender):
-    name = "memcpy"
-
-    def __init__(self, buffers: Buffers, folder: Path) -> None:
-        super().__init__()
-        self._buffers = buffers
-
-    def operations(self) -> dict[str, dict[str, Operation]]:
-        mine = self._buffers
-
-        def put() -> None:
-            for place in mine.places:
-                np.copyto(place, mine.one)
-
-        def get() -> None:
-            for place in mine.places:
-                np.copyto(mine.out, place)
-
-        def blocks() -> None:
-            for target, block in zip(mine.targets, mine.blocks, strict=True):
-                np.copyto(target, block)
-
-        return {"put": {"": put}, "get": {"": get}, "blocks": {"": blocks}}
 
 
 class Memserve(Contender):
@@ -183,213 +119,9 @@ class Memserve(Contender):
         self._store.close()
 
 
-class Lmdb(Contender):
-    name = "LMDB"
-
-    def __init__(self, buffers: Buffers, folder: Path) -> None:
-        super().__init__()
-        try:
-            import lmdb
-        except ImportError:
-            raise Skipped("the package lmdb is not installed") from None
-        self._buffers = buffers
-        self._map = lmdb.open(str(folder / "lmdb"), map_size=4 << 30, sync=False)
-        with self._map.begin(write=True) as change:
-            for number, block in enumerate(buffers.blocks):
-                change.put(key_of(number, "block"), block.data)
-
-    def operations(self) -> dict[str, dict[str, Operation]]:
-        mine, keys = self._buffers, [key_of(number) for number in range(VALUES)]
-
-        def put() -> None:
-            for key in keys:
-                with self._map.begin(write=True) as change:
-                    change.put(key, mine.one.data)
-
-        def put_many() -> None:
-            with self._map.begin(write=True) as change:
-                for key in keys:
-                    change.put(key, mine.one.data)
-
-        def get_in_place() -> None:
-            for key in keys:
-                with self._map.begin(buffers=True) as look:
-                    look.get(key)
-
-        def get_copied() -> None:
-            for key in keys:
-                with self._map.begin(buffers=True) as look:
-                    np.copyto(mine.out, np.frombuffer(look.get(key), np.uint8))
-
-        def blocks() -> None:
-            with self._map.begin(buffers=True) as look:
-                for number, target in enumerate(mine.targets):
-                    np.copyto(target, np.frombuffer(look.get(key_of(number, "block")), np.uint8))
-
-        def match() -> None:
-            for keys_in_turn in self.matched:
-                with self._map.begin(buffers=True) as look:
-                    assert all(look.get(key) is not None for key in keys_in_turn)
-
-        return {
-            "put": {"copied": put, "copied, one call": put_many},
-            "get": {"in place": get_in_place, "copied": get_copied},
-            "blocks": {"1 thread": blocks},
-            "match": {"": match},
-        }
-
-    def fill(self, count: int) -> None:
-        with self._map.begin(write=True) as change:
-            for number in range(count):
-                change.put(key_of(number, "small"), b"8 bytes!")
-
-    def close(self) -> None:
-        self._map.close()
-
-
-class Redis(Contender):
-    name = "Redis"
-
-    def __init__(self, buffers: Buffers, folder: Path) -> None:
-        super().__init__()
-        server = shutil.which("redis-server")
-        if server is None:
-            raise Skipped("redis-server is not installed")
-        try:
-            import redis
-        except ImportError:
-            raise Skipped("the package redis is not installed") from None
-        self._buffers = buffers
-        path = folder / "redis.sock"
-        quiet = ["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket", str(path)]
-        self._process = subprocess.Popen([server, *quiet], stdout=subprocess.DEVNULL)
-        until(path.exists)
-        self._redis = redis.Redis(unix_socket_path=str(path))
-        until(self._redis.ping)
-
-    def operations(self) -> dict[str, dict[str, Operation]]:
-        mine, keys = self._buffers, [key_of(number) for number in range(VALUES)]
-
-        def put() -> None:
-            for key in keys:
-                self._redis.set(key, mine.one.data)
-
-        def put_many() -> None:
-            self._redis.mset(dict.fromkeys(keys, mine.one.data))
-
-        def get() -> None:
-            for key in keys:
-                np.copyto(mine.out, np.frombuffer(self._redis.get(key), np.uint8))
-
-        def match() -> None:
-            for keys_in_turn in self.matched:
-                with self._redis.pipeline(transaction=False) as pipe:
-                    for key in keys_in_turn:
-                        pipe.exists(key)
-                    assert all(pipe.execute())
-
-        return {
-            "put": {"copied": put, "copied, one call": put_many},
-            "get": {"copied": get},
-            "match": {"": match},
-        }
-
-    def fill(self, count: int) -> None:
-        for first in range(0, count, 10_000):
-            self._redis.mset({key_of(n, "small"): b"8 bytes!" for n in range(first, min(first + 10_000, count))})
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(WAIT_S)
-
-
-_SEGMENT = """
-import sys, time
-from mooncake.store import MooncakeDistributedStore
-store = MooncakeDistributedStore()
-assert store.setup("127.0.0.1", "P2PHANDSHAKE", 2 << 30, 64 << 20, "tcp", "", sys.argv[1]) == 0
-print("ready", flush=True)
-time.sleep(1 << 30)
-"""
-
-
-class Mooncake(Contender):
-    name = "Mooncake"
-
-    def __init__(self, buffers: Buffers, folder: Path) -> None:
-        super().__init__()
-        master = Path(sys.executable).parent / "mooncake_master"
-        if not master.exists():
-            raise Skipped("the package mooncake-transfer-engine-non-cuda is not installed")
-        from mooncake.store import MooncakeDistributedStore
-
-        self._buffers, port = buffers, free_port()
-        log = (folder / "mooncake.log").open("w")
-        quiet = {"stdout": log, "stderr": log}
-        self._master = subprocess.Popen([master, f"--rpc_port={port}", f"--metrics_port={free_port()}"], **quiet)
-        self._segment: subprocess.Popen[str] | None = None
-        for _ in range(20):
-            time.sleep(0.5)  # it tells nothing when it listens
-            command = [sys.executable, "-c", _SEGMENT, f"127.0.0.1:{port}"]
-            self._segment = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-            if any(line.strip() == "ready" for line in self._segment.stdout):
-                break
-        self._store = MooncakeDistributedStore()
-        if self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", f"127.0.0.1:{port}") != 0:
-            self.close()
-            raise Skipped("mooncake's client cannot be set up")
-        for buffer in (buffers.one, buffers.out):
-            assert self._store.register_buffer(buffer.ctypes.data, buffer.nbytes) == 0
-
-    def operations(self) -> dict[str, dict[str, Operation]]:
-        one, out, store = self._buffers.one.ctypes.data, self._buffers.out.ctypes.data, self._store
-        names = [[key.decode() for key in chain] for chain in self.matched]
-        keys: list[str] = []
-
-        def put() -> None:
-            """Under keys that it has never seen: it keeps the value of a key that it knows."""
-            kind = f"value of round {time.monotonic_ns()}"
-            keys[:] = [key_of(number, kind).decode() for number in range(VALUES)]
-            for key in keys:
-                assert store.put_from(key, one, MIB) == 0
-
-        def get() -> None:
-            for key in keys:
-                assert store.get_into(key, out, MIB) == MIB
-
-        def match() -> None:
-            for keys_in_turn in names:
-                assert all(found == 1 for found in store.batch_is_exist(keys_in_turn))
-
-        return {"put": {"copied": put}, "get": {"copied": get}, "match": {"": match}}
-
-    def fill(self, count: int) -> None:
-        for number in range(min(count, MOONCAKE_KEYS)):
-            assert self._store.put(key_of(number, "small").decode(), b"8 bytes!") == 0
-
-    def close(self) -> None:
-        for process in (self._segment, self._master):
-            if process is not None:
-                process.kill()
-                process.wait()
-
-
-CONTENDERS: tuple[type[Contender], ...] = (Memcpy, Memserve, Lmdb, Redis, Mooncake)
+CONTENDERS: tuple[type[Contender], ...] = (RIVALS[0], Memserve, *RIVALS[1:])
 DIVISORS = {"put": VALUES, "get": VALUES, "blocks": 1, "match": CHAINS}
 BYTES = {"put": MIB, "get": MIB, "blocks": VALUES * BLOCK_BYTES}
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        try:
-            if condition():
-                return
-        except Exception:
-            if time.monotonic() > deadline:
-                raise
-        assert time.monotonic() < deadline, "it does not start"
-        time.sleep(0.01)
 
 
 def opened(buffers: Buffers, folder: Path, without: Iterable[str]) -> list[Contender]:
@@ -427,34 +159,23 @@ def measured(contenders: list[Contender], kinds: list[str], rounds: int) -> dict
     return times
 
 
-def main() -> None:
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--rounds", type=int, default=7)
-    reader.add_argument("--keys", type=int, default=1_000_000)
-    reader.add_argument("--only", default="put,get,blocks,match")
-    reader.add_argument("--without", default="", help="contenders to leave out, by name")
-    reader.add_argument("--json", type=Path)
-    given = reader.parse_args()
-    kinds, buffers = given.only.split(","), Buffers()
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-        contenders = opened(buffers, Path(folder), given.without.lower().split(","))
-        try:
-            if "match" in kinds:
-                for one in contenders:
-                    began = time.monotonic()
-                    one.fill(given.keys)
-                    one.matched = chains(min(given.keys, MOONCAKE_KEYS) if one.name == "Mooncake" else given.keys)
-                    print(f"{one.name}: filled in {time.monotonic() - began:.1f} s", flush=True)
-            times = measured(
-                contenders, ["put", *kinds] if "get" in kinds and "put" not in kinds else kinds, given.rounds
-            )
-        finally:
-            for one in contenders:
-                one.close()
+def paired(mine: list[float], others: list[float]) -> float:
+    """``mine`` in times of ``others``: the median of the rounds' ratios: a machine's speed changes between them."""
+    return round(statistics.median(one / other for one, other in zip(mine, others, strict=True)), 3)
+
+
+def rows_of(times: dict[tuple[str, str, str], list[float]]) -> list[dict[str, Any]]:
+    """A row for each contender and variant, with its ratio to memcpy and to each rival that does the same."""
     rows = []
     for (kind, name, variant), spent in times.items():
-        median = statistics.median(spent)
-        base = times.get((kind, "memcpy", ""))
+        median, base = statistics.median(spent), times.get((kind, "memcpy", ""))
+        rivals = {
+            f"{rival} {its_variant}".strip(): paired(spent, its_spent)
+            for (its_kind, rival, its_variant), its_spent in times.items()
+            if name == Memserve.name and its_kind == kind and rival not in (name, "memcpy")
+            # the same variant; of a rival that does not have it, the plain one
+            if its_variant in ((variant,) if (kind, rival, variant) in times else ("copied", "1 thread"))
+        }
         rows.append(
             {
                 "kind": kind,
@@ -464,15 +185,55 @@ def main() -> None:
                 "least_us": round(min(spent), 2),
                 "most_us": round(max(spent), 2),
                 "gb_per_s": round(BYTES[kind] / median / 1e3, 2) if kind in BYTES else None,
-                "times_memcpy": round(median / statistics.median(base), 2) if base else None,
+                "times_memcpy": paired(spent, base) if base else None,
+                "times_rivals": rivals,
             }
         )
-    print("| what | contender | | us, median (least to most) | GB/s | time / memcpy |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print("| what | contender | | us, median (least to most) | GB/s | time / memcpy | time / rivals |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
         ends = f"{row['median_us']:,} ({row['least_us']:,} to {row['most_us']:,})"
         speed, ratio = row["gb_per_s"] or "", row["times_memcpy"] or ""
-        print(f"| {row['kind']} | {row['contender']} | {row['variant']} | {ends} | {speed} | {ratio} |")
+        rivals = "; ".join(f"{name} {times:.2f}" for name, times in row["times_rivals"].items())
+        print(f"| {row['kind']} | {row['contender']} | {row['variant']} | {ends} | {speed} | {ratio} | {rivals} |")
+
+
+def fill(contenders: list[Contender], keys: int) -> None:
+    for one in contenders:
+        began = time.monotonic()
+        one.fill(keys)
+        one.matched = chains(min(keys, MOONCAKE_KEYS) if one.name == "Mooncake" else keys)
+        print(f"{one.name}: filled in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def main() -> None:
+    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    reader.add_argument("--rounds", type=int, default=7)
+    reader.add_argument("--keys", type=int, default=1_000_000)
+    reader.add_argument("--only", default="put,get,blocks,match")
+    reader.add_argument("--without", default="", help="contenders to leave out, by name")
+    reader.add_argument("--quick", action="store_true", help="3 rounds, 50,000 keys: does everything work")
+    reader.add_argument("--json", type=Path)
+    given = reader.parse_args()
+    if given.quick:
+        given.rounds, given.keys = 3, 50_000
+    kinds, buffers = given.only.split(","), Buffers()
+    wanted = ["put", *kinds] if "get" in kinds and "put" not in kinds else kinds
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        contenders = opened(buffers, Path(folder), given.without.lower().split(","))
+        try:
+            if "match" in kinds:
+                fill(contenders, given.keys)
+            times = measured(contenders, wanted, given.rounds)
+        finally:
+            for one in contenders:
+                one.close()
+    rows = rows_of(times)
+    show(rows)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
 

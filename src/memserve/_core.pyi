@@ -773,6 +773,8 @@ class TierReader:
         verified as yet, or the value's name is another."""
     def let_go(self, pin: int) -> None:
         """``ValueError``: it holds nothing."""
+    def lengths(self, keys: bytes, names: list[bytes]) -> list[int]:
+        """Bytes of each value that ``hold`` would find now; -1: it would find none, or too much is held."""
     def where(self, keys: bytes) -> bytes:
         """A byte a key: 0 absent, 1 in memory, 2 on disk alone."""
     def prefix(self, keys: bytes) -> int:
@@ -780,6 +782,9 @@ class TierReader:
     def copy(self, keys: bytes, names: list[bytes], targets: list[Any], threads: int = 1) -> list[int]:
         """The length of each value, -1 absent; copied without the GIL. One that is longer than its writable buffer is
         not copied."""
+    def watch(self, watcher: Callable[[str], None] | None) -> None:
+        """For tests, which let the store do things then: called in each ``hold`` when the entry was ``seen`` and when
+        its pin is written (``pinned``), and in each ``copy`` when values were ``copied``. None: never again."""
     @property
     def closed(self) -> bool:
         """The store has dropped this client: what was held may be another value's by now."""

@@ -2,6 +2,7 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
+#include <string>
 #include <vector>
 
 #include "identity/identity.h"
@@ -17,6 +18,19 @@ inline nanobind::bytes bytes_of(Hash128 key) {
   uint8_t bytes[kIdentityBytes];
   store_identity(bytes, key);
   return nanobind::bytes(bytes, sizeof bytes);
+}
+
+// 16 bytes a key, one behind the other: `each(add)` calls `add` with each of about `count` keys.
+template <class Each>
+nanobind::bytes joined_keys(size_t count, Each each) {
+  std::string keys;
+  keys.reserve(count * kIdentityBytes);
+  each([&](Hash128 key) {
+    uint8_t bytes[kIdentityBytes];
+    store_identity(bytes, key);
+    keys.append(reinterpret_cast<const char*>(bytes), sizeof bytes);
+  });
+  return nanobind::bytes(keys.data(), keys.size());
 }
 
 inline std::vector<Hash128> keys_of(const nanobind::bytes& keys) {

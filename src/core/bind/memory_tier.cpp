@@ -76,14 +76,7 @@ nb::list take_evicted(MemoryTier& self) {
 }
 
 nb::bytes all_keys(const MemoryTier& self) {
-  std::string keys;
-  keys.reserve(self.entries_used() * kIdentityBytes);
-  self.each([&](Hash128 key) {
-    uint8_t bytes[kIdentityBytes];
-    store_identity(bytes, key);
-    keys.append(reinterpret_cast<const char*>(bytes), sizeof bytes);
-  });
-  return nb::bytes(keys.data(), keys.size());
+  return joined_keys(self.entries_used(), [&](auto add) { self.each(add); });
 }
 
 std::string open_client(MemoryTier& self, uint64_t number) {

@@ -121,22 +121,9 @@ nb::list take_commands(SegmentLog& self) {
   return commands;
 }
 
-// 16 bytes a key, one behind the other.
-template <class Each>
-nb::bytes joined(size_t count, Each each) {
-  std::string keys;
-  keys.reserve(count * kIdentityBytes);
-  each([&](Hash128 key) {
-    uint8_t bytes[kIdentityBytes];
-    store_identity(bytes, key);
-    keys.append(reinterpret_cast<const char*>(bytes), sizeof bytes);
-  });
-  return nb::bytes(keys.data(), keys.size());
-}
-
 nb::bytes take_evicted(SegmentLog& self) {
   const std::vector<Hash128> evicted = self.take_evicted();
-  return joined(evicted.size(), [&](auto add) { std::for_each(evicted.begin(), evicted.end(), add); });
+  return joined_keys(evicted.size(), [&](auto add) { std::for_each(evicted.begin(), evicted.end(), add); });
 }
 
 nb::dict counters(const SegmentLog& self) {
@@ -163,7 +150,7 @@ nb::object read_head(const SegmentLog& self, nb::bytes page) {
 }
 
 nb::bytes all_keys(const SegmentLog& self) {
-  return joined(self.index().size(), [&](auto add) { self.index().each([&](const Entry& entry) { add(entry.key); }); });
+  return joined_keys(self.index().size(), [&](auto add) { self.index().each([&](const Entry& entry) { add(entry.key); }); });
 }
 
 // How many of the keys, from the first on, are in any of the logs.

@@ -1,3 +1,4 @@
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -65,6 +66,14 @@ class Targets {
   size_t open_ = 0;
 };
 
+nb::list lengths(TierReader& self, nb::bytes keys, nb::list names) {
+  const auto all = keys_of(keys);
+  if (names.size() != all.size()) throw nb::value_error("keys and names differ in number");
+  nb::list lengths;
+  for (size_t i = 0; i < all.size(); ++i) lengths.append(self.length(all[i], view_of(names[i])));
+  return lengths;
+}
+
 nb::list copy(TierReader& self, nb::bytes keys, nb::list names, nb::list targets, int threads) {
   const auto all = keys_of(keys);
   if (names.size() != all.size() || targets.size() != all.size()) {
@@ -86,6 +95,18 @@ nb::list copy(TierReader& self, nb::bytes keys, nb::list names, nb::list targets
   return lengths;
 }
 
+// The watcher is called with the moment's name.
+void watch(TierReader& self, std::optional<std::function<void(const char*)>> watcher) {
+  if (!watcher) {
+    self.watch({});
+    return;
+  }
+  self.watch([call = std::move(*watcher)](TierReader::Moment moment) {
+    constexpr const char* kNames[] = {"seen", "pinned", "copied"};
+    call(kNames[static_cast<size_t>(moment)]);
+  });
+}
+
 }  // namespace
 
 void bind_tier_reader(nb::module_& m) {
@@ -96,7 +117,9 @@ void bind_tier_reader(nb::module_& m) {
       .def("let_go", &let_go, nb::arg("pin"))
       .def("where", &where, nb::arg("keys"))
       .def("prefix", &prefix, nb::arg("keys"))
+      .def("lengths", &lengths, nb::arg("keys"), nb::arg("names"))
       .def("copy", &copy, nb::arg("keys"), nb::arg("names"), nb::arg("targets"), nb::arg("threads") = 1)
+      .def("watch", &watch, nb::arg("watcher").none())
       .def_prop_ro("closed", &TierReader::closed)
       .def_prop_ro("held", &TierReader::held);
 }

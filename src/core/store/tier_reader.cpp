@@ -11,6 +11,7 @@
 #include <cstring>
 #include <system_error>
 
+#include "pool/copy_pages.h"
 #include "pool/mapping.h"
 #include "pool/shared_arena.h"
 #include "pool/workers.h"
@@ -108,11 +109,24 @@ std::optional<TierReader::Held> TierReader::hold(Hash128 key, std::string_view n
   for (int i = 0; i < kTries; ++i) {
     const auto seen = table_->look(key);
     if (!seen) return std::nullopt;
+    at(Moment::seen);
     bool again = false;
     const auto held = try_hold(*seen, name, again);
     if (!again) return held;
   }
   return std::nullopt;
+}
+
+int64_t TierReader::length(Hash128 key, std::string_view name) {
+  try {
+    const auto held = hold(key, name);
+    if (!held) return -1;
+    let_go(held->pin);
+    return held->length;
+  } catch (const std::system_error& error) {
+    if (error.code().value() != ENOBUFS) throw;
+    return -1;
+  }
 }
 
 std::optional<TierReader::Held> TierReader::try_hold(const SharedTable::Seen& seen, std::string_view name,
@@ -125,6 +139,7 @@ std::optional<TierReader::Held> TierReader::try_hold(const SharedTable::Seen& se
   const uint32_t pin = take_pin(shown.length);
   area_->pins[pin].store(shown.offset + 1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  at(Moment::pinned);
   again = !table_->unchanged(seen);
   const uint8_t* const data = data_ + shown.offset;
   const bool closed_now = closed();
@@ -176,7 +191,7 @@ void TierReader::copy_some(std::span<Copy> copies, int threads) {
   const auto flush = [&] {
     size_t bytes = 0;
     for (const Piece& piece : pieces) bytes += piece.bytes;
-    const auto unit = [&](size_t i) { std::memcpy(pieces[i].to, pieces[i].from, pieces[i].bytes); };
+    const auto unit = [&](size_t i) { copy_pages(pieces[i].to, pieces[i].from, pieces[i].bytes); };
     run_units(pieces.size(), bytes < kParallelBytes ? 1 : threads, unit);
     pieces.clear();
     release();
@@ -184,6 +199,7 @@ void TierReader::copy_some(std::span<Copy> copies, int threads) {
   size_t first = 0;  // whose bytes are not certain as yet
   const auto certain = [&](size_t end) {
     flush();
+    at(Moment::copied);
     // An area that was closed meanwhile has pinned nothing: what was copied may be another value's.
     std::atomic_thread_fence(std::memory_order_acquire);
     if (closed()) {

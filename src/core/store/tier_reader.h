@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -34,6 +35,9 @@ class TierReader {
     size_t room;
     int64_t length;  // comes back: -1 absent
   };
+  // Moments of a `hold` or `copy` at which the owner may do anything: the entry was found; the pin is written, and the
+  // version not looked at again; values were copied, and it is not known yet whether they count.
+  enum class Moment : uint8_t { seen, pinned, copied };
 
   // Throws std::system_error: files that are not there, are no tier's, or an area that another reader has.
   TierReader(const std::string& data_path, const std::string& index_path, const std::string& client_path);
@@ -46,11 +50,15 @@ class TierReader {
   std::optional<Held> hold(Hash128 key, std::string_view name);
   // False: that pin holds nothing.
   bool let_go(uint32_t pin);
+  // Bytes of a value that `hold` would find; -1: it would find none, or too much is held. Throws as `hold` does.
+  int64_t length(Hash128 key, std::string_view name);
   // 0 absent, 1 in memory, 2 on disk alone.
   void where(const Hash128* keys, size_t count, uint8_t* out) const;
   size_t prefix(const Hash128* keys, size_t count) const;
   // Copies those values that have room; `length` says what each has.
   void copy(std::span<Copy> copies, int threads);
+  // `watcher` is called at each of these moments from now on; empty: none is. For tests, which change the table then.
+  void watch(std::function<void(Moment)> watcher) { watcher_ = std::move(watcher); }
   bool closed() const { return area_->closed.load(std::memory_order_acquire) != 0; }
   size_t held() const;
 
@@ -64,6 +72,9 @@ class TierReader {
   static void map(Map& map, const std::string& path, bool writable, size_t bytes_min);
   std::optional<Held> try_hold(const SharedTable::Seen& seen, std::string_view name, bool& again);
   uint32_t take_pin(uint32_t length);
+  void at(Moment moment) const {
+    if (watcher_) watcher_(moment);
+  }
   void copy_some(std::span<Copy> copies, int threads);
 
   Map data_map_, index_map_, area_map_;
@@ -76,6 +87,7 @@ class TierReader {
   std::vector<uint32_t> free_pins_;
   std::vector<int64_t> pinned_;  // bytes by pin, -1: free
   uint64_t pinned_bytes_ = 0, bytes_max_ = 0;
+  std::function<void(Moment)> watcher_;
 };
 
 }  // namespace memserve::store

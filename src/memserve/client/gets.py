@@ -223,9 +223,10 @@ def _lengths(line: Connection, names: Sequence[bytes], deadline_s: float) -> lis
     lengths, missed = [-1] * len(names), list(range(len(names)))
     if session.reader is not None:
         missed = _lengths_in_memory(line, session, session.reader, names, lengths)
-    _, brought = bring(line, [names[number] for number in missed], deadline_s)
-    for number, length in zip(missed, brought, strict=True):
-        lengths[number] = length
+    if missed:
+        _, brought = bring(line, [names[number] for number in missed], deadline_s)
+        for number, length in zip(missed, brought, strict=True):
+            lengths[number] = length
     return lengths
 
 
@@ -233,18 +234,15 @@ def _lengths_in_memory(
     line: Connection, session: Session, reader: _core.TierReader, names: Sequence[bytes], lengths: list[int]
 ) -> list[int]:
     """Fill ``lengths`` from what lies in memory; the numbers of those that may lie elsewhere."""
-    absent, keys = list[int](), _core.value_keys(session.welcome.key, b"", list(names))
-    for number, name in enumerate(names):
-        try:
-            held = _hold(line, session, reader, keys[16 * number : 16 * number + 16], name)
-        except _HoldsTooMuchError:
-            held = None
-        if held is None:
-            absent.append(number)
-        else:
-            lengths[number] = held[1]
-            reader.let_go(held[2])
-    if session.ended:
+    everything, keys = list(names), _core.value_keys(session.welcome.key, b"", list(names))
+    try:
+        lengths[:] = reader.lengths(keys, everything)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        line.renew(session)
+    absent = [number for number, length in enumerate(lengths) if length < 0]
+    if session.ended or not absent:
         return absent
     where = reader.where(b"".join(keys[16 * number : 16 * number + 16] for number in absent))
     return [number for number, place in zip(absent, where, strict=True) if place]

@@ -99,6 +99,11 @@ class MachineLoop(Generic[EventT]):
         """Put ``event`` into the inbox. Thread-safe, never blocks."""
         self._inbox.put(event)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether events wait to be handled. Thread-safe."""
+        return not self._inbox.empty()
+
     def ask(self, question: Callable[[], Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
         """The answer of ``question()``, called in the loop's thread between two events.
 

@@ -95,7 +95,7 @@ class StoreLife:
         assert arena is not None
         self._disks = DiskHost(list(place.folders), place.disks)
         self._opened.append(self._close_disks)
-        self._values = ValueJobs(arena, self._post, self._send)
+        self._values = ValueJobs(arena, self._post, self._send, lambda: self._loop.has_waiting)
         self._opened.append(self._values.close)
         link = place.link if model.namespace else "shm"  # until there is KV to be read, no other host needs a way
         host = place.advertise or place.host

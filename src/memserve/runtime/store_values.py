@@ -1,4 +1,8 @@
-"""A store's jobs on memory: values out of clients' arenas, checksums, values into messages. Two threads, any order."""
+"""A store's jobs on memory: values out of clients' arenas, checksums, values into messages. Two threads, any order.
+
+A small job is done in the thread that asks for it, as long as that one has nothing else to do: two changes of threads
+take longer than the copy.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,13 @@ from memserve.store.events import (
     ValuesTaken,
 )
 from memserve.store_messages import StoreHello
+from memserve.units import MIB
 
 log = logging.getLogger(__name__)
 
 _WORKERS = 2
+_AT_ONCE_BYTES = MIB
+"""A job on no more bytes than these may be done in the asking thread."""
 _NO_OFFSET = np.zeros(1, np.int64)
 
 Job = SealExtents | TakeValues | SendValues
@@ -34,14 +41,21 @@ Answer = ExtentsSealed | ValuesTaken | ValuesSent
 
 
 class ValueJobs:
-    """Performs them; each is answered exactly once, through ``post``, from a thread of its own."""
+    """Performs them; each is answered exactly once, through ``post``."""
 
     def __init__(
-        self, arena: _core.SharedArena, post: Callable[[Answer], None], send: Callable[[Peer, AnyMessage], None]
+        self,
+        arena: _core.SharedArena,
+        post: Callable[[Answer], None],
+        send: Callable[[Peer, AnyMessage], None],
+        is_busy: Callable[[], bool] = lambda: True,
     ) -> None:
+        """``post`` and ``send`` are called from threads of this object's, and from the one that calls :meth:`start`.
+        ``is_busy``: whether that one has other work waiting; then it does no job itself."""
         self._arena = arena
         self._post = post
         self._send = send
+        self._is_busy = is_busy
         self._lock = threading.Lock()
         self._hellos: dict[Peer, StoreHello] = {}
         self._maps: dict[Peer, _core.PeerArena] = {}
@@ -60,8 +74,11 @@ class ValueJobs:
             self._maps.pop(client, None)
 
     def start(self, job: Job) -> None:
-        """Begin with a job; never waits for it."""
-        self._workers.submit(self._do, job)
+        """Begin with a job; waits for none but small ones."""
+        if _bytes_of(job) <= _AT_ONCE_BYTES and not self._is_busy():
+            self._do(job)
+        else:
+            self._workers.submit(self._do, job)
 
     def close(self) -> None:
         """End when what was begun has ended; the rest is given up."""
@@ -69,7 +86,7 @@ class ValueJobs:
         with self._lock:
             self._maps.clear()
 
-    # -- a worker's thread
+    # -- a worker's thread, or the asking one
 
     def _do(self, job: Job) -> None:
         match job:
@@ -150,6 +167,16 @@ class ValueJobs:
             self._send(job.to, replace(job.answer, values=tuple(values)))
         except Exception:
             log.exception("values cannot be sent to %s", job.to.name)
+
+
+def _bytes_of(job: Job) -> int:
+    match job:
+        case TakeValues(_, _, parts):
+            return sum(part.length for part in parts)
+        case SendValues():
+            return sum(piece.length for piece in job.pieces)
+        case SealExtents(_, extents):
+            return sum(length for _, length in extents)
 
 
 def _by_length(lengths: Iterable[int]) -> dict[int, list[int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from typing import cast
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -44,7 +45,7 @@ class Strangers:
 
     def look(self) -> None:
         """Take in all events. To be called before letters are read: the senders must be known here."""
-        while True:
+        while cast(int, self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             try:
                 seen = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
