@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -94,8 +93,8 @@ def line_of(row: dict[str, Any]) -> str:
     text += f"{row['p99_ratio']:.3f} (of rounds {row['p99_ratio_of_rounds']:.3f}); "
     text += f"P50 {row['p50_with_s']:.2f} and {row['p50_without_s']:.2f} s; "
     text += f"cached {row['cached_with']:.0f} and {row['cached_without']:.0f} tokens; {row['prompts']} prompts, "
-    text += f"{len(row['errors'])} failed, {row['other_answers']} other answers; {row['disk_errors']:.0f} errors of the "
-    return text + f"disk, {row['late']:.0f} reads late, {row['disks']:.0f} disk left  {'good' if good else 'MISS'}"
+    text += f"{len(row['errors'])} failed, {row['other_answers']} other answers; {row['disk_errors']:.0f} disk errors, "
+    return text + f"{row['late']:.0f} reads late, {row['disks']:.0f} disk left  {'good' if good else 'MISS'}"
 
 
 def main() -> None:

@@ -52,7 +52,8 @@ class Side:
 
     def total(self, name: str) -> float:
         """Of a counter or gauge, over all members."""
-        return sum(value for key, value in self.server.metrics().items() if re.match(rf"memserve_{name}(_total)?(\{{|$)", key))
+        whole = re.compile(rf"memserve_{name}(_total)?(\{{|$)")
+        return sum(value for key, value in self.server.metrics().items() if whole.match(key))
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait."""

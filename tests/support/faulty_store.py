@@ -15,6 +15,7 @@ What the disk does is done for real; its end is told later, or as a failure.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import heapq
 import json
@@ -112,10 +113,8 @@ class FaultyQueue:
 
     def take(self) -> list[tuple[int, int]]:
         """What has ended and may be told."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        except BlockingIOError:
-            pass
         for tag, error in self._inner.take():
             at, failure = self._due.pop(tag)
             heapq.heappush(self._late, (at, tag, error or failure))

@@ -40,7 +40,7 @@ from memserve import LLM, StoreClient
 from memserve.errors import StoreUnavailable
 from memserve.types import SamplingParams
 from ports import free_port
-from served_cluster import Server, eventually, is_alive
+from served_cluster import Server, eventually, is_alive, unlink_store_memory
 from tiny_models import VOCAB, save_folder
 
 KINDS = ("store", "store-memory", "everything")
@@ -188,10 +188,7 @@ class Killed:
         children = self.server.children()
         self._victim = children["s1"]
         if kind != "store":
-            maps = Path(f"/proc/{self._victim}/maps").read_text()
-            for path in map(Path, set(re.findall(r"/dev/shm/memserve-store-[\w-]+\.data", maps))):
-                for part in path.parent.glob(f"{path.stem}.*"):
-                    part.unlink()
+            unlink_store_memory(self._victim)
         for pid in [self.server.process.pid, *children.values()] if kind == "everything" else [self._victim]:
             os.kill(pid, signal.SIGKILL)
         if kind == "everything":
