@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.ratios, arguments.rounds, arguments.documents = "1:1,20:1", 1, 8
+        arguments.ratios, arguments.rounds, arguments.documents = "1:1,20:1", 1, 7
     arguments.ratios = arguments.ratios.split(",")
     rows = show(measure(arguments), arguments)
     if arguments.out is not None:

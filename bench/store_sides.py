@@ -60,7 +60,8 @@ class Side:
         end = time.monotonic() + WAIT_S
         while not condition():
             if time.monotonic() > end:
-                raise SystemExit(f"{self.name}: never came to this: {what}")
+                numbers = {key: value for key, value in self.server.metrics().items() if value and "store_" in key}
+                raise SystemExit(f"{self.name}: never came to this: {what}; {numbers}")
             time.sleep(0.05)
 
     def disk_has(self, values: int) -> None:

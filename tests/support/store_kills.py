@@ -2,8 +2,8 @@
 
     python tests/support/store_kills.py [--rounds 100] [--seed 0]
 
-One ``memserve serve --ssd`` with a small model, asked new prompts all the time. In each round the store lists what is
-on its disk, a moment later the kill comes, and everything is as it was before again:
+One ``memserve serve`` with a small model, asked new prompts all the time, and a ``memserve store`` that joins it. In
+each round the store lists what is on its disk, a moment later the kill comes, and what was killed starts again:
 
 =============  ====================================================================================================
 store          the store alone is killed; the next one finds its shared memory
@@ -22,8 +22,11 @@ import argparse
 import os
 import random
 import re
+import secrets
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -44,12 +47,15 @@ from served_cluster import Server, eventually, is_alive, unlink_store_memory
 from tiny_models import VOCAB, save_folder
 
 KINDS = ("store", "store-memory", "everything")
-TURNS = ("store", "store-memory", "store", "store-memory", "everything")
+TURNS = ("store", "store-memory", "everything", "store-memory", "store")
 """How often each kind comes: a start of everything takes seconds."""
+STORE = "kills"
 BLOCK_TOKENS, CONTEXT_TOKENS, ANSWER_TOKENS = 16, 512, 8
 FOUND_SHARE_MIN = 0.99
 ON_DISK = 2
 WAIT_S = 120.0
+STATS_S = 1.5
+"""Until the next heartbeat with statistics."""
 
 
 def small_model(folder: Path) -> Path:
@@ -81,6 +87,7 @@ class Round:
     cached: int = 0
     """Tokens of the prompts that were asked again."""
     from_store: int = 0
+    failed_fetches: int = 0
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
 
@@ -92,6 +99,7 @@ class Round:
         verdict = "ok  " if self.good else "MISS"
         what = f"{self.found} of {self.before} blocks found, {self.answers} answers, {self.cached} tokens cached"
         what += f", {self.from_store} of them out of the store"
+        what += f", {self.failed_fetches} fetches in vain"
         return f"{verdict} {self.kind:<13} {self.seconds:5.1f} s  {what}  {'; '.join(self.wrong[:3])}"
 
 
@@ -101,22 +109,33 @@ class Killed:
     def __init__(self, model: Path, home: Path, truth: Callable[[tuple[int, ...]], str], seed: int) -> None:
         self._model, self._home, self._truth = model, home, truth
         self._random = random.Random(seed)
-        self._port = free_port()
+        self._ports = free_port(), free_port()
+        self._secret = home / "secret"
+        self._secret.write_text(secrets.token_hex(16))
+        self._secret.chmod(0o600)
         self._pids: set[int] = set()
+        self._before: set[bytes] = set()
         self._asked: list[tuple[int, ...]] = []
         self.server = self._start()
+        self.store = self._start_store()
+        self._back()
 
     def _start(self) -> Server:
-        flags = ["--kv-memory", "2MiB", "--block-tokens", str(BLOCK_TOKENS), "--colocated", "1"]
-        flags += ["--ssd", f"{self._home}/ssd=768MiB", "--store-dram", "4MiB", "--ssd-sync", "segment"]
-        flags += ["--store-listen", f"127.0.0.1:{self._port}", "--metadata", str(self._home / "state")]
+        flags = ["--kv-memory", "2MiB", "--block-tokens", str(BLOCK_TOKENS), "--colocated", "1", "--metadata", "none"]
+        flags += ["--cluster-port", str(self._ports[0]), "--cluster-secret-file", str(self._secret)]
         server = Server(self._model, *flags)
-        self._pids |= {server.process.pid, *server.children().values()}
+        self._pids = {server.process.pid, *server.children().values()}
         return server
 
+    def _start_store(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "memserve", "store", "--join", f"127.0.0.1:{self._ports[0]}", "--name", STORE]
+        command += ["--listen", f"127.0.0.1:{self._ports[1]}", "--cluster-secret-file", str(self._secret)]
+        command += ["--ssd", f"{self._home}/ssd=768MiB", "--dram", "4MiB", "--ssd-sync", "segment", "--drain-s", "0"]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
     def client(self) -> StoreClient:
-        secret = self._home / "ssd" / "memserve-store.secret"
-        return StoreClient(f"127.0.0.1:{self._port}", "default", secret, timeout_s=WAIT_S, staging_bytes=1)
+        address = f"127.0.0.1:{self._ports[1]}"
+        return StoreClient(address, "default", self._secret, timeout_s=WAIT_S, staging_bytes=1)
 
     def on_disk(self) -> set[bytes]:
         """Keys of all blocks whose writing has ended."""
@@ -149,12 +168,14 @@ class Killed:
         after = self._back()
         done.before, done.found = len(self._before), len(self._before & after)
         again = [*prompts[-3:], *self._random.sample(self._asked, min(3, len(self._asked)))]
-        before = self.server.counter("store_tokens")
+        before = [self.server.counter(name) for name in ("store_tokens", "store_fetches_failed")]
         for tokens in again:
             text, cached = self.ask(tokens)
             self._check(done, tokens, text)
             done.cached += cached
-        done.from_store = self.server.counter("store_tokens") - before
+        time.sleep(STATS_S)
+        done.from_store = self.server.counter("store_tokens") - before[0]
+        done.failed_fetches = self.server.counter("store_fetches_failed") - before[1]
         self._verify(done)
         done.seconds = time.monotonic() - begin
         return done
@@ -179,27 +200,25 @@ class Killed:
         self._before = self.on_disk()
         time.sleep(self._random.uniform(0.0, 0.2))
         self._kill(kind)
+        self.store = self._start_store()  # at once: the router may not even notice
         thread.join(WAIT_S)
         if kind == "everything":
             self.server = self._start()
         return texts, errors
 
     def _kill(self, kind: str) -> None:
-        children = self.server.children()
-        self._victim = children["s1"]
         if kind != "store":
-            unlink_store_memory(self._victim)
-        for pid in [self.server.process.pid, *children.values()] if kind == "everything" else [self._victim]:
-            os.kill(pid, signal.SIGKILL)
+            unlink_store_memory(self.store.pid)
+        self.store.kill()
         if kind == "everything":
+            for pid in self._pids:
+                os.kill(pid, signal.SIGKILL)
             self.server.process.wait(WAIT_S)
             eventually(lambda: not any(is_alive(pid) for pid in self._pids))
-            self._pids.clear()
+        self.store.wait(WAIT_S)
 
     def _back(self) -> set[bytes]:
         """Wait for the next store, and that the router knows what it has; keys on its disk."""
-        eventually(lambda: self.server.children().get("s1", self._victim) != self._victim)
-        self._pids |= set(self.server.children().values())
         end = time.monotonic() + WAIT_S
         while True:
             try:
@@ -207,14 +226,13 @@ class Killed:
                 break
             except StoreUnavailable:
                 assert time.monotonic() < end, "the store never came back"
-        pattern = re.compile(r"^memserve_store_tree_blocks{.*} (.+)$", re.M)
-
-        def known() -> bool:
-            page = httpx.get(self.server.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
-            return sum(float(value) for value in pattern.findall(page)) >= len(found)
-
-        eventually(known)
+        known = re.compile(r"^memserve_store_tree_blocks{.*} (.+)$", re.M)
+        eventually(lambda: sum(map(float, known.findall(self._metrics()))) >= len(found))
+        eventually(lambda: re.search(r"^memserve_store_up{.*} 1.0$", self._metrics(), re.M))
         return found
+
+    def _metrics(self) -> str:
+        return httpx.get(self.server.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
 
     def _check(self, done: Round, tokens: tuple[int, ...], text: str) -> None:
         done.answers += 1
@@ -233,13 +251,16 @@ class Killed:
 
     def end(self) -> None:
         """Stop in good order."""
-        self.server.process.send_signal(signal.SIGTERM)
         try:
-            self.server.process.wait(60)
+            for process in (self.store, self.server.process):
+                process.terminate()
+                process.wait(WAIT_S)
         finally:
-            for pid in self._pids:
+            for pid in (self.store.pid, *self._pids):
                 if is_alive(pid):
                     os.kill(pid, signal.SIGKILL)
+            for path in Path("/dev/shm").glob(f"memserve-store-{STORE}-*"):
+                path.unlink(missing_ok=True)
 
 
 def run_kills(rounds: int, seed: int, say: Callable[[str], None] = lambda _: None) -> list[Round]:

@@ -1,0 +1,65 @@
+"""How quickly the disks of one store give what an instance asks of them: learned from its own fetches.
+
+A store tells what its disks cost, or nothing; a disk that others use too, or that fails, is slower than that. So each
+fetch that was read from disks is compared with what was expected::
+
+    it came whole  -> half of the difference is learned, as a factor
+    it was late    -> the disks are at least so slow: learned at once
+
+Disks that are too slow are not asked any more, and nothing would be learned of them. Then a few blocks are read now and
+then that no request waits for (a *probe*).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memserve.policy.costs import CopyCurve
+from memserve.units import NS_PER_S
+
+PROBE_AFTER_NS = 5 * NS_PER_S
+"""How long nothing was learned of slow disks before a probe."""
+PROBE_BLOCKS = 8
+_SLOW = 1.5
+_SCALE_MIN, _SCALE_MAX = 0.1, 1e4
+_LATE = 2.0
+"""What did not come at all takes at least twice as long as it was waited for."""
+
+
+@dataclass(slots=True)
+class ReadSpeed:
+    """Of the disks of one store."""
+
+    told: CopyCurve
+    """What reading takes, as the store says, or by default."""
+    scale: float = 1.0
+    """How many times longer it takes."""
+    learned_ns: int = 0
+    """When a fetch, or a probe, was last begun or has ended."""
+
+    @property
+    def curve(self) -> CopyCurve:
+        """What reading takes now."""
+        told, scale = self.told, self.scale
+        return CopyCurve(told.start_ns * scale, told.piece_ns * scale, told.byte_ns * scale)
+
+    def came(self, told_ns: int, spent_ns: int, now: int) -> None:
+        """All that was asked for came; it took ``spent_ns``, and ``told_ns`` by the told curve."""
+        ratio = _bounded(spent_ns / max(1, told_ns))
+        self.scale = _bounded((self.scale * ratio) ** 0.5)
+        self.learned_ns = now
+
+    def was_late(self, told_ns: int, spent_ns: int, now: int, *, is_part: bool) -> None:
+        """After ``spent_ns`` less had come than was asked for: a part, which takes ``told_ns`` by the told curve, or
+        nothing of what takes so long."""
+        ratio = spent_ns / max(1, told_ns) * (1.0 if is_part else _LATE)
+        self.scale = _bounded(max(self.scale, ratio))
+        self.learned_ns = now
+
+    def wants_probe(self, now: int) -> bool:
+        """Whether to look if the disks are still slow."""
+        return self.scale > _SLOW and now - self.learned_ns >= PROBE_AFTER_NS
+
+
+def _bounded(scale: float) -> float:
+    return min(_SCALE_MAX, max(_SCALE_MIN, scale))
