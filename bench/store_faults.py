@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from store_sides import Answer, Side, documents, plain_side, run_load, stored_side
+from store_sides import Answer, Side, documents, fill, plain_side, run_load, stored_side
 
 DOCUMENT, QUESTION = 512, 32
 FAULTS: dict[str, dict[str, Any]] = {
@@ -50,8 +50,7 @@ def under_fault(
     name: str, plain: Side, stored: Side, texts: list[list[int]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """The same prompts on both sides, with a disk that fails."""
-    run_load(stored, texts, arguments.clients, 1)
-    stored.disk_has(len(texts) * DOCUMENT // 32 * 9 // 10)
+    fill(stored, texts, 1)
     stored.break_disk(**FAULTS[name])
     told: dict[str, list[Answer]] = {"without": [], "with": []}
     tails = []

@@ -26,11 +26,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from store_sides import STATS_S, Side, documents, plain_side, run_load, stored_side
+from store_sides import STATS_S, Side, documents, fill, plain_side, run_load, stored_side
 
 DOCUMENT = 1024
-BLOCK = 32
-"""Tokens."""
 SPLITS = {"1:1": (512, 512), "4:1": (832, 208), "20:1": (960, 48), "100:1": (1024, 10)}
 """Tokens of a document and new ones behind them."""
 SIDES = ("no cache", "cache", "ssd", "slow")
@@ -49,19 +47,20 @@ class Point:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All points, and what counters say of each side."""
     texts = documents(arguments.documents, DOCUMENT, arguments.seed)
-    points = {(ratio, side): Point([], []) for ratio in arguments.ratios for side in SIDES}
+    points = {(ratio, side): Point([], []) for ratio in arguments.ratios for side in arguments.sides}
     counts: dict[tuple[str, str], dict[str, float]] = {}
     flags = ["--kv-memory", arguments.kv_memory, "--served-model-name", "x"]
     flags += ["--model", arguments.model] if arguments.model else []
     with ExitStack() as stack:
         disk = (arguments.ssd, arguments.store_dram, *flags)
-        sides = [
-            stack.enter_context(plain_side("no cache", "--no-cache", *flags)),
-            stack.enter_context(plain_side("cache", *flags)),
-            stack.enter_context(stored_side("ssd", *disk, folder=arguments.folder)),
-            stack.enter_context(stored_side("slow", *disk, folder=arguments.folder)),
-        ]
-        fill(sides, texts, arguments)
+        made = {
+            "no cache": lambda: plain_side("no cache", "--no-cache", *flags),
+            "cache": lambda: plain_side("cache", *flags),
+            "ssd": lambda: stored_side("ssd", *disk, folder=arguments.folder),
+            "slow": lambda: stored_side("slow", *disk, folder=arguments.folder),
+        }
+        sides = [stack.enter_context(made[name]()) for name in arguments.sides]
+        fill_all(sides, texts, arguments)
         new = iter(documents(arguments.rounds * len(arguments.ratios) * len(texts), DOCUMENT, arguments.seed + 1))
         for number in range(arguments.rounds):
             for ratio in arguments.ratios:
@@ -73,17 +72,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"points": points, "counts": counts}
 
 
-def fill(sides: list[Side], texts: list[list[int]], arguments: argparse.Namespace) -> None:
+def fill_all(sides: list[Side], texts: list[list[int]], arguments: argparse.Namespace) -> None:
     """Every document is asked once, and reaches the disks; then the slow one becomes slow."""
     for side in sides:
-        run_load(side, texts[:1] if side.name == "no cache" else texts, 1, 1)
-    blocks = len(texts) * DOCUMENT // BLOCK
-    for side in sides:
         if side.faults is not None:
-            side.disk_has(blocks * 95 // 100)
-            print(f"{side.name}: {side.total('store_disk_values'):.0f} of {blocks} blocks of the documents on the disk")
-    slow = next(side for side in sides if side.name == "slow")
-    slow.break_disk(rate=arguments.slow_rate * 1e6, delay_s=arguments.slow_delay / 1e3)
+            fill(side, texts, 1)
+        else:
+            run_load(side, texts[:1] if side.name == "no cache" else texts, 1, 1)
+    for side in sides:
+        if side.name == "slow":
+            side.break_disk(rate=arguments.slow_rate * 1e6, delay_s=arguments.slow_delay / 1e3)
     time.sleep(0.5)
 
 
@@ -123,7 +121,7 @@ def show(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str,
     print(f"{arguments.answer} tokens of answer; medians of {arguments.rounds} rounds. Tokens: a prompt, on average.")
     print("cached:new  side       total s   to no cache   hit  of the store  of its disk   late  verdict")
     for ratio in arguments.ratios:
-        for side in SIDES:
+        for side in arguments.sides:
             point, share = found["points"][ratio, side], ratios_of(found, ratio, side)
             prompts = arguments.documents * arguments.rounds
             hit = sum(point.cached) / prompts
@@ -152,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two minutes: two ratios, one round")
     parser.add_argument("--ratios", default="1:1,4:1,20:1,100:1")
+    parser.add_argument("--sides", default=",".join(SIDES), help="the first is what the others are held against")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--documents", type=int, default=12, help="more than fit into memory of instance and store")
     parser.add_argument("--clients", type=int, default=2)
@@ -168,7 +167,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.ratios, arguments.rounds, arguments.documents = "1:1,20:1", 1, 7
-    arguments.ratios = arguments.ratios.split(",")
+    arguments.ratios, arguments.sides = arguments.ratios.split(","), arguments.sides.split(",")
+    if arguments.sides[0] != "no cache":
+        parser.error("--sides begins with 'no cache'")
     rows = show(measure(arguments), arguments)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(rows, indent=1) + "\n")

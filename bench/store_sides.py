@@ -30,6 +30,9 @@ from ports import free_port  # noqa: E402
 
 TIMEOUT_S = 300.0
 WAIT_S = 90.0
+BLOCK = 32
+"""Tokens."""
+FILLS_MAX = 5
 STATS_S = 2.5
 """Until the next heartbeat with statistics."""
 
@@ -159,6 +162,21 @@ def run_load(side: Side, prompts: list[list[int]], clients: int, count: int) -> 
         answers = list(pool.map(lambda tokens: ask(client, side.server.url, tokens, count), prompts))
         total_s = time.perf_counter() - begin
     return Run(total_s, answers)
+
+
+def fill(side: Side, texts: list[list[int]], clients: int) -> None:
+    """Ask ``texts`` until 95 % of their blocks are on the disk. What an instance with little memory cannot lend in time
+    is not offered, so a busy machine may take several turns."""
+    blocks = sum(len(text) // BLOCK for text in texts)
+    for _ in range(FILLS_MAX):
+        run_load(side, texts, clients, 1)
+        end = time.monotonic() + 4 * STATS_S
+        while time.monotonic() < end:
+            if side.total("store_disk_values") >= blocks * 95 // 100:
+                return
+            time.sleep(0.1)
+    numbers = {key: value for key, value in side.server.metrics().items() if value and "store_" in key}
+    raise SystemExit(f"{side.name}: less than 95 % of {blocks} blocks reach the disk: {numbers}")
 
 
 def documents(count: int, tokens: int, seed: int) -> list[list[int]]:

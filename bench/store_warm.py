@@ -31,15 +31,13 @@ from typing import Any
 
 import httpx
 from served import Served, serving
-from store_sides import SUPPORT, TIMEOUT_S, Side, ask, documents
+from store_sides import BLOCK, SUPPORT, TIMEOUT_S, Side, ask, documents
 
 sys.path.insert(0, str(SUPPORT))
 
 from served_cluster import unlink_store_memory
 
 KINDS = ("cold", "HBM", "DRAM", "SSD")
-BLOCK = 32
-"""Tokens."""
 
 
 def children(server: Served) -> dict[str, int]:
