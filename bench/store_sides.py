@@ -23,11 +23,11 @@ import httpx
 import numpy as np
 from served import Served, serving
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+
+from ports import free_port
+
 SUPPORT = Path(__file__).resolve().parent.parent / "tests" / "support"
-sys.path.insert(0, str(SUPPORT))
-
-from ports import free_port  # noqa: E402
-
 TIMEOUT_S = 300.0
 WAIT_S = 90.0
 BLOCK = 32

@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
     ``--disk-kills N``: how often the store's disks are killed in the middle of everything; 900 take a few minutes.
 
-    ``--store-kills N``: how often real processes of a store and of all that is with it are killed; 100 take ten minutes.
+    ``--store-kills N``: how often real processes beside a store are killed; 100 take ten minutes.
     """
     parser.addoption("--data-sets", type=Path, default=None, help="folder of data sets (traces/, conversations/, ...)")
     parser.addoption("--matrix-cells", type=int, default=2, help="cells of the failure matrix to run")

@@ -310,7 +310,7 @@ def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[
         nurse = threading.Thread(target=_restart_when_dead, args=(fleet, victim, role), daemon=True)
         if case.fault == "restart":
             nurse.start()
-        # The moment may need luck with the placement, and on a quick machine more requests at once: come again, as more.
+        # The moment may need luck with the placement, and on a quick machine more requests at once: come again, more.
         for times in (1, 1, 2, 2, 4, 4, 8, 8, 8, 8):
             _send_crowd(fleet, bodies * times, want * times, result)
             result.reached = "fault: " in fleet.log(victim)
