@@ -26,11 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from store_sides import STATS_S, Side, documents, fill, plain_side, run_load, stored_side
+from store_sides import BLOCK, STATS_S, Side, documents, fill, plain_side, run_load, stored_side
 
-DOCUMENT = 1024
-SPLITS = {"1:1": (512, 512), "4:1": (832, 208), "20:1": (960, 48), "100:1": (1024, 10)}
-"""Tokens of a document and new ones behind them."""
 SIDES = ("no cache", "cache", "ssd", "slow")
 TIERS = ("instance_store_tokens", "instance_store_ssd_tokens", "instance_store_fetches_failed", "store_fetches_cut")
 SLOWER_MAX, QUICKER_MIN, QUICKER_FROM = 1.02, 2.0, 4
@@ -44,9 +41,16 @@ class Point:
     cached: list[int]
 
 
+def split(ratio: str, document: int) -> tuple[int, int]:
+    """Tokens of a document, whole blocks, and new ones behind them: about ``document`` altogether."""
+    cached, new = map(int, ratio.split(":"))
+    old = round(document * cached / (cached + new) / BLOCK) * BLOCK
+    return old, round(old * new / cached)
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All points, and what counters say of each side."""
-    texts = documents(arguments.documents, DOCUMENT, arguments.seed)
+    texts = documents(arguments.documents, arguments.document, arguments.seed)
     points = {(ratio, side): Point([], []) for ratio in arguments.ratios for side in arguments.sides}
     counts: dict[tuple[str, str], dict[str, float]] = {}
     flags = ["--kv-memory", arguments.kv_memory, "--served-model-name", "x"]
@@ -61,10 +65,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         }
         sides = [stack.enter_context(made[name]()) for name in arguments.sides]
         fill_all(sides, texts, arguments)
-        new = iter(documents(arguments.rounds * len(arguments.ratios) * len(texts), DOCUMENT, arguments.seed + 1))
+        count = arguments.rounds * len(arguments.ratios) * len(texts)
+        new = iter(documents(count, arguments.document, arguments.seed + 1))
         for number in range(arguments.rounds):
             for ratio in arguments.ratios:
-                cached, fresh = SPLITS[ratio]
+                cached, fresh = split(ratio, arguments.document)
                 prompts = [text[:cached] + next(new)[:fresh] for text in texts]
                 for turn in range(len(sides)):
                     side = sides[(turn + number) % len(sides)]
@@ -117,7 +122,7 @@ def ratios_of(found: dict[str, Any], ratio: str, side: str) -> float:
 def show(found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Print the table; returns its rows."""
     rows = []
-    print(f"{arguments.documents} prompts a point of about {DOCUMENT} tokens, {arguments.clients} at a time,")
+    print(f"{arguments.documents} prompts a point of about {arguments.document} tokens, {arguments.clients} at a time,")
     print(f"{arguments.answer} tokens of answer; medians of {arguments.rounds} rounds. Tokens: a prompt, on average.")
     print("cached:new  side       total s   to no cache   hit  of the store  of its disk   late  verdict")
     for ratio in arguments.ratios:
@@ -153,6 +158,7 @@ def main() -> None:
     parser.add_argument("--sides", default=",".join(SIDES), help="the first is what the others are held against")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--documents", type=int, default=12, help="more than fit into memory of instance and store")
+    parser.add_argument("--document", type=int, default=1024, help="tokens")
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--answer", type=int, default=4, help="tokens of each answer")
     parser.add_argument("--kv-memory", default="64MiB")
