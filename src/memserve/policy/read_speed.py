@@ -7,7 +7,8 @@ fetch that was read from disks is compared with what was expected::
     it was late    -> the disks are at least so slow: learned at once
 
 Disks that are too slow are not asked any more, and nothing would be learned of them. Then a few blocks are read now and
-then that no request waits for (a *probe*).
+then that no request waits for (a *probe*). One quick probe proves nothing of disks that stand still now and then: only
+after several in a row less is expected, and each time that it was wrong the next probe comes later.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from memserve.units import NS_PER_S
 
 PROBE_AFTER_NS = 5 * NS_PER_S
 """How long nothing was learned of slow disks before a probe."""
+PROBE_AFTER_MAX_NS = 160 * NS_PER_S
 PROBE_BLOCKS = 8
+GOOD_IN_A_ROW = 3
+"""Fetches that came in time before slow disks count as less slow."""
+TRUSTED_AFTER = 32
+"""Fetches in a row after which disks count as if they had never been late."""
 _SLOW = 1.5
 _SCALE_MIN, _SCALE_MAX = 0.1, 1e4
 _LATE = 2.0
@@ -36,6 +42,10 @@ class ReadSpeed:
     """How many times longer it takes."""
     learned_ns: int = 0
     """When a fetch, or a probe, was last begun or has ended."""
+    probe_after_ns: int = PROBE_AFTER_NS
+    """How long nothing was learned before the next probe: twice as long with each time that the disks were late."""
+    good: int = 0
+    """Fetches in a row that came in time."""
 
     @property
     def curve(self) -> CopyCurve:
@@ -45,20 +55,27 @@ class ReadSpeed:
 
     def came(self, told_ns: int, spent_ns: int, now: int) -> None:
         """All that was asked for came; it took ``spent_ns``, and ``told_ns`` by the told curve."""
-        ratio = _bounded(spent_ns / max(1, told_ns))
-        self.scale = _bounded((self.scale * ratio) ** 0.5)
         self.learned_ns = now
+        self.good += 1
+        if self.good >= TRUSTED_AFTER:
+            self.probe_after_ns = PROBE_AFTER_NS
+        ratio = _bounded(spent_ns / max(1, told_ns))
+        if ratio > self.scale or self.scale <= _SLOW or self.good >= GOOD_IN_A_ROW:
+            self.scale = _bounded((self.scale * ratio) ** 0.5)
 
     def was_late(self, told_ns: int, spent_ns: int, now: int, *, is_part: bool) -> None:
         """After ``spent_ns`` less had come than was asked for: a part, which takes ``told_ns`` by the told curve, or
         nothing of what takes so long."""
+        self.learned_ns = now
+        if 0 < self.good < TRUSTED_AFTER:
+            self.probe_after_ns = min(PROBE_AFTER_MAX_NS, 2 * self.probe_after_ns)
+        self.good = 0
         ratio = spent_ns / max(1, told_ns) * (1.0 if is_part else _LATE)
         self.scale = _bounded(max(self.scale, ratio))
-        self.learned_ns = now
 
     def wants_probe(self, now: int) -> bool:
         """Whether to look if the disks are still slow."""
-        return self.scale > _SLOW and now - self.learned_ns >= PROBE_AFTER_NS
+        return self.scale > _SLOW and now - self.learned_ns >= self.probe_after_ns
 
 
 def _bounded(scale: float) -> float:

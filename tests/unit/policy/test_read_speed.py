@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from memserve.policy.costs import CopyCurve
-from memserve.policy.read_speed import PROBE_AFTER_NS, ReadSpeed
+from memserve.policy.read_speed import (
+    GOOD_IN_A_ROW,
+    PROBE_AFTER_MAX_NS,
+    PROBE_AFTER_NS,
+    TRUSTED_AFTER,
+    ReadSpeed,
+)
 
 TOLD = CopyCurve(1000.0, 100.0, 2.0)
 
@@ -31,12 +37,28 @@ def test_late_at_once_makes_no_disk_quicker():
     assert speed.scale == 3.0
 
 
-def test_one_stall_is_forgotten_after_a_few_fetches():
+def test_one_stall_is_forgotten_after_a_few_fetches_and_not_after_one():
     speed = ReadSpeed(TOLD)
     speed.was_late(1000, 50_000, 0, is_part=False)
+    slow = speed.scale
+    for _ in range(GOOD_IN_A_ROW - 1):
+        speed.came(1000, 1000, 0)
+    assert speed.scale == slow
     for _ in range(6):
         speed.came(1000, 1000, 0)
     assert speed.scale < 1.2
+
+
+def test_a_disk_that_stands_still_again_and_again_is_looked_at_less_and_less_often():
+    """Until it has been right for long."""
+    speed = ReadSpeed(TOLD)
+    for _ in range(20):
+        speed.came(1000, 1000, 0)
+        speed.was_late(1000, 50_000, 0, is_part=False)
+    assert speed.probe_after_ns == PROBE_AFTER_MAX_NS and not speed.wants_probe(PROBE_AFTER_MAX_NS - 1)
+    for _ in range(TRUSTED_AFTER):
+        speed.came(1000, 1000, 0)
+    assert speed.probe_after_ns == PROBE_AFTER_NS and speed.scale < 1.2
 
 
 def test_a_quicker_disk_than_was_said_is_learned_too_within_bounds():
