@@ -17,7 +17,7 @@ from memserve.kv_transfer.events import FetchEnded
 from memserve.kv_transfer.exchange import Exchange
 from memserve.messages import Holder, PeerInfo
 from memserve.policy.costs import CopyCurve, CostModel
-from memserve.policy.read_speed import PROBE_BLOCKS, ReadSpeed
+from memserve.policy.read_speed import TRIAL_BLOCKS, ReadSpeed
 from memserve.policy.reuse import FetchChoice, Prefix, plan_fetches
 from memserve.types import KVGeometry, TokenArray
 from memserve.units import NS_PER_MS
@@ -53,8 +53,8 @@ class Fetches:
         "_exchange",
         "_flights",
         "_geometry",
-        "_probes",
         "_state",
+        "_trials",
         "_wait_max_ns",
         "asked",
         "decide_at_ns",
@@ -80,7 +80,7 @@ class Fetches:
         #: by fetch id
         self._flights: dict[str, _Flight] = {}
         #: fetch ids of those that no request waits for
-        self._probes: set[str] = set()
+        self._trials: set[str] = set()
         #: names of peers with pages that come over a network
         self.far: dict[str, bool] = {}
         #: by the names of stores
@@ -137,7 +137,7 @@ class Fetches:
                 if choice.tokens:
                     self._ask(group, holder, prefix.own_tokens, choice, now)
                 else:
-                    self._probe(group, holder, prefix, now)
+                    self._try_disk(group, holder, prefix, now)
                     groups.append(group)  # its next holder may be nearer
 
     def _next_holder(self, group: Group, now: int) -> tuple[Holder, Prefix] | None:
@@ -206,16 +206,16 @@ class Fetches:
         """Until the link is free, as far as is known."""
         return max(0, max((flight.ends_ns for flight in self._flights.values()), default=0) - now)
 
-    def _probe(self, group: Group, holder: Holder, prefix: Prefix, now: int) -> None:
+    def _try_disk(self, group: Group, holder: Holder, prefix: Prefix, now: int) -> None:
         """The prefix is computed. If that is because the holder's disks were slow: look whether they still are, with a
         few blocks that the request does not wait for."""
         speed = self._disks.get(holder.peer.name)
-        if speed is None or not prefix.disk_tokens or self._probes or not speed.wants_probe(now):
+        if speed is None or not prefix.disk_tokens or self._trials or not speed.wants_trial(now):
             return
         speed.learned_ns = now
-        end = prefix.own_tokens + min(PROBE_BLOCKS * self._geometry.block_tokens, prefix.remote_tokens)
+        end = prefix.own_tokens + min(TRIAL_BLOCKS * self._geometry.block_tokens, prefix.remote_tokens)
         deadline_ns = now + self._wait_max_ns
-        self._probes.add(self._fetch(group, holder, prefix.own_tokens, end, now, deadline_ns, 0))
+        self._trials.add(self._fetch(group, holder, prefix.own_tokens, end, now, deadline_ns, 0))
 
     def _plans_ns(self, blocks: int) -> int:
         """Time until ``blocks`` free blocks may be pulled into: steps under way may still use them."""
@@ -234,8 +234,8 @@ class Fetches:
         """The KV is in the index, or will not come; then the next holder may be asked."""
         flight = self._flights.pop(outcome.transfer_id)
         self._learn(flight, outcome, now)
-        if outcome.transfer_id in self._probes:
-            self._probes.remove(outcome.transfer_id)
+        if outcome.transfer_id in self._trials:
+            self._trials.remove(outcome.transfer_id)
             return
         group, holder = self.asked.pop(outcome.transfer_id)
         remote = group.remote
@@ -276,9 +276,9 @@ class Fetches:
             speed.was_late(told_ns, spent_ns, now, is_part=got > 0)
 
     def clear(self) -> None:
-        """All fetches have ended silently: requests of an earlier life, and probes."""
+        """All fetches have ended silently: requests of an earlier life, and trials."""
         self._flights.clear()
-        self._probes.clear()
+        self._trials.clear()
         self.asked.clear()
 
     def given_up(self, group: Group) -> None:

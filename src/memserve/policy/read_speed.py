@@ -7,8 +7,8 @@ fetch that was read from disks is compared with what was expected::
     it was late    -> the disks are at least so slow: learned at once
 
 Disks that are too slow are not asked any more, and nothing would be learned of them. Then a few blocks are read now and
-then that no request waits for (a *probe*). One quick probe proves nothing of disks that stand still now and then: only
-after several in a row less is expected, and each time that it was wrong the next probe comes later.
+then that no request waits for (a *trial fetch*). One quick trial proves nothing of disks that stand still now and then:
+only after several in a row less is expected, and each time that it was wrong the next trial comes later.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from memserve.policy.costs import CopyCurve
 from memserve.units import NS_PER_S
 
-PROBE_AFTER_NS = 5 * NS_PER_S
-"""How long nothing was learned of slow disks before a probe."""
-PROBE_AFTER_MAX_NS = 160 * NS_PER_S
-PROBE_BLOCKS = 8
+TRIAL_AFTER_NS = 5 * NS_PER_S
+"""How long nothing was learned of slow disks before a trial fetch."""
+TRIAL_AFTER_MAX_NS = 160 * NS_PER_S
+TRIAL_BLOCKS = 8
 GOOD_IN_A_ROW = 3
 """Fetches that came in time before slow disks count as less slow."""
 TRUSTED_AFTER = 32
@@ -41,9 +41,9 @@ class ReadSpeed:
     scale: float = 1.0
     """How many times longer it takes."""
     learned_ns: int = 0
-    """When a fetch, or a probe, was last begun or has ended."""
-    probe_after_ns: int = PROBE_AFTER_NS
-    """How long nothing was learned before the next probe: twice as long with each time that the disks were late."""
+    """When a fetch, or a trial, was last begun or has ended."""
+    trial_after_ns: int = TRIAL_AFTER_NS
+    """How long nothing was learned before the next trial: twice as long with each time that the disks were late."""
     good: int = 0
     """Fetches in a row that came in time."""
 
@@ -58,7 +58,7 @@ class ReadSpeed:
         self.learned_ns = now
         self.good += 1
         if self.good >= TRUSTED_AFTER:
-            self.probe_after_ns = PROBE_AFTER_NS
+            self.trial_after_ns = TRIAL_AFTER_NS
         ratio = _bounded(spent_ns / max(1, told_ns))
         if ratio > self.scale or self.scale <= _SLOW or self.good >= GOOD_IN_A_ROW:
             self.scale = _bounded((self.scale * ratio) ** 0.5)
@@ -68,14 +68,14 @@ class ReadSpeed:
         nothing of what takes so long."""
         self.learned_ns = now
         if 0 < self.good < TRUSTED_AFTER:
-            self.probe_after_ns = min(PROBE_AFTER_MAX_NS, 2 * self.probe_after_ns)
+            self.trial_after_ns = min(TRIAL_AFTER_MAX_NS, 2 * self.trial_after_ns)
         self.good = 0
         ratio = spent_ns / max(1, told_ns) * (1.0 if is_part else _LATE)
         self.scale = _bounded(max(self.scale, ratio))
 
-    def wants_probe(self, now: int) -> bool:
+    def wants_trial(self, now: int) -> bool:
         """Whether to look if the disks are still slow."""
-        return self.scale > _SLOW and now - self.learned_ns >= self.probe_after_ns
+        return self.scale > _SLOW and now - self.learned_ns >= self.trial_after_ns
 
 
 def _bounded(scale: float) -> float:

@@ -311,8 +311,8 @@ def test_a_slow_disk_is_not_asked_where_computing_is_quicker():
     fleet.finish()
 
 
-def test_a_disk_that_was_late_once_is_not_waited_for_again_until_a_probe_has_found_it_quick():
-    """The store says nothing of its costs. A probe is a fetch that no request waits for."""
+def test_a_disk_that_was_late_once_is_not_waited_for_again_until_a_trial_has_found_it_quick():
+    """The store says nothing of its costs. A trial fetch is a fetch that no request waits for."""
     fleet = stored(p=fleet_config(**ROOMY), d=fleet_config(**ROOMY))
     store, d = fleet.members["s"], fleet.members["d"]
 
@@ -335,8 +335,8 @@ def test_a_disk_that_was_late_once_is_not_waited_for_again_until_a_probe_has_fou
     for number in range(3):
         fleet.pass_time(6 * NS_PER_S)
         assert speed.scale == slow
-        probed = again(f"d{number}")
-        assert probed.done and "fetched_from" not in story_of(probed) and fetches() == [4] * (2 + number)
+        tried = again(f"d{number}")
+        assert tried.done and "fetched_from" not in story_of(tried) and fetches() == [4] * (2 + number)
     assert speed.scale < slow
     while speed.scale > 1.0:
         speed.came(speed.told.ns(1000), speed.told.ns(1000) // 2, fleet.now)

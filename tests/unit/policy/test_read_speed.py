@@ -7,8 +7,8 @@ import pytest
 from memserve.policy.costs import CopyCurve
 from memserve.policy.read_speed import (
     GOOD_IN_A_ROW,
-    PROBE_AFTER_MAX_NS,
-    PROBE_AFTER_NS,
+    TRIAL_AFTER_MAX_NS,
+    TRIAL_AFTER_NS,
     TRUSTED_AFTER,
     ReadSpeed,
 )
@@ -17,7 +17,7 @@ TOLD = CopyCurve(1000.0, 100.0, 2.0)
 
 
 def test_nothing_learned_is_what_the_store_says():
-    assert ReadSpeed(TOLD).curve == TOLD and not ReadSpeed(TOLD).wants_probe(10 * PROBE_AFTER_NS)
+    assert ReadSpeed(TOLD).curve == TOLD and not ReadSpeed(TOLD).wants_trial(10 * TRIAL_AFTER_NS)
 
 
 def test_one_late_fetch_is_enough():
@@ -55,10 +55,10 @@ def test_a_disk_that_stands_still_again_and_again_is_looked_at_less_and_less_oft
     for _ in range(20):
         speed.came(1000, 1000, 0)
         speed.was_late(1000, 50_000, 0, is_part=False)
-    assert speed.probe_after_ns == PROBE_AFTER_MAX_NS and not speed.wants_probe(PROBE_AFTER_MAX_NS - 1)
+    assert speed.trial_after_ns == TRIAL_AFTER_MAX_NS and not speed.wants_trial(TRIAL_AFTER_MAX_NS - 1)
     for _ in range(TRUSTED_AFTER):
         speed.came(1000, 1000, 0)
-    assert speed.probe_after_ns == PROBE_AFTER_NS and speed.scale < 1.2
+    assert speed.trial_after_ns == TRIAL_AFTER_NS and speed.scale < 1.2
 
 
 def test_a_quicker_disk_than_was_said_is_learned_too_within_bounds():
@@ -74,4 +74,4 @@ def test_a_quicker_disk_than_was_said_is_learned_too_within_bounds():
 def test_slow_disks_are_looked_at_now_and_then():
     speed = ReadSpeed(TOLD)
     speed.was_late(1000, 50_000, 100, is_part=False)
-    assert not speed.wants_probe(100 + PROBE_AFTER_NS - 1) and speed.wants_probe(100 + PROBE_AFTER_NS)
+    assert not speed.wants_trial(100 + TRIAL_AFTER_NS - 1) and speed.wants_trial(100 + TRIAL_AFTER_NS)
