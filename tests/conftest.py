@@ -23,11 +23,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     ``--matrix-cells N --matrix-seed S``: how much of the failure matrix on real processes is run, and which part.
 
     ``--disk-kills N``: how often the store's disks are killed in the middle of everything; 900 take a few minutes.
+
+    ``--store-kills N``: how often real processes beside a store are killed; 100 take ten minutes.
     """
     parser.addoption("--data-sets", type=Path, default=None, help="folder of data sets (traces/, conversations/, ...)")
     parser.addoption("--matrix-cells", type=int, default=2, help="cells of the failure matrix to run")
     parser.addoption("--matrix-seed", type=int, default=2, help="which ones")
     parser.addoption("--disk-kills", type=int, default=60, help="kills of the store's literal disks")
+    parser.addoption("--store-kills", type=int, default=3, help="kills of real processes beside a store")
 
 
 def pytest_configure() -> None:
@@ -68,6 +71,7 @@ ONE_BY_ONE = (
     "process/bench/test_load",
     "process/cli/test_commands",
     "process/test_store_hostile",
+    "process/test_store_kills",
     "process/client/test_store_process",
     "process/runtime/test_pool_peer",
     "process/runtime/links/test_data",

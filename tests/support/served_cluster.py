@@ -79,3 +79,12 @@ def processes_below(pid: int) -> list[int]:
         for child in children.read_text().split():
             found += processes_below(int(child))
     return found
+
+
+def unlink_store_memory(pid: int) -> None:
+    """Shared memory of the store in process ``pid``: when that ends, nothing of it is left, as after a new start of the
+    machine."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    for path in map(Path, set(re.findall(r"/dev/shm/memserve-store-[\w-]+\.data", maps))):
+        for part in path.parent.glob(f"{path.stem}.*"):
+            part.unlink()

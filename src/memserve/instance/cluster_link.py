@@ -350,6 +350,7 @@ class ClusterLink:
                 self._state.drop_group(group)
         self.sender.clear()
         self.receiver.clear()
+        self.fetches.clear()
         self.writer.clear()
         self._pins.release_all()
         self._pins.lost.clear()

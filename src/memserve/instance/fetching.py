@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from memserve.errors import UserError
 from memserve.instance.scheduler_state import SchedulerState
@@ -16,6 +17,7 @@ from memserve.kv_transfer.events import FetchEnded
 from memserve.kv_transfer.exchange import Exchange
 from memserve.messages import Holder, PeerInfo
 from memserve.policy.costs import CopyCurve, CostModel
+from memserve.policy.read_speed import TRIAL_BLOCKS, ReadSpeed
 from memserve.policy.reuse import FetchChoice, Prefix, plan_fetches
 from memserve.types import KVGeometry, TokenArray
 from memserve.units import NS_PER_MS
@@ -24,15 +26,35 @@ GATHER_NS = NS_PER_MS
 """Requests that come to a busy instance within this time are decided together: they share the link and the device."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A fetch that is under way."""
+
+    holder: Holder
+    begins_ns: int
+    """When the link is expected to be free for it."""
+    link_ns: int
+    """How long it is expected to be busy with it."""
+    first_block: int
+    end_block: int
+    near: bool
+    """Whether the pages come over no network."""
+
+    @property
+    def ends_ns(self) -> int:
+        return self.begins_ns + self.link_ns
+
+
 class Fetches:
     """All requests that may get a prefix from elsewhere."""
 
     __slots__ = (
         "_disks",
         "_exchange",
+        "_flights",
         "_geometry",
-        "_link_ns",
         "_state",
+        "_trials",
         "_wait_max_ns",
         "asked",
         "decide_at_ns",
@@ -55,12 +77,14 @@ class Fetches:
         self.decide_at_ns: int | None = None
         #: fetch id -> the request that waits for it, and the holder that was asked
         self.asked: dict[str, tuple[Group, Holder]] = {}
-        #: fetch id -> how long the link is expected to be busy with it
-        self._link_ns: dict[str, int] = {}
+        #: by fetch id
+        self._flights: dict[str, _Flight] = {}
+        #: fetch ids of those that no request waits for
+        self._trials: set[str] = set()
         #: names of peers with pages that come over a network
         self.far: dict[str, bool] = {}
-        #: names of stores -> what reading their disks costs
-        self._disks: dict[str, CopyCurve] = {}
+        #: by the names of stores
+        self._disks: dict[str, ReadSpeed] = {}
         self.fetched_tokens = 0
         #: of them: out of a store, and out of one that had some of the prefix on its disks
         self.fetched_store_tokens = self.fetched_ssd_tokens = 0
@@ -68,8 +92,11 @@ class Fetches:
         self.store_failures = 0
 
     def stores_changed(self, stores: Iterable[PeerInfo]) -> None:
-        """All stores among the members."""
-        self._disks = {info.peer.name: _disk_of(info) for info in stores}
+        """All stores among the members. What was learned of one stays while it says the same."""
+        known, self._disks = self._disks, {}
+        for info in stores:
+            name, told = info.peer.name, _disk_of(info)
+            self._disks[name] = known[name] if name in known and known[name].told == told else ReadSpeed(told)
 
     def begin(self, group: Group, now: int) -> None:
         """A new request with holders, WAITING_FOR_REMOTE_KV: it goes on at once where nothing can be fetched."""
@@ -110,6 +137,7 @@ class Fetches:
                 if choice.tokens:
                     self._ask(group, holder, prefix.own_tokens, choice, now)
                 else:
+                    self._try_disk(group, holder, prefix, now)
                     groups.append(group)  # its next holder may be nearer
 
     def _next_holder(self, group: Group, now: int) -> tuple[Holder, Prefix] | None:
@@ -125,7 +153,8 @@ class Fetches:
                 dram_tokens, remote_tokens = dram * block_tokens, blocks * block_tokens
                 after_ns = self._plans_ns(blocks)
                 on_disk = min(holder.disk_tokens, remote_tokens)
-                disk = self._disks.get(holder.peer.name)
+                speed = self._disks.get(holder.peer.name)
+                disk = speed.curve if speed is not None else None
                 own_hbm = own - dram_tokens
                 return holder, Prefix(len(tokens), own_hbm, dram_tokens, remote_tokens, near, after_ns, on_disk, disk)
         self._admit(group)
@@ -137,7 +166,8 @@ class Fetches:
         total = len(_tokens_of(group))
         there = min(holder.prefix_tokens, total - 1)
         link = costs.link(not self.far.get(holder.peer.name, False))
-        disk = self._disks.get(holder.peer.name, costs.disk)
+        speed = self._disks.get(holder.peer.name)
+        disk = speed.curve if speed is not None else costs.disk
         moved_ns = link.kv_ns(there, geometry.block_tokens, geometry.token_bytes)
         read_ns = disk.kv_ns(min(holder.disk_tokens, there), geometry.block_tokens, geometry.token_bytes)
         return moved_ns + read_ns + costs.prefill_ns(total - there, there)
@@ -150,24 +180,42 @@ class Fetches:
             [prefix for _, _, prefix in asks],
             queue_ns=learnt.queue_ns(self._state.prefill_tokens_queued()),
             waits_max_ns=[group.remote.fetch_until_ns - now if group.remote else 0 for group, _, _ in asks],
-            link_busy_ns=sum(self._link_ns.values()),
+            link_busy_ns=self._link_busy_ns(now),
         )
 
     def _ask(self, group: Group, holder: Holder, own: int, choice: FetchChoice, now: int) -> None:
         remote, end = group.remote, own + choice.tokens
         if remote is None:
             return
-        remote.fetch_id = self._exchange.fetch(
-            holder.peer,
-            group.isolation,
-            _tokens_of(group)[:end],
-            own // self._geometry.block_tokens,
-            end // self._geometry.block_tokens,
-            now,
-            now + choice.wait_ns,
-        )
+        remote.fetch_id = self._fetch(group, holder, own, end, now, now + choice.wait_ns, choice.link_ns)
         self.asked[remote.fetch_id] = (group, holder)
-        self._link_ns[remote.fetch_id] = choice.link_ns
+
+    def _fetch(
+        self, group: Group, holder: Holder, begin: int, end: int, now: int, deadline_ns: int, link_ns: int
+    ) -> str:
+        """Ask for the tokens ``[begin, end)``, whole blocks."""
+        first_block, end_block = begin // self._geometry.block_tokens, end // self._geometry.block_tokens
+        tokens = _tokens_of(group)[:end]
+        near = not self.far.get(holder.peer.name, False)
+        flight = _Flight(holder, now + self._link_busy_ns(now), link_ns, first_block, end_block, near)
+        fetch_id = self._exchange.fetch(holder.peer, group.isolation, tokens, first_block, end_block, now, deadline_ns)
+        self._flights[fetch_id] = flight
+        return fetch_id
+
+    def _link_busy_ns(self, now: int) -> int:
+        """Until the link is free, as far as is known."""
+        return max(0, max((flight.ends_ns for flight in self._flights.values()), default=0) - now)
+
+    def _try_disk(self, group: Group, holder: Holder, prefix: Prefix, now: int) -> None:
+        """The prefix is computed. If that is because the holder's disks were slow: look whether they still are, with a
+        few blocks that the request does not wait for."""
+        speed = self._disks.get(holder.peer.name)
+        if speed is None or not prefix.disk_tokens or self._trials or not speed.wants_trial(now):
+            return
+        speed.learned_ns = now
+        end = prefix.own_tokens + min(TRIAL_BLOCKS * self._geometry.block_tokens, prefix.remote_tokens)
+        deadline_ns = now + self._wait_max_ns
+        self._trials.add(self._fetch(group, holder, prefix.own_tokens, end, now, deadline_ns, 0))
 
     def _plans_ns(self, blocks: int) -> int:
         """Time until ``blocks`` free blocks may be pulled into: steps under way may still use them."""
@@ -184,8 +232,12 @@ class Fetches:
 
     def ended(self, outcome: FetchEnded, now: int) -> None:
         """The KV is in the index, or will not come; then the next holder may be asked."""
+        flight = self._flights.pop(outcome.transfer_id)
+        self._learn(flight, outcome, now)
+        if outcome.transfer_id in self._trials:
+            self._trials.remove(outcome.transfer_id)
+            return
         group, holder = self.asked.pop(outcome.transfer_id)
-        del self._link_ns[outcome.transfer_id]
         remote = group.remote
         if remote is None:
             return
@@ -198,12 +250,36 @@ class Fetches:
                 self.fetched_store_tokens += tokens
                 self.fetched_ssd_tokens += tokens if holder.disk_tokens else 0
                 tier = "ssd" if holder.disk_tokens else "store"
+            if outcome.tokens < flight.end_block * self._geometry.block_tokens:
+                group.facts.append(("fetch_cut", f"{holder.peer.name}: {outcome.reason or 'it gave less'}"))
             group.facts += [("fetched_tokens", tokens), ("fetched_from", holder.peer.name), ("fetched_tier", tier)]
             self._admit(group)
         else:
             self.store_failures += holder.peer.name in self._disks
             group.facts.append(("fetch_failed", f"{holder.peer.name}: {outcome.reason}"))
             self._decide([group], now)
+
+    def _learn(self, flight: _Flight, outcome: FetchEnded, now: int) -> None:
+        """What reading has taken, without waiting for the link and without the link itself."""
+        speed = self._disks.get(flight.holder.peer.name)
+        if speed is None or not flight.holder.disk_tokens:
+            return
+        block_tokens, token_bytes = self._geometry.block_tokens, self._geometry.token_bytes
+        wanted = (flight.end_block - flight.first_block) * block_tokens
+        got = outcome.tokens - flight.first_block * block_tokens if outcome.ok else 0
+        link = self._state.costs.model.link(flight.near)
+        spent_ns = now - flight.begins_ns - link.kv_ns(outcome.pulled_blocks * block_tokens, block_tokens, token_bytes)
+        told_ns = speed.told.kv_ns(got or wanted, block_tokens, token_bytes)
+        if got >= wanted:  # also where a part was computed here before it came
+            speed.came(told_ns, spent_ns, now)
+        else:
+            speed.was_late(told_ns, spent_ns, now, is_part=got > 0)
+
+    def clear(self) -> None:
+        """All fetches have ended silently: requests of an earlier life, and trials."""
+        self._flights.clear()
+        self._trials.clear()
+        self.asked.clear()
 
     def given_up(self, group: Group) -> None:
         """The request has ended."""
@@ -213,7 +289,7 @@ class Fetches:
         remote = group.remote
         if remote is not None and remote.fetch_id is not None:
             self._exchange.give_up(remote.fetch_id, "the request has ended")
-            del self.asked[remote.fetch_id], self._link_ns[remote.fetch_id]
+            del self.asked[remote.fetch_id], self._flights[remote.fetch_id]
             remote.fetch_id = None
 
 

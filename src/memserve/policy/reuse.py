@@ -16,6 +16,7 @@ from memserve.units import NS_PER_MS, NS_PER_S, ceil_div
 
 _SMOOTHING = 8  # the weight of a new measurement is 1/8
 _TYPICAL_TOKENS = 256
+_DISK_PATIENCE = 3
 _STEP_SHARE_MIN = 8  # prefill tokens per decode row: a step with fewer says little about prefill
 
 
@@ -249,7 +250,8 @@ def plan_fetches(
     """How much of each ``remote_tokens`` to fetch, and how long to wait for it, at most ``waits_max_ns``.
 
     The wait is at most the time that computing the tokens would take, behind the work that is before them anyway: so a
-    holder that never answers at most doubles the time to the first token.
+    holder that never answers at most doubles the time to the first token. A disk that stands still costs less: a fetch
+    that reads one is waited for as long as other work takes, and ``_DISK_PATIENCE`` times as long as is expected.
     """
     choices = []
     decisions = decide_batch(costs, geometry, prefixes, queue_ns=queue_ns, link_busy_ns=link_busy_ns)
@@ -262,6 +264,8 @@ def plan_fetches(
             choices.append(FetchChoice(0, 0, decision.reason))
             continue
         wait_ns = decision.queue_ns + costs.prefill_ns(tokens, prefix.own_tokens)
+        if prefix.disk_tokens:
+            wait_ns = min(wait_ns, decision.queue_ns + _DISK_PATIENCE * decision.chosen.fetch_ends_ns)
         link_ns = _fetch_ns(costs, geometry, prefix, tokens)
         choices.append(FetchChoice(tokens, max(1, min(wait_max_ns, wait_ns)), decision.reason, link_ns))
     return choices

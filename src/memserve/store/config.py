@@ -16,6 +16,8 @@ class StoreConfig:
     """How KV blocks are taken and lent."""
     fetch_deadline_ns: int = 2 * NS_PER_S
     """How long a fetch waits for reads from disks; then what has come is lent. A fetch may ask for less."""
+    fetch_read_share: float = 0.75
+    """How much of the time that an instance waits may pass with reads; the rest is for moving what has come."""
     loads_max: int = 128
     """Reads and comparisons that are given to the host at once; others wait."""
     silent_ns: int = 10 * NS_PER_S

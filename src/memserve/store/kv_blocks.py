@@ -176,7 +176,7 @@ class KvBlocks:
             return
         patience_ns = self._config.fetch_deadline_ns
         if fetch.deadline_in_ns:
-            patience_ns = min(patience_ns, fetch.deadline_in_ns)
+            patience_ns = min(patience_ns, int(fetch.deadline_in_ns * self._config.fetch_read_share))
         asked = _Asked(sender, fetch, now + patience_ns, awaited=1)  # one: this method
         self._asked[fetch.transfer_id] = asked
         tokens = fetch.tokens[: fetch.end_block * self._pool.block_tokens]

@@ -12,11 +12,13 @@ from instance_world import PROMPT, request
 from memserve.config import ExchangeConfig
 from memserve.instance import store_offers
 from memserve.messages import KEEP, Fetch, Holder, Offer, PeerGone, Pin, Ready, Withdraw
-from memserve.policy.costs import CopyCurve, CostModel
+from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve
 from memserve.types import Tier
-from memserve.units import NS_PER_S
+from memserve.units import NS_PER_MS, NS_PER_S
 
 ROOMY = {"hbm": 64}
+DEAR = CostModel(prefill=PrefillCurve(0.0, 10.0 * NS_PER_MS, 0.0))
+"""Whatever can be fetched is worth it."""
 
 
 def offers(fleet, name="p"):
@@ -307,6 +309,49 @@ def test_a_slow_disk_is_not_asked_where_computing_is_quicker():
     alone = fetch_from_store(fleet, tier=Tier.SSD, disk_tokens=16, name="c")
     assert "fetched_from" not in story_of(alone) and "recompute" in story_of(alone)["fetch_decision"]
     fleet.finish()
+
+
+def test_a_disk_that_was_late_once_is_not_waited_for_again_until_a_trial_has_found_it_quick():
+    """The store says nothing of its costs. A trial fetch is a fetch that no request waits for."""
+    fleet = stored(p=fleet_config(**ROOMY), d=fleet_config(**ROOMY))
+    store, d = fleet.members["s"], fleet.members["d"]
+
+    def fetches():
+        return [m.end_block for m in d.said if isinstance(m, Fetch)]
+
+    def again(name):
+        d.machine.pool.clear_cache()
+        d.machine.state.costs.model = DEAR  # this device computes in no time
+        return fetch_from_store(fleet, tier=Tier.SSD, disk_tokens=16, name=name)
+
+    store.mute = True
+    late = again("b")
+    fleet.pass_time(3 * NS_PER_S)
+    assert late.done and "s:" in story_of(late)["fetch_failed"] and fetches() == [4]
+    store.mute = False
+    speed = d.machine.link.fetches._disks["s"]
+    slow = speed.scale
+    assert again("c").done and fetches() == [4], "it is computed at once"
+    for number in range(3):
+        fleet.pass_time(6 * NS_PER_S)
+        assert speed.scale == slow
+        tried = again(f"d{number}")
+        assert tried.done and "fetched_from" not in story_of(tried) and fetches() == [4] * (2 + number)
+    assert speed.scale < slow
+    while speed.scale > 1.0:
+        speed.came(speed.told.ns(1000), speed.told.ns(1000) // 2, fleet.now)
+    assert story_of(again("e"))["fetched_tier"] == "ssd"
+    fleet.finish()
+
+
+def test_what_a_store_says_of_itself_anew_replaces_what_was_learned():
+    fleet = stored(p=fleet_config(**ROOMY), d=fleet_config(**ROOMY))
+    store, fetches = fleet.members["s"], fleet.members["d"].machine.link.fetches
+    fetches._disks["s"].scale = 7.0
+    fetches.stores_changed([store.info])
+    assert fetches._disks["s"].scale == 7.0
+    fetches.stores_changed([replace_info(store.info, CostModel(disk=CopyCurve(1.0, 2.0, 3.0), machine="here"))])
+    assert (fetches._disks["s"].scale, fetches._disks["s"].told.byte_ns) == (1.0, 3.0)
 
 
 def test_the_store_on_the_own_host_goes_first():

@@ -198,6 +198,26 @@ def test_a_disk_that_does_not_answer_in_time_cuts_the_prefix(world) -> None:
     world.store.stalls = False
 
 
+def test_what_a_slow_disk_has_given_reaches_an_instance_that_waits_less_than_the_store_would(world) -> None:
+    """The reads end early enough that what has come can still be moved."""
+    world.open_store(blocks=8, disks=1)
+    p, d = world.instance("p"), world.instance("d")
+    push(world, p, "t", PROMPT)
+    world.run()
+    last = world.store.identities("t", PROMPT)[-1]
+    world.store.tier.remove(last)
+    world.store.machine.values._left_memory(last)
+    world.store.stalls = True
+    waits_ns = LEASE_NS // 4
+    d.fetch(world.store.peer, "t", PROMPT, world.now + waits_ns)
+    world.run()
+    world.now += waits_ns * 3 // 4
+    world.store.advance()
+    world.run()
+    assert d.check_cache("t", PROMPT) == 3 and world.store.machine.counters.fetches_cut == 1
+    world.store.stalls = False
+
+
 def test_nothing_here_is_said_at_once(world) -> None:
     world.open_store(blocks=8)
     d = world.instance("d")

@@ -384,6 +384,19 @@ def test_those_who_come_together_share_the_link() -> None:
     assert plan_fetches(model, GEOMETRY, [late], queue_ns=0, waits_max_ns=[10**9])[0].tokens == 0
 
 
+def test_a_disk_is_waited_for_three_times_as_long_as_it_should_take() -> None:
+    """And no longer than computing takes, and for free while other prompts are computed."""
+    curve, nothing = CopyCurve(50_000, 0, 0), CopyCurve(0, 0, 0)
+    model = CostModel(prefill=PrefillCurve(0, 10_000, 0), same_host=nothing, disk=curve)
+
+    def wait_ns(queue_ns: int, disk_tokens: int, disk: CopyCurve = curve) -> int:
+        prefix = Prefix(96, remote_tokens=88, disk_tokens=disk_tokens, disk=disk)
+        return plan_fetches(model, GEOMETRY, [prefix], queue_ns=queue_ns, waits_max_ns=[10**9])[0].wait_ns
+
+    assert wait_ns(0, 88) == 3 * 50_000 and wait_ns(400_000, 88) == 3 * 50_000 + 400_000
+    assert wait_ns(0, 88, CopyCurve(500_000, 0, 0)) == wait_ns(0, 0) == 88 * 10_000
+
+
 def test_a_prompt_waits_for_its_turn_on_the_link() -> None:
     """The wait of those behind others in a batch has room for what is computed before them."""
     model = CostModel(prefill=PrefillCurve(0, 1000, 0), same_host=CopyCurve(100_000, 0, 0))
