@@ -38,6 +38,12 @@ class Served:
     """When each token reached the client."""
     end_ns: int | None = None
     cached_tokens: int = 0
+    dram_tokens: int = 0
+    """Of them: brought up from the instance's second tier."""
+    fetched_tokens: int = 0
+    """Of them: from elsewhere."""
+    fetched_tier: str = ""
+    """Where they lay there: ``hbm``, ``dram``, ``store`` or ``ssd``."""
     instance: str = ""
     """The instances that computed the answer, from the story: ``p1 to d1``."""
     finish: str = ""
@@ -148,8 +154,15 @@ class Clients:
         if output.cached_tokens:
             served.cached_tokens = output.cached_tokens
         for fact, value in output.story:
-            if fact == "route":
-                served.instance = str(value)
+            match fact, value:
+                case "route", str():
+                    served.instance = value
+                case "cached_tokens_dram", int():
+                    served.dram_tokens = value
+                case "fetched_tokens", int():
+                    served.fetched_tokens = value
+                case "fetched_tier", str():
+                    served.fetched_tier = value
         if output.finish_reason is not None:
             served.finish = output.finish_reason.value
             end_ns = self._clock.now + self._around.back_ns - self._start_ns
