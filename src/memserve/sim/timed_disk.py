@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from memserve._core import SegmentLog
 from memserve.errors import UserError, check
 from memserve.policy.costs import CopyCurve
 from memserve.sim.clock import Clock
@@ -210,7 +211,7 @@ class TimedDisks:
     def __init__(self, node: Process, disks: Sequence[TimedDisk]) -> None:
         clock = node.host.clock
         self._node, self._disks = node, disks
-        self._heads: list[dict[int, bytes]] = [{} for _ in disks]  # by offset, without the zeros behind
+        self._heads: list[dict[int, bytes]] = [{} for _ in disks]  # by offset; KV has no name behind it
         self._checkers = [OneAfterTheOther(clock) for _ in disks]
         self._sealers = OneAfterTheOther(clock, SEALERS)
 
@@ -241,7 +242,7 @@ class TimedDisks:
 
     def _write(self, job: int, number: int, offset: int, head: bytes, length: int) -> None:
         def written() -> None:
-            self._heads[number][offset] = head.rstrip(b"\0")
+            self._heads[number][offset] = head[: SegmentLog.HEAD_BYTES]
             self._answer(ev.DiskDone(job, True))()
 
         self._disks[number].write(_record_bytes(length), written)

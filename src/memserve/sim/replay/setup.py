@@ -30,6 +30,8 @@ class Surroundings:
     """Time of a message between two processes."""
     heartbeat_ns: int = 500 * NS_PER_MS
     """Time between heartbeats, as in ``runtime/member``."""
+    retries: bool = False
+    """Clients send a rejected request again after the time that the rejection names. False: their session ends."""
     instances_per_host: int = 1
     """Instances of one host share its processors and see each other's memory."""
     beside: tuple[float, float] | None = None
