@@ -25,8 +25,6 @@ from memserve.workloads.words import Blocks, Session, Span, Turn, Workload
 BLOCK_TOKENS = 16
 SESSIONS_PER_CLIENT = 60
 """More conversations than a client holds in a run."""
-ADMISSION_MULTIPLE = 4.0
-"""Where admission is judged."""
 
 
 @dataclass(frozen=True, slots=True)
