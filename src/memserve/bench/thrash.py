@@ -204,8 +204,9 @@ def draw_thrash(pyplot: Any, results: ThrashResults) -> Any:
     for name in results.contenders:
         points = results.of(name)
         at = [point.multiple for point in points]
-        above.plot(at, [point.requests_per_s for point in points], marker="o", label=name)
-        below.plot(at, [100 * point.hit_rate for point in points], marker="o", label=name)
+        style: dict[str, Any] = {"marker": "o", "label": name, "linestyle": "--" if "admission" in name else "-"}
+        above.plot(at, [point.requests_per_s for point in points], **style)
+        below.plot(at, [100 * point.hit_rate for point in points], **style)
     above.set(ylabel="requests / s", ylim=(0, None))
     below.set(ylabel="hit rate (% of prompt tokens)", ylim=(0, 100))
     below.set_xlabel(f"clients, in multiples of the {results.fitting} conversations that fit into HBM")
