@@ -31,9 +31,9 @@ import numpy as np
 
 from memserve import _core
 from memserve.runtime.store_disks import DiskHost
-from memserve.runtime.store_files import FILE, segment_bytes_for
+from memserve.runtime.store_files import FILE
 from memserve.store import disk_events as ev
-from memserve.store.disk_config import SYNC_CODES
+from memserve.store.disk_config import SYNC_CODES, segment_bytes_for
 from memserve.store.disks import Disks, DisksConfig
 from memserve.units import MIB
 

@@ -81,6 +81,13 @@ def option(
     return dataclasses.field(default=default, metadata={"option": marks})
 
 
+def option_of(config: type, name: str) -> Any:
+    """A field that people set, declared as field ``name`` of another config: with its flag, default and text."""
+    field = next(field for field in dataclasses.fields(config) if field.name == name)
+    said = {"option": field.metadata["option"], "doc": field_docs(config)[name]}
+    return dataclasses.field(default=field.default, metadata=said)
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option of a config."""
@@ -156,9 +163,8 @@ def _walk(config: Any, path: tuple[str, ...]) -> Iterator[Option]:
         if marks.form is not None and value is None:
             kind = kind | None
         flag = marks.flag or "--" + field.name.replace("_", "-")
-        yield Option(
-            here, flag, kind, marks.form, value, marks.least, marks.most, marks.vllm, marks.vllm_form, docs[field.name]
-        )
+        doc = docs[field.name] or field.metadata.get("doc", "")
+        yield Option(here, flag, kind, marks.form, value, marks.least, marks.most, marks.vllm, marks.vllm_form, doc)
 
 
 def with_values(config: T, values: Mapping[tuple[str, ...], Any]) -> T:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli import sim_fuzz, sim_run, sim_search
+from memserve.cli import sim_fuzz, sim_run, sim_search, sim_thrash
 from memserve.cli.bench_load import command
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app.command("run")(sim_run.run)
 app.command("compare")(sim_search.compare)
 app.command("search")(sim_search.search)
 app.command("fuzz")(sim_fuzz.fuzz)
+app.command("thrash")(sim_thrash.thrash)
 
 
 @app.callback(invoke_without_command=True)

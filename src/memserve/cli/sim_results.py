@@ -21,9 +21,11 @@ from memserve.bench.study import RunFolder
 from memserve.sim.replay.clients import MakeScript, Served
 from memserve.sim.replay.scripts import Script
 from memserve.sim.replay.setup import Setup
+from memserve.sim.replay.stores import StoreUsage
 from memserve.sim.replay.timeline import Look
 from memserve.sim.replay.world import ReplayWorld, Usage, usage
 from memserve.types import Role
+from memserve.units import human_bytes
 from memserve.workloads.words import Workload
 
 SIMULATION = "simulation.json"
@@ -120,6 +122,29 @@ class SimulatedReport(ServeReport):
         ]  # fmt: skip
         columns = ("setting", "devices", "device hours", "busy", "tokens per device hour", "KV moved", "virtual s")
         yield Table("Simulation", (*columns, "wall s"), rows)
+        tiers = ("HBM", "DRAM", "other instances", "store", "SSD")
+        hits: list[list[Cell]] = [[run.setting, *map(int, dataclasses.astuple(run.usage.hits))] for run in self._runs]
+        yield Table("Hit tokens by tier", ("setting", *tiers), hits)
+        yield Table(
+            "Stores",
+            _STORE_COLUMNS,
+            [_store_row(run.setting, run.usage.stores) for run in self._runs if run.usage.stores is not None],
+        )
+
+
+_STORE_COLUMNS = (
+    "setting", "blocks taken", "blocks lent", "SSD written", "write amplification", "busiest day", "budget a day",
+    "SSD read", "reads late", "reads refused", "SSD busy",
+)  # fmt: skip
+
+
+def _store_row(setting: str, used: StoreUsage) -> list[Cell]:
+    return [
+        setting, used.blocks_stored, used.blocks_lent, human_bytes(used.written_bytes),
+        f"{used.write_amplification:.3f}", human_bytes(used.busiest_day_bytes),
+        human_bytes(used.writes_per_day_bytes) if used.writes_per_day_bytes else "no limit",
+        human_bytes(used.read_bytes), used.reads_late, used.reads_refused, f"{used.busy_share:.0%}",
+    ]  # fmt: skip
 
 
 def write_folder(path: Path, runs: Sequence[Simulated], slo: Slo, command: str, notes: Sequence[str]) -> Results:

@@ -13,9 +13,11 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.cli.bench_load import SloJct, read_slo
+from memserve.cli.sim_store import SimulatedStores, tell_hits, tell_stores
 from memserve.config import ClusterConfig, EngineOptions, MemberConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.options import SIZE, option
+from memserve.sim.hardware import BLOCK_TOKENS
 from memserve.sim.replay.setup import GPU_SCHEDULER
 from memserve.units import NS_PER_MS
 
@@ -76,8 +78,12 @@ class Wanted:
     """Output of ``memserve profile``, saved or --json. Replaces --device."""
     kv_blocks: int | None = option(None, least=2)
     """Blocks of KV in HBM. None: as many as fit beside the weights."""
+    block_tokens: int = option(BLOCK_TOKENS, least=1)
+    """Tokens of a block of KV. Larger blocks are quicker to simulate. With --device; a profile has its own."""
     dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE)
     """Second tier of each instance, e.g. 64GiB. 0: no second tier."""
+    stores: SimulatedStores = dataclasses.field(default_factory=SimulatedStores)
+    """What keeps KV beside the instances."""
     faults: str = option("")
     """KIND:INSTANCE@SECOND+SECONDS, e.g. kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3 (3 times as slow)."""
     heartbeat_ms: int = option(MemberConfig().beat_ns // NS_PER_MS, least=1)
@@ -100,6 +106,7 @@ class Wanted:
             self.scheduler,
             around=Surroundings(heartbeat_ns=self.heartbeat_ms * NS_PER_MS),
             faults=parse_faults(self.faults, instances),
+            stores=self.stores.setup(),
         )
 
     def machine(self) -> Machine:
@@ -112,7 +119,7 @@ class Wanted:
             kind, _, count = self.device.partition("x")
             if count and not (count.isdecimal() and int(count)):
                 raise UserError(f"cannot read {self.device!r} as devices", hint="for example h100 or h100x4")
-            found = machine(self.model, kind, int(count or 1), self.dram_memory_bytes)
+            found = machine(self.model, kind, int(count or 1), self.dram_memory_bytes, self.block_tokens)
         return found if self.kv_blocks is None else dataclasses.replace(found, hbm_blocks=self.kv_blocks)
 
     def name(self) -> str:
@@ -120,6 +127,8 @@ class Wanted:
         parts = [self.instances, self.cluster.policy, self.cluster.caching.value]
         if self.cluster.transfer is not ClusterConfig().transfer:
             parts.append(self.cluster.transfer.value)
+        if self.stores.is_wanted:
+            parts.append(self.stores.name())
         return "/".join(parts) + (f" on {self.device}" if self.profile is None else "")
 
 
@@ -203,5 +212,7 @@ def told(done: Simulated) -> list[str]:
         f"{used.devices} devices for {used.simulated_s:.1f} s: {used.device_hours:.3f} device hours, "
         f"{used.busy_share:.0%} busy, {used.tokens_per_device_hour:,.0f} tokens per device hour",
         f"KV moved: {used.pulled_bytes / 1e9:.2f} GB, waits for links {used.link_waits_s:.2f} s",
+        tell_hits(used.hits, sum(record.prompt_tokens or 0 for record in done.records)),
+        *(tell_stores(used.stores) if used.stores is not None else ()),
         f"simulated in {done.wall_s:.2f} s: {done.requests_per_wall_s:,.0f} requests per second, {done.events} events",
     ]

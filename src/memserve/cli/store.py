@@ -26,7 +26,7 @@ from memserve.units import human_bytes, parse_bytes
 if TYPE_CHECKING:
     from memserve.runtime.store_host import StoreLife
     from memserve.runtime.store_place import StorePlace
-    from memserve.store.disk_config import Admission, Sync
+    from memserve.store.disk_config import Admission, DisksConfig, Sync
 
 DRAIN_S = 20.0
 _SECRET_HINT = "make one: head -c 32 /dev/urandom | base64 > secret; then --cluster-secret-file secret"
@@ -174,7 +174,6 @@ def _place(
     here: str | None = None,
 ) -> StorePlace:
     from memserve.runtime.store_place import StorePlace
-    from memserve.store.disk_config import DisksConfig
 
     routers = [opt.split_address(address, "--join") for address in join.split(",")] if join else []
     if options.address is not None:
@@ -182,18 +181,13 @@ def _place(
     else:
         host, port = here or own_address_to(routers[0][0]), 0
     store_secret(options, secret, lambda line: typer.echo(line, err=True))
-    disks = DisksConfig(
-        sync=cast("Sync", options.sync),
-        writes_per_day_bytes=options.writes_per_day_bytes,
-        admission=cast("Admission", options.admission),
-    )
     return StorePlace(
         name=name,
         host=host if advertise is None else listens_at(host),
         port=port,
         dram_bytes=options.memory_bytes,
         folders=tuple((Path(folder), nbytes) for folder, nbytes in options.folders),
-        disks=disks,
+        disks=disks_config(options),
         secret=secret,
         join=tuple(f"tcp://{router}:{its_port}" for router, its_port in routers),
         advertise=advertise,
@@ -212,3 +206,14 @@ def _say_ready(place: StorePlace, life: StoreLife, started: float) -> None:
         f" {human_bytes(numbers['dram_bytes'])} of memory{disks}; {kept}"
     )
     sys.stdout.flush()
+
+
+def disks_config(options: StoreOptions) -> DisksConfig:
+    """The settings of all disks."""
+    from memserve.store.disk_config import DisksConfig
+
+    return DisksConfig(
+        sync=cast("Sync", options.sync),
+        writes_per_day_bytes=options.writes_per_day_bytes,
+        admission=cast("Admission", options.admission),
+    )

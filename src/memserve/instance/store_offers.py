@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from memserve.errors import check
@@ -190,9 +190,13 @@ class StoreOffers:
             self._failed(ended)
         return True
 
-    def take_back(self, reason: str, owner: int | None = None) -> bool:
-        """End all offers, or those of one owner. False: there were none."""
-        ended = [offer_id for offer_id, known in self._open.items() if owner in (None, known.owner)]
+    def take_back(self, reason: str, owner: int | None = None, spared: Container[int] = ()) -> bool:
+        """End all offers but those of owners that are ``spared``, or those of one owner. False: there were none."""
+        ended = [
+            offer_id
+            for offer_id, known in self._open.items()
+            if owner in (None, known.owner) and known.owner not in spared
+        ]
         for offer_id in ended:
             known = self._open.pop(offer_id)
             self.lent -= known.blocks

@@ -220,11 +220,21 @@ class StoreWriter:
         return is_mine
 
     def make_room(self) -> bool:
-        """Take every offer back: a request needs the blocks. False: there was none."""
-        had = bool(self._pending)
-        self._drop_pending()
+        """Take back what keeps blocks from a request that needs them. False: there is nothing.
+
+        Blocks of sequences that run stay lent: they are held anyway, and while they are, the store has time to pull.
+        """
+        running = {
+            id(s) for group in self._state.groups.values() for s in group.sequences.values() if s.slot is not None
+        }
+        idle = [run for run in self._pending if run.owner not in running]
+        for run in idle:
+            self._state.memory.pool.release(run.blocks)
+        self._pending = [run for run in self._pending if run.owner in running]
+        if not self.offers.take_back("the blocks are needed", spared=running) and not idle:
+            return False
         self._drop_later()
-        return self.offers.take_back("the blocks are needed") or had
+        return True
 
     def kv_lost(self) -> None:
         """A step failed: nothing that it computed is offered."""

@@ -16,16 +16,13 @@ from pathlib import Path
 
 from memserve._core import SegmentLog
 from memserve.errors import UserError
-from memserve.store.disk_config import SYNC_CODES, DisksConfig
-from memserve.units import GIB, MIB, flag_bytes, human_bytes
+from memserve.store.disk_config import SYNC_CODES, DisksConfig, segments_of
+from memserve.units import MIB, flag_bytes, human_bytes
 
 log = logging.getLogger(__name__)
 
 FILE = "memserve-store.dat"
 BYTES_MIN = 16 * MIB
-_HEAD_BYTES = 64 << 10  # in front of the first segment
-_SEGMENTS_WANTED = 32
-_SEGMENTS_MAX = 65_535
 
 
 class DiskFile:
@@ -75,8 +72,7 @@ class DiskFile:
         sync = SYNC_CODES[config.sync]
         known = SegmentLog.read_superblock(self.fd)
         if known is None:
-            segment_bytes = segment_bytes_for(self.nbytes)
-            segments = (self.nbytes - _HEAD_BYTES) // segment_bytes
+            segments, segment_bytes = segments_of(self.nbytes)
             fresh = SegmentLog(segments, segment_bytes, secrets.token_bytes(16), config.move_share, sync)
             fresh.format()
             return fresh
@@ -122,16 +118,6 @@ def open_files(disks: list[tuple[Path, int]], config: DisksConfig) -> list[DiskF
         if future.exception() is None:
             future.result().close()
     raise failed
-
-
-def segment_bytes_for(nbytes: int) -> int:
-    """About a thirty-second of the disk, from 1 MiB to 256 MiB; more where a log would have too many segments."""
-    size = MIB
-    while size < 256 * MIB and 2 * size * _SEGMENTS_WANTED <= nbytes:
-        size *= 2
-    while nbytes // size > _SEGMENTS_MAX and size < 2 * GIB:
-        size *= 2
-    return size
 
 
 def _unusable(path: Path, error: OSError) -> UserError:

@@ -181,13 +181,15 @@ class Roof:
         return self.fixed_ns + max(linear_ns, weights_ns), self.token_bytes / self.bytes_per_s * NS_PER_S
 
 
-def machine(model: str, device: str, devices: int = 1, dram_bytes: int = 0) -> Machine:
+def machine(
+    model: str, device: str, devices: int = 1, dram_bytes: int = 0, block_tokens: int = BLOCK_TOKENS
+) -> Machine:
     """``model`` on ``devices`` of a kind, by their names. Raises :class:`UserError` for unknown ones, and where the
     weights leave no room for KV."""
     shape, kind = find(MODELS, model, "model"), find(DEVICES, device, "device")
     doublings = max(0, devices.bit_length() - 1)
     reached = devices * PARALLEL_SHARE**doublings
-    geometry = shape.geometry()
+    geometry = shape.geometry(block_tokens)
     roof = Roof(
         kind.flops * COMPUTE_SHARE * reached, kind.memory_bytes_per_s * MEMORY_SHARE * reached,
         shape.weight_bytes, shape.token_flops, shape.pair_flops, geometry.token_bytes, kind.step_ns,

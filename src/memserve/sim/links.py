@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.messages import Peer
 from memserve.policy.costs import CopyCurve
 from memserve.sim.clock import Clock
 from memserve.sim.hardware import SEAL_BYTE_NS
-from memserve.sim.nodes import InstanceNode
+from memserve.sim.member_node import MemberNode
 from memserve.types import KVGeometry
 
 
@@ -80,17 +81,24 @@ class LinkTotals:
     waited_ns: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How pages come from one peer: the time that they take alone, and what production calls the way."""
+
+    curve: CopyCurve
+    name: str
+
+
 @dataclass(slots=True)
 class TimedPort:
     """Sealing and pulling together take the time of the transfer's curve, or longer while others use the link. Pages
     have no contents, so all are right."""
 
-    node: InstanceNode
+    node: MemberNode
     fabric: Fabric
-    curve: CopyCurve
+    link_to: Callable[[Peer], Link]
     geometry: KVGeometry
     totals: LinkTotals = field(default_factory=LinkTotals)
-    name: str = "nixl"
 
     def seal(self, job: SealPages) -> None:
         """Answer when the checksums are computed; their values do not matter."""
@@ -106,7 +114,8 @@ class TimedPort:
         layers = job.end_layer - job.first_layer
         pieces = len(job.src_blocks) * (layers if job.by_page else 1)
         pulled_bytes = len(job.src_blocks) * layers * self.geometry.page_bytes
-        alone_ns = max(0, self.curve.ns(pulled_bytes, pieces) - _sealing_ns(pulled_bytes))  # the owner's part
+        link = self.link_to(job.peer)
+        alone_ns = max(0, link.curve.ns(pulled_bytes, pieces) - _sealing_ns(pulled_bytes))  # the owner's part
         begun_ns, life = self.node.host.clock.now, self.node.life
         self.totals.pulls += 1
         self.totals.pulled_bytes += pulled_bytes
@@ -115,7 +124,7 @@ class TimedPort:
             spent_ns = self.node.host.clock.now - begun_ns
             self.totals.waited_ns += spent_ns - alone_ns
             error = "" if self.node.owner_of(job) is not None else "the peer is gone"
-            pulled = PagesPulled(job.job_id, error, pulled_bytes, self.name, spent_ns)
+            pulled = PagesPulled(job.job_id, error, pulled_bytes, link.name, spent_ns)
             if self.node.life == life:
                 self.node.later(0, self.node.post, pulled)
 

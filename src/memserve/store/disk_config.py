@@ -5,12 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from memserve.units import NS_PER_MS, NS_PER_S
+from memserve.units import GIB, MIB, NS_PER_MS, NS_PER_S
 
 Sync = Literal["none", "segment", "always"]
 Admission = Literal["second-hit", "all"]
 SYNC_CODES: dict[Sync, int] = {"none": 0, "segment": 1, "always": 2}
 """As :class:`memserve._core.SegmentLog` numbers them."""
+_HEAD_BYTES = 64 << 10  # in front of the first segment
+_SEGMENTS_WANTED = 32
+_SEGMENTS_MAX = 65_535
+
+
+def segment_bytes_for(nbytes: int) -> int:
+    """About a thirty-second of the disk, from 1 MiB to 256 MiB; more where a log would have too many segments."""
+    size = MIB
+    while size < 256 * MIB and 2 * size * _SEGMENTS_WANTED <= nbytes:
+        size *= 2
+    while nbytes // size > _SEGMENTS_MAX and size < 2 * GIB:
+        size *= 2
+    return size
+
+
+def segments_of(nbytes: int) -> tuple[int, int]:
+    """How many segments a disk of ``nbytes`` has, and the bytes of each."""
+    segment_bytes = segment_bytes_for(nbytes)
+    return (nbytes - _HEAD_BYTES) // segment_bytes, segment_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,23 @@ def test_a_request_that_needs_the_room_gets_it():
     fleet.finish()
 
 
+def test_what_a_running_request_holds_anyway_stays_lent():
+    """Another request waits for its room: taking its offers back would make none, and under load, when some request
+    always waits, the store would get nothing."""
+    fleet = with_store(p=fleet_config(hbm=16))
+    store, p = fleet.members["s"], fleet.members["p"]
+    store.mute = True
+    fleet.submit(request("a", PROMPT[:28], max_tokens=8), "p")
+    fleet.run(until=lambda: p.machine.link.writer.offers.lent)
+    waits = fleet.submit(request("b", PROMPT[1:41], max_tokens=2), "p")
+    fleet.run(until=lambda: len(fleet.jobs["a"].got.get(0, ())) >= 6)
+    assert not waits.got and p.machine.link.writer.offers.lent == 2
+    assert not any(isinstance(m, Withdraw) for m in p.said)
+    fleet.run()
+    assert waits.done
+    fleet.finish()
+
+
 @pytest.mark.parametrize("when", ["at once", "while it pulls"])
 def test_a_store_that_dies_costs_nothing(when):
     fleet = with_store(p=fleet_config(**ROOMY))

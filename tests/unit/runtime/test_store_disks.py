@@ -13,8 +13,9 @@ import pytest
 from disk_files import Files, has_io_uring
 from memserve.errors import UserError
 from memserve.runtime.store_disks import DiskHost
-from memserve.runtime.store_files import FILE, segment_bytes_for
+from memserve.runtime.store_files import FILE
 from memserve.store import disk_events as ev
+from memserve.store.disk_config import segment_bytes_for
 from memserve.store.disks import DisksConfig
 from memserve.units import GIB, MIB, NS_PER_MS, NS_PER_S
 

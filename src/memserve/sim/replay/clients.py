@@ -15,7 +15,7 @@ from memserve.sim.clock import Clock
 from memserve.sim.replay.scripts import Script
 from memserve.sim.replay.setup import Surroundings
 from memserve.sim.timed_device import Moments
-from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
+from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenArray, TokenOutput
 from memserve.units import ns_from_s
 from memserve.workloads.words import History, Session, Workload
 
@@ -38,6 +38,12 @@ class Served:
     """When each token reached the client."""
     end_ns: int | None = None
     cached_tokens: int = 0
+    dram_tokens: int = 0
+    """Of them: brought up from the instance's second tier."""
+    fetched_tokens: int = 0
+    """Of them: from elsewhere."""
+    fetched_tier: str = ""
+    """Where they lay there: ``hbm``, ``dram``, ``store`` or ``ssd``."""
     instance: str = ""
     """The instances that computed the answer, from the story: ``p1 to d1``."""
     finish: str = ""
@@ -54,11 +60,12 @@ class Served:
 class _Talk:
     """A session under way."""
 
-    __slots__ = ("answer", "number", "script", "served", "session")
+    __slots__ = ("answer", "number", "prompt", "script", "served", "session")
 
     def __init__(self, session: Session, script: Script) -> None:
         self.session, self.script = session, script
         self.number = 0
+        self.prompt: TokenArray | None = None  # of this turn, once it was sent
         self.served: Served | None = None
         self.answer: list[int] = []
 
@@ -121,7 +128,8 @@ class Clients:
 
     def _ask(self, talk: _Talk, due_ns: int) -> None:
         session, number = talk.session, talk.number
-        prompt = talk.script.prompt(number)
+        prompt = talk.prompt if talk.prompt is not None else talk.script.prompt(number)
+        talk.prompt = prompt
         request_id = f"{len(self.served)}"
         talk.served = Served(session.session_id, number, session.group, due_ns, len(prompt))
         talk.answer = []
@@ -148,8 +156,15 @@ class Clients:
         if output.cached_tokens:
             served.cached_tokens = output.cached_tokens
         for fact, value in output.story:
-            if fact == "route":
-                served.instance = str(value)
+            match fact, value:
+                case "route", str():
+                    served.instance = value
+                case "cached_tokens_dram", int():
+                    served.dram_tokens = value
+                case "fetched_tokens", int():
+                    served.fetched_tokens = value
+                case "fetched_tier", str():
+                    served.fetched_tier = value
         if output.finish_reason is not None:
             served.finish = output.finish_reason.value
             end_ns = self._clock.now + self._around.back_ns - self._start_ns
@@ -160,7 +175,13 @@ class Clients:
         talk = self._talks[request_id]
         assert talk.served is not None, "it has asked"
         talk.served.error, talk.served.retry_after_s = reason, retry_after_s
-        self._end(request_id, talk, self._clock.now + self._around.back_ns - self._start_ns)
+        end_ns = self._clock.now + self._around.back_ns - self._start_ns
+        if self._around.retries and retry_after_s is not None:
+            del self._talks[request_id]
+            talk.served.end_ns = end_ns
+            self._ask_at(talk, end_ns + ns_from_s(retry_after_s))
+            return
+        self._end(request_id, talk, end_ns)
 
     def _end(self, request_id: str, talk: _Talk, end_ns: int) -> None:
         served, session = talk.served, talk.session
@@ -169,6 +190,7 @@ class Clients:
         served.end_ns = end_ns
         self.answered += 1
         talk.number += 1
+        talk.prompt = None
         ok = served.finish == FinishReason.LENGTH
         if talk.number == len(session.turns) or (not ok and session.history is History.CLOSED):
             self._left -= 1

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from memserve.config import ClusterConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.sim.hardware import Machine
+from memserve.sim.timed_disk import DISKS, DiskModel
+from memserve.store.disk_config import DisksConfig
 from memserve.types import Caching, Role, TransferMode
-from memserve.units import NS_PER_MS, NS_PER_US
+from memserve.units import NS_PER_MS, NS_PER_US, ceil_div, flag_bytes
 
 GPU_SCHEDULER = SchedulerConfig(max_running=256, max_step_tokens=8192)
 """What an operator would give ``memserve serve`` on a GPU of a data center; steps as large as those of vLLM's V1
@@ -28,6 +30,8 @@ class Surroundings:
     """Time of a message between two processes."""
     heartbeat_ns: int = 500 * NS_PER_MS
     """Time between heartbeats, as in ``runtime/member``."""
+    retries: bool = False
+    """Clients send a rejected request again after the time that the rejection names. False: their session ends."""
     instances_per_host: int = 1
     """Instances of one host share its processors and see each other's memory."""
     beside: tuple[float, float] | None = None
@@ -52,6 +56,27 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreSetup:
+    """The stores of a cluster, all alike."""
+
+    memory_bytes: int
+    disk_bytes: tuple[int, ...] = ()
+    """Of each disk of a store."""
+    disks: DisksConfig = field(default_factory=DisksConfig)
+    model: DiskModel = DISKS["nvme"]
+    count: int = 1
+    """Stores. Number n is on the host of instance n; instances of hosts without a store use the first."""
+
+    def blocks(self, block_bytes: int) -> int:
+        """Blocks of KV in a store's memory. Raises :class:`UserError` for fewer than two."""
+        blocks = self.memory_bytes // block_bytes
+        if blocks < 2:
+            message = f"{self.memory_bytes:,} bytes of memory hold less than two blocks of {block_bytes:,} bytes"
+            raise UserError(message, hint=f"give at least --store {flag_bytes(2 * block_bytes)}", param="store")
+        return blocks
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """One cluster."""
 
@@ -61,16 +86,28 @@ class Setup:
     scheduler: SchedulerConfig = GPU_SCHEDULER
     around: Surroundings = field(default_factory=Surroundings)
     faults: tuple[Fault, ...] = ()
+    stores: StoreSetup | None = None
+    """None: instances keep KV alone."""
     fast_forwards: bool = True
     """Run many like steps in one go (``sim/fast_forward``): the results are equal, and the run is faster."""
 
     def __post_init__(self) -> None:
         if not sum(self.instances.values()):
             raise UserError("a cluster needs instances", hint="for example --instances prefill=2,decode=6")
+        if self.stores is not None:
+            self._check_stores(self.stores)
         if self.around.beside is not None and self.cluster.transfer is TransferMode.BY_LAYER:
             # there the time of a layer is not known in advance
             message = "by-layer transfer is not modelled between instances that share cores"
             raise UserError(message, hint="by-request or by-request-agg, or instances with devices of their own")
+
+    def _check_stores(self, stores: StoreSetup) -> None:
+        stores.blocks(self.machine.geometry.block_bytes)
+        hosts = ceil_div(sum(self.instances.values()), self.around.instances_per_host)
+        if not 1 <= stores.count <= hosts:
+            raise UserError(f"{stores.count} stores on {hosts} hosts", hint=f"one a host: --stores 1 to {hosts}")
+        if self.cluster.caching is Caching.OFF:
+            raise UserError("a store keeps nothing without caching", hint="leave --caching off out")
 
     @property
     def devices(self) -> int:

@@ -10,19 +10,21 @@ from memserve.cluster.machine import Cluster
 from memserve.config import ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig
 from memserve.errors import UserError
 from memserve.instance.machine import Instance
-from memserve.messages import PeerInfo
+from memserve.messages import Peer, PeerInfo
 from memserve.policy.reuse import PreemptionCosts
 from memserve.sim.clock import Clock
 from memserve.sim.cores import Cores
 from memserve.sim.fast_forward import FastForwardInstance
-from memserve.sim.links import Fabric, LinkTotals, TimedPort
+from memserve.sim.links import Fabric, Link, LinkTotals, TimedPort
+from memserve.sim.member_node import MemberNode
 from memserve.sim.network import Network
 from memserve.sim.nodes import ROUTER_ADDRESS, InstanceNode, RouterNode
 from memserve.sim.process import Process
 from memserve.sim.replay.clients import Clients, MakeScript
 from memserve.sim.replay.nodes import ReplayNode
 from memserve.sim.replay.scripts import Script
-from memserve.sim.replay.setup import Fault, Setup, names_of
+from memserve.sim.replay.setup import Fault, Setup, StoreSetup, names_of
+from memserve.sim.replay.stores import HitTokens, ReplayStore, StoreUsage, hit_tokens, store_info, store_usage
 from memserve.sim.replay.timeline import Timeline
 from memserve.sim.timed_device import Moments, TimedDevice, step_times
 from memserve.types import TokenOutput
@@ -53,6 +55,9 @@ class Usage:
     """Bytes of KV sent between instances."""
     link_waits_s: float
     """Additional time of all transfers because links were shared."""
+    hits: HitTokens
+    stores: StoreUsage | None = None
+    """None: the cluster has no store."""
 
 
 class ReplayWorld:
@@ -71,14 +76,17 @@ class ReplayWorld:
         self._steps = step_times(setup.machine)
         self._costs = setup.machine.costs.encode()
         self._cores: dict[str, Cores] = {}
+        self._hosts: dict[str, str] = {}  # of each instance and store, by name
         self.router = RouterNode(self)
         self.clients = Clients(self.clock, setup.around, self.moments, self.router.submit, workload, make_script)
         self.network.nodes[self.router.peer.name] = self.router
         self.instances: list[ReplayNode] = []
         for place, (name, role) in enumerate(names_of(setup.instances)):
+            self._hosts[name] = self._host_of(place)
             node = ReplayNode(self, name, role, place, self._cores_of(place))
             self.instances.append(node)
             self.network.nodes[name] = node
+        self.stores = [self._new_store(setup.stores, n) for n in range(setup.stores.count)] if setup.stores else []
         every_ns = max(NS_PER_S, ns_from_s(_last_due_s(workload) / LOOKS))
         self.timeline = Timeline(self.clock, self.instances, lambda: self.clients.answered, every_ns)
         self.start_ns = 0
@@ -116,11 +124,25 @@ class ReplayWorld:
         """Its device."""
         return TimedDevice(self.clock, self.setup.machine, self.moments, self._steps)
 
-    def new_port(self, node: InstanceNode) -> TimedPort:
+    def new_port(self, node: MemberNode) -> TimedPort:
         """Its data port to the pages of others."""
-        machine, alone = self.setup.machine, self.setup.around.instances_per_host == 1
-        curve = machine.costs.network if alone else machine.costs.same_host
-        return TimedPort(node, self.fabric, curve, machine.geometry, self.links, "nixl" if alone else "shm")
+        geometry = self.setup.machine.geometry
+        return TimedPort(node, self.fabric, partial(self._link, node.peer.name), geometry, self.links)
+
+    store_port = new_port
+
+    def _link(self, name: str, peer: Peer) -> Link:
+        """How ``name`` reaches the pages of ``peer``."""
+        costs, hosts = self.setup.machine.costs, self._hosts
+        return Link(costs.same_host, "shm") if hosts[name] == hosts.get(peer.name) else Link(costs.network, "nixl")
+
+    def _new_store(self, setup: StoreSetup, number: int) -> ReplayStore:
+        """Beside instance ``number``, or the first one of that host."""
+        beside, name = self.instances[number * self.setup.around.instances_per_host], f"store{number}"
+        self._hosts[name] = self._hosts[beside.peer.name]
+        store = ReplayStore(self, name, setup, store_info(self.peer_info(beside), setup, self.setup.machine.costs))
+        self.network.nodes[name] = store
+        return store
 
     def peer_info(self, node: InstanceNode) -> PeerInfo:
         """An instance's description when it joins."""
@@ -151,7 +173,7 @@ class ReplayWorld:
 
     def run(self, limit_s: float | None = None) -> None:
         """From the first join to the last answer, or for ``limit_s`` of virtual time from the workload's start."""
-        while len(self.router.machine.instances()) < len(self.instances):
+        while len(self.router.machine.instances()) < len(self.instances) + len(self.stores):
             if self.clock.now > JOINED_BY_NS:
                 raise UserError("the instances do not get ready", hint="try fewer, or a larger --heartbeat-ms")
             self.clock.run_until(self.clock.now + self.member_config.beat_ns)
@@ -220,4 +242,6 @@ def usage(world: ReplayWorld) -> Usage:
         world.clients.tokens / device_hours if device_hours else 0.0,
         world.links.pulled_bytes,
         world.links.waited_ns / NS_PER_S,
+        hit_tokens(world.clients.served),
+        store_usage(world.stores, setup.stores, elapsed_s) if setup.stores is not None else None,
     )
