@@ -6,7 +6,7 @@ One instance with memory for ``--fit`` chats at their full length. As many clien
 each with a chat of its own: the next question follows the answer at once, a chat that ends is followed by a new one.
 Without admission every request is queued in the instance, whose cache has forgotten a chat by its next turn as soon as
 there are more chats than fit: that is the cliff. Settings, which take turns at every level: with and without
-``--admission cache``, with and without a store (memory for all chats of the highest level).
+``--admission cache --admission-hold``, with and without a store (memory for all chats of the highest level).
 
 Printed for each level and setting: the share of prompt tokens that were cached, and of what a cache that forgets
 nothing would have; requests per second; the same beside the best level of that setting; the median and the longest
@@ -54,7 +54,15 @@ def start(stack: ExitStack, setting: Setting, shape: Shape, args: argparse.Names
     words = ["--colocated", "1", "--metadata", "none", "--served-model-name", "x", "--kv-memory", f"{kv_mib}MiB"]
     words += ["--model", args.model] if args.model else []
     if setting.admits:
-        words += ["--admission", "cache", "--admission-queue", "1000", "--admission-wait", str(args.wait)]
+        words += [
+            "--admission",
+            "cache",
+            "--admission-hold",
+            "--admission-queue",
+            "1000",
+            "--admission-wait",
+            str(args.wait),
+        ]
     if setting.has_store:
         words += ["--store-dram", f"{2 * max(args.levels) * kv_mib}MiB"]
     return stack.enter_context(serving(*words))

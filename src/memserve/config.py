@@ -166,6 +166,10 @@ class AdmissionConfig:
     evictions_max: int | None = option(None, "--admission-evictions", least=0)
     """None: KV of finished requests counts as free. N: it counts as used; admitting one request may evict the KV of at
     most N finished requests, oldest first."""
+    hold: bool = option(False, "--admission-hold")
+    """With ``cache``: KV of a finished request counts as used for as long as computing it again would take, and a
+    request that goes on from it is admitted before newcomers of its tenant. Chats that fit in memory keep their KV
+    although others wait."""
     kept_ns: int = 60 * NS_PER_S
     """KV of a request that finished longer ago counts as free, whatever ``evictions_max`` says."""
     weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=_WEIGHTS)
@@ -183,6 +187,9 @@ class AdmissionConfig:
         _positive("kept_ns", self.kept_ns, "give a positive time")
         if self.output_tokens_max < 0:
             raise UserError("output_tokens_max must not be negative", param="output_tokens_max")
+        if self.hold and (self.mode is not Admission.CACHE or self.evictions_max is not None):
+            hint = "use --admission cache --admission-hold, without --admission-evictions"
+            raise UserError("only cache-aware admission holds KV of finished requests", hint=hint, param="hold")
         if self.mode is Admission.CACHE and self.unit_tokens is not None:
             raise UserError("cache-aware admission counts in the instances' own blocks", param="unit_tokens")
         for tenant, weight in self.weights:
