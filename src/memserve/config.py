@@ -167,9 +167,7 @@ class AdmissionConfig:
     """None: KV of finished requests counts as free. N: it counts as used; admitting one request may evict the KV of at
     most N finished requests, oldest first."""
     hold: bool = option(False, "--admission-hold")
-    """With ``cache``: KV of a finished request counts as used for as long as computing it again would take, and a
-    request that goes on from it is admitted before newcomers of its tenant. Chats that fit in memory keep their KV
-    although others wait."""
+    """With ``cache``: chats that fit in memory keep their KV, and go on before newcomers of their tenant."""
     kept_ns: int = 60 * NS_PER_S
     """KV of a request that finished longer ago counts as free, whatever ``evictions_max`` says."""
     weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=_WEIGHTS)
@@ -181,15 +179,14 @@ class AdmissionConfig:
 
     def __post_init__(self) -> None:
         if self.mode is Admission.BOUNDED and self.active_max is None:
-            hint = "e.g. --max-active 32"
-            raise UserError("bounded admission needs a number of requests", hint=hint, param="max_active")
+            what, hint = "bounded admission needs a number of requests", "e.g. --max-active 32"
+            raise UserError(what, hint=hint, param="max_active")
         check_ranges(self)
         _positive("kept_ns", self.kept_ns, "give a positive time")
         if self.output_tokens_max < 0:
             raise UserError("output_tokens_max must not be negative", param="output_tokens_max")
         if self.hold and (self.mode is not Admission.CACHE or self.evictions_max is not None):
-            hint = "use --admission cache --admission-hold, without --admission-evictions"
-            raise UserError("only cache-aware admission holds KV of finished requests", hint=hint, param="hold")
+            raise UserError("--admission-hold needs --admission cache, without --admission-evictions", param="hold")
         if self.mode is Admission.CACHE and self.unit_tokens is not None:
             raise UserError("cache-aware admission counts in the instances' own blocks", param="unit_tokens")
         for tenant, weight in self.weights:
@@ -297,11 +294,9 @@ class EdgeConfig:
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"{name} must be a positive number of seconds", param=name)
         if self.body_share_bytes < self.body_bytes_max:
-            raise UserError(
-                f"one body of {human_bytes(self.body_bytes_max)} does not fit into the memory that bodies may take",
-                hint="raise --body-memory and --body-memory-per-client, or lower --max-body-mib",
-                param="body_memory",
-            )
+            what = f"one body of {human_bytes(self.body_bytes_max)} does not fit into the memory that bodies may take"
+            hint = "raise --body-memory and --body-memory-per-client, or lower --max-body-mib"
+            raise UserError(what, hint=hint, param="body_memory")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 hint = "give scheme, host and port without a path: --cors-origin https://chat.example.com"

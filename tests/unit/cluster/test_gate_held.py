@@ -98,5 +98,5 @@ def test_whatever_happens_each_leaves_once_and_nothing_is_held_in_the_end(seed):
 
 def test_it_is_for_cache_aware_admission_alone():
     for rest in ({"mode": Admission.MEMORY}, {"mode": Admission.CACHE, "evictions_max": 1}):
-        with pytest.raises(UserError, match="only cache-aware admission holds"):
+        with pytest.raises(UserError, match="--admission-hold needs --admission cache"):
             AdmissionConfig(hold=True, **rest)
