@@ -63,6 +63,11 @@ class Served:
         return self.process.wait(timeout_s), time.perf_counter() - started
 
 
+def end_in_order() -> None:
+    """SIGTERM ends this script as Ctrl-C does, so that its servers end with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+
 @contextmanager
 def serving(*arguments: str) -> Iterator[Served]:
     """``memserve serve ARGUMENTS`` on a free port, until the block ends."""

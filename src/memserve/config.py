@@ -187,6 +187,8 @@ class AdmissionConfig:
     evictions_max: int | None = option(None, "--admission-evictions", least=0)
     """None: KV of finished requests counts as free. N: it counts as used; admitting one request may evict the KV of at
     most N finished requests, oldest first."""
+    hold: bool = option(False, "--admission-hold")
+    """With ``cache``: chats that fit in memory keep their KV, and go on before newcomers of their tenant."""
     kept_ns: int = 60 * NS_PER_S
     """KV of a request that finished longer ago counts as free, whatever ``evictions_max`` says."""
     weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=_WEIGHTS)
@@ -198,12 +200,14 @@ class AdmissionConfig:
 
     def __post_init__(self) -> None:
         if self.mode is Admission.BOUNDED and self.active_max is None:
-            hint = "e.g. --max-active 32"
-            raise UserError("bounded admission needs a number of requests", hint=hint, param="max_active")
+            what, hint = "bounded admission needs a number of requests", "e.g. --max-active 32"
+            raise UserError(what, hint=hint, param="max_active")
         check_ranges(self)
         _positive("kept_ns", self.kept_ns, "give a positive time")
         if self.output_tokens_max < 0:
             raise UserError("output_tokens_max must not be negative", param="output_tokens_max")
+        if self.hold and (self.mode is not Admission.CACHE or self.evictions_max is not None):
+            raise UserError("--admission-hold needs --admission cache, without --admission-evictions", param="hold")
         if self.mode is Admission.CACHE and self.unit_tokens is not None:
             raise UserError("cache-aware admission counts in the instances' own blocks", param="unit_tokens")
         for tenant, weight in self.weights:

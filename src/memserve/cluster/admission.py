@@ -8,7 +8,10 @@
 
 A request is admitted when it is its tenant's turn (``policy.fairness``), fewer than ``active_max`` are active, and an
 instance has memory for it (``cluster.memory``). The head of the queue is not overtaken: a large request would starve
-behind small ones. Every admitted request is released exactly once, however it ends.
+behind small ones. One exception, with ``hold``: where an instance still holds what a request of the same
+tenant continues, that request goes first, until the head has waited for half of the time that it may wait. Otherwise,
+with more chats than fit in memory, each would find its KV evicted by the others. Every admitted request is released
+exactly once, however it ends.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from memserve.errors import check
 from memserve.policy.admission import Crowd, ServiceTimes, bounded_retry_s, cost_tokens
 from memserve.policy.fairness import FairQueue
 from memserve.units import NS_PER_S
+
+FOLLOWERS_MAX = 256
+"""Requests behind the head of the queue that are looked at."""
 
 
 class Rejection(NamedTuple):
@@ -69,6 +75,7 @@ class AdmissionController:
         cost = cost_tokens(request, self._config.output_tokens_max)
         self._queue.push(request.tenant, request.request_id, req, cost, request.priority, request.urgency)
         self._waits_since[request.request_id] = now
+        self.memory.hold(req, now + self._config.wait_ns // 2)
         self.memory.changed = True
         return None
 
@@ -78,15 +85,37 @@ class AdmissionController:
         To be called with every event; heartbeats are frequent enough to notice in time what has expired.
         """
         self.memory.expire(now)
-        req = self._queue.head() if self.memory.changed else None
-        if req is None or self._crowd().is_full or not self._has_room(req):
+        req = self._queue.head() if self.memory.changed and not self._crowd().is_full else None
+        if req is not None and self.memory.fits(req, leaves_growth=True):
+            self._queue.pop()
+        elif req is not None:
+            req = self._follower(req, now) or self._pressed(req, now)  # or none of them
+        if req is None:
             self.memory.changed = False
             return None
-        self._queue.pop()
+        self.memory.admitted(req)
         self._active[req.request_id] = now
         self.stats.admitted += 1
         self.stats.waited_ns += now - self._waits_since.pop(req.request_id)
         return req
+
+    def _follower(self, head: RequestState, now: int) -> RequestState | None:
+        """A request behind ``head``, which has no room, that goes on where its KV still is, and takes the head's turn.
+        It is out of the queue then."""
+        if not self.memory.holds or self._has_waited_long(head, now):
+            return None
+        memory, behind = self.memory, self._queue.behind_head(FOLLOWERS_MAX)
+        going_on = [req for req in behind if memory.goes_on(req)]
+        for req in going_on:
+            if memory.fits(req):
+                return self._queue.overtake(req.request_id)
+        # All that run together have grown beyond the memory: one of them goes on at the expense of the others.
+        if going_on and not self._active and not memory.goes_on(head) and memory.fits_but_for_pins(going_on[0]):
+            return self._queue.overtake(going_on[0].request_id)
+        return None
+
+    def _has_waited_long(self, req: RequestState, now: int) -> bool:
+        return now - self._waits_since[req.request_id] >= self._config.wait_ns // 2
 
     def release(self, req: RequestState, now: int) -> None:
         """``req`` has ended in whatever way: it was active, in the queue, or rejected on arrival."""
@@ -170,9 +199,15 @@ class AdmissionController:
         config = self._config
         return Crowd(len(self._active), config.active_max, len(self._queue), config.waiting_max)
 
-    def _has_room(self, req: RequestState) -> bool:
+    def _pressed(self, head: RequestState, now: int) -> RequestState | None:
+        """``head``, if there is room for it without what is held for others, or without pins. It is out of the queue
+        then."""
+        memory = self.memory
+        has_room = memory.holds and self._has_waited_long(head, now) and memory.fits(head, gives_up_held=True)
         # Pins keep a request out only while another one is running, whose end may help as well.
-        return self.memory.fits(req) or (not self._active and self.memory.fits_but_for_pins(req))
+        if has_room or (not self._active and memory.fits_but_for_pins(head)):
+            return self._queue.pop()
+        return None
 
     def check_invariants(self, requests: RequestTable) -> None:
         """Raise :class:`InvariantError` unless every live request is either queued or active, and the limits hold."""

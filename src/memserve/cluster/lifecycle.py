@@ -305,10 +305,15 @@ class Lifecycle:
         self._settle(attempt, completed=False)
         self._cancel(attempt, but)
 
-    def _settle(self, attempt: Attempt, *, completed: bool) -> None:
-        self.admission.memory.release(attempt, completed=completed)
+    def _settle(self, attempt: Attempt, *, completed: bool) -> int:
+        """Returns for how long KV of the attempt is held for its client; 0: it is not."""
+        held_ns = self.admission.memory.release(attempt, completed=completed)
         for charge in attempt.charges:
             self._loads.discharge(charge)
+        return held_ns
+
+    def _not_held_any_more(self, _: None, now: int) -> None:
+        self.admit_waiting(now)
 
     def _cancel(self, attempt: Attempt, but: Member | None = None) -> None:
         for member in attempt.involved:
@@ -340,7 +345,9 @@ class Lifecycle:
         attempt = req.attempt
         self.requests.leave(req, Cause.FINISHED)
         if attempt is not None:
-            self._settle(attempt, completed=req.request.use_cache)
+            held_ns = self._settle(attempt, completed=req.request.use_cache)
+            if held_ns:
+                self._timers.arm(now + held_ns, self._not_held_any_more, None)
             if req.is_stopped:  # not by the instances, which may go on
                 self._cancel(attempt)
         self.admission.release(req, now)

@@ -6,11 +6,13 @@ instance, cannot be evicted for it (``policy.reservations``). Instances keep acc
 whether an admitted request will find room, before it is sent anywhere.
 
 KV of a finished request is cache. By default it counts as free. With ``evictions_max`` it counts as used until a
-newcomer's request evicts it (``policy.ledger``), or ``kept_ns`` have passed.
+newcomer's request evicts it (``policy.ledger``), or ``kept_ns`` have passed. With ``hold`` it is *held*
+for as long as computing it again would take: a client that asks on at once finds its KV, although others wait.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from memserve.cluster.loads import Ints, LoadTable
@@ -23,7 +25,12 @@ from memserve.policy.ledger import BlockLedger, Need, best_fit, block_names, req
 from memserve.policy.reservations import Reservations
 from memserve.policy.routing import teams
 from memserve.types import Admission, Role
+from memserve.units import NS_PER_S
 
+GROWTH_SHARE = 4
+"""Chats are taken to grow by one Nth with their next turn."""
+HELD_NS_MIN, HELD_NS_MAX = NS_PER_S // 4, 5 * NS_PER_S
+"""How long KV of a finished request is held. At least: what a client needs to ask on."""
 _ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 
 
@@ -32,14 +39,18 @@ class MemoryBudget:
     counts nothing, and everything fits."""
 
     __slots__ = (
-        "_config", "_incoming", "_loads", "_registry", "_state", "_takes_best_fit", "changed", "is_counting", "ledger",
-        "reservations",
+        "_config", "_held_ns", "_incoming", "_loads", "_registry", "_state", "_takes_best_fit", "changed", "holds",
+        "is_counting", "ledger", "reservations",
     )  # fmt: skip
 
     def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
         self._config, self._takes_best_fit = config, policy == "best-fit"
         #: whether memory is looked at
         self.is_counting = config.mode in (Admission.MEMORY, Admission.CACHE)
+        #: whether KV of finished requests is held for their clients
+        self.holds = config.hold
+        #: how long, for the requests that have finished since the last :meth:`expire`
+        self._held_ns = HELD_NS_MIN
         self._registry, self._loads = registry, loads
         self.ledger = BlockLedger()
         self.reservations = Reservations(self.ledger)
@@ -109,26 +120,59 @@ class MemoryBudget:
 
     # -- whether there is room
 
-    def fits(self, req: RequestState) -> bool:
+    def fits(self, req: RequestState, *, gives_up_held: bool = False, leaves_growth: bool = False) -> bool:
         """Whether of each team some instance has room for all of ``req``; evicts for it where that is allowed. Also
-        true where there is no instance: placement then waits for one."""
-        return not self.is_counting or all(self._has_room(needs) for needs in self.need_of(req).by_team())
+        true where there is no instance: placement then waits for one. ``gives_up_held``: KV that is held for others may
+        go. ``leaves_growth``: a request that goes on from nothing leaves room for the others' next turns."""
+        if not self.is_counting:
+            return True
+        if leaves_growth and self.holds and not self.goes_on(req):
+            return all(self._leaves_growth(needs) for needs in self.need_of(req).by_team())
+        limit = sys.maxsize if gives_up_held and self.holds else self._config.evictions_max
+        return all(self._has_room(needs, limit) for needs in self.need_of(req).by_team())
 
     def fits_but_for_pins(self, req: RequestState) -> bool:
-        """:meth:`fits` if all pins were dropped."""
+        """:meth:`fits` if all pins were dropped, and nothing were held for others."""
         with self.reservations.lifted():
-            return self.fits(req)
+            return self.fits(req, gives_up_held=True)
 
-    def _has_room(self, needs: list[tuple[Need, Ints]]) -> bool:
+    def _has_room(self, needs: list[tuple[Need, Ints]], limit: int | None) -> bool:
         if any((self.ledger.blocks_left(numbers, need) >= 0).any() for need, numbers in needs):
             return True
-        limit = self._config.evictions_max
+        if self.holds and any(self.ledger.succeed(need, numbers.tolist()) for need, numbers in needs):
+            return True
         return any(limit and self.ledger.relieve(need, numbers.tolist(), limit) for need, numbers in needs)
 
+    def _leaves_growth(self, needs: list[tuple[Need, Ints]]) -> bool:
+        for need, numbers in needs:
+            for number, left in zip(numbers.tolist(), self.ledger.blocks_left(numbers, need).tolist(), strict=True):
+                if left >= self.ledger.blocks_inactive(number) // GROWTH_SHARE:
+                    return True
+        return False
+
+    def goes_on(self, req: RequestState) -> bool:
+        """Whether an instance holds KV of most of the prompt of ``req``: of what it continues, or shares."""
+        need = self.need_of(req)
+        numbers = [number for team in need.teams for _, some in team for number in some.tolist()]
+        return any(2 * self.ledger.known(number, need.names) > need.prompt for number in numbers)
+
+    def hold(self, req: RequestState, until_ns: int) -> None:
+        """What ``req``, which waits, goes on from is held until then."""
+        if self.holds:
+            for need, numbers in (one for team in self.need_of(req).by_team() for one in team):
+                self.ledger.renew(need, numbers.tolist(), until_ns)
+
+    def admitted(self, req: RequestState) -> None:
+        """``req`` is about to be placed: what it goes on from is its own."""
+        if self.holds:
+            for need, numbers in (one for team in self.need_of(req).by_team() for one in team):
+                self.ledger.free_continued(need, numbers.tolist())
+
     def expire(self, now: int) -> None:
-        """Count no longer what was kept for ``kept_ns``."""
-        if self.ledger.expire(now, self._config.kept_ns):
+        """Count no longer what was kept for ``kept_ns``, or held for long enough."""
+        if self.ledger.expire(now, self._held_ns if self.holds else self._config.kept_ns):
             self.changed = True
+        self._held_ns = HELD_NS_MIN
 
     def room_in_ns(self, req: RequestState, now: int) -> int:
         """How long until ``req`` fits but for pins, as kept blocks expire, if no other request comes; ``kept_ns`` at
@@ -222,19 +266,25 @@ class MemoryBudget:
             self.changed = True
             if attempt.decode_at is not None:
                 self._has_arrived(attempt, attempt.decode_at)
-            self._free(attempt, attempt.first, keeps=True)
+            self._free(attempt, attempt.first, keeps=not self.holds)
 
-    def release(self, attempt: Attempt, *, completed: bool) -> None:
-        """``attempt`` is over. ``completed``: the KV that it has computed stays in the cache."""
+    def release(self, attempt: Attempt, *, completed: bool) -> int:
+        """``attempt`` is over. ``completed``: the KV that it has computed stays in the cache. Returns for how long it
+        is held for the client; 0: it is not."""
         if self.is_counting:
             self.changed = True
             for member in attempt.involved:
                 self._free(attempt, member, keeps=completed)
             self.reservations.returned(attempt.attempt_id)
             self._incoming.pop(attempt.attempt_id, None)
+        return self._held_ns if self.holds and completed else 0
 
     def _free(self, attempt: Attempt, member: Member, *, keeps: bool) -> None:
-        if keeps and self._config.evictions_max is not None and member.info.caching:
+        if keeps and member.info.caching and (self.holds or self._config.evictions_max is not None):
+            need = self.ledger.needs(member.number, attempt.attempt_id)
+            if self.holds and need is not None:
+                again_ns = member.costs.prefill_ns(need.total * self._unit_tokens())
+                self._held_ns = min(max(self._held_ns, again_ns), HELD_NS_MAX)
             self.ledger.retire(attempt.attempt_id, member.number, attempt.number)
         else:
             self.ledger.free(attempt.attempt_id, member.number)

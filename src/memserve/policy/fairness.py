@@ -150,6 +150,21 @@ class FairQueue(Generic[Item]):
         self._close_if_empty(tenant)
         return item
 
+    def behind_head(self, count: int) -> list[Item]:
+        """Up to ``count`` items that are next in the head's line, of its urgency and priority."""
+        place = self._first()
+        if place is None:
+            return []
+        line = self._lines[self._items[place.key][0]][1 : count + 1]
+        return [self._items[other.key][3] for other in line if other[:2] == place[:2]]
+
+    def overtake(self, key: str) -> Item:
+        """Serve an item of :meth:`behind_head` before the head: its tenant's clock goes on by its cost."""
+        tenant, place, cost, item = self._items.pop(key)
+        self._lines[tenant].remove(place)
+        self._turns.serve(tenant, cost)
+        return item
+
     def remove(self, key: str) -> bool:
         """The item leaves the queue unserved. ``False``: it was not there."""
         known = self._items.pop(key, None)

@@ -120,7 +120,7 @@ class BlockLedger:
     small numbers, so that free blocks lie in one array.
     """
 
-    __slots__ = ("_ended", "_expiring", "_free", "_nodes", "_roots", "_total", "evictions")
+    __slots__ = ("_ended", "_expiring", "_free", "_nodes", "_renewed", "_roots", "_total", "evictions")
 
     def __init__(self) -> None:
         self._nodes: dict[int, _Node] = {}
@@ -130,6 +130,8 @@ class BlockLedger:
         self._roots: dict[bytes, dict[int, None]] = {}
         #: (until, node, entry) of inactive requests in the order of their end; may include freed ones
         self._expiring: deque[tuple[int, int, Entry]] = deque()
+        #: (node, entry) -> until, of those in ``_expiring`` that shall stay for longer than it says
+        self._renewed: dict[tuple[int, Entry], int] = {}
         #: (node, entry) of requests that have ended since the last :meth:`expire`
         self._ended: list[tuple[int, Entry]] = []
         self.evictions = 0
@@ -209,10 +211,44 @@ class BlockLedger:
         expired = 0
         while self._expiring and self._expiring[0][0] <= now:
             _, node, entry = self._expiring.popleft()
-            if self._is_inactive(node, entry):
+            until_ns = self._renewed.pop((node, entry), 0)
+            if until_ns > now and self._is_inactive(node, entry):
+                insort(self._expiring, (until_ns, node, entry))
+            elif self._is_inactive(node, entry):
                 self.free(entry[1], node)
                 expired += 1
         return expired
+
+    def renew(self, need: Need, nodes: Sequence[int], until_ns: int) -> None:
+        """Inactive requests whose blocks all are among those of ``need``, which goes on where they ended, expire at
+        ``until_ns`` instead, if that is later."""
+        for node in nodes:
+            for entry in self._continued(need, node):
+                self._renewed[node, entry] = max(until_ns, self._renewed.get((node, entry), 0))
+
+    def succeed(self, need: Need, nodes: Sequence[int]) -> bool:
+        """Make room for ``need`` on one of ``nodes`` by freeing inactive requests whose blocks all are among its own:
+        it goes on where they ended. False: that is not enough, and nothing was changed."""
+        kept = set(need.names)
+        for node in nodes:
+            wanted = -int(self.blocks_left(np.array([node]), need)[0])
+            before, dropped = self._continued(need, node), Counter[bytes]()
+            wanted -= sum([self._freed(request_id, node, dropped, kept) for _, request_id in before])
+            if wanted <= 0:
+                self.free_continued(need, [node])
+                return True
+        return False
+
+    def free_continued(self, need: Need, nodes: Sequence[int]) -> None:
+        """Free inactive requests whose blocks all are among those of ``need``, which is about to be allocated."""
+        for node in nodes:
+            for _, request_id in self._continued(need, node):
+                self.free(request_id, node)
+
+    def _continued(self, need: Need, node: int) -> list[Entry]:
+        """Inactive requests that ended where ``need`` goes on."""
+        names, held = set(need.names), self._nodes[node]
+        return [entry for entry in held.inactive if (mine := held.needs[entry[1]].names) and mine[-1] in names]
 
     def relieve(self, need: Need, nodes: Sequence[int], evictions_max: int) -> Relief | None:
         """Make room for ``need`` on one of ``nodes`` with at most ``evictions_max`` evictions: on the node that needs
@@ -283,6 +319,11 @@ class BlockLedger:
     def known(self, node: int, names: tuple[bytes, ...]) -> int:
         """How many of ``names``, a chain, are held there; always the first ones."""
         return self._nodes[node].known(names)
+
+    def blocks_inactive(self, node: int) -> int:
+        """Blocks of inactive requests; one that several share counts for each."""
+        held = self._nodes[node]
+        return sum([held.needs[request_id].total for _, request_id in held.inactive])
 
     def blocks_total(self, nodes: Ints) -> Ints:
         """All blocks of each node."""
