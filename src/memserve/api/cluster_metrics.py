@@ -352,7 +352,7 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
                 blocks.add_metric([view.peer.name, view.role.value, tier, state], float(count))
     yield blocks
     sources = [((view.peer.name, view.role.value), instance) for view, instance in told]
-    yield from objective_families("instance_", ("instance", "role"), sources)
+    yield from objective_families("instance_", "the instance", ("instance", "role"), sources)
     rate = GaugeMetricFamily(
         "memserve_instance_hit_rate",
         "Share of prompt tokens (0 to 1) with KV that the instance had or fetched",

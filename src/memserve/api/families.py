@@ -42,14 +42,16 @@ def _number(source: Any, read: Read) -> float | None:
 
 
 def objective_families(
-    prefix: str, labels: Sequence[str], sources: Sequence[tuple[Sequence[str], Any]]
+    prefix: str, whose: str, labels: Sequence[str], sources: Sequence[tuple[Sequence[str], Any]]
 ) -> Iterator[Metric]:
-    """How instances kept the objectives of ``--scheduling slo``: their values of ``labels``, and ``InstanceStats``."""
-    about = "Requests (ttft) and sequences (tpot) that met their objective or missed it"
+    """How objectives of ``--scheduling slo`` were kept. Of every source: values of ``labels``, ``InstanceStats``."""
+    about = f"Requests (ttft) and sequences (tpot) of {whose} by whether their objective was met"
     kept = CounterMetricFamily(f"memserve_{prefix}objectives", about, labels=[*labels, "objective", "result"])
-    about = "Finished answers by the percentiles, of lengths seen before, between which their length was"
+    about = f"Finished answers of {whose} by the percentiles of earlier lengths between which their own was"
     classes = CounterMetricFamily(f"memserve_{prefix}output_length_classes", about, labels=[*labels, "percentiles"])
-    about = "Plans that had less prefill than there was room for, so that decoding requests meet their objective"
+    about = (
+        f"Plans of {whose} with less prefill than there was room for, so that decoding requests keep their objective"
+    )
     limited = CounterMetricFamily(f"memserve_{prefix}plans_limited", about, labels=list(labels))
     for values, instance in sources:
         report = instance.objectives

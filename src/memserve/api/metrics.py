@@ -213,7 +213,7 @@ class Snapshot:
         if self._stats.instance is not None:
             yield from families(INSTANCE_METRICS, [((), self._stats.instance)])
             yield from _tiers(self._stats.instance)
-            yield from objective_families("", (), [((), self._stats.instance)])
+            yield from objective_families("", "the engine", (), [((), self._stats.instance)])
         if getattr(self._stats, "cluster", None) is not None:
             yield from cluster_families(self._stats, self._names_tenants)
 

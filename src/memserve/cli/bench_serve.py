@@ -120,7 +120,6 @@ def serve(
     settings = settings if settings is not None else QUICK_SETTINGS if quick else DEFAULT_SETTINGS
     contenders = ",".join([settings, *map(named_server, base_url or ())])
     names = studies if studies is not None else "settings" if narrowed else ",".join(STUDIES)
-    slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
     comparisons = _comparisons(
         names, contenders, instances, workload or DEFAULT_WORKLOADS, share_ratio or "1", size, existing(data)
     )
@@ -133,8 +132,8 @@ def serve(
         minutes_max=minutes if minutes is not None else FULL_MINUTES, meter=meter, salted=cache_salt,
     )  # fmt: skip
     workloads = build_all(plan)  # reads the data: shows errors in it before any server starts
-    folder = RunFolder(out)
-    run_study(ServeStudy(plan, workloads, folder, Results(command=command(), slo=slo)), folder)
+    results, folder = Results(command=command(), slo=read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)), RunFolder(out)
+    run_study(ServeStudy(plan, workloads, folder, results), folder)
 
 
 def _comparisons(

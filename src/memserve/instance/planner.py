@@ -288,11 +288,7 @@ class Planner:
 
     def _enter(self, batch: BatchBuilder, sequence: Sequence, now: int) -> bool:
         """Admit. The first sequence that does not fit is remembered, and none is admitted behind it."""
-        if self.admission.admit(sequence, now):
-            return True
-        # While others decode, what a store is about to take comes back within milliseconds: without it, an instance
-        # that is short of memory would take back every offer, and its store would stay empty.
-        if not self.state.decoding.items and self._take_back_lent() and self.admission.admit(sequence, now):
+        if self.admission.admit(sequence, now) or (self._take_back_lent() and self.admission.admit(sequence, now)):
             return True
         self._no_room_for = sequence
         return False
