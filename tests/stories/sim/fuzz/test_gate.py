@@ -88,7 +88,7 @@ def _always_the_same_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryBudget, "fits", lambda self, req: not any(m.attempts for m in self._registry))
+    monkeypatch.setattr(MemoryBudget, "fits", lambda self, req, **_: not any(m.attempts for m in self._registry))
 
 
 def _memory_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
