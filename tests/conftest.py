@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-cells", type=int, default=2, help="cells of the failure matrix to run")
     parser.addoption("--matrix-seed", type=int, default=2, help="which ones")
     parser.addoption("--disk-kills", type=int, default=60, help="kills of the store's literal disks")
-    parser.addoption("--store-kills", type=int, default=3, help="kills of real processes beside a store")
+    parser.addoption("--store-kills", type=int, default=2, help="kills of real processes beside a store")
 
 
 def pytest_configure() -> None:

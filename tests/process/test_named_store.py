@@ -138,8 +138,18 @@ def test_a_store_that_dies_is_called_again(serving, store, truth) -> None:
     eventually(lambda: serving.stored_blocks() >= len(question) // BLOCK)
 
 
+IMPATIENT = """
+import sys
+from memserve.cli import named_store
+from memserve.cli.main import run
+named_store.FIND_S = 2.0
+sys.exit(run(sys.argv[1:]))
+"""
+
+
 def serve_error(model: Path, *flags: str) -> str:
-    command = [sys.executable, "-m", "memserve", "serve", "--model", str(model), "--port", "0", "--metadata", "none"]
+    """What ``memserve serve`` says, which waits for a store for two seconds instead of half a minute."""
+    command = [sys.executable, "-c", IMPATIENT, "serve", "--model", str(model), "--port", "0", "--metadata", "none"]
     ended = subprocess.run([*command, "--colocated", "1", *flags], capture_output=True, text=True, timeout=WAIT_S)
     assert ended.returncode == 1 and not ended.stdout
     return " ".join(ended.stderr.strip().splitlines()[-2:])  # the error and its hint

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -64,12 +64,17 @@ def test_a_record_tells_everything(cut: int | None) -> None:
 
 
 def test_tokens_are_timed_as_they_come() -> None:
-    with instant_server(lambda asked: Script(pauses_s=[0.05, 0.1, 0.02])) as server:
-        (record,) = load(server, chats(says("Hello"))).records
-    assert record.first_ns is not None
-    assert record.first_ns - record.scheduled_ns >= 50 * NS_PER_MS
-    first, second = (after - before for before, after in pairwise(record.token_ns))
-    assert first >= 95 * NS_PER_MS and second >= 15 * NS_PER_MS
+    """None before it was sent; and of some requests, for a busy machine reads late, each after its own pause."""
+    pauses_s = [0.05, 0.1, 0.02]
+    with instant_server(lambda asked: Script(pauses_s=pauses_s)) as server:
+        records = [record for _ in range(5) for record in load(server, chats(says("Hello"))).records]
+    sent_ms = list(accumulate(1000 * pause for pause in pauses_s))
+    for record in records:
+        told_ms = [(ns - record.scheduled_ns) / NS_PER_MS for ns in record.token_ns]
+        assert record.first_ns == record.token_ns[0]
+        assert all(told >= sent for told, sent in zip(told_ms, sent_ms, strict=True))
+    gaps_ms = [[(after - before) / NS_PER_MS for before, after in pairwise(one.token_ns)] for one in records]
+    assert any(95 <= first < 150 and 15 <= second < 70 for first, second in gaps_ms), gaps_ms
 
 
 def test_chunks_count_where_the_server_does_not() -> None:
