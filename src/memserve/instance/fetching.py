@@ -20,10 +20,11 @@ from memserve.policy.costs import CopyCurve, CostModel
 from memserve.policy.read_speed import TRIAL_BLOCKS, ReadSpeed
 from memserve.policy.reuse import FetchChoice, Prefix, plan_fetches
 from memserve.types import KVGeometry, TokenArray
-from memserve.units import NS_PER_MS
+from memserve.units import NS_PER_MS, ceil_div
 
 GATHER_NS = NS_PER_MS
 """Requests that come to a busy instance within this time are decided together: they share the link and the device."""
+_LOOKS_AHEAD = 16  # of a line that a request waits behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Fetches:
         self._wait_max_ns = wait_max_ns
         #: requests whose holders have not been asked yet, in order of arrival
         self.undecided: list[Group] = []
-        #: when they are decided; None: there are none
+        #: when they are decided; None: there are none, or those before them in line come first
         self.decide_at_ns: int | None = None
         #: fetch id -> the request that waits for it, and the holder that was asked
         self.asked: dict[str, tuple[Group, Holder]] = {}
@@ -120,10 +121,37 @@ class Fetches:
             self.decide_at_ns = now + GATHER_NS
 
     def settle(self, now: int) -> None:
-        """Decide for the requests that have gathered, if it is time."""
-        if self.decide_at_ns is not None and now >= self.decide_at_ns:
-            groups, self.undecided, self.decide_at_ns = self.undecided, [], None
-            self._decide(groups, now)
+        """Decide for the requests that have gathered, if it is time, as far as there is memory for what they get."""
+        if not self.undecided or (self.decide_at_ns is not None and now < self.decide_at_ns):
+            return
+        self.decide_at_ns = None
+        near = self._near()
+        for group in near:
+            self.undecided.remove(group)
+            if group.remote is not None:
+                group.remote.fetch_until_ns = now + self._wait_max_ns
+        self._decide(near, now)
+
+    def _near(self) -> list[Group]:
+        """The requests to decide for now. What is fetched long before the request has its turn is evicted again: so
+        there must be room for it beside what is being fetched and beside the requests before it in its tenant's line.
+        The first one is decided in any case."""
+        room = self._state.memory.pool.available() - sum(self._blocks_of(group) for group, _ in self.asked.values())
+        near: list[Group] = []
+        held: set[str] = set()  # tenants: those behind it in its line wait, too
+        for group in self.undecided:
+            line = self._state.waiting.line(group.tenant)[:_LOOKS_AHEAD]
+            earlier = sum(self._blocks_of(other.group) for other in line if other.group.arrival < group.arrival)
+            needs, is_first = self._blocks_of(group), not (near or self.asked or earlier)
+            if group.tenant in held or not (is_first or earlier + needs <= room):
+                held.add(group.tenant)
+            else:
+                near.append(group)
+                room -= needs
+        return near
+
+    def _blocks_of(self, group: Group) -> int:
+        return ceil_div(len(group.request.prompt), self._geometry.block_tokens)
 
     def _decide(self, groups: list[Group], now: int) -> None:
         """Each of ``groups`` asks the first of its holders that is worth the wait, or is computed here."""

@@ -217,6 +217,26 @@ def test_a_request_that_ends_before_it_is_decided_leaves_nothing():
     fleet.finish()
 
 
+def test_no_more_is_fetched_at_once_than_there_is_room_for():
+    """Three turns of conversations that do not fit into memory together: what was fetched for the last one would be
+    evicted again before it is admitted."""
+    fleet = Fleet(p=fleet_config(hbm=60), d=fleet_config(hbm=20))
+    turns = [[start, *PROMPT[1:29]] for start in (1, 2, 3)]
+    for number, turn in enumerate(turns):
+        fleet.submit(request(f"before {number}", turn, max_tokens=2), "p")
+        fleet.run()
+    d, peer = fleet.members["d"], fleet.members["p"].peer
+    fleet.submit(request("busy", PROMPT[:3], max_tokens=9), "d")
+    fleet.run(until=lambda: d.plans)
+    for number, turn in enumerate(turns):
+        d.hear(Dispatch(request(f"turn {number}", turn, max_tokens=2), holders=(Holder(peer, 28),)))
+    fleet.now = d.machine.next_deadline_ns
+    d.post(ClockTicked())
+    assert fetches_of(d) == [28, 28] and len(d.machine.link.fetches.undecided) == 1, "20 blocks; 8 for each turn"
+    fleet.finish()
+    assert stats(fleet, "d").fetched_tokens == 3 * 28 and not d.machine.link.fetches.undecided
+
+
 @pytest.mark.parametrize(("swap_ns", "fetched"), [(0, [16]), (50_000, [])])
 def test_own_blocks_in_dram_cost_their_way_up(swap_ns, fetched):
     """What is fetched comes behind them: if bringing them up takes longer than computing all, nothing is fetched."""
