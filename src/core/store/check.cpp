@@ -30,6 +30,7 @@ void SegmentLog::check_invariants() const {
     check(segments_[number].serial == serial, "a sealed segment stands at another one's place");
   }
   if (open_) count(*open_, State::open, "the open segment is not open");
+  if (reopening_) count(*reopening_, State::reopening, "the segment that is reopened is in another state");
   if (emptying_) count(*emptying_, State::emptying, "the segment that is emptied is in another state");
   const auto outdated = std::count_if(segments_.begin(), segments_.end(), [](const Segment& one) { return one.outdated; });
   check(outdated == outdated_, "emptied segments are counted wrongly");
@@ -44,7 +45,8 @@ void SegmentLog::check_invariants() const {
   index_.each([&](const Entry& entry) {
     const Segment& segment = segments_[entry.segment];
     const bool holds = segment.state == State::open || segment.state == State::closing ||
-                       segment.state == State::sealed || segment.state == State::emptying;
+                       segment.state == State::sealed || segment.state == State::emptying ||
+                       segment.state == State::reopening;
     check(holds && !segment.stale, "a record is found in a segment that may be written again");
     check(entry.page + record_pages(entry.length, entry.name_bytes) <= segment_pages(), "a record leaves its segment");
   });

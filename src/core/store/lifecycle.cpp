@@ -86,6 +86,23 @@ void SegmentLog::close(uint32_t number) {
   }
 }
 
+// Its footer goes before anything is written behind what it lists: with one, a restart would look for nothing else.
+// Synced whatever the policy is, or heads that a loss of power hid could lie among those that are written next.
+void SegmentLog::reopen(uint32_t number) {
+  segments_[number].state = State::reopening;
+  reopening_ = number;
+  const uint32_t last = static_cast<uint32_t>(segment_pages() - 1);
+  command(Command::Kind::write, {Step::Kind::reopen, number, {}, {}}, offset_of(number, last), std::vector<uint8_t>(kPage));
+}
+
+void SegmentLog::end_reopening(bool done) {
+  const uint32_t number = *std::exchange(reopening_, std::nullopt);
+  if (segments_[number].stale) return;
+  open_ = number;
+  segments_[number].state = State::open;
+  if (!done) close_open();  // the footer may be gone or not
+}
+
 void SegmentLog::write_footer(uint32_t number) {
   const Segment& segment = segments_[number];
   Trailer trailer;
@@ -125,7 +142,8 @@ void SegmentLog::finish_command(uint64_t id, bool done) {
       started_ = started_ || super_written_ == super_wanted_;
       break;
     case Step::Kind::head:
-      if (options_.sync != Sync::none && !segment.stale) {
+      // Whatever the policy is: of two segments that begin a new life, a loss of power must not undo the first alone.
+      if (!segment.stale) {
         command(Command::Kind::sync, {Step::Kind::sync_head, step.segment, {}, {}});
         break;
       }
@@ -161,6 +179,12 @@ void SegmentLog::finish_command(uint64_t id, bool done) {
       break;
     case Step::Kind::sync_moves:
       segment.sync_under_way = segment.unsynced_moves = false;
+      break;
+    case Step::Kind::reopen:
+      command(Command::Kind::sync, {Step::Kind::sync_reopen, step.segment, {}, {}});
+      break;
+    case Step::Kind::sync_reopen:
+      end_reopening(true);
       break;
   }
   tend();
@@ -205,6 +229,10 @@ void SegmentLog::failed_command(const Step& step) {
       break;
     case Step::Kind::sync_moves:
       segment.sync_under_way = false;  // tried again
+      break;
+    case Step::Kind::reopen:
+    case Step::Kind::sync_reopen:
+      end_reopening(false);
       break;
     case Step::Kind::super:
     case Step::Kind::sync_super:
@@ -301,8 +329,8 @@ void SegmentLog::drop_stale() {
   std::erase_if(stale_, [&](uint32_t number) {
     const Segment& segment = segments_[number];
     const bool held = segment.pending > 0 || segment.pins > 0 || segment.moves > 0 || segment.footer_under_way ||
-                      segment.sync_under_way ||
-                      segment.state == State::preparing || emptying_ == number;
+                      segment.sync_under_way || segment.state == State::preparing || emptying_ == number ||
+                      reopening_ == number;
     if (held) return false;
     set_free(number);
     return true;

@@ -29,17 +29,21 @@ class Window {
       if (!source_.read(from_, buffer_.data(), bytes_)) {
         // A part of it may still be readable.
         for (size_t at = 0; at < bytes_; at += kPage) {
-          if (!source_.read(from_ + at, buffer_.data() + at, kPage)) std::memset(buffer_.data() + at, 0, kPage);
+          if (source_.read(from_ + at, buffer_.data() + at, kPage)) continue;
+          std::memset(buffer_.data() + at, 0, kPage);
+          unread_ = true;
         }
       }
     }
     return buffer_.data() + (offset - from_);
   }
+  bool unread() const { return unread_; }
 
  private:
   Source& source_;
   uint64_t end_, from_, bytes_;
   std::vector<uint8_t> buffer_;
+  bool unread_ = false;
 };
 
 template <class T>
@@ -81,6 +85,7 @@ void SegmentLog::recover(Source& source, const Superblock& super) {
     // A purge whose superblock was lost: a head with the new epoch was written after it.
     epoch_ = std::max(epoch_, head.epoch);
   }
+  std::vector<Scanned> scanned;
   for (uint32_t i = 0; i < heads.size(); ++i) {
     if (heads[i].serial == 0 || heads[i].epoch != epoch_) {
       free_.push_back(i);
@@ -92,17 +97,82 @@ void SegmentLog::recover(Source& source, const Superblock& super) {
       sealed_.insert({heads[i].serial, i});
       continue;
     }
-    scan(source, i);
-    segments_[i].state = State::closing;
-    closing_.push_back(i);
+    scanned.push_back(scan(source, i));
+    counters_.records_torn += scanned.back().torn.size();
+    for (const FooterEntry& entry : segments_[i].footer) recovered(entry, i);
   }
   for (const Removal& removal : std::exchange(removed_, {})) {
     const Entry* const entry = index_.find(removal.key);
     if (entry && entry->number < removal.number) index_.erase(removal.key);
   }
   counters_.records_recovered = index_.size();
+  settle(source, scanned);
   ++super_wanted_;
   tend();
+}
+
+// What becomes of segments without a footer, and of the one that was written last: it is the one to go on in, because
+// all that an earlier life wrote must go before what this one removes.
+void SegmentLog::settle(Source& source, std::vector<Scanned>& scanned) {
+  const Scanned* last = nullptr;
+  const auto serial = [&](const Scanned& one) { return segments_[one.segment].serial; };
+  for (Scanned& one : scanned) {
+    Segment& segment = segments_[one.segment];
+    if (one.pages_used == 1 && !one.unread) {
+      set_free(one.segment);  // it was ready, and nothing was written
+      continue;
+    }
+    std::erase_if(segment.footer, [&](const FooterEntry& entry) {
+      if (entry.kind != Kind::value) return false;
+      const Entry* const now = index_.find(entry.key);
+      const bool counts = now && now->segment == one.segment && now->page == entry.page;
+      if (!counts) one.torn.push_back(entry.page);
+      return !counts;
+    });
+    segment.state = State::closing;
+    closing_.push_back(one.segment);
+    if (!last || serial(*last) < serial(one)) last = &one;
+  }
+  if (!sealed_.empty() && (!last || serial(*last) < sealed_.rbegin()->first)) {
+    reopen_newest(source);
+  } else if (last) {
+    go_on_in(*last);
+  }
+}
+
+// Heads that count no longer are wiped, or a later start could find what this life knows nothing of.
+void SegmentLog::go_on_in(const Scanned& last) {
+  Segment& segment = segments_[last.segment];
+  if (last.unread || last.pages_used + footer_pages(segment.footer.size() + 1) >= segment_pages()) return;
+  std::erase(closing_, last.segment);
+  segment.state = State::open;
+  segment.pages_used = last.pages_used;
+  open_ = last.segment;
+  for (const uint32_t page : last.torn) {
+    ++segment.pending;
+    write_page(last.segment, page, std::vector<uint8_t>(kPage));
+  }
+}
+
+// If there is room, and what lies in it is what its footer says: without the footer, that is what counts.
+void SegmentLog::reopen_newest(Source& source) {
+  const auto newest = *sealed_.rbegin();
+  Segment& segment = segments_[newest.second];
+  if (!read_footer(source, newest.second, true)) return;
+  const std::vector<FooterEntry> listed = std::exchange(segment.footer, {});
+  const uint32_t pages_max = static_cast<uint32_t>(segment_pages() - segment_pages() / 8);
+  if (!listed.empty() && listed.back().page >= pages_max) return;
+  const Scanned scanned = scan(source, newest.second);
+  const bool same = listed.size() == segment.footer.size() &&
+                    std::memcmp(listed.data(), segment.footer.data(), listed.size() * sizeof(FooterEntry)) == 0;
+  if (!same || scanned.unread || !scanned.torn.empty() || scanned.pages_used > pages_max) {
+    segment.footer = {};
+    return;
+  }
+  segment.pages_used = scanned.pages_used;
+  segment.keys = {};
+  sealed_.erase(newest);
+  reopen(newest.second);
 }
 
 void SegmentLog::recovered(const FooterEntry& entry, uint32_t segment) {
@@ -127,7 +197,8 @@ void SegmentLog::recovered(const FooterEntry& entry, uint32_t segment) {
   index_.insert(record);
 }
 
-bool SegmentLog::read_footer(Source& source, uint32_t number) {
+// `keep`: its entries are kept, instead of the keys.
+bool SegmentLog::read_footer(Source& source, uint32_t number, bool keep) {
   const uint64_t end = offset_of(number, 0) + options_.segment_bytes;
   const size_t tail_bytes = std::min<size_t>(kTailBytes, options_.segment_bytes);
   std::vector<uint8_t> tail(tail_bytes);
@@ -146,14 +217,19 @@ bool SegmentLog::read_footer(Source& source, uint32_t number) {
   Segment& segment = segments_[number];
   for (size_t i = 0; i < trailer.entries; ++i) {
     const auto entry = load<FooterEntry>(entries + i * sizeof(FooterEntry));
+    if (keep) {
+      segment.footer.push_back(entry);
+      continue;
+    }
     recovered(entry, number);
     if (entry.kind == Kind::value) segment.keys.push_back(entry.key);
   }
   return true;
 }
 
-void SegmentLog::scan(Source& source, uint32_t number) {
+SegmentLog::Scanned SegmentLog::scan(Source& source, uint32_t number) {
   Segment& segment = segments_[number];
+  Scanned scanned{number};
   const uint64_t begin = offset_of(number, 0);
   Window window(source, begin, begin + options_.segment_bytes);
   for (uint32_t at = 1; at < segment_pages();) {
@@ -176,10 +252,11 @@ void SegmentLog::scan(Source& source, uint32_t number) {
           entry.key = removal.key;
           entry.number = removal.number;
           segment.footer.push_back(entry);
-          recovered(entry, number);
         }
+      } else {
+        scanned.torn.push_back(at);
       }
-      ++at;
+      scanned.pages_used = ++at;
       continue;
     }
     entry.key = head.key;
@@ -199,12 +276,14 @@ void SegmentLog::scan(Source& source, uint32_t number) {
     }
     if ((head.length > 0 ? sums.finish(head.length) : 0) == head.seal) {
       segment.footer.push_back(entry);
-      recovered(entry, number);
     } else {
-      ++counters_.records_torn;
+      scanned.torn.push_back(at);
     }
     at += static_cast<uint32_t>(pages);
+    scanned.pages_used = at;
   }
+  scanned.unread = window.unread();
+  return scanned;
 }
 
 }  // namespace memserve::store

@@ -63,6 +63,7 @@ std::optional<Ticket> SegmentLog::place_moved(uint64_t command, const std::strin
 std::optional<Ticket> SegmentLog::append(const FooterEntry& entry, size_t pages, std::optional<Entry> moved_from,
                                          bool reserve) {
   if (open_ && !room_in_open(pages, 1)) close_open();
+  if (!started_ || reopening_) return std::nullopt;
   if (!open_) {
     // The last ready segment is kept for moves: without room for them no segment would ever become free again.
     if (ready_.size() < (reserve && options_.move_share > 0 ? 2u : 1u)) {
@@ -226,7 +227,7 @@ bool SegmentLog::remove(Hash128 key) {
 }
 
 void SegmentLog::write_removals() {
-  while (!removals_.empty()) {
+  while (!removals_.empty() && !reopening_) {
     if (open_ && !room_in_open(1, std::min(removals_.size(), kRemovalsMax))) close_open();
     if (!open_) {
       if (ready_.empty()) return;  // they wait for a segment

@@ -3,6 +3,8 @@
 //
 //   free --prepare: head--> ready --> open --full--> closing: footer --> sealed --oldest--> emptying --> free
 //
+// A restart goes on in the segment that an earlier life wrote last: else each start would leave one that is half empty.
+//
 // A record is published, that is found, after its bytes are on the disk (`always`: and synced). Space comes back whole
 // segments at a time, oldest first; records that were hit since they were written move to the open segment before, as
 // far as `move_share` of a segment goes: the disk writes at most 1 / (1 - move_share) of what callers write, and heads.
@@ -137,7 +139,7 @@ class SegmentLog {
   void check_invariants() const;
 
  private:
-  enum class State : uint8_t { free, preparing, ready, open, closing, sealed, emptying };
+  enum class State : uint8_t { free, preparing, ready, open, closing, sealed, emptying, reopening };
 
   struct Segment {
     State state = State::free;
@@ -151,7 +153,7 @@ class SegmentLog {
     bool outdated = false;                  // emptied, and a restart would find what it held: its head is the old one
     bool unsynced_moves = false;            // what moved away lies nowhere else yet
     bool sync_under_way = false;
-    std::vector<FooterEntry> footer;        // while it is open or closing
+    std::vector<FooterEntry> footer;        // while it is open, closing or reopening
     std::vector<Hash128> keys;              // afterwards
   };
 
@@ -165,7 +167,7 @@ class SegmentLog {
   };
 
   struct Step {  // a command that is under way
-    enum class Kind : uint8_t { super, sync_super, head, sync_head, sync_data, footer, sync_footer, sync_moves, publish, page, move };
+    enum class Kind : uint8_t { super, sync_super, head, sync_head, sync_data, footer, sync_footer, sync_moves, publish, page, move, reopen, sync_reopen };
     Kind kind = Kind::super;
     uint32_t segment = 0;
     Entry entry;                    // move
@@ -192,6 +194,8 @@ class SegmentLog {
   void open_next();
   void prepare(uint32_t segment);
   void close(uint32_t segment);
+  void reopen(uint32_t segment);
+  void end_reopening(bool done);
   void write_footer(uint32_t segment);
   void seal(uint32_t segment);
   void empty_oldest();
@@ -206,9 +210,19 @@ class SegmentLog {
   uint64_t command(Command::Kind kind, Step step, uint64_t offset = 0, std::vector<uint8_t> data = {});
 
   // recovery.cpp
-  bool read_footer(Source& source, uint32_t segment);
-  void scan(Source& source, uint32_t segment);
+  struct Scanned {
+    uint32_t segment = 0;
+    uint32_t pages_used = 1;          // up to the end of the last record that was begun
+    bool unread = false;              // some of it can't be read now, and perhaps later
+    std::vector<uint32_t> torn = {};  // pages where a record begins that is not whole
+  };
+
+  bool read_footer(Source& source, uint32_t segment, bool keep = false);
+  Scanned scan(Source& source, uint32_t segment);
   void recovered(const FooterEntry& entry, uint32_t segment);
+  void settle(Source& source, std::vector<Scanned>& scanned);
+  void go_on_in(const Scanned& last);
+  void reopen_newest(Source& source);
 
   LogOptions options_;
   uint8_t secret_[16];
@@ -216,7 +230,7 @@ class SegmentLog {
   RecordIndex index_;
   Counters counters_;
   std::vector<Segment> segments_;
-  std::optional<uint32_t> open_, emptying_;
+  std::optional<uint32_t> open_, emptying_, reopening_;
   std::deque<uint32_t> ready_, free_;
   std::vector<uint32_t> closing_, stale_;
   std::set<std::pair<uint64_t, uint32_t>> sealed_;  // by serial number, oldest first

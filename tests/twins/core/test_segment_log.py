@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -248,9 +249,39 @@ def life(seed: int, sync: int, steps: int = 400) -> Iterator[Host]:
 
 @pytest.mark.parametrize("sync", [NONE, SEGMENT, ALWAYS])
 def test_every_life_reads_back_what_it_wrote(sync: int) -> None:
-    for seed in range(60):
-        for _ in life(seed, sync):
-            pass
+    for seed in [*range(30), *(secrets.randbits(40) for _ in range(40))]:
+        try:
+            for _ in life(seed, sync):
+                pass
+        except Exception as error:
+            error.add_note(f"life({seed}, {sync})")
+            raise
+
+
+@pytest.mark.parametrize("clean", [False, True])
+@pytest.mark.parametrize("sync", [NONE, SEGMENT, ALWAYS])
+def test_many_starts_in_a_row_cost_a_full_disk_nothing(sync: int, clean: bool) -> None:
+    """Each life goes on where the one before ended, whether that was killed or closed its segment."""
+    rng = random.Random(sync)
+    host = Host(rng, sync)
+    host.failing = 0.0
+    for _ in range(300):
+        host.put(rng.randbytes(16), rng.randbytes(900))
+        host.settle()
+    in_a_segment = 14
+    full = len(host.log)
+    assert full >= 3 * in_a_segment
+    for start in range(60):
+        if clean:
+            host.log.close_open()
+            host.settle()
+        host.restart(power=False)
+        host.settle()
+        assert len(host.log) >= full - in_a_segment, f"start {start} left {len(host.log)} of {full}"
+        host.put(rng.randbytes(16), rng.randbytes(900))
+        if clean or start % 2:
+            host.settle()  # else the kill comes in the middle of it
+
 
 
 def test_an_index_of_many_is_rebuilt_from_footers() -> None:
