@@ -19,6 +19,8 @@ from tiny_models import prompt, save_folder, tiny_module
 
 BLOCK = 8
 """Tokens: the model's context is 256."""
+STARTS_MAX = 5
+"""A read that was too late on a busy machine is tried again with a new start: else the KV is in memory."""
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +116,17 @@ def test_a_conversation_outlives_every_process(kept, truth, shape) -> None:
     done = (turns[1] + 19) // BLOCK
     eventually(lambda: running.stored_blocks() >= done)
     eventually(lambda: running.metric("store_disk_values") >= done)
-    running.kill_everything()
-
-    running.start()
-    eventually(lambda: running.stored_blocks() >= done)
-    answer = running.ask(history, 20)
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= done * BLOCK
-    assert answer["choices"][0]["text"] == truth(history, 20).text
-    facts = {fact["fact"]: fact["value"] for fact in answer["memserve"]["story"]}
+    for _ in range(STARTS_MAX):
+        running.kill_everything()
+        running.start()
+        eventually(lambda: running.stored_blocks() >= done)
+        answer = running.ask(history, 20)
+        assert answer["choices"][0]["text"] == truth(history, 20).text
+        facts = {fact["fact"]: fact["value"] for fact in answer["memserve"]["story"]}
+        if "fetch_failed" not in facts:
+            break
+        assert "in time" in facts["fetch_failed"], facts  # on a busy machine; then it is computed, as it must be
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= done * BLOCK, facts
     assert (facts["fetched_from"], facts["fetched_tier"]) == ("s1", "ssd")
     running.end()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 import select
@@ -274,9 +275,13 @@ def test_half_written_damaged_and_forged_entries_are_not_adopted(name: str) -> N
     ]  # fmt: skip
     for where, fields in zip(used[3:], forged, strict=False):
         signed(index, where, secret, **fields)
-    twice = used[3 + len(forged)]
-    other = struct.unpack_from("<Q", index, used[4 + len(forged)] + 24)[0]
-    signed(index, twice, secret, offset=other)
+    left = used[3 + len(forged) :]
+    sizes = [(index[place + 48 : place + 52], index[place + 55]) for place in left]
+    # Of one size: a larger one would lie on a third as well.
+    twice, other = next(
+        pair for pair in itertools.combinations(range(len(left)), 2) if sizes[pair[0]] == sizes[pair[1]]
+    )
+    signed(index, left[twice], secret, offset=struct.unpack_from("<Q", index, left[other] + 24)[0])
     write_index(name, index)
     tier = MemoryTier(ARENA, BLOCK, name=name)
     tier.check_invariants()
