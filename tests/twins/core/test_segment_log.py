@@ -283,7 +283,6 @@ def test_many_starts_in_a_row_cost_a_full_disk_nothing(sync: int, clean: bool) -
             host.settle()  # else the kill comes in the middle of it
 
 
-
 def test_an_index_of_many_is_rebuilt_from_footers() -> None:
     """No payload is read back of segments that have their footer."""
     rng = random.Random(3)
