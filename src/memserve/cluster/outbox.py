@@ -156,8 +156,8 @@ class DurabilityGate:
                 is_behind = True
                 self._asked += 1
                 now.append(Write(action.records, self._asked))
-            elif isinstance(action, ReportMember):
-                now.append(action)  # operators hear of it whatever the disk does
+            elif isinstance(action, ReportMember | RejectRequest):
+                now.append(action)  # operators and clients hear it whatever the disk does: it promises nothing
             elif is_behind or (isinstance(action, Send) and action.to in self._held_for):
                 self._hold(action)
             else:

@@ -294,6 +294,8 @@ class ClusterLink:
 
     def _dispatch(self, order: Dispatch, now: int) -> None:
         self.dispatches_heard += 1
+        if self._intake.has(order):
+            return  # to refuse the repeated one would end the one that runs
         group = self._intake.open_dispatch(order, self.me, now)
         if isinstance(group, RejectRequest):
             self._reject(group)

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence as Many
 from dataclasses import replace
 
+import numpy as np
 from msgspec import structs
 
 from memserve.config import InstanceConfig
@@ -118,6 +119,15 @@ class RequestIntake:
         return min(60.0, max(1.0, (now - since_ns) / NS_PER_S))
 
     # -- coming from the router
+
+    def has(self, order: Dispatch) -> bool:
+        """Whether ``order`` has come before, and runs: messages may be repeated."""
+        group = self._state.groups.get(order.request.request_id)
+        if group is None:
+            return False
+        runs = group.remote.original if group.remote is not None and group.remote.original else group.request
+        same = structs.replace(runs, prompt=order.request.prompt) == order.request
+        return same and np.array_equal(runs.prompt, order.request.prompt)
 
     def open_dispatch(self, order: Dispatch, me: Peer, now: int) -> Group | RejectRequest:
         """A group for ``order``, without sequences yet. What runs here may be a substitute of its request."""

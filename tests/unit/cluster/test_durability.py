@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memserve.cluster.events import Note, Remember
+from memserve.cluster.events import ClusterAction, Note, Remember
 from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.messages import Leave, Peer
 from memserve.metadata import HandleDropped
-from memserve.serving import EmitTokens, Send
+from memserve.serving import EmitTokens, RejectRequest, Send
 
 A, B = Peer("a", 1), Peer("b", 1)
 
@@ -53,6 +53,8 @@ class Literal:
         for action in actions:
             if isinstance(action, Remember):
                 behind, self.asked = True, self.asked + 1
+            elif isinstance(action, RejectRequest):
+                left.append(action)  # a client hears no whatever the disk does
             elif behind or any(isinstance(other, Send) and other.to == action.to for _, other in self.waiting):
                 self.waiting.append((self.asked, action))
             else:
@@ -66,13 +68,22 @@ class Literal:
         return ready
 
 
+def _action(kind: str) -> ClusterAction:
+    match kind:
+        case "r":
+            return Remember((record(0),))
+        case "x":
+            return RejectRequest("r", "the queue is full", 1.0)
+    return Send(A if kind == "a" else B, Leave())
+
+
 @pytest.mark.parametrize("releases_late", [False, True])
 @given(st.data())
 def test_the_gate_equals_its_twin(releases_late: bool, data: st.DataObject) -> None:
     gate, twin, sent = DurabilityGate(), Literal(), Counter[Peer]()
     for _ in range(data.draw(st.integers(1, 12))):
-        kinds = data.draw(st.lists(st.sampled_from("rab"), max_size=5))
-        actions = [Remember((record(0),)) if kind == "r" else Send(A if kind == "a" else B, Leave()) for kind in kinds]
+        kinds = data.draw(st.lists(st.sampled_from("rabx"), max_size=5))
+        actions = [_action(kind) for kind in kinds]
         went = [action for action in gate.admit(actions) if not isinstance(action, Write)]
         assert [id(x) for x in went] == [id(x) for x in twin.admit(list(actions))]
         gate.check_invariants()

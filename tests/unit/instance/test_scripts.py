@@ -149,6 +149,18 @@ def test_a_prefill_instance_hands_over() -> None:
     assert it.machine.is_idle
 
 
+def test_a_dispatch_that_comes_twice_is_taken_once() -> None:
+    """The network repeats messages: to refuse the second would end the attempt that runs. Another request of that name
+    is refused."""
+    it = Member(P)
+    planned = "RunStep(1: open 0, slot 0 [0, 8))", "RunStep(2: slot 0 [8, 10) draws)"
+    it.hears(1, ROUTER_PEER, Dispatch(a_request()), *planned, "Send(router, KvEvents)")
+    it.hears(2, ROUTER_PEER, Dispatch(a_request()))
+    it.hears(3, ROUTER_PEER, Drain())
+    it.hears(4, ROUTER_PEER, Dispatch(a_request()))
+    it.hears(5, ROUTER_PEER, Dispatch(a_request(prompt=PROMPT[:-1])), "RejectRequest(r, try again)")
+
+
 def test_a_decode_instance_takes_over() -> None:
     """It pulls what is ready, and decodes when it knows the first token: the prompt is not computed again."""
     theirs = Instance(fleet_config(), BLOCK, me=P, geometry=GEOMETRY)

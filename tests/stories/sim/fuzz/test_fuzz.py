@@ -129,6 +129,11 @@ def test_what_was_planted_is_taken_out_again() -> None:
 # -- the campaign
 
 
+def test_a_repeated_dispatch_does_not_end_its_attempt() -> None:
+    """And a client hears in time that its request is rejected, though the router's disk is slow."""
+    assert not judge(731206732, parse_setting("pd-caching-1/by-request/1P1D/swarm")).failure
+
+
 def test_the_seeds_go_through_all_settings() -> None:
     grid = settings_grid()
     assert {setting_of(seed) for seed in range(len(grid))} == set(grid)
