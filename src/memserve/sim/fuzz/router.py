@@ -15,6 +15,7 @@ from memserve.meta.medium import FaultyMedium, MediumFailed
 from memserve.meta.state import MetadataState
 from memserve.meta.store import Store
 from memserve.metadata import AnyRecord
+from memserve.serving import RejectRequest
 from memserve.sim.fuzz.instances import FuzzHost
 from memserve.sim.fuzz.truth import Violation
 from memserve.sim.nodes import RouterNode
@@ -36,12 +37,13 @@ class Promises:
         self._unsafe: dict[int, Sequence[AnyRecord]] = {}
 
     def expected(self, actions: Sequence[ClusterAction]) -> None:
-        """A machine asks for these actions, in order: those behind a ``Remember`` depend on it."""
+        """A machine asks for these actions, in order: those behind a ``Remember`` depend on it, but for what promises
+        nothing of the cluster."""
         needed: Sequence[AnyRecord] | None = None
         for action in actions:
             if isinstance(action, Remember):
                 needed = self._unsafe[id(action.records)] = action.records
-            elif needed is not None and not isinstance(action, Note | ReportMember):
+            elif needed is not None and not isinstance(action, Note | ReportMember | RejectRequest):
                 self._needs[id(action)] = action, needed
 
     def check_leaves(self, action: ClusterAction, *, is_broken: bool) -> None:
