@@ -41,15 +41,41 @@ class OpenSequence:
     stop: StopParams = field(default_factory=StopParams)  # the device never draws a stop token before ``min_tokens``
 
 
+@dataclass(frozen=True, slots=True)
+class PlaceByLayer:
+    """From now on some entries of a slot's table lie by layer: all of their layers in DRAM, and those that are *kept*
+    in HBM as well. The others pass through HBM, one after the other, each time that the slot has a row.
+
+    A *frame* is an HBM block with pages of a single layer: entry ``first + i`` has page ``i % num_layers`` of frame
+    ``i // num_layers``. Rows never write to these entries.
+    """
+
+    slot: int
+    first: int  # entry of the table
+    dram_blocks: list[int]  # whole, one an entry
+    kept: dict[int, list[int]]  # layer -> its frames
+    staging: tuple[list[int], list[int]]  # frames that the other layers pass through, by turns
+
+
+@dataclass(frozen=True, slots=True)
+class SpillBlocks:
+    """Copy whole HBM blocks, written by earlier plans, to DRAM, and pages of them to frames, beside the plan's rows:
+    all of it is done when the plan is."""
+
+    blocks: list[int]
+    dram_blocks: list[int]
+    pages: list[tuple[int, int]] = field(default_factory=list)  # page numbers in HBM: source, target
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One device step. The device executes plans strictly in the order in which it gets them.
 
     Order inside a plan: ``reset_slots``, ``close``, then ``copies`` in order, then ``open``, ``grow``, ``replace``,
-    then the rows are computed as one batch, then tokens are sampled. The device keeps, for each slot, a token buffer:
-    a sampled token is written behind the slot's last token on the device, so a later plan may name its position before
-    any host has seen it. Row ``r`` computes tokens ``[starts[r], starts[r] + counts[r])`` of slot ``slots[r]``: it
-    writes their K and V to the slot's block table and attends to positions ``<= own position``.
+    ``place``, then the rows are computed as one batch, then tokens are sampled. The device keeps, for each slot, a
+    token buffer: a sampled token is written behind the slot's last token on the device, so a later plan may name its
+    position before any host has seen it. Row ``r`` computes tokens ``[starts[r], starts[r] + counts[r])`` of slot
+    ``slots[r]``: it writes their K and V to the slot's block table and attends to positions ``<= own position``.
     """
 
     step_id: int
@@ -58,6 +84,8 @@ class StepPlan:
     open: list[OpenSequence] = field(default_factory=list)
     grow: list[tuple[int, list[int]]] = field(default_factory=list)  # (slot, block ids appended to its table)
     replace: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, table position, new block id)
+    place: list[PlaceByLayer] = field(default_factory=list)
+    spill: list[SpillBlocks] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)  # one for each row
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)

@@ -14,14 +14,17 @@ from torch import Tensor
 
 from memserve import _core
 from memserve.config import InstanceConfig
-from memserve.instance.events import StepFinished, StepPlan
+from memserve.errors import check
+from memserve.instance.events import PlaceByLayer, SpillBlocks, StepFinished, StepPlan
 from memserve.model.arena import KvArenas
 from memserve.model.attention.backends import AttentionFactory, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
+from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers
+from memserve.model.copier import Copy, PageCopier
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.sampling import Drawn, report_logprobs, sample
-from memserve.model.slots import NOT_NUMBERS, Failures, Int64s, SlotTable, stage
+from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotTable, stage
 from memserve.runtime.memory import trim_heap
 from memserve.runtime.ports import OnLayer
 from memserve.types import Tier, TokenLogprobs
@@ -38,9 +41,11 @@ class ModelDevice:
         attention: AttentionFactory | None = None,
         *,
         shared: bool = False,
+        link_bytes_s: float | None = None,
     ) -> None:
         """``forward`` defaults to the module as it is, ``attention`` to the best for the model's device. ``shared``
-        puts the KV where other processes of this host can read it."""
+        puts the KV where other processes of this host can read it. ``link_bytes_s``: emulate a link of this rate for
+        KV that lies by layer."""
         geometry, scheduler, pool = model.geometry, config.scheduler, config.pool
         self._device = model.device
         self._arenas = KvArenas(model.device, geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks, shared=shared)
@@ -50,6 +55,10 @@ class ModelDevice:
         self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size)
         self._forward = forward or EagerForward(model.module)
         self._attention = attention or choose_attention(self._arenas.hbm, geometry)
+        #: of pages, as blocks of a model with one layer
+        self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1))
+        self._tiers = Tiers(self._arenas.base, self._arenas.dram.data_ptr(), geometry.page_bytes, geometry.num_layers)
+        self._copier = PageCopier(link_bytes_s)
         self.on_layer: OnLayer | None = None
         #: what this process may have resident at most (:class:`memserve.runtime.memory.MemoryBound`); 0: unknown
         self.bound_bytes = 0
@@ -65,17 +74,21 @@ class ModelDevice:
         """Do the copies, compute the rows, draw the tokens."""
         started_ns = time.perf_counter_ns()
         self._prepare(plan)
+        spilling = self._spill(plan.spill)
         finished = StepFinished(plan.step_id, [], 0)
         if plan.slots:
             with torch.inference_mode():
                 finished = self._compute(plan)
         elif self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        for copy in spilling:
+            self._copier.wait(copy)
         return _timed(finished, started_ns)
 
     def close(self) -> None:
         """Release the arenas (with the last reference to this device)."""
-        del self._attention, self._arenas
+        self._copier.close()
+        del self._attention, self._page_attention, self._arenas
 
     def _prepare(self, plan: StepPlan) -> None:
         if plan.reset_slots:
@@ -92,6 +105,43 @@ class ModelDevice:
             self._slots.grow(slot, blocks)
         for slot, position, block in plan.replace:
             self._slots.replace(slot, position, block)
+        for placement in plan.place:
+            self._place(placement)
+
+    def _place(self, order: PlaceByLayer) -> None:
+        check(self._device.type == "cpu", "KV by layer is for CPUs so far")
+        frames = [*order.kept.values(), *order.staging]
+        for some in frames:
+            self._arenas.will_use(some)
+            self._arenas.check_blocks(Tier.HBM, some)
+        self._arenas.check_blocks(Tier.DRAM, order.dram_blocks)
+        self._slots.place(order.slot, PlacedRange(order, self._tiers))
+
+    def _spill(self, orders: list[SpillBlocks]) -> list[Copy]:
+        """Begin to copy, a block at a time: what a layer waits for goes first."""
+        begun: list[Copy] = []
+        tiers = self._tiers
+        for order in orders:
+            self._arenas.check_blocks(Tier.HBM, order.blocks)
+            self._arenas.check_blocks(Tier.DRAM, order.dram_blocks)
+            block_bytes = tiers.page_bytes * tiers.num_layers
+            for block, dram_block in zip(order.blocks, order.dram_blocks, strict=True):
+                begun.append(
+                    Copy(
+                        tiers.hbm,
+                        tiers.dram,
+                        np.array([block], np.int32),
+                        np.array([dram_block], np.int32),
+                        block_bytes,
+                    )
+                )
+            if order.pages:
+                src, dst = np.array(order.pages, np.int32).T.copy()
+                self._arenas.check_blocks(Tier.HBM, (np.append(src, dst) // tiers.num_layers).tolist())
+                begun.append(Copy(tiers.hbm, tiers.hbm, src, dst, tiers.page_bytes))
+        for copy in begun:
+            self._copier.begin(copy, urgent=False)
+        return begun
 
     def _compute(self, plan: StepPlan) -> StepFinished:
         slots, starts = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
@@ -103,9 +153,7 @@ class ModelDevice:
         logits_rows = [q_starts[1:][drawing] - 1]
         logits_rows += [np.arange(q_starts[row], q_starts[row + 1]) for row in plan.prompt_logprob_rows]
 
-        attention = self._attention(
-            self._slots.tables, slots.astype(np.int32), q_starts, (starts + counts).astype(np.int32)
-        )
+        attention = self._attention_of(slots, q_starts, (starts + counts).astype(np.int32))
         with attending(self._reporting(plan, attention)):
             logits = self._forward(
                 *self._inputs(slots, starts, counts, q_starts), self._send(np.concatenate(logits_rows, dtype=np.int64))
@@ -118,6 +166,16 @@ class ModelDevice:
         return StepFinished(
             plan.step_id, drawn.tokens.tolist(), 0, drawn.logprobs, prompt_logprobs, drawn.candidates, failed
         )
+
+    def _attention_of(self, slots: Int64s, q_starts: Int32s, contexts: Int32s) -> StepAttention:
+        placed = self._slots.placed
+        ranges = {row: placed[slot] for row, slot in enumerate(slots.tolist()) if slot in placed} if placed else {}
+        if not ranges:
+            return self._attention(self._slots.tables, slots.astype(np.int32), q_starts, contexts)
+        entries = -(-int(contexts.max()) // self._slots.block_tokens)
+        tables = self._slots.tables[slots, :entries]
+        layers = self._tiers.num_layers
+        return LayeredAttention(self._page_attention(), self._copier, layers, ranges, tables, q_starts, contexts)
 
     def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
         """On CUDA a layer's kernels have not run when its call returns: there the end of the step reports them all."""

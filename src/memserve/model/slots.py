@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from memserve.errors import InvariantError, check
 from memserve.instance.events import NO_TOKEN_LEFT, OpenSequence, RowFailed
+from memserve.model.attention.layered import PlacedRange
 from memserve.types import VOCAB_MAX, SamplingParams, StopParams
 from memserve.units import ceil_div
 
@@ -67,6 +68,8 @@ class SlotTable:
         #: slots that report logprobs
         self.reports: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.opened: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        #: entries of tables that lie by layer, by slot
+        self.placed: dict[int, PlacedRange] = {}
         #: open slots that failed: they compute like any other, and draw nothing
         self.failed: Failures = {}
         self._sampling: list[SamplingParams] = [SamplingParams()] * slots
@@ -113,11 +116,13 @@ class SlotTable:
         check(self.opened[slot], f"slot {slot} is closed although it is not open")
         self.opened[slot] = False
         self.failed.pop(slot, None)
+        self.placed.pop(slot, None)
 
     def close_all(self) -> None:
         """Forget every slot: after a failed step it is unknown which of its orders were carried out."""
         self.opened[:] = False
         self.failed.clear()
+        self.placed.clear()
 
     def _knows(self, ids: NDArray[np.integer]) -> bool:
         return not len(ids) or bool(ids.min() >= 0 and ids.max() < self.vocab_size)
@@ -132,6 +137,13 @@ class SlotTable:
         """Point entry ``position`` of the slot's table to ``block``, a private copy to write to from now on."""
         check(position < self.table_lengths[slot], f"slot {slot} has no table entry {position}")
         self.tables[slot, position] = block
+
+    def place(self, slot: int, placed: PlacedRange) -> None:
+        """Entries of the slot's table lie by layer from now on."""
+        end = placed.first + placed.count
+        check(bool(self.opened[slot]), f"slot {slot} is placed by layer although it is not open")
+        check(end <= self.table_lengths[slot], f"slot {slot} has no table entry {end - 1}")
+        self.placed[slot] = placed
 
     def append(self, slots: Int64s, tokens: Int64s) -> None:
         """Append one token to each of ``slots``, shape ``[n]``."""
@@ -152,6 +164,10 @@ class SlotTable:
         ends = starts + counts
         good = self.opened[slots] & (counts > 0) & (ends <= self.lengths[slots])
         good &= ends <= self.table_lengths[slots] * self.block_tokens
+        for row, slot in enumerate(slots.tolist()):
+            placed = self.placed.get(slot)
+            if placed is not None:  # no row may write there
+                good[row] &= starts[row] >= (placed.first + placed.count) * self.block_tokens
         if not good.all():
             row = int(np.argmin(good))
             slot = int(slots[row])

@@ -1,0 +1,127 @@
+"""Copies of pages between tiers beside a running step: a thread with an urgent line and one that gives way to it.
+
+    urgent:      the pages that the next layers read        DRAM -> HBM, a layer of a batch at a time
+    background:  whole blocks that leave, pages that stay   HBM -> DRAM and HBM -> HBM, a block at a time
+
+A step waits for an urgent copy where its layer needs the pages, and for the rest at its end. On a machine without a
+device both tiers are the same memory; a ``rate_bytes_s`` then *emulates* a link of that rate.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve import _core
+from memserve.errors import check
+from memserve.units import NS_PER_S
+
+Pages = NDArray[np.int32]
+"""Numbers of pages in the arena of a tier: ``block * num_layers + layer``."""
+
+_WAIT_S = 60.0
+"""No copy takes so long: the thread has died."""
+
+
+@dataclass(slots=True)
+class CopierCounters:
+    """Totals since the start."""
+
+    up_bytes: int = 0
+    """From DRAM to HBM."""
+    down_bytes: int = 0
+    """From HBM to DRAM."""
+    busy_ns: int = 0
+    """Time in which the link was busy."""
+    waited_ns: int = 0
+    """Of it: time in which a step stood still for it."""
+
+
+@dataclass(slots=True)
+class Copy:
+    """A copy of pages that was asked for."""
+
+    source: int  # address of the arena
+    target: int
+    src: Pages
+    dst: Pages
+    page_bytes: int
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to copy."""
+        return len(self.src) * self.page_bytes
+
+
+class PageCopier:
+    """One thread that copies. Calls come from the device's thread alone."""
+
+    def __init__(self, rate_bytes_s: float | None = None) -> None:
+        """``rate_bytes_s``: emulate a link of this rate. None: as fast as the memory is."""
+        self.counters = CopierCounters()
+        self._rate_bytes_s = rate_bytes_s
+        self._urgent: deque[Copy] = deque()
+        self._background: deque[Copy] = deque()
+        self._changed = threading.Condition()
+        self._ends = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self, copy: Copy, *, urgent: bool) -> None:
+        """Ask for a copy."""
+        with self._changed:
+            check(not self._ends, "a copier that has ended is asked for a copy")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="memserve-copier", daemon=True)
+                self._thread.start()
+            (self._urgent if urgent else self._background).append(copy)
+            self._changed.notify()
+
+    def wait(self, copy: Copy) -> None:
+        """Until ``copy`` is done. Raises the error that it ended with."""
+        if not copy.done.is_set():
+            began_ns = time.perf_counter_ns()
+            check(copy.done.wait(_WAIT_S), f"a copy of {copy.nbytes} bytes takes more than {_WAIT_S} s")
+            self.counters.waited_ns += time.perf_counter_ns() - began_ns
+        if copy.error is not None:
+            raise copy.error
+
+    def close(self) -> None:
+        """Drop what is not begun, and end the thread."""
+        with self._changed:
+            self._ends = True
+            self._urgent.clear()
+            self._background.clear()
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(_WAIT_S)
+
+    def _run(self) -> None:
+        while (copy := self._next()) is not None:
+            began_ns = time.perf_counter_ns()
+            try:
+                _core.copy_blocks(copy.target, copy.source, copy.page_bytes, copy.src, copy.dst, 1)
+                self._keep_to_rate(copy.nbytes, began_ns)
+            except BaseException as error:
+                copy.error = error  # raised where it is waited for
+            self.counters.busy_ns += time.perf_counter_ns() - began_ns
+            copy.done.set()
+
+    def _next(self) -> Copy | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ends or self._urgent or self._background)
+            if self._ends:
+                return None
+            return (self._urgent or self._background).popleft()
+
+    def _keep_to_rate(self, nbytes: int, began_ns: int) -> None:
+        if self._rate_bytes_s is not None:
+            left_ns = began_ns + int(nbytes / self._rate_bytes_s * NS_PER_S) - time.perf_counter_ns()
+            if left_ns > 0:
+                time.sleep(left_ns / NS_PER_S)
