@@ -22,7 +22,7 @@ from memserve.serving import (
     Send,
     SequenceStopped,
 )
-from memserve.types import CopyBlocks, SamplingParams, StopParams, TokenArray, TokenLogprobs
+from memserve.types import CopyBlocks, SamplingParams, StopParams, Tier, TokenArray, TokenLogprobs
 
 # -- what the device is asked for
 
@@ -58,13 +58,14 @@ class PlaceByLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class SpillBlocks:
-    """Copy whole HBM blocks, written by earlier plans, to DRAM, and pages of them to frames, beside the plan's rows:
-    all of it is done when the plan is."""
+class MovePages:
+    """Copy pages that earlier plans have written, beside the plan's rows: all is done when the plan is. A page has the
+    number ``block * num_layers + layer``."""
 
-    blocks: list[int]
-    dram_blocks: list[int]
-    pages: list[tuple[int, int]] = field(default_factory=list)  # page numbers in HBM: source, target
+    src_tier: Tier
+    dst_tier: Tier
+    src: list[int]
+    dst: list[int]
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class StepPlan:
     grow: list[tuple[int, list[int]]] = field(default_factory=list)  # (slot, block ids appended to its table)
     replace: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, table position, new block id)
     place: list[PlaceByLayer] = field(default_factory=list)
-    spill: list[SpillBlocks] = field(default_factory=list)
+    moves: list[MovePages] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)  # one for each row
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)

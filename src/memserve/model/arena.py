@@ -82,9 +82,9 @@ class KvArenas:
     def _tier(self, tier: Tier) -> Tensor:
         return self.hbm if tier is Tier.HBM else self.dram
 
-    def check_blocks(self, tier: Tier, blocks: Sequence[int]) -> None:
+    def check_blocks(self, tier: Tier, blocks: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
         """Raise :class:`IndexError` unless ``tier`` has all of ``blocks``."""
-        self._check_ids(self._tier(tier), np.array(blocks, np.int32))
+        self._check_ids(self._tier(tier), blocks)
 
     @staticmethod
     def _check_ids(tier: Tensor, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:

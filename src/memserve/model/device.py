@@ -15,7 +15,7 @@ from torch import Tensor
 from memserve import _core
 from memserve.config import InstanceConfig
 from memserve.errors import check
-from memserve.instance.events import PlaceByLayer, SpillBlocks, StepFinished, StepPlan
+from memserve.instance.events import MovePages, PlaceByLayer, StepFinished, StepPlan
 from memserve.model.arena import KvArenas
 from memserve.model.attention.backends import AttentionFactory, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
@@ -74,14 +74,14 @@ class ModelDevice:
         """Do the copies, compute the rows, draw the tokens."""
         started_ns = time.perf_counter_ns()
         self._prepare(plan)
-        spilling = self._spill(plan.spill)
+        moving = self._move(plan.moves)
         finished = StepFinished(plan.step_id, [], 0)
         if plan.slots:
             with torch.inference_mode():
                 finished = self._compute(plan)
         elif self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        for copy in spilling:
+        for copy in moving:
             self._copier.wait(copy)
         return _timed(finished, started_ns)
 
@@ -113,32 +113,22 @@ class ModelDevice:
         frames = [*order.kept.values(), *order.staging]
         for some in frames:
             self._arenas.will_use(some)
-            self._arenas.check_blocks(Tier.HBM, some)
-        self._arenas.check_blocks(Tier.DRAM, order.dram_blocks)
+            self._arenas.check_blocks(Tier.HBM, np.array(some, np.int32))
+        self._arenas.check_blocks(Tier.DRAM, np.array(order.dram_blocks, np.int32))
         self._slots.place(order.slot, PlacedRange(order, self._tiers))
 
-    def _spill(self, orders: list[SpillBlocks]) -> list[Copy]:
-        """Begin to copy, a block at a time: what a layer waits for goes first."""
+    def _move(self, orders: list[MovePages]) -> list[Copy]:
+        """Begin to copy, a few pages at a time: what a layer waits for goes first."""
         begun: list[Copy] = []
-        tiers = self._tiers
+        tiers, unit = self._tiers, self._tiers.num_layers
+        address = {Tier.HBM: tiers.hbm, Tier.DRAM: tiers.dram}
         for order in orders:
-            self._arenas.check_blocks(Tier.HBM, order.blocks)
-            self._arenas.check_blocks(Tier.DRAM, order.dram_blocks)
-            block_bytes = tiers.page_bytes * tiers.num_layers
-            for block, dram_block in zip(order.blocks, order.dram_blocks, strict=True):
-                begun.append(
-                    Copy(
-                        tiers.hbm,
-                        tiers.dram,
-                        np.array([block], np.int32),
-                        np.array([dram_block], np.int32),
-                        block_bytes,
-                    )
-                )
-            if order.pages:
-                src, dst = np.array(order.pages, np.int32).T.copy()
-                self._arenas.check_blocks(Tier.HBM, (np.append(src, dst) // tiers.num_layers).tolist())
-                begun.append(Copy(tiers.hbm, tiers.hbm, src, dst, tiers.page_bytes))
+            src, dst = np.array(order.src, np.int32), np.array(order.dst, np.int32)
+            self._arenas.check_blocks(order.src_tier, src // unit)
+            self._arenas.check_blocks(order.dst_tier, dst // unit)
+            for at in range(0, len(src), unit):
+                pages = src[at : at + unit], dst[at : at + unit]
+                begun.append(Copy(address[order.src_tier], address[order.dst_tier], *pages, tiers.page_bytes))
         for copy in begun:
             self._copier.begin(copy, urgent=False)
         return begun

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
+from memserve import _core
 from memserve.errors import InvariantError
-from memserve.instance.events import PlaceByLayer, SpillBlocks
-from memserve.model.attention.layered import LayeredAttention
+from memserve.instance.events import MovePages, PlaceByLayer
 from memserve.model.copier import Copy, PageCopier
-from memserve.types import CopyBlocks, Tier
+from memserve.types import Tier
 from tiny_models import FAMILIES, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 
 LAYERS = 3
@@ -30,74 +30,55 @@ class Blocks:
         return [self.hbm.pop() for _ in range(-(-entries // LAYERS))]
 
 
-class Placed:
-    """One sequence of which all full blocks but the last lie by layer, however ``layers`` says."""
-
-    def __init__(self, driver: Driver, blocks: Blocks, slot: int) -> None:
-        self.driver, self.blocks, self.slot = driver, blocks, slot
-        self.dram: list[int] = []
-        self.whole: dict[int, int] = {}  # entry of the table -> block
-
-    def order(self, kept: Sequence[int]) -> tuple[PlaceByLayer, list[CopyBlocks]]:
-        """Where everything lies from now on, and what brings kept pages there: through a block that is not in use."""
-        count = len(self.dram)
-        frames = {layer: self.blocks.frames(count) for layer in kept}
-        staging = self.blocks.frames(count), self.blocks.frames(count)
-        return PlaceByLayer(self.slot, 0, list(self.dram), frames, staging), []
-
-    def give_back(self, order: PlaceByLayer) -> None:
-        for frames in [*order.kept.values(), *order.staging]:
-            self.blocks.hbm[:0] = frames
-
-
-def pages_of(order: PlaceByLayer, sources: Sequence[int]) -> list[tuple[int, int]]:
+def keep(order: PlaceByLayer, tier: Tier, sources: Sequence[int]) -> MovePages:
     """Page by page from whole blocks ``sources`` into the frames of the kept layers."""
-    return [
-        (source * LAYERS + layer, frames[entry // LAYERS] * LAYERS + entry % LAYERS)
-        for layer, frames in order.kept.items()
-        for entry, source in enumerate(sources)
-    ]
+    src, dst = [], []
+    for layer, frames in order.kept.items():
+        for entry, source in enumerate(sources):
+            src.append(source * LAYERS + layer)
+            dst.append(frames[entry // LAYERS] * LAYERS + entry % LAYERS)
+    return MovePages(tier, Tier.HBM, src, dst)
 
 
-def decoded(driver: Driver, rng: random.Random, lengths: Sequence[int], count: int, keep: Sequence[int] | None) -> list:
-    """Greedy tokens of several prompts. Their full blocks lie by layer as soon as they are computed, with ``keep``
-    kept; None: other layers in every step, for which everything comes from DRAM once more."""
+def spill(blocks: Sequence[int], dram_blocks: Sequence[int]) -> MovePages:
+    """Whole blocks to DRAM."""
+    src, dst = ([block * LAYERS + layer for block in some for layer in range(LAYERS)] for some in (blocks, dram_blocks))
+    return MovePages(Tier.HBM, Tier.DRAM, src, dst)
+
+
+def decoded(driver: Driver, rng: random.Random, lengths: Sequence[int], count: int, kept: Sequence[int] | None) -> list:
+    """Greedy tokens of several prompts. Their full blocks lie by layer as soon as they are computed, with the layers
+    ``kept``; None: others in every step, brought there out of DRAM."""
     blocks = Blocks(rng, 200, 40)
     tokens = [prompt(length, seed) for seed, length in enumerate(lengths)]
     drawn: list[list[int]] = [[] for _ in lengths]
     state: list[tuple[list[int], list[int]]] = []
     for slot, some in enumerate(tokens):
         table = [blocks.hbm.pop() for _ in range(-(-(len(some) + count) // BLOCK))]
-        full = (len(some) - 1) // BLOCK
-        state.append((table, [blocks.dram.pop() for _ in range(full)]))
+        state.append((table, [blocks.dram.pop() for _ in range((len(some) - 1) // BLOCK)]))
         driver.step([(slot, 0, len(some) - 1, ())], open=[sequence(slot, some, table)])
-    spill = [SpillBlocks(table[: len(dram)], dram) for table, dram in state if dram]
-    driver.step(spill=spill)
-    former: list[PlaceByLayer] = []
+    arena = np.frombuffer(driver.device.shared_arenas[Tier.HBM], np.uint8).reshape(200, -1)
+    place: list[PlaceByLayer] = []
     for step in range(count):
-        place, moves = [], []
-        if step == 0 or keep is None:
-            for order in former:
+        if step == 0 or kept is None:
+            for order in place:
                 for frames in [*order.kept.values(), *order.staging]:
                     blocks.hbm[:0] = frames
-            for slot, (table, dram) in enumerate(state):
-                kept = sorted(rng.sample(range(LAYERS), rng.randrange(LAYERS + 1))) if keep is None else keep
-                frames = {layer: blocks.frames(len(dram)) for layer in kept}
-                order = PlaceByLayer(slot, 0, dram, frames, (blocks.frames(len(dram)), blocks.frames(len(dram))))
-                if step == 0:  # the whole blocks are still there
-                    moves.append(SpillBlocks([], [], pages_of(order, table[: len(dram)])))
-                else:
-                    scratch = [blocks.hbm.pop() for _ in dram]
-                    driver.step(copies=[CopyBlocks(Tier.DRAM, Tier.HBM, dram, scratch)])
-                    moves.append(SpillBlocks([], [], pages_of(order, scratch)))
-                    blocks.hbm[:0] = scratch
-                place.append(order)
-            driver.step(spill=moves)
-            if step == 0:  # nobody reads them any more: another sequence's, or garbage
+            place = []
+            for slot, (_, dram) in enumerate(state):
+                some = sorted(rng.sample(range(LAYERS), rng.randrange(LAYERS + 1))) if kept is None else kept
+                frames = {layer: blocks.frames(len(dram)) for layer in some}
+                place.append(PlaceByLayer(slot, 0, dram, frames, (blocks.frames(len(dram)), blocks.frames(len(dram)))))
+            if step == 0:  # out of the whole blocks, which are garbage afterwards
+                moves = [spill(table[: len(dram)], dram) for table, dram in state]
+                moves += [
+                    keep(order, Tier.HBM, table[: len(dram)]) for order, (table, dram) in zip(place, state, strict=True)
+                ]
+                driver.step(moves=moves)
                 for table, dram in state:
-                    arena = np.frombuffer(driver.device.shared_arenas[Tier.HBM], np.uint8).reshape(200, -1)
                     arena[table[: len(dram)]] = 255
-            former = place
+            else:
+                driver.step(moves=[keep(order, Tier.DRAM, dram) for order, (_, dram) in zip(place, state, strict=True)])
         rows = [(slot, len(tokens[slot]) - 1 + step, 1, (slot,)) for slot in range(len(state))]
         for slot, token in enumerate(driver.step(rows, place=place).tokens):
             drawn[slot].append(token)
@@ -113,12 +94,12 @@ def device(module: object, **options: object) -> Driver:
     return Driver(loaded(module), blocks=200, dram_blocks=40, shared=True, **options)
 
 
-@pytest.mark.parametrize("keep", [[], [0], [1], [2], [0, 2], [0, 1, 2], None])
-def test_tokens_do_not_depend_on_where_layers_lie(keep: list[int] | None, rng: random.Random) -> None:
+@pytest.mark.parametrize("kept", [[], [0], [1], [2], [0, 2], [0, 1, 2], None])
+def test_tokens_do_not_depend_on_where_layers_lie(kept: list[int] | None, rng: random.Random) -> None:
     """Prompts of one block to seven, some of which lie whole; every set of kept layers, or another one in each step."""
     lengths = [200, 40, 131, 20, 65]
     expected = [greedy_tokens(tiny_module("llama"), prompt(length, seed), 6) for seed, length in enumerate(lengths)]
-    assert decoded(device(tiny_module("llama")), rng, lengths, 6, keep) == expected
+    assert decoded(device(tiny_module("llama")), rng, lengths, 6, kept) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,3 +108,46 @@ def test_every_family_reads_its_layers_from_anywhere(family: str, rng: random.Ra
     lengths = [150, 70]
     expected = [greedy_tokens(tiny_module(family), prompt(length, seed), 4) for seed, length in enumerate(lengths)]
     assert decoded(device(tiny_module(family)), rng, lengths, 4, None) == expected
+
+
+def test_a_row_never_writes_where_layers_lie(rng: random.Random) -> None:
+    driver = device(tiny_module("llama"))
+    driver.step([(0, 0, 64, ())], open=[sequence(0, prompt(80, 1), [0, 1, 2])])
+    place = [PlaceByLayer(0, 0, [3, 4], {}, ([5], [6]))]
+    with pytest.raises(InvariantError, match="row 0"):
+        driver.step([(0, 60, 4, ())], place=place)
+    with pytest.raises(InvariantError, match="no table entry"):
+        driver.step(place=[PlaceByLayer(0, 2, [3, 4], {}, ([5], [6]))])
+    with pytest.raises(IndexError, match="40 blocks"):
+        driver.step(place=[PlaceByLayer(0, 0, [3, 40], {}, ([5], [6]))])
+    with pytest.raises(IndexError, match="200 blocks"):
+        driver.step(moves=[MovePages(Tier.HBM, Tier.DRAM, [200 * LAYERS], [0])])
+
+
+def test_an_error_of_a_copy_fails_the_step_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("the link is down")
+
+    driver = device(tiny_module("llama"))
+    driver.step([(0, 0, 64, ())], open=[sequence(0, prompt(80, 1), [0, 1, 2])])
+    monkeypatch.setattr(_core, "copy_blocks", fails)
+    with pytest.raises(OSError, match="link is down"):
+        driver.step([(0, 64, 16, (0,))], place=[PlaceByLayer(0, 0, [3, 4], {}, ([5], [6]))])
+    driver.device.close()
+
+
+def test_what_is_urgent_goes_first_and_a_link_keeps_to_its_rate() -> None:
+    """4 MB at 100 MB/s take 40 ms; the urgent copy comes after the one that is under way."""
+    arena = np.zeros((5, 1_000_000), np.uint8)
+    copier = PageCopier(100e6)
+    page = [np.array([number], np.int32) for number in range(5)]
+    copies = [Copy(arena.ctypes.data, arena.ctypes.data, page[0], page[1 + i], 1_000_000) for i in range(4)]
+    order: list[int] = []
+    for number, copy in enumerate(copies):
+        copier.begin(copy, urgent=number == 3)
+        copy.done.set = lambda copy=copy, number=number: (order.append(number), threading.Event.set(copy.done))  # type: ignore[method-assign]
+    for copy in copies:
+        copier.wait(copy)
+    assert order.index(3) <= 1 and sorted(order) == [0, 1, 2, 3]
+    assert copier.counters.busy_ns >= 39e6
+    copier.close()
