@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from memserve.errors import UserError
 from memserve.options import (
     GIBIBYTES,
+    GIGABITS_S,
     MILLISECONDS,
     NEGATED,
     SECONDS,
@@ -89,12 +90,21 @@ class SchedulerConfig:
     """Milliseconds that a token may take on average, from a request's first token to its last. None: no objective."""
     slo_ttft_ns: int | None = option(None, "--slo-ttft-ms", form=MILLISECONDS, least=0.01)
     """Milliseconds that the first token may take. None: no objective."""
+    layerwise: str = option("off")
+    """Where prompts lie that have no room whole. ``off``: they wait. ``auto``: they begin with some layers in KV memory
+    and all of them in ``--dram-memory``, from where the others are read in each step, as far as the link carries that
+    within ``--slo-tpot-ms`` (200 if there is none)."""
+    link_bytes_s: float | None = option(None, "--link-gbps", form=GIGABITS_S, least=0.001)
+    """Emulate a link of this many gigabits a second between KV memory and DRAM, for studies of ``--layerwise`` on
+    machines where both are the same memory. None: as fast as the memory is."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.preemption not in ("auto", "swap", "recompute"):
             hint = "use auto, swap or recompute"
             raise UserError(f"unknown preemption mode {self.preemption!r}", hint=hint, param="preemption")
+        if self.layerwise not in ("off", "auto"):
+            raise UserError(f"unknown layerwise mode {self.layerwise!r}", hint="use off or auto", param="layerwise")
         if self.scheduling not in ("fcfs", "slo"):
             raise UserError(f"unknown scheduling {self.scheduling!r}", hint="use fcfs or slo", param="scheduling")
         if self.scheduling == "slo" and self.slo_tpot_ns is None:

@@ -43,6 +43,7 @@ class Form:
 SIZE = Form(str, parse_bytes, flag_bytes)
 SECONDS = Form(float, ns_from_s, lambda ns: ns / NS_PER_S)
 MILLISECONDS = Form(float, lambda ms: ns_from_s(ms / 1000), lambda ns: ns / NS_PER_MS)
+GIGABITS_S = Form(float, lambda gigabits: gigabits * 1e9 / 8, lambda rate: rate * 8 / 1e9)
 MEBIBYTES = Form(int, lambda count: count * MIB, lambda size: size // MIB)
 GIBIBYTES = Form(float, lambda count: round(count * GIB), lambda size: size / GIB)
 NEGATED = Form(bool, lambda given: not given, lambda value: not value)

@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 
+from layered_device import LayeredDevice
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.events import RowFailed, RunStep, StepFailed
 from memserve.instance.machine import Instance
@@ -16,10 +17,11 @@ from memserve.serving import EmitTokens, RejectRequest, RequestArrived
 from memserve.sim.fuzz.literal_device import LiteralDevice, fail_row
 from memserve.sim.fuzz.truth import lone_beams as beams_of
 from memserve.sim.fuzz.truth import lone_tokens
-from memserve.types import FinishReason, Request, SamplingParams, StopParams, Tier
+from memserve.types import FinishReason, KVGeometry, Request, SamplingParams, StopParams, Tier
 from pool_twin import TwinPool
 
 VOCAB = 12
+LAYERS = 5
 PROMPT = [(3 * i + i * i) % VOCAB for i in range(40)]
 
 
@@ -48,12 +50,13 @@ def config(
     waiting=100,
     depth=2,
     preemption="auto",
+    **more,
 ):
     """An instance small enough to think about."""
     return InstanceConfig(
         max_model_tokens=context,
         pool=PoolConfig(hbm, dram, caching),
-        scheduler=SchedulerConfig(running, step_tokens, chunk, waiting, depth, preemption),
+        scheduler=SchedulerConfig(running, step_tokens, chunk, waiting, depth, preemption, **more),
     )
 
 
@@ -68,7 +71,8 @@ class World:
     def __init__(self, cfg, block_tokens=4, twin=True, costs=None):
         self.cfg, self.block_tokens, self.twin, self.costs = cfg, block_tokens, twin, costs
         self.machine = self.new_machine()
-        self.device = LiteralDevice(block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB)
+        sizes = block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB
+        self.device = LiteralDevice(*sizes) if cfg.scheduler.layerwise == "off" else LayeredDevice(*sizes, LAYERS)
         self.plans = deque()
         self.requests, self.got, self.final, self.rejected = {}, {}, {}, {}
         self.asked_to_end = set()
@@ -83,7 +87,8 @@ class World:
     def new_machine(self):
         kind = TwinPool if self.twin else BlockPool
         pool = kind(self.cfg.pool, self.block_tokens, "test")
-        return Instance(self.cfg, self.block_tokens, self.costs or PreemptionCosts(), pool)
+        geometry = KVGeometry(LAYERS, 1, 1, 1, "float32", self.block_tokens)
+        return Instance(self.cfg, self.block_tokens, self.costs or PreemptionCosts(), pool, geometry=geometry)
 
     # -- doing
 
@@ -103,7 +108,8 @@ class World:
                 self.rejected[action.request_id] = action
         assert len(self.plans) <= self.cfg.scheduler.steps_in_flight
         for plan in self.plans:
-            assert 0 < plan.num_tokens <= self.cfg.scheduler.max_step_tokens
+            assert plan.moves or plan.num_tokens > 0
+            assert plan.num_tokens <= self.cfg.scheduler.max_step_tokens
         self.machine.check_invariants()
         report = self.machine.report()
         assert report.fragmentation_tokens_max < self.block_tokens

@@ -97,7 +97,12 @@ class SequenceAdmission:
             return False
         from_dram = -state.memory.dram_tokens_reused
         has_blocks = sequence.phase is Phase.REMOTE_KV_READY
-        if not has_blocks and not state.memory.attach(sequence, headroom_blocks(len(state.decoding))):
+        headroom = headroom_blocks(len(state.decoding))
+        if not has_blocks and not (
+            state.memory.attach(sequence, headroom)
+            or (state.memory.make_room_for(sequence, headroom) and state.memory.attach(sequence, headroom))
+            or state.memory.attach_by_layer(sequence, headroom)
+        ):
             return False
         from_dram += state.memory.dram_tokens_reused
         state.take_slot(sequence)
@@ -173,7 +178,7 @@ class Sharing:
             before = held.get(group.tenant, 0)
             urgency, _, arrival, index = sequence.rank
             standings[sequence] = urgency, before * SCALE // turns.weight(group.tenant), arrival, index
-            held[group.tenant] = before + len(sequence.blocks)
+            held[group.tenant] = before + sequence.blocks_held
         return standings
 
     def _holding(self) -> Iterator[list[Sequence]]:
@@ -265,7 +270,7 @@ class Sharing:
         for sequences in self._holding():
             for sequence in sequences:
                 tenant = sequence.group.tenant
-                held[tenant] = held.get(tenant, 0) + len(sequence.blocks)
+                held[tenant] = held.get(tenant, 0) + sequence.blocks_held
         return held
 
 

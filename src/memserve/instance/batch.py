@@ -79,7 +79,7 @@ class BatchBuilder:
                 return False
             if sequence.opened and sequence.blocks[place] != before:
                 self.plan.replace.append((sequence.slot, place, sequence.blocks[place]))  # type: ignore[arg-type]  # a sequence with a row has a slot
-        missing = ceil_div(end, memory.block_tokens) - len(sequence.blocks)
+        missing = ceil_div(end, memory.block_tokens) - sequence.entries
         if missing <= 0:
             return True
         blocks = memory.pool.allocate(missing)
@@ -92,6 +92,8 @@ class BatchBuilder:
         """Take out the blocks that ``sequence``, which is about to be preempted, got in this plan."""
         self.plan.grow = [entry for entry in self.plan.grow if entry[0] != sequence.slot]
         self.plan.replace = [entry for entry in self.plan.replace if entry[0] != sequence.slot]
+        if self.state.memory.layers is not None:
+            self.state.memory.layers.withdraw(self, sequence)
 
     # -- rows
 
@@ -160,7 +162,7 @@ class BatchBuilder:
                 prompt_tokens=sequence.prompt_tokens,
                 index=sequence.index,
                 sampling=group.request.sampling,
-                blocks=list(sequence.blocks),
+                blocks=_table(sequence),
                 beam_candidates=group.beam.candidates_wanted if group.beam is not None else 0,
                 stop=group.request.stop,
             )
@@ -210,3 +212,11 @@ class BatchBuilder:
                 place += 1
             self.plan.sample_slots[row] = tuple(draws)
             group.forks_pending = 0
+
+
+def _table(sequence: Sequence) -> list[int]:
+    """The block table; entries that lie by layer are placed by the plan."""
+    if sequence.layered is None:
+        return list(sequence.blocks)
+    first = sequence.layered.first
+    return [*sequence.blocks[:first], *(0 for _ in sequence.layered.dram_blocks), *sequence.blocks[first:]]

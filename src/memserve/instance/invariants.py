@@ -99,7 +99,12 @@ def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
     holds = sequence.phase in _HOLDING
     runs = sequence.phase in _RUNNING
     check((sequence.slot is not None) == runs, "{} has a slot and should not, or the reverse", sequence)
-    check(bool(sequence.blocks) == holds, "{} has HBM blocks and should not, or the reverse", sequence)
+    check(sequence.layered is None or runs, "{} lies by layer, and does not run", sequence)
+    check(
+        bool(sequence.blocks_held) == holds or sequence.layered is not None,
+        "{} has HBM blocks and should not, or the reverse",
+        sequence,
+    )
     check(not (sequence.dram_blocks and sequence.blocks), "{} is on two tiers", sequence)
     check(runs or not sequence.opened, "{} is open on the device", sequence)
     complete = bool(sequence.inflight) or sequence.candidates is not None  # else its last token is to be computed
@@ -107,13 +112,11 @@ def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
     again = sequence.computed == sequence.known - 1  # the last token is computed even if its block is there
     check(sequence.published <= sequence.computed + again, "{} published what is not computed", sequence)
     if holds:
-        capacity = len(sequence.blocks) * block_tokens
+        capacity = sequence.entries * block_tokens
         check(sequence.computed <= capacity, "{} has computed beyond its blocks", sequence)
         check(sequence.writable_until <= capacity, "{} may write beyond its blocks", sequence)
         tokens = max(sequence.computed + 1, sequence.known)
-        check(
-            len(sequence.blocks) <= ceil_div(tokens, block_tokens), "{} has blocks for tokens that it lacks", sequence
-        )
+        check(sequence.entries <= ceil_div(tokens, block_tokens), "{} has blocks for tokens that it lacks", sequence)
     elif not sequence.dram_blocks:
         check(sequence.computed == 0 and sequence.lease is None, "{} has no blocks, but KV or a lease", sequence)
     if sequence.phase is Phase.DECODING:

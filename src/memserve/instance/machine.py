@@ -21,6 +21,7 @@ from memserve.instance.cluster_link import ClusterLink
 from memserve.instance.events import Action, Event, LayerFinished, RunStep, StepFailed, StepFinished
 from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
+from memserve.instance.layered import LayerPlacer
 from memserve.instance.memory import SequenceMemory
 from memserve.instance.objectives import Objectives
 from memserve.instance.pins import Pins
@@ -40,6 +41,7 @@ from memserve.kv_transfer.events import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
 from memserve.policy.capacity import context_tokens, running_max
+from memserve.policy.layers import LINK_BYTES_S, TPOT_NS, LayerBudget
 from memserve.policy.reuse import PreemptionCosts, PreemptionModel
 from memserve.serving import (
     ClockTicked,
@@ -52,7 +54,7 @@ from memserve.serving import (
     SequenceStopped,
 )
 from memserve.types import KVGeometry, NamedPrefix, Request
-from memserve.units import NS_PER_MS
+from memserve.units import NS_PER_MS, ceil_div
 
 AHEAD_MAX_NS = 10 * NS_PER_MS
 """The next step is planned when the device is expected to finish its work within this time: early enough to keep it
@@ -86,6 +88,9 @@ class Instance:
         scheduler = config.scheduler
         self._context = context_tokens(config.max_model_tokens, config.pool.hbm_blocks, block_tokens)
         memory = SequenceMemory(pool, block_tokens, PreemptionModel(costs or PreemptionCosts()))
+        if scheduler.layerwise == "auto":
+            check(geometry is not None, "KV by layer needs the geometry of the KV")
+            memory.layers = _layer_placer(config, pool, block_tokens, geometry)  # type: ignore[arg-type]  # checked in the line before
         self.state = SchedulerState(memory, running_max(scheduler), scheduler.preemption)
         if scheduler.scheduling == "slo":
             self.state.objectives = Objectives(scheduler, self.state.costs)
@@ -289,6 +294,15 @@ class Instance:
 
     def __repr__(self) -> str:
         return f"<Instance {self.state} in_flight={len(self.inflight)}>"
+
+
+def _layer_placer(config: InstanceConfig, pool: BlockPool, block_tokens: int, geometry: KVGeometry) -> LayerPlacer:
+    scheduler = config.scheduler
+    link_bytes_s = scheduler.link_bytes_s or LINK_BYTES_S
+    budget = LayerBudget(geometry.num_layers, geometry.page_bytes, link_bytes_s, scheduler.slo_tpot_ns or TPOT_NS)
+    # what the plans under way compute, and what the next one does
+    window = (1 + scheduler.steps_in_flight) * ceil_div(scheduler.chunk_tokens, block_tokens) + 1
+    return LayerPlacer(pool, block_tokens, budget, window)
 
 
 def _pin_name(handle: str, tenant: str) -> str:

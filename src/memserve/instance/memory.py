@@ -11,6 +11,7 @@ from memserve.errors import check
 from memserve.units import ceil_div
 
 if TYPE_CHECKING:
+    from memserve.instance.layered import LayerPlacer
     from memserve.instance.sequence import Sequence
     from memserve.mempool.pool import BlockPool, Lease
     from memserve.policy.reuse import PreemptionModel
@@ -30,7 +31,16 @@ class PublishListener(Protocol):
 class SequenceMemory:
     """Gives blocks to sequences and takes them back, each reference exactly once."""
 
-    __slots__ = ("_caches", "block_tokens", "copied_on_write", "costs", "dram_tokens_reused", "listener", "pool")
+    __slots__ = (
+        "_caches",
+        "block_tokens",
+        "copied_on_write",
+        "costs",
+        "dram_tokens_reused",
+        "layers",
+        "listener",
+        "pool",
+    )
 
     def __init__(self, pool: BlockPool, block_tokens: int, costs: PreemptionModel) -> None:
         self.pool = pool
@@ -38,6 +48,8 @@ class SequenceMemory:
         self.costs = costs
         self.block_tokens = block_tokens
         self.copied_on_write = 0
+        #: None: every block lies whole
+        self.layers: LayerPlacer | None = None
         #: None: no store keeps what is cached here
         self.listener: PublishListener | None = None
         self.dram_tokens_reused = 0  # brought up from DRAM by a match instead of being computed
@@ -61,6 +73,17 @@ class SequenceMemory:
         # A fully cached prompt needs a copy of its last block, one block more than its tokens have. Where that does not
         # fit, the last token is computed in a new block.
         return self._attach_prefix(sequence, tokens, reusable[: len(tokens) - 1])
+
+    def make_room_for(self, sequence: Sequence, headroom: int) -> bool:
+        """Give up layers that others keep in HBM without need, if :meth:`attach` then has the blocks that it needs."""
+        return self.layers is not None and self.layers.give_up_kept(self._needed(sequence) + headroom)
+
+    def attach_by_layer(self, sequence: Sequence, headroom: int) -> bool:
+        """As :meth:`attach`, for a sequence that has no room whole. False: nothing has changed."""
+        if self.layers is None or not self.layers.attach(sequence, headroom, reads_cache=self.reads_cache(sequence)):
+            return False
+        self.dram_tokens_reused += (sequence.entries - len(sequence.blocks)) * self.block_tokens
+        return True
 
     def _worth_reusing(self, sequence: Sequence, tokens: TokenArray) -> int:
         """How many of ``tokens`` may come from the cache: copying some of them up from DRAM may take too long."""
@@ -87,8 +110,10 @@ class SequenceMemory:
 
     def has_blocks_for(self, sequence: Sequence, headroom: int) -> bool:
         """Whether :meth:`attach` has the blocks that it needs at least."""
-        needed = len(sequence.dram_blocks) or self._missing_blocks(sequence, sequence.known_tokens())
-        return needed + headroom <= self.pool.available()
+        return self._needed(sequence) + headroom <= self.pool.available()
+
+    def _needed(self, sequence: Sequence) -> int:
+        return len(sequence.dram_blocks) or self._missing_blocks(sequence, sequence.known_tokens())
 
     def _missing_blocks(self, sequence: Sequence, tokens: TokenArray) -> int:
         blocks = ceil_div(len(tokens), self.block_tokens)
@@ -127,13 +152,13 @@ class SequenceMemory:
     def append(self, sequence: Sequence, blocks: list[int]) -> None:
         """Add blocks that were allocated for this sequence."""
         sequence.blocks.extend(blocks)
-        sequence.writable_until = len(sequence.blocks) * self.block_tokens
+        sequence.writable_until = sequence.entries * self.block_tokens
 
     # -- running
 
     def next_write_is_shared(self, sequence: Sequence) -> bool:
         """Whether the next token falls into a block of the sequence that a fork may share."""
-        return sequence.computed < len(sequence.blocks) * self.block_tokens
+        return sequence.layered is None and sequence.computed < len(sequence.blocks) * self.block_tokens
 
     def make_private(self, sequence: Sequence) -> bool:
         """Copy-on-write: make the block of the next token private. False: no room for a copy."""
@@ -202,6 +227,8 @@ class SequenceMemory:
             self.pool.release_dram(sequence.dram_blocks)
             sequence.dram_blocks = []
         self.publish(sequence)
+        if sequence.layered is not None and self.layers is not None:
+            self.layers.detach(sequence, publishes=self._shares(sequence.group.request))
         self._drop(sequence)
 
     def abandon(self, sequence: Sequence) -> None:
@@ -214,8 +241,10 @@ class SequenceMemory:
     def discard(self, sequence: Sequence) -> None:
         """Return every block, and remove the tokens from the index, except blocks that others hold at this moment: the
         next request with this prefix computes it."""
-        cached = sequence.known_tokens()[: sequence.published]
-        shares = sequence.lease is not None and len(cached)
+        by_layer = sequence.layered
+        reused = sequence.published if by_layer is None else by_layer.cached * self.block_tokens
+        cached = sequence.known_tokens()[:reused]
+        shares = self._shares(sequence.group.request) and len(cached)
         self.abandon(sequence)
         if shares:
             self.pool.delete(sequence.group.isolation, cached)
@@ -223,6 +252,8 @@ class SequenceMemory:
                 self.listener.discarded(sequence, cached)
 
     def _drop(self, sequence: Sequence) -> None:
+        if sequence.layered is not None and self.layers is not None:
+            self.layers.detach(sequence, publishes=False)
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)
             sequence.lease = None
@@ -239,8 +270,8 @@ class SequenceMemory:
         No further block is published: blocks that the index holds, too, would occupy both tiers.
         """
         blocks = sequence.blocks[: ceil_div(sequence.computed, self.block_tokens)]
-        if not blocks:
-            return False
+        if not blocks or sequence.layered is not None:
+            return False  # what lies by layer is in DRAM anyway, and stays there in the cache
         dram_blocks = self.pool.swap_out(blocks)
         if dram_blocks is None:
             return False

@@ -57,13 +57,13 @@ class Planner:
         state = self.state
         if state.decoding.items or state.prefilling.items or state.waiting or state.remote_kv_ready:
             batch = self._fill(now, begins_ns)
-            if not batch.plan.slots and nothing_under_way:
+            if not (batch.plan.slots or batch.plan.moves) and nothing_under_way:
                 batch = self._start_over(batch, now, begins_ns)
         elif copies_only:
             batch = BatchBuilder(state, self.next_step_id)
         else:
             return None
-        if not (batch.plan.slots or copies_only):
+        if not (batch.plan.slots or batch.plan.moves or copies_only):
             return None
         self.next_step_id += 1
         return self._seal(batch)
@@ -89,6 +89,9 @@ class Planner:
         head, self._no_room_for = self._without_slot() or self._no_room_for, None
         has_room = head is None or self.sharing.make_way(head)
         batch = BatchBuilder(self.state, self.next_step_id)
+        layers = self.state.memory.layers
+        if layers is not None:
+            layers.advance(batch, keeps=not self.state.waiting)
         budget = self.config.step_tokens
         stalled = False
         if self.state.decoding.items:
@@ -168,6 +171,8 @@ class Planner:
         """Publish, fork, and hand over everything that has to happen on the device before the rows."""
         state, plan = self.state, batch.plan
         batch.finish()
+        if state.memory.layers is not None:
+            state.memory.layers.place(batch)
         plan.close, state.closing = state.closing, []
         plan.reset_slots, state.slots_unknown = state.slots_unknown, False
         plan.copies = state.memory.pool.take_copies()
@@ -200,7 +205,7 @@ class Planner:
     def _make_writable(self, batch: BatchBuilder, sequence: Sequence, end: int) -> bool:
         """Blocks for the tokens up to ``end``, private ones; preempts others for them if that helps."""
         while not batch.make_writable(sequence, end):
-            if self._take_back_lent():
+            if self._take_back_lent() or self._give_up_kept_layer():
                 continue
             victim = self.sharing.victim_for(sequence, batch.plan.step_id)
             if victim is not None:
@@ -209,6 +214,10 @@ class Planner:
             elif not self.state.memory.unpin_published(sequence):
                 return False
         return True
+
+    def _give_up_kept_layer(self) -> bool:
+        layers = self.state.memory.layers
+        return layers is not None and layers.make_room()
 
     # -- pass 2
 

@@ -218,7 +218,7 @@ class SchedulerState:
     def preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks away; the sequence continues with the tokens that it has."""
         memory, counters = self.memory, self.counters
-        tokens, blocks = sequence.computed, len(sequence.blocks)
+        tokens, blocks = sequence.computed, sequence.blocks_held
         finished_by_count = sequence.phase is Phase.IDLE and sequence.left == 0
         swap = not finished_by_count and self.costs.prefers_swap(self.preemption, tokens, blocks)
         if swap and memory.swap_out(sequence):

@@ -26,6 +26,7 @@ from memserve.transitions import Transitions
 from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput, TransferMode
 
 if TYPE_CHECKING:
+    from memserve.instance.layered import LayeredKV
     from memserve.mempool.pool import Lease
 
 Rank = tuple[int, int, int, int]
@@ -236,6 +237,7 @@ class Sequence(_core.SequenceRow):
         "failures",
         "group",
         "index",
+        "layered",
         "lease",
         "logprobs",
         "max_tokens",
@@ -271,6 +273,8 @@ class Sequence(_core.SequenceRow):
         self.blocks: list[int] = []
         #: DRAM blocks while swapped out
         self.dram_blocks: list[int] = []
+        #: what lies by layer. None: every block is whole
+        self.layered: LayeredKV | None = None
         self.lease: Lease | None = None
         self.slot: int | None = None
         #: ``(slot,)``, ready for ``StepPlan.sample_slots``
@@ -289,6 +293,16 @@ class Sequence(_core.SequenceRow):
         self.candidates: list[tuple[int, float]] | None = None
         self.cumulative_logprob = 0.0
         self.logprobs: list[float] = []
+
+    @property
+    def entries(self) -> int:
+        """Entries of its block table."""
+        return len(self.blocks) if self.layered is None else len(self.blocks) + len(self.layered.dram_blocks)
+
+    @property
+    def blocks_held(self) -> int:
+        """HBM blocks, whole ones and frames."""
+        return len(self.blocks) if self.layered is None else len(self.blocks) + len(self.layered.frames)
 
     @property
     def known(self) -> int:

@@ -254,10 +254,13 @@ def memory_report(state: SchedulerState) -> MemoryReport:
             if not sequence.blocks:
                 continue
             tokens = max(sequence.known, sequence.computed)
-            capacity = len(sequence.blocks) * block_tokens
+            capacity = sequence.entries * block_tokens
             held = min(tokens, capacity)
             fragments.append(capacity - held)
+            by_layer = sequence.layered
             for place, block in enumerate(sequence.blocks):
+                if by_layer is not None and place >= by_layer.first:
+                    place += len(by_layer.dram_blocks)
                 inside = min(block_tokens, max(0, held - place * block_tokens))
                 filled[block] = max(inside, filled.get(block, 0))
     return MemoryReport(

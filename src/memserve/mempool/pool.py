@@ -222,6 +222,10 @@ class BlockPool:
         """Blocks that :meth:`allocate` can give now: free ones and evictable ones."""
         return self._hbm.blocks_free + self._hbm.blocks_evictable
 
+    def available_dram(self) -> int:
+        """DRAM blocks that :meth:`allocate_dram_ids` can give now."""
+        return self._dram.blocks_free + self._dram.blocks_evictable
+
     @property
     def blocks_free(self) -> int:
         """HBM blocks without a reference, not even of the cache: allocating them changes nothing else."""
@@ -286,6 +290,11 @@ class BlockPool:
         self._dram.release(dram_blocks)
 
     # -- out
+
+    def moved(self, blocks: Sequence[int], dram_blocks: Sequence[int]) -> None:
+        """The next plan copies ``blocks`` to DRAM by an order of its own."""
+        if self.access is not None:
+            self.access.copied(Tier.HBM, blocks, Tier.DRAM, dram_blocks)
 
     def take_copies(self) -> list[CopyBlocks]:
         """Copies recorded since the last call, in order."""

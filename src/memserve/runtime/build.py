@@ -78,7 +78,8 @@ def build_parts(
     kv_tokens = config.pool.hbm_blocks * geometry.block_tokens
     served = dataclasses.replace(model, max_model_tokens=machine.context_tokens, context_note=note, kv_tokens=kv_tokens)
     bound = memory_bound(model_sizes(model), geometry, config, in_cluster=me is not None)  # with its weights
-    device = ModelDevice(served, config, best_forward(model.module), shared=me is not None)
+    link_bytes_s = config.scheduler.link_bytes_s
+    device = ModelDevice(served, config, best_forward(model.module), shared=me is not None, link_bytes_s=link_bytes_s)
     if not on_gpu:
         device.bound_bytes = bound.total_bytes
         log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)

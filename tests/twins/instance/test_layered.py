@@ -1,0 +1,114 @@
+"""Random lives with KV by layer: every token as the lone request's, whatever lies where, and nothing is leaked."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections import Counter
+
+from instance_world import VOCAB, World, config, request
+from memserve.serving import RequestCancelled
+from memserve.types import FinishReason, Tier
+
+FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(120)] for family in range(3)]
+CONTEXT = 160
+
+
+def world_of(rng: random.Random) -> World:
+    """Pools that many prompts do not fit into, and a link that sometimes carries less than they need."""
+    cfg = config(
+        hbm=rng.choice((40, 60, 80)),
+        dram=rng.choice((20, 60, 120)),
+        caching=rng.random() < 0.5,
+        context=CONTEXT,
+        running=rng.choice((1, 3, 6)),
+        step_tokens=rng.choice((8, 16, 24)),
+        chunk=rng.choice((4, 8, 12)),
+        depth=rng.choice((1, 2, 3)),
+        preemption=rng.choice(("auto", "swap", "recompute")),
+        layerwise="auto",
+        link_bytes_s=rng.choice((None, None, 125_000.0)),
+        slo_tpot_ns=rng.choice((None, 50_000_000)),
+    )
+    return World(cfg, 4, twin=False)
+
+
+def life(seed: int, steps: int = 400) -> Counter[str]:
+    """One life to its end; what happened in it."""
+    rng = random.Random(seed)
+    world = world_of(rng)
+    count = 0
+    for _ in range(steps):
+        act = rng.random()
+        if act < 0.2 and len(world.machine.state.groups) < 8:
+            count += 1
+            tokens = rng.choice(FAMILIES)[: rng.choice((3, 30, 90, 119, 119))] + [rng.randrange(VOCAB)]
+            shape = {"n": rng.choice((1, 1, 1, 1, 2)), "beam_width": 0}
+            if rng.random() < 0.05:
+                shape = {"n": 1, "beam_width": 2}
+            world.arrive(
+                request(
+                    f"r{count}",
+                    tokens,
+                    max_tokens=rng.choice((1, 5, 19, 40)),
+                    seed=rng.randrange(3),
+                    use_cache=rng.random() < 0.9,
+                    tenant=rng.choice(("", "", "other")),
+                    prompt_logprobs=rng.random() < 0.05,
+                    **shape,
+                )
+            )
+        elif act < 0.215 and world.requests:
+            name = rng.choice(list(world.requests))
+            world.asked_to_end.add(name)
+            world.post(RequestCancelled(name))
+        elif world.plans and act < 0.22:
+            world.fail(rng.randrange(1000))
+        elif world.plans and act < 0.23:
+            world.fail_row(rng.randrange(8), suspect=rng.random() < 0.5)
+        elif world.plans:
+            world.step()
+    world.drain()
+    world.check_all_ended()
+    pool = world.machine.pool
+    pool.clear_cache()
+    report = pool.report()
+    assert all(report.by_tier[tier].blocks_used == 0 for tier in (Tier.HBM, Tier.DRAM)), report
+    layers = world.machine.state.memory.layers
+    assert layers is not None
+    return Counter(admitted=layers.admitted, moved=world.device.moved_pages, read=world.device.read_by_layer)
+
+
+def test_tokens_do_not_depend_on_what_lies_by_layer() -> None:
+    seen = Counter[str]()
+    for seed in [*range(20), *(secrets.randbits(40) for _ in range(20))]:
+        try:
+            seen += life(seed)
+        except Exception as error:
+            error.add_note(f"life({seed})")
+            raise
+    assert seen["admitted"] > 40 and seen["moved"] > 1000 and seen["read"] > 1000, seen
+
+
+def test_layers_are_kept_while_there_is_room_and_given_up_for_others() -> None:
+    """The first prompt lies whole. The second begins beside it by layer, keeps what it can when the first has ended,
+    and gives it up, layer by layer, for the third."""
+    cfg = config(hbm=48, dram=60, caching=False, context=CONTEXT, running=3, step_tokens=16, chunk=4, layerwise="auto")
+    world = World(cfg, 4, twin=False)
+    layers = world.machine.state.memory.layers
+    assert layers is not None
+    world.arrive(request("whole", FAMILIES[0][:118], max_tokens=12))
+    world.arrive(request("by layer", FAMILIES[1][:110], max_tokens=45))
+    for _ in range(55):
+        world.step()
+    kv = next(iter(world.machine.state.groups["by layer"].sequences.values())).layered
+    assert kv is not None and kv.kept, "whatever is free is used"
+    assert world.machine.state.groups.keys() == {"by layer"}
+    most = len(kv.kept)
+    world.arrive(request("third", FAMILIES[2][:100], max_tokens=3))
+    for _ in range(4):
+        world.step()
+    assert len(kv.kept) < most and world.machine.state.groups.keys() == {"by layer", "third"}
+    world.drain()
+    world.check_all_ended()
+    assert layers.admitted == 1 and {reason for reason in world.final.values()} == {FinishReason.LENGTH}
