@@ -346,6 +346,12 @@ class EngineOptions:
                 hint=f"give at least --kv-memory {need}",
                 param="kv_memory",
             )
+        if self.scheduler.layerwise == "auto" and not self.dram_memory_bytes:
+            hint = "for example --dram-memory 2GiB, or --layerwise off"
+            raise UserError("KV by layer lies in DRAM, and there is none", hint=hint, param="layerwise")
+        if self.scheduler.layerwise == "auto" and on_gpu:
+            hint = "use --layerwise off, or --device cpu"
+            raise UserError("KV by layer is for CPUs so far", hint=hint, param="layerwise")
         default_step_tokens = STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),

@@ -75,17 +75,32 @@ class LayeredKV:
 class LayerPlacer:
     """Admits by layer what does not fit whole, and moves pages with each plan."""
 
-    __slots__ = ("_block_tokens", "_budget", "_pool", "_step_id", "_window_blocks", "admitted", "sequences")
+    __slots__ = (
+        "_block_tokens",
+        "_budget",
+        "_pool",
+        "_step_id",
+        "_window_blocks",
+        "admitted",
+        "chunk_tokens",
+        "converted",
+        "sequences",
+    )
 
-    def __init__(self, pool: BlockPool, block_tokens: int, budget: LayerBudget, window_blocks: int) -> None:
-        """``window_blocks``: of one sequence's blocks, how many are whole at a time: those of the plans under way."""
+    def __init__(
+        self, pool: BlockPool, block_tokens: int, budget: LayerBudget, chunk_blocks: int, steps_in_flight: int
+    ) -> None:
+        """``chunk_blocks``: the most that one plan computes of a sequence that lies by layer."""
         self._pool = pool
         self._block_tokens = block_tokens
         self._budget = budget
-        self._window_blocks = window_blocks
+        self.chunk_tokens = chunk_blocks * block_tokens
+        #: what plans under way compute, and what the next one does
+        self._window_blocks = (1 + steps_in_flight) * chunk_blocks + 1
         #: those that lie by layer, in order of admission
         self.sequences: list[Sequence] = []
         self.admitted = 0
+        self.converted = 0
         self._step_id = 0  # of the plan that is being made
 
     @property
@@ -122,6 +137,31 @@ class LayerPlacer:
         self.sequences.append(sequence)
         self.admitted += 1
         return True
+
+    def convert(self, running: Many[Sequence], head: Sequence) -> None:
+        """``head`` waits for room: let the latest of ``running`` that may lie by layer do so from now on."""
+        pool, layers = self._pool, self._layers
+        by_layer = [kv for other in self.sequences if (kv := other.layered) is not None]
+        if any(kv.moving is not None for kv in by_layer):
+            return  # room is on its way
+        pages = sum(map(self._passing_pages, by_layer))
+        pages += ceil_div(head.known + 1, self._block_tokens) * layers if _may_lie_by_layer(head) else 0
+        for sequence in sorted(running, key=lambda sequence: sequence.rank, reverse=True):
+            entries = len(sequence.blocks)
+            if sequence.layered is not None or not _may_lie_by_layer(sequence) or entries < 2 * self._window_blocks:
+                continue
+            fits = 2 * ceil_div(entries, layers) <= pool.available() and entries <= pool.available_dram()
+            if fits and self._budget.allows(pages + entries * layers):
+                self._begin_by_layer(sequence)
+                return
+
+    def _begin_by_layer(self, sequence: Sequence) -> None:
+        sequence.layered = LayeredKV(0, sequence.published // self._block_tokens)
+        if sequence.lease is not None:
+            self._pool.unpin(sequence.lease)
+        sequence.lease, sequence.published = None, 0
+        self.sequences.append(sequence)
+        self.converted += 1
 
     # -- running
 

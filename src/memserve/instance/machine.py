@@ -41,7 +41,7 @@ from memserve.kv_transfer.events import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
 from memserve.policy.capacity import context_tokens, running_max
-from memserve.policy.layers import LINK_BYTES_S, TPOT_NS, LayerBudget
+from memserve.policy.layers import CHUNK_BLOCKS, LINK_BYTES_S, TPOT_NS, LayerBudget
 from memserve.policy.reuse import PreemptionCosts, PreemptionModel
 from memserve.serving import (
     ClockTicked,
@@ -300,9 +300,8 @@ def _layer_placer(config: InstanceConfig, pool: BlockPool, block_tokens: int, ge
     scheduler = config.scheduler
     link_bytes_s = scheduler.link_bytes_s or LINK_BYTES_S
     budget = LayerBudget(geometry.num_layers, geometry.page_bytes, link_bytes_s, scheduler.slo_tpot_ns or TPOT_NS)
-    # what the plans under way compute, and what the next one does
-    window = (1 + scheduler.steps_in_flight) * ceil_div(scheduler.chunk_tokens, block_tokens) + 1
-    return LayerPlacer(pool, block_tokens, budget, window)
+    chunk_blocks = min(CHUNK_BLOCKS, ceil_div(scheduler.chunk_tokens, block_tokens))
+    return LayerPlacer(pool, block_tokens, budget, chunk_blocks, scheduler.steps_in_flight)
 
 
 def _pin_name(handle: str, tenant: str) -> str:

@@ -243,6 +243,8 @@ class Planner:
         """Tokens of ``sequence`` for this plan. 0: it has to wait for the next one."""
         block_tokens = self.state.memory.block_tokens
         chunk_max = self.config.chunk_tokens
+        if sequence.layered is not None and self.state.memory.layers is not None:
+            chunk_max = min(chunk_max, self.state.memory.layers.chunk_tokens)
         if batch.reports_prompt(sequence):
             chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
         return chunk_tokens(sequence.computed, sequence.known, chunk_max, budget, block_tokens)
@@ -300,6 +302,9 @@ class Planner:
         if self.admission.admit(sequence, now) or (self._take_back_lent() and self.admission.admit(sequence, now)):
             return True
         self._no_room_for = sequence
+        layers = self.state.memory.layers
+        if layers is not None and self.state.free_slots:
+            layers.convert([*self.state.decoding.items, *self.state.prefilling.items], sequence)
         return False
 
     def _take_back_lent(self) -> bool:

@@ -9,6 +9,9 @@ from memserve.units import NS_PER_MS, NS_PER_S
 
 LINK_BYTES_S = 4e9
 """Of a link that was not measured: host memory that a CPU copies with one thread, or half a PCIe 4 bus."""
+CHUNK_BLOCKS = 8
+"""The largest piece of a prompt that is computed at a time where it lies by layer: its blocks are whole until they have
+moved, those of some steps at once. Each piece reads what is before it back, so short ones cost the link more."""
 TPOT_NS = 200 * NS_PER_MS
 """Time that a token may take where no objective is set: the one of LayerKV's evaluation."""
 

@@ -42,7 +42,7 @@ def life(seed: int, steps: int = 400) -> Counter[str]:
         act = rng.random()
         if act < 0.2 and len(world.machine.state.groups) < 8:
             count += 1
-            tokens = rng.choice(FAMILIES)[: rng.choice((3, 30, 90, 119, 119))] + [rng.randrange(VOCAB)]
+            tokens = [*rng.choice(FAMILIES)[: rng.choice((3, 30, 90, 119, 119))], rng.randrange(VOCAB)]
             shape = {"n": rng.choice((1, 1, 1, 1, 2)), "beam_width": 0}
             if rng.random() < 0.05:
                 shape = {"n": 1, "beam_width": 2}
@@ -76,7 +76,12 @@ def life(seed: int, steps: int = 400) -> Counter[str]:
     assert all(report.by_tier[tier].blocks_used == 0 for tier in (Tier.HBM, Tier.DRAM)), report
     layers = world.machine.state.memory.layers
     assert layers is not None
-    return Counter(admitted=layers.admitted, moved=world.device.moved_pages, read=world.device.read_by_layer)
+    return Counter(
+        admitted=layers.admitted,
+        converted=layers.converted,
+        moved=world.device.moved_pages,
+        read=world.device.read_by_layer,
+    )
 
 
 def test_tokens_do_not_depend_on_what_lies_by_layer() -> None:
@@ -111,4 +116,4 @@ def test_layers_are_kept_while_there_is_room_and_given_up_for_others() -> None:
     assert len(kv.kept) < most and world.machine.state.groups.keys() == {"by layer", "third"}
     world.drain()
     world.check_all_ended()
-    assert layers.admitted == 1 and {reason for reason in world.final.values()} == {FinishReason.LENGTH}
+    assert layers.admitted == 1 and set(world.final.values()) == {FinishReason.LENGTH}
