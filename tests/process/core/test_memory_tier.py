@@ -484,6 +484,23 @@ def test_peers_of_the_exchange_map_the_named_file(name: str) -> None:
     tier.unlink()
 
 
+def test_all_memory_is_there_from_the_start_whatever_pages_it_lies_on(name: str) -> None:
+    """Both ends of an arena come first to have huge pages, where there are some; the rest has small ones."""
+    tier = MemoryTier((11 << 20) + BLOCK, BLOCK, name=name)
+    for path in (tier.data_path, tier.index_path):
+        status = os.stat(path)
+        assert status.st_blocks * 512 >= status.st_size
+    assert tier.arena is not None and not np.frombuffer(tier.arena, np.uint8).any()
+    count = (11 << 20) // (2 * BLOCK)
+    assert all(publish(tier, number, 4) for number in range(count)) and len(tier) == count
+    reader = TierReader(tier.data_path, tier.index_path, tier.open_client(1))
+    for number in range(count):
+        held = reader.hold(key_of(number), b"name")
+        assert held is not None and at(*held[:2]) == payload_of(number, 4)
+        reader.let_go(held[2])
+    tier.unlink()
+
+
 def test_no_room_for_the_files_leaves_none(name: str) -> None:
     with pytest.raises(OSError, match="/dev/shm has not that many: give the store less memory"):
         MemoryTier(1 << 42, 1 << 20, name=name)
