@@ -240,7 +240,7 @@ class Fetches:
         speed = self._disks.get(holder.peer.name)
         if speed is None or not prefix.disk_tokens or self._trials or not speed.wants_trial(now):
             return
-        speed.learned_ns = now
+        speed.trial_begins(now)
         end = prefix.own_tokens + min(TRIAL_BLOCKS * self._geometry.block_tokens, prefix.remote_tokens)
         deadline_ns = now + self._wait_max_ns
         self._trials.add(self._fetch(group, holder, prefix.own_tokens, end, now, deadline_ns, 0))
