@@ -29,6 +29,7 @@ from memserve.instance.member import MemberMachine
 from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
 from memserve.mempool.identity import identity_key
 from memserve.messages import AnyMessage, Peer, PeerInfo
+from memserve.policy.costs import CostModel
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.loop import MachineLoop
@@ -95,6 +96,8 @@ class StoreLife:
         assert arena is not None
         self._disks = DiskHost(list(place.folders), place.disks)
         self._opened.append(self._close_disks)
+        curve = self._disks.read_curve()
+        costs = CostModel(disk=curve).encode() if curve is not None else b""
         self._values = ValueJobs(arena, self._post, self._send, lambda: self._loop.has_waiting)
         self._opened.append(self._values.close)
         link = place.link if model.namespace else "shm"  # until there is KV to be read, no other host needs a way
@@ -107,7 +110,7 @@ class StoreLife:
                 me, place.secret, place.host, place.port, self._heard, advertise=place.advertise, alias=STORE.name
             )
             self._opened.append(self._mailbox.close)
-            info = self._port.describe(_info(tier, model, me, self._mailbox.address))
+            info = self._port.describe(_info(tier, model, me, self._mailbox.address, costs))
             member = MemberMachine(info, place.join, MemberConfig())
             disks = Disks(self._disks.logs, place.disks)
             self.machine = StoreMachine(tier, disks, info, identity_key(place.secret), member)
@@ -296,7 +299,7 @@ def _open_memory(place: StorePlace, block_bytes: int) -> _core.MemoryTier:
         raise UserError(f"cannot have {nbytes:,} bytes of shared memory: {error}", hint=hint, param="dram") from None
 
 
-def _info(tier: _core.MemoryTier, model: StoredModel, me: Peer, address: str) -> PeerInfo:
+def _info(tier: _core.MemoryTier, model: StoredModel, me: Peer, address: str, costs: bytes) -> PeerInfo:
     """What members are told of a store."""
     return PeerInfo(
         peer=me,
@@ -310,4 +313,5 @@ def _info(tier: _core.MemoryTier, model: StoredModel, me: Peer, address: str) ->
         caching=True,
         pid=os.getpid(),
         publishes_events=True,
+        costs=costs,
     )

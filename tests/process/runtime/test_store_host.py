@@ -29,6 +29,7 @@ from memserve.messages import (
     Peer,
     PeerInfo,
 )
+from memserve.policy.costs import CostModel
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.links.shm import this_host
@@ -237,6 +238,7 @@ def test_kv_of_an_instance_outlives_the_store(cluster: Cluster, new_store, tmp_p
     store = new_store("--join", cluster.router.address.removeprefix("tcp://"), "--ssd", f"{tmp_path}/ssd=64MiB")
     store.start()
     eventually(lambda: cluster.ready)
+    assert cluster.store is not None and not cluster.store.costs, "of a disk without values nothing is known"
     cluster.push()
     eventually(lambda: cluster.known() == {Tier.DRAM: 8})
     assert cluster.fetch() == 8
@@ -255,6 +257,7 @@ def test_kv_of_an_instance_outlives_the_store(cluster: Cluster, new_store, tmp_p
     cluster.forget_store()
     assert "0 values in memory, 8 on disks" in store.start()
     eventually(lambda: cluster.ready and cluster.known() == {Tier.SSD: 8})
+    assert CostModel.decoded(cluster.store.costs).disk.byte_ns > 0, "it has read a little of its disk"
     assert cluster.fetch() == 8
     eventually(lambda: cluster.known() == {Tier.DRAM: 8})
     assert store.end() == 0
