@@ -258,7 +258,10 @@ class StoreMachine:
 
     def _hear_member(self, sender: Peer, message: AnyMessage, now: int) -> None:
         if sender.name != ROUTER:
-            self.kv.hear(sender, message, now)
+            if isinstance(message, Leave):
+                self.kv.peer_gone(sender, now)
+            else:
+                self.kv.hear(sender, message, now)
             return
         match message:
             case JoinAccepted(peers):
