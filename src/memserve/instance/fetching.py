@@ -301,7 +301,7 @@ class Fetches:
         if got >= wanted:  # also where a part was computed here before it came
             speed.came(told_ns, spent_ns, now)
         else:
-            speed.was_late(told_ns, spent_ns, now, is_part=got > 0)
+            speed.was_late(told_ns, spent_ns, now, is_part=got > 0, was_read=outcome.was_offered)
 
     def clear(self) -> None:
         """All fetches have ended silently: requests of an earlier life, and trials."""

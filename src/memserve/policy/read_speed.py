@@ -53,6 +53,8 @@ class ReadSpeed:
     """Nothing has come since nothing came in time: ``scale`` is the least that reading takes."""
     hurries: bool = False
     """The next trial is due at once."""
+    hurried_ns: int = -(1 << 62)
+    """When it was last due at once: at most once in ``trial_after_ns``."""
 
     @property
     def curve(self) -> CopyCurve:
@@ -73,9 +75,9 @@ class ReadSpeed:
         elif ratio > self.scale or self.scale <= _SLOW or self.good >= GOOD_IN_A_ROW:
             self.scale = _bounded((self.scale * ratio) ** 0.5)
 
-    def was_late(self, told_ns: int, spent_ns: int, now: int, *, is_part: bool) -> None:
+    def was_late(self, told_ns: int, spent_ns: int, now: int, *, is_part: bool, was_read: bool = False) -> None:
         """After ``spent_ns`` less had come than was asked for: a part, which takes ``told_ns`` by the told curve, or
-        nothing of what takes so long."""
+        nothing of what takes so long. ``was_read``: nothing came, but the store had read it, and moving it was late."""
         self.learned_ns = now
         if 0 < self.good < TRUSTED_AFTER:
             self.trial_after_ns = min(TRIAL_AFTER_MAX_NS, 2 * self.trial_after_ns)
@@ -84,8 +86,9 @@ class ReadSpeed:
         self.scale = _bounded(max(self.scale, ratio))
         if is_part:
             self.is_unknown = self.hurries = False
-        elif not self.is_unknown and ratio > _SLOW:
-            self.is_unknown, self.hurries = True, self.trial_after_ns == TRIAL_AFTER_NS
+        elif not self.is_unknown and not was_read and ratio > _SLOW:
+            self.is_unknown, self.hurries = True, now - self.hurried_ns >= self.trial_after_ns
+            self.hurried_ns = now if self.hurries else self.hurried_ns
 
     def wants_trial(self, now: int) -> bool:
         """Whether to look if the disks are still slow."""

@@ -103,13 +103,25 @@ def test_of_a_disk_that_gave_nothing_nothing_is_expected_until_something_has_com
     assert not stood_still.is_unknown and stood_still.scale == 6.0 and not stood_still.wants_trial(10)
 
 
-def test_a_disk_that_was_late_again_and_again_is_not_looked_at_at_once():
+def test_a_disk_that_was_late_again_and_again_is_not_looked_at_at_once_each_time() -> None:
     speed = ReadSpeed(TOLD)
     speed.was_late(1000, 50_000, 0, is_part=False)
-    speed.came(1000, 1000, 0)
-    speed.was_late(1000, 50_000, 0, is_part=False)
+    assert speed.wants_trial(0)
+    speed.came(1000, 1000, 1)
+    speed.was_late(1000, 50_000, 2, is_part=False)
     assert speed.is_unknown and speed.trial_after_ns == 2 * TRIAL_AFTER_NS
-    assert not speed.wants_trial(2 * TRIAL_AFTER_NS - 1) and speed.wants_trial(2 * TRIAL_AFTER_NS)
+    assert not speed.wants_trial(2 * TRIAL_AFTER_NS + 1) and speed.wants_trial(2 * TRIAL_AFTER_NS + 2)
+    speed.came(1000, 1000, 2 * TRIAL_AFTER_NS + 2)
+    later = 10 * TRIAL_AFTER_NS
+    speed.was_late(1000, 50_000, later, is_part=False)
+    assert speed.wants_trial(later)
+
+
+def test_what_was_read_in_time_and_moved_late_says_no_more_of_the_disks_than_that() -> None:
+    """As when the blocks that it was to be pulled into were still in use."""
+    speed = ReadSpeed(TOLD)
+    speed.was_late(1000, 3000, 0, is_part=False, was_read=True)
+    assert speed.scale == 6.0 and not speed.is_unknown and not speed.wants_trial(TRIAL_AFTER_NS - 1)
 
 
 def test_an_answer_at_once_that_nothing_is_there_makes_no_disk_unknown():
