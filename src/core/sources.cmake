@@ -22,6 +22,7 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/pool/allocator.cpp
   src/core/pool/arena.cpp
   src/core/pool/copy_engine.cpp
+  src/core/pool/copy_pages.cpp
   src/core/pool/mapping.cpp
   src/core/pool/shared_arena.cpp
   src/core/pool/workers.cpp

@@ -782,6 +782,9 @@ class TierReader:
     def copy(self, keys: bytes, names: list[bytes], targets: list[Any], threads: int = 1) -> list[int]:
         """The length of each value, -1 absent; copied without the GIL. One that is longer than its writable buffer is
         not copied."""
+    def copy_all(self, keys: bytes, names: list[bytes], targets: list[Any], threads: int = 1) -> list[int] | None:
+        """As ``copy``, if every value is in memory and has room, and all may be held at once; else None. Then
+        nothing was written, unless the store dropped this client at that moment."""
     def watch(self, watcher: Callable[[str], None] | None) -> None:
         """For tests, which let the store do things then: called in each ``hold`` when the entry was ``seen`` and when
         its pin is written (``pinned``), and in each ``copy`` when values were ``copied``. None: never again."""

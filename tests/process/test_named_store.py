@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,13 @@ import httpx
 import pytest
 
 from memserve import LLM
+from memserve.messages import ROUTER, Join, Peer
+from memserve.runtime.links.mailbox import ZmqMailbox
+from memserve.store_messages import STORE, JoinRequest
 from memserve.types import SamplingParams
 from ports import free_port
 from served_cluster import WAIT_S, Server, eventually, is_alive
-from served_store import ServedStore
+from served_store import SECRET, ServedStore
 from tiny_models import prompt, save_folder, tiny_module
 
 BLOCK = 8
@@ -176,3 +181,19 @@ def test_a_store_of_another_server_does_not_join(serving, store, model) -> None:
     question = tokens(90, 4)
     serving.ask(question, 8)
     eventually(lambda: serving.stored_blocks() >= len(question) // BLOCK)
+
+
+def test_a_store_is_free_as_soon_as_its_server_has_ended_in_order(serving, store) -> None:
+    serving.start("none")
+    serving.server.process.send_signal(signal.SIGTERM)
+    assert serving.server.process.wait(60) == 0
+    ended_s, heard = time.monotonic(), queue.SimpleQueue()
+    me = Peer(ROUTER, time.time_ns())
+    router = ZmqMailbox(me, SECRET, "127.0.0.1", 0, lambda _, message: heard.put(message))
+    try:
+        router.connect(STORE, f"tcp://{store.address}")
+        router.send(STORE, JoinRequest(router.address))
+        assert isinstance(heard.get(timeout=5), Join), "it belongs to the router that has ended"
+        assert time.monotonic() - ended_s < 5, "before silence could have told it"
+    finally:
+        router.close()

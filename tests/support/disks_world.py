@@ -56,6 +56,8 @@ class DisksWorld:
         self.literal = [LiteralDisk(self.log(bytes(16)).disk_bytes, rng) for _ in range(disks)]
         self.arena = bytearray(64 * EXTENT_BYTES)
         self.failing = 0.0
+        self.is_full = False
+        """Nothing is written: there is no room."""
         self.now = 0
         self.number = 0
         self.values: dict[bytes, dict[int, bytes]] = {}
@@ -221,7 +223,11 @@ class DisksWorld:
     def work(self) -> None:
         """Some job ends."""
         if self.jobs:
-            self.end(self.rng.choice(list(self.jobs)), self.rng.random() >= self.failing)
+            job = self.rng.choice(list(self.jobs))
+            if self.is_full and not isinstance(self.jobs[job].action, ev.ReadExtent | ev.ReadRecord):
+                self.end(job, works=False, why=self.rng.choice(("ENOSPC", "EDQUOT")))
+            else:
+                self.end(job, self.rng.random() >= self.failing)
         else:
             self.pass_time(20 * NS_PER_MS)
 
@@ -231,7 +237,7 @@ class DisksWorld:
         self.take()
 
     def settle(self) -> None:
-        self.failing = 0.0
+        self.failing, self.is_full = 0.0, False
         for _ in range(100_000):
             if self.disks.idle and not self.jobs:
                 assert not self.kept, "a record that was read is never needed"
@@ -283,7 +289,7 @@ class DisksWorld:
 
     def restart(self, *, power: bool) -> tuple[int, int]:
         """The process ends at once, or power goes. Returns how many values had to be found, and how many were."""
-        self.failing = 0.0
+        self.failing, self.is_full = 0.0, False
         if power:
             for literal in self.literal:
                 literal.lose_power()

@@ -54,6 +54,9 @@ BLOCK_TOKENS, CONTEXT_TOKENS, ANSWER_TOKENS = 16, 512, 8
 FOUND_SHARE_MIN = 0.99
 ON_DISK = 2
 WAIT_S = 120.0
+TIE = 1e-4
+"""Two tokens whose log probabilities differ by less are a tie: which one comes depends on how sums are rounded, so on
+which other tokens were computed in the same step."""
 STATS_S = 1.5
 """Until the next heartbeat with statistics."""
 
@@ -75,6 +78,11 @@ def small_model(folder: Path) -> Path:
     return save_folder(module.train(False), folder)
 
 
+Truth = Callable[[tuple[int, ...]], str]
+Top = Callable[[list[int]], dict[int, float]]
+"""The most probable next tokens, with their log probabilities."""
+
+
 @dataclass
 class Round:
     """What came of one kill."""
@@ -90,6 +98,7 @@ class Round:
     failed_fetches: int = 0
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
+    ties: list[str] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
@@ -100,14 +109,14 @@ class Round:
         what = f"{self.found} of {self.before} blocks found, {self.answers} answers, {self.cached} tokens cached"
         what += f", {self.from_store} of them out of the store"
         what += f", {self.failed_fetches} fetches in vain"
-        return f"{verdict} {self.kind:<13} {self.seconds:5.1f} s  {what}  {'; '.join(self.wrong[:3])}"
+        return f"{verdict} {self.kind:<13} {self.seconds:5.1f} s  {what}  {'; '.join([*self.wrong, *self.ties][:3])}"
 
 
 class Killed:
     """The server, and what is asked of it."""
 
-    def __init__(self, model: Path, home: Path, truth: Callable[[tuple[int, ...]], str], seed: int) -> None:
-        self._model, self._home, self._truth = model, home, truth
+    def __init__(self, model: Path, home: Path, truth: Truth, top: Top, seed: int) -> None:
+        self._model, self._home, self._truth, self._top = model, home, truth, top
         self._random = random.Random(seed)
         self._ports = free_port(), free_port()
         self._secret = home / "secret"
@@ -237,8 +246,22 @@ class Killed:
     def _check(self, done: Round, tokens: tuple[int, ...], text: str) -> None:
         done.answers += 1
         expected = self._truth(tokens)
-        if text != expected:
-            done.wrong.append(f"another answer to {len(tokens)} tokens: {text!r}, not {expected!r}")
+        if text == expected:
+            return
+        gap = self._gap(tokens, text, expected)
+        what = (
+            f"another answer to {len(tokens)} tokens: {text!r}, not {expected!r}; the model saw {gap:.1g} between them"
+        )
+        (done.ties if gap < TIE else done.wrong).append(what)
+
+    def _gap(self, tokens: tuple[int, ...], text: str, expected: str) -> float:
+        """Between the log probabilities of the two tokens at the first place where the answers differ."""
+        got, wanted = ([int(word[1:]) for word in some.split()] for some in (text, expected))
+        at = next((at for at, pair in enumerate(zip(got, wanted, strict=False)) if pair[0] != pair[1]), None)
+        if at is None:
+            return float("inf")
+        top = self._top([*tokens, *wanted[:at]])
+        return abs(top[wanted[at]] - top[got[at]]) if got[at] in top and wanted[at] in top else float("inf")
 
     def _verify(self, done: Round) -> None:
         with self.client() as client:
@@ -278,7 +301,11 @@ def run_kills(rounds: int, seed: int, say: Callable[[str], None] = lambda _: Non
                     known[tokens] = answer[0].text
                 return known[tokens]
 
-            killed = Killed(model, Path(name), truth, seed)
+            def top(tokens: list[int]) -> dict[int, float]:
+                [answer] = llm.generate([tokens], SamplingParams(temperature=0, logprobs=5), max_tokens=1)
+                return dict(answer.outputs[0].logprobs[0].top)
+
+            killed = Killed(model, Path(name), truth, top, seed)
             try:
                 for number in range(rounds):
                     done.append(killed.round(TURNS[(number + seed) % len(TURNS)]))
@@ -300,6 +327,7 @@ def main() -> int:
     print(f"{len(done)} kills ({', '.join(f'{count} {kind}' for kind, count in kinds.items())}): ", end="")
     print(f"{found:,} of {before:,} blocks found, {sum(one.answers for one in done):,} answers compared, ", end="")
     print(f"{sum(one.from_store for one in done):,} tokens out of the store; ", end="")
+    print(f"{sum(len(one.ties) for one in done)} answers differ by a tie; ", end="")
     print(f"a round took {statistics.median(one.seconds for one in done):.1f} s in the middle")
     bad = sum(not one.good for one in done)
     print("all good" if not bad else f"{bad} rounds are not good")

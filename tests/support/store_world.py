@@ -94,6 +94,7 @@ class StoreNode:
         self.is_dead = False
         #: disks that answer nothing, or fail
         self.stalls = self.fails = False
+        self.why = "EIO"
         logs = [self._log(disk, segments) for disk in disks]
         self.info_now = PeerInfo(
             peer, Role.STORE, "", namespace, GEOMETRY, 0, blocks, 0, True, host_id=HOST, publishes_events=True
@@ -260,7 +261,7 @@ class StoreNode:
                 self.bytes[action.extent : action.extent + len(payload)] = np.frombuffer(payload, np.uint8)
             elif action.keep:
                 self.kept[number] = payload
-        self.tell(ev.DiskDone(number, works, why="" if works else "EIO", **done))
+        self.tell(ev.DiskDone(number, works, why="" if works else self.why, **done))
 
     def step(self) -> bool:
         """One job ends."""

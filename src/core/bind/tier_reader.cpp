@@ -74,25 +74,51 @@ nb::list lengths(TierReader& self, nb::bytes keys, nb::list names) {
   return lengths;
 }
 
+// What one call copies, and the objects that own its bytes meanwhile.
+class Copies {
+ public:
+  Copies(nb::bytes keys, nb::list names, nb::list targets) : open_(targets), kept_(names) {
+    const auto all = keys_of(keys);
+    if (kept_.size() != all.size() || targets.size() != all.size()) {
+      throw nb::value_error("keys, names and targets differ in number");
+    }
+    items_.reserve(all.size());
+    for (size_t i = 0; i < all.size(); ++i) {
+      items_.push_back({all[i], view_of(nb::handle(kept_[i])), static_cast<uint8_t*>(open_[i].buf),
+                        static_cast<size_t>(open_[i].len), -1});
+    }
+  }
+  std::vector<TierReader::Copy>& items() { return items_; }
+  nb::list lengths() const {
+    nb::list lengths;
+    for (const TierReader::Copy& item : items_) lengths.append(item.length);
+    return lengths;
+  }
+
+ private:
+  const Targets open_;
+  const nb::tuple kept_;  // the list may change while others run
+  std::vector<TierReader::Copy> items_;
+};
+
 nb::list copy(TierReader& self, nb::bytes keys, nb::list names, nb::list targets, int threads) {
-  const auto all = keys_of(keys);
-  if (names.size() != all.size() || targets.size() != all.size()) {
-    throw nb::value_error("keys, names and targets differ in number");
-  }
-  const Targets open(targets);
-  const nb::tuple kept(names);  // the list may change while others run
-  std::vector<TierReader::Copy> copies(all.size());
-  for (size_t i = 0; i < copies.size(); ++i) {
-    copies[i] = {all[i], view_of(nb::handle(kept[i])), static_cast<uint8_t*>(open[i].buf),
-                 static_cast<size_t>(open[i].len), -1};
-  }
+  Copies copies(keys, names, targets);
   {
     const nb::gil_scoped_release unlocked;
-    self.copy(copies, threads);
+    self.copy(copies.items(), threads);
   }
-  nb::list lengths;
-  for (const TierReader::Copy& item : copies) lengths.append(item.length);
-  return lengths;
+  return copies.lengths();
+}
+
+nb::object copy_all(TierReader& self, nb::bytes keys, nb::list names, nb::list targets, int threads) {
+  Copies copies(keys, names, targets);
+  bool done = false;
+  {
+    const nb::gil_scoped_release unlocked;
+    done = self.copy_all(copies.items(), threads);
+  }
+  if (!done) return nb::none();
+  return copies.lengths();
 }
 
 // The watcher is called with the moment's name.
@@ -119,6 +145,7 @@ void bind_tier_reader(nb::module_& m) {
       .def("prefix", &prefix, nb::arg("keys"))
       .def("lengths", &lengths, nb::arg("keys"), nb::arg("names"))
       .def("copy", &copy, nb::arg("keys"), nb::arg("names"), nb::arg("targets"), nb::arg("threads") = 1)
+      .def("copy_all", &copy_all, nb::arg("keys"), nb::arg("names"), nb::arg("targets"), nb::arg("threads") = 1)
       .def("watch", &watch, nb::arg("watcher").none())
       .def_prop_ro("closed", &TierReader::closed)
       .def_prop_ro("held", &TierReader::held);

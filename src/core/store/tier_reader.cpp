@@ -23,6 +23,7 @@ namespace {
 constexpr size_t kUnitBytes = size_t{256} << 10;      // what a thread copies at once
 constexpr size_t kParallelBytes = size_t{1} << 20;    // below this, waking a thread costs more than it saves
 constexpr size_t kAtOnce = 256;                       // values that a copy pins together
+constexpr size_t kAtOnceBytes = size_t{64} << 20;     // of them, where all are copied or none
 constexpr int kTries = 64;
 
 [[noreturn]] void fail(int error, const std::string& what) {
@@ -117,16 +118,20 @@ std::optional<TierReader::Held> TierReader::hold(Hash128 key, std::string_view n
   return std::nullopt;
 }
 
-int64_t TierReader::length(Hash128 key, std::string_view name) {
+std::optional<TierReader::Held> TierReader::hold_if_room(Hash128 key, std::string_view name) {
   try {
-    const auto held = hold(key, name);
-    if (!held) return -1;
-    let_go(held->pin);
-    return held->length;
+    return hold(key, name);
   } catch (const std::system_error& error) {
     if (error.code().value() != ENOBUFS) throw;
-    return -1;
+    return std::nullopt;
   }
+}
+
+int64_t TierReader::length(Hash128 key, std::string_view name) {
+  const auto held = hold_if_room(key, name);
+  if (!held) return -1;
+  let_go(held->pin);
+  return held->length;
 }
 
 std::optional<TierReader::Held> TierReader::try_hold(const SharedTable::Seen& seen, std::string_view name,
@@ -176,33 +181,58 @@ void TierReader::copy(std::span<Copy> copies, int threads) {
   }
 }
 
-void TierReader::copy_some(std::span<Copy> copies, int threads) {
+// Pins of one copy, and what is copied under them.
+class TierReader::Copying {
+ public:
+  explicit Copying(TierReader& reader) : reader_(reader) {}
+  ~Copying() { release(); }
+  Copying(const Copying&) = delete;
+  Copying& operator=(const Copying&) = delete;
+
+  bool pins_any() const { return !pins_.empty(); }
+  void add(const Held& held, const Copy& item) {
+    pins_.push_back(held.pin);
+    bytes_ += held.length;
+    if (held.length > item.room) return;
+    for (size_t at = 0; at < held.length; at += kUnitBytes) {
+      pieces_.push_back({item.to + at, held.data + at, std::min(kUnitBytes, held.length - at)});
+    }
+  }
+  uint64_t bytes() const { return bytes_; }
+  // False: an area that was closed meanwhile has pinned nothing, so what was copied may be another value's.
+  bool finish(int threads) {
+    const auto unit = [&](size_t i) { copy_pages(pieces_[i].to, pieces_[i].from, pieces_[i].bytes); };
+    run_units(pieces_.size(), bytes_ < kParallelBytes ? 1 : threads, unit);
+    release();
+    reader_.at(Moment::copied);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return !reader_.closed();
+  }
+  // Nothing is copied.
+  void release() {
+    for (const uint32_t pin : pins_) reader_.let_go(pin);
+    pins_.clear();
+    pieces_.clear();
+    bytes_ = 0;
+  }
+
+ private:
   struct Piece {
     uint8_t* to;
     const uint8_t* from;
     size_t bytes;
   };
-  std::vector<Piece> pieces;
-  std::vector<uint32_t> pins;
-  const auto release = [&] {
-    for (const uint32_t pin : pins) let_go(pin);
-    pins.clear();
-  };
-  const auto flush = [&] {
-    size_t bytes = 0;
-    for (const Piece& piece : pieces) bytes += piece.bytes;
-    const auto unit = [&](size_t i) { copy_pages(pieces[i].to, pieces[i].from, pieces[i].bytes); };
-    run_units(pieces.size(), bytes < kParallelBytes ? 1 : threads, unit);
-    pieces.clear();
-    release();
-  };
+  TierReader& reader_;
+  std::vector<Piece> pieces_;
+  std::vector<uint32_t> pins_;
+  uint64_t bytes_ = 0;
+};
+
+void TierReader::copy_some(std::span<Copy> copies, int threads) {
+  Copying copying(*this);
   size_t first = 0;  // whose bytes are not certain as yet
   const auto certain = [&](size_t end) {
-    flush();
-    at(Moment::copied);
-    // An area that was closed meanwhile has pinned nothing: what was copied may be another value's.
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (closed()) {
+    if (!copying.finish(threads)) {
       for (; first < end; ++first) copies[first].length = -1;
     }
     first = end;
@@ -214,22 +244,28 @@ void TierReader::copy_some(std::span<Copy> copies, int threads) {
     try {
       held = hold(item.key, item.name);
     } catch (const std::system_error& error) {
-      if (error.code().value() != ENOBUFS || pins.empty()) {
-        release();
-        throw;
-      }
+      if (error.code().value() != ENOBUFS || !copying.pins_any()) throw;
       certain(i);  // gives its own pins back
       held = hold(item.key, item.name);
     }
     if (!held) continue;
     item.length = held->length;
-    pins.push_back(held->pin);
-    if (held->length > item.room) continue;
-    for (size_t at = 0; at < held->length; at += kUnitBytes) {
-      pieces.push_back({item.to + at, held->data + at, std::min(kUnitBytes, held->length - at)});
-    }
+    copying.add(*held, item);
   }
   certain(copies.size());
+}
+
+bool TierReader::copy_all(std::span<Copy> copies, int threads) {
+  if (copies.size() > kAtOnce) return false;
+  Copying copying(*this);
+  for (Copy& item : copies) {
+    const auto held = hold_if_room(item.key, item.name);
+    if (!held) return false;
+    item.length = held->length;
+    copying.add(*held, item);
+    if (held->length > item.room || copying.bytes() > kAtOnceBytes) return false;
+  }
+  return copying.finish(threads);
 }
 
 }  // namespace memserve::store

@@ -57,6 +57,10 @@ class TierReader {
   size_t prefix(const Hash128* keys, size_t count) const;
   // Copies those values that have room; `length` says what each has.
   void copy(std::span<Copy> copies, int threads);
+  // Copies all of them in one go, each found once. False, and nothing was written: one is not in memory, or has no room,
+  // or they are too much to be held at once. False as well, and anything was written: the owner closed this area just
+  // now. Throws as `hold` does, but for ENOBUFS.
+  bool copy_all(std::span<Copy> copies, int threads);
   // `watcher` is called at each of these moments from now on; empty: none is. For tests, which change the table then.
   void watch(std::function<void(Moment)> watcher) { watcher_ = std::move(watcher); }
   bool closed() const { return area_->closed.load(std::memory_order_acquire) != 0; }
@@ -69,8 +73,11 @@ class TierReader {
     int fd = -1;
     ~Map();
   };
+  class Copying;
   static void map(Map& map, const std::string& path, bool writable, size_t bytes_min);
   std::optional<Held> try_hold(const SharedTable::Seen& seen, std::string_view name, bool& again);
+  // As `hold`; nothing as well when too much is held.
+  std::optional<Held> hold_if_room(Hash128 key, std::string_view name);
   uint32_t take_pin(uint32_t length);
   void at(Moment moment) const {
     if (watcher_) watcher_(moment);

@@ -209,12 +209,35 @@ def get_values_into(
         values = fetch_values(line, names, deadline_s)
         _check_room(names, buffers, [-1 if value is None else len(value) for value in values])
         return [_written(value, buffer) for value, buffer in zip(values, buffers, strict=True)]
+    copied = _copied_at_once(line, session, session.reader, names, buffers, threads)
+    if copied is not None:
+        return copied
     lengths = _lengths(line, names, deadline_s)
     _check_room(names, buffers, lengths)
     written = [-1] * len(names)
     for some in _portions(lengths):
         _copy(line, some, names, buffers, written, threads, deadline_s)
     return written
+
+
+def _copied_at_once(
+    line: Connection,
+    session: Session,
+    reader: _core.TierReader,
+    names: Sequence[bytes],
+    buffers: Sequence[memoryview],
+    threads: int,
+) -> list[int] | None:
+    """Bytes written to each buffer, where all values are in memory and fit: each is looked up once. None: they are not,
+    or are too many for that."""
+    try:
+        key = session.welcome.key
+        return reader.copy_all(_core.value_keys(key, b"", list(names)), list(names), list(buffers), threads)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        line.renew(session)
+        return None
 
 
 def _lengths(line: Connection, names: Sequence[bytes], deadline_s: float) -> list[int]:

@@ -70,6 +70,11 @@ class StoreNamed:
     address: str
 
 
+@dataclass(frozen=True, slots=True)
+class RouterEnds:
+    """The last event: this router ends in good order, and no other takes its place as far as it knows."""
+
+
 class MemberChange(enum.Enum):
     """What happened to a member, or to a process that wanted to be one."""
 
@@ -113,6 +118,7 @@ ClusterEvent = (
     | PrefixUnpinned
     | StateRecovered
     | StoreNamed
+    | RouterEnds
 )
 ClusterAction = Send | EmitTokens | RejectRequest | Remember | Note | ReportMember
 
@@ -133,6 +139,7 @@ __all__ = [
     "ReportMember",
     "RequestArrived",
     "RequestCancelled",
+    "RouterEnds",
     "Send",
     "SequenceStopped",
     "StateRecovered",

@@ -31,6 +31,7 @@ from memserve.cluster.events import (
     PrefixUnpinned,
     RequestArrived,
     RequestCancelled,
+    RouterEnds,
     SequenceStopped,
     StateRecovered,
     StoreNamed,
@@ -132,6 +133,8 @@ class Cluster:
             self._recover(event, now)
         elif isinstance(event, StoreNamed):
             self._store_calls.begin(event.address, now)
+        elif isinstance(event, RouterEnds):
+            self._store_calls.end()
         elif not isinstance(event, ClockTicked):
             check(False, f"unknown event {event!r}")
         self._timers.run(now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memserve.cluster.events import MemberChange
 from memserve.cluster.outbox import Outbox, Timers
 from memserve.config import ClusterConfig
-from memserve.messages import Peer
+from memserve.messages import Leave, Peer
 from memserve.store_messages import STORE, JoinRequest
 
 
@@ -25,6 +25,11 @@ class StoreCalls:
         self._address = address
         if is_first:
             self._call(STORE, now)
+
+    def end(self) -> None:
+        """The router ends: the store need not wait until it is taken to be silent, and may join another at once."""
+        if self._address:
+            self._outbox.send(STORE, Leave())
 
     def _call(self, store: Peer, now: int) -> None:
         self._outbox.send(store, JoinRequest(self._address))

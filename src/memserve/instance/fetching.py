@@ -240,7 +240,7 @@ class Fetches:
         speed = self._disks.get(holder.peer.name)
         if speed is None or not prefix.disk_tokens or self._trials or not speed.wants_trial(now):
             return
-        speed.learned_ns = now
+        speed.trial_begins(now)
         end = prefix.own_tokens + min(TRIAL_BLOCKS * self._geometry.block_tokens, prefix.remote_tokens)
         deadline_ns = now + self._wait_max_ns
         self._trials.add(self._fetch(group, holder, prefix.own_tokens, end, now, deadline_ns, 0))
@@ -301,7 +301,7 @@ class Fetches:
         if got >= wanted:  # also where a part was computed here before it came
             speed.came(told_ns, spent_ns, now)
         else:
-            speed.was_late(told_ns, spent_ns, now, is_part=got > 0)
+            speed.was_late(told_ns, spent_ns, now, is_part=got > 0, was_read=outcome.was_offered)
 
     def clear(self) -> None:
         """All fetches have ended silently: requests of an earlier life, and trials."""

@@ -59,6 +59,7 @@ from memserve.messages import (
 )
 from memserve.serving import MessageArrived, Send
 from memserve.store_messages import JoinRequest
+from memserve.types import Role
 
 ANY_ROUTER = Peer(ROUTER, 0)
 """Any router that is at the address that is dialled."""
@@ -181,6 +182,9 @@ class MemberMachine:
                     self._leave(refused=reason)
             case HeartbeatAck():
                 pass
+            case Leave():
+                if self.addresses.is_called and sender in (self.router, self._rejoins_at):
+                    self._be_alone(f"the router at {self.addresses} ends")
             case PeerJoined(info):
                 self._meet(info)
                 self._do(Deliver(sender, message))
@@ -328,6 +332,10 @@ class MemberMachine:
         )
 
     def _leave(self, refused: str = "") -> None:
+        if self.info.role is not Role.STORE:  # a store outlives its router, which may be gone and tell it nothing
+            for info in self._peers.values():
+                if info.role is Role.STORE:
+                    self._do(Send(info.peer, Leave()))
         if self.router is not None:
             self._do(Send(self.router, Leave()))
         self._has_left = True

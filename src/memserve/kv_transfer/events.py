@@ -129,6 +129,8 @@ class FetchEnded:
     """Tokens of the prefix that the fetch left in the index, unpinned, from the prompt's start. 0 unless ``ok``."""
     reason: str
     pulled_blocks: int = 0
+    was_offered: bool = False
+    """The holder had it in memory, in time for its offer, though it may not have come."""
 
 
 @dataclass(frozen=True, slots=True)

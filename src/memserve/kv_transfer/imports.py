@@ -316,7 +316,7 @@ def report_failure(context: TransferContext, imported: Import, reason: str) -> N
         failed = HandoffFailed(imported.transfer_id, imported.sender, imported.offer, reason)
         context.outcomes.append(failed)
     elif imported.fetching is not None:
-        context.outcomes.append(FetchEnded(imported.transfer_id, False, 0, reason))
+        context.outcomes.append(FetchEnded(imported.transfer_id, False, 0, reason, was_offered=True))
 
 
 def give_back(context: TransferContext, imported: Import) -> None:

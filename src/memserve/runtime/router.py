@@ -27,6 +27,7 @@ from memserve.cluster.events import (
     ReportMember,
     RequestArrived,
     RequestCancelled,
+    RouterEnds,
     Send,
     SequenceStopped,
     StateRecovered,
@@ -205,6 +206,7 @@ class RouterEngine:
         self._closed = True
         for request_id in self._clients.close():
             self.cancel(request_id)
+        self._loop.post(RouterEnds())
         self._loop.close(timeout_s)
         if self._keeper is not None:
             self._keeper.close(timeout_s)

@@ -28,8 +28,10 @@ import numpy as np
 
 from memserve import _core
 from memserve.errors import UserError
+from memserve.policy.costs import CopyCurve
 from memserve.runtime.store_bounce import Bounce, BounceMemory
 from memserve.runtime.store_files import DiskFile, open_files
+from memserve.runtime.store_speed import measured_curve
 from memserve.store import disk_events as ev
 from memserve.store.disk_config import DisksConfig
 from memserve.store.disk_events import PAGE_BYTES, DiskAction, DiskDone
@@ -89,6 +91,11 @@ class DiskHost:
         self.logs = [file.log for file in self._files]
         self.engine, self.depth = engine, depth
         self._workers: list[_Worker] = []
+
+    def read_curve(self) -> CopyCurve | None:
+        """What reading the disks takes, by a few reads now; see :func:`measured_curve`. Before :meth:`start`."""
+        disks = [(file.path, file.log) for file in self._files]
+        return measured_curve(disks, lambda path: self._queue(path, []))
 
     def start(
         self, post: Post, address: int, nbytes: int, unit_bytes: int, *, make_queue: MakeQueue | None = None

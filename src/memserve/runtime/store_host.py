@@ -29,12 +29,14 @@ from memserve.instance.member import MemberMachine
 from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
 from memserve.mempool.identity import identity_key
 from memserve.messages import AnyMessage, Peer, PeerInfo
+from memserve.policy.costs import CostModel
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.loop import MachineLoop
 from memserve.runtime.member import new_generation
 from memserve.runtime.meta_children import end_when_orphaned
 from memserve.runtime.process import Askings, on_ending_signals
+from memserve.runtime.store_carry import CarriedValues, put_values, take_values
 from memserve.runtime.store_disks import DiskHost
 from memserve.runtime.store_place import (
     NO_MODEL,
@@ -71,8 +73,9 @@ _CLOSE_S = 10.0
 class StoreLife:
     """A store for one model's KV, from its start to its end."""
 
-    def __init__(self, place: StorePlace, model: StoredModel, me: Peer) -> None:
-        """Raises :class:`UserError` when memory, disks or address cannot be had."""
+    def __init__(self, place: StorePlace, model: StoredModel, me: Peer, carried: CarriedValues | None = None) -> None:
+        """``carried``: values of the life before. Raises :class:`UserError` when memory, disks or address cannot be
+        had."""
         self._place = place
         self._tier: _core.MemoryTier | None = None
         self.ended = threading.Event()
@@ -81,20 +84,23 @@ class StoreLife:
         self._failure: UserError | None = None
         self._opened: list[Callable[[], object]] = []  # how to close what is open, in the order of opening
         try:
-            self._open(model, me)
+            self._open(model, me, carried or CarriedValues())
         except BaseException:
             self._close_all()
             if self._tier is not None and not self._tier.adopted:
                 self._tier.unlink()
             raise
 
-    def _open(self, model: StoredModel, me: Peer) -> None:
+    def _open(self, model: StoredModel, me: Peer, carried: CarriedValues) -> None:
         place, geometry = self._place, model.geometry
         self._tier = tier = _open_memory(place, geometry.block_bytes)
+        _put_carried(tier, carried)
         arena = tier.arena
         assert arena is not None
         self._disks = DiskHost(list(place.folders), place.disks)
         self._opened.append(self._close_disks)
+        curve = self._disks.read_curve()
+        costs = CostModel(disk=curve).encode() if curve is not None else b""
         self._values = ValueJobs(arena, self._post, self._send, lambda: self._loop.has_waiting)
         self._opened.append(self._values.close)
         link = place.link if model.namespace else "shm"  # until there is KV to be read, no other host needs a way
@@ -107,7 +113,7 @@ class StoreLife:
                 me, place.secret, place.host, place.port, self._heard, advertise=place.advertise, alias=STORE.name
             )
             self._opened.append(self._mailbox.close)
-            info = self._port.describe(_info(tier, model, me, self._mailbox.address))
+            info = self._port.describe(_info(tier, model, me, self._mailbox.address, costs))
             member = MemberMachine(info, place.join, MemberConfig())
             disks = Disks(self._disks.logs, place.disks)
             self.machine = StoreMachine(tier, disks, info, identity_key(place.secret), member)
@@ -151,6 +157,13 @@ class StoreLife:
             self._tier.unlink()
         if self._failure is not None:
             raise self._failure
+
+    def carried(self) -> CarriedValues:
+        """Behind :meth:`close`: values of clients that the next life would not find where they are."""
+        tier, model = self._tier, self.next_model
+        if tier is None or model is None or model.geometry.block_bytes == tier.block_bytes:
+            return CarriedValues()
+        return take_values(tier, self.machine.values.disks.__contains__)
 
     def _close_all(self) -> None:
         while self._opened:
@@ -261,10 +274,10 @@ def run_store(
     if outlive is not None:
         end_when_orphaned(outlive, lambda: lives[-1].router if lives else None)
     model: StoredModel | None = known_model(place)
-    generation, is_first = 0, True
+    generation, is_first, carried = 0, True, CarriedValues()
     while model is not None:
         generation = max(generation + 1, new_generation())
-        life = StoreLife(place, model, Peer(place.name, generation))
+        life = StoreLife(place, model, Peer(place.name, generation), carried)
         lives.append(life)
         if asked.count:
             life.end(0.0)
@@ -278,6 +291,7 @@ def run_store(
         if model is not None:
             remember_model(place, model)
         life.close(is_orderly=model is None)
+        carried = life.carried() if model is not None else CarriedValues()
         lives.clear()
         del life
         gc.collect()  # machine and memory are a cycle, and the next life takes over the memory's files
@@ -296,7 +310,20 @@ def _open_memory(place: StorePlace, block_bytes: int) -> _core.MemoryTier:
         raise UserError(f"cannot have {nbytes:,} bytes of shared memory: {error}", hint=hint, param="dram") from None
 
 
-def _info(tier: _core.MemoryTier, model: StoredModel, me: Peer, address: str) -> PeerInfo:
+def _put_carried(tier: _core.MemoryTier, carried: CarriedValues) -> None:
+    put_values(tier, carried)
+    if carried.values:
+        log.info("%s values of clients are in memory as before", f"{len(carried.values):,}")
+    if carried.lost:
+        log.warning(
+            "%s values of clients were in memory alone and are lost: the memory is another, with blocks of %s bytes",
+            f"{carried.lost:,}",
+            f"{tier.block_bytes:,}",
+        )
+    carried.values.clear()
+
+
+def _info(tier: _core.MemoryTier, model: StoredModel, me: Peer, address: str, costs: bytes) -> PeerInfo:
     """What members are told of a store."""
     return PeerInfo(
         peer=me,
@@ -310,4 +337,5 @@ def _info(tier: _core.MemoryTier, model: StoredModel, me: Peer, address: str) ->
         caching=True,
         pid=os.getpid(),
         publishes_events=True,
+        costs=costs,
     )

@@ -50,7 +50,8 @@ class DiskModel:
 
     @property
     def curve(self) -> CopyCurve:
-        """Reading, checksums included, as ``memserve profile`` would have measured it: what decisions use."""
+        """Reading, checksums included, as a store finds it at its start: what decisions use. The store's own work for
+        each block, which a real store adds, takes no virtual time."""
         return CopyCurve(float(self.read_latency_ns), 0.0, NS_PER_S / self.read_bytes_per_s + SEAL_BYTE_NS)
 
 

@@ -8,7 +8,8 @@
     check -> hold ---> ReadRecord ---> compare, let_go
 
 A record's segment is held while one of its bytes may be read: it is not written again meanwhile. A disk that fails
-``failures_max`` jobs in a row is lost: what was on it is dropped, what is under way ends, and no job follows.
+``failures_max`` jobs in a row is lost: what was on it is dropped, what is under way ends, and no job follows. One that
+has no room is read and not written (``disk_room.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from memserve.store import disk_events as ev
 from memserve.store.disk_check import RecordsToCheck, Verification
 from memserve.store.disk_events import PAGE_BYTES, DiskDone
 from memserve.store.disk_reads import ReadsUnderWay
+from memserve.store.disk_room import DiskRoom
 from memserve.store.disk_steps import (
     CheckStep,
     CommandStep,
@@ -30,6 +32,7 @@ from memserve.store.disk_steps import (
     Shared,
     Step,
     WriteStep,
+    actions_of_move,
     name_if_same,
     place_of,
     record_bytes,
@@ -58,6 +61,7 @@ class Disk:
         self._moves: deque[tuple[int, bytes]] = deque()
         self._moving = 0
         self._failures = 0
+        self._room = DiskRoom(number, shared)
         self._check = RecordsToCheck(self._config.check_pause_ns)
         self.pump(0)
 
@@ -65,8 +69,13 @@ class Disk:
 
     @property
     def is_busy(self) -> bool:
-        """No write is taken: too many are under way."""
-        return len(self._tickets) >= self._config.writes_max
+        """No write is taken: too many are under way, or there is no room."""
+        return len(self._tickets) >= self._config.writes_max or not self._room.takes_writes
+
+    @property
+    def is_full(self) -> bool:
+        """It is read, and not written."""
+        return self._room.is_full
 
     @property
     def has_unused_space(self) -> bool:
@@ -75,8 +84,8 @@ class Disk:
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way."""
-        return not self._jobs and (self.log is None or self.log.idle)
+        """Nothing is under way; what waits for room is not."""
+        return not self._jobs and (self.log is None or self.log.idle or self.is_full)
 
     @property
     def verifying(self) -> bool:
@@ -100,6 +109,7 @@ class Disk:
         job = self._begin(step)
         self._shared.actions.append(ev.WriteExtent(job, self.number, ticket.offset, head, extent, length, inside))
         self._tickets[ticket.id] = step
+        self._room.write_begins()
         self._writing[key] = self._writing.get(key, 0) + 1
         self._counters.writes += 1
         self._counters.payload_bytes_written += length
@@ -132,8 +142,8 @@ class Disk:
 
     def purge(self, now: int) -> None:
         """Forget everything."""
+        self.pump(now)
         if self.log is not None:
-            self.pump(now)
             self.log.purge()
             self.log.take_evicted()  # the caller knows
             self.pump(now)
@@ -150,13 +160,15 @@ class Disk:
         """A job has come to its end."""
         check(done.job in self._jobs, "no such job is under way")
         step = self._jobs.pop(done.job)
-        self._failures = 0 if done.ok else self._failures + 1
         self._counters.device_errors += not done.ok
         if self.log is None:
             self._ended_after_loss(step, done)
             return
+        had_no_room = self._room.ended(step, done, now)
+        if not had_no_room:
+            self._failures = 0 if done.ok else self._failures + 1
         match step:
-            case CommandStep(command):
+            case CommandStep(command) if not had_no_room:
                 self.log.finish_command(command, done.ok)
             case WriteStep(ticket) | MoveWrite(ticket):
                 self.log.finish_record(ticket, done.ok)
@@ -175,13 +187,15 @@ class Disk:
         for read_id in self._reads.take_late(now):
             self._counters.reads_late += 1
             self._shared.outcomes.append(ev.ReadEnded(read_id, False, "late", extent_free=False))
+        self._room.tick(now)
         if self.log is not None:
+            self._begin_due(now)
             self._check_next(self.log, now)
 
     @property
     def next_deadline_ns(self) -> int | None:
         """When :meth:`tick` has something to do."""
-        times = [self._reads.next_deadline_ns]
+        times = [self._reads.next_deadline_ns, self._room.next_deadline_ns]
         if self._check.verification is not None and self._check.job is None:
             times.append(self._check.after_ns)
         return min((at for at in times if at is not None), default=None)
@@ -239,15 +253,8 @@ class Disk:
             return
         move = MoveWrite(ticket.id, step.command)
         self._tickets[ticket.id] = move
-        job, length = self._begin(move), step.found.length
-        if ticket.pages == 1:
-            at = SegmentLog.HEAD_BYTES + len(name)
-            page = log.head(ticket.id, name, done.head[at : at + length])
-            self._shared.actions.append(ev.DropRecord(self.number, done.job))
-            self._shared.actions.append(ev.WritePages(job, self.number, ticket.offset, page))
-        else:
-            head = log.head(ticket.id, name)
-            self._shared.actions.append(ev.WriteRecord(job, self.number, ticket.offset, head, done.job, length))
+        job = self._begin(move)
+        self._shared.actions += actions_of_move(log, self.number, job, ticket, name, done, step.found.length)
         self._shared.charge(ticket.pages * PAGE_BYTES, now)
 
     # -- verification
@@ -290,21 +297,23 @@ class Disk:
             for command, kind, offset, data in commands:
                 if kind == _MOVE:
                     self._moves.append((command, data))
-                elif kind == _WRITE:
-                    job = self._begin(CommandStep(command))
-                    self._shared.actions.append(ev.WritePages(job, self.number, offset, data))
-                    self._shared.charge(len(data), now)
-                else:
-                    self._shared.actions.append(ev.SyncDisk(self._begin(CommandStep(command)), self.number))
+                    continue
+                self._room.add(CommandStep(command, offset, data if kind == _WRITE else None))
+            self._begin_due(now)
             for ticket, published in ended:
                 self._ticket_ended(log, ticket, published)
-            moved = bool(self._moves) and self._moving < self._config.moves_max
+            moved = bool(self._moves) and self._moving < self._config.moves_max and not self.is_full
             if moved:
                 self._start_move(log, now)
             if not (commands or ended or moved):
                 break
         if log is not None and (evicted := log.take_evicted()):
             self._shared.outcomes.append(ev.Dropped(evicted))
+
+    def _begin_due(self, now: int) -> None:
+        for step in self._room.take_due():
+            self._shared.actions.append(step.action(self._begin(step), self.number))
+            self._shared.charge(len(step.data or b""), now)
 
     def _ticket_ended(self, log: SegmentLog, ticket: int, published: bool) -> None:
         step = self._tickets.pop(ticket)
@@ -347,6 +356,7 @@ class Disk:
                 if isinstance(step, WriteStep):
                     self._write_ended(step.key, False)
         self._moves.clear()
+        self._room.forget()
         self._check.stop()
 
     def _ended_after_loss(self, step: object, done: DiskDone) -> None:

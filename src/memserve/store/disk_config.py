@@ -56,7 +56,9 @@ class DisksConfig:
     frequency_keys: int = 1 << 20
     """How many keys admission tells apart: three bytes of memory each."""
     failures_max: int = 8
-    """A disk that fails so many jobs in a row is lost."""
+    """A disk that fails so many jobs in a row is lost; one that has no room for so many writes in a row is full."""
+    full_pause_ns: int = 60 * NS_PER_S
+    """How long a full disk is not written before one more write is tried."""
     check_pause_ns: int = 10 * NS_PER_MS
     """How long a verification waits before its next record while callers read."""
 
@@ -101,5 +103,7 @@ class DiskCounters:
     device_errors: int = 0
     """Jobs of any kind that the device failed."""
     disks_lost: int = 0
+    disks_filled: int = 0
+    """How often a disk stopped being written because there was no room."""
     checked: int = 0
     """Records that verifications read."""

@@ -169,6 +169,22 @@ class DiskLost:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskFull:
+    """There was no room for what was written, again and again, last for the reason ``why``: the disk is read, and not
+    written but for a try at intervals."""
+
+    disk: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskHasRoom:
+    """A full disk is written again."""
+
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
 class Verified:
     """The end of a verification: ``records`` were read and compared, ``payload_bytes`` long in all.
 
@@ -183,4 +199,4 @@ class Verified:
     keys: bytes
 
 
-DiskOutcome = Written | ReadEnded | ExtentFree | Dropped | DiskLost | Verified
+DiskOutcome = Written | ReadEnded | ExtentFree | Dropped | DiskLost | DiskFull | DiskHasRoom | Verified

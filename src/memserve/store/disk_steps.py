@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memserve._core import Found, SegmentLog
+from memserve._core import Found, SegmentLog, Ticket
 from memserve.store.disk_config import DiskCounters, DisksConfig
-from memserve.store.disk_events import PAGE_BYTES, DiskAction, DiskDone, DiskOutcome
+from memserve.store.disk_events import (
+    PAGE_BYTES,
+    DiskAction,
+    DiskDone,
+    DiskOutcome,
+    DropRecord,
+    SyncDisk,
+    WritePages,
+    WriteRecord,
+)
 from memserve.store.write_budget import WriteBudget
 from memserve.units import ceil_div
 
@@ -43,6 +52,13 @@ class CommandStep:
     """Of the log itself: pages of its own, or a sync."""
 
     command: int
+    offset: int = 0
+    data: bytes | None = None
+    """None: a sync."""
+
+    def action(self, job: int, disk: int) -> DiskAction:
+        """What the host has to do for it."""
+        return SyncDisk(job, disk) if self.data is None else WritePages(job, disk, self.offset, self.data)
 
 
 @dataclass(slots=True)
@@ -95,6 +111,17 @@ def place_of(found: Found) -> tuple[int, int]:
     """Where a record's head lies on the disk, and where in the head's page its payload begins; 0: behind that page."""
     inside = found.offset - found.head_offset
     return found.head_offset, inside if inside < PAGE_BYTES else 0
+
+
+def actions_of_move(
+    log: SegmentLog, disk: int, job: int, ticket: Ticket, name: bytes, done: DiskDone, length: int
+) -> list[DiskAction]:
+    """What writes the record that ``done`` has read to where it moves."""
+    if ticket.pages > 1:
+        return [WriteRecord(job, disk, ticket.offset, log.head(ticket.id, name), done.job, length)]
+    at = SegmentLog.HEAD_BYTES + len(name)
+    page = log.head(ticket.id, name, done.head[at : at + length])
+    return [DropRecord(disk, done.job), WritePages(job, disk, ticket.offset, page)]
 
 
 def record_bytes(length: int, name_bytes: int = 0) -> int:

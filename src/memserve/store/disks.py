@@ -259,10 +259,11 @@ class Disks:
         return counters.disk_bytes_written / max(1, counters.payload_bytes_written)
 
     def counters(self) -> dict[str, int]:
-        """:class:`DiskCounters`, and of the logs: ``records`` and ``disks`` now; ``records_evicted``, ``..._recovered``
-        and ``..._torn`` since the start, of disks that are not lost."""
+        """:class:`DiskCounters`, and of the logs: ``records`` and ``disks`` now; ``disks_full`` of these;
+        ``records_evicted``, ``..._recovered`` and ``..._torn`` since the start, of disks that are not lost."""
         counts = asdict(self._shared.counters)
         counts["records"], counts["disks"] = len(self), len(self._live)
+        counts["disks_full"] = sum(disk.is_full for disk in self._live)
         for name in ("records_evicted", "records_recovered", "records_torn"):
             counts[name] = sum(log.counters()[name] for log in self._logs())
         return counts

@@ -61,7 +61,16 @@ from memserve.messages import (
 from memserve.serving import ClockTicked, MessageArrived
 from memserve.store.clients import Clients
 from memserve.store.config import StoreConfig, StoreCounters
-from memserve.store.disk_events import DiskDone, Dropped, ExtentFree, ReadEnded, Verified, Written
+from memserve.store.disk_events import (
+    DiskDone,
+    DiskFull,
+    DiskHasRoom,
+    Dropped,
+    ExtentFree,
+    ReadEnded,
+    Verified,
+    Written,
+)
 from memserve.store.disks import Disks
 from memserve.store.events import (
     Ended,
@@ -194,6 +203,12 @@ class StoreMachine:
                     self.values.dropped(outcome)
                 case Verified():
                     self.clients.sweeps.disks_verified(outcome)
+                case DiskFull(number, why):
+                    pause_s = self.values.disks.config.full_pause_ns / NS_PER_S
+                    text = f"--ssd number {number + 1} has no room for what is written ({why}): it is read, and not"
+                    self.jobs.ask(Notice(f"{text} written but for a try every {pause_s:.0f} s"))
+                case DiskHasRoom(number):
+                    self.jobs.ask(Notice(f"--ssd number {number + 1} has room again: it is written"))
         return bool(outcomes)
 
     # -- messages
@@ -243,7 +258,10 @@ class StoreMachine:
 
     def _hear_member(self, sender: Peer, message: AnyMessage, now: int) -> None:
         if sender.name != ROUTER:
-            self.kv.hear(sender, message, now)
+            if isinstance(message, Leave):
+                self.kv.peer_gone(sender, now)
+            else:
+                self.kv.hear(sender, message, now)
             return
         match message:
             case JoinAccepted(peers):

@@ -47,7 +47,7 @@ while seen < wanted:
     key = key_of(rng.randrange(KEYS))
     if rng.random() < 0.3:
         target = bytearray(1 << 17)
-        length, = reader.copy(key, [b"name"], [target])
+        length, = (reader.copy if rng.random() < 0.5 else reader.copy_all)(key, [b"name"], [target]) or [-1]
         assert length < 0 or is_whole(key, bytes(target[:length])), "torn copy"
         seen += length >= 0
     elif (found := reader.hold(key, b"name")) is not None:
@@ -481,6 +481,44 @@ def test_peers_of_the_exchange_map_the_named_file(name: str) -> None:
     Path(tier.data_path).chmod(0o644)
     with pytest.raises(OSError, match="could shrink"):
         PeerArena(os.getpid(), arena.fd, ARENA)
+    tier.unlink()
+
+
+@pytest.mark.parametrize("behind", [0, 1, 16, 31, 63, 64, 65, 4095])
+def test_a_copy_writes_its_bytes_and_no_others_wherever_its_target_lies(name: str, behind: int) -> None:
+    tier, drawn = MemoryTier(1 << 20, BLOCK, name=name), random.Random(behind)
+    reader = TierReader(tier.data_path, tier.index_path, tier.open_client(1))
+    lengths = [1, 63, 64, 255, 256, 4097, 65_536, 65_537, 300_000]
+    whole = np.zeros(2 * PAGE + max(lengths) + 64, np.uint8)
+    for number, length in enumerate(lengths):
+        payload, key = drawn.randbytes(length), key_of(number)
+        offset = tier.allocate(length)
+        assert offset is not None and tier.arena is not None
+        memoryview(tier.arena)[offset : offset + length] = payload
+        assert tier.publish(key, offset, length)
+        tier.release(offset)
+        begin = -whole.ctypes.data % PAGE + behind
+        whole[:] = 0xEE
+        assert reader.copy(key, [b""], [whole[begin : begin + length]]) == [length]
+        assert whole[begin : begin + length].tobytes() == payload
+        assert (whole[:begin] == 0xEE).all() and (whole[begin + length :] == 0xEE).all()
+    tier.unlink()
+
+
+def test_all_memory_is_there_from_the_start_whatever_pages_it_lies_on(name: str) -> None:
+    """Both ends of an arena come first to have huge pages, where there are some; the rest has small ones."""
+    tier = MemoryTier((11 << 20) + BLOCK, BLOCK, name=name)
+    for path in (tier.data_path, tier.index_path):
+        status = os.stat(path)
+        assert status.st_blocks * 512 >= status.st_size
+    assert tier.arena is not None and not np.frombuffer(tier.arena, np.uint8).any()
+    count = (11 << 20) // (2 * BLOCK)
+    assert all(publish(tier, number, 4) for number in range(count)) and len(tier) == count
+    reader = TierReader(tier.data_path, tier.index_path, tier.open_client(1))
+    for number in range(count):
+        held = reader.hold(key_of(number), b"name")
+        assert held is not None and at(*held[:2]) == payload_of(number, 4)
+        reader.let_go(held[2])
     tier.unlink()
 
 

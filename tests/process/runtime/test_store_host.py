@@ -29,6 +29,7 @@ from memserve.messages import (
     Peer,
     PeerInfo,
 )
+from memserve.policy.costs import CostModel
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.links.shm import this_host
@@ -49,6 +50,8 @@ class Cluster:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.hides = False
+        """The router answers no store."""
         self.news: list[KvEvents | KvSnapshot] = []
         self.store: PeerInfo | None = None
         self.outcomes: list[object] = []
@@ -69,7 +72,7 @@ class Cluster:
             part.close()
 
     def _router_hears(self, sender: Peer, message: AnyMessage) -> None:
-        if isinstance(message, Join):
+        if isinstance(message, Join) and not self.hides:
             self.router.connect(message.info.peer, message.info.address)
             self.router.send(message.info.peer, JoinAccepted((self.info, message.info), message.sent_to))
             self._meet(message.info)
@@ -237,6 +240,7 @@ def test_kv_of_an_instance_outlives_the_store(cluster: Cluster, new_store, tmp_p
     store = new_store("--join", cluster.router.address.removeprefix("tcp://"), "--ssd", f"{tmp_path}/ssd=64MiB")
     store.start()
     eventually(lambda: cluster.ready)
+    assert cluster.store is not None and not cluster.store.costs, "of a disk without values nothing is known"
     cluster.push()
     eventually(lambda: cluster.known() == {Tier.DRAM: 8})
     assert cluster.fetch() == 8
@@ -255,6 +259,7 @@ def test_kv_of_an_instance_outlives_the_store(cluster: Cluster, new_store, tmp_p
     cluster.forget_store()
     assert "0 values in memory, 8 on disks" in store.start()
     eventually(lambda: cluster.ready and cluster.known() == {Tier.SSD: 8})
+    assert CostModel.decoded(cluster.store.costs).disk.byte_ns > 0, "it has read a little of its disk"
     assert cluster.fetch() == 8
     eventually(lambda: cluster.known() == {Tier.DRAM: 8})
     assert store.end() == 0
@@ -285,6 +290,23 @@ def test_values_of_a_client_outlive_the_store(new_store, tmp_path: Path) -> None
         assert client.get(b"key 3") is None
     assert store.end() == 0
     assert not list(Path("/dev/shm").glob(f"memserve-store-s-{os.getpid()}-{store.port}-*"))
+
+
+def test_values_in_memory_alone_outlive_the_first_model(cluster: Cluster, new_store) -> None:
+    """The store takes memory with blocks of that model; its clients find what they have put."""
+    store = new_store("--join", cluster.router.address.removeprefix("tcp://"))
+    cluster.hides = True
+    store.start()
+    values = {b"key %d" % n: bytes([n]) * (3000 * n) for n in range(20)}
+    with store.client() as client:
+        assert all(client.put(name, value) for name, value in values.items())
+    cluster.hides = False
+    eventually(lambda: cluster.ready)
+    with store.client() as client:
+        for name, value in values.items():
+            with client.get(name) as view:
+                assert bytes(view) == value
+    assert store.end() == 0
 
 
 def test_the_end_of_a_store_without_disks_leaves_nothing(new_store) -> None:

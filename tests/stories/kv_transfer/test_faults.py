@@ -209,7 +209,7 @@ def test_when_a_step_failed_nothing_is_relied_upon(world) -> None:
     d.take(d.exchange.everything_failed(0))
     d.pool.clear_cache()
     assert len(of(d, HandoffFailed)) == 2 and Released(offer_id, p.peer, False, "a step failed") in d.outcomes
-    assert FetchEnded(fetch_id, False, 0, "a step failed") in d.outcomes
+    assert FetchEnded(fetch_id, False, 0, "a step failed", was_offered=True) in d.outcomes
     report = d.pool.report().by_tier[Tier.HBM]
     assert report.blocks_cached == 0 and report.blocks_used == sum(len(pull.job.dst_blocks) for pull in d.pulls)
     world.run()

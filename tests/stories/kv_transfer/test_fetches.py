@@ -123,7 +123,7 @@ def test_a_fetch_gets_nothing_else_than_what_it_asked_for(world) -> None:
     d.hear(Peer("e", 1), other)
     assert d.exchange.transfers_open == 1 and not of(d, FetchEnded), "an answer of another instance"
     d.hear(p.peer, other)
-    assert last(d) == FetchEnded(asked, False, 0, "not what was asked for")
+    assert last(d) == FetchEnded(asked, False, 0, "not what was asked for", was_offered=True)
     with pytest.raises(InvariantError, match="to fetch"):
         d.exchange.fetch(p.peer, "", array(PROMPT), 0, 3, 0, 500)
 

@@ -9,7 +9,7 @@ import pytest
 from exchange_world import BLOCK, LEASE_NS
 from memserve.config import MemberConfig
 from memserve.instance.events import DrainAsked
-from memserve.messages import JoinAccepted
+from memserve.messages import JoinAccepted, Leave
 from memserve.serving import ClockTicked
 from memserve.store_messages import JoinRequest, StoreCode
 from memserve.units import NS_PER_S
@@ -124,3 +124,22 @@ def test_an_end_with_nothing_to_write_says_so(world) -> None:
     world.run()
     assert world.store.notices == ["SIGTERM: store s ends; it keeps 1 values on disks"]
     assert world.store.ended is not None
+
+
+def test_a_store_that_hears_of_the_end_holds_nothing_and_is_free_for_another_router(world) -> None:
+    """Of its router, or of an instance whose router is silent."""
+    world.open_store(blocks=8, is_called=True)
+    world.store.hear(ROUTER_PEER, CALL)
+    p = world.instance("p")
+    push(world, p, "t", PROMPT)
+    while not world.store.pulls:
+        assert world.step(pulls=False)
+    assert world.store.exchange.transfers_open
+    world.store.hear(p.peer, Leave())
+    while world.store.pulls:
+        world.store.answer(world.store.pulls[0])
+    assert not world.store.exchange.transfers_open and world.now < LEASE_NS
+
+    world.store.hear(ROUTER_PEER, Leave())
+    assert world.store.machine.member.is_alone
+    assert world.store.notices[-1] == "the router at tcp://router:1 ends; s waits to be called by another"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from exchange_world import BLOCK, LEASE_NS
+from memserve.instance.events import DrainAsked
 from memserve.messages import Expelled, Leave, Peer, Refused
 from memserve.store.config import StoreConfig
 from memserve.store_messages import (
@@ -449,3 +450,48 @@ def test_a_client_that_greets_differently_begins_anew(world) -> None:
     world.run()
     assert a.welcome.number > number
     world.wait(LEASE_NS)
+
+
+def test_values_are_read_from_a_disk_without_room_and_deletions_are_late(world) -> None:
+    """One line when it stops being written, one when it is written again."""
+    store = world.open_store(blocks=64, disks=1, segments=20, config=StoreConfig(forget_ns=NS_PER_S))
+    a = world.client("a")
+    values = {b"%d" % n: bytes([n]) * 2000 for n in range(20)}
+    for name in list(values)[:10]:
+        a.put({name: values[name]})
+        world.run()
+    assert store.machine.values.disks.counters()["records"] == 10
+    store.fails, store.why = True, "ENOSPC"
+    for name in list(values)[10:]:
+        a.put({name: values[name]})
+        world.run()
+    assert [notice for notice in store.notices if "has no room" in notice] == store.notices[-1:]
+    assert "--ssd number 1 has no room for what is written (ENOSPC)" in store.notices[-1]
+    assert a.world.store.machine.clients.numbers()["disk_disks_full"] == 1
+    a.say(StoreDelete(777, a.key(b"3"), (b"3",)))
+    world.run()
+    assert 777 not in a.answers, "a restart would find it"
+    world.wait(NS_PER_S)
+    assert codes(a, 777) == LATE
+    store.fails = False
+    kept = [name for name in list(values)[:10] if name != b"3"]
+    assert read(a, b"3") is None and all(read(a, name) == values[name] for name in kept)
+    for _ in range(10):
+        a.hello()
+        world.run()
+        world.wait(9 * NS_PER_S)
+        world.run()
+    assert store.notices[-1] == "--ssd number 1 has room again: it is written"
+    assert store.machine.values.disks.removals_written and store.machine.values.disks.counters()["disks_full"] == 0
+
+
+def test_the_end_of_a_store_does_not_wait_for_room(world) -> None:
+    store = world.open_store(blocks=64, disks=1, segments=20)
+    a = world.client("a")
+    store.fails, store.why = True, "EDQUOT"
+    for n in range(12):
+        a.put({b"%d" % n: bytes(2000)})
+        world.run()
+    store.tell(DrainAsked(60 * NS_PER_S, "SIGTERM"))
+    world.run()
+    assert store.ended is not None

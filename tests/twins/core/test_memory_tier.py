@@ -345,6 +345,27 @@ class Life:
             else:
                 assert target[:length] == value.payload
 
+    def copy_all(self) -> None:
+        if not self.clients:
+            return
+        reader = self.rng.choice(list(self.clients.values()))
+        keys = self.rng.sample(self.keys, self.rng.choice((1, 2, 3)))
+        values = [self.twin.values.get(key) for key in keys]
+        names = [value.name if value else b"" for value in values]
+        short = self.rng.random() < 0.3
+        sizes = [len(value.payload) - short if value else 1 for value in values]
+        targets = [bytearray(b"\xee" * max(0, size)) for size in sizes]
+        lengths = reader.copy_all(b"".join(keys), names, targets, threads=self.rng.choice((1, 3)))
+        fits = [
+            value is not None and value.verified and len(value.payload) <= len(target)
+            for value, target in zip(values, targets, strict=True)
+        ]
+        if lengths is None:
+            assert not all(fits) or reader.held >= 1
+            assert all(target.count(0xEE) == len(target) for target in targets), "something was written"
+        else:
+            assert all(fits) and targets == [value.payload for value in values if value]
+
     def new_owner(self) -> None:
         """As after a kill: what was published is there again, what was not is gone; clients read on."""
         if not self.name:
@@ -398,7 +419,17 @@ class Life:
 
     def run(self, steps: int) -> None:
         often = (self.allocate, self.allocate_blocks, self.publish, self.publish, self.release, self.release, self.find)
-        common = (self.remove, self.retain, self.mark, self.verify, self.hold, self.hold, self.let_go, self.copy)
+        common = (
+            self.remove,
+            self.retain,
+            self.mark,
+            self.verify,
+            self.hold,
+            self.hold,
+            self.let_go,
+            self.copy,
+            self.copy_all,
+        )
         rare = (self.purge, self.misuse, self.open_client, self.close_client, self.new_owner)
         for _ in range(steps):
             kind = self.rng.random()

@@ -181,6 +181,25 @@ def test_a_copy_does_not_count_when_its_client_was_dropped_meanwhile(world: Worl
     targets = [bytearray(UNIT) for _ in names]
     world.interrupt("copied", world.drop_client)
     assert world.reader.copy(keys, names, targets) == [-1, -1, -1] and world.reader.held == 0
+    world.open()
+    world.interrupt("copied", world.drop_client)
+    assert world.reader.copy_all(keys, names, targets) is None and world.reader.held == 0
+
+
+@pytest.mark.parametrize("moment", ["seen", "pinned"])
+def test_all_are_copied_or_none_when_one_is_removed_meanwhile(world: World, moment: str) -> None:
+    for key in KEYS[:3]:
+        world.put(key, 1)
+    keys, names = b"".join(KEYS[:3]), [world.named(key) for key in KEYS[:3]]
+    targets = [bytearray(UNIT) for _ in names]
+    world.interrupt(moment, lambda: world.remove(KEYS[0]))
+    assert world.reader.copy_all(keys, names, targets) is None and world.reader.held == 0
+    assert not any(map(any, targets)), "something was written"
+    world.put(KEYS[0], 1)
+    assert world.reader.copy_all(keys, names, targets) == [len(world.values[key]) for key in KEYS[:3]]
+    assert [bytes(target[: len(world.values[key])]) for key, target in zip(KEYS, targets, strict=False)] == [
+        world.values[key] for key in KEYS[:3]
+    ]
 
 
 def test_a_value_of_another_name_is_never_held_nor_copied_nor_measured(world: World) -> None:
@@ -191,6 +210,7 @@ def test_a_value_of_another_name_is_never_held_nor_copied_nor_measured(world: Wo
         assert world.reader.hold(key, other) is None
         assert world.reader.lengths(key, [other]) == [-1]
         assert world.reader.copy(key, [other], [bytearray(4 * UNIT)]) == [-1]
+        assert world.reader.copy_all(key, [other], [bytearray(4 * UNIT)]) is None
     assert world.reader.lengths(key, [name]) == [len(world.values[key])] and world.reader.held == 0
 
 
@@ -282,8 +302,13 @@ def copied_through(world: World) -> None:
             ever[key].add(world.values.get(key))
 
     world.interrupt(world.rng.choice(("seen", "pinned", "copied")), act)
+    whole = world.rng.random() < 0.5
+    if whole:  # only what is there can be copied together
+        keys = [key for key in keys if key in world.values]
+        names, targets = [world.named(key) for key in keys], targets[: len(keys)]
     try:
-        lengths = world.reader.copy(b"".join(keys), names, targets)
+        copied = (world.reader.copy_all if whole else world.reader.copy)(b"".join(keys), names, targets)
+        lengths = [-1] * len(keys) if copied is None else copied
     except OSError as error:
         assert error.errno == errno.ESTALE and world.reader.closed
         lengths = [-1] * len(keys)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import pytest
 
 from disks_world import DisksWorld, life
+from memserve.store import disk_events as ev
 from memserve.store.disks import DisksConfig
+from memserve.units import NS_PER_MS
 
 SYNCS = ("none", "segment", "always")
 
@@ -22,18 +24,27 @@ class Tally:
     kills: int = 0
     wanted: int = 0
     found: int = 0
+    filled: int = 0
 
 
 def killed_lives(seed: int, kills: int, tally: Tally) -> None:
     """One life with several kills, and what came of each."""
     rng = random.Random(seed)
-    config = DisksConfig(sync=rng.choice(SYNCS), admission="all", writes_max=rng.choice((2, 32)))
+    pause_ns = rng.choice((1, 20 * NS_PER_MS))
+    config = DisksConfig(
+        sync=rng.choice(SYNCS), admission="all", writes_max=rng.choice((2, 32)), full_pause_ns=pause_ns
+    )
     world = DisksWorld(rng, config, disks=rng.choice((1, 2, 3)), segments=rng.choice((4, 6, 20)))
     keys = [rng.randbytes(16) for _ in range(rng.choice((5, 40)))]
     for _ in range(kills):
         world.failing = rng.choice((0.0, 0.0, 0.02, 0.1, 0.8))
+        fills = rng.random() < 0.3
         for _ in life(world, keys, rng.randrange(50, 600)):
-            pass
+            if fills and rng.random() < 0.02:
+                world.is_full = not world.is_full
+        lost = any(isinstance(outcome, ev.DiskLost) for outcome in world.outcomes)
+        assert not lost or world.failing > 0, "a disk without room is lost"
+        tally.filled += world.disks.counters()["disks_filled"]
         power = rng.random() < 0.5
         promised = not power or config.sync != "none"
         wanted, found = world.restart(power=power)
@@ -57,4 +68,5 @@ def test_what_was_published_before_the_last_sync_outlives_a_kill(pytestconfig: p
         except Exception as error:
             error.add_note(f"killed_lives({seed}, 6, Tally())")
             raise
+    assert tally.filled > tally.kills // 20, tally
     assert tally.wanted > tally.kills and tally.found >= 0.99 * tally.wanted, tally

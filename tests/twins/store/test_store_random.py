@@ -90,7 +90,7 @@ class Life:
                 client.hello()
             world.wait(1)
         elif act < 0.93:
-            world.store.fails = rng.random() < 0.2
+            world.store.fails, world.store.why = rng.random() < 0.2, rng.choice(("EIO", "ENOSPC"))
         elif act < 0.94:
             name = rng.choice("ab")
             client = world.clients[name]

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from cluster_world import a_request, info
 from golden import Script
-from memserve.cluster.events import InstanceDied, InstanceDrained, RequestArrived, RequestCancelled, StoreNamed
+from memserve.cluster.events import (
+    InstanceDied,
+    InstanceDrained,
+    RequestArrived,
+    RequestCancelled,
+    RouterEnds,
+    StoreNamed,
+)
 from memserve.cluster.machine import Cluster
 from memserve.config import AdmissionConfig, ClusterConfig
 from memserve.messages import (
@@ -75,6 +82,14 @@ def test_a_store_is_called_again_and_again_and_may_decline() -> None:
     it.hears(2001, S.peer, Refused("it has left"), *left)
     it.at(2002, StoreNamed("tcp://elsewhere"))
     it.later(3000, "Send(store, JoinRequest tcp://elsewhere)")
+
+
+def test_a_store_that_was_called_hears_that_the_router_ends() -> None:
+    it = Router(S)
+    it.at(0, StoreNamed("tcp://router"), CALLS)
+    it.at(5, RouterEnds(), "Send(store, Leave)")
+    alone = Router(S)
+    alone.at(5, RouterEnds())
 
 
 def test_admitted_placed_and_answered() -> None:

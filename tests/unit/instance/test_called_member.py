@@ -33,6 +33,7 @@ from memserve.messages import (
     HeartbeatAck,
     Join,
     JoinAccepted,
+    Leave,
     Load,
     Peer,
     PeerInfo,
@@ -219,3 +220,30 @@ def test_random_lives(life: list[tuple[int, Peer | None, AnyMessage]]) -> None:
         assert all(it.knows(peer) for peer in lines.values()) and len(lines) == len(it._peers)
         assert (it.next_deadline_ns is None) == it.is_alone
         assert it.is_alone or it.next_deadline_ns > now
+
+
+def test_a_router_that_ends_in_good_order_is_left_at_once() -> None:
+    it = Script()
+    it.is_called(0, A, "a")
+    it.joins(1, A, "a")
+    it.hears(2, B, Leave())
+    assert it.member.router == A, "another router's end is no concern of it"
+    ends = Notice("the router at a ends; s1 waits to be called by another")
+    it.hears(3, A, Leave(), ends, PartFromPeer(OTHER.peer))
+    assert it.member.is_alone and it.member.next_deadline_ns is None
+    it.hears(4, A, Leave())
+    it.is_called(5, B, "b")
+
+
+def test_a_router_that_ends_before_it_has_answered_is_left_too() -> None:
+    it = Script()
+    it.is_called(0, A, "a")
+    it.hears(1, A, Leave(), Notice("the router at a ends; s1 waits to be called by another"))
+    it.is_called(2, B, "b")
+
+
+def test_a_store_that_looks_for_its_router_waits_for_it_to_come_back() -> None:
+    it = Script("a")
+    it.joins(1, A, "a")
+    it.hears(2, A, Leave())
+    assert it.member.router == A and not it.member.is_alone

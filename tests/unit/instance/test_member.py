@@ -269,3 +269,12 @@ def test_random_lives(life: list[tuple[int, object, AnyMessage]]) -> None:
         if left:
             return
         assert it.next_deadline_ns is not None and it.next_deadline_ns > now
+
+
+def test_a_store_hears_of_the_end_from_the_instance_itself() -> None:
+    """The router may be gone, and tell it nothing."""
+    it = Script()
+    store = replace(info_of("s", 3), role=Role.STORE)
+    it.joins(5, OLD, OTHER, store)
+    ends = Send(store.peer, Leave()), Send(OLD, Leave())
+    it.at(6, DrainAsked(0), Send(OLD, Drain()), *ends, Left())

@@ -72,6 +72,62 @@ def test_a_quicker_disk_than_was_said_is_learned_too_within_bounds():
 
 
 def test_slow_disks_are_looked_at_now_and_then():
+    """At once when it is not known how slow they are; a trial that brings nothing is no reason for another at once."""
     speed = ReadSpeed(TOLD)
     speed.was_late(1000, 50_000, 100, is_part=False)
+    assert speed.wants_trial(100)
+    speed.trial_begins(100)
     assert not speed.wants_trial(100 + TRIAL_AFTER_NS - 1) and speed.wants_trial(100 + TRIAL_AFTER_NS)
+    speed.was_late(1000, 60_000, 200, is_part=False)
+    assert not speed.wants_trial(200 + TRIAL_AFTER_NS - 1) and speed.wants_trial(200 + TRIAL_AFTER_NS)
+
+
+def test_how_slow_a_disk_is_that_gave_part_is_known():
+    speed = ReadSpeed(TOLD)
+    speed.was_late(1000, 50_000, 100, is_part=True)
+    assert not speed.is_unknown
+    assert not speed.wants_trial(100 + TRIAL_AFTER_NS - 1) and speed.wants_trial(100 + TRIAL_AFTER_NS)
+
+
+def test_of_a_disk_that_gave_nothing_nothing_is_expected_until_something_has_come():
+    """Whatever the next fetch would cost if the disk were only as slow as is proven: the trial says how slow it is."""
+    speed = ReadSpeed(TOLD)
+    speed.was_late(1000, 3000, 0, is_part=False)
+    assert speed.scale == 6.0 and speed.curve.ns(1000) >= 1000 * TOLD.ns(1000)
+    speed.trial_begins(0)
+    speed.came(1000, 80_000, 10)
+    assert speed.scale == 80.0 and speed.curve.ns(1000) == pytest.approx(80 * TOLD.ns(1000), abs=2)
+    stood_still = ReadSpeed(TOLD)
+    stood_still.was_late(1000, 3000, 0, is_part=False)
+    stood_still.came(1000, 900, 10)
+    assert not stood_still.is_unknown and stood_still.scale == 6.0 and not stood_still.wants_trial(10)
+
+
+def test_a_disk_that_was_late_again_and_again_is_not_looked_at_at_once_each_time() -> None:
+    speed = ReadSpeed(TOLD)
+    speed.was_late(1000, 50_000, 0, is_part=False)
+    assert speed.wants_trial(0)
+    speed.came(1000, 1000, 1)
+    speed.was_late(1000, 50_000, 2, is_part=False)
+    assert speed.is_unknown and speed.trial_after_ns == 2 * TRIAL_AFTER_NS
+    assert not speed.wants_trial(2 * TRIAL_AFTER_NS + 1) and speed.wants_trial(2 * TRIAL_AFTER_NS + 2)
+    speed.came(1000, 1000, 2 * TRIAL_AFTER_NS + 2)
+    later = 10 * TRIAL_AFTER_NS
+    speed.was_late(1000, 50_000, later, is_part=False)
+    assert speed.wants_trial(later)
+
+
+def test_what_was_read_in_time_and_moved_late_says_no_more_of_the_disks_than_that() -> None:
+    """As when the blocks that it was to be pulled into were still in use."""
+    speed = ReadSpeed(TOLD)
+    speed.was_late(1000, 3000, 0, is_part=False, was_read=True)
+    assert speed.scale == 6.0 and not speed.is_unknown and not speed.wants_trial(TRIAL_AFTER_NS - 1)
+
+
+def test_an_answer_at_once_that_nothing_is_there_makes_no_disk_unknown():
+    speed = ReadSpeed(TOLD)
+    speed.was_late(TOLD.ns(1000), 1, 0, is_part=False)
+    assert not speed.is_unknown and speed.curve == TOLD
+    slow = ReadSpeed(TOLD, scale=3.0)
+    slow.was_late(TOLD.ns(1000), 1, 0, is_part=False)
+    assert not slow.is_unknown and slow.scale == 3.0

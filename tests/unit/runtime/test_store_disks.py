@@ -127,6 +127,28 @@ def test_writes_that_fail_are_dropped_and_counted(tmp_path: Path, code: int) -> 
     files.close()
 
 
+def test_a_disk_without_room_goes_on_being_read_and_is_written_later(tmp_path: Path) -> None:
+    files = Files([(tmp_path, SIZE)], DisksConfig(admission="all", full_pause_ns=NS_PER_S), faulty=True)
+    kept = [bytes([n]) * 16 for n in range(4)]
+    for key in kept:
+        assert files.write(key, 0, key * 1000)
+    files.queues[0].fails = lambda kind: 0 if kind == "read" else errno.ENOSPC
+    for n in range(12):
+        assert not files.write(bytes([100 + n]) * 16, MIB, bytes(20_000))
+    assert [outcome.why for outcome in files.outcomes_of(ev.DiskFull)] == ["ENOSPC"]
+    assert not files.outcomes_of(ev.DiskLost)
+    assert [files.read(key, 0, 16_000) for key in kept] == [key * 1000 for key in kept]
+    files.queues[0].fails = lambda kind: 0
+    files.tick(files.now + NS_PER_S)
+    files.settle()
+    assert files.outcomes_of(ev.DiskHasRoom) == [ev.DiskHasRoom(0)]
+    assert files.write(b"l" * 16, 0, bytes(20_000))
+    files.close()
+    files = Files([(tmp_path, SIZE)])
+    assert all(key in files.disks for key in [*kept, b"l" * 16])
+    files.close()
+
+
 def test_a_lost_disk_is_forgotten_and_the_other_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     places = [(tmp_path / "a", SIZE), (tmp_path / "b", SIZE)]
     files = Files(places, faulty=True)

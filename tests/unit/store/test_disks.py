@@ -177,6 +177,88 @@ def test_a_disk_that_is_full_drops_writes_and_goes_on() -> None:
     assert filled(world, 1)
 
 
+def refused(world: DisksWorld, why: str = "ENOSPC") -> None:
+    """Writes until the disk is full."""
+    while not ends(world, ev.DiskFull):
+        world.put(world.rng.randbytes(16), BLOCK)
+        for job, begun in list(world.jobs.items()):
+            if not isinstance(begun.action, ev.ReadExtent | ev.ReadRecord):
+                world.end(job, works=False, why=why)
+
+
+@pytest.mark.parametrize("sync", ["none", "segment", "always"])
+@pytest.mark.parametrize("why", ["ENOSPC", "EDQUOT"])
+def test_a_disk_without_room_is_read_and_written_again_when_there_is_room(why: str, sync) -> None:
+    world = started(DisksConfig(admission="all", sync=sync), disks=1, segments=20)
+    keys = filled(world, 12)
+    refused(world, why)
+    assert ends(world, ev.DiskFull) == [ev.DiskFull(0, why)] and not ends(world, ev.DiskLost)
+    assert world.disks.counters()["disks_full"] == world.disks.counters()["disks_filled"] == 1
+    assert world.disks.idle and not world.jobs, "what waits for room is not under way"
+    for key in keys:
+        assert world.read_now(key) == BLOCK
+    assert not world.put(b"n" * 16, BLOCK) and not world.disks.wants(b"n" * 16, len(BLOCK), world.now, bypass=True)
+    assert world.disks.next_deadline_ns == world.now + world.config.full_pause_ns
+    for _ in range(30):  # one write each time, and one word in all
+        world.pass_time(world.config.full_pause_ns)
+        assert len(world.jobs) <= 1
+        world.is_full = True
+        while world.jobs:
+            world.work()
+    assert len(ends(world, ev.DiskFull)) == 1 and not ends(world, ev.DiskHasRoom)
+    world.is_full = False
+    while not ends(world, ev.DiskHasRoom):
+        world.put(b"t" * 16, BLOCK)
+        world.work() if world.jobs else world.pass_time(world.config.full_pause_ns)
+    world.settle()
+    assert world.disks.counters()["disks_full"] == 0 and world.disks.counters()["disks_lost"] == 0
+    fresh = filled(world, 3)
+    assert len(fresh) == 3
+    for power in (False, True):
+        wanted, found = world.restart(power=power)
+        assert found >= len(keys) and (power or found == wanted)
+
+
+def test_a_removal_on_a_full_disk_is_not_said_to_be_safe_before_it_is() -> None:
+    world = started(disks=1, segments=20)
+    first, second, *_ = filled(world, 6)
+    refused(world)
+    world.remove(first)
+    assert first not in world.disks and not world.disks.removals_written
+    assert world.read_now(second) == BLOCK
+    world.pass_time(world.config.full_pause_ns)
+    world.settle()
+    assert world.disks.removals_written and ends(world, ev.DiskHasRoom)
+    world.restart(power=False)
+    assert first not in world.disks and second in world.disks
+
+
+def test_a_full_disk_whose_reads_fail_is_lost() -> None:
+    world = started(DisksConfig(admission="all"), disks=1, segments=20)
+    keys = filled(world, 12)
+    refused(world)
+    for key in keys[:8]:
+        assert world.read(key) is not None
+        world.end(next(iter(world.jobs)), works=False)
+    assert ends(world, ev.DiskLost) == [ev.DiskLost(0, "EIO")] and world.disks.next_deadline_ns is None
+    world.settle()
+
+
+def test_a_try_that_fails_for_another_reason_is_not_the_last() -> None:
+    world = started(disks=1, segments=20)
+    filled(world, 2)
+    refused(world)
+    world.pass_time(world.config.full_pause_ns)
+    world.end(next(iter(world.jobs)), works=False, why="EIO")
+    while world.jobs:
+        world.end(next(iter(world.jobs)), works=False, why="ENOSPC")
+    assert world.disks.next_deadline_ns is not None
+    world.settle()
+    while not ends(world, ev.DiskHasRoom):
+        world.pass_time(world.config.full_pause_ns)
+        world.settle()
+
+
 @pytest.mark.parametrize("disks", [1, 3])
 def test_a_disk_that_fails_eight_times_in_a_row_is_lost_cache_and_nothing_else(disks: int) -> None:
     world = started(DisksConfig(admission="all"), disks=disks, segments=20)

@@ -38,7 +38,7 @@ _SECRET = bytes(range(16))
 _ACHIEVED = (
     "kv_stored", "kv_known", "kv_lent", "fetches_cut", "loads", "loads_failed", "loads_joined", "compared", "damaged",
     "reads_ok", "reads_late", "reads_damaged", "writes_ok", "moves", "records_evicted", "records_recovered",
-    "records_torn", "disks_lost",
+    "records_torn", "disks_lost", "disks_filled",
 )  # fmt: skip
 
 

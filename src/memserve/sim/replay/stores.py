@@ -22,6 +22,7 @@ from memserve.sim.replay.setup import StoreSetup
 from memserve.sim.store_node import StoreNode
 from memserve.sim.timed_disk import TimedDisk, TimedDisks
 from memserve.store.disk_config import SYNC_CODES, DisksConfig, segments_of
+from memserve.store.disk_speed import curve_of_disks
 from memserve.store.disks import Disks
 from memserve.store.machine import StoreMachine
 from memserve.types import Role
@@ -32,10 +33,12 @@ MINUTES_PER_DAY = 24 * 60
 
 
 def store_info(like: PeerInfo, setup: StoreSetup, costs: CostModel) -> PeerInfo:
-    """What members are told of a store on the host of the instance ``like``, which has measured its disks."""
+    """What members are told of a store on the host of the instance ``like``: of its disks what it would have found."""
+    disks = [(nbytes, setup.model.curve) for nbytes in setup.disk_bytes]
+    told = dataclasses.replace(costs, disk=curve_of_disks(disks)) if disks else costs
     return replace(
         like, role=Role.STORE, hbm_blocks=0, dram_blocks=setup.blocks(like.geometry.block_bytes), context_tokens=0,
-        caching=True, costs=dataclasses.replace(costs, disk=setup.model.curve).encode(),
+        caching=True, costs=told.encode(),
     )  # fmt: skip
 
 
