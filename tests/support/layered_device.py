@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from memserve.instance.events import PlaceByLayer, StepFailed, StepFinished, StepPlan
 from memserve.sim.fuzz.literal_device import LiteralDevice, Slot
 from memserve.sim.fuzz.truth import Violation, cell, mix, require
@@ -69,8 +71,8 @@ class LayeredDevice(LiteralDevice):
                 self.moved_pages += 1
         return finished
 
-    def _spoil(self, tier: Tier, pages: object) -> None:
-        for page in pages:  # type: ignore[attr-defined]
+    def _spoil(self, tier: Tier, pages: Iterable[int]) -> None:
+        for page in pages:
             self.pages[tier][page] = [None] * self.block_tokens
 
     # -- rows

@@ -93,7 +93,7 @@ class BatchBuilder:
         self.plan.grow = [entry for entry in self.plan.grow if entry[0] != sequence.slot]
         self.plan.replace = [entry for entry in self.plan.replace if entry[0] != sequence.slot]
         if self.state.memory.layers is not None:
-            self.state.memory.layers.withdraw(self, sequence)
+            self.state.memory.layers.withdraw(self.plan, sequence)
 
     # -- rows
 

@@ -14,62 +14,18 @@ same work before each layer.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memserve.errors import check
-from memserve.instance.events import MovePages, PlaceByLayer
+from memserve.instance.events import MovePages, PlaceByLayer, StepPlan
+from memserve.instance.layered_kv import LayeredKV, Moving
 from memserve.policy.layers import LayerBudget, layer_order
 from memserve.types import Tier
 from memserve.units import ceil_div
 
 if TYPE_CHECKING:
-    from memserve.instance.batch import BatchBuilder
     from memserve.instance.sequence import Sequence
     from memserve.mempool.pool import BlockPool
-
-
-@dataclass(slots=True)
-class Moving:
-    """Copies that one plan makes, and what they fill."""
-
-    step_id: int
-    order: MovePages
-    kept_order: MovePages | None = None
-    """Pages of layers that are kept, into ``frames``."""
-    blocks: list[int] = field(default_factory=list)
-    """Whole blocks that leave. None: a layer comes to be kept."""
-    dram_blocks: list[int] = field(default_factory=list)
-    frames: dict[int, list[int]] = field(default_factory=dict)
-    """More frames of kept layers, or all of one that comes."""
-    staging: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-
-    @property
-    def hbm_frames(self) -> list[int]:
-        """Frames that it fills."""
-        return [*(frame for frames in self.frames.values() for frame in frames), *self.staging[0], *self.staging[1]]
-
-
-@dataclass(slots=True)
-class LayeredKV:
-    """What a sequence holds by layer."""
-
-    first: int
-    """Entries before: cached blocks, whole."""
-    cached: int
-    """Entries that came out of the prefix cache, on either tier."""
-    dram_blocks: list[int] = field(default_factory=list)
-    kept: dict[int, list[int]] = field(default_factory=dict)
-    staging: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
-    moving: Moving | None = None
-    changed: bool = True
-    """The device knows another placement."""
-
-    @property
-    def frames(self) -> list[int]:
-        """All HBM blocks that it holds, also those that are being filled."""
-        kept = [frame for frames in self.kept.values() for frame in frames]
-        return [*kept, *self.staging[0], *self.staging[1], *(self.moving.hbm_frames if self.moving else ())]
 
 
 class LayerPlacer:
@@ -117,7 +73,7 @@ class LayerPlacer:
             return False
         self.sequences = [other for other in self.sequences if other.layered is not None]
         passing = sum(self._passing_pages(other.layered) for other in self.sequences if other.layered is not None)
-        if not self._budget.allows(passing + entries * self._layers) or entries > pool.available_dram():
+        if not self._budget.allows(passing + entries * self._layers) or entries > pool.available(Tier.DRAM):
             return False
         if not self.give_up_kept(needed):
             return False
@@ -136,6 +92,7 @@ class LayerPlacer:
         sequence.computed = sequence.writable_until = (len(hbm) + len(dram)) * self._block_tokens
         self.sequences.append(sequence)
         self.admitted += 1
+        sequence.group.facts.append(("begins_by_layer", f"{needed} of {entries} blocks"))
         return True
 
     def convert(self, running: Many[Sequence], head: Sequence) -> None:
@@ -150,7 +107,7 @@ class LayerPlacer:
             entries = len(sequence.blocks)
             if sequence.layered is not None or not _may_lie_by_layer(sequence) or entries < 2 * self._window_blocks:
                 continue
-            fits = 2 * ceil_div(entries, layers) <= pool.available() and entries <= pool.available_dram()
+            fits = 2 * ceil_div(entries, layers) <= pool.available() and entries <= pool.available(Tier.DRAM)
             if fits and self._budget.allows(pages + entries * layers):
                 self._begin_by_layer(sequence)
                 return
@@ -162,13 +119,14 @@ class LayerPlacer:
         sequence.lease, sequence.published = None, 0
         self.sequences.append(sequence)
         self.converted += 1
+        sequence.group.facts.append(("goes_on_by_layer", f"{len(sequence.blocks)} blocks"))
 
     # -- running
 
-    def advance(self, batch: BatchBuilder, *, keeps: bool) -> None:
+    def advance(self, plan: StepPlan, *, keeps: bool) -> None:
         """Before the rows of a plan: what was moved lies by layer from now on, and what is complete moves. ``keeps``:
         HBM that is free may be used to keep layers."""
-        self._step_id = batch.plan.step_id
+        self._step_id = plan.step_id
         self.sequences = [sequence for sequence in self.sequences if sequence.layered is not None]
         for sequence in self.sequences:
             kv = sequence.layered
@@ -176,10 +134,10 @@ class LayerPlacer:
                 continue
             if kv.moving is not None:
                 self._settle(sequence, kv, kv.moving)
-            if kv.moving is None and not self._spill(batch, sequence, kv) and keeps:
-                self._keep_more(batch, sequence, kv)
+            if kv.moving is None and not self._spill(plan, sequence, kv) and keeps:
+                self._keep_more(plan, sequence, kv)
 
-    def place(self, batch: BatchBuilder) -> None:
+    def place(self, plan: StepPlan) -> None:
         """Behind the rows of a plan: tell the device where everything lies."""
         for sequence in self.sequences:
             kv = sequence.layered
@@ -189,7 +147,7 @@ class LayerPlacer:
                     kept = {layer: list(frames) for layer, frames in kv.kept.items()}
                     staging = list(kv.staging[0]), list(kv.staging[1])
                     order = PlaceByLayer(sequence.slot, kv.first, list(kv.dram_blocks), kept, staging)
-                    batch.plan.place.append(order)
+                    plan.place.append(order)
 
     def make_room(self) -> bool:
         """Give up one kept layer, of the latest request that keeps one. False: none does."""
@@ -233,7 +191,7 @@ class LayerPlacer:
             old.extend(new)
         kv.moving, kv.changed = None, True
 
-    def _spill(self, batch: BatchBuilder, sequence: Sequence, kv: LayeredKV) -> bool:
+    def _spill(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> bool:
         """Move complete blocks to DRAM. False: there are none, or no room."""
         had = len(kv.dram_blocks)
         count = min(sequence.computed, sequence.known) // self._block_tokens - kv.first - had
@@ -253,7 +211,7 @@ class LayerPlacer:
         fresh = [[next(taken) for _ in range(more)] for _ in range(2 + len(kv.kept))]
         blocks = sequence.blocks[kv.first : kv.first + count]
         moving = Moving(
-            batch.plan.step_id,
+            plan.step_id,
             self._whole(blocks, dram.tolist()),
             blocks=blocks,
             dram_blocks=dram.tolist(),
@@ -264,10 +222,10 @@ class LayerPlacer:
         if pages:
             src, dst = [page for some, _ in pages for page in some], [page for _, some in pages for page in some]
             moving.kept_order = MovePages(Tier.HBM, Tier.HBM, src, dst)
-        self._begin(batch, kv, moving)
+        self._begin(plan, kv, moving)
         return True
 
-    def _keep_more(self, batch: BatchBuilder, sequence: Sequence, kv: LayeredKV) -> None:
+    def _keep_more(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
         """Bring one more layer up, where HBM has blocks that are free."""
         order = layer_order(self._layers, sequence.group.arrival)
         layer = next((layer for layer in order if layer not in kv.kept), None)
@@ -278,13 +236,13 @@ class LayerPlacer:
         if frames is not None:
             src, dst = self._kept_pages(frames, layer, kv.dram_blocks, 0)
             up = MovePages(Tier.DRAM, Tier.HBM, src, dst)
-            self._begin(batch, kv, Moving(batch.plan.step_id, up, frames={layer: frames}))
+            self._begin(plan, kv, Moving(plan.step_id, up, frames={layer: frames}))
 
-    def _begin(self, batch: BatchBuilder, kv: LayeredKV, moving: Moving) -> None:
+    def _begin(self, plan: StepPlan, kv: LayeredKV, moving: Moving) -> None:
         kv.moving = moving
-        batch.plan.moves += [order for order in (moving.order, moving.kept_order) if order is not None]
-        if moving.dram_blocks:
-            self._pool.moved(moving.blocks, moving.dram_blocks)
+        plan.moves += [order for order in (moving.order, moving.kept_order) if order is not None]
+        if moving.dram_blocks and self._pool.access is not None:
+            self._pool.access.copied(Tier.HBM, moving.blocks, Tier.DRAM, moving.dram_blocks)
 
     def _whole(self, blocks: Many[int], dram_blocks: Many[int]) -> MovePages:
         layers = range(self._layers)
@@ -303,12 +261,12 @@ class LayerPlacer:
 
     # -- going
 
-    def withdraw(self, batch: BatchBuilder, sequence: Sequence) -> None:
+    def withdraw(self, plan: StepPlan, sequence: Sequence) -> None:
         """Take out what ``batch`` moves for a sequence that is about to be preempted: its blocks get other owners."""
         moving = sequence.layered.moving if sequence.layered is not None else None
-        if moving is not None and moving.step_id == batch.plan.step_id:
+        if moving is not None and moving.step_id == plan.step_id:
             mine = [id(moving.order), id(moving.kept_order)]
-            batch.plan.moves = [order for order in batch.plan.moves if id(order) not in mine]
+            plan.moves = [order for order in plan.moves if id(order) not in mine]
 
     def detach(self, sequence: Sequence, *, publishes: bool) -> None:
         """Leave what lies in DRAM to the prefix cache, if ``publishes``, and give up everything but whole blocks."""

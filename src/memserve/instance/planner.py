@@ -91,7 +91,7 @@ class Planner:
         batch = BatchBuilder(self.state, self.next_step_id)
         layers = self.state.memory.layers
         if layers is not None:
-            layers.advance(batch, keeps=not self.state.waiting)
+            layers.advance(batch.plan, keeps=not self.state.waiting)
         budget = self.config.step_tokens
         stalled = False
         if self.state.decoding.items:
@@ -172,7 +172,7 @@ class Planner:
         state, plan = self.state, batch.plan
         batch.finish()
         if state.memory.layers is not None:
-            state.memory.layers.place(batch)
+            state.memory.layers.place(plan)
         plan.close, state.closing = state.closing, []
         plan.reset_slots, state.slots_unknown = state.slots_unknown, False
         plan.copies = state.memory.pool.take_copies()

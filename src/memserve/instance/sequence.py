@@ -26,7 +26,7 @@ from memserve.transitions import Transitions
 from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput, TransferMode
 
 if TYPE_CHECKING:
-    from memserve.instance.layered import LayeredKV
+    from memserve.instance.layered_kv import LayeredKV
     from memserve.mempool.pool import Lease
 
 Rank = tuple[int, int, int, int]

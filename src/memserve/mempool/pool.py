@@ -218,13 +218,10 @@ class BlockPool:
             self._events_of(self._index.evict(Tier.DRAM, missing))
         return self._dram.allocate(count)
 
-    def available(self) -> int:
-        """Blocks that :meth:`allocate` can give now: free ones and evictable ones."""
-        return self._hbm.blocks_free + self._hbm.blocks_evictable
-
-    def available_dram(self) -> int:
-        """DRAM blocks that :meth:`allocate_dram_ids` can give now."""
-        return self._dram.blocks_free + self._dram.blocks_evictable
+    def available(self, tier: Tier = Tier.HBM) -> int:
+        """Blocks of ``tier`` that can be allocated now: free ones and evictable ones."""
+        allocator = self._dram if tier is Tier.DRAM else self._hbm
+        return allocator.blocks_free + allocator.blocks_evictable
 
     @property
     def blocks_free(self) -> int:
@@ -254,10 +251,8 @@ class BlockPool:
         return self._hbm.ref_count(block) > 1
 
     def copy_block(self, block: int) -> int | None:
-        """A new block with the contents of ``block`` (copy recorded), or None: no room.
-
-        The caller keeps its reference on the old block.
-        """
+        """A new block with the contents of ``block`` (copy recorded). None: no room. The caller keeps its reference on
+        the old block."""
         fresh = self.allocate_ids(1)
         if fresh is None:
             return None
@@ -290,11 +285,6 @@ class BlockPool:
         self._dram.release(dram_blocks)
 
     # -- out
-
-    def moved(self, blocks: Sequence[int], dram_blocks: Sequence[int]) -> None:
-        """The next plan copies ``blocks`` to DRAM by an order of its own."""
-        if self.access is not None:
-            self.access.copied(Tier.HBM, blocks, Tier.DRAM, dram_blocks)
 
     def take_copies(self) -> list[CopyBlocks]:
         """Copies recorded since the last call, in order."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from functools import lru_cache
+from itertools import pairwise
 
 from memserve.units import NS_PER_MS, NS_PER_S
 
@@ -42,9 +43,16 @@ class LayerBudget:
 
 
 def layer_order(num_layers: int, number: int) -> list[int]:
-    """In which order request ``number`` begins to keep layers: each next one lies in the largest gap that is left,
-    about, and requests in a row begin at other layers. A permutation of all layers."""
-    step = max(1, round(num_layers * 0.618))
-    while gcd(step, num_layers) > 1:
-        step += 1
-    return [(number + turn * step) % num_layers for turn in range(num_layers)]
+    """In which order request ``number`` keeps layers: each next one lies in the middle of the largest gap, and requests
+    in a row begin at other layers. A permutation of all layers."""
+    return [(layer + number) % num_layers for layer in _evenly(num_layers)]
+
+
+@lru_cache(maxsize=8)
+def _evenly(num_layers: int) -> tuple[int, ...]:
+    order = [0]
+    while len(order) < num_layers:
+        some = sorted(order)
+        gap, after = max((end - begin, -begin) for begin, end in pairwise([*some, num_layers]))
+        order.append(gap // 2 - after)
+    return tuple(order)

@@ -1,0 +1,50 @@
+"""What one sequence holds by layer, and the copies that are on their way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memserve.instance.events import MovePages
+
+
+@dataclass(slots=True)
+class Moving:
+    """Copies that one plan makes, and what they fill."""
+
+    step_id: int
+    order: MovePages
+    kept_order: MovePages | None = None
+    """Pages of layers that are kept, into ``frames``."""
+    blocks: list[int] = field(default_factory=list)
+    """Whole blocks that leave. None: a layer comes to be kept."""
+    dram_blocks: list[int] = field(default_factory=list)
+    frames: dict[int, list[int]] = field(default_factory=dict)
+    """More frames of kept layers, or all of one that comes."""
+    staging: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+
+    @property
+    def hbm_frames(self) -> list[int]:
+        """Frames that it fills."""
+        return [*(frame for frames in self.frames.values() for frame in frames), *self.staging[0], *self.staging[1]]
+
+
+@dataclass(slots=True)
+class LayeredKV:
+    """What a sequence holds by layer."""
+
+    first: int
+    """Entries before: cached blocks, whole."""
+    cached: int
+    """Entries that came out of the prefix cache, on either tier."""
+    dram_blocks: list[int] = field(default_factory=list)
+    kept: dict[int, list[int]] = field(default_factory=dict)
+    staging: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    moving: Moving | None = None
+    changed: bool = True
+    """The device knows another placement."""
+
+    @property
+    def frames(self) -> list[int]:
+        """All HBM blocks that it holds, also those that are being filled."""
+        kept = [frame for frames in self.kept.values() for frame in frames]
+        return [*kept, *self.staging[0], *self.staging[1], *(self.moving.hbm_frames if self.moving else ())]

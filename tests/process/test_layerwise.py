@@ -1,0 +1,50 @@
+"""``--layerwise auto`` in a whole engine: prompts that wait for memory otherwise, and the same tokens."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from memserve import LLM
+from memserve.errors import UserError
+from memserve.types import SamplingParams
+from tiny_models import prompt, save_folder, tiny_module
+
+OPTIONS = {"dtype": "float32", "threads": 1, "block_tokens": 8, "max_step_tokens": 16, "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_folder(tiny_module("llama"), Path(tmp_path_factory.mktemp("models")) / "tiny"))
+
+
+def answers(model: str, **options: object) -> tuple[list[tuple[int, ...]], int]:
+    """Greedy tokens of ten prompts at once, and how many of their sequences lay by layer."""
+    with LLM(model, **OPTIONS, **options) as llm, ThreadPoolExecutor(10) as pool:
+        greedy = SamplingParams(temperature=0)
+        asked = [
+            pool.submit(llm.generate, [[int(token) for token in prompt(150 + 7 * at, at)]], greedy, max_tokens=30)
+            for at in range(10)
+        ]
+        tokens = [tuple(future.result()[0].outputs[0].tokens) for future in asked]
+        layers = llm._engine._instance.machine.state.memory.layers
+    return tokens, layers.admitted + layers.converted if layers is not None else 0
+
+
+def test_prompts_that_do_not_fit_begin_all_the_same(model: str) -> None:
+    block_bytes = 3 * 2 * 8 * 16 * 4  # layers, heads, tokens, K and V of 8, float32
+    expected, _ = answers(model, kv_memory="4MiB")
+    tokens, by_layer = answers(
+        model, kv_memory=f"{64 * block_bytes}B", dram_memory="4MiB", layerwise="auto", link_gbps=1.0
+    )
+    assert by_layer > 0
+    assert tokens == expected
+
+
+def test_without_dram_there_is_nowhere_to_lie(model: str) -> None:
+    with pytest.raises(UserError, match="--dram-memory 2GiB"):
+        LLM(model, **OPTIONS, layerwise="auto")
+    with pytest.raises(UserError, match="off or auto"):
+        LLM(model, **OPTIONS, layerwise="sometimes")

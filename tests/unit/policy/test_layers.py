@@ -1,0 +1,26 @@
+"""What may lie by layer: bytes that steps read back, and which layers stay."""
+
+from __future__ import annotations
+
+import pytest
+
+from memserve.policy.layers import LayerBudget, layer_order
+from memserve.units import NS_PER_MS
+
+
+def test_what_steps_read_back_fits_the_link_within_the_time_of_a_token() -> None:
+    """1 GB/s for 200 ms: 200 MB, so 8,138 pages of 24,576 bytes."""
+    budget = LayerBudget(30, 24_576, 1e9, 200 * NS_PER_MS)
+    assert budget.pages_max == 8138
+    assert budget.allows(8138) and not budget.allows(8139)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 24, 30, 32, 80])
+def test_layers_are_kept_evenly_over_the_depth_and_by_each_request_from_another_on(layers: int) -> None:
+    for number in range(7):
+        order = layer_order(layers, number)
+        assert sorted(order) == list(range(layers)) and order[0] == number % layers
+        for kept in range(2, layers + 1):
+            some = sorted(order[:kept])
+            gaps = [b - a for a, b in zip(some, [*some[1:], some[0] + layers], strict=True)]
+            assert max(gaps) <= 2 * layers / kept + 1, f"{kept} of {layers} layers lie at {some}"
