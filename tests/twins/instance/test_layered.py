@@ -86,13 +86,13 @@ def life(seed: int, steps: int = 400) -> Counter[str]:
 
 def test_tokens_do_not_depend_on_what_lies_by_layer() -> None:
     seen = Counter[str]()
-    for seed in [*range(20), *(secrets.randbits(40) for _ in range(20))]:
+    for seed in [*range(10), *(secrets.randbits(40) for _ in range(14))]:
         try:
             seen += life(seed)
         except Exception as error:
             error.add_note(f"life({seed})")
             raise
-    assert seen["admitted"] > 40 and seen["moved"] > 1000 and seen["read"] > 1000, seen
+    assert seen["admitted"] > 10 and seen["converted"] > 10 and seen["moved"] > 1000 and seen["read"] > 1000, seen
 
 
 def test_layers_are_kept_while_there_is_room_and_given_up_for_others() -> None:
