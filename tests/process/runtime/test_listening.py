@@ -15,7 +15,7 @@ from memserve.cli.instance import listens_at
 from memserve.runtime.links import devices, nixl_agent
 from memserve.runtime.links.devices import device_of, own_address, ucx_devices
 from ports import free_port
-from served_cluster import Server, processes_below
+from served_cluster import Server, eventually, is_alive, processes_below
 from tiny_models import save_folder, tiny_module
 
 NIXL = pytest.mark.skipif(not nixl_agent.nixl_is_installed(), reason="NIXL (extra: nixl) is not installed")
@@ -25,6 +25,8 @@ OUTSIDE = next((str(own) for name, own in devices._ipv4_devices() if name != "lo
 def listening(pid: int) -> set[str]:
     """The addresses at which a process listens for TCP connections."""
     sockets = {}
+    if not is_alive(pid):
+        return set()
     for family, size in ((socket.AF_INET, 4), (socket.AF_INET6, 16)):
         for line in Path(f"/proc/{pid}/net/tcp{'6' if size == 16 else ''}").read_text().splitlines()[1:]:
             words = line.split()
@@ -76,9 +78,10 @@ def test_a_cluster_listens_where_it_was_told(host: str, link: str, model: Path, 
     where = ("--cluster-host", host, "--cluster-port", str(free_port()), "--cluster-secret-file", str(secret))
     server = Server(model, *where, "--link", link, "--colocated", "1")
     try:
-        pids = processes_below(server.process.pid)
-        assert listening(server.process.pid) == {"127.0.0.1", host} and len(server.children()) == 1
-        assert {address for pid in pids[1:] for address in listening(pid)} == {host}
+        eventually(lambda: listening(server.process.pid) == {"127.0.0.1", host} and len(server.children()) == 1)
+        # helpers that have only just begun, or end, may have none yet or no longer
+        below = lambda: processes_below(server.process.pid)[1:]  # noqa: E731  # it is asked again each time
+        eventually(lambda: {address for pid in below() for address in listening(pid)} == {host})
     finally:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
