@@ -22,7 +22,7 @@ STORE_METRICS: Table = [
     ("store_memory_values", GAUGE, "Values in the memory of the store, KV blocks included", "dram_values"),
     ("store_kv_blocks", GAUGE, "KV blocks of the store, in memory or on disks", "kv_blocks"),
     ("store_disks", GAUGE, "Disks of the store that work", "disk_disks"),
-    ("store_disks_full", GAUGE, "Of them: read and not written, because there is no room", "disk_disks_full"),
+    ("store_disks_full", GAUGE, "Disks of the store without room: read and not written", "disk_disks_full"),
     ("store_disk_bytes", GAUGE, "Bytes of the files on the disks of the store", "disk_bytes"),
     ("store_disk_values", GAUGE, "Values on the disks of the store, KV blocks included", "disk_records"),
     ("store_clients", GAUGE, "Clients that the store knows, instances not counted", "clients"),

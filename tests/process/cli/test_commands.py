@@ -305,7 +305,8 @@ def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch)
         "steps_in_flight": ("--steps-in-flight", "1", 1), "block_tokens": ("--block-tokens", "16", 16),
         "max_model_tokens": ("--max-model-tokens", "9", 9), "threads": ("--threads", "1", 1),
         "scheduling": ("--scheduling", "slo"), "slo_tpot_ns": ("--slo-tpot-ms", "60.5", 60_500_000),
-        "slo_ttft_ns": ("--slo-ttft-ms", "3000", 3_000_000_000),
+        "slo_ttft_ns": ("--slo-ttft-ms", "3000", 3_000_000_000), "layerwise": ("--layerwise", "auto"),
+            "link_bytes_s": ("--link-gbps", "16", 2e9),
     }  # fmt: skip
     assert set(flags) == {one.name for one in options_of(EngineOptions)}
     seen: list[EngineOptions] = []
