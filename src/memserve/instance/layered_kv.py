@@ -16,7 +16,7 @@ class Moving:
     kept_order: MovePages | None = None
     """Pages of layers that are kept, into ``frames``."""
     blocks: list[int] = field(default_factory=list)
-    """Whole blocks that leave. None: a layer comes to be kept."""
+    """Whole blocks that leave. Empty: a layer comes to be kept."""
     dram_blocks: list[int] = field(default_factory=list)
     frames: dict[int, list[int]] = field(default_factory=dict)
     """More frames of kept layers, or all of one that comes."""

@@ -80,8 +80,8 @@ def test_a_cluster_listens_where_it_was_told(host: str, link: str, model: Path, 
     try:
         eventually(lambda: listening(server.process.pid) == {"127.0.0.1", host} and len(server.children()) == 1)
         # helpers that have only just begun, or end, may have none yet or no longer
-        below = lambda: processes_below(server.process.pid)[1:]  # noqa: E731  # it is asked again each time
-        eventually(lambda: {address for pid in below() for address in listening(pid)} == {host})
+        pid = server.process.pid
+        eventually(lambda: {address for each in processes_below(pid)[1:] for address in listening(each)} == {host})
     finally:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
