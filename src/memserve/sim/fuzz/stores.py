@@ -198,7 +198,8 @@ class FuzzedStore(StoreNode, DiskOwner):
             self.boot()
 
     def damage_memory(self, random: Random) -> None:
-        """Some of what the next process will adopt has another byte."""
+        """Some of what the next process will adopt has another byte. The dead one has not written it."""
+        self.forget_promises()
         for entry in self._kept:
             if random.random() < 0.3:
                 self._memory.arena[entry.offset + random.randrange(entry.length)] ^= 1 << random.randrange(8)

@@ -134,6 +134,11 @@ def test_a_repeated_dispatch_does_not_end_its_attempt() -> None:
     assert not judge(731206732, parse_setting("pd-caching-1/by-request/1P1D/swarm")).failure
 
 
+def test_a_dead_store_has_not_written_the_damage_in_its_memory() -> None:
+    """A pull that begins between its death and the next process finds other bytes than it had promised."""
+    assert not judge(1730411635, parse_setting("pd-caching-2/by-request/2D/swarm")).failure
+
+
 def test_the_seeds_go_through_all_settings() -> None:
     grid = settings_grid()
     assert {setting_of(seed) for seed in range(len(grid))} == set(grid)
