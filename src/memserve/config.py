@@ -91,9 +91,9 @@ class SchedulerConfig:
     slo_ttft_ns: int | None = option(None, "--slo-ttft-ms", form=MILLISECONDS, least=0.01)
     """Milliseconds that the first token may take. None: no objective."""
     layerwise: str = option("off")
-    """Where prompts lie that have no room whole. ``off``: they wait. ``auto``: they begin with some layers in KV memory
-    and all of them in ``--dram-memory``, from where the others are read in each step, as far as the link carries that
-    within ``--slo-tpot-ms`` (200 if there is none)."""
+    """Where prompts lie that have no room whole. ``off``: they wait. ``auto``: they are computed with some layers in KV
+    memory and all of them in ``--dram-memory``, and go on so as far as the link carries the others beside the computing
+    (and within ``--slo-tpot-ms``); the rest is parked behind its first token until there is room."""
     link_bytes_s: float | None = option(None, "--link-gbps", form=GIGABITS_S, least=0.001)
     """Emulate a link of this many gigabits a second between KV memory and DRAM, for studies of ``--layerwise`` on
     machines where both are the same memory. None: as fast as the memory is."""

@@ -29,6 +29,7 @@ from memserve.units import ceil_div
 
 _HOLDS_PER_PLAN = 64  # how far behind held-back sequences one plan looks
 _HOLDS_PER_REQUEST = 256  # after N the request no longer steps aside
+_OVERTAKES_MAX = 256  # after N prompts the next parked sequence goes on before any other begins
 
 Standing = tuple[int, int, int, int]
 """(urgency, what earlier sequences of the tenant hold, arrival, index): the highest gives way first."""
@@ -38,10 +39,11 @@ class SequenceAdmission:
     """Admits by turns of tenants, in rank order within one. The caller stops at the first sequence that does not fit,
     so that it is not overtaken for ever."""
 
-    __slots__ = ("state",)
+    __slots__ = ("_overtakes", "state")
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
+        self._overtakes = 0  # prompts that began since a parked sequence went on
 
     def remote_kv_ready(self) -> Iterator[Sequence]:
         """Sequences whose KV has come from another instance, by turns of their tenants. The caller admits each, or asks
@@ -97,12 +99,7 @@ class SequenceAdmission:
             return False
         from_dram = -state.memory.dram_tokens_reused
         has_blocks = sequence.phase is Phase.REMOTE_KV_READY
-        headroom = headroom_blocks(len(state.decoding))
-        if not has_blocks and not (
-            state.memory.attach(sequence, headroom)
-            or (state.memory.make_room_for(sequence, headroom) and state.memory.attach(sequence, headroom))
-            or state.memory.attach_by_layer(sequence, headroom)
-        ):
+        if not has_blocks and not self._attach(sequence, headroom_blocks(len(state.decoding))):
             return False
         from_dram += state.memory.dram_tokens_reused
         state.take_slot(sequence)
@@ -112,6 +109,36 @@ class SequenceAdmission:
             self._first_time(sequence, now, from_dram)
         state.move(sequence, Cause.ADMITTED)
         return True
+
+    def _attach(self, sequence: Sequence, headroom: int) -> bool:
+        """Whole, or by layer. Memory that comes free is first of all for those that are parked; prompts that may lie by
+        layer take only what they need to be computed."""
+        memory, layers = self.state.memory, self.state.memory.layers
+        if layers is None:
+            return memory.attach(sequence, headroom)
+        is_parked = sequence.phase is Phase.PARKED
+        crowded = not is_parked and bool(self.state.parked) and layers.may_lie_by_layer(sequence)
+        if is_parked:
+            headroom += layers.reserve(ceil_div(sequence.known, memory.block_tokens) + headroom)
+        if not crowded or sequence.dram_blocks:
+            fits = memory.attach(sequence, headroom)
+            if fits or (memory.make_room_for(sequence, headroom) and memory.attach(sequence, headroom)):
+                return True
+        if is_parked:
+            return layers.resume(sequence, headroom)
+        if crowded and self._overtakes > _OVERTAKES_MAX:
+            return False
+        begins = memory.attach_by_layer(sequence, headroom, crowded=crowded)
+        self._overtakes += crowded and begins
+        return begins
+
+    def parked(self) -> Iterator[Sequence]:
+        """Parked sequences by turns of their tenants, in rank order within one. The caller admits each, or asks for no
+        more."""
+        parked, turns = self.state.parked, self.state.turns
+        while parked:
+            yield parked.line(turns.in_turn(parked.tenants)[0])[0]
+            self._overtakes = 0  # one has been admitted
 
     def _first_time(self, sequence: Sequence, now: int, from_dram: int) -> None:
         group, counters = sequence.group, self.state.counters

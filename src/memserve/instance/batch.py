@@ -92,8 +92,6 @@ class BatchBuilder:
         """Take out the blocks that ``sequence``, which is about to be preempted, got in this plan."""
         self.plan.grow = [entry for entry in self.plan.grow if entry[0] != sequence.slot]
         self.plan.replace = [entry for entry in self.plan.replace if entry[0] != sequence.slot]
-        if self.state.memory.layers is not None:
-            self.state.memory.layers.withdraw(self.plan, sequence)
 
     # -- rows
 

@@ -56,6 +56,7 @@ def _check_containers(state: SchedulerState, sequences: list[Sequence]) -> None:
     containers: dict[Phase, RankedList | WaitingQueue] = {
         Phase.REMOTE_KV_READY: state.remote_kv_ready,
         Phase.WAITING: state.waiting,
+        Phase.PARKED: state.parked,
         Phase.PREFILLING: state.prefilling,
         Phase.DECODING: state.decoding,
         Phase.IDLE: state.idle,
@@ -106,6 +107,7 @@ def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
         sequence,
     )
     check(not (sequence.dram_blocks and sequence.blocks), "{} is on two tiers", sequence)
+    check(sequence.phase is not Phase.PARKED or sequence.dram_blocks, "{} is parked without KV", sequence)
     check(runs or not sequence.opened, "{} is open on the device", sequence)
     complete = bool(sequence.inflight) or sequence.candidates is not None  # else its last token is to be computed
     check(sequence.computed <= sequence.length - (not complete), "{} computed what it does not have", sequence)

@@ -9,6 +9,11 @@ lie by layer (see ``events.PlaceByLayer``)::
 DRAM has all of it, so a kept layer can be given up at no cost, and what the sequence leaves in the prefix cache are
 ordinary DRAM blocks. Sequences keep other layers than their neighbours, evenly over the depth, so that the link has the
 same work before each layer.
+
+A prompt that has no room whole is computed by layer, and its client has the first token. What steps would have to wait
+for is *parked* then: it gives up HBM, and goes on, whole or by layer, when there is room. So requests wait behind their
+first token instead of before it, in the same order, and memory that comes free is for those that are parked. Prompts
+take only what they need to be computed.
 """
 
 from __future__ import annotations
@@ -17,137 +22,256 @@ from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING
 
 from memserve.errors import check
-from memserve.instance.events import MovePages, PlaceByLayer, StepPlan
-from memserve.instance.layered_kv import LayeredKV, Moving
-from memserve.policy.layers import LayerBudget, layer_order
+from memserve.instance.arrivals import Arrivals
+from memserve.instance.events import PlaceByLayer, StepPlan
+from memserve.instance.layer_moves import LayerMoves
+from memserve.instance.layered_kv import LayeredKV
+from memserve.instance.sequence import Phase
+from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget
 from memserve.types import Tier
 from memserve.units import ceil_div
 
 if TYPE_CHECKING:
     from memserve.instance.sequence import Sequence
     from memserve.mempool.pool import BlockPool
+    from memserve.policy.reuse import PreemptionModel
+
+_RESERVE_SHARE = 16  # of HBM: 1 / this, at most
+_RESUMES_SHARE = 3, 4
+"""Of what the link carries: that much may be read back after a sequence has resumed, so that it is not parked again at
+once."""
 
 
 class LayerPlacer:
-    """Admits by layer what does not fit whole, and moves pages with each plan."""
+    """Admits by layer what does not fit whole, moves pages with each plan, and says what is parked."""
 
     __slots__ = (
         "_block_tokens",
         "_budget",
+        "_chunk_max",
+        "_costs",
+        "_moves",
+        "_plan",
         "_pool",
-        "_step_id",
-        "_window_blocks",
+        "_steps_in_flight",
+        "_wanted",
         "admitted",
-        "chunk_tokens",
+        "arrivals",
         "converted",
+        "parked",
+        "resumed",
         "sequences",
     )
 
     def __init__(
-        self, pool: BlockPool, block_tokens: int, budget: LayerBudget, chunk_blocks: int, steps_in_flight: int
+        self,
+        pool: BlockPool,
+        block_tokens: int,
+        budget: LayerBudget,
+        costs: PreemptionModel,
+        chunk_blocks_max: int,
+        steps_in_flight: int,
     ) -> None:
-        """``chunk_blocks``: the most that one plan computes of a sequence that lies by layer."""
+        """``chunk_blocks_max``: the most that one plan computes of any sequence."""
         self._pool = pool
         self._block_tokens = block_tokens
         self._budget = budget
-        self.chunk_tokens = chunk_blocks * block_tokens
-        #: what plans under way compute, and what the next one does
-        self._window_blocks = (1 + steps_in_flight) * chunk_blocks + 1
+        self._costs = costs
+        self._chunk_max = chunk_blocks_max
+        self._steps_in_flight = steps_in_flight
         #: those that lie by layer, in order of admission
         self.sequences: list[Sequence] = []
+        self.arrivals = Arrivals(pool, budget.num_layers)
+        self._moves = LayerMoves(pool, budget.num_layers, block_tokens)
+        self._plan: StepPlan | None = None  # that is being made
+        self._wanted = 0  # blocks that a prompt lacks which could begin by layer
+        # totals
         self.admitted = 0
         self.converted = 0
-        self._step_id = 0  # of the plan that is being made
+        self.parked = 0
+        self.resumed = 0
 
     @property
     def _layers(self) -> int:
         return self._budget.num_layers
 
+    def _window(self, chunk_blocks: int) -> int:
+        """Blocks of a sequence that lie whole: what plans under way compute, and what the next one does."""
+        return (1 + self._steps_in_flight) * chunk_blocks + 1
+
+    @property
+    def _running_window(self) -> int:
+        return self._window(min(CHUNK_BLOCKS, self._chunk_max))
+
     # -- coming
 
-    def attach(self, sequence: Sequence, headroom: int, *, reads_cache: bool) -> bool:
-        """Let a waiting sequence begin that has no room whole. False: it cannot, or that would not help."""
+    def bring_up(self, sequence: Sequence) -> bool:
+        """Bring the blocks of a parked sequence up, whole, beside the plan that is being made. False: no room."""
+        check(self._plan is not None, "blocks come up, and no plan is being made")
+        return self._plan is not None and self.arrivals.begin(sequence, self._plan)
+
+    def arrives(self, sequence: Sequence) -> bool:
+        """Whether its blocks come with the plan that is being made: it has rows from the next one on."""
+        return self._plan is not None and self.arrivals.has(sequence, self._plan)
+
+    def may_lie_by_layer(self, sequence: Sequence) -> bool:
+        """One line of tokens that stays here until it ends."""
+        group, remote = sequence.group, sequence.group.remote
+        plain = group.beam is None and group.request.n == 1 and group.prompt_logprobs is None and not group.muted
+        leaves = group.tokens_here is not None or (remote is not None and (remote.home is not None or remote.return_kv))
+        return plain and not leaves
+
+    def attach(self, sequence: Sequence, headroom: int, *, reads_cache: bool, crowded: bool) -> bool:
+        """Let a waiting sequence begin that has no room whole. False: it cannot, or that would not help. ``crowded``:
+        others are parked; what it takes whole would be theirs."""
         pool, entries = self._pool, ceil_div(sequence.known + 1, self._block_tokens)
-        needed = 2 * ceil_div(entries, self._layers) + self._window_blocks + headroom
-        if not _may_lie_by_layer(sequence) or needed >= entries:
+        if sequence.dram_blocks or not self.may_lie_by_layer(sequence) or entries > pool.available(Tier.DRAM):
             return False
-        self.sequences = [other for other in self.sequences if other.layered is not None]
-        passing = sum(self._passing_pages(other.layered) for other in self.sequences if other.layered is not None)
-        if not self._budget.allows(passing + entries * self._layers) or entries > pool.available(Tier.DRAM):
+        block_ns = self._costs.model.prefill.token_ns * self._block_tokens if self._costs.samples else 0.0
+        chunk = min(self._budget.chunk_blocks(entries, block_ns), entries)
+        if chunk > max(self._chunk_max, min(CHUNK_BLOCKS, entries)):
+            return False  # reading back would take longer than computing
+        chunk = min(chunk, self._chunk_max)
+        needed = 2 * ceil_div(entries, self._layers) + min(entries, self._window(chunk)) + headroom
+        if needed >= entries + headroom and not crowded:
             return False
+        self._wanted = needed
         if not self.give_up_kept(needed):
             return False
+        self._wanted = 0
         cached = sequence.known_tokens()[: sequence.known - 1 if reads_cache else 0]
         hbm, dram = pool.lend(sequence.group.isolation, cached)
-        per_layer = ceil_div(len(dram), self._layers)
-        frames = pool.allocate(2 * per_layer) if needed <= pool.available() else None
+        frames = self._staging(len(dram)) if needed <= pool.available() else None
         if frames is None:
             pool.release(hbm)
             pool.release_dram(dram)
             return False
         sequence.blocks = hbm.tolist()
-        sequence.layered = LayeredKV(
-            len(hbm), len(hbm) + len(dram), dram.tolist(), {}, (frames[:per_layer], frames[per_layer:])
-        )
-        sequence.computed = sequence.writable_until = (len(hbm) + len(dram)) * self._block_tokens
-        self.sequences.append(sequence)
+        first, count = len(hbm), len(dram)
+        chunk_tokens = chunk * self._block_tokens
+        sequence.layered = LayeredKV(first, first + count, chunk_tokens, dram.tolist(), {}, frames)
+        sequence.computed = sequence.writable_until = (first + count) * self._block_tokens
+        self._begin_lying(sequence, ("begins_by_layer", f"{needed} of {entries} blocks"))
         self.admitted += 1
-        sequence.group.facts.append(("begins_by_layer", f"{needed} of {entries} blocks"))
         return True
+
+    def resume(self, sequence: Sequence, headroom: int) -> bool:
+        """Let a parked sequence go on with all of its layers in DRAM, if steps read them back without waiting. False:
+        they would wait, or it has no room."""
+        pool, complete = self._pool, sequence.computed // self._block_tokens
+        dram, tail = sequence.dram_blocks[:complete], sequence.dram_blocks[complete:]
+        needed = 2 * ceil_div(complete, self._layers) + self._window(1) + headroom
+        pages = self._pages_read_back() + complete * self._layers
+        if not complete or not self.may_lie_by_layer(sequence) or needed > pool.available():
+            return False
+        if not self._budget.allows(pages * _RESUMES_SHARE[1] // _RESUMES_SHARE[0], self._costs.decode_ns):
+            return False
+        frames = self._staging(complete)
+        blocks = pool.swap_in(tail) if frames is not None else None
+        if frames is None or blocks is None:
+            pool.release([*frames[0], *frames[1]] if frames is not None else [])
+            return False
+        sequence.blocks, sequence.dram_blocks = blocks, []
+        sequence.layered = LayeredKV(0, 0, self._block_tokens, dram, {}, frames)
+        sequence.writable_until = (complete + len(blocks)) * self._block_tokens
+        self._begin_lying(sequence, ("resumes_by_layer", f"{complete} blocks"))
+        self.resumed += 1
+        return True
+
+    def _staging(self, entries: int) -> tuple[list[int], list[int]] | None:
+        each = ceil_div(entries, self._layers)
+        frames = self._pool.allocate(2 * each)
+        return (frames[:each], frames[each:]) if frames is not None else None
+
+    def _begin_lying(self, sequence: Sequence, fact: tuple[str, str]) -> None:
+        self.sequences.append(sequence)
+        sequence.group.facts.append(fact)
+
+    def reserve(self, blocks: int) -> int:
+        """HBM blocks to leave to prompts where a parked sequence, which needs ``blocks``, may go on: what the next one
+        lacks or, if none waits, a little, so that it need not wait until a sequence has ended."""
+        hbm_blocks = self._pool.config.hbm_blocks
+        some = min(self._running_window, hbm_blocks // _RESERVE_SHARE)
+        return max(0, min(max(self._wanted, some), hbm_blocks - blocks))
 
     def convert(self, running: Many[Sequence], head: Sequence) -> None:
         """``head`` waits for room: let the latest of ``running`` that may lie by layer do so from now on."""
         pool, layers = self._pool, self._layers
-        by_layer = [kv for other in self.sequences if (kv := other.layered) is not None]
-        if any(kv.moving is not None for kv in by_layer):
+        if any(kv.moving is not None for _, kv in self._lying()):
             return  # room is on its way
-        pages = sum(map(self._passing_pages, by_layer))
-        pages += ceil_div(head.known + 1, self._block_tokens) * layers if _may_lie_by_layer(head) else 0
+        pages = self._pages_read_back()
+        pages += ceil_div(head.known + 1, self._block_tokens) * layers if self.may_lie_by_layer(head) else 0
         for sequence in sorted(running, key=lambda sequence: sequence.rank, reverse=True):
             entries = len(sequence.blocks)
-            if sequence.layered is not None or not _may_lie_by_layer(sequence) or entries < 2 * self._window_blocks:
+            if sequence.layered is not None or not self.may_lie_by_layer(sequence) or self.arrivals.has(sequence):
+                continue
+            if entries < 2 * self._running_window:
                 continue
             fits = 2 * ceil_div(entries, layers) <= pool.available() and entries <= pool.available(Tier.DRAM)
-            if fits and self._budget.allows(pages + entries * layers):
+            if fits and self._budget.allows(pages + entries * layers, self._costs.decode_ns):
                 self._begin_by_layer(sequence)
                 return
 
     def _begin_by_layer(self, sequence: Sequence) -> None:
-        sequence.layered = LayeredKV(0, sequence.published // self._block_tokens)
+        chunk_tokens = min(CHUNK_BLOCKS, self._chunk_max) * self._block_tokens
+        sequence.layered = LayeredKV(0, sequence.published // self._block_tokens, chunk_tokens)
         if sequence.lease is not None:
             self._pool.unpin(sequence.lease)
         sequence.lease, sequence.published = None, 0
-        self.sequences.append(sequence)
+        self._begin_lying(sequence, ("goes_on_by_layer", f"{len(sequence.blocks)} blocks"))
         self.converted += 1
-        sequence.group.facts.append(("goes_on_by_layer", f"{len(sequence.blocks)} blocks"))
 
     # -- running
 
-    def advance(self, plan: StepPlan, *, keeps: bool) -> None:
-        """Before the rows of a plan: what was moved lies by layer from now on, and what is complete moves. ``keeps``:
-        HBM that is free may be used to keep layers."""
-        self._step_id = plan.step_id
+    def begin(self, plan: StepPlan) -> None:
+        """``plan`` is begun: what the last one has moved is where it should be."""
+        self._plan, self._wanted = plan, 0
+        self.arrivals.settle()
         self.sequences = [sequence for sequence in self.sequences if sequence.layered is not None]
-        for sequence in self.sequences:
-            kv = sequence.layered
-            if kv is None:
-                continue
+        for sequence, kv in self._lying():
             if kv.moving is not None:
-                self._settle(sequence, kv, kv.moving)
-            if kv.moving is None and not self._spill(plan, sequence, kv) and keeps:
-                self._keep_more(plan, sequence, kv)
+                self._moves.settle(sequence, kv, kv.moving)
+
+    def to_park(self) -> list[Sequence]:
+        """The latest of those that decode, as many as read back more than the link carries."""
+        over = self._pages_read_back() - self._budget.pages_max(self._costs.decode_ns)
+        parked: list[Sequence] = []
+        for sequence, kv in sorted(self._lying(), key=lambda lying: lying[0].rank, reverse=True):
+            if over <= 0:
+                break
+            left = self._moves.complete(sequence, kv)
+            if sequence.phase is Phase.DECODING and kv.dram_blocks and left <= 1:  # else the most of it still moves
+                over -= self._passing_pages(kv)
+                parked.append(sequence)
+        self.parked += len(parked)
+        return parked
+
+    def move(self, plan: StepPlan, *, keeps: bool) -> None:
+        """Before the rows of ``plan``: what is complete moves. ``keeps``: free HBM may be used to keep layers."""
+        for sequence, kv in self._lying():
+            if kv.moving is not None or self._moves.spill(plan, sequence, kv, self.make_room) or not keeps:
+                continue
+            if self._pool.blocks_free >= self._running_window + 2 * len(kv.staging[0]):
+                self._moves.keep_one_more(plan, sequence, kv)
 
     def place(self, plan: StepPlan) -> None:
         """Behind the rows of a plan: tell the device where everything lies."""
-        for sequence in self.sequences:
-            kv = sequence.layered
-            if kv is not None and kv.changed and sequence.opened and sequence.slot is not None:
+        self._plan = None
+        for sequence, kv in self._lying():
+            if kv.changed and sequence.opened and sequence.slot is not None:
                 kv.changed = False
                 if kv.dram_blocks:
                     kept = {layer: list(frames) for layer, frames in kv.kept.items()}
                     staging = list(kv.staging[0]), list(kv.staging[1])
                     order = PlaceByLayer(sequence.slot, kv.first, list(kv.dram_blocks), kept, staging)
                     plan.place.append(order)
+
+    def _lying(self) -> list[tuple[Sequence, LayeredKV]]:
+        return [(sequence, kv) for sequence in self.sequences if (kv := sequence.layered) is not None]
+
+    def _pages_read_back(self) -> int:
+        """Pages that a step reads back for those that decode."""
+        return sum(self._passing_pages(kv) for sequence, kv in self._lying() if sequence.phase is Phase.DECODING)
 
     def make_room(self) -> bool:
         """Give up one kept layer, of the latest request that keeps one. False: none does."""
@@ -164,7 +288,7 @@ class LayerPlacer:
 
     def _may_give_up(self, kv: LayeredKV) -> bool:
         """Whether no copy of the plan that is being made fills frames of it."""
-        return kv.moving is None or kv.moving.step_id != self._step_id
+        return kv.moving is None or kv.moving.plan is not self._plan
 
     def give_up_kept(self, needed: int) -> bool:
         """Give up kept layers until ``needed`` blocks are available. False: that would not do, and none is given up."""
@@ -176,103 +300,45 @@ class LayerPlacer:
             pass
         return needed <= self._pool.available()
 
-    def _settle(self, sequence: Sequence, kv: LayeredKV, moving: Moving) -> None:
-        """The plan that moves has been made before: to the next one, all is where it should be."""
-        if moving.step_id == self._step_id:
-            return
-        count = len(moving.blocks)
-        check(sequence.blocks[kv.first : kv.first + count] == moving.blocks, "blocks that move are not where they were")
-        del sequence.blocks[kv.first : kv.first + count]
-        self._pool.release(moving.blocks)
-        kv.dram_blocks += moving.dram_blocks
-        for layer, frames in moving.frames.items():
-            kv.kept.setdefault(layer, []).extend(frames)
-        for old, new in zip(kv.staging, moving.staging, strict=True):
-            old.extend(new)
-        kv.moving, kv.changed = None, True
-
-    def _spill(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> bool:
-        """Move complete blocks to DRAM. False: there are none, or no room."""
-        had = len(kv.dram_blocks)
-        count = min(sequence.computed, sequence.known) // self._block_tokens - kv.first - had
-        if count <= 0:
-            return False
-        dram = self._pool.allocate_dram_ids(count)
-        if dram is None:
-            return False
-        more = ceil_div(had + count, self._layers) - len(kv.staging[0])
-        frames = self._pool.allocate(more * (2 + len(kv.kept)))
-        while frames is None and kv.kept and self.make_room():
-            frames = self._pool.allocate(more * (2 + len(kv.kept)))
-        if frames is None:
-            self._pool.release_dram(dram)
-            return False
-        taken = iter(frames)
-        fresh = [[next(taken) for _ in range(more)] for _ in range(2 + len(kv.kept))]
-        blocks = sequence.blocks[kv.first : kv.first + count]
-        moving = Moving(
-            plan.step_id,
-            self._whole(blocks, dram.tolist()),
-            blocks=blocks,
-            dram_blocks=dram.tolist(),
-            frames=dict(zip(kv.kept, fresh[2:], strict=True)),
-            staging=(fresh[0], fresh[1]),
-        )
-        pages = [self._kept_pages([*kv.kept[n], *moving.frames[n]], n, blocks, had) for n in kv.kept]
-        if pages:
-            src, dst = [page for some, _ in pages for page in some], [page for _, some in pages for page in some]
-            moving.kept_order = MovePages(Tier.HBM, Tier.HBM, src, dst)
-        self._begin(plan, kv, moving)
-        return True
-
-    def _keep_more(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
-        """Bring one more layer up, where HBM has blocks that are free."""
-        order = layer_order(self._layers, sequence.group.arrival)
-        layer = next((layer for layer in order if layer not in kv.kept), None)
-        per_layer = len(kv.staging[0])
-        if layer is None or not kv.dram_blocks or self._pool.blocks_free < self._window_blocks + 2 * per_layer:
-            return
-        frames = self._pool.allocate(per_layer)
-        if frames is not None:
-            src, dst = self._kept_pages(frames, layer, kv.dram_blocks, 0)
-            up = MovePages(Tier.DRAM, Tier.HBM, src, dst)
-            self._begin(plan, kv, Moving(plan.step_id, up, frames={layer: frames}))
-
-    def _begin(self, plan: StepPlan, kv: LayeredKV, moving: Moving) -> None:
-        kv.moving = moving
-        plan.moves += [order for order in (moving.order, moving.kept_order) if order is not None]
-        if moving.dram_blocks and self._pool.access is not None:
-            self._pool.access.copied(Tier.HBM, moving.blocks, Tier.DRAM, moving.dram_blocks)
-
-    def _whole(self, blocks: Many[int], dram_blocks: Many[int]) -> MovePages:
-        layers = range(self._layers)
-        src = [block * self._layers + layer for block in blocks for layer in layers]
-        dst = [block * self._layers + layer for block in dram_blocks for layer in layers]
-        return MovePages(Tier.HBM, Tier.DRAM, src, dst)
-
-    def _kept_pages(self, frames: Many[int], layer: int, blocks: Many[int], first: int) -> tuple[list[int], list[int]]:
-        """The pages of ``layer`` in ``blocks``, and where those of the entries from ``first`` on lie in ``frames``."""
-        src = [block * self._layers + layer for block in blocks]
-        entries = range(first, first + len(blocks))
-        return src, [frames[at // self._layers] * self._layers + at % self._layers for at in entries]
-
     def _passing_pages(self, kv: LayeredKV) -> int:
         return len(kv.dram_blocks) * (self._layers - len(kv.kept))
 
     # -- going
 
-    def withdraw(self, plan: StepPlan, sequence: Sequence) -> None:
-        """Take out what ``batch`` moves for a sequence that is about to be preempted: its blocks get other owners."""
-        moving = sequence.layered.moving if sequence.layered is not None else None
-        if moving is not None and moving.step_id == plan.step_id:
-            mine = [id(moving.order), id(moving.kept_order)]
-            plan.moves = [order for order in plan.moves if id(order) not in mine]
+    def is_in_dram(self, sequence: Sequence) -> bool:
+        """Whether DRAM has nearly all of its KV already."""
+        return sequence.layered is not None or self.arrives(sequence)
+
+    def to_dram(self, sequence: Sequence) -> list[int] | None:
+        """Give up all HBM of ``sequence``, which lies by layer or is about to come up, for blocks of DRAM. None: DRAM
+        has no room for what is not there, and nothing has changed."""
+        if self.arrives(sequence):
+            return self.arrivals.call_off(sequence)
+        kv = sequence.layered
+        check(kv is not None, "{} does not lie by layer", sequence)
+        if kv is None:
+            return None
+        if kv.moving is not None and kv.moving.plan is self._plan:
+            self._moves.call_off(kv, kv.moving)
+        elif kv.moving is not None:
+            self._moves.settle(sequence, kv, kv.moving)
+        whole = sequence.blocks[: ceil_div(sequence.computed, self._block_tokens) - len(kv.dram_blocks)]
+        below = self._pool.swap_out(whole) if whole else []
+        if below is None:
+            return None
+        self._pool.release(sequence.blocks[len(whole) :])
+        self._pool.release(kv.frames)
+        sequence.layered = None
+        return [*below[: kv.first], *kv.dram_blocks, *below[kv.first :]]
 
     def detach(self, sequence: Sequence, *, publishes: bool) -> None:
         """Leave what lies in DRAM to the prefix cache, if ``publishes``, and give up everything but whole blocks."""
+        self.arrivals.forget(sequence)
         kv, pool = sequence.layered, self._pool
         if kv is None:
             return
+        if kv.moving is not None and kv.moving.plan is self._plan:
+            self._moves.call_off(kv, kv.moving)
         if publishes and kv.dram_blocks:
             entries = kv.first + len(kv.dram_blocks)
             tokens = sequence.known_tokens()[: entries * self._block_tokens]
@@ -280,11 +346,3 @@ class LayerPlacer:
         pool.release_dram([*kv.dram_blocks, *(kv.moving.dram_blocks if kv.moving is not None else ())])
         pool.release(kv.frames)
         sequence.layered = None
-
-
-def _may_lie_by_layer(sequence: Sequence) -> bool:
-    """One line of tokens that stays here until it ends."""
-    group, remote = sequence.group, sequence.group.remote
-    plain = group.beam is None and group.request.n == 1 and group.prompt_logprobs is None and not group.muted
-    leaves = group.tokens_here is not None or (remote is not None and (remote.home is not None or remote.return_kv))
-    return plain and not leaves and not sequence.dram_blocks

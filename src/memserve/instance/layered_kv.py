@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memserve.instance.events import MovePages
+from memserve.instance.events import MovePages, StepPlan
+from memserve.types import Tier
 
 
 @dataclass(slots=True)
 class Moving:
     """Copies that one plan makes, and what they fill."""
 
-    step_id: int
+    plan: StepPlan
     order: MovePages
     kept_order: MovePages | None = None
     """Pages of layers that are kept, into ``frames``."""
@@ -36,6 +38,8 @@ class LayeredKV:
     """Entries before: cached blocks, whole."""
     cached: int
     """Entries that came out of the prefix cache, on either tier."""
+    chunk_tokens: int = 0
+    """The most of its prompt that one plan computes. 0: it has no prompt to compute."""
     dram_blocks: list[int] = field(default_factory=list)
     kept: dict[int, list[int]] = field(default_factory=dict)
     staging: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
@@ -48,3 +52,9 @@ class LayeredKV:
         """All HBM blocks that it holds, also those that are being filled."""
         kept = [frame for frames in self.kept.values() for frame in frames]
         return [*kept, *self.staging[0], *self.staging[1], *(self.moving.hbm_frames if self.moving else ())]
+
+
+def whole_blocks(layers: int, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> MovePages:
+    """The pages of all layers of the blocks ``src``, to the blocks ``dst``."""
+    pages = [[block * layers + layer for block in blocks for layer in range(layers)] for blocks in (src, dst)]
+    return MovePages(src_tier, dst_tier, *pages)

@@ -41,7 +41,7 @@ from memserve.kv_transfer.events import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
 from memserve.policy.capacity import context_tokens, running_max
-from memserve.policy.layers import CHUNK_BLOCKS, LINK_BYTES_S, TPOT_NS, LayerBudget
+from memserve.policy.layers import LINK_BYTES_S, TPOT_NS, LayerBudget
 from memserve.policy.reuse import PreemptionCosts, PreemptionModel
 from memserve.serving import (
     ClockTicked,
@@ -90,7 +90,7 @@ class Instance:
         memory = SequenceMemory(pool, block_tokens, PreemptionModel(costs or PreemptionCosts()))
         if scheduler.layerwise == "auto":
             check(geometry is not None, "KV by layer needs the geometry of the KV")
-            memory.layers = _layer_placer(config, pool, block_tokens, geometry)  # type: ignore[arg-type]  # checked in the line before
+            memory.layers = _layer_placer(config, memory, geometry)  # type: ignore[arg-type]  # checked in the line before
         self.state = SchedulerState(memory, running_max(scheduler), scheduler.preemption)
         if scheduler.scheduling == "slo":
             self.state.objectives = Objectives(scheduler, self.state.costs)
@@ -296,12 +296,14 @@ class Instance:
         return f"<Instance {self.state} in_flight={len(self.inflight)}>"
 
 
-def _layer_placer(config: InstanceConfig, pool: BlockPool, block_tokens: int, geometry: KVGeometry) -> LayerPlacer:
+def _layer_placer(config: InstanceConfig, memory: SequenceMemory, geometry: KVGeometry) -> LayerPlacer:
     scheduler = config.scheduler
     link_bytes_s = scheduler.link_bytes_s or LINK_BYTES_S
     budget = LayerBudget(geometry.num_layers, geometry.page_bytes, link_bytes_s, scheduler.slo_tpot_ns or TPOT_NS)
-    chunk_blocks = min(CHUNK_BLOCKS, ceil_div(scheduler.chunk_tokens, block_tokens))
-    return LayerPlacer(pool, block_tokens, budget, chunk_blocks, scheduler.steps_in_flight)
+    chunk_blocks_max = ceil_div(scheduler.chunk_tokens, memory.block_tokens)
+    return LayerPlacer(
+        memory.pool, memory.block_tokens, budget, memory.costs, chunk_blocks_max, scheduler.steps_in_flight
+    )
 
 
 def _pin_name(handle: str, tenant: str) -> str:

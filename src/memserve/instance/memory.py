@@ -78,9 +78,11 @@ class SequenceMemory:
         """Give up layers that others keep in HBM without need, if :meth:`attach` then has the blocks that it needs."""
         return self.layers is not None and self.layers.give_up_kept(self._needed(sequence) + headroom)
 
-    def attach_by_layer(self, sequence: Sequence, headroom: int) -> bool:
-        """As :meth:`attach`, for a sequence that has no room whole. False: nothing has changed."""
-        if self.layers is None or not self.layers.attach(sequence, headroom, reads_cache=self.reads_cache(sequence)):
+    def attach_by_layer(self, sequence: Sequence, headroom: int, *, crowded: bool) -> bool:
+        """As :meth:`attach`, for a sequence that has no room whole or, if ``crowded``, shall take none that parked ones
+        wait for. False: nothing has changed."""
+        reads = self.reads_cache(sequence)
+        if self.layers is None or not self.layers.attach(sequence, headroom, reads_cache=reads, crowded=crowded):
             return False
         self.dram_tokens_reused += (sequence.entries - len(sequence.blocks)) * self.block_tokens
         return True
@@ -227,7 +229,7 @@ class SequenceMemory:
             self.pool.release_dram(sequence.dram_blocks)
             sequence.dram_blocks = []
         self.publish(sequence)
-        if sequence.layered is not None and self.layers is not None:
+        if self.layers is not None:
             self.layers.detach(sequence, publishes=self._shares(sequence.group.request))
         self._drop(sequence)
 
@@ -252,7 +254,7 @@ class SequenceMemory:
                 self.listener.discarded(sequence, cached)
 
     def _drop(self, sequence: Sequence) -> None:
-        if sequence.layered is not None and self.layers is not None:
+        if self.layers is not None:
             self.layers.detach(sequence, publishes=False)
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)
@@ -264,20 +266,23 @@ class SequenceMemory:
 
     # -- swapping
 
+    def is_swapped_at_no_cost(self, sequence: Sequence) -> bool:
+        """Whether DRAM has the KV already, all but the last blocks of it."""
+        return self.layers is not None and self.layers.is_in_dram(sequence)
+
     def swap_out(self, sequence: Sequence) -> bool:
         """Move the blocks to DRAM. False: it has no room. ``computed`` stays.
 
         No further block is published: blocks that the index holds, too, would occupy both tiers.
         """
-        blocks = sequence.blocks[: ceil_div(sequence.computed, self.block_tokens)]
-        if not blocks or sequence.layered is not None:
-            return False  # what lies by layer is in DRAM anyway, and stays there in the cache
-        dram_blocks = self.pool.swap_out(blocks)
+        if self.layers is not None and self.layers.is_in_dram(sequence):
+            dram_blocks = self.layers.to_dram(sequence)
+        else:
+            dram_blocks = self._copy_out(sequence)
         if dram_blocks is None:
             return False
-        unwritten = sequence.blocks[len(blocks) :]
-        if unwritten:
-            self.pool.release(unwritten)
+        if self.layers is not None:
+            self.layers.arrivals.forget(sequence)
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)
             sequence.lease = None
@@ -285,21 +290,33 @@ class SequenceMemory:
         sequence.published = sequence.writable_until = 0
         return True
 
+    def _copy_out(self, sequence: Sequence) -> list[int] | None:
+        blocks = sequence.blocks[: ceil_div(sequence.computed, self.block_tokens)]
+        dram_blocks = self.pool.swap_out(blocks) if blocks else None
+        if dram_blocks is not None and len(blocks) < len(sequence.blocks):
+            self.pool.release(sequence.blocks[len(blocks) :])  # nothing is written there
+        return dram_blocks
+
     def _swap_in(self, sequence: Sequence, headroom: int) -> bool:
         check(not sequence.blocks, f"{sequence.request_id} is swapped out but has HBM blocks")
         missing = ceil_div(sequence.known, self.block_tokens)
         if missing + headroom > self.pool.available():
             return False
-        blocks = self.pool.swap_in(sequence.dram_blocks)
-        if blocks is None:
+        if not (self._copy_in(sequence) if self.layers is None else self.layers.bring_up(sequence)):
             return False
-        sequence.dram_blocks, sequence.blocks = [], blocks
         request = sequence.group.request
         if self._shares(request):
             sequence.lease = self.pool.acquire(sequence.group.isolation, request.prompt[:0])
         # Blocks of tokens that are not computed yet: where they are lacking, the step asks for them again.
-        sequence.writable_until = len(blocks) * self.block_tokens
-        extra = missing - len(blocks)
+        sequence.writable_until = len(sequence.blocks) * self.block_tokens
+        extra = missing - len(sequence.blocks)
         if extra > 0:
             self._extend(sequence, extra)
+        return True
+
+    def _copy_in(self, sequence: Sequence) -> bool:
+        blocks = self.pool.swap_in(sequence.dram_blocks)
+        if blocks is None:
+            return False
+        sequence.dram_blocks, sequence.blocks = [], blocks
         return True

@@ -25,7 +25,6 @@ from memserve.policy.reuse import PreemptionModel
 from memserve.types import FinishReason
 from memserve.units import ceil_div
 
-_SMOOTHING = 8  # the weight of a new measurement is 1/8
 _AIMS_SHARE = 20  # slack is counted against a twentieth less than the objective: steps become longer as batches grow
 _LOST_SHARE = 10  # a request is given up when it is late by more than a tenth of what all its tokens may take
 
@@ -48,26 +47,18 @@ class ObjectiveReport:
 class Objectives:
     """The objectives of one instance: what they allow, and whether they are met."""
 
-    __slots__ = ("_costs", "_decode_ns", "_limited", "_met", "_tpot_ns", "_ttft_ns", "lengths")
+    __slots__ = ("_costs", "_limited", "_met", "_tpot_ns", "_ttft_ns", "lengths")
 
     def __init__(self, config: SchedulerConfig, costs: PreemptionModel) -> None:
         check(config.slo_tpot_ns is not None, "scheduling by objectives without one")
         self._tpot_ns = config.slo_tpot_ns or 0
         self._ttft_ns = config.slo_ttft_ns
         self._costs = costs
-        self._decode_ns = 0  # of a step without prefill, lately; 0: none was measured
         self.lengths = OutputLengths()
         self._limited = 0
         self._met = {(what, met): 0 for what in ("ttft", "tpot") for met in (True, False)}
 
     # -- what is learnt
-
-    def step_took(self, prefill_tokens: int, decode_rows: int, device_ns: int) -> None:
-        """Learn from a finished step how long a decode step takes now."""
-        if prefill_tokens or not decode_rows or device_ns <= 0:
-            return
-        before = self._decode_ns or device_ns
-        self._decode_ns = before + (device_ns - before) // _SMOOTHING
 
     def told(self, sequence: Sequence, reason: FinishReason | None, now: int) -> None:
         """A first or last token of ``sequence`` is emitted: was it in time?"""
@@ -134,7 +125,7 @@ class Objectives:
         return slacks
 
     def _decode_step_ns(self, rows: int) -> int:
-        return self._decode_ns or self._costs.model.decode.ns(rows, 0)
+        return self._costs.decode_ns or self._costs.model.decode.ns(rows, 0)
 
     def expected(self, sequence: Sequence) -> Prediction:
         """How long the answer of ``sequence``, which goes on, is expected to be."""
@@ -153,4 +144,4 @@ class Objectives:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books do not agree. For tests; slow."""
         self.lengths.check_invariants()
-        check(self._decode_ns >= 0, "a decode step takes {} ns", self._decode_ns)
+        check(self._costs.decode_ns >= 0, "a decode step takes {} ns", self._costs.decode_ns)

@@ -55,7 +55,7 @@ class Planner:
         ``copies_only``: a transfer waits for copies that are recorded already, so a plan without rows is of use.
         """
         state = self.state
-        if state.decoding.items or state.prefilling.items or state.waiting or state.remote_kv_ready:
+        if state.decoding.items or state.prefilling.items or state.waiting or state.remote_kv_ready or state.parked:
             batch = self._fill(now, begins_ns)
             if not (batch.plan.slots or batch.plan.moves) and nothing_under_way:
                 batch = self._start_over(batch, now, begins_ns)
@@ -82,7 +82,7 @@ class Planner:
             batch = self._fill(now, begins_ns)
         pool = state.memory.pool
         lent = pool.available() < pool.config.hbm_blocks
-        check(batch.plan.slots or lent, f"standing still with everything free: {state}")
+        check(batch.plan.slots or batch.plan.moves or lent, f"standing still with everything free: {state}")
         return batch
 
     def _fill(self, now: int, begins_ns: int) -> BatchBuilder:
@@ -91,7 +91,10 @@ class Planner:
         batch = BatchBuilder(self.state, self.next_step_id)
         layers = self.state.memory.layers
         if layers is not None:
-            layers.advance(batch.plan, keeps=not self.state.waiting)
+            layers.begin(batch.plan)
+            for sequence in layers.to_park():
+                self.state.preempt(sequence)
+            layers.move(batch.plan, keeps=not (self.state.waiting or self.state.parked))
         budget = self.config.step_tokens
         stalled = False
         if self.state.decoding.items:
@@ -99,10 +102,26 @@ class Planner:
             stalled = self._make_room_for_decodes(batch)
             self.state.serve_decodes(1)
             budget = min(budget - batch.add_decodes(not stalled), allowed)
+        budget -= self._go_on(batch)
         if self.state.prefilling.items or self.state.waiting or self.state.remote_kv_ready:
             opens = has_room and bool(self.state.free_slots)  # else the budget kept for the waiting line may be lost
             self._prefill(batch, budget, now, stalled, opens)
+        if not stalled:
+            for sequence in self.admission.parked():
+                if not self.admission.admit(sequence, now):
+                    break
         return batch
+
+    def _go_on(self, batch: BatchBuilder) -> int:
+        """A row for each sequence that was parked and is up again, whatever prompts may have. Returns their number."""
+        rows = 0
+        if self.state.memory.layers is not None:
+            for sequence in self.state.prefilling.items.copy():
+                end = sequence.known
+                is_next = sequence.out and sequence.computed == end - 1 and sequence.phase is Phase.PREFILLING
+                if is_next and sequence.group.beam is None and self._make_writable(batch, sequence, end):
+                    rows += batch.add_chunk(sequence, end)
+        return rows
 
     def _within_objectives(self, budget: int, begins_ns: int) -> int:
         """What the objectives of requests that decode leave of ``budget`` for prompts."""
@@ -111,7 +130,7 @@ class Planner:
         first = next((line[0] for line in lines if line), None)
         if state.objectives is None or first is None:
             return budget
-        left = state.objectives.prefill_tokens(state.decoding.items, first, budget, begins_ns)
+        left = state.objectives.prefill_tokens([*state.decoding.items, *state.parked], first, budget, begins_ns)
         return left if left >= min(budget, state.memory.block_tokens) else 0  # crumbs cost more than they bring
 
     def _without_slot(self) -> Sequence | None:
@@ -243,8 +262,8 @@ class Planner:
         """Tokens of ``sequence`` for this plan. 0: it has to wait for the next one."""
         block_tokens = self.state.memory.block_tokens
         chunk_max = self.config.chunk_tokens
-        if sequence.layered is not None and self.state.memory.layers is not None:
-            chunk_max = min(chunk_max, self.state.memory.layers.chunk_tokens)
+        if sequence.layered is not None and sequence.layered.chunk_tokens:
+            chunk_max = min(chunk_max, sequence.layered.chunk_tokens)
         if batch.reports_prompt(sequence):
             chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
         return chunk_tokens(sequence.computed, sequence.known, chunk_max, budget, block_tokens)
@@ -291,6 +310,9 @@ class Planner:
                 break
             if not self._enter(batch, sequence, now):
                 return None
+            layers = self.state.memory.layers
+            if layers is not None and layers.arrives(sequence):
+                continue
             spent = self._first_row(batch, sequence, budget)
             if not spent:
                 return None

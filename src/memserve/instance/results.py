@@ -33,8 +33,6 @@ class StepResults:
         targets, tokens = plan.targets, event.tokens
         check(len(tokens) == len(targets), f"step {plan.step_id}: {len(tokens)} tokens for {len(targets)} draws")
         self.state.costs.learn(plan.prefill_tokens, plan.decode_rows, event.device_ns, plan.prefill_pairs)
-        if self.state.objectives is not None:
-            self.state.objectives.step_took(plan.prefill_tokens, plan.decode_rows, event.device_ns)
         if event.failed:  # first: further results of sequences that have ended are dropped
             self._end_failed(plan, event.failed)
         if event.prompt_logprobs:

@@ -6,9 +6,11 @@
              +----handed over--> REMOTE_KV_READY --admit--> PREFILLING
 
     WAITING --admit--> PREFILLING --prompt scheduled--> DECODING --all tokens scheduled--> IDLE
-       ^                  |                               |                                  |
-       |                  +---------- preempt ------------+--------> PREEMPTED <-------------+
-       +<---------------------------- resume, when all its tokens are known ---+
+       ^                ^ |                               |                                  |
+       |                | +---------- preempt ------------+--------> PREEMPTED <-------------+
+       |              admit                                              | |
+       |                +----- PARKED <----- with its KV in DRAM --------+ |
+       +<---------------------------- resume, when all its tokens are known
     any --finish--> FINISHED
 """
 
@@ -90,6 +92,7 @@ class SchedulerState:
         "now",
         "objectives",
         "outputs",
+        "parked",
         "preemption",
         "prefilling",
         "remote_kv_ready",
@@ -124,12 +127,14 @@ class SchedulerState:
         self.sequences = 0
         self.remote_kv_ready = WaitingQueue()
         self.waiting = WaitingQueue()
+        self.parked = WaitingQueue()
         self.prefilling = RankedList()
         self.decoding = RankedList()
         self.idle = RankedList()
         self._containers: dict[Phase, RankedList | WaitingQueue] = {
             Phase.REMOTE_KV_READY: self.remote_kv_ready,
             Phase.WAITING: self.waiting,
+            Phase.PARKED: self.parked,
             Phase.PREFILLING: self.prefilling,
             Phase.DECODING: self.decoding,
             Phase.IDLE: self.idle,
@@ -213,15 +218,16 @@ class SchedulerState:
     def resume(self, sequence: Sequence) -> None:
         """A preempted sequence waits for admission again, unless tokens or candidates of it are still under way."""
         if sequence.phase is Phase.PREEMPTED and not sequence.inflight and sequence.candidates is None:
-            self.move(sequence, Cause.RESUMED)
+            is_parked = self.memory.layers is not None and sequence.out and sequence.dram_blocks
+            self.move(sequence, Cause.PARKED if is_parked else Cause.RESUMED)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks away; the sequence continues with the tokens that it has."""
         memory, counters = self.memory, self.counters
         tokens, blocks = sequence.computed, sequence.blocks_held
         finished_by_count = sequence.phase is Phase.IDLE and sequence.left == 0
-        swap = not finished_by_count and self.costs.prefers_swap(self.preemption, tokens, blocks)
-        if swap and memory.swap_out(sequence):
+        swap = memory.is_swapped_at_no_cost(sequence) or self.costs.prefers_swap(self.preemption, tokens, blocks)
+        if swap and not finished_by_count and memory.swap_out(sequence):
             counters.preempted_by_swap += 1
         else:
             memory.detach(sequence)
@@ -339,7 +345,7 @@ class SchedulerState:
 
     def __repr__(self) -> str:
         return (
-            f"<SchedulerState waiting={len(self.waiting)} prefilling={len(self.prefilling)}"
+            f"<SchedulerState waiting={len(self.waiting)} parked={len(self.parked)} prefilling={len(self.prefilling)}"
             f" decoding={len(self.decoding)} idle={len(self.idle)}"
             f" slots={self.slots - len(self.free_slots)}/{self.slots}>"
         )

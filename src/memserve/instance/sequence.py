@@ -44,6 +44,7 @@ class Phase(enum.Enum):
     WAITING_FOR_REMOTE_KV = "waiting for remote KV"  # no container, no blocks: another instance sends KV for it
     REMOTE_KV_READY = "remote KV ready"  # remote_kv_ready: holds HBM blocks that came from there, waits for a slot
     WAITING = "waiting"  # waiting: holds no slot and no HBM block (maybe DRAM blocks)
+    PARKED = "parked"  # parked: has told tokens, its KV is in DRAM; prompts need not wait behind it
     PREFILLING = "prefilling"  # prefilling: has known tokens to compute
     DECODING = "decoding"  # decoding: computes one token, known or not, each step
     IDLE = "idle"  # idle: nothing to schedule; every token is under way, or a beam waits for the other beams
@@ -69,6 +70,8 @@ class Cause(enum.Enum):
     HANDOFF_ABANDONED = enum.auto()
     """The request decodes where it was prefilled."""
     PREEMPTED = enum.auto()
+    PARKED = enum.auto()
+    """It waits for room with its KV in DRAM, where KV may lie by layer."""
     RESUMED = enum.auto()
     FINISHED = enum.auto()
 
@@ -95,8 +98,10 @@ SEQUENCE = Transitions(
         (Phase.DECODING, Cause.ALL_SCHEDULED): Phase.IDLE,
         (Phase.IDLE, Cause.BEAM_EXTENDED): Phase.PREFILLING,
         (Phase.IDLE, Cause.HANDOFF_ABANDONED): Phase.DECODING,
+        (Phase.PREEMPTED, Cause.PARKED): Phase.PARKED,
         (Phase.PREEMPTED, Cause.RESUMED): Phase.WAITING,
-        **{(phase, Cause.PREEMPTED): Phase.PREEMPTED for phase in _HOLDING},
+        (Phase.PARKED, Cause.ADMITTED): Phase.PREFILLING,
+        **{(phase, Cause.PREEMPTED): Phase.PREEMPTED for phase in (*_HOLDING, Phase.PARKED)},
         **{(phase, Cause.FINISHED): Phase.FINISHED for phase in Phase if phase not in (Phase.NEW, Phase.FINISHED)},
     },
 )

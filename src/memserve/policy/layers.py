@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -11,8 +12,8 @@ from memserve.units import NS_PER_MS, NS_PER_S
 LINK_BYTES_S = 4e9
 """Of a link that was not measured: host memory that a CPU copies with one thread, or half a PCIe 4 bus."""
 CHUNK_BLOCKS = 8
-"""The largest piece of a prompt that is computed at a time where it lies by layer: its blocks are whole until they have
-moved, those of some steps at once. Each piece reads what is before it back, so short ones cost the link more."""
+"""The least piece of a prompt that is computed at a time where it lies by layer. Its blocks are whole until they have
+moved, those of some steps at once; but each piece reads back what is before it, so short ones cost the link more."""
 TPOT_NS = 200 * NS_PER_MS
 """Time that a token may take where no objective is set: the one of LayerKV's evaluation."""
 
@@ -32,14 +33,22 @@ class LayerBudget:
     tpot_ns: int
     """Time that a token may take."""
 
-    @property
-    def pages_max(self) -> int:
-        """Pages that the link carries within the time of a token."""
-        return int(self.link_bytes_s * self.tpot_ns / NS_PER_S / self.page_bytes)
+    def pages_max(self, step_ns: int = 0) -> int:
+        """Pages that the link carries within the time of a token; beside the computing of a step that takes
+        ``step_ns``, if that is known (not 0) and less: then steps do not wait for the link."""
+        beside_ns = min(step_ns, self.tpot_ns) if step_ns else self.tpot_ns
+        return int(self.link_bytes_s * beside_ns / NS_PER_S / self.page_bytes)
 
-    def allows(self, pages: int) -> bool:
-        """Whether steps may read back so many."""
-        return pages <= self.pages_max
+    def allows(self, pages: int, step_ns: int = 0) -> bool:
+        """Whether steps may read back so many; ``step_ns`` as for :meth:`pages_max`."""
+        return pages <= self.pages_max(step_ns)
+
+    def chunk_blocks(self, entries: int, block_ns: float) -> int:
+        """The least piece of a prompt that hides the reading back of what lies before it (LayerKV, equations 3 and 4,
+        where a prompt is computed in pieces): at most ``entries`` blocks pass for each. ``block_ns``: time to compute
+        the tokens of a block; 0: not known."""
+        link_ns = entries * self.num_layers * self.page_bytes / self.link_bytes_s * NS_PER_S
+        return max(CHUNK_BLOCKS, math.ceil(link_ns / block_ns) if block_ns else 0)
 
 
 def layer_order(num_layers: int, number: int) -> list[int]:

@@ -299,7 +299,7 @@ class PreemptionCosts:
 class PreemptionModel:
     """Costs in nanoseconds; learns from finished steps how quickly prompts are computed now."""
 
-    __slots__ = ("_block_bytes", "_is_measured", "_known", "_scale", "model", "samples")
+    __slots__ = ("_block_bytes", "_is_measured", "_known", "_scale", "decode_ns", "model", "samples")
 
     def __init__(self, costs: PreemptionCosts) -> None:
         self._block_bytes = costs.block_bytes
@@ -309,13 +309,18 @@ class PreemptionModel:
         self._scale = 1.0
         self._is_measured = costs.profile is not None
         self.samples = int(self._is_measured)
+        #: of a step without prefill, lately; 0: none was measured
+        self.decode_ns = 0
 
     def learn(self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0) -> None:
-        """Learn from a finished step if it was mostly prefill: the time of other steps says little about prefill.
+        """Learn from a finished step if it had no prefill, or was mostly prefill: the time of other steps says little.
 
         ``prefill_pairs``: see :func:`memserve.policy.costs.attended_pairs`, over all pieces of prompts. The first step
         replaces a guess; later steps, and all steps where there is a profile, have a weight of one eighth.
         """
+        if device_ns > 0 and decode_rows and not prefill_tokens:
+            before_ns = self.decode_ns or device_ns
+            self.decode_ns = before_ns + (device_ns - before_ns) // _SMOOTHING
         if device_ns <= 0 or prefill_tokens < _STEP_SHARE_MIN * (decode_rows + 1):
             return
         scale = device_ns / max(1, self._known.prefill.step(prefill_tokens + decode_rows, prefill_pairs))

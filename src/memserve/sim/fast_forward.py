@@ -67,7 +67,7 @@ class FastForwardInstance(Instance):
         if outputs is not None:
             outputs[:] = map(self._completed, outputs)
         if self._preemptions != preemptions:  # further tokens may take long
-            held = self._take_held((Phase.PREEMPTED, Phase.WAITING))
+            held = self._take_held((Phase.PREEMPTED, Phase.WAITING, Phase.PARKED))
             if outputs is not None:
                 outputs += held
             elif held:
@@ -96,7 +96,9 @@ class FastForwardInstance(Instance):
 
     def take_held_tokens(self) -> list[TokenOutput]:
         """All tokens that are not emitted yet, one output for each sequence, for one message."""
-        outputs = self._take_held((Phase.DECODING, Phase.IDLE, Phase.PREFILLING, Phase.PREEMPTED, Phase.WAITING))
+        outputs = self._take_held(
+            (Phase.DECODING, Phase.IDLE, Phase.PREFILLING, Phase.PREEMPTED, Phase.WAITING, Phase.PARKED)
+        )
         if outputs:
             self._count_answer()
         return outputs
@@ -122,7 +124,7 @@ class FastForwardInstance(Instance):
         before they end."""
         state, link = self.state, self.link
         decoding = state.decoding.items
-        others = state.waiting or state.prefilling.items or state.remote_kv_ready or state.idle.items
+        others = state.waiting or state.parked or state.prefilling.items or state.remote_kv_ready or state.idle.items
         unsettled = state.closing or state.slots_unknown or state.memory.pool.has_copies
         if not decoding or others or unsettled or len(self.inflight) < self.config.scheduler.steps_in_flight:
             return 0

@@ -27,7 +27,7 @@ def world_of(rng: random.Random) -> World:
         depth=rng.choice((1, 2, 3)),
         preemption=rng.choice(("auto", "swap", "recompute")),
         layerwise="auto",
-        link_bytes_s=rng.choice((None, None, 125_000.0)),
+        link_bytes_s=rng.choice((None, 125_000.0, 8e9, 2e10, 1e15)),
         slo_tpot_ns=rng.choice((None, 50_000_000)),
     )
     return World(cfg, 4, twin=False)
@@ -79,6 +79,8 @@ def life(seed: int, steps: int = 400) -> Counter[str]:
     return Counter(
         admitted=layers.admitted,
         converted=layers.converted,
+        parked=layers.parked,
+        resumed=layers.resumed,
         moved=world.device.moved_pages,
         read=world.device.read_by_layer,
     )
@@ -92,13 +94,15 @@ def test_tokens_do_not_depend_on_what_lies_by_layer() -> None:
         except Exception as error:
             error.add_note(f"life({seed})")
             raise
-    assert seen["admitted"] > 10 and seen["converted"] > 10 and seen["moved"] > 1000 and seen["read"] > 1000, seen
+    assert min(seen[what] for what in ("admitted", "converted", "parked")) > 3, seen
+    assert seen["moved"] > 1000 and seen["read"] > 1000, seen
 
 
 def test_layers_are_kept_while_there_is_room_and_given_up_for_others() -> None:
     """The first prompt lies whole. The second begins beside it by layer, keeps what it can when the first has ended,
     and gives it up, layer by layer, for the third."""
-    cfg = config(hbm=48, dram=60, caching=False, context=CONTEXT, running=3, step_tokens=16, chunk=4, layerwise="auto")
+    sizes = {"hbm": 48, "dram": 60, "context": CONTEXT, "running": 3, "step_tokens": 16, "chunk": 4}
+    cfg = config(**sizes, caching=False, layerwise="auto", link_bytes_s=1e15)
     world = World(cfg, 4, twin=False)
     layers = world.machine.state.memory.layers
     assert layers is not None
@@ -117,3 +121,45 @@ def test_layers_are_kept_while_there_is_room_and_given_up_for_others() -> None:
     world.drain()
     world.check_all_ended()
     assert layers.admitted == 1 and set(world.final.values()) == {FinishReason.LENGTH}
+
+
+def test_what_the_link_does_not_carry_is_parked_behind_its_first_token() -> None:
+    """Memory is full of an answer that takes long. A second prompt is computed beside it all the same, its client has
+    the first token, and it goes on in whole blocks when the other has ended: prompts do not wait for memory."""
+    sizes = {"hbm": 56, "dram": 160, "context": CONTEXT, "running": 3, "step_tokens": 16, "chunk": 4}
+    world = World(config(**sizes, caching=False, layerwise="auto", link_bytes_s=3e9), 4, twin=False)
+    state = world.machine.state
+    layers = state.memory.layers
+    assert layers is not None
+    world.arrive(request("long", FAMILIES[0][:118], max_tokens=40))
+    for _ in range(10):
+        world.step()
+    world.arrive(request("second", FAMILIES[1][:110], max_tokens=20))
+    world.arrive(request("third", FAMILIES[2][:100], max_tokens=20))
+    while not state.parked or len(state.parked) < 2:
+        world.step()
+    assert {name for (name, _), tokens in world.got.items() if tokens} == {"long", "second", "third"}
+    assert not world.final
+    world.drain()
+    world.check_all_ended()
+    assert [name for name, _ in world.final] == ["long", "second", "third"]
+    assert set(world.final.values()) == {FinishReason.LENGTH} and layers.resumed == 0
+
+
+def test_a_parked_sequence_goes_on_by_layer_when_the_link_carries_it() -> None:
+    """Steps become longer, so the link carries more beside them."""
+    sizes = {"hbm": 56, "dram": 160, "context": CONTEXT, "running": 3, "step_tokens": 16, "chunk": 4}
+    world = World(config(**sizes, caching=False, layerwise="auto", link_bytes_s=3e9), 4, twin=False)
+    state = world.machine.state
+    layers = state.memory.layers
+    assert layers is not None
+    world.arrive(request("long", FAMILIES[0][:118], max_tokens=40))
+    world.arrive(request("second", FAMILIES[1][:110], max_tokens=20))
+    while not state.parked:
+        world.step()
+    world.device.device_ns = 1_000_000_000
+    while state.parked:
+        world.step()
+    assert layers.resumed == 1 and not world.final
+    world.drain()
+    world.check_all_ended()

@@ -11,8 +11,22 @@ from memserve.units import NS_PER_MS
 def test_what_steps_read_back_fits_the_link_within_the_time_of_a_token() -> None:
     """1 GB/s for 200 ms: 200 MB, so 8,138 pages of 24,576 bytes."""
     budget = LayerBudget(30, 24_576, 1e9, 200 * NS_PER_MS)
-    assert budget.pages_max == 8138
+    assert budget.pages_max() == 8138
     assert budget.allows(8138) and not budget.allows(8139)
+
+
+def test_steps_do_not_wait_for_the_link_where_their_time_is_known() -> None:
+    """40 ms carry 40 MB; a step that takes longer than a token may does not allow more."""
+    budget = LayerBudget(30, 24_576, 1e9, 200 * NS_PER_MS)
+    assert budget.pages_max(40 * NS_PER_MS) == 1627
+    assert budget.pages_max(500 * NS_PER_MS) == 8138
+
+
+def test_a_piece_of_a_prompt_takes_as_long_as_reading_back_what_is_before_it() -> None:
+    """500 blocks of 737,280 bytes take 369 ms at 1 GB/s; a block of 32 tokens is computed in 23 ms."""
+    budget = LayerBudget(30, 24_576, 1e9, 200 * NS_PER_MS)
+    assert budget.chunk_blocks(500, 23.0 * NS_PER_MS) == 17
+    assert budget.chunk_blocks(20, 23.0 * NS_PER_MS) == budget.chunk_blocks(500, 0.0) == 8
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 24, 30, 32, 80])
