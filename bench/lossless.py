@@ -41,6 +41,7 @@ def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
     small = block_bytes * (longest_tokens // 32 + 10)
     large = 4096 * MIB
     roomy = {"kv_memory_bytes": large}
+    tight = {"kv_memory_bytes": small, "dram_memory_bytes": large}
     return [
         Setting("caching off", {**roomy, "caching": False}),
         Setting("caching on, cold", roomy),
@@ -63,8 +64,14 @@ def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
             must=("cached_tokens", "dram_tokens_reused"),
         ),
         Setting("n = 4", roomy, n=4),
-        Setting("n = 4, tiny pool", {"kv_memory_bytes": small, "dram_memory_bytes": large}, n=4),
+        Setting("n = 4, tiny pool", tight, n=4),
         Setting("one step in flight", {**roomy, "steps_in_flight": 1}),
+        *(
+            Setting(f"by layer, {mode}", {**tight, "layerwise": mode, "caching": False, "link_gbps": 16.0})
+            for mode in ("auto", "layerkv", "next-layer", *(f"static-{kept}" for kept in range(0, 31, 5)))
+        ),
+        Setting("by layer, caching on, warm", {**tight, "layerwise": "auto"}, warm=True, must=("cached_tokens",)),
+        Setting("by layer, n = 4", {**tight, "layerwise": "auto"}, n=4),
     ]
 
 

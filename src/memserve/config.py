@@ -6,6 +6,7 @@ What people set is an :func:`option`; the rest has no flag. Constructors take th
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -64,6 +65,9 @@ class PoolConfig:
             raise UserError(f"dram_blocks must not be negative, got {self.dram_blocks}", param="dram_blocks")
 
 
+_LAYERWISE = re.compile(r"off|auto|layerkv|next-layer|static-\d{1,4}")
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Iteration-level batching of one instance."""
@@ -93,7 +97,8 @@ class SchedulerConfig:
     layerwise: str = option("off")
     """Where prompts lie that have no room whole. ``off``: they wait. ``auto``: they are computed with some layers in KV
     memory and all of them in ``--dram-memory``, and go on so as far as the link carries the others beside the computing
-    (and within ``--slo-tpot-ms``); the rest is parked behind its first token until there is room."""
+    (and within ``--slo-tpot-ms``); the rest is parked behind its first token until there is room. For studies:
+    ``layerkv``, ``next-layer``, ``static-N`` (see ``policy/layers.py``)."""
     link_bytes_s: float | None = option(None, "--link-gbps", form=GIGABITS_S, least=0.001)
     """Emulate a link of this many gigabits a second between KV memory and DRAM, for studies of ``--layerwise`` on
     machines where both are the same memory. None: as fast as the memory is."""
@@ -103,7 +108,7 @@ class SchedulerConfig:
         if self.preemption not in ("auto", "swap", "recompute"):
             hint = "use auto, swap or recompute"
             raise UserError(f"unknown preemption mode {self.preemption!r}", hint=hint, param="preemption")
-        if self.layerwise not in ("off", "auto"):
+        if not _LAYERWISE.fullmatch(self.layerwise):
             raise UserError(f"unknown layerwise mode {self.layerwise!r}", hint="use off or auto", param="layerwise")
         if self.scheduling not in ("fcfs", "slo"):
             raise UserError(f"unknown scheduling {self.scheduling!r}", hint="use fcfs or slo", param="scheduling")
@@ -346,10 +351,10 @@ class EngineOptions:
                 hint=f"give at least --kv-memory {need}",
                 param="kv_memory",
             )
-        if self.scheduler.layerwise == "auto" and not self.dram_memory_bytes:
+        if self.scheduler.layerwise != "off" and not self.dram_memory_bytes:
             hint = "for example --dram-memory 2GiB, or --layerwise off"
             raise UserError("KV by layer lies in DRAM, and there is none", hint=hint, param="layerwise")
-        if self.scheduler.layerwise == "auto" and on_gpu:
+        if self.scheduler.layerwise != "off" and on_gpu:
             hint = "use --layerwise off, or --device cpu"
             raise UserError("KV by layer is for CPUs so far", hint=hint, param="layerwise")
         default_step_tokens = STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from memserve.errors import check
 from memserve.instance.events import MovePages, StepPlan
 from memserve.instance.layered_kv import LayeredKV, Moving, whole_blocks
-from memserve.policy.layers import layer_order
 from memserve.types import Tier
 from memserve.units import ceil_div
 
@@ -79,12 +78,10 @@ class LayerMoves:
         self._begin(plan, kv, moving)
         return True
 
-    def keep_one_more(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
-        """Bring one more layer up, to stay."""
-        order = layer_order(self._layers, sequence.group.arrival)
-        layer = next((layer for layer in order if layer not in kv.kept), None)
-        frames = self._pool.allocate(len(kv.staging[0])) if layer is not None and kv.dram_blocks else None
-        if layer is not None and frames is not None:
+    def keep(self, plan: StepPlan, kv: LayeredKV, layer: int) -> None:
+        """Bring ``layer`` up, to stay, if there is room."""
+        frames = self._pool.allocate(len(kv.staging[0])) if kv.dram_blocks else None
+        if frames is not None:
             src, dst = self._kept_pages(frames, layer, kv.dram_blocks, 0)
             up = MovePages(Tier.DRAM, Tier.HBM, src, dst)
             self._begin(plan, kv, Moving(plan, up, frames={layer: frames}))

@@ -27,7 +27,7 @@ from memserve.instance.events import PlaceByLayer, StepPlan
 from memserve.instance.layer_moves import LayerMoves
 from memserve.instance.layered_kv import LayeredKV
 from memserve.instance.sequence import Phase
-from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget
+from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget, LayerPolicy, layer_order
 from memserve.types import Tier
 from memserve.units import ceil_div
 
@@ -52,6 +52,7 @@ class LayerPlacer:
         "_costs",
         "_moves",
         "_plan",
+        "_policy",
         "_pool",
         "_steps_in_flight",
         "_wanted",
@@ -68,6 +69,7 @@ class LayerPlacer:
         pool: BlockPool,
         block_tokens: int,
         budget: LayerBudget,
+        policy: LayerPolicy,
         costs: PreemptionModel,
         chunk_blocks_max: int,
         steps_in_flight: int,
@@ -76,6 +78,7 @@ class LayerPlacer:
         self._pool = pool
         self._block_tokens = block_tokens
         self._budget = budget
+        self._policy = policy
         self._costs = costs
         self._chunk_max = chunk_blocks_max
         self._steps_in_flight = steps_in_flight
@@ -234,6 +237,8 @@ class LayerPlacer:
 
     def to_park(self) -> list[Sequence]:
         """The latest of those that decode, as many as read back more than the link carries."""
+        if not self._policy.parks:
+            return []
         over = self._pages_read_back() - self._budget.pages_max(self._costs.decode_ns)
         parked: list[Sequence] = []
         for sequence, kv in sorted(self._lying(), key=lambda lying: lying[0].rank, reverse=True):
@@ -252,7 +257,15 @@ class LayerPlacer:
             if kv.moving is not None or self._moves.spill(plan, sequence, kv, self.make_room) or not keeps:
                 continue
             if self._pool.blocks_free >= self._running_window + 2 * len(kv.staging[0]):
-                self._moves.keep_one_more(plan, sequence, kv)
+                self._keep_one_more(plan, sequence, kv)
+
+    def _keep_one_more(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
+        policy = self._policy
+        if policy.kept_max is None or len(kv.kept) < policy.kept_max:
+            order = layer_order(self._layers, sequence.group.arrival if policy.is_staggered else 0)
+            layer = next((layer for layer in order if layer not in kv.kept), None)
+            if layer is not None:
+                self._moves.keep(plan, kv, layer)
 
     def place(self, plan: StepPlan) -> None:
         """Behind the rows of a plan: tell the device where everything lies."""

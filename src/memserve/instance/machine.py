@@ -41,7 +41,7 @@ from memserve.kv_transfer.events import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
 from memserve.policy.capacity import context_tokens, running_max
-from memserve.policy.layers import LINK_BYTES_S, TPOT_NS, LayerBudget
+from memserve.policy.layers import LINK_BYTES_S, TPOT_NS, LayerBudget, LayerPolicy
 from memserve.policy.reuse import PreemptionCosts, PreemptionModel
 from memserve.serving import (
     ClockTicked,
@@ -88,7 +88,7 @@ class Instance:
         scheduler = config.scheduler
         self._context = context_tokens(config.max_model_tokens, config.pool.hbm_blocks, block_tokens)
         memory = SequenceMemory(pool, block_tokens, PreemptionModel(costs or PreemptionCosts()))
-        if scheduler.layerwise == "auto":
+        if scheduler.layerwise != "off":
             check(geometry is not None, "KV by layer needs the geometry of the KV")
             memory.layers = _layer_placer(config, memory, geometry)  # type: ignore[arg-type]  # checked in the line before
         self.state = SchedulerState(memory, running_max(scheduler), scheduler.preemption)
@@ -301,8 +301,9 @@ def _layer_placer(config: InstanceConfig, memory: SequenceMemory, geometry: KVGe
     link_bytes_s = scheduler.link_bytes_s or LINK_BYTES_S
     budget = LayerBudget(geometry.num_layers, geometry.page_bytes, link_bytes_s, scheduler.slo_tpot_ns or TPOT_NS)
     chunk_blocks_max = ceil_div(scheduler.chunk_tokens, memory.block_tokens)
+    policy = LayerPolicy.named(scheduler.layerwise)
     return LayerPlacer(
-        memory.pool, memory.block_tokens, budget, memory.costs, chunk_blocks_max, scheduler.steps_in_flight
+        memory.pool, memory.block_tokens, budget, policy, memory.costs, chunk_blocks_max, scheduler.steps_in_flight
     )
 
 

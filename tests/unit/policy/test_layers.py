@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memserve.policy.layers import LayerBudget, layer_order
+from memserve.policy.layers import LayerBudget, LayerPolicy, layer_order
 from memserve.units import NS_PER_MS
 
 
@@ -38,3 +38,10 @@ def test_layers_are_kept_evenly_over_the_depth_and_by_each_request_from_another_
             some = sorted(order[:kept])
             gaps = [b - a for a, b in zip(some, [*some[1:], some[0] + layers], strict=True)]
             assert max(gaps) <= 2 * layers / kept + 1, f"{kept} of {layers} layers lie at {some}"
+
+
+def test_policies_by_name() -> None:
+    assert LayerPolicy.named("auto") == LayerPolicy(None, is_staggered=True, parks=True)
+    assert LayerPolicy.named("layerkv") == LayerPolicy(None, is_staggered=False, parks=False)
+    assert LayerPolicy.named("next-layer") == LayerPolicy(0, is_staggered=False, parks=False)
+    assert LayerPolicy.named("static-12") == LayerPolicy(12, is_staggered=False, parks=False)
