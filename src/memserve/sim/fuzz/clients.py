@@ -6,6 +6,7 @@ request gets from an instance of its own (``truth``), and compares every output 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -97,6 +98,8 @@ class Referee:
         self.contexts, self.caching = sorted(set(contexts)), caching
         self.context_tokens = self.contexts[-1]
         self.asks: dict[str, Ask] = {}
+        self.dispatched_twice: Collection[str] = ()
+        """Requests that may run twice at one instance."""
         self.excused = False
         """Something has gone wrong in the world: errors and rejections are allowed."""
         self.tokens_judged = 0
@@ -160,8 +163,9 @@ class Referee:
         require(0 <= cached < len(request.prompt), f"{key}: {cached} cached tokens of {len(request.prompt)}")
         if not self.caching or not request.use_cache or request.sampling.prompt_logprobs:
             require(not cached, f"{key}: {cached} cached tokens, although nothing may be reused")
-        if request.beam_width or dict(output.story).get("attempts", 1) != 1:
-            return  # it may reuse KV of its own earlier attempt
+        ran_before = dict(output.story).get("attempts", 1) != 1 or request.request_id in self.dispatched_twice
+        if request.beam_width or ran_before:
+            return  # it may reuse its own KV
         known = max((self._shared(ask, other) for other in self.asks.values()), default=0)
         require(cached <= known, f"{key}: {cached} cached tokens, its tenant has said {known} of them before")
 

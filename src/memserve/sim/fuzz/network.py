@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from random import Random
 
-from memserve.messages import AnyMessage, Peer
+from memserve.messages import AnyMessage, Dispatch, Peer
 from memserve.sim.clock import Clock
 from memserve.sim.network import Network
 
@@ -36,6 +36,8 @@ class FaultyNetwork(Network):
         self.lost = 0
         self.cut: dict[Way, list[str]] = {}
         """The modes of the partitions in each direction, ``hold`` or ``lose``."""
+        self.dispatched_twice: set[str] = set()
+        """Requests of which a dispatch was repeated: what the first has left in the cache may be read by the second."""
         self.log: Callable[..., None] = _silent
         self._held: dict[Way, deque[tuple[Peer, Peer, AnyMessage]]] = {}
         self._connection: dict[Way, int] = {}
@@ -61,6 +63,8 @@ class FaultyNetwork(Network):
             self.travel(sender, to, message)
             if self.random.random() < self.repeats:
                 self.travel(sender, to, message)
+                if isinstance(message, Dispatch):
+                    self.dispatched_twice.add(message.request.request_id.partition("#")[0])
 
     def _lose(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         self.lost += 1

@@ -68,6 +68,7 @@ class World:
         self.geometry = KVGeometry(LAYERS, 1, 1, 1, "float32", BLOCK_TOKENS)
         rooms = [min(scenario.context_tokens, blocks * BLOCK_TOKENS + 1) for blocks in scenario.hbm_blocks]
         self.referee = Referee(rooms, scenario.setting.caching is not Caching.OFF)
+        self.referee.dispatched_twice = self.network.dispatched_twice
         self.gate_judge = GateJudge()
         self.links_cut = True
         self.router_slept_ns = 0
@@ -312,7 +313,7 @@ class World:
             waiting = [asked[name] for name in refused]
             self._run_until(self.clock.now + ns_from_s(max(refused.values())))
         require(not refused, f"the cluster was healed, and its gate never lets in what fits: {refused}")
-        self._run_until(self.clock.now + 4 * SECOND)
+        self._run_until(self.clock.now + 6 * SECOND)  # a store may not know the process that offers it blocks
         self.check_at_rest()
 
     def _come_to_rest(self) -> None:

@@ -139,6 +139,19 @@ def test_a_dead_store_has_not_written_the_damage_in_its_memory() -> None:
     assert not judge(1730411635, parse_setting("pd-caching-2/by-request/2D/swarm")).failure
 
 
+@pytest.mark.parametrize(
+    ("seed", "setting"),
+    [
+        # a dispatch that is repeated after its attempt has ended reads what the first has left in the cache
+        (1730416348, "pd-caching-2/by-request-agg/3P3D2C/swarm"),
+        # a store does not know an instance whose clock was set back: what that offers is open until its lease ends
+        (1730422057, "pd-caching-1/by-layer/3P3D2C/swarm"),
+    ],
+)
+def test_what_the_judges_had_not_thought_of(seed: int, setting: str) -> None:
+    assert not judge(seed, parse_setting(setting)).failure
+
+
 def test_the_seeds_go_through_all_settings() -> None:
     grid = settings_grid()
     assert {setting_of(seed) for seed in range(len(grid))} == set(grid)
