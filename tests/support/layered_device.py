@@ -92,20 +92,32 @@ class LayeredDevice(LiteralDevice):
         for position in range(start, start + count):
             entry, inside = divmod(position, self.block_tokens)
             order = self.placed.get(slot.opened.slot)
-            if order is not None and order.first <= entry < order.first + len(order.dram_blocks):
-                raise Violation("a row writes where layers lie")
-            block = slot.table[entry]
-            if writer.setdefault((block, inside), row) != row:
-                raise Violation("two rows write the same cell")
             value = cell(slot.tokens[position], position, seen)
-            for layer in range(self.layers):
-                self.pages[Tier.HBM][block * self.layers + layer][inside] = (value, layer)
+            if order is not None and order.first <= entry < order.first + len(order.dram_blocks):
+                self._write_by_layer(order, entry - order.first, inside, value)
+            else:
+                block = slot.table[entry]
+                if writer.setdefault((block, inside), row) != row:
+                    raise Violation("two rows write the same cell")
+                for layer in range(self.layers):
+                    self.pages[Tier.HBM][block * self.layers + layer][inside] = (value, layer)
             entries.append(None)
             if position + 1 < slot.opened.prompt_tokens:
                 entries[-1] = TokenLogprobs(slot.tokens[position + 1], -float(position + 1))
             seen = mix(seen, value)
         self.computed_tokens += count
         return seen, entries
+
+    def _write_by_layer(self, order: PlaceByLayer, place: int, inside: int, value: int) -> None:
+        """To DRAM, and to the frames of kept layers."""
+        for layer in range(self.layers):
+            page = self.pages[Tier.DRAM][order.dram_blocks[place] * self.layers + layer]
+            if not inside:
+                page[:] = [None] * self.block_tokens  # what another sequence has left there
+            page[inside] = (value, layer)
+            if layer in order.kept:
+                frame = order.kept[layer][place // self.layers]
+                self.pages[Tier.HBM][frame * self.layers + place % self.layers] = list(page)
 
     def _context(self, slot: Slot, end: int, row: int, writer: dict[tuple[int, int], int]) -> list[int]:
         """What lies before position ``end``: the same in each layer, read one after the other."""

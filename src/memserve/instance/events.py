@@ -47,7 +47,8 @@ class PlaceByLayer:
     in HBM as well. The others pass through HBM, one after the other, each time that the slot has a row.
 
     A *frame* is an HBM block with pages of a single layer: entry ``first + i`` has page ``i % num_layers`` of frame
-    ``i // num_layers``. Rows never write to these entries.
+    ``i // num_layers``. What a row computes of these entries is in DRAM, and in kept frames, when its plan is over;
+    entries behind it have no content yet.
     """
 
     slot: int

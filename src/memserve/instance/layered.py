@@ -1,7 +1,8 @@
 """KV by layer: a sequence that does not fit in HBM runs with some of its layers there.
 
-What a plan has computed leaves for DRAM, whole blocks at a time, beside the next plan's rows. From then on its entries
-lie by layer (see ``events.PlaceByLayer``)::
+Its entries lie by layer (see ``events.PlaceByLayer``): those of a prompt are computed there, layer by layer, and need
+room for two layers at a time; blocks that answers fill, or that were whole before, leave for DRAM beside the next
+plan's rows::
 
     entries     | cached, whole | by layer: in DRAM, kept layers in frames too | whole: being written |
     held by     | blocks[:first]| dram_blocks                  kept, staging   | blocks[first:]       |
@@ -55,6 +56,7 @@ class LayerPlacer:
         "_policy",
         "_pool",
         "_steps_in_flight",
+        "_usual",
         "_wanted",
         "admitted",
         "arrivals",
@@ -87,7 +89,8 @@ class LayerPlacer:
         self.arrivals = Arrivals(pool, budget.num_layers)
         self._moves = LayerMoves(pool, budget.num_layers, block_tokens)
         self._plan: StepPlan | None = None  # that is being made
-        self._wanted = 0  # blocks that a prompt lacks which could begin by layer
+        self._wanted = 0  # blocks that a prompt needs which could begin by layer, and lacks
+        self._usual = 0  # blocks that the last one needed
         # totals
         self.admitted = 0
         self.converted = 0
@@ -98,13 +101,11 @@ class LayerPlacer:
     def _layers(self) -> int:
         return self._budget.num_layers
 
-    def _window(self, chunk_blocks: int) -> int:
-        """Blocks of a sequence that lie whole: what plans under way compute, and what the next one does."""
-        return (1 + self._steps_in_flight) * chunk_blocks + 1
-
     @property
-    def _running_window(self) -> int:
-        return self._window(min(CHUNK_BLOCKS, self._chunk_max))
+    def _window(self) -> int:
+        """Blocks that a sequence has whole until they have moved: what plans under way compute, and what the next one
+        does."""
+        return (1 + self._steps_in_flight) * min(CHUNK_BLOCKS, self._chunk_max) + 1
 
     # -- coming
 
@@ -127,43 +128,49 @@ class LayerPlacer:
     def attach(self, sequence: Sequence, headroom: int, *, reads_cache: bool, crowded: bool) -> bool:
         """Let a waiting sequence begin that has no room whole. False: it cannot, or that would not help. ``crowded``:
         others are parked; what it takes whole would be theirs."""
-        pool, entries = self._pool, ceil_div(sequence.known + 1, self._block_tokens)
-        if sequence.dram_blocks or not self.may_lie_by_layer(sequence) or entries > pool.available(Tier.DRAM):
+        pool, known = self._pool, sequence.known
+        complete, entries = known // self._block_tokens, ceil_div(known + 1, self._block_tokens)
+        if sequence.dram_blocks or not self.may_lie_by_layer(sequence) or complete > pool.available(Tier.DRAM):
             return False
         block_ns = self._costs.model.prefill.token_ns * self._block_tokens if self._costs.samples else 0.0
-        chunk = min(self._budget.chunk_blocks(entries, block_ns), entries)
-        if chunk > max(self._chunk_max, min(CHUNK_BLOCKS, entries)):
+        if min(self._budget.chunk_blocks(entries, block_ns), entries) > self._chunk_max:
             return False  # reading back would take longer than computing
-        chunk = min(chunk, self._chunk_max)
-        needed = 2 * ceil_div(entries, self._layers) + min(entries, self._window(chunk)) + headroom
+        needed = 2 * ceil_div(complete, self._layers) + entries - complete + headroom
         if needed >= entries + headroom and not crowded:
             return False
         self._wanted = needed
         if not self.give_up_kept(needed):
             return False
-        self._wanted = 0
-        cached = sequence.known_tokens()[: sequence.known - 1 if reads_cache else 0]
-        hbm, dram = pool.lend(sequence.group.isolation, cached)
-        frames = self._staging(len(dram)) if needed <= pool.available() else None
-        if frames is None:
+        self._wanted, self._usual = 0, needed
+        hbm, dram = pool.lend(sequence.group.isolation, sequence.known_tokens()[: known - 1 if reads_cache else 0])
+        first, cached = len(hbm), len(hbm) + len(dram)
+        fresh = pool.allocate_dram_ids(complete - cached)
+        frames = self._staging(complete - first) if fresh is not None and needed <= pool.available() else None
+        if fresh is None or frames is None:
             pool.release(hbm)
             pool.release_dram(dram)
+            pool.release_dram(fresh if fresh is not None else ())
             return False
         sequence.blocks = hbm.tolist()
-        first, count = len(hbm), len(dram)
-        chunk_tokens = chunk * self._block_tokens
-        sequence.layered = LayeredKV(first, first + count, chunk_tokens, dram.tolist(), {}, frames)
-        sequence.computed = sequence.writable_until = (first + count) * self._block_tokens
+        sequence.layered = LayeredKV(first, cached, 0, [*dram.tolist(), *fresh.tolist()], {}, frames)
+        sequence.computed, sequence.writable_until = cached * self._block_tokens, complete * self._block_tokens
         self._begin_lying(sequence, ("begins_by_layer", f"{needed} of {entries} blocks"))
         self.admitted += 1
         return True
+
+    def writes(self, sequence: Sequence, start: int, end: int) -> None:
+        """The plan that is being made computes tokens ``[start, end)`` of ``sequence``."""
+        kv, access = sequence.layered, self._pool.access
+        if kv is not None and access is not None:
+            first, last = start // self._block_tokens - kv.first, ceil_div(end, self._block_tokens) - kv.first
+            access.copied(Tier.HBM, (), Tier.DRAM, kv.dram_blocks[max(0, first) : max(0, last)])
 
     def resume(self, sequence: Sequence, headroom: int) -> bool:
         """Let a parked sequence go on with all of its layers in DRAM, if steps read them back without waiting. False:
         they would wait, or it has no room."""
         pool, complete = self._pool, sequence.computed // self._block_tokens
         dram, tail = sequence.dram_blocks[:complete], sequence.dram_blocks[complete:]
-        needed = 2 * ceil_div(complete, self._layers) + self._window(1) + headroom
+        needed = 2 * ceil_div(complete, self._layers) + 1 + headroom
         pages = self._pages_read_back() + complete * self._layers
         if not complete or not self.may_lie_by_layer(sequence) or needed > pool.available():
             return False
@@ -175,7 +182,7 @@ class LayerPlacer:
             pool.release([*frames[0], *frames[1]] if frames is not None else [])
             return False
         sequence.blocks, sequence.dram_blocks = blocks, []
-        sequence.layered = LayeredKV(0, 0, self._block_tokens, dram, {}, frames)
+        sequence.layered = LayeredKV(0, 0, 0, dram, {}, frames)
         sequence.writable_until = (complete + len(blocks)) * self._block_tokens
         self._begin_lying(sequence, ("resumes_by_layer", f"{complete} blocks"))
         self.resumed += 1
@@ -194,7 +201,7 @@ class LayerPlacer:
         """HBM blocks to leave to prompts where a parked sequence, which needs ``blocks``, may go on: what the next one
         lacks or, if none waits, a little, so that it need not wait until a sequence has ended."""
         hbm_blocks = self._pool.config.hbm_blocks
-        some = min(self._running_window, hbm_blocks // _RESERVE_SHARE)
+        some = min(self._usual, hbm_blocks // _RESERVE_SHARE)
         return max(0, min(max(self._wanted, some), hbm_blocks - blocks))
 
     def convert(self, running: Many[Sequence], head: Sequence) -> None:
@@ -208,7 +215,7 @@ class LayerPlacer:
             entries = len(sequence.blocks)
             if sequence.layered is not None or not self.may_lie_by_layer(sequence) or self.arrivals.has(sequence):
                 continue
-            if entries < 2 * self._running_window:
+            if entries < 2 * self._window:
                 continue
             fits = 2 * ceil_div(entries, layers) <= pool.available() and entries <= pool.available(Tier.DRAM)
             if fits and self._budget.allows(pages + entries * layers, self._costs.decode_ns):
@@ -256,7 +263,8 @@ class LayerPlacer:
         for sequence, kv in self._lying():
             if kv.moving is not None or self._moves.spill(plan, sequence, kv, self.make_room) or not keeps:
                 continue
-            if self._pool.blocks_free >= self._running_window + 2 * len(kv.staging[0]):
+            room = self._window + 2 * len(kv.staging[0])
+            if self._moves.complete(sequence, kv) >= 0 and self._pool.blocks_free >= room:
                 self._keep_one_more(plan, sequence, kv)
 
     def _keep_one_more(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
@@ -335,14 +343,17 @@ class LayerPlacer:
             self._moves.call_off(kv, kv.moving)
         elif kv.moving is not None:
             self._moves.settle(sequence, kv, kv.moving)
-        whole = sequence.blocks[: ceil_div(sequence.computed, self._block_tokens) - len(kv.dram_blocks)]
+        computed = ceil_div(sequence.computed, self._block_tokens)
+        by_layer = max(0, min(computed - kv.first, len(kv.dram_blocks)))
+        whole = sequence.blocks[: computed - by_layer]
         below = self._pool.swap_out(whole) if whole else []
         if below is None:
             return None
         self._pool.release(sequence.blocks[len(whole) :])
         self._pool.release(kv.frames)
+        self._pool.release_dram(kv.dram_blocks[by_layer:])
         sequence.layered = None
-        return [*below[: kv.first], *kv.dram_blocks, *below[kv.first :]]
+        return [*below[: kv.first], *kv.dram_blocks[:by_layer], *below[kv.first :]]
 
     def detach(self, sequence: Sequence, *, publishes: bool) -> None:
         """Leave what lies in DRAM to the prefix cache, if ``publishes``, and give up everything but whole blocks."""
@@ -353,9 +364,10 @@ class LayerPlacer:
         if kv.moving is not None and kv.moving.plan is self._plan:
             self._moves.call_off(kv, kv.moving)
         if publishes and kv.dram_blocks:
-            entries = kv.first + len(kv.dram_blocks)
-            tokens = sequence.known_tokens()[: entries * self._block_tokens]
-            pool.insert(sequence.group.isolation, tokens, [*sequence.blocks[: kv.first], *kv.dram_blocks], kv.first)
+            count = len(kv.dram_blocks) + min(0, self._moves.complete(sequence, kv))
+            tokens = sequence.known_tokens()[: (kv.first + count) * self._block_tokens]
+            blocks = [*sequence.blocks[: kv.first], *kv.dram_blocks[:count]]
+            pool.insert(sequence.group.isolation, tokens, blocks, kv.first)
         pool.release_dram([*kv.dram_blocks, *(kv.moving.dram_blocks if kv.moving is not None else ())])
         pool.release(kv.frames)
         sequence.layered = None

@@ -39,7 +39,8 @@ class LayeredKV:
     cached: int
     """Entries that came out of the prefix cache, on either tier."""
     chunk_tokens: int = 0
-    """The most of its prompt that one plan computes. 0: it has no prompt to compute."""
+    """The most that one plan computes behind what lies by layer: blocks are whole there until they have moved. 0: as
+    much as of any prompt."""
     dram_blocks: list[int] = field(default_factory=list)
     kept: dict[int, list[int]] = field(default_factory=dict)
     staging: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))

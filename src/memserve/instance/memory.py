@@ -84,7 +84,7 @@ class SequenceMemory:
         reads = self.reads_cache(sequence)
         if self.layers is None or not self.layers.attach(sequence, headroom, reads_cache=reads, crowded=crowded):
             return False
-        self.dram_tokens_reused += (sequence.entries - len(sequence.blocks)) * self.block_tokens
+        self.dram_tokens_reused += sequence.computed - len(sequence.blocks) * self.block_tokens
         return True
 
     def _worth_reusing(self, sequence: Sequence, tokens: TokenArray) -> int:

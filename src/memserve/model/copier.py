@@ -70,6 +70,7 @@ class PageCopier:
         self._urgent: deque[Copy] = deque()
         self._background: deque[Copy] = deque()
         self._changed = threading.Condition()
+        self._copying = False
         self._ends = False
         self._thread: threading.Thread | None = None
 
@@ -81,7 +82,7 @@ class PageCopier:
                 self._thread = threading.Thread(target=self._run, name="memserve-copier", daemon=True)
                 self._thread.start()
             (self._urgent if urgent else self._background).append(copy)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def wait(self, copy: Copy) -> None:
         """Until ``copy`` is done. Raises the error that it ended with."""
@@ -92,13 +93,21 @@ class PageCopier:
         if copy.error is not None:
             raise copy.error
 
+    def call_off(self) -> None:
+        """A step has failed: drop what is not begun, and wait for the rest."""
+        with self._changed:
+            self._urgent.clear()
+            self._background.clear()
+            done = self._changed.wait_for(lambda: not self._copying, _WAIT_S)
+        check(done, f"a copy takes more than {_WAIT_S} s")
+
     def close(self) -> None:
         """Drop what is not begun, and end the thread."""
         with self._changed:
             self._ends = True
             self._urgent.clear()
             self._background.clear()
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(_WAIT_S)
 
@@ -112,12 +121,16 @@ class PageCopier:
                 copy.error = error  # raised where it is waited for
             self.counters.busy_ns += time.perf_counter_ns() - began_ns
             copy.done.set()
+            with self._changed:
+                self._copying = False
+                self._changed.notify_all()
 
     def _next(self) -> Copy | None:
         with self._changed:
             self._changed.wait_for(lambda: self._ends or self._urgent or self._background)
             if self._ends:
                 return None
+            self._copying = True
             return (self._urgent or self._background).popleft()
 
     def _keep_to_rate(self, nbytes: int, began_ns: int) -> None:

@@ -74,15 +74,19 @@ class ModelDevice:
         """Do the copies, compute the rows, draw the tokens."""
         started_ns = time.perf_counter_ns()
         self._prepare(plan)
-        moving = self._move(plan.moves)
         finished = StepFinished(plan.step_id, [], 0)
-        if plan.slots:
-            with torch.inference_mode():
-                finished = self._compute(plan)
-        elif self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        for copy in moving:
-            self._copier.wait(copy)
+        try:
+            moving = self._move(plan.moves)
+            if plan.slots:
+                with torch.inference_mode():
+                    finished = self._compute(plan)
+            elif self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            for copy in moving:
+                self._copier.wait(copy)
+        except BaseException:
+            self._copier.call_off()  # later plans may use the same pages
+            raise
         return _timed(finished, started_ns)
 
     def close(self) -> None:
@@ -148,6 +152,8 @@ class ModelDevice:
             logits = self._forward(
                 *self._inputs(slots, starts, counts, q_starts), self._send(np.concatenate(logits_rows, dtype=np.int64))
             )
+        if isinstance(attention, LayeredAttention):
+            attention.finish()
 
         logits = logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size]
         failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
@@ -162,10 +168,12 @@ class ModelDevice:
         ranges = {row: placed[slot] for row, slot in enumerate(slots.tolist()) if slot in placed} if placed else {}
         if not ranges:
             return self._attention(self._slots.tables, slots.astype(np.int32), q_starts, contexts)
-        entries = -(-int(contexts.max()) // self._slots.block_tokens)
+        entries = max(
+            -(-int(contexts.max()) // self._slots.block_tokens), *(r.first + r.count for r in ranges.values())
+        )
         tables = self._slots.tables[slots, :entries]
-        layers = self._tiers.num_layers
-        return LayeredAttention(self._page_attention(), self._copier, layers, ranges, tables, q_starts, contexts)
+        shape = self._tiers.num_layers, self._slots.block_tokens
+        return LayeredAttention(self._page_attention(), self._copier, *shape, ranges, tables, q_starts, contexts)
 
     def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
         """On CUDA a layer's kernels have not run when its call returns: there the end of the step reports them all."""

@@ -164,10 +164,6 @@ class SlotTable:
         ends = starts + counts
         good = self.opened[slots] & (counts > 0) & (ends <= self.lengths[slots])
         good &= ends <= self.table_lengths[slots] * self.block_tokens
-        for row, slot in enumerate(slots.tolist() if self.placed else ()):
-            placed = self.placed.get(slot)
-            if placed is not None:  # no row may write there
-                good[row] &= starts[row] >= (placed.first + placed.count) * self.block_tokens
         if not good.all():
             row = int(np.argmin(good))
             slot = int(slots[row])

@@ -12,8 +12,8 @@ from memserve.units import NS_PER_MS, NS_PER_S
 LINK_BYTES_S = 4e9
 """Of a link that was not measured: host memory that a CPU copies with one thread, or half a PCIe 4 bus."""
 CHUNK_BLOCKS = 8
-"""The least piece of a prompt that is computed at a time where it lies by layer. Its blocks are whole until they have
-moved, those of some steps at once; but each piece reads back what is before it, so short ones cost the link more."""
+"""The most that one plan computes behind entries that lie by layer: blocks are whole there until they have moved, those
+of some plans at once."""
 TPOT_NS = 200 * NS_PER_MS
 """Time that a token may take where no objective is set: the one of LayerKV's evaluation."""
 
@@ -48,7 +48,7 @@ class LayerBudget:
         where a prompt is computed in pieces): at most ``entries`` blocks pass for each. ``block_ns``: time to compute
         the tokens of a block; 0: not known."""
         link_ns = entries * self.num_layers * self.page_bytes / self.link_bytes_s * NS_PER_S
-        return max(CHUNK_BLOCKS, math.ceil(link_ns / block_ns) if block_ns else 0)
+        return max(1, math.ceil(link_ns / block_ns) if block_ns else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,12 +110,45 @@ def test_every_family_reads_its_layers_from_anywhere(family: str, rng: random.Ra
     assert decoded(device(tiny_module(family)), rng, lengths, 4, None) == expected
 
 
-def test_a_row_never_writes_where_layers_lie(rng: random.Random) -> None:
+def computed_by_layer(driver: Driver, rng: random.Random, lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Greedy tokens of prompts that are computed where they lie: in pieces of any length, with any layers kept. Neither
+    DRAM nor HBM has anything of use before."""
+    blocks = Blocks(rng, 200, 40)
+    arenas = {tier: np.frombuffer(driver.device.shared_arenas[tier], np.uint8) for tier in (Tier.HBM, Tier.DRAM)}
+    for arena in arenas.values():
+        arena[:] = 255
+    drawn: list[list[int]] = []
+    for slot, length in enumerate(lengths):
+        tokens, complete = prompt(length, slot), length // BLOCK
+        table = [0] * complete + [blocks.hbm.pop() for _ in range(-(-(length + count) // BLOCK) - complete)]
+        kept = {layer: blocks.frames(complete) for layer in rng.sample(range(LAYERS), rng.randrange(LAYERS + 1))}
+        dram = [blocks.dram.pop() for _ in range(complete)]
+        place = [PlaceByLayer(slot, 0, dram, kept, (blocks.frames(complete), blocks.frames(complete)))] if dram else []
+        opened, start = [sequence(slot, tokens, table)], 0
+        while start < length:
+            end = min(length, start + rng.choice((1, 7, 32, 33, 64, 200)))
+            draws = (slot,) if end == length else ()
+            answer = driver.step([(slot, start, end - start, draws)], open=opened, place=place)
+            start, opened, place = end, [], []
+        drawn.append([*answer.tokens])
+    for step in range(count - 1):
+        rows = [(slot, length + step, 1, (slot,)) for slot, length in enumerate(lengths)]
+        for slot, token in enumerate(driver.step(rows).tokens):
+            drawn[slot].append(token)
+    return drawn
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_prompts_are_computed_where_they_lie(family: str, seed: int) -> None:
+    lengths = [200, 64, 131, 20, 65]
+    expected = [greedy_tokens(tiny_module(family), prompt(length, slot), 4) for slot, length in enumerate(lengths)]
+    assert computed_by_layer(device(tiny_module(family)), random.Random(seed), lengths, 4) == expected
+
+
+def test_places_must_exist(rng: random.Random) -> None:
     driver = device(tiny_module("llama"))
     driver.step([(0, 0, 64, ())], open=[sequence(0, prompt(80, 1), [0, 1, 2])])
-    place = [PlaceByLayer(0, 0, [3, 4], {}, ([5], [6]))]
-    with pytest.raises(InvariantError, match="row 0"):
-        driver.step([(0, 60, 4, ())], place=place)
     with pytest.raises(InvariantError, match="no table entry"):
         driver.step(place=[PlaceByLayer(0, 2, [3, 4], {}, ([5], [6]))])
     with pytest.raises(IndexError, match="40 blocks"):

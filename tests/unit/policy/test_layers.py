@@ -26,7 +26,7 @@ def test_a_piece_of_a_prompt_takes_as_long_as_reading_back_what_is_before_it() -
     """500 blocks of 737,280 bytes take 369 ms at 1 GB/s; a block of 32 tokens is computed in 23 ms."""
     budget = LayerBudget(30, 24_576, 1e9, 200 * NS_PER_MS)
     assert budget.chunk_blocks(500, 23.0 * NS_PER_MS) == 17
-    assert budget.chunk_blocks(20, 23.0 * NS_PER_MS) == budget.chunk_blocks(500, 0.0) == 8
+    assert budget.chunk_blocks(20, 23.0 * NS_PER_MS) == budget.chunk_blocks(500, 0.0) == 1
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 24, 30, 32, 80])

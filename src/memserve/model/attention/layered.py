@@ -6,7 +6,8 @@
     a's staging             A                 B                   the others come from DRAM, by turns in two buffers:
     b's staging    A                 B                 A          B fills while A is read, and A again behind its layer
 
-The kernels know nothing of it: a page is a block of a model with one layer.
+What a row computes of such entries is written to the same pages, and leaves for DRAM behind its layer. The kernels know
+nothing of it: a page is a block of a model with one layer.
 """
 
 from __future__ import annotations
@@ -58,14 +59,36 @@ class PlacedRange:
         )
 
     def pages(self, layer: int) -> Pages:
-        """Where the pages of ``layer`` are when they are read."""
+        """Where the pages of ``layer`` are when they are read, or written."""
         kept = self._kept.get(layer)
         return self._buffers[self.passing.index(layer) % 2] if kept is None else kept
 
-    def copy_of(self, turn: int) -> Copy:
-        """Of the layer that passes ``turn``-th."""
+    def fetch(self, turn: int, entries: int) -> Copy:
+        """Of the layer that passes ``turn``-th, its first ``entries``."""
         layer, tiers = self.passing[turn], self._tiers
-        return Copy(tiers.dram, tiers.hbm, self._dram + layer, self._buffers[turn % 2], tiers.page_bytes)
+        target = self._buffers[turn % 2][:entries]
+        return Copy(tiers.dram, tiers.hbm, self._dram[:entries] + layer, target, tiers.page_bytes)
+
+    def write_back(self, layer: int, first: int, end: int) -> Copy:
+        """Of what a row has computed of ``layer``: entries ``[first, end)``."""
+        tiers = self._tiers
+        target = self._dram[first:end] + layer
+        return Copy(tiers.hbm, tiers.dram, self.pages(layer)[first:end], target, tiers.page_bytes)
+
+
+class _Row:
+    """A row of a step whose sequence lies by layer: the entries that it reads back, and those that it computes."""
+
+    __slots__ = ("entries", "placed", "read", "written_end", "written_first")
+
+    def __init__(self, placed: PlacedRange, start: int, end: int, block_tokens: int) -> None:
+        def inside(entry: int) -> int:
+            return min(max(0, entry - placed.first), placed.count)
+
+        self.placed = placed
+        self.entries = slice(placed.first, placed.first + placed.count)
+        self.read = inside(-(-start // block_tokens))
+        self.written_first, self.written_end = inside(start // block_tokens), inside(-(-end // block_tokens))
 
 
 class LayeredAttention:
@@ -76,6 +99,7 @@ class LayeredAttention:
         make: AttentionFactory,
         copier: PageCopier,
         num_layers: int,
+        block_tokens: int,
         placed: dict[int, PlacedRange],
         tables: Int32s,
         q_starts: Int32s,
@@ -84,32 +108,53 @@ class LayeredAttention:
         """``make``: of pages as blocks of one layer. ``tables [rows, entries]``: blocks. ``placed``: by row."""
         self._make = make
         self._copier = copier
-        self._placed = placed
         self._tables = tables * num_layers
-        self._rows = np.arange(len(tables), dtype=np.int32)
+        self._numbers = np.arange(len(tables), dtype=np.int32)
         self._q_starts, self._contexts = q_starts, contexts
-        self._coming: dict[tuple[int, int], Copy] = {}  # (row, layer)
+        starts = contexts - (q_starts[1:] - q_starts[:-1])
+        self._rows = {
+            row: _Row(a_range, int(starts[row]), int(contexts[row]), block_tokens) for row, a_range in placed.items()
+        }
+        self._coming: dict[tuple[int, int], Copy] = {}  # (row, turn)
+        self._leaving: dict[tuple[int, int], Copy] = {}  # (row, layer)
         firsts = [(row, turn) for turn in range(2) for row, a_range in placed.items() if turn < len(a_range.passing)]
         for row, turn in sorted(firsts, key=lambda first: placed[first[0]].passing[first[1]]):
             self._fetch(row, turn)
 
     def _fetch(self, row: int, turn: int) -> None:
-        copy = self._placed[row].copy_of(turn)
-        self._coming[row, self._placed[row].passing[turn]] = copy
-        self._copier.begin(copy, urgent=True)
+        entries = self._rows[row].read
+        if entries:
+            copy = self._coming[row, turn] = self._rows[row].placed.fetch(turn, entries)
+            self._copier.begin(copy, urgent=True)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
         table = self._tables + np.int32(layer)
-        passed: list[tuple[int, int]] = []
-        for row, a_range in self._placed.items():
-            table[row, a_range.first : a_range.first + a_range.count] = a_range.pages(layer)
-            copy = self._coming.pop((row, layer), None)
+        turns: dict[int, int] = {}
+        for number, row in self._rows.items():
+            placed = row.placed
+            table[number, row.entries] = placed.pages(layer)
+            if layer in placed.passing:
+                turn = turns[number] = placed.passing.index(layer)
+                self._await_buffer(number, placed, turn)
+        mixed = self._make(table, self._numbers, self._q_starts, self._contexts).attend(0, q, k, v, **options)
+        for number, row in self._rows.items():
+            if row.written_end > row.written_first:
+                copy = self._leaving[number, layer] = row.placed.write_back(layer, row.written_first, row.written_end)
+                self._copier.begin(copy, urgent=True)
+            turn = turns.get(number, len(row.placed.passing))
+            if turn + 2 < len(row.placed.passing):  # its buffer is free again, behind what leaves it
+                self._fetch(number, turn + 2)
+        return mixed
+
+    def _await_buffer(self, number: int, placed: PlacedRange, turn: int) -> None:
+        """The buffer of a layer has what is to be read, and no longer what another layer has left there."""
+        left = self._leaving.pop((number, placed.passing[turn - 2]), None) if turn >= 2 else None
+        for copy in (left, self._coming.pop((number, turn), None)):
             if copy is not None:
                 self._copier.wait(copy)
-                passed.append((row, a_range.passing.index(layer)))
-        mixed = self._make(table, self._rows, self._q_starts, self._contexts).attend(0, q, k, v, **options)
-        for row, turn in passed:  # its buffer is free again
-            if turn + 2 < len(self._placed[row].passing):
-                self._fetch(row, turn + 2)
-        return mixed
+
+    def finish(self) -> None:
+        """All layers are computed: wait for what leaves."""
+        for copy in self._leaving.values():
+            self._copier.wait(copy)
