@@ -168,9 +168,8 @@ class ModelDevice:
         ranges = {row: placed[slot] for row, slot in enumerate(slots.tolist()) if slot in placed} if placed else {}
         if not ranges:
             return self._attention(self._slots.tables, slots.astype(np.int32), q_starts, contexts)
-        entries = max(
-            -(-int(contexts.max()) // self._slots.block_tokens), *(r.first + r.count for r in ranges.values())
-        )
+        places = [placed.first + placed.count for placed in ranges.values()]  # also of what is not computed yet
+        entries = max(-(-int(contexts.max()) // self._slots.block_tokens), *places)
         tables = self._slots.tables[slots, :entries]
         shape = self._tiers.num_layers, self._slots.block_tokens
         return LayeredAttention(self._page_attention(), self._copier, *shape, ranges, tables, q_starts, contexts)

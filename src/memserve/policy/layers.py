@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from memserve.units import NS_PER_MS, NS_PER_S
 
-LINK_BYTES_S = 4e9
-"""Of a link that was not measured: host memory that a CPU copies with one thread, or half a PCIe 4 bus."""
+LINK_BYTES_S = 0.5e9
+"""Of a link that was not measured. On a CPU both tiers are the same memory, and what copies takes from what computes:
+that much is not felt."""
 CHUNK_BLOCKS = 8
 """The most that one plan computes behind entries that lie by layer: blocks are whole there until they have moved, those
 of some plans at once."""
