@@ -79,8 +79,8 @@ def life(seed: int, steps: int = 400) -> Counter[str]:
     return Counter(
         admitted=layers.admitted,
         converted=layers.converted,
-        moved=world.device.moved_pages,
-        read=world.device.read_by_layer,
+        moved=world.device.kv.moved_pages,
+        read=world.device.kv.read_by_layer,
     )
 
 
