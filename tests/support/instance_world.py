@@ -6,7 +6,6 @@ from collections import deque
 
 import numpy as np
 
-from layered_device import LayeredDevice
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.events import RowFailed, RunStep, StepFailed
 from memserve.instance.machine import Instance
@@ -72,7 +71,7 @@ class World:
         self.cfg, self.block_tokens, self.twin, self.costs = cfg, block_tokens, twin, costs
         self.machine = self.new_machine()
         sizes = block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB
-        self.device = LiteralDevice(*sizes) if cfg.scheduler.layerwise == "off" else LayeredDevice(*sizes, LAYERS)
+        self.device = LiteralDevice(*sizes, layers=1 if cfg.scheduler.layerwise == "off" else LAYERS)
         self.plans = deque()
         self.requests, self.got, self.final, self.rejected = {}, {}, {}, {}
         self.asked_to_end = set()

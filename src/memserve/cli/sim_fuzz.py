@@ -23,6 +23,7 @@ def fuzz(
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
     weather: Annotated[str, typer.Option(help="Scenarios to run: healthy, faulty or swarm. Default: all.")] = "",
+    layerwise: Annotated[str, typer.Option(help="KV by layer: auto or off in all scenarios. Default: in some.")] = "",
     plant: Annotated[str, typer.Option(help="Remove this safeguard of the product: a check must notice.")] = "",
     seed: Annotated[int | None, typer.Option(min=0, help="Run the scenario of this seed only.")] = None,
     setting: Annotated[str, typer.Option(help="With --seed: caching/transfer/mix/healthy|faulty|swarm.")] = "",
@@ -33,30 +34,35 @@ def fuzz(
 ) -> None:
     """Run random clusters under virtual time, with faults: no invariant may break, and every request must end."""
     from memserve.sim.fuzz.campaign import parse_setting, setting_of
+    from memserve.sim.fuzz.layered_scenario import LAYERWISE
     from memserve.sim.fuzz.scenario import WEATHERS
 
     if weather and weather not in WEATHERS:
         raise UserError(f"unknown weather {weather!r}", hint=f"use one of {', '.join(WEATHERS)}")
+    if layerwise and layerwise not in LAYERWISE:
+        raise UserError(f"unknown layerwise mode {layerwise!r}", hint=f"use one of {', '.join(LAYERWISE)}")
     if seed is not None:
         chosen = parse_setting(setting) if setting else setting_of(seed, weather or None)
-        failed = _replay(seed, chosen, plant or None, story, log)
+        failed = _replay(seed, chosen, plant or None, layerwise or None, story, log)
     elif setting or story or log is not None:
         raise UserError("--setting, --story and --log belong to --seed", hint="memserve sim fuzz --seed 17 --story")
     else:
-        failed = _campaign(range(first, first + seeds), weather, plant, jobs)
+        failed = _campaign(range(first, first + seeds), weather, plant, layerwise, jobs)
     if failed:
         raise typer.Exit(1)
 
 
-def _replay(seed: int, setting: Setting, plant: str | None, story: bool, log: Path | None) -> bool:
+def _replay(
+    seed: int, setting: Setting, plant: str | None, layerwise: str | None, story: bool, log: Path | None
+) -> bool:
     """Run one scenario again. Returns whether it fails."""
     from memserve.sim.fuzz.campaign import judge
 
     if log is None:
-        verdict = judge(seed, setting, plant=plant, keep_story=story)
+        verdict = judge(seed, setting, plant=plant, layerwise=layerwise, keep_story=story)
     else:
         with log.open("w", encoding="utf-8", newline="\n") as out:
-            verdict = judge(seed, setting, plant=plant, keep_story=story, log=out.write)
+            verdict = judge(seed, setting, plant=plant, layerwise=layerwise, keep_story=story, log=out.write)
     for line in verdict.story:
         typer.echo(line)
     if verdict.failure:
@@ -66,20 +72,22 @@ def _replay(seed: int, setting: Setting, plant: str | None, story: bool, log: Pa
     return False
 
 
-def _campaign(seeds: range, weather: str, plant: str, jobs: int) -> bool:
+def _campaign(seeds: range, weather: str, plant: str, layerwise: str, jobs: int) -> bool:
     """Run many scenarios. Returns whether any fails."""
     from memserve.sim.fuzz.campaign import run_campaign
 
     started, done, requests, steps, failures = time.perf_counter(), 0, 0, 0, 0
     happened: Counter[str] = Counter()
-    for verdict in run_campaign(seeds, weather=weather or None, plant=plant or None, jobs=jobs):
+    options = {"weather": weather or None, "plant": plant or None, "layerwise": layerwise or None}
+    for verdict in run_campaign(seeds, **options, jobs=jobs):
         done, requests, steps = done + 1, requests + verdict.requests, steps + verdict.steps
         happened += verdict.happened
         if verdict.failure:
             failures += 1
-            planted = f" --plant {plant}" if plant else ""
+            more = f" --layerwise {layerwise}" if layerwise else ""
+            more += f" --plant {plant}" if plant else ""
             typer.echo(f"FAIL {verdict.where}: {verdict.failure}")
-            typer.echo(f"     memserve sim fuzz --seed {verdict.seed} --setting {verdict.setting}{planted} --story")
+            typer.echo(f"     memserve sim fuzz --seed {verdict.seed} --setting {verdict.setting}{more} --story")
         if failures >= FAILURES_MAX:
             break
     spent_s = time.perf_counter() - started

@@ -81,8 +81,8 @@ def life(seed: int, steps: int = 400) -> Counter[str]:
         converted=layers.converted,
         parked=layers.parked,
         resumed=layers.resumed,
-        moved=world.device.moved_pages,
-        read=world.device.read_by_layer,
+        moved=world.device.kv.moved_pages,
+        read=world.device.kv.read_by_layer,
     )
 
 

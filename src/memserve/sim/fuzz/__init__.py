@@ -7,7 +7,9 @@ A seed is a complete bug report: it decides the processes, the requests, and wha
     scenario   what a seed decides              truth        what every request must get
     world      builds it, runs it               clients      conversations, and the referee of their answers
     faults     what goes wrong, and heals       checks       what must hold at the end
-    network, data_port, truth_device            between and inside the instances
+    network, data_port                          between the instances
+    literal_device, literal_pages, truth_device inside: KV as numbers, whole and by layer, for others to read
+    layered_scenario, store_scenario            what some scenarios have: KV by layer, a store
     members, instances, stores                  the nodes, with knobs for what goes wrong
     literal_disk, store_devices, store_memory   what a store keeps, byte by byte
     campaign   many seeds

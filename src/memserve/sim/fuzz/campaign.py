@@ -70,9 +70,9 @@ def parse_setting(text: str) -> Setting:
     )
 
 
-def play(seed: int, setting: Setting, story_lines: int = 400) -> World:
-    """Run one scenario to its end. Raises what is wrong, with the story as a note."""
-    world = World(draw(seed, setting), story_lines)
+def play(seed: int, setting: Setting, story_lines: int = 400, *, layerwise: str | None = None) -> World:
+    """Run one scenario to its end. Raises what is wrong, with the story as a note. ``layerwise`` as in :func:`draw`."""
+    world = World(draw(seed, setting, layerwise), story_lines)
     try:
         world.run()
     except Exception as error:
@@ -87,15 +87,16 @@ def judge(
     story_lines: int = 4000,
     *,
     plant: str | None = None,
+    layerwise: str | None = None,
     keep_story: bool = False,
     log: Callable[[str], object] | None = None,
 ) -> Verdict:
-    """Run one scenario and return its verdict. ``plant`` is a safeguard to take out, ``log`` as in
-    :class:`World`."""
+    """Run one scenario and return its verdict. ``plant`` is a safeguard to take out, ``layerwise`` as in :func:`draw`,
+    ``log`` as in :class:`World`."""
     started = time.perf_counter()
     failure = where = ""
     with planted(plant):
-        world = World(draw(seed, setting), story_lines, log)
+        world = World(draw(seed, setting, layerwise), story_lines, log)
         try:
             world.run()
         except Exception as error:
@@ -119,10 +120,15 @@ def _place_of(error: Exception) -> str:
 
 
 def run_campaign(
-    seeds: Sequence[int], *, weather: str | None = None, plant: str | None = None, jobs: int = 1
+    seeds: Sequence[int],
+    *,
+    weather: str | None = None,
+    plant: str | None = None,
+    layerwise: str | None = None,
+    jobs: int = 1,
 ) -> Iterator[Verdict]:
-    """One verdict per seed, in order, from ``jobs`` processes."""
-    judge_one = partial(_judge_one, weather, plant)
+    """One verdict per seed, in order, from ``jobs`` processes. ``layerwise`` as in :func:`draw`."""
+    judge_one = partial(_judge_one, weather, plant, layerwise)
     if jobs == 1:
         yield from map(judge_one, seeds)
         return
@@ -130,5 +136,5 @@ def run_campaign(
         yield from pool.imap(judge_one, seeds, chunksize=4)
 
 
-def _judge_one(weather: str | None, plant: str | None, seed: int) -> Verdict:
-    return judge(seed, setting_of(seed, weather), plant=plant)
+def _judge_one(weather: str | None, plant: str | None, layerwise: str | None, seed: int) -> Verdict:
+    return judge(seed, setting_of(seed, weather), plant=plant, layerwise=layerwise)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 from typing import Protocol
 
@@ -12,9 +13,10 @@ from memserve.messages import Peer
 from memserve.sim.fuzz.literal_device import fail_row
 from memserve.sim.fuzz.members import FuzzedMember, FuzzedMemberHost
 from memserve.sim.fuzz.network import FaultyNetwork
-from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
+from memserve.sim.fuzz.truth_device import TruthDevice
 from memserve.sim.nodes import Host, InstanceNode, RouterNode
 from memserve.types import Role
+from memserve.units import ceil_div
 
 FIRST_GENERATION = 100_000_000
 STEP_MAX_NS = 10_000_000_000
@@ -97,24 +99,45 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
         link = self.machine.link
         return link.exchange._sender.open if link is not None else {}
 
+    def achievements(self) -> Counter[str]:
+        """Counts of what its present process has done."""
+        done, link, layers = Counter[str](), self.machine.link, self.machine.state.memory.layers
+        if link is not None:
+            exchange = link.exchange.counters
+            done.update(handed_over=link.sender.handed_over, taken_over=link.receiver.taken_over)
+            done.update(fetched=link.fetches.fetched_tokens, sent_home=link.receiver.blocks_sent_back)
+            done.update(came_home=link.blocks_come_home, mismatches=exchange.mismatches)
+            done.update(pulled=exchange.pulled_blocks, reused=exchange.reused_blocks, expired=exchange.expired)
+            done.update(withdrawn=exchange.withdrawn, failed=link.receiver.failed)
+        if layers is not None:
+            kv = self.memory.kv
+            done.update({"by layer: admitted": layers.admitted, "by layer: converted": layers.converted})
+            done.update({"by layer: parked": layers.parked, "by layer: resumed": layers.resumed})
+            done.update({"by layer: pages_moved": kv.moved_pages, "by layer: pages_read": kv.read_by_layer})
+        return done
+
 
 class FuzzedDevice:
     """Literal KV, steps of random length, steps that fail."""
 
-    layers = LAYERS
-
     def __init__(self, node: FuzzedInstance, memory: TruthDevice) -> None:
-        self.memory = memory
+        self.memory, self.layers = memory, memory.layers
         self._node = node
         self._void: set[int] = set()
 
     def step_ns(self, plan: StepPlan) -> int:
-        """A random time."""
+        """A random time, which begins now."""
         node = self._node
+        if plan.step_id not in self._void:
+            self.memory.begin(plan)
         hangs_ns, node.next_step_hangs_ns = node.next_step_hangs_ns, 0
-        copies_ns = sum(len(copy.src) for copy in plan.copies) * node.copy_ns if node.copy_ns else 0
+        copies_ns = self._copied_blocks(plan) * node.copy_ns if node.copy_ns else 0
         spent_ns = node.span_ns(node.host.scenario.step_ns, node.step_slowness) + hangs_ns + copies_ns
         return min(spent_ns, STEP_MAX_NS)
+
+    def _copied_blocks(self, plan: StepPlan) -> int:
+        pages = sum(len(order.src) for order in plan.moves)
+        return sum(len(order.src) for order in plan.copies) + ceil_div(pages, self.layers)
 
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
         """Compute the layer, unless the plan follows one that failed."""

@@ -1,26 +1,35 @@
 """A device that executes plans literally, without a model: the oracle of the instance machine.
 
-What attention sees is read through the block table, cell by cell; ``truth`` says what the cells hold. Every misuse of
-the contract between machine and device is a :class:`Violation`.
+What attention sees is read through the block table, or where layers lie, cell by cell; ``truth`` says what the cells
+hold. A row that reads cells of layers that do not belong together has read a block that was moved by halves. Every
+misuse of the contract between machine and device is a :class:`Violation`.
 """
 
 from __future__ import annotations
 
-from memserve.instance.events import OpenSequence, RowFailed, StepFailed, StepFinished, StepPlan
+from memserve.instance.events import OpenSequence, PlaceByLayer, RowFailed, StepFailed, StepFinished, StepPlan
+from memserve.sim.fuzz.literal_pages import Cells, LiteralPages, in_layer
 from memserve.sim.fuzz.truth import Violation, candidates, cell, draw, mix, require
 from memserve.types import Tier, TokenLogprobs
+from memserve.units import ceil_div
 
-Cells = list[list[int | None]]
-"""``[block][position in it]``; ``None`` = never written."""
+Writers = dict[int, dict[int, int]]
+"""Block -> position in it -> the row of the plan that writes there."""
 
 
 class Slot:
-    """A slot's tokens and block table."""
+    """A slot's tokens and block table, and where its layers lie."""
 
     def __init__(self, opened: OpenSequence) -> None:
         self.tokens = [int(t) for t in opened.tokens]
         self.table = list(opened.blocks)
         self.opened = opened
+        self.placed: PlaceByLayer | None = None
+
+    def place_of(self, entry: int) -> int | None:
+        """Its number among the entries that lie by layer. None: it lies whole."""
+        place = -1 if self.placed is None else entry - self.placed.first
+        return place if self.placed is not None and 0 <= place < len(self.placed.dram_blocks) else None
 
 
 def fail_row(plan: StepPlan, event: StepFinished, slot: int, why: RowFailed) -> None:
@@ -38,38 +47,56 @@ def fail_row(plan: StepPlan, event: StepFinished, slot: int, why: RowFailed) -> 
 
 
 class LiteralDevice:
-    """Slots, two tiers of cells, and literal execution."""
+    """Slots, two tiers of pages, and literal execution. Copies beside the rows are over when the plan is, and at any
+    time before: until then their targets hold nothing, and no row may write to their sources."""
 
     def __init__(
-        self, block_tokens: int, hbm_blocks: int, dram_blocks: int, vocab: int = 50, device_ns: int = 1000
+        self,
+        block_tokens: int,
+        hbm_blocks: int,
+        dram_blocks: int,
+        vocab: int = 50,
+        device_ns: int = 1000,
+        *,
+        layers: int = 1,
     ) -> None:
         """``device_ns``: the time that it reports for each step."""
-        self.block_tokens, self.vocab, self.device_ns = block_tokens, vocab, device_ns
-        self.tiers: dict[Tier, Cells] = {
-            Tier.HBM: [[None] * block_tokens for _ in range(hbm_blocks)],
-            Tier.DRAM: [[None] * block_tokens for _ in range(dram_blocks)],
-        }
+        self.block_tokens, self.vocab, self.device_ns, self.layers = block_tokens, vocab, device_ns, layers
+        self.kv = LiteralPages(block_tokens, hbm_blocks, dram_blocks, layers)
         self.slots: dict[int, Slot] = {}
         self.computed_tokens = 0
+        self._step_id = 0  # of the plan that was begun last
 
     def fail(self, plan: StepPlan, seed: int) -> StepFailed:
         """Execute part of the plan, wrongly: afterwards the blocks that it touches are garbage."""
         for copy in plan.copies:
             for block in copy.dst:
-                self.tiers[copy.dst_tier][block] = [seed + 1000 + i for i in range(self.block_tokens)]
+                self.kv.spoil_block(copy.dst_tier, block, seed + 1000)
+        for move in plan.moves:
+            self.kv.spoil(move.dst_tier, move.dst[: seed % (len(move.dst) + 1)], seed + 1000)
         for opened in plan.open:
             if seed % 2:
                 self.slots[opened.slot] = Slot(opened)
         for slot in plan.slots:
             if slot in self.slots:
                 for block in self.slots[slot].table[-1:]:
-                    self.tiers[Tier.HBM][block] = [seed + i for i in range(self.block_tokens)]
+                    self.kv.spoil_block(Tier.HBM, block, seed)
         return StepFailed(plan.step_id, "injected")
 
-    def run(self, plan: StepPlan) -> StepFinished | StepFailed:
-        """Execute ``plan``."""
+    def begin(self, plan: StepPlan) -> None:
+        """Everything before the rows, unless it has begun: what comes in order is done, what is moved has left."""
+        if self._step_id == plan.step_id:
+            return
+        self._step_id = plan.step_id
         self._prepare(plan)
-        return self._compute(plan)
+        self.kv.begin_moves(plan.moves)
+
+    def run(self, plan: StepPlan) -> StepFinished | StepFailed:
+        """Execute ``plan``, or what is left of it."""
+        self.begin(plan)
+        event = self._compute(plan)
+        self.kv.end_moves()
+        return event
 
     def run_void(self, plan: StepPlan) -> StepFinished | StepFailed:
         """Execute a plan that follows a failed one: it may or may not match the device's state."""
@@ -86,8 +113,7 @@ class LiteralDevice:
         for slot in plan.close:
             require(self.slots.pop(slot, None) is not None, f"slot {slot} closed, but not open")
         for copy in plan.copies:
-            for src, dst in zip(copy.src, copy.dst, strict=True):
-                self.tiers[copy.dst_tier][dst] = list(self.tiers[copy.src_tier][src])
+            self.kv.copy(copy)
         for opened in plan.open:
             require(opened.slot not in self.slots, f"slot {opened.slot} opened twice")
             self.slots[opened.slot] = Slot(opened)
@@ -95,12 +121,22 @@ class LiteralDevice:
             self.slots[slot].table.extend(blocks)
         for slot, place, block in plan.replace:
             self.slots[slot].table[place] = block
+        for order in plan.place:
+            self._place(order)
+
+    def _place(self, order: PlaceByLayer) -> None:
+        require(order.slot in self.slots, f"slot {order.slot} is placed by layer, but not open")
+        slot, frames = self.slots[order.slot], [*order.staging[0], *order.staging[1]]
+        frames += [frame for kept in order.kept.values() for frame in kept]
+        require(order.first + len(order.dram_blocks) <= len(slot.table), "entries that do not exist lie by layer")
+        require(len(set(frames)) == len(frames), "a frame is used twice")
+        slot.placed = order
 
     def _compute(self, plan: StepPlan) -> StepFinished:
-        writer: dict[tuple[int, int], int] = {}
+        writers: Writers = {}
         seen_by_row, logprobs = [], {}
         for row, slot in enumerate(plan.slots):
-            seen, entries = self._row(row, self.slots[slot], plan.starts[row], plan.counts[row], writer)
+            seen, entries = self._row(row, self.slots[slot], plan.starts[row], plan.counts[row], writers)
             seen_by_row.append(seen)
             if row in plan.prompt_logprob_rows:
                 logprobs[row] = entries
@@ -111,30 +147,55 @@ class LiteralDevice:
                 self._sample(self.slots[slot], at_end, seen_by_row[row], event)
         return event
 
+    # -- rows
+
     def _row(
-        self, row: int, slot: Slot, start: int, count: int, writer: dict[tuple[int, int], int]
+        self, row: int, slot: Slot, start: int, count: int, writers: Writers
     ) -> tuple[int, list[TokenLogprobs | None]]:
         """Write the row's cells, reading all before them through the table, but none that another row writes now."""
         require(count >= 1 and start + count <= len(slot.tokens), f"row {row} computes tokens that do not exist")
-        size, cells, seen = self.block_tokens, self.tiers[Tier.HBM], 0
+        seen = 0
+        for value in self._context(slot, start, writers):
+            seen = mix(seen, value)
         entries: list[TokenLogprobs | None] = []
-        for position in range(start + count):
-            place = block, inside = slot.table[position // size], position % size
-            if position >= start:
-                if writer.setdefault(place, row) != row:
+        for position in range(start, start + count):
+            entry, inside = divmod(position, self.block_tokens)
+            place, value = slot.place_of(entry), cell(slot.tokens[position], position, seen)
+            if slot.placed is not None and place is not None:
+                self.kv.write_by_layer(slot.placed, place, inside, value)
+            else:
+                block = slot.table[entry]
+                if writers.setdefault(block, {}).setdefault(inside, row) != row:
                     raise Violation("two rows write the same cell")
-                cells[block][inside] = cell(slot.tokens[position], position, seen)
-                entries.append(None)
-                if position + 1 < slot.opened.prompt_tokens:
-                    entries[-1] = TokenLogprobs(slot.tokens[position + 1], -float(position + 1))
-            if writer.get(place, row) != row:
-                raise Violation("a row reads what another row of the plan writes")
-            there = cells[block][inside]
-            if there is None:
-                raise Violation(f"position {position} (block {block}) was never written")
-            seen = mix(seen, there)
+                self._write(block, inside, value)
+            entries.append(None)
+            if position + 1 < slot.opened.prompt_tokens:
+                entries[-1] = TokenLogprobs(slot.tokens[position + 1], -float(position + 1))
+            seen = mix(seen, value)
         self.computed_tokens += count
         return seen, entries
+
+    def _context(self, slot: Slot, end: int, writers: Writers) -> list[int]:
+        """What lies before position ``end``, in each of its layers."""
+        size, order, values = self.block_tokens, slot.placed, list[int]()
+        if order is not None:
+            self.kv.empty_staging(order)
+        for entry in range(ceil_div(end, size)):
+            first, place = entry * size, slot.place_of(entry)
+            count = min(size, end - first)
+            if order is not None and place is not None:
+                pages = self.kv.by_layer(order, place)
+            else:
+                block = slot.table[entry]
+                if min(writers.get(block, (count,))) < count:
+                    raise Violation("a row reads what another row of the plan writes")
+                pages = self.kv.of_block(Tier.HBM, block)
+            values += _belonging_together(pages, count, f"positions {first} to {first + count - 1}")
+        return values
+
+    def _write(self, block: int, inside: int, value: int) -> None:
+        for layer, page in enumerate(self.kv.of_block(Tier.HBM, block)):
+            page[inside] = in_layer(value, layer)
 
     def _sample(self, slot: Slot, at_end: int, seen: int, event: StepFinished) -> None:
         opened = slot.opened
@@ -148,3 +209,17 @@ class LiteralDevice:
         if opened.sampling.logprobs is not None:
             event.logprobs[len(event.tokens)] = TokenLogprobs(token, -1.0)
         event.tokens.append(token)
+
+
+def _belonging_together(pages: Cells, count: int, where: str) -> list[int]:
+    """The first ``count`` cells of a block, if each layer has its part of them."""
+    there: list[int] = []
+    for layer, page in enumerate(pages):
+        cells = [value for value in page[:count] if value is not None]
+        if len(cells) < count:
+            raise Violation(f"{where}, layer {layer}: never written, or not there yet")
+        if not layer:
+            there = cells
+        elif cells != [in_layer(value, layer) for value in there]:
+            raise Violation(f"{where}: the layers do not belong together")
+    return there

@@ -15,6 +15,8 @@ from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.trees import Feed, Trees
 from memserve.errors import UserError
+from memserve.instance.events import StepPlan
+from memserve.instance.layered import LayerPlacer
 from memserve.instance.member import MemberMachine
 from memserve.instance.router_addresses import RouterAddresses
 from memserve.kv_transfer.context import Deadlines, Expiring
@@ -219,6 +221,22 @@ def _former_router() -> list[Swap]:
     return [(MemberMachine, "_is_outdated", _up_to_date)]
 
 
+def _arrives_at_once(self: LayerPlacer, plan: StepPlan, *, keeps: bool) -> None:
+    _move(self, plan, keeps=keeps)
+    for sequence in self.sequences:
+        kv = sequence.layered
+        if kv is not None and kv.moving is not None and kv.moving.plan is plan:
+            self._moves.settle(sequence, kv, kv.moving)
+
+
+_move = LayerPlacer.move
+
+
+def _layer_arrival() -> list[Swap]:
+    """A layer is read before it has arrived: where a plan moves pages to, its own rows look for them."""
+    return [(LayerPlacer, "move", _arrives_at_once)]
+
+
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "generation-check": _generation_check,
     "lease-sweep": _lease_sweep,
@@ -235,6 +253,7 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "store-write": _store_write,
     "store-generation": _store_generation,
     "former-router": _former_router,
+    "layer-arrival": _layer_arrival,
 }
 
 

@@ -9,10 +9,13 @@ from random import Random
 from memserve.config import AdmissionConfig
 from memserve.sim.fuzz.clients import FLOOD, QUIET, VOCAB, Conversation, Turn
 from memserve.sim.fuzz.gate import draw_gate, draw_kept_ns
+from memserve.sim.fuzz.layered_scenario import LAYERED_FAULTS, LAYERED_SHARE, LayeredSetup, crowd, draw_layered
 from memserve.sim.fuzz.store_scenario import StoreSetup, draw_store
+from memserve.sim.fuzz.truth_device import LAYERS
 from memserve.types import Admission, Caching, Role, TransferMode
 
 MS = 1_000_000
+BLOCK_TOKENS = 4
 NAMESPACE = "world"
 LEASE_NS = 2000 * MS
 
@@ -139,6 +142,8 @@ class Scenario:
     delay_ns: tuple[int, int] = (50_000, 2 * MS)
     pull_ns: tuple[int, int] = (100_000, 3 * MS)
     store: StoreSetup | None = None
+    layered: LayeredSetup | None = None
+    """None: every block lies whole."""
     conversations: list[Conversation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -146,18 +151,19 @@ class Scenario:
         kinds = sorted({fault.kind for fault in self.faults})
         requests = sum(len(c.turns) for c in self.conversations)
         store = "" if self.store is None else " store (called)" if self.store.is_called else " store"
+        layered = "" if self.layered is None else " by layer"
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
-            f" requests={requests} gate={self.admission.mode.value}{store} faults={','.join(kinds) or 'none'}"
+            f" requests={requests} gate={self.admission.mode.value}{store}{layered} faults={','.join(kinds) or 'none'}"
         )
 
 
-def draw(seed: int, setting: Setting) -> Scenario:
-    """The scenario of ``seed``."""
+def draw(seed: int, setting: Setting, layerwise: str | None = None) -> Scenario:
+    """The scenario of ``seed``. ``layerwise``: ``auto`` with KV by layer, ``off`` without; None: the seed decides."""
     random = Random(f"{seed}/{setting}")
     roles = ALL_MIXES[setting.mix]
     context = random.choice([48, 64, 96])
-    least = -(-context // 4) + 1
+    least = -(-context // BLOCK_TOKENS) + 1
     roomy = random.random() < 0.4
     hbm = tuple(least + (3 * least if roomy else random.randint(0, least)) for _ in roles)
     dram = tuple(random.choice([0, 0, least // 2, 2 * least]) for _ in roles)
@@ -196,6 +202,8 @@ def draw(seed: int, setting: Setting) -> Scenario:
     _put_routers(scenario)
     _put_store(scenario, len(roles))
     _put_objective(scenario)
+    if layerwise != "off":
+        _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
     return scenario
 
 
@@ -214,6 +222,22 @@ def _put_objective(scenario: Scenario) -> None:
     random = Random(f"{scenario.seed}/{scenario.setting}/objective")
     if random.random() < 0.15:
         scenario.slo_tpot_ns = random.choice([1, 5, 10, 20, 50]) * MS
+
+
+def _put_layers(scenario: Scenario, instances: int, share: float) -> None:
+    """Some scenarios have KV by layer, and what it is for: long prompts. Drawn from a stream of its own."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/layers")
+    if random.random() >= share:
+        return
+    scenario.layered = layered = draw_layered(random, instances, BLOCK_TOKENS)
+    scenario.context_tokens, scenario.chunk, scenario.step_ns = layered.context_tokens, layered.chunk, layered.step_ns
+    scenario.hbm_blocks, scenario.dram_blocks = layered.hbm_blocks, layered.dram_blocks
+    least_ns, most_ns = scenario.pull_ns
+    scenario.pull_ns = least_ns * LAYERS // layered.layers, most_ns * LAYERS // layered.layers  # of more, smaller pages
+    scenario.conversations = crowd(random, scenario.conversations, instances, layered.context_tokens)
+    if scenario.faults:
+        kinds = random.choices(LAYERED_FAULTS, k=random.choice([0, 1, 2, 3]))
+        scenario.faults = _in_order([*scenario.faults, *(_draw_fault(random, kind, instances) for kind in kinds)])
 
 
 def _put_rows(scenario: Scenario, instances: int) -> None:

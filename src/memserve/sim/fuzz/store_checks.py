@@ -9,6 +9,7 @@ import numpy as np
 from memserve.cluster.machine import Cluster
 from memserve.mempool.pool import BlockPool
 from memserve.sim.fuzz.clients import Referee
+from memserve.sim.fuzz.literal_pages import in_layer
 from memserve.sim.fuzz.store_devices import read_record
 from memserve.sim.fuzz.store_memory import seal_of
 from memserve.sim.fuzz.stores import FuzzedStore
@@ -59,7 +60,8 @@ def check_contents(store: FuzzedStore, pool: BlockPool, referee: Referee) -> Non
 
 def _truths(store: FuzzedStore, pool: BlockPool, referee: Referee) -> Iterator[tuple[bytes, bytes]]:
     """Identity and bytes of every block of what clients have asked and were answered."""
-    size, told = store.host.geometry.block_tokens, set[bytes]()
+    geometry, told = store.host.geometry, set[bytes]()
+    size = geometry.block_tokens
     for ask in referee.asks.values():
         answers = [] if ask.request.beam_width else list(ask.got.values())
         for answer in answers or [[]]:
@@ -70,7 +72,7 @@ def _truths(store: FuzzedStore, pool: BlockPool, referee: Referee) -> Iterator[t
                 identity = bytes(packed[16 * at : 16 * at + 16])
                 if identity not in told:
                     told.add(identity)
-                    yield identity, _block(cells[at * size : (at + 1) * size])
+                    yield identity, _block(cells[at * size : (at + 1) * size], geometry.num_layers)
 
 
 def _cells(tokens: list[int]) -> list[int]:
@@ -81,9 +83,10 @@ def _cells(tokens: list[int]) -> list[int]:
     return cells
 
 
-def _block(cells: list[int]) -> bytes:
-    """As :class:`StoreMemory` has it: the lower layer, then the upper one."""
-    return b"".join(value.to_bytes(8, "little") for value in [*cells, *(mix(value, 99) for value in cells)])
+def _block(cells: list[int], layers: int) -> bytes:
+    """As :class:`StoreMemory` has it: one layer after the other."""
+    values = (in_layer(value, layer) for layer in range(layers) for value in cells)
+    return b"".join(value.to_bytes(8, "little") for value in values)
 
 
 def _check_tree(router: Cluster, store: FuzzedStore) -> None:

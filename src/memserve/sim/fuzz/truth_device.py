@@ -1,8 +1,4 @@
-"""A literal device whose memory others can read: two layers, checksums, pulls, layers that finish one by one.
-
-Layer 0 of a cell is the number that :class:`LiteralDevice` computes with, layer 1 a function of it. A row that reads a
-cell with layers that do not belong together has read a block that was moved by halves.
-"""
+"""A literal device whose memory others can read: checksums, pulls, layers that finish one by one."""
 
 from __future__ import annotations
 
@@ -11,11 +7,13 @@ from collections.abc import Sequence
 
 from memserve.instance.events import StepFailed, StepFinished, StepPlan
 from memserve.kv_transfer.events import PagesSealed, PullPages, SealPages
-from memserve.sim.fuzz.literal_device import Cells, LiteralDevice, Slot
-from memserve.sim.fuzz.truth import Violation, mix
-from memserve.types import Tier, TokenLogprobs
+from memserve.sim.fuzz.literal_device import LiteralDevice
+from memserve.sim.fuzz.literal_pages import in_layer
+from memserve.sim.fuzz.truth import mix
+from memserve.types import Tier
 
 LAYERS = 2
+"""Of a device on which nothing lies by layer."""
 
 
 class PageMemory(ABC):
@@ -54,78 +52,58 @@ class PageMemory(ABC):
 
 
 class TruthDevice(LiteralDevice, PageMemory):
-    """Literal KV in two layers."""
+    """Literal KV in several layers."""
 
-    def __init__(self, block_tokens: int, hbm_blocks: int, dram_blocks: int, vocab: int) -> None:
-        super().__init__(block_tokens, hbm_blocks, dram_blocks, vocab)
-        sizes = {Tier.HBM: hbm_blocks, Tier.DRAM: dram_blocks}
-        self.upper: dict[Tier, Cells] = {
-            tier: [[None] * block_tokens for _ in range(count)] for tier, count in sizes.items()
-        }
-        self._begun: dict[int, StepFinished | StepFailed] = {}  # plans with a first layer that is done
-        self._late: list[tuple[int, int]] | None = None  # cells with an upper layer still to be written
+    def __init__(
+        self, block_tokens: int, hbm_blocks: int, dram_blocks: int, vocab: int, *, layers: int = LAYERS
+    ) -> None:
+        super().__init__(block_tokens, hbm_blocks, dram_blocks, vocab, layers=layers)
+        self._results: dict[int, StepFinished] = {}  # of plans with a first layer that is done
+        #: block, position in it, cell; upper layers are still to be written
+        self._late: list[tuple[int, int, int]] | None = None
 
     # -- plans
 
     def run(self, plan: StepPlan) -> StepFinished | StepFailed:
         """All layers, or those that are not done yet."""
-        if plan.step_id in self._begun:
-            self._write_upper()
-            return self._begun.pop(plan.step_id)
-        return super().run(plan)
+        result = self._results.pop(plan.step_id, None)
+        if result is None:
+            return super().run(plan)
+        for layer in range(1, self.layers):
+            self._write_layer(layer)
+        self._late = None
+        self.kv.end_moves()
+        return result
 
     def finish_layer(self, plan: StepPlan, layer: int) -> None:
         """One layer of a plan with ``report_layers``."""
         if layer == 0:
             self._late = []
-            self._begun[plan.step_id] = super().run(plan)
+            self.begin(plan)
+            self._results[plan.step_id] = self._compute(plan)
         else:
-            self._write_upper()
+            self._write_layer(layer)
 
     def abandon_layers(self, plan: StepPlan) -> None:
         """The plan under way fails, perhaps after half of its layers."""
-        self._begun.pop(plan.step_id, None)
+        self._results.pop(plan.step_id, None)
         self._late = None
 
-    def _write_upper(self) -> None:
-        for block, inside in self._late or ():
-            self._derive(block, inside)
-        self._late = None
+    def _write_layer(self, layer: int) -> None:
+        for block, inside, value in self._late or ():
+            self.page(Tier.HBM, block, layer)[inside] = in_layer(value, layer)
 
-    def _derive(self, block: int, inside: int) -> None:
-        self.upper[Tier.HBM][block][inside] = mix(self.tiers[Tier.HBM][block][inside] or 0, 99)
-
-    def _prepare(self, plan: StepPlan) -> None:
-        super()._prepare(plan)
-        for copy in plan.copies:
-            for src, dst in zip(copy.src, copy.dst, strict=True):
-                self.upper[copy.dst_tier][dst] = list(self.upper[copy.src_tier][src])
-
-    def _row(
-        self, row: int, slot: Slot, start: int, count: int, writer: dict[tuple[int, int], int]
-    ) -> tuple[int, list[TokenLogprobs | None]]:
-        for position in range(start):
-            block, inside = slot.table[position // self.block_tokens], position % self.block_tokens
-            if (block, inside) in writer:
-                continue
-            lower, upper = self.tiers[Tier.HBM][block][inside], self.upper[Tier.HBM][block][inside]
-            if lower is None:
-                raise Violation(f"position {position} (block {block}) was never written")
-            if upper != mix(lower, 99):
-                raise Violation(f"position {position} (block {block}): the layers do not belong together")
-        result = super()._row(row, slot, start, count, writer)
-        for position in range(start, start + count):
-            block, inside = slot.table[position // self.block_tokens], position % self.block_tokens
-            if self._late is not None:
-                self._late.append((block, inside))
-            else:
-                self._derive(block, inside)
-        return result
+    def _write(self, block: int, inside: int, value: int) -> None:
+        if self._late is None:
+            super()._write(block, inside, value)
+        else:
+            self.page(Tier.HBM, block, 0)[inside] = value
+            self._late.append((block, inside, value))
 
     # -- pages
 
     def page(self, tier: Tier, block: int, layer: int) -> list[int | None]:
-        return (self.tiers, self.upper)[layer][tier][block]
+        return self.kv.tiers[tier][block * self.layers + layer]
 
     def set_page(self, tier: Tier, block: int, layer: int, cells: Sequence[int | None]) -> None:
-        (self.tiers, self.upper)[layer][tier][block] = list(cells)
+        self.kv.tiers[tier][block * self.layers + layer] = list(cells)

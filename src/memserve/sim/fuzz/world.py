@@ -25,7 +25,7 @@ from memserve.sim.fuzz.gate import GateJudge
 from memserve.sim.fuzz.instances import FIRST_GENERATION, FuzzedDevice, FuzzedInstance
 from memserve.sim.fuzz.network import FaultyNetwork
 from memserve.sim.fuzz.router import FuzzedRouter
-from memserve.sim.fuzz.scenario import ALL_MIXES, LEASE_NS, MS, NAMESPACE, Scenario, Setting
+from memserve.sim.fuzz.scenario import ALL_MIXES, BLOCK_TOKENS, LEASE_NS, MS, NAMESPACE, Scenario, Setting
 from memserve.sim.fuzz.stores import FuzzedStore
 from memserve.sim.fuzz.truth import Violation, require
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
@@ -35,7 +35,6 @@ from memserve.sim.store_node import StoreNode
 from memserve.types import Admission, Caching, KVGeometry, Role, TokenOutput
 from memserve.units import ns_from_s
 
-BLOCK_TOKENS = 4
 SECOND = 1000 * MS
 STANDBY_ADDRESS = "virtual://standby"
 PROFILES = (
@@ -65,7 +64,8 @@ class World:
         self.network.log = self.say
         self._log = log
         self._story: deque[tuple[int, str, object]] = deque(maxlen=story_lines)
-        self.geometry = KVGeometry(LAYERS, 1, 1, 1, "float32", BLOCK_TOKENS)
+        layers = LAYERS if scenario.layered is None else scenario.layered.layers
+        self.geometry = KVGeometry(layers, 1, 1, 1, "float32", BLOCK_TOKENS)
         rooms = [min(scenario.context_tokens, blocks * BLOCK_TOKENS + 1) for blocks in scenario.hbm_blocks]
         self.referee = Referee(rooms, scenario.setting.caching is not Caching.OFF)
         self.referee.dispatched_twice = self.network.dispatched_twice
@@ -129,6 +129,8 @@ class World:
                 scenario.preemption,
                 "fcfs" if scenario.slo_tpot_ns is None else "slo",
                 scenario.slo_tpot_ns,
+                layerwise="off" if scenario.layered is None else "auto",
+                link_bytes_s=None if scenario.layered is None else scenario.layered.link_bytes_s,
             ),
             role=node.role,
             exchange=ExchangeConfig(LEASE_NS, 100 * MS, scenario.pulls_in_flight, scenario.event_capacity),
@@ -142,7 +144,8 @@ class World:
     def new_device(self, node: InstanceNode) -> FuzzedDevice:
         """Its device, with the instance's arenas as memory."""
         config = self.instance_config(node).pool
-        memory = TruthDevice(BLOCK_TOKENS, config.hbm_blocks, config.dram_blocks, VOCAB)
+        sizes, layers = (BLOCK_TOKENS, config.hbm_blocks, config.dram_blocks), self.geometry.num_layers
+        memory = TruthDevice(*sizes, VOCAB, layers=layers)
         return FuzzedDevice(_fuzzed(node), memory)
 
     def new_port(self, node: InstanceNode) -> FaultyPort:
@@ -360,15 +363,8 @@ class World:
         done.update(f"refused: {cause}" for cause in self.gate_judge.refused.values())
         if self.scenario.remembers:
             done.update(readopted=router.members_readopted)
-        for link in (node.machine.link for node in self.instances):
-            if link is None:
-                continue
-            exchange = link.exchange.counters
-            done.update(handed_over=link.sender.handed_over, taken_over=link.receiver.taken_over)
-            done.update(fetched=link.fetches.fetched_tokens, sent_home=link.receiver.blocks_sent_back)
-            done.update(came_home=link.blocks_come_home, mismatches=exchange.mismatches)
-            done.update(pulled=exchange.pulled_blocks, reused=exchange.reused_blocks, expired=exchange.expired)
-            done.update(withdrawn=exchange.withdrawn, failed=link.receiver.failed)
+        for node in self.instances:
+            done.update(node.achievements())
         if self.store is not None:
             done.update(self.store.achievements())
         return done
