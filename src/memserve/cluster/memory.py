@@ -325,7 +325,8 @@ class MemoryBudget:
             return
         unit, block_tokens = self._unit_tokens(), member.info.geometry.block_tokens
         for at, (used_ns, blocks) in enumerate(used):
-            until_ns, age = used_ns + self._config.kept_ns, min(used_ns - now, 0) - 1  # older than every attempt
+            used_ns = min(used_ns, now)  # the last router's clock may have been ahead
+            until_ns, age = used_ns + self._config.kept_ns, used_ns - now - 1  # older than every attempt
             if until_ns > now:
                 name, blocks = f"{member.name} recovered {at:09}", required_blocks(blocks * block_tokens, unit)
                 self.ledger.restore(name, member.number, blocks, age, until_ns)

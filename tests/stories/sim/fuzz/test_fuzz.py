@@ -132,12 +132,12 @@ def test_what_was_planted_is_taken_out_again() -> None:
 
 def test_a_repeated_dispatch_does_not_end_its_attempt() -> None:
     """And a client hears in time that its request is rejected, though the router's disk is slow."""
-    assert not judge(731206732, parse_setting("pd-caching-1/by-request/1P1D/swarm")).failure
+    assert not judge(731206732, parse_setting("pd-caching-1/by-request/1P1D/swarm"), layerwise="off").failure
 
 
 def test_a_dead_store_has_not_written_the_damage_in_its_memory() -> None:
     """A pull that begins between its death and the next process finds other bytes than it had promised."""
-    assert not judge(1730411635, parse_setting("pd-caching-2/by-request/2D/swarm")).failure
+    assert not judge(1730411635, parse_setting("pd-caching-2/by-request/2D/swarm"), layerwise="off").failure
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,13 @@ def test_a_dead_store_has_not_written_the_damage_in_its_memory() -> None:
     ],
 )
 def test_what_the_judges_had_not_thought_of(seed: int, setting: str) -> None:
-    assert not judge(seed, parse_setting(setting)).failure
+    assert not judge(seed, parse_setting(setting), layerwise="off").failure
+
+
+def test_memory_recovered_from_a_router_with_a_clock_ahead_is_let_go_in_time() -> None:
+    """What requests of the last router used counted as used until that router's time was over."""
+    setting = parse_setting("pd-caching-2/by-request/2P1D/swarm")
+    assert not judge(1730453230, setting, layerwise="off").failure
 
 
 def test_the_seeds_go_through_all_settings() -> None:
