@@ -18,6 +18,7 @@ from memserve.config import ClusterConfig, EngineOptions, MemberConfig, Schedule
 from memserve.errors import UserError
 from memserve.options import SIZE, option
 from memserve.sim.hardware import BLOCK_TOKENS
+from memserve.sim.replay.lengths import LengthStudy
 from memserve.sim.replay.setup import GPU_SCHEDULER
 from memserve.units import NS_PER_MS
 
@@ -90,6 +91,8 @@ class Wanted:
     """Milliseconds between two heartbeats of an instance."""
     scheduler: SchedulerConfig = GPU_SCHEDULER
     """Batching of each instance."""
+    lengths: LengthStudy = dataclasses.field(default_factory=LengthStudy)
+    """What objectives know of the lengths of answers."""
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     """The router's options."""
 
@@ -107,6 +110,7 @@ class Wanted:
             around=Surroundings(heartbeat_ns=self.heartbeat_ms * NS_PER_MS),
             faults=parse_faults(self.faults, instances),
             stores=self.stores.setup(),
+            lengths=self.lengths,
         )
 
     def machine(self) -> Machine:

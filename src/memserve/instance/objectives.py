@@ -3,14 +3,16 @@
 LayerKV, equations 1 and 2: a decoding request of which a token may take ``S`` on average has some left over of the time
 that all its tokens may take::
 
-    slack_i = S * (past_i + future_i) - (time since its first token + future_i * time of a decode step)
+    slack_i = S * (past_i + future_i) - (time since its first token + future_i * time of a further token)
 
-``future_i`` is the lower bound of what is expected of its answer (``policy/lengths.py``). Prompts may be computed for
-as long as the smallest slack lasts. Algorithm 1 admits whole prompts by it; here it bounds the prefill tokens of every
-plan, which holds the same line where prompts are computed in pieces.
+``future_i`` is the lower bound of what is expected of its answer (``policy/lengths.py``). A further token is taken to
+need the mean of a decode step without prompts and of what the request's tokens have taken so far: more prompts will
+come. With the step alone a long answer spends at its start what it lacks at its end (``bench/slo_noise.py``). Prompts
+may be computed for as long as the smallest slack lasts. Algorithm 1 admits whole prompts by it; here it bounds the
+prefill tokens of every plan, which holds the same line where prompts are computed in pieces.
 
-A request that can no longer meet its objective, whatever is done, does not hold others up: without hope for any of them
-the plan is filled as without objectives.
+A request that misses its objective even if no prompt comes any more does not hold others up: without hope for any of
+them the plan is filled as without objectives.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from memserve.types import FinishReason
 from memserve.units import ceil_div
 
 _AIMS_SHARE = 20  # slack is counted against a twentieth less than the objective: steps become longer as batches grow
-_LOST_SHARE = 10  # a request is given up when it is late by more than a tenth of what all its tokens may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,9 @@ class Objectives:
         return 0 <= left_ns < 2 * decode_ns and costs_others <= 1
 
     def slacks_ns(self, decoding: list[Sequence], now: int) -> list[int]:
-        """Equation 1 for each request that decodes and can still meet its objective."""
+        """Equation 1 for each request that decodes and can still meet its objective; it may be below 0."""
         slacks: list[int] = []
-        decode_ns = self._decode_step_ns(len(decoding))
+        aim_ns, decode_ns = self._tpot_ns - self._tpot_ns // _AIMS_SHARE, self._decode_step_ns(len(decoding))
         for sequence in decoding:
             if sequence.since_ns is None:
                 if not sequence.out:
@@ -118,10 +119,11 @@ class Objectives:
             if sequence.expected_tokens <= told:
                 sequence.expected_tokens = self.expected(sequence).lower
             past, future = told - sequence.since_tokens, max(1, sequence.expected_tokens - told)
-            allowed_ns = (self._tpot_ns - self._tpot_ns // _AIMS_SHARE) * (past + future)
-            slack_ns = allowed_ns - (now - (sequence.since_ns or now)) - future * decode_ns
-            if slack_ns >= -allowed_ns // _LOST_SHARE:
-                slacks.append(slack_ns)
+            spent_ns = now - (sequence.since_ns or now)
+            left_ns = aim_ns * (past + future) - spent_ns
+            if left_ns >= future * decode_ns:
+                so_far_ns = max(decode_ns, min(spent_ns // max(1, past), aim_ns))
+                slacks.append(left_ns - future * (decode_ns + so_far_ns) // 2)
         return slacks
 
     def _decode_step_ns(self, rows: int) -> int:

@@ -146,9 +146,9 @@ class FastForwardInstance(Instance):
             return limit
         return max(0, min(room))
 
-    def fast_forward(self, tokens: list[int], device_ns: int) -> None:
-        """As ``len(tokens)`` events ``StepFinished``: step ``i`` drew ``tokens[i]`` for every sequence. At most
-        :meth:`steps_ahead` steps; ``device_ns``: the time of all steps together.
+    def fast_forward(self, tokens: list[int], steps_ns: list[int]) -> None:
+        """As ``len(tokens)`` events ``StepFinished``: step ``i`` drew ``tokens[i]`` for every sequence, and took
+        ``steps_ns[i]``. At most :meth:`steps_ahead` steps.
 
         Afterwards the plans under way are those of ``len(tokens)`` steps later.
         """
@@ -156,6 +156,9 @@ class FastForwardInstance(Instance):
         state.serve_decodes(steps)
         decoding = state.decoding.items
         self._grow(steps)
+        if state.objectives is not None:
+            for step_ns in steps_ns:
+                state.objectives.step_took(0, len(decoding), step_ns)
         for sequence in decoding:
             sequence.out.extend(tokens)
             sequence.computed += steps
@@ -171,7 +174,7 @@ class FastForwardInstance(Instance):
             check(not outcomes, "a transfer waited for one of these steps")
         counters = state.counters
         counters.steps += steps
-        counters.device_ns += device_ns
+        counters.device_ns += sum(steps_ns)
         counters.decode_tokens += steps * len(decoding)
         counters.generated_tokens += steps * len(decoding)
 

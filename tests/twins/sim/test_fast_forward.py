@@ -16,13 +16,19 @@ from memserve.types import FinishReason, Request, StopParams
 BLOCK_TOKENS = 4
 
 
+def step_ns(number: int) -> int:
+    """How long that step takes: each longer than the ones before."""
+    return 1000 + 300 * number
+
+
 class Engine:
     """A machine, its device's plans, and what it has said."""
 
     def __init__(self, blocks: int, depth: int, caching: bool, skips: bool = True) -> None:
         config = InstanceConfig(
-            200, "fast-forward", PoolConfig(blocks, 0, caching), SchedulerConfig(4, 16, 8, 50, depth, "recompute")
-        )
+            200, "fast-forward", PoolConfig(blocks, 0, caching),
+            SchedulerConfig(4, 16, 8, 50, depth, "recompute", "slo", slo_tpot_ns=40_000),
+        )  # fmt: skip
         self.machine = (FastForwardInstance if skips else Instance)(config, BLOCK_TOKENS)
         self.plans: list[StepPlan] = []
         self.said: dict[tuple[str, int], list[int]] = {}
@@ -49,7 +55,7 @@ class Engine:
     def step(self) -> None:
         plan = self.plans.pop(0)
         self.steps += 1
-        self.post(StepFinished(plan.step_id, [self.steps] * sum(map(len, plan.sample_slots)), 10))
+        self.post(StepFinished(plan.step_id, [self.steps] * sum(map(len, plan.sample_slots)), step_ns(self.steps)))
 
     def take_held(self) -> None:
         """All held tokens, and then no more."""
@@ -61,7 +67,7 @@ class Engine:
         tokens = list(range(self.steps + 1, self.steps + 1 + steps))
         self.steps += steps
         self.skipped += steps
-        self.machine.fast_forward(tokens, 10 * steps)
+        self.machine.fast_forward(tokens, [step_ns(number) for number in tokens])
         for plan in self.plans:
             plan.step_id += steps
             plan.starts = [start + steps for start in plan.starts]
@@ -88,6 +94,9 @@ def looks_like(one: Engine, other: Engine) -> None:
         for engine in (one, other)
     ]
     assert inside[0] == inside[1]
+    states = [engine.machine.state for engine in (one, other)]
+    spare_ns = [state.objectives.slacks_ns(state.decoding.items, 0) for state in states]
+    assert spare_ns[0] == spare_ns[1], "what decode steps take is learnt from skipped ones, too"
 
 
 @given(

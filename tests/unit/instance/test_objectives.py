@@ -124,6 +124,23 @@ def test_what_answers_have_been_says_how_much_there_is_to_spare() -> None:
     assert served.tpot_ms("a") <= 20
 
 
+def test_a_request_holds_prompts_back_while_it_can_be_in_time_and_no_longer() -> None:
+    """Of 21 tokens in 20 ms each, aimed at in 19, one is drawn, and others need 10 ms each: at 200 ms it is lost."""
+    served = Served(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS)
+    served.arrive("a", 8, 40)
+    served.step()
+    objectives, [sequence] = served.it.state.objectives, served.it.state.decoding.items
+    sequence.expected_tokens = len(sequence.out) + sequence.inflight + 20
+
+    def prefill_tokens(after_ms: int) -> int:
+        now = sequence.since_ns + after_ms * NS_PER_MS
+        return objectives.prefill_tokens([sequence], sequence, 512, now)
+
+    assert prefill_tokens(10) == 21 * 19 - 10 - 20 * 10, "as fast as it can be: all that is left"
+    assert prefill_tokens(50) == 21 * 19 - 50 - 20 * (10 + 19) / 2, "it was slow so far: less"
+    assert (prefill_tokens(199), prefill_tokens(200)) == (0, 512)
+
+
 @pytest.mark.parametrize(
     ("flags", "about"),
     [({"scheduling": "edf"}, "unknown scheduling 'edf'"), ({"scheduling": "slo"}, "needs one.*--slo-tpot-ms")],

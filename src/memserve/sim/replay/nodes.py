@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from typing import Protocol
 
@@ -164,7 +165,8 @@ class ReplayNode(InstanceNode):
         begun_ns = self._begun_ns if not steps else ends_ns[steps - 1]
         if steps:
             spent_ns = begun_ns - self._begun_ns
-            machine.fast_forward(self.host.moments.add(ends_ns[:steps]), spent_ns)
+            steps_ns = [end - begun for begun, end in itertools.pairwise((self._begun_ns, *ends_ns[:steps]))]
+            machine.fast_forward(self.host.moments.add(ends_ns[:steps]), steps_ns)
             for plan in self.plans:
                 plan.step_id += steps
                 plan.starts = [start + steps for start in plan.starts]

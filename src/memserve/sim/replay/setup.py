@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from memserve.config import ClusterConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.sim.hardware import Machine
+from memserve.sim.replay.lengths import LengthStudy
 from memserve.sim.timed_disk import DISKS, DiskModel
 from memserve.store.disk_config import DisksConfig
 from memserve.types import Caching, Role, TransferMode
@@ -88,6 +89,8 @@ class Setup:
     faults: tuple[Fault, ...] = ()
     stores: StoreSetup | None = None
     """None: instances keep KV alone."""
+    lengths: LengthStudy = field(default_factory=LengthStudy)
+    """What objectives know of the lengths of answers."""
     fast_forwards: bool = True
     """Run many like steps in one go (``sim/fast_forward``): the results are equal, and the run is faster."""
 

@@ -21,6 +21,7 @@ from memserve.sim.network import Network
 from memserve.sim.nodes import ROUTER_ADDRESS, InstanceNode, RouterNode
 from memserve.sim.process import Process
 from memserve.sim.replay.clients import Clients, MakeScript
+from memserve.sim.replay.lengths import StudiedObjectives
 from memserve.sim.replay.nodes import ReplayNode
 from memserve.sim.replay.scripts import Script
 from memserve.sim.replay.setup import Fault, Setup, StoreSetup, names_of
@@ -111,7 +112,13 @@ class ReplayWorld:
         known = PreemptionCosts(block_bytes=machine.geometry.block_bytes, profile=machine.costs)
         block_tokens = machine.geometry.block_tokens
         kind = FastForwardInstance if isinstance(node, ReplayNode) and node.fast_forwards else Instance
-        return kind(self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry)
+        instance = kind(self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry)
+        state = instance.state
+        if state.objectives is not None:
+            state.objectives = StudiedObjectives(
+                self.setup.scheduler, state.costs, self.setup.lengths, machine.context_tokens
+            )
+        return instance
 
     def _config(self, node: InstanceNode) -> InstanceConfig:
         machine = self.setup.machine

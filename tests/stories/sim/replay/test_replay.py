@@ -213,16 +213,17 @@ requests = st.lists(
 
 @given(rows=requests, mix=st.sampled_from(["1", "2", "prefill=1,decode=2", "prefill=2,decode=1,colocated=1"]),
        policy=st.sampled_from(["least-load", "session", "prompt-tree", "cost"]), caching=st.sampled_from(list(Caching)),
-       blocks=st.integers(30, 200), transfer=st.sampled_from(list(TransferMode)))  # fmt: skip
+       blocks=st.integers(30, 200), transfer=st.sampled_from(list(TransferMode)),
+       tpot_ns=st.none() | st.integers(5, 12).map(lambda ms: ms * NS_PER_MS))  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_fast_forward_changes_nothing_that_a_client_sees(rows, mix, policy, caching, blocks, transfer) -> None:
+def test_fast_forward_changes_nothing_that_a_client_sees(rows, mix, policy, caching, blocks, transfer, tpot_ns) -> None:
     """Every request ends with its full length, the same with and without many steps in one go."""
     instance = dataclasses.replace(SMALL, hbm_blocks=blocks)
     setup = Setup(
         parse_instances(mix),
         instance,
         ClusterConfig(caching, policy, transfer),
-        SchedulerConfig(8, 256, 128),
+        SchedulerConfig(8, 256, 128, scheduling="fcfs" if tpot_ns is None else "slo", slo_tpot_ns=tpot_ns),
         Surroundings(),
     )
     workload = blocks_workload(rows)
