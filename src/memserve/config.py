@@ -24,7 +24,7 @@ from memserve.options import (
     option,
 )
 from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode
-from memserve.units import MIB, NS_PER_S, flag_bytes, human_bytes
+from memserve.units import MIB, NS_PER_MS, NS_PER_S, flag_bytes, human_bytes
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The bundled model: found in the installed package, no download."""
@@ -182,6 +182,28 @@ def _read_weights(texts: list[str]) -> tuple[tuple[str, int], ...]:
 _WEIGHTS = Form(list[str], _read_weights, lambda weights: [f"{name}={weight}" for name, weight in weights] or None)
 
 
+def _read_objectives(texts: list[str]) -> tuple[tuple[str, int, int], ...]:
+    """Tenants and objectives (ns; 0: none) from texts like ``NAME=3000:200``. Raises :class:`UserError`."""
+    objectives = []
+    for text in texts:
+        name, _, times = text.rpartition("=")
+        match = re.fullmatch(r"(\d{0,8}):(\d{0,8})", times)
+        if not name or match is None or not any(map(int, filter(None, match.groups()))):
+            hint = "milliseconds for the first and each further token, for example --tenant-slo team-a=3000:200"
+            raise UserError(f"cannot read {text!r} as a tenant's objectives", hint=hint)
+        ttft_ms, tpot_ms = (int(group or 0) for group in match.groups())
+        objectives.append((name, ttft_ms * NS_PER_MS, tpot_ms * NS_PER_MS))
+    return tuple(objectives)
+
+
+def _tell_objectives(objectives: tuple[tuple[str, int, int], ...]) -> list[str] | None:
+    ms = [(name, ttft_ns // NS_PER_MS or "", tpot_ns // NS_PER_MS or "") for name, ttft_ns, tpot_ns in objectives]
+    return [f"{name}={ttft}:{tpot}" for name, ttft, tpot in ms] or None
+
+
+_OBJECTIVES = Form(list[str], _read_objectives, _tell_objectives)
+
+
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
     """Admission to the cluster: which requests are admitted, which wait, and which are rejected."""
@@ -209,6 +231,9 @@ class AdmissionConfig:
     weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=_WEIGHTS)
     """NAME=2: while several tenants wait, this one gets twice the service of a tenant with weight 1, in admission and
     on instances. Tenants that are not named have weight 1. Repeatable."""
+    objectives: tuple[tuple[str, int, int], ...] = option((), "--tenant-slo", form=_OBJECTIVES)
+    """NAME=3000:200: milliseconds that the first token and each further one may take, for requests of this tenant that
+    do not say so themselves (``slo_ttft_ms``, ``slo_tpot_ms``). Either may be left out. Repeatable."""
     priority_across_tenants: bool = option(False)
     """Priorities order the requests of all tenants, before the tenants' turns; any key can then delay all
     others. False: they order the requests of one tenant."""

@@ -73,6 +73,8 @@ class SamplingOptions(TypedDict, total=False):
     length_penalty: float
     priority: int
     timeout_s: float
+    slo_ttft_ms: float
+    slo_tpot_ms: float
     use_cache: bool
     cache_salt: str
 

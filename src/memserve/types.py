@@ -148,6 +148,8 @@ class Request(msgspec.Struct, frozen=True):  # not a dataclass: the router renam
     weight: int = 1  # of its tenant: its share of service relative to weight 1, set by the operator
     urgency: int = 0  # orders the requests of all tenants, before the tenants' turns; set by the operator
     salt: str = ""  # digest of the client's ``cache_salt``: KV is shared only within (tenant, salt)
+    slo_ttft_ns: int | None = None  # the time that its first token may take; a request that asks for less is rejected
+    slo_tpot_ns: int | None = None  # the time that each further token may take; None: the instance's objective
 
     @property
     def isolation(self) -> str:

@@ -17,7 +17,7 @@ from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
 from memserve.api.served import ServedModel, chosen_sampling
 from memserve.errors import UserError
 from memserve.types import Request, SamplingParams, StopParams
-from memserve.units import ns_from_s
+from memserve.units import NS_PER_MS, ns_from_s
 from memserve.validation import check_request
 
 SEQUENCES_MAX = 4096
@@ -132,6 +132,8 @@ def _plan(
             use_cache=body.use_cache is not False,
             session=_session(body, salt),
             salt=salt,
+            slo_ttft_ns=_ns_of_ms(body.slo_ttft_ms),
+            slo_tpot_ns=_ns_of_ms(body.slo_tpot_ms),
         )
         for at, prompt in enumerate(prompts)
     ]
@@ -153,6 +155,10 @@ def _plan(
         explain=caller.explain or bool(body.explain),
         session_ttl_ns=_session_ttl_ns(body),
     )
+
+
+def _ns_of_ms(ms: float | None) -> int | None:
+    return None if ms is None else max(1, round(ms * NS_PER_MS))
 
 
 def _check(request: Request, model: ServedModel) -> None:

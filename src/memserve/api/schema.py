@@ -31,6 +31,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 ModelName = Annotated[str, Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=512)]
 SessionName = Annotated[str, Meta(min_length=1, max_length=200)]
+ObjectiveMs = Annotated[float, Meta(gt=0, le=86_400_000)]
 Ttl = Annotated[float, Meta(gt=0, le=604_800)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 BiasMap = Annotated[dict[str, Bias], Meta(max_length=1024)]
@@ -116,6 +117,11 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     """Lower runs first, among requests of the same tenant."""
     timeout_s: Seconds | None = None
     """Seconds after which the request ends with 504."""
+    slo_ttft_ms: ObjectiveMs | None = None
+    """Milliseconds that the first token may take. Where that cannot be expected, the request is rejected at once."""
+    slo_tpot_ms: ObjectiveMs | None = None
+    """Milliseconds that each further token may take on average. Default: the server's `--slo-tpot-ms`. Steps are
+    planned by it with `--scheduling slo`."""
     use_cache: bool | None = None
     """false: neither read nor fill the prefix cache."""
     cache_salt: ShortText | None = None

@@ -129,8 +129,8 @@ def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: obje
             "--in-process runs one engine without a cluster",
             hint="leave it out, or leave out --prefill, --decode, --colocated and --cluster-port",
         )
-    if gate.weights or gate.priority_across_tenants:
-        hint = "leave out --in-process, or --tenant-weight and --priority-across-tenants"
+    if gate.weights or gate.objectives or gate.priority_across_tenants:
+        hint = "leave out --in-process, or --tenant-weight, --tenant-slo and --priority-across-tenants"
         raise UserError("one engine alone treats all tenants alike", hint=hint)
     if gate.mode is Admission.NONE:
         return options

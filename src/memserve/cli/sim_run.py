@@ -158,7 +158,7 @@ def profiled(file: Path, model: str, dram_bytes: int) -> Machine:
 def run(
     *,
     workload: WorkloadFlags,
-    wanted: Annotated[Wanted, opt.Without("weights")],  # simulated requests have no tenants
+    wanted: Annotated[Wanted, opt.Without("weights", "objectives")],  # simulated requests have no tenants
     limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after this many seconds of virtual time.")] = None,
     slo_jct_ms: SloJct = None,
     out: Out = None,

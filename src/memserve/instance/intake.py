@@ -48,10 +48,28 @@ class RequestIntake:
         elif reason is None and self._is_full_for(request.tenant):
             reason = f"the queue is full: {len(state.waiting)} sequences wait"
             retry_after_s = self._retry_after_s(now)
+        elif reason is None and (late_ns := self._late_ns(request)) > 0:
+            asked_ns = request.slo_ttft_ns or 0
+            expected_s = (asked_ns + late_ns) / NS_PER_S
+            reason = (
+                f"the first token is expected in {expected_s:.2f} s, and slo_ttft_ms asks for {asked_ns / NS_PER_S:g} s"
+            )
+            retry_after_s = min(60.0, max(1.0, late_ns / NS_PER_S))
         if reason is None:
             return None
         state.counters.requests_rejected += 1
         return RejectRequest(request.request_id, reason, retry_after_s)
+
+    def _late_ns(self, request: Request) -> int:
+        """By how much the first token is expected behind the time that ``request`` asks for; 0: it asks for none, or
+        nothing is known of this machine's speed yet."""
+        state = self._state
+        if request.slo_ttft_ns is None or not state.costs.samples:
+            return 0
+        pool = state.memory.pool
+        cached = pool.match(request.isolation, request.prompt) if request.use_cache else 0
+        own_ns = state.costs.model.prefill_ns(max(1, len(request.prompt) - cached), cached)
+        return max(0, state.costs.queue_ns(state.prefill_tokens_queued()) + own_ns - request.slo_ttft_ns)
 
     def _fault(self, request: Request) -> str | None:
         """What of ``request`` the model cannot do. The HTTP edge checks this, too; another process may not have."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from memserve.config import SchedulerConfig
 from memserve.errors import check
-from memserve.instance.sequence import Sequence
+from memserve.instance.sequence import Group, Sequence
 from memserve.policy.lengths import OutputLengths, Prediction
 from memserve.policy.reuse import PreemptionModel
 from memserve.types import FinishReason
@@ -66,18 +66,27 @@ class Objectives:
         group = sequence.group
         if sequence.since_ns is None:
             self._begin(sequence, now)
-            if self._ttft_ns is not None and len(sequence.out) == 1:
-                self._met["ttft", now - group.arrived_ns <= self._ttft_ns] += 1
+            ttft_ns = self._ttft_of(group)
+            if ttft_ns is not None and len(sequence.out) == 1:
+                self._met["ttft", now - group.arrived_ns <= ttft_ns] += 1
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         self.lengths.learn(group.tenant, sequence.prompt_tokens, len(sequence.out))
         steps = len(sequence.out) - sequence.since_tokens
         if steps and sequence.since_ns is not None:
-            self._met["tpot", now - sequence.since_ns <= self._tpot_ns * steps] += 1
+            self._met["tpot", now - sequence.since_ns <= self._tpot_of(group) * steps] += 1
 
     @staticmethod
     def _begin(sequence: Sequence, now: int) -> None:
         sequence.since_ns, sequence.since_tokens = now, len(sequence.out)
+
+    def _ttft_of(self, group: Group) -> int | None:
+        asked_ns = group.request.slo_ttft_ns
+        return self._ttft_ns if asked_ns is None else asked_ns
+
+    def _tpot_of(self, group: Group) -> int:
+        asked_ns = group.request.slo_tpot_ns
+        return self._tpot_ns if asked_ns is None else asked_ns
 
     # -- what is allowed
 
@@ -98,24 +107,26 @@ class Objectives:
     def _must_go_on(self, first: Sequence, slacks_ns: list[int], budget: int, now: int) -> bool:
         """Whether ``first`` can meet its own objective, but not if it waits any longer, and costs at most one other
         request its objective: then nothing is won by holding it back."""
-        if self._ttft_ns is None or first.out:
+        ttft_ns = self._ttft_of(first.group)
+        if ttft_ns is None or first.out:
             return False
         tokens, decode_ns = first.prompt_tokens - first.computed, self._decode_step_ns(len(slacks_ns))
         needs_ns = self._costs.model.prefill.ns(tokens, first.computed) + ceil_div(tokens, budget) * decode_ns
-        left_ns = first.group.arrived_ns + self._ttft_ns - now - needs_ns
+        left_ns = first.group.arrived_ns + ttft_ns - now - needs_ns
         costs_others = sum(0 <= slack_ns < needs_ns for slack_ns in slacks_ns)
         return 0 <= left_ns < 2 * decode_ns and costs_others <= 1
 
     def slacks_ns(self, decoding: list[Sequence], now: int) -> list[int]:
         """Equation 1 for each request that decodes and can still meet its objective; it may be below 0."""
         slacks: list[int] = []
-        aim_ns, decode_ns = self._tpot_ns - self._tpot_ns // _AIMS_SHARE, self._decode_step_ns(len(decoding))
+        decode_ns = self._decode_step_ns(len(decoding))
         for sequence in decoding:
             if sequence.since_ns is None:
                 if not sequence.out:
                     continue  # its first token is not known: its time has not begun
                 self._begin(sequence, now)
-            told = len(sequence.out) + sequence.inflight
+            tpot_ns, told = self._tpot_of(sequence.group), len(sequence.out) + sequence.inflight
+            aim_ns = tpot_ns - tpot_ns // _AIMS_SHARE
             if sequence.expected_tokens <= told:
                 sequence.expected_tokens = self.expected(sequence).lower
             past, future = told - sequence.since_tokens, max(1, sequence.expected_tokens - told)

@@ -107,9 +107,18 @@ def cost_tokens(request: Request, output_tokens_max: int) -> int:
 
 
 def on_terms(request: Request, config: AdmissionConfig) -> Request:
-    """``request`` with the operator's settings: its tenant's weight, and whether its priority counts across tenants."""
+    """``request`` with the operator's settings: its tenant's weight and objectives, and whether its priority counts
+    across tenants."""
     weight = dict(config.weights).get(request.tenant, 1) if config.weights else 1
     urgency = request.priority if config.priority_across_tenants else 0
+    if config.objectives:
+        by_tenant = {name: (ttft_ns or None, tpot_ns or None) for name, ttft_ns, tpot_ns in config.objectives}
+        ttft_ns, tpot_ns = by_tenant.get(request.tenant, (None, None))
+        request = structs.replace(
+            request,
+            slo_ttft_ns=ttft_ns if request.slo_ttft_ns is None else request.slo_ttft_ns,
+            slo_tpot_ns=tpot_ns if request.slo_tpot_ns is None else request.slo_tpot_ns,
+        )
     if (weight, urgency) == (request.weight, request.urgency):
         return request
     return structs.replace(request, weight=weight, urgency=urgency)

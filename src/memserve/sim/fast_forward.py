@@ -156,9 +156,9 @@ class FastForwardInstance(Instance):
         state.serve_decodes(steps)
         decoding = state.decoding.items
         self._grow(steps)
-        if state.objectives is not None:
+        if state.objectives is not None or state.memory.layers is not None:
             for step_ns in steps_ns:
-                state.objectives.step_took(0, len(decoding), step_ns)
+                state.costs.learn(0, len(decoding), step_ns)
         for sequence in decoding:
             sequence.out.extend(tokens)
             sequence.computed += steps

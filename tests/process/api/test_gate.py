@@ -105,6 +105,8 @@ def test_options_become_a_gate(monkeypatch):
     assert (config.active_max, config.waiting_max, config.wait_ns, config.evictions_max) == (32, 8, 2_500_000_000, 1)
     words = ["--admission", "bounded", "--max-active", "4", "--tenant-weight", "a=3", "--tenant-weight", "b=c=2"]
     assert gate_of(monkeypatch, *words).weights == (("a", 3), ("b=c", 2))
+    words = ["--tenant-slo", "a=3000:200", "--tenant-slo", "b=c=:50"]
+    assert gate_of(monkeypatch, *words).objectives == (("a", 3_000_000_000, 200_000_000), ("b=c", 0, 50_000_000))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,9 @@ def test_options_become_a_gate(monkeypatch):
         (["--admission", "bounded"], "needs a number of requests"),
         (["--max-active", "3"], "--max-active does nothing without admission"),
         (["--in-process", "--tenant-weight", "a=3"], "one engine alone treats all tenants alike"),
+        (["--in-process", "--tenant-slo", "a=3000:200"], "one engine alone treats all tenants alike"),
+        (["--tenant-slo", "a=3000"], "cannot read 'a=3000' as a tenant's objectives"),
+        (["--tenant-slo", "a=:"], "cannot read 'a=:' as a tenant's objectives"),
         (["--admission", "memory", "--tenant-weight", "a"], "cannot read 'a' as a tenant's weight"),
         (["--admission", "memory", "--tenant-weight", "a=0"], "weight of 'a' must be at least 1"),
         (["--admission", "bounded", "--max-active", "3", "--admission-evictions", "1"], "does not look at memory"),

@@ -13,7 +13,7 @@ from memserve.instance.events import Action, RunStep, StepFinished, StepPlan
 from memserve.instance.machine import Instance
 from memserve.policy.costs import CostModel, DecodeCurve, PrefillCurve
 from memserve.policy.reuse import PreemptionCosts
-from memserve.serving import EmitTokens, RequestArrived
+from memserve.serving import EmitTokens, RejectRequest, RequestArrived
 from memserve.types import Request, SamplingParams, StopParams
 from memserve.units import NS_PER_MS
 
@@ -29,11 +29,12 @@ class Served:
         scheduler = SchedulerConfig(max_running=8, max_step_tokens=64, steps_in_flight=1, **flags)
         self.it = Instance(InstanceConfig(4096, pool=PoolConfig(2000), scheduler=scheduler), 4, COSTS)
         self.now, self.plans, self.told = 0, list[StepPlan](), dict[str, list[int]]()
+        self.rejected: dict[str, RejectRequest] = {}
 
-    def arrive(self, name: str, prompt_tokens: int, max_tokens: int) -> None:
+    def arrive(self, name: str, prompt_tokens: int, max_tokens: int, **more: Any) -> None:
         prompt = np.arange(prompt_tokens, dtype=np.int32) % 50 + len(name)
         stop = StopParams(max_tokens=max_tokens)
-        self._take(self.it.handle(RequestArrived(Request(name, prompt, SamplingParams(), stop)), self.now))
+        self._take(self.it.handle(RequestArrived(Request(name, prompt, SamplingParams(), stop, **more)), self.now))
 
     def step(self) -> int:
         """The device ends the step under way. Returns its prefill tokens."""
@@ -50,6 +51,8 @@ class Served:
 
     def _take(self, actions: list[Action]) -> None:
         for action in actions:
+            if isinstance(action, RejectRequest):
+                self.rejected[action.request_id] = action
             if isinstance(action, RunStep):
                 self.plans.append(action.plan)
             elif isinstance(action, EmitTokens):
@@ -148,3 +151,38 @@ def test_a_request_holds_prompts_back_while_it_can_be_in_time_and_no_longer() ->
 def test_what_makes_no_sense_is_refused(flags: dict[str, Any], about: str) -> None:
     with pytest.raises(UserError, match=about):
         SchedulerConfig(**flags)
+
+
+# -- objectives of requests
+
+
+def test_what_cannot_be_expected_in_time_is_told_at_once() -> None:
+    """1 ms a token: 436 wait behind the first step, so that 200 more are done 0.636 s later."""
+    served = Served()
+    served.arrive("before", 500, 2)
+    served.arrive("in a hurry", 200, 2, slo_ttft_ns=620 * NS_PER_MS)
+    told = served.rejected["in a hurry"]
+    assert "expected in 0.64 s, and slo_ttft_ms asks for 0.62 s" in told.reason and told.retry_after_s == 1.0
+    served.arrive("patient", 200, 2, slo_ttft_ns=750 * NS_PER_MS)
+    served.arrive("careless", 200, 2)
+    served.run()
+    assert served.rejected.keys() == {"in a hurry"} and served.told.keys() == {"before", "patient", "careless"}
+    assert served.told["patient"][0] <= 750 * NS_PER_MS
+
+
+def test_a_request_has_an_objective_of_its_own() -> None:
+    """A prompt of 2,000 tokens arrives beside an answer. At 15 ms a token it is computed in small pieces, where the
+    server's objective of 1 s would let it through at once."""
+    worst_ns = {}
+    for own_ns in (None, 15 * NS_PER_MS):
+        served = Served(scheduling="slo", slo_tpot_ns=1000 * NS_PER_MS)
+        served.arrive("answer", 10, 200, slo_tpot_ns=own_ns)
+        for _ in range(20):
+            served.step()
+        served.arrive("long", 2000, 1)
+        served.run()
+        told = served.told["answer"]
+        worst_ns[own_ns] = (told[-1] - told[0]) / (len(told) - 1)
+        report = served.it.stats().objectives
+        assert report.tpot_met + report.tpot_missed == 1 and report.tpot_met == 1
+    assert worst_ns[15 * NS_PER_MS] <= 15 * NS_PER_MS
