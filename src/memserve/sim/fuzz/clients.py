@@ -72,6 +72,7 @@ class Ask:
     lost: bool = False
     """The router died while the request was under way."""
     row_failed: bool = False
+    failure_unheard: bool = False
     """A single row of the request failed on some device."""
     stopped: set[int] = field(default_factory=set)
     arrived_ns: int = 0
@@ -233,6 +234,12 @@ class Referee:
         """A row of the request is about to fail by itself."""
         self.asks[request_id].row_failed = True
 
+    def attempt_refused(self, request_id: str) -> None:
+        """The other instance of its attempt gave up, and the router tries again: what fails there is not heard of."""
+        ask = self.asks.get(request_id)
+        if ask is not None and ask.row_failed and not ask.final:
+            ask.failure_unheard = True
+
     def _judge_reason(self, ask: Ask, output: TokenOutput, key: str, now: int) -> None:
         reason, deadline_ns = output.finish_reason, ask.request.deadline_ns
         if reason is FinishReason.CANCELLED:
@@ -273,7 +280,7 @@ class Referee:
             require(ask.over, f"{name} hangs: {finals} of {ask.request.n} ended, got {ask.got}")
             require(finals == ([] if ask.rejected is not None else list(range(ask.request.n))), f"{name}: {finals}")
             deadline_ns = ask.request.deadline_ns
-            if ask.row_failed and not self.excused:
+            if ask.row_failed and not (ask.failure_unheard or self.excused):
                 ends = {FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.DEADLINE}
                 require(
                     ends & set(ask.final.values()) or ask.stopped, f"{name}: a row failed, and it ended {ask.final}"

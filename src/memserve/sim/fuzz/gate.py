@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from memserve.cluster.events import ClusterAction, EmitTokens, RejectRequest, RequestArrived, StateRecovered
 from memserve.cluster.machine import Cluster
 from memserve.config import AdmissionConfig
-from memserve.messages import Peer
+from memserve.messages import Dispatch, Peer
 from memserve.policy.admission import cost_tokens
 from memserve.policy.ledger import IDENTITY_BYTES
+from memserve.serving import Send
 from memserve.sim.fuzz.gate_room import fits_surely, is_too_large
 from memserve.sim.fuzz.truth import require
 from memserve.types import Admission, Request
@@ -116,6 +117,11 @@ class GateJudge:
             self._cost_most = max(self._cost_most, self._cost(event.request))
         waited = {name: waiter for name, waiter in here.items() if waiter.waits}
         ran = [name for name, waiter in here.items() if not waiter.waits]
+        for action in actions:
+            if isinstance(action, Send) and isinstance(action.message, Dispatch):
+                waiter = here.get(action.message.request.request_id.rpartition("#")[0])
+                if waiter is not None:  # it may be admitted, and end, in one event
+                    waiter.waits = False
         for action in actions:
             self._ended(action, now)
         admission = cluster._lifecycle.admission

@@ -13,10 +13,10 @@ from memserve.cluster.events import ClusterAction, PrefixPinned, PrefixUnpinned
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.instance.machine import Instance
-from memserve.messages import Heartbeat, PeerInfo
+from memserve.messages import Heartbeat, PeerInfo, RequestRefused
 from memserve.policy.costs import CopyCurve, CostModel
 from memserve.policy.reuse import PreemptionCosts
-from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
+from memserve.serving import MessageArrived, RequestArrived, RequestCancelled, SequenceStopped
 from memserve.sim.clock import Clock
 from memserve.sim.fuzz import checks, faults, store_checks
 from memserve.sim.fuzz.clients import VOCAB, Ask, Conversation, Referee, Turn
@@ -255,6 +255,8 @@ class World:
             self._log(f"{self.clock.now} {node.peer.name}.{node.peer.generation} {event!r} -> {actions!r}\n")
         if isinstance(node, InstanceNode | RouterNode | StoreNode):
             node.machine.check_invariants()
+        if isinstance(event, MessageArrived) and isinstance(event.message, RequestRefused):
+            self.referee.attempt_refused(event.message.request_id.rpartition("#")[0])
         if isinstance(node, RouterNode) and node.machine.config.admission.mode is not Admission.NONE:
             self.gate_judge.judge(node.machine, event, cast("Sequence[ClusterAction]", actions), node.now)
 

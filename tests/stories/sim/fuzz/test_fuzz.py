@@ -147,6 +147,10 @@ def test_a_dead_store_has_not_written_the_damage_in_its_memory() -> None:
         (1730416348, "pd-caching-2/by-request-agg/3P3D2C/swarm"),
         # a store does not know an instance whose clock was set back: what that offers is open until its lease ends
         (1730422057, "pd-caching-1/by-layer/3P3D2C/swarm"),
+        # a row fails in an attempt that the router has given up, because the other instance refused it
+        (1730463331, "off/by-request/1P1D/swarm"),
+        # a request that is admitted and ends in one event has been there all the same
+        (1730470003, "pd-caching-1/by-layer/1C/swarm"),
     ],
 )
 def test_what_the_judges_had_not_thought_of(seed: int, setting: str) -> None:
