@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli import sim_fuzz, sim_run, sim_search, sim_thrash
+from memserve.cli import sim_fuzz, sim_layerkv, sim_run, sim_search, sim_thrash
 from memserve.cli.bench_load import command
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app.command("compare")(sim_search.compare)
 app.command("search")(sim_search.search)
 app.command("fuzz")(sim_fuzz.fuzz)
 app.command("thrash")(sim_thrash.thrash)
+app.command("layerkv")(sim_layerkv.layerkv)
 
 
 @app.callback(invoke_without_command=True)

@@ -107,6 +107,8 @@ class SequenceAdmission:
         sequence.left = sequence.draws_left
         if group.admitted_ns is None:
             self._first_time(sequence, now, from_dram)
+        if sequence.phase is Phase.PARKED:
+            sequence.parked_ns += now - sequence.parked_since_ns
         state.move(sequence, Cause.ADMITTED)
         return True
 

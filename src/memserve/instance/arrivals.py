@@ -49,6 +49,9 @@ class Arrivals:
             pool.access.copied(Tier.DRAM, dram_blocks, Tier.HBM, blocks)
         return True
 
+    def __bool__(self) -> bool:
+        return bool(self._coming)
+
     def has(self, sequence: Sequence, plan: StepPlan | None = None) -> bool:
         """Whether ``plan`` (None: the last one, whichever that is) brings blocks up for ``sequence``."""
         arrival = self._coming.get(sequence)

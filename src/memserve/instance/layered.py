@@ -98,6 +98,11 @@ class LayerPlacer:
         self.resumed = 0
 
     @property
+    def is_busy(self) -> bool:
+        """Whether anything lies by layer, or comes up."""
+        return bool(self.arrivals or self._lying())
+
+    @property
     def _layers(self) -> int:
         return self._budget.num_layers
 

@@ -130,7 +130,7 @@ class Objectives:
             if sequence.expected_tokens <= told:
                 sequence.expected_tokens = self.expected(sequence).lower
             past, future = told - sequence.since_tokens, max(1, sequence.expected_tokens - told)
-            spent_ns = now - (sequence.since_ns or now)
+            spent_ns = now - (sequence.since_ns or now) - sequence.parked_ns
             left_ns = aim_ns * (past + future) - spent_ns
             if left_ns >= future * decode_ns:
                 so_far_ns = max(decode_ns, min(spent_ns // max(1, past), aim_ns))

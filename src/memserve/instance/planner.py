@@ -130,7 +130,7 @@ class Planner:
         first = next((line[0] for line in lines if line), None)
         if state.objectives is None or first is None:
             return budget
-        left = state.objectives.prefill_tokens([*state.decoding.items, *state.parked], first, budget, begins_ns)
+        left = state.objectives.prefill_tokens(state.decoding.items, first, budget, begins_ns)
         return left if left >= min(budget, state.memory.block_tokens) else 0  # crumbs cost more than they bring
 
     def _without_slot(self) -> Sequence | None:

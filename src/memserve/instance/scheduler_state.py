@@ -220,6 +220,7 @@ class SchedulerState:
         if sequence.phase is Phase.PREEMPTED and not sequence.inflight and sequence.candidates is None:
             is_parked = self.memory.layers is not None and sequence.out and sequence.dram_blocks
             self.move(sequence, Cause.PARKED if is_parked else Cause.RESUMED)
+            sequence.parked_since_ns = self.now
 
     def preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks away; the sequence continues with the tokens that it has."""

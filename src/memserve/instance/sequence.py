@@ -248,6 +248,8 @@ class Sequence(_core.SequenceRow):
         "max_tokens",
         "min_tokens",
         "opened",
+        "parked_ns",
+        "parked_since_ns",
         "published",
         "rank",
         "request_id",
@@ -292,6 +294,8 @@ class Sequence(_core.SequenceRow):
         #: when its first token here was told, and how many it had then. None: none was
         self.since_ns: int | None = None
         self.since_tokens = 0
+        #: how long it has been parked since then, without the time since it was parked last
+        self.parked_ns = self.parked_since_ns = 0
         #: tokens that it is expected to have at least, the last time that was asked
         self.expected_tokens = 0
         # beam search only

@@ -15,6 +15,7 @@ that much is not felt."""
 CHUNK_BLOCKS = 8
 """The most that one plan computes behind entries that lie by layer: blocks are whole there until they have moved, those
 of some plans at once."""
+_BESIDE = 2  # 1 / this of the link's time is for what steps read back
 TPOT_NS = 200 * NS_PER_MS
 """Time that a token may take where no objective is set: the one of LayerKV's evaluation."""
 
@@ -35,9 +36,9 @@ class LayerBudget:
     """Time that a token may take."""
 
     def pages_max(self, step_ns: int = 0) -> int:
-        """Pages that the link carries within the time of a token; beside the computing of a step that takes
-        ``step_ns``, if that is known (not 0) and less: then steps do not wait for the link."""
-        beside_ns = min(step_ns, self.tpot_ns) if step_ns else self.tpot_ns
+        """Pages that the link carries within the time of a token; if a step's time ``step_ns`` is known (not 0), within
+        a part of it: then steps do not wait for the link, and what leaves and comes has the rest."""
+        beside_ns = min(step_ns // _BESIDE, self.tpot_ns) if step_ns else self.tpot_ns
         return int(self.link_bytes_s * beside_ns / NS_PER_S / self.page_bytes)
 
     def allows(self, pages: int, step_ns: int = 0) -> bool:

@@ -126,6 +126,7 @@ class FastForwardInstance(Instance):
         decoding = state.decoding.items
         others = state.waiting or state.parked or state.prefilling.items or state.remote_kv_ready or state.idle.items
         unsettled = state.closing or state.slots_unknown or state.memory.pool.has_copies
+        unsettled = unsettled or (state.memory.layers is not None and state.memory.layers.is_busy)
         if not decoding or others or unsettled or len(self.inflight) < self.config.scheduler.steps_in_flight:
             return 0
         if any(plan.void or plan.chunks or plan.prefill_tokens or plan.targets != decoding for plan in self.inflight):

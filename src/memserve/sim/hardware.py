@@ -14,7 +14,7 @@ from typing import TypeVar
 from memserve.errors import UserError
 from memserve.policy.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
 from memserve.types import KVGeometry
-from memserve.units import GIB, NS_PER_MS, NS_PER_S, NS_PER_US
+from memserve.units import GIB, NS_PER_MS, NS_PER_S, NS_PER_US, ceil_div
 
 COMPUTE_SHARE = 0.55
 """Reached share of the peak arithmetic, in longer prompts (Vidur and LayerKV fit 0.4 to 0.65 for A100 and H100)."""
@@ -42,10 +42,16 @@ class DeviceModel:
     link_bytes_per_s: float
     """Bandwidth to devices of other instances, one way."""
     host_bytes_per_s: float
-    """Bandwidth to the host's memory, one way."""
+    """Bandwidth of a link to the host's memory, one way."""
     step_ns: int
     """Fixed time of every step beside arithmetic and memory: launches, sampling."""
     source: str
+    devices_per_host_link: int = 1
+    """Devices that share one such link."""
+
+    def host_rate(self, devices: int) -> float:
+        """Bandwidth of ``devices`` to the host's memory, in bytes a second, one way."""
+        return self.host_bytes_per_s * ceil_div(devices, self.devices_per_host_link)
 
 
 DEVICES = {
@@ -66,6 +72,10 @@ DEVICES = {
         DeviceModel(
             "l40s", 362e12, 0.864e12, 48 * 10**9, 12.5e9, 25e9, 2 * NS_PER_MS,
             "NVIDIA L40S data sheet; link: 100 Gbit/s; host: PCIe 4 x16",
+        ),
+        DeviceModel(
+            "l20", 119.5e12, 0.864e12, 48 * 10**9, 12.5e9, 25e9, 2 * NS_PER_MS,
+            "NVIDIA L20 data sheet; link: 100 Gbit/s; host: one PCIe 4 x16 for two devices, as in LayerKV's testbed", 2,
         ),
         DeviceModel(
             "cpu", 0.65e12, 40e9, 24 * 10**9, 1.1e9, 12e9, 6 * NS_PER_MS,
@@ -116,9 +126,12 @@ MODELS = {
     shape.name: shape
     for shape in (
         ModelShape("llama-2-7b", 32, 4096, 32, 128, 6.74e9, 6.74e9, 4096),
+        ModelShape("llama-2-7b-16k", 32, 4096, 32, 128, 6.74e9, 6.74e9, 16896),
         ModelShape("llama-2-13b", 40, 5120, 40, 128, 13.0e9, 13.0e9, 4096),
         ModelShape("llama-3-8b", 32, 4096, 8, 128, 8.03e9, 8.03e9, 131072),
         ModelShape("llama-3-70b", 80, 8192, 8, 128, 70.6e9, 70.6e9, 131072),
+        ModelShape("llama-3.1-70b", 80, 8192, 8, 128, 70.6e9, 70.6e9, 131072),
+        ModelShape("yi-34b-200k", 60, 7168, 8, 128, 34.4e9, 34.4e9, 200000),
         ModelShape("qwen3-8b", 36, 4096, 8, 128, 8.19e9, 8.19e9, 131072),
         ModelShape("qwen3-32b", 64, 8192, 8, 128, 32.8e9, 32.8e9, 131072),
         ModelShape("qwen3-30b-a3b", 48, 4096, 4, 128, 30.5e9, 3.3e9, 262144),
@@ -126,7 +139,7 @@ MODELS = {
         ModelShape("smollm2-1.7b", 24, 2048, 32, 64, 1.71e9, 1.71e9, 8192),
     )
 }
-"""Llama 3 with the context of 3.1; Qwen3 with YaRN."""
+"""Llama 3 with the context of 3.1; Qwen3 with YaRN; Llama 2 as LayerKV uses it, with prompts of 16k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +159,14 @@ class Machine:
     """How long steps take; ``None``: as ``costs`` says."""
     link_bytes_per_s: float = 1e9
     """Bandwidth into, and out of, the instance."""
+    host_bytes_per_s: float | None = None
+    """Bandwidth between HBM and DRAM, each way. None: as the curve of swaps says."""
     measured: bool = False
+
+    @property
+    def host_rate(self) -> float:
+        """Bandwidth between HBM and DRAM in bytes a second, each way."""
+        return self.host_bytes_per_s or NS_PER_S / max(self.costs.swap_in.byte_ns, 1e-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +224,7 @@ def machine(
         f"{model} on {devices} {device}" if devices > 1 else f"{model} on {device}",
         geometry, shape.context_tokens, hbm_blocks, dram_bytes // geometry.block_bytes,
         _curves(roof, kind, devices, f"{model} on {device}"), devices, roof, kind.link_bytes_per_s * devices,
+        kind.host_rate(devices),
     )  # fmt: skip
 
 
@@ -212,7 +233,7 @@ def _curves(roof: Roof, kind: DeviceModel, devices: int, name: str) -> CostModel
     weights_ns = roof.weight_bytes / roof.bytes_per_s * NS_PER_S
     token_ns, pair_ns = roof.token_flops / roof.flops * NS_PER_S, roof.pair_flops / roof.flops * NS_PER_S
     context_ns = roof.token_bytes / roof.bytes_per_s * NS_PER_S
-    swap = CopyCurve(20.0 * NS_PER_US, 2.0 * NS_PER_US, NS_PER_S / (kind.host_bytes_per_s * devices))
+    swap = CopyCurve(20.0 * NS_PER_US, 2.0 * NS_PER_US, NS_PER_S / kind.host_rate(devices))
     byte_ns = SEAL_BYTE_NS + NS_PER_S / (kind.link_bytes_per_s * devices)
     link = CopyCurve(200.0 * NS_PER_US, 2.0 * NS_PER_US, byte_ns)
     return CostModel(

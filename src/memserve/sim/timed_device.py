@@ -16,6 +16,7 @@ from memserve.instance.events import StepFinished, StepPlan
 from memserve.policy.costs import CostModel, attended_pairs
 from memserve.sim.clock import Clock
 from memserve.sim.hardware import Machine
+from memserve.sim.timed_link import TimedLink
 from memserve.types import Tier
 
 ARRAY_STEPS_MIN = 12
@@ -93,6 +94,7 @@ class TimedDevice:
         self._block_bytes = machine.geometry.block_bytes
         self.layers = machine.geometry.num_layers
         self._steps = steps or step_times(machine)
+        self.link = TimedLink(machine.geometry, machine.host_rate)
         self.slowness = 1.0
         """The factor on all times; faults make it more than 1."""
         self.busy_ns = 0
@@ -104,7 +106,7 @@ class TimedDevice:
         computed_ns, copied_ns = self._computed_ns(plan), 0
         for copy in plan.copies:
             copied_ns += self._copy_ns(copy.src_tier, copy.dst_tier, len(copy.src))
-        self.spent_ns = max(1, round(computed_ns * self.slowness) + copied_ns)
+        self.spent_ns = max(1, self.link.step_ns(plan, computed_ns * self.slowness) + copied_ns)
         return self.spent_ns
 
     def decode_steps_ns(self, rows: int, context_tokens: int, steps: int) -> list[int]:

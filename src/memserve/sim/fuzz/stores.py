@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 NAME = "store"
 SEGMENT_BYTES = 16 * PAGE_BYTES
-_SECRET = bytes(range(16))
 _ACHIEVED = (
     "kv_stored", "kv_known", "kv_lent", "fetches_cut", "loads", "loads_failed", "loads_joined", "compared", "damaged",
     "reads_ok", "reads_late", "reads_damaged", "writes_ok", "moves", "records_evicted", "records_recovered",
@@ -78,7 +77,8 @@ class FuzzedStore(StoreNode, DiskOwner):
         self._kept: Sequence[Entry] = ()
         self._done = Counter[str]()  # in earlier lives
         self._memory = StoreMemory(setup.blocks, world.geometry)
-        disk_bytes = [self._log(segments).disk_bytes for segments in setup.segments]
+        self._secrets = 0  # drawn so far
+        disk_bytes = [self._log(segments, b"").disk_bytes for segments in setup.segments]
         self.disks = [LiteralDisk(nbytes, self.random) for nbytes in disk_bytes]
         super().__init__(world, NAME, generation)
 
@@ -162,13 +162,16 @@ class FuzzedStore(StoreNode, DiskOwner):
     def _is_held(self, extent: int) -> bool:
         return self.machine.values.tier.ref_count(extent) > 0
 
-    def _log(self, segments: int) -> _core.SegmentLog:
+    def _log(self, segments: int, secret: bytes) -> _core.SegmentLog:
         disks = self.setup.disks
-        return _core.SegmentLog(segments, SEGMENT_BYTES, _SECRET, disks.move_share, SYNC_CODES[disks.sync])
+        self._secrets += 1
+        secret = secret or self._secrets.to_bytes(16, "little")
+        return _core.SegmentLog(segments, SEGMENT_BYTES, secret, disks.move_share, SYNC_CODES[disks.sync])
 
     def _found(self, segments: int, disk: LiteralDisk) -> _core.SegmentLog:
-        log = self._log(segments)
-        if _core.SegmentLog.read_superblock(disk.read) is None:
+        known = _core.SegmentLog.read_superblock(disk.read)
+        log = self._log(segments, known[2] if known is not None else b"")  # else what lies there is of no log's
+        if known is None:
             log.format()
         else:
             log.recover(disk.read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -123,9 +124,10 @@ class ReplayWorld:
     def _config(self, node: InstanceNode) -> InstanceConfig:
         machine = self.setup.machine
         pool = PoolConfig(machine.hbm_blocks, machine.dram_blocks, self.setup.caches(node.role))
-        return InstanceConfig(
-            machine.context_tokens, NAMESPACE, pool, self.setup.scheduler, node.role, ExchangeConfig()
-        )  # fmt: skip
+        scheduler = self.setup.scheduler
+        if scheduler.link_bytes_s is None:
+            scheduler = dataclasses.replace(scheduler, link_bytes_s=machine.host_rate)
+        return InstanceConfig(machine.context_tokens, NAMESPACE, pool, scheduler, node.role, ExchangeConfig())
 
     def new_device(self, node: InstanceNode) -> TimedDevice:
         """Its device."""

@@ -1,0 +1,302 @@
+"""``memserve sim layerkv``: LayerKV's evaluation, on the production scheduler, with its models on its devices.
+
+Each figure is a sweep: the same requests for each contender at each point. Open loop, Poisson arrivals; prompts have
+nothing in common, and answers have the lengths that the workload says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from memserve.bench.report_writer import Cell, Drawing, Table
+from memserve.bench.study import Study, StudyResults, Tell
+from memserve.config import AdmissionConfig, ClusterConfig, SchedulerConfig
+from memserve.errors import UserError
+from memserve.sim.hardware import machine
+from memserve.sim.replay.clients import Served
+from memserve.sim.replay.setup import GPU_SCHEDULER, Setup
+from memserve.sim.replay.world import ReplayWorld
+from memserve.types import Caching, Role
+from memserve.units import GIB, NS_PER_S
+from memserve.workloads.words import Blocks, Session, Span, Turn, Workload
+
+BLOCK_TOKENS = 32
+TTFT_S, TPOT_S = 3.0, 0.2
+"""LayerKV's objectives (5.2.4)."""
+DRAM_BYTES = 512 * GIB
+"""Of an instance: the paper's servers have 2 TB."""
+SHORTEST, LONGEST = 4, 2300
+"""Tokens of ShareGPT's sequences, as the paper says."""
+CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16384)
+MODELS = {"llama-2-7b-16k": 1, "yi-34b-200k": 2, "llama-3.1-70b": 4}
+"""The paper's models, and the devices of each."""
+PAPER = {
+    "context": "The paper's figures 1 and 4: TTFT grows sharply with the context by request, and up to an order of "
+    "magnitude less by layer; throughput is nearly the same.",
+    "devices": "The paper's figure 5: TTFT is lower by layer with any number of devices; throughput nearly the same.",
+    "rate": "The paper's figures 6, 7 and 8: mean TTFT up to 69 times lower, P99 up to 45 times; throughput within "
+    "3 %; 17.7 to 28.7 points fewer requests violate 3 s or 200 ms a token from 6 requests/s on.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One line of each plot."""
+
+    name: str
+    scheduler: SchedulerConfig
+
+
+def contenders() -> tuple[Contender, ...]:
+    """By request and by layer. ``layerkv`` has no limit of what steps read back: the paper does not name one."""
+    slo = {"scheduling": "slo", "slo_ttft_ns": round(TTFT_S * NS_PER_S), "slo_tpot_ns": round(TPOT_S * NS_PER_S)}
+    layers = {"layerwise": "auto"}
+    ways: dict[str, dict[str, Any]] = {
+        "request-wise": {},
+        "request-wise, slo": slo,
+        "all read back, slo (layerkv)": {"layerwise": "layerkv", **slo},
+        "by layer": layers,
+        "by layer, slo": {**layers, **slo},
+    }
+    return tuple(Contender(name, dataclasses.replace(GPU_SCHEDULER, **options)) for name, options in ways.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One contender under one load."""
+
+    figure: str
+    model: str
+    devices: int
+    contender: str
+    at: float
+    """Tokens of context, devices, or requests a second."""
+    ttft_mean_s: float
+    ttft_p99_s: float
+    tpot_mean_s: float
+    tokens_per_s: float
+    violations: float
+    """Share of requests that miss one of the objectives."""
+    parked: int
+    waited_share: float
+    """Of the time of all steps: waits for the link."""
+    hidden: float
+    """Share of the link's time that no step waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One figure for one model: the loads of its points."""
+
+    figure: str
+    model: str
+    points: tuple[tuple[float, int, float], ...]
+    """Where on the axis, devices, and requests a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The options of a run."""
+
+    sweeps: tuple[Sweep, ...]
+    contenders: tuple[Contender, ...]
+    device: str
+    requests: int
+    """Of each point."""
+    seed: int = 0
+
+
+def sweeps_of(figures: Sequence[str], rates: Sequence[float]) -> tuple[Sweep, ...]:
+    """The paper's sweeps: context lengths at 1 request/s for three models, devices for Yi, rates for Llama 2."""
+    found: list[Sweep] = []
+    if "context" in figures:
+        found += [
+            Sweep("context", model, tuple((context, devices, 1.0) for context in CONTEXTS))
+            for model, devices in MODELS.items()
+        ]
+    if "devices" in figures:
+        found.append(Sweep("devices", "yi-34b-200k", tuple((devices, devices, 1.0) for devices in (2, 4, 8))))
+    if "rate" in figures:
+        found.append(Sweep("rate", "llama-2-7b-16k", tuple((rate, 1, rate) for rate in rates)))
+    return tuple(found)
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerKvResults(StudyResults):
+    """All points."""
+
+    points: list[Point] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was simulated."""
+        return not self.points
+
+    def of(self, figure: str, model: str, contender: str) -> list[Point]:
+        """One line."""
+        mine = (figure, model, contender)
+        return [point for point in self.points if (point.figure, point.model, point.contender) == mine]
+
+
+def requests(shapes: Sequence[tuple[int, int]], rate: float, random: Random) -> Workload:
+    """Prompts and answers of these lengths, at ``rate`` requests a second."""
+    sessions, first, due_s = [], 0, 0.0
+    for number, (prompt, answer) in enumerate(shapes):
+        due_s += random.expovariate(rate)
+        sessions.append(
+            Session(f"r{number}", (Turn(Blocks(BLOCK_TOKENS, (Span(first, prompt),)), answer, due_s=due_s),))
+        )
+        first += -(-prompt // BLOCK_TOKENS)
+    return Workload("layerkv", "generated", tuple(sessions), arrivals=f"{rate:g} requests/s")
+
+
+def conversation_lengths(count: int, random: Random) -> list[tuple[int, int]]:
+    """Lengths like ShareGPT's: lognormal, prompts of 160 tokens at the median, answers of 210; both together at most
+    2,300 tokens."""
+    shapes: list[tuple[int, int]] = []
+    while len(shapes) < count:
+        prompt, answer = (round(random.lognormvariate(math.log(median), 1.1)) for median in (160, 210))
+        if min(prompt, answer) >= SHORTEST and prompt + answer <= LONGEST:
+            shapes.append((prompt, answer))
+    return shapes
+
+
+def measure_point(
+    figure: str, model: str, device: str, devices: int, contender: Contender, at: float, workload: Workload
+) -> Point:
+    """Simulate one contender with one workload."""
+    hardware = machine(model, device, devices, DRAM_BYTES, BLOCK_TOKENS)
+    waits = AdmissionConfig(waiting_max=1_000_000, wait_ns=10_000 * NS_PER_S)
+    cluster = ClusterConfig(caching=Caching.OFF, admission=waits, stalled_after_ns=100_000 * NS_PER_S)
+    scheduler = dataclasses.replace(contender.scheduler, max_waiting=1_000_000)
+    world = ReplayWorld(Setup({Role.COLOCATED: 1}, hardware, cluster, scheduler), workload)
+    world.run()
+    return _point(figure, model, devices, contender.name, at, world)
+
+
+def _point(figure: str, model: str, devices: int, contender: str, at: float, world: ReplayWorld) -> Point:
+    done = [served for served in world.clients.served if served.answered]
+    if len(done) < len(world.clients.served):
+        raise UserError(f"{len(world.clients.served) - len(done)} requests of {contender} were not answered")
+    node = world.instances[0]
+    link, layers = node.device.link.counters, node.machine.state.memory.layers
+    ttfts = sorted(_ttft_s(served) for served in done)
+    tpots = [_tpot_s(served) for served in done]
+    elapsed_s = max(served.end_ns or 0 for served in done) / NS_PER_S
+    missed = sum(ttft > TTFT_S or tpot > TPOT_S for ttft, tpot in zip(map(_ttft_s, done), tpots, strict=True))
+    worst = ttfts[min(len(ttfts) - 1, len(ttfts) * 99 // 100)]
+    return Point(
+        figure, model, devices, contender, at, sum(ttfts) / len(ttfts), worst,
+        sum(tpots) / len(tpots), sum(len(served.token_ns) for served in done) / elapsed_s, missed / len(done),
+        layers.parked if layers is not None else 0, link.waited_ns / max(1, node.device.busy_ns),
+        1 - min(1.0, link.waited_ns / link.busy_ns) if link.busy_ns else 1.0,
+    )  # fmt: skip
+
+
+def _ttft_s(served: Served) -> float:
+    return ((served.first_ns or 0) - served.scheduled_ns) / NS_PER_S
+
+
+def _tpot_s(served: Served) -> float:
+    tokens = len(served.token_ns)
+    return (served.token_ns[-1] - served.token_ns[0]) / NS_PER_S / (tokens - 1) if tokens > 1 else 0.0
+
+
+# -- the study
+
+
+AXES = {"context": "tokens of context", "devices": "devices", "rate": "requests/s"}
+
+
+class LayerKvStudy(Study[LayerKvResults]):
+    """Time to the first token, throughput and violations, by figure."""
+
+    title = "memserve sim layerkv"
+
+    def __init__(self, plan: Plan, results: LayerKvResults) -> None:
+        super().__init__(results)
+        self._plan = plan
+        about = "{} on {}, by {}. Simulated."
+        self.drawings = {
+            _file_of(one): Drawing(about.format(one.model, plan.device, AXES[one.figure]), _drawing(one))
+            for one in plan.sweeps
+        }
+
+    def measure(self, tell: Tell) -> None:
+        plan = self._plan
+        for sweep in plan.sweeps:
+            for at, devices, rate in sweep.points:
+                random = Random(f"{plan.seed} {sweep.figure}")  # with each load the same requests
+                shapes = self._shapes(sweep.figure, at, random)
+                workload = requests(shapes, rate, random)
+                for contender in plan.contenders:
+                    point = measure_point(sweep.figure, sweep.model, plan.device, devices, contender, at, workload)
+                    self.results.points.append(point)
+                    tell(f"{sweep.model}, {at:g} {AXES[sweep.figure]}, {point.contender}: {point.ttft_mean_s:.2f} s")
+
+    def _shapes(self, figure: str, at: float, random: Random) -> list[tuple[int, int]]:
+        count = self._plan.requests
+        if figure == "rate":
+            return conversation_lengths(count, random)
+        return [(int(at) - 512 * (at > 16000) if figure == "context" else 4096, 512)] * max(20, count // 4)
+
+    def tables(self) -> Iterator[Table]:
+        for sweep in self._plan.sweeps:
+            rows = [row for at, *_ in sweep.points for row in self._rows(sweep, at)]
+            axis = AXES[sweep.figure]
+            title = f"{sweep.model} on {self._plan.device}, by {axis} (simulated: a roofline, not measured)"
+            columns = (
+                axis, "setting", "TTFT mean (s)", "P99 (s)", "beside by request", "TPOT (ms)", "tokens/s",
+                "beside by request", "miss an objective", "parked", "of the link hidden",
+            )  # fmt: skip
+            yield Table(title, columns, rows, about=PAPER[sweep.figure])
+
+    def _rows(self, sweep: Sweep, at: float) -> Iterator[list[Cell]]:
+        mine = [p for p in self.results.points if (p.figure, p.model, p.at) == (sweep.figure, sweep.model, at)]
+        for point in mine:
+            base = mine[0]
+            yield [
+                f"{at:g}", point.contender, f"{point.ttft_mean_s:.2f}", f"{point.ttft_p99_s:.2f}",
+                f"{base.ttft_mean_s / point.ttft_mean_s:.1f} times less", f"{1000 * point.tpot_mean_s:.0f}",
+                f"{point.tokens_per_s:.0f}", f"{point.tokens_per_s / base.tokens_per_s - 1:+.1%}",
+                f"{point.violations:.1%}", point.parked, f"{point.hidden:.0%}",
+            ]  # fmt: skip
+
+    def told(self) -> Iterator[str]:
+        for table in self.tables():
+            yield from table.text()
+
+
+def _file_of(sweep: Sweep) -> str:
+    return f"{sweep.figure}-{sweep.model}"
+
+
+def _drawing(sweep: Sweep) -> Any:
+    """Three panels over one axis: time to the first token, throughput, violations."""
+
+    def draw(pyplot: Any, results: LayerKvResults) -> Any:
+        figure, panels = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True, layout="constrained")
+        for name in dict.fromkeys(point.contender for point in results.points):
+            points = results.of(sweep.figure, sweep.model, name)
+            at, style = [point.at for point in points], {"marker": "x" if "slo" in name else "o", "label": name}
+            line = panels[0].plot(at, [point.ttft_mean_s for point in points], **style)[0]
+            panels[0].plot(at, [point.ttft_p99_s for point in points], linestyle=":", color=line.get_color())
+            panels[1].plot(at, [point.tokens_per_s for point in points], **style)
+            panels[2].plot(at, [100 * point.violations for point in points], **style)
+        panels[0].set(ylabel="TTFT (s): mean, P99 dotted", yscale="log")
+        panels[1].set(ylabel="tokens / s", ylim=(0, None))
+        panels[2].set(ylabel="requests that miss an objective (%)", ylim=(0, 100), xlabel=AXES[sweep.figure])
+        if sweep.figure == "context":
+            panels[2].set_xscale("log", base=2)
+        for axes in panels:
+            axes.grid(alpha=0.3)
+        panels[1].legend(loc="lower left")
+        figure.suptitle(f"{sweep.model}, simulated")
+        return figure
+
+    return draw

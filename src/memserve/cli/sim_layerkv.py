@@ -1,0 +1,52 @@
+"""``memserve sim layerkv``: LayerKV's figures from the production scheduler."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from memserve.cli.bench_load import Folder, command, run_study
+from memserve.errors import UserError
+
+FIGURES = ("context", "devices", "rate")
+
+
+def layerkv(
+    *,
+    figures: Annotated[str, typer.Option(help="What to sweep: context, devices, rate.")] = ",".join(FIGURES),
+    device: Annotated[str, typer.Option(help="Device of each instance: l20, as in the paper, or h200 ...")] = "l20",
+    rates: Annotated[str, typer.Option(help="Requests a second of the sweep of rates.")] = "4,5,5.5,6,7,8,10",
+    requests: Annotated[int, typer.Option(min=20, help="Requests of each point; of long prompts a quarter.")] = 400,
+    settings: Annotated[str, typer.Option(help="Settings whose names have one of these words. Empty: all.")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the workloads.")] = 0,
+    out: Folder = None,
+) -> None:
+    """Time to the first token, throughput and missed objectives by context, devices and rate: LayerKV's evaluation.
+
+    KV by request beside KV by layer, as published and as ``--layerwise auto`` does it, in the scheduler that serves.
+    """
+    from memserve.bench.layerkv import LayerKvResults, LayerKvStudy, Plan, contenders, sweeps_of
+    from memserve.bench.study import RunFolder
+
+    wanted = [name.strip() for name in figures.split(",")]
+    if unknown := [name for name in wanted if name not in FIGURES]:
+        raise UserError(f"unknown figure {unknown[0]!r}", hint=f"some of {', '.join(FIGURES)}")
+    words = [word.strip() for word in settings.split(",") if word.strip()]
+    chosen = [one for one in contenders() if not words or any(word in one.name for word in words)]
+    if not chosen:
+        hint = "words of: " + ", ".join(one.name for one in contenders())
+        raise UserError(f"no setting has {settings!r} in its name", hint=hint)
+    plan = Plan(sweeps_of(wanted, _numbers(rates)), tuple(chosen), device, requests, seed)
+    results = LayerKvResults(command=command(), machine={"simulated": f"one instance of {device}, its roofline"})
+    run_study(LayerKvStudy(plan, results), RunFolder(out))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        numbers = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or not 0 < numbers[0] <= numbers[-1] < 1e4:
+        raise UserError(f"cannot read {text!r} as rates", hint="for example --rates 4,5,6")
+    return tuple(numbers)

@@ -1,0 +1,47 @@
+"""``memserve sim layerkv``: prompts do not wait for memory, in the production scheduler under virtual time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from memserve.bench.layerkv import contenders, conversation_lengths, measure_point, requests
+from memserve.cli.main import run
+
+BY_NAME = {one.name: one for one in contenders()}
+
+
+def points(rate: float, names: list[str], count: int = 300) -> list:
+    random = Random("test")
+    workload = requests(conversation_lengths(count, random), rate, random)
+    return [measure_point("rate", "llama-2-7b-16k", "l20", 1, BY_NAME[name], rate, workload) for name in names]
+
+
+def test_by_layer_the_first_token_comes_sooner_and_as_many_tokens_come_in_all() -> None:
+    """Eight conversations a second are more than fit into the memory of one device."""
+    whole, by_layer, with_slo = points(8, ["request-wise", "by layer", "by layer, slo"])
+    assert whole.ttft_mean_s > 2 * by_layer.ttft_mean_s and whole.ttft_p99_s > 2 * by_layer.ttft_p99_s
+    assert by_layer.tokens_per_s > 0.97 * whole.tokens_per_s
+    assert by_layer.violations < whole.violations and with_slo.violations < whole.violations
+    assert by_layer.parked > 20 and by_layer.hidden > 0.9
+
+
+def test_with_room_for_all_nothing_changes() -> None:
+    whole, by_layer = points(2, ["request-wise", "by layer"])
+    assert by_layer.parked == 0 and by_layer.ttft_mean_s == whole.ttft_mean_s
+    assert by_layer.tokens_per_s == whole.tokens_per_s
+
+
+def test_the_command_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--figures", "rate", "--rates", "7", "--requests", "40", "--settings", "by layer,request-wise"]
+    assert run(["sim", "layerkv", *flags, "--out", str(tmp_path / "run")]) == 0
+    assert "simulated: a roofline, not measured" in capsys.readouterr().out
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert len(results["points"]) == 4
+    assert "69 times lower" in (tmp_path / "run" / "report.md").read_text()
+    for wrong in (["--figures", "1"], ["--rates", "many"], ["--settings", "nothing"]):
+        assert run(["sim", "layerkv", *wrong]) == 1
+        assert "hint: " in capsys.readouterr().err
