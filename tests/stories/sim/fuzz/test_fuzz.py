@@ -101,7 +101,7 @@ CAUGHT = {
     "store-arrival": (11, "had, a key already|was sealed as something else"),
     "store-write": (14, "is free, and a disk reads it|was changed while a disk read it"),
     "store-generation": (31, "members: |blocks of the store believed"),
-    "layer-arrival": (28, "not there yet"),
+    "layer-arrival": (59, "not there yet"),
 }
 """Where to begin, so that a test of a few seeds sees it, and what the checker says. docs/guides/SIMULATOR.md has the
 first seed of all."""
