@@ -42,6 +42,15 @@ def test_a_sequence_that_is_parked_and_admitted_again_in_one_plan_is_listed_once
     assert not judge(960000762, parse_setting("pd-caching-2/by-request/1P1C/healthy"), layerwise="auto").failure
 
 
+@pytest.mark.parametrize(
+    ("seed", "setting"),
+    [(980000318, "pd-caching-2/by-request-agg/2P/faulty"), (990000074, "pd-caching-3/by-layer/2D/faulty")],
+)
+def test_a_store_gets_no_blocks_that_are_still_coming_up(seed: int, setting: str) -> None:
+    """A parked sequence ended while its blocks came up, and they were sealed for the store as they were before."""
+    assert not judge(seed, parse_setting(setting), layerwise="auto").failure
+
+
 def test_the_command_forces_it_and_names_it_where_a_seed_fails(capsys: pytest.CaptureFixture[str]) -> None:
     first = next(s for s in range(100) if judge(s, setting_of(s), plant="layer-arrival", layerwise="auto").failure)
     forced = ["--layerwise", "auto", "--plant", "layer-arrival"]
