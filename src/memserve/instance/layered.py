@@ -199,6 +199,8 @@ class LayerPlacer:
         return (frames[:each], frames[each:]) if frames is not None else None
 
     def _begin_lying(self, sequence: Sequence, fact: tuple[str, str]) -> None:
+        # preempted by the plan that is being made, and admitted again by it: it is listed still
+        self.sequences = [other for other in self.sequences if other is not sequence]
         self.sequences.append(sequence)
         sequence.group.facts.append(fact)
 

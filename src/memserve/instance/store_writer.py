@@ -25,7 +25,7 @@ from memserve.kv_transfer.exchange import Exchange
 from memserve.messages import Peer, PeerInfo
 from memserve.serving import Send
 from memserve.store_messages import ForgetKv
-from memserve.types import KVGeometry, Role, TokenArray
+from memserve.types import KVGeometry, Role, Tier, TokenArray
 
 LENT_SHARE = 8
 """At most one of so many HBM blocks is lent to the store at once."""
@@ -124,8 +124,11 @@ class StoreWriter:
             return
         tokens, identities = tokens[: end * self._block_tokens], _between(identities, first_block, end)
         blocks = sequence.blocks[first_block:end]
+        written_by: int | None = sequence.scheduled_step
+        if pool.access is not None and pool.access.last_write(Tier.HBM, blocks) > sequence.scheduled_step:
+            written_by = None  # they come up from DRAM, with a plan in which the sequence has no row
         pool.retain(blocks)
-        self._pending.append(Run(owner, isolation, tokens, first_block, blocks, identities, sequence.scheduled_step))
+        self._pending.append(Run(owner, isolation, tokens, first_block, blocks, identities, written_by))
 
     def discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
         """The KV of ``sequence`` is not to be trusted: neither offers of it nor what stores have of ``tokens``."""

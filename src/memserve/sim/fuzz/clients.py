@@ -72,8 +72,11 @@ class Ask:
     lost: bool = False
     """The router died while the request was under way."""
     row_failed: bool = False
-    failure_unheard: bool = False
     """A single row of the request failed on some device."""
+    failed_attempt: int = 0
+    """Which of its attempts that was. 0: one that the router had given up before, or none."""
+    failure_unheard: bool = False
+    """The router has given that attempt up before it heard of the row."""
     stopped: set[int] = field(default_factory=set)
     arrived_ns: int = 0
     ended_ns: int | None = None
@@ -230,9 +233,11 @@ class Referee:
         else:
             require(output.tokens == (), key)
 
-    def row_failed(self, request_id: str) -> None:
-        """A row of the request is about to fail by itself."""
-        self.asks[request_id].row_failed = True
+    def row_failed(self, request_id: str, attempt: int) -> None:
+        """A row of the request is about to fail by itself, in its attempt number ``attempt`` (from 1). 0: in one that
+        the router has given up."""
+        ask = self.asks[request_id]
+        ask.row_failed, ask.failed_attempt = True, attempt or ask.failed_attempt
 
     def attempt_refused(self, request_id: str) -> None:
         """The other instance of its attempt gave up, and the router tries again: what fails there is not heard of."""
@@ -251,7 +256,8 @@ class Referee:
             require(bool(output.error) <= ask.row_failed, f"{key}: an error of a row that did not fail")
             if not self.excused:
                 require(output.error, f"{key}: the row's own error is not told")
-                require(dict(output.story).get("attempts", 1) == 1, f"{key}: tried again, though its row had failed")
+                attempts = dict(output.story).get("attempts", 1)
+                require(attempts == ask.failed_attempt, f"{key}: tried again, though its row had failed")
 
     @staticmethod
     def _judge_prompt_logprobs(ask: Ask, output: TokenOutput, key: str) -> None:
@@ -280,7 +286,7 @@ class Referee:
             require(ask.over, f"{name} hangs: {finals} of {ask.request.n} ended, got {ask.got}")
             require(finals == ([] if ask.rejected is not None else list(range(ask.request.n))), f"{name}: {finals}")
             deadline_ns = ask.request.deadline_ns
-            if ask.row_failed and not (ask.failure_unheard or self.excused):
+            if ask.failed_attempt and not (ask.failure_unheard or self.excused):
                 ends = {FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.DEADLINE}
                 require(
                     ends & set(ask.final.values()) or ask.stopped, f"{name}: a row failed, and it ended {ask.final}"

@@ -70,7 +70,7 @@ def crowd(random: Random, conversations: list[Conversation], instances: int, con
 def _turn(random: Random) -> Turn:
     """One line of tokens, often a long one: sequences that part do not lie by layer."""
     return Turn(
-        [random.randrange(VOCAB) for _ in range(random.choice([1, 3, 5]))],
+        [random.randrange(VOCAB) for _ in range(random.choice([0, 1, 3, 5]))],
         random.choice([0, 0, 20 * NS_PER_MS]),
         max_tokens=random.choice([1, 8, 16, 32, 32]),
         seed=random.randrange(1000),

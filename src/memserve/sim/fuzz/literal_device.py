@@ -14,7 +14,7 @@ from memserve.types import Tier, TokenLogprobs
 from memserve.units import ceil_div
 
 Writers = dict[int, dict[int, int]]
-"""Block -> position in it -> the row of the plan that writes there."""
+"""Block -> position in it -> the row of the plan that writes there. Blocks of DRAM count from -1 down."""
 
 
 class Slot:
@@ -47,8 +47,9 @@ def fail_row(plan: StepPlan, event: StepFinished, slot: int, why: RowFailed) -> 
 
 
 class LiteralDevice:
-    """Slots, two tiers of pages, and literal execution. Copies beside the rows are over when the plan is, and at any
-    time before: until then their targets hold nothing, and no row may write to their sources."""
+    """Slots, two tiers of pages, and literal execution. Copies beside the rows, and what rows write where layers lie,
+    are over when the plan is, and at any time before: until then the targets of copies hold nothing, and no row may
+    write to their sources."""
 
     def __init__(
         self,
@@ -66,6 +67,9 @@ class LiteralDevice:
         self.slots: dict[int, Slot] = {}
         self.computed_tokens = 0
         self._step_id = 0  # of the plan that was begun last
+        self._written_by_layer: list[
+            tuple[PlaceByLayer, int, int, int]
+        ] = []  # by its rows: entry, position in it, cell
 
     def fail(self, plan: StepPlan, seed: int) -> StepFailed:
         """Execute part of the plan, wrongly: afterwards the blocks that it touches are garbage."""
@@ -88,6 +92,7 @@ class LiteralDevice:
         if self._step_id == plan.step_id:
             return
         self._step_id = plan.step_id
+        self._written_by_layer.clear()
         self._prepare(plan)
         self.kv.begin_moves(plan.moves)
 
@@ -95,8 +100,13 @@ class LiteralDevice:
         """Execute ``plan``, or what is left of it."""
         self.begin(plan)
         event = self._compute(plan)
-        self.kv.end_moves()
+        self._end()
         return event
+
+    def _end(self) -> None:
+        for order, place, inside, value in self._written_by_layer:
+            self.kv.write_by_layer(order, place, inside, value)
+        self.kv.end_moves()
 
     def run_void(self, plan: StepPlan) -> StepFinished | StepFailed:
         """Execute a plan that follows a failed one: it may or may not match the device's state."""
@@ -160,13 +170,15 @@ class LiteralDevice:
         entries: list[TokenLogprobs | None] = []
         for position in range(start, start + count):
             entry, inside = divmod(position, self.block_tokens)
-            place, value = slot.place_of(entry), cell(slot.tokens[position], position, seen)
-            if slot.placed is not None and place is not None:
-                self.kv.write_by_layer(slot.placed, place, inside, value)
+            order, place, block = slot.placed, slot.place_of(entry), slot.table[entry]
+            if order is not None and place is not None:
+                block = -1 - order.dram_blocks[place]
+            if writers.setdefault(block, {}).setdefault(inside, row) != row:
+                raise Violation("two rows write the same cell")
+            value = cell(slot.tokens[position], position, seen)
+            if order is not None and place is not None:
+                self._written_by_layer.append((order, place, inside, value))
             else:
-                block = slot.table[entry]
-                if writers.setdefault(block, {}).setdefault(inside, row) != row:
-                    raise Violation("two rows write the same cell")
                 self._write(block, inside, value)
             entries.append(None)
             if position + 1 < slot.opened.prompt_tokens:

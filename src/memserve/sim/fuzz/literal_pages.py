@@ -82,7 +82,7 @@ class LiteralPages:
                 self.tiers[Tier.HBM][page] = [None] * self.block_tokens
 
     def write_by_layer(self, order: PlaceByLayer, place: int, inside: int, value: int) -> None:
-        """A row computes a position of entry ``order.first + place``: it is in DRAM afterwards, and in kept frames."""
+        """A row has computed a position of entry ``order.first + place``: to DRAM, and to the frames of kept layers."""
         for layer in range(self.layers):
             page = self.tiers[Tier.DRAM][order.dram_blocks[place] * self.layers + layer]
             if not inside:

@@ -36,6 +36,7 @@ from memserve.store.values import Values
 
 if TYPE_CHECKING:
     from memserve._core import Found, Place, SegmentLog
+    from memserve.instance.sequence import Sequence
 
 Swap = tuple[Any, str, Any]
 """An object, the name of its attribute, and the attribute's replacement."""
@@ -232,9 +233,13 @@ def _arrives_at_once(self: LayerPlacer, plan: StepPlan, *, keeps: bool) -> None:
 _move = LayerPlacer.move
 
 
+def _has_come(self: LayerPlacer, sequence: Sequence) -> bool:
+    return False
+
+
 def _layer_arrival() -> list[Swap]:
     """A layer is read before it has arrived: where a plan moves pages to, its own rows look for them."""
-    return [(LayerPlacer, "move", _arrives_at_once)]
+    return [(LayerPlacer, "move", _arrives_at_once), (LayerPlacer, "arrives", _has_come)]
 
 
 PLANTS: dict[str, Callable[[], list[Swap]]] = {

@@ -72,7 +72,7 @@ class TruthDevice(LiteralDevice, PageMemory):
         for layer in range(1, self.layers):
             self._write_layer(layer)
         self._late = None
-        self.kv.end_moves()
+        self._end()
         return result
 
     def finish_layer(self, plan: StepPlan, layer: int) -> None:

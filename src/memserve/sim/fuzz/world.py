@@ -205,7 +205,9 @@ class World:
     def row_fails(self, node: FuzzedInstance, attempt_id: str, index: int) -> None:
         """A row of an attempt fails, and with it that sequence of the client's request."""
         self.say(f"{node.peer.name}: a row of {attempt_id}/{index} fails")
-        self.referee.row_failed(attempt_id.rpartition("#")[0])
+        request = self.router.machine._lifecycle.requests.by_attempt.get(attempt_id)
+        attempt = len(request.past) + 1 if request is not None else 0
+        self.referee.row_failed(attempt_id.rpartition("#")[0], attempt)
 
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         """The router rejects a request."""

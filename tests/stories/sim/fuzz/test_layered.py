@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from memserve.cli.main import run
-from memserve.sim.fuzz.campaign import judge, play, run_campaign, setting_of
+from memserve.sim.fuzz.campaign import judge, parse_setting, play, run_campaign, setting_of
 from memserve.sim.fuzz.scenario import draw
 
 SHARED = ("handed_over", "fetched", "pulled")
@@ -35,6 +35,20 @@ def test_all_instances_have_as_many_layers() -> None:
     world = play(3, setting_of(3), layerwise="auto")
     assert {node.device.layers for node in world.instances} == {world.geometry.num_layers} == {5}
     assert play(3, setting_of(3), layerwise="off").geometry.num_layers == 2
+
+
+def test_a_sequence_that_is_parked_and_admitted_again_in_one_plan_is_listed_once() -> None:
+    """It was listed twice among those that lie by layer, and was parked twice when the link carried less."""
+    assert not judge(960000762, parse_setting("pd-caching-2/by-request/1P1C/healthy"), layerwise="auto").failure
+
+
+@pytest.mark.parametrize(
+    ("seed", "setting"),
+    [(980000318, "pd-caching-2/by-request-agg/2P/faulty"), (990000074, "pd-caching-3/by-layer/2D/faulty")],
+)
+def test_a_store_gets_no_blocks_that_are_still_coming_up(seed: int, setting: str) -> None:
+    """A parked sequence ended while its blocks came up, and they were sealed for the store as they were before."""
+    assert not judge(seed, parse_setting(setting), layerwise="auto").failure
 
 
 def test_the_command_forces_it_and_names_it_where_a_seed_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,12 +80,24 @@ def test_what_rows_compute_where_layers_lie_is_in_dram_and_in_kept_frames() -> N
     opened = OpenSequence(0, np.asarray(PROMPT, np.int32), len(PROMPT), 0, SamplingParams(seed=3), [0, 0, 1])
     place = PlaceByLayer(0, 0, [3, 2], {1: [5]}, ([6], [7]))
     plan = StepPlan(1, open=[opened], place=[place], slots=[0], starts=[0], counts=[3], sample_slots=[()])
+    device.begin(plan)
+    device.finish_layer(plan, 0)
+    assert device.page(Tier.DRAM, 3, 0) == [None] * BLOCK, "it is there when the plan is over"
     assert tokens(device, plan) == []
     assert tokens(device, StepPlan(2, slots=[0], starts=[3], counts=[5], sample_slots=[(0,)])) == expected[:1]
     assert tokens(device, decode(3, 8)) == expected[1:]
     for layer in range(LAYERS):
         assert None not in device.page(Tier.DRAM, 3, layer) + device.page(Tier.DRAM, 2, layer)
     assert device.kv.tiers[Tier.HBM][5 * LAYERS + 1] == device.page(Tier.DRAM, 2, 1)
+
+
+def test_no_two_rows_write_to_a_block_of_dram() -> None:
+    device = TruthDevice(BLOCK, 8, 4, VOCAB, layers=LAYERS)
+    opened = [OpenSequence(n, np.asarray(PROMPT, np.int32), 8, 0, SamplingParams(), [0, 0, 1 + n]) for n in (0, 1)]
+    place = [PlaceByLayer(n, 0, [3 - n, 0], {}, ([4 + 2 * n], [5 + 2 * n])) for n in (0, 1)]
+    plan = StepPlan(1, open=opened, place=place, slots=[0, 1], starts=[0, 0], counts=[8, 8], sample_slots=[(), ()])
+    with pytest.raises(Violation, match="two rows write the same cell"):
+        device.run(plan)
 
 
 def test_frames_are_not_used_twice() -> None:
