@@ -9,6 +9,7 @@ import pytest
 
 from memserve import LLM
 from memserve.errors import UserError
+from memserve.instance.layered_kv import LayerReport
 from memserve.types import SamplingParams
 from tiny_models import prompt, save_folder, tiny_module
 
@@ -20,8 +21,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_folder(tiny_module("llama"), Path(tmp_path_factory.mktemp("models")) / "tiny"))
 
 
-def answers(model: str, **options: object) -> tuple[list[tuple[int, ...]], int]:
-    """Greedy tokens of ten prompts at once, and how many of their sequences lay by layer."""
+def answers(model: str, **options: object) -> tuple[list[tuple[int, ...]], LayerReport]:
+    """Greedy tokens of ten prompts at once, and what became of their KV by layer."""
     with LLM(model, **OPTIONS, **options) as llm, ThreadPoolExecutor(10) as pool:
         greedy = SamplingParams(temperature=0)
         asked = [
@@ -29,18 +30,20 @@ def answers(model: str, **options: object) -> tuple[list[tuple[int, ...]], int]:
             for at in range(10)
         ]
         tokens = [tuple(future.result()[0].outputs[0].tokens) for future in asked]
-        layers = llm._engine._instance.machine.state.memory.layers
-    return tokens, layers.admitted + layers.converted if layers is not None else 0
+        return tokens, llm._engine.stats().instance.layers
 
 
 def test_prompts_that_do_not_fit_begin_all_the_same(model: str) -> None:
     block_bytes = 3 * 2 * 8 * 16 * 4  # layers, heads, tokens, K and V of 8, float32
-    expected, _ = answers(model, kv_memory="4MiB")
-    tokens, by_layer = answers(
+    expected, unused = answers(model, kv_memory="4MiB")
+    tokens, layers = answers(
         model, kv_memory=f"{64 * block_bytes}B", dram_memory="4MiB", layerwise="auto", link_gbps=1.0
     )
-    assert by_layer > 0
     assert tokens == expected
+    assert layers.begun and layers.link.down_bytes >= layers.begun * block_bytes
+    assert layers.sequences == layers.parked == layers.dram_pages == 0, "all have ended"
+    assert layers.link.busy_ns > 0 and 0 <= layers.link.hidden_share <= 1
+    assert unused == LayerReport()
 
 
 def test_without_dram_there_is_nowhere_to_lie(model: str) -> None:

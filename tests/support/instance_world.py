@@ -74,6 +74,7 @@ class World:
         self.device = LiteralDevice(*sizes, layers=1 if cfg.scheduler.layerwise == "off" else LAYERS)
         self.plans = deque()
         self.requests, self.got, self.final, self.rejected = {}, {}, {}, {}
+        self.facts = []  # of all requests
         self.asked_to_end = set()
         self.diary = []
         self.now = 0
@@ -166,6 +167,7 @@ class World:
         assert output.request_id not in self.rejected
         req = self.requests[output.request_id]
         got = self.got.setdefault(key, [])
+        self.facts += [name for name, _ in output.story]
         if output.tokens and not got:
             self._judge_first(req, output)
         assert output.offset == (0 if req.beam_width else len(got))

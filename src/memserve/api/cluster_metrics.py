@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from memserve.api.families import COUNTER, GAUGE, Table, families, objective_families
+from memserve.api.families import COUNTER, GAUGE, Table, families, layer_families, objective_families
 from memserve.api.store_metrics import store_families
 from memserve.types import Role
 from memserve.units import NS_PER_S
@@ -353,6 +353,7 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
     yield blocks
     sources = [((view.peer.name, view.role.value), instance) for view, instance in told]
     yield from objective_families("instance_", "the instance", ("instance", "role"), sources)
+    yield from layer_families("instance_", "the instance", ("instance", "role"), sources)
     rate = GaugeMetricFamily(
         "memserve_instance_hit_rate",
         "Share of prompt tokens (0 to 1) with KV that the instance had or fetched",

@@ -1,4 +1,5 @@
-"""Prometheus families out of tables, one row a family, one sample of every source; and those of objectives."""
+"""Prometheus families out of tables, one row a family, one sample of every source; those of objectives, and
+of KV by layer."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from operator import attrgetter
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from memserve.units import NS_PER_S
 
 Read = str | Callable[[Any], float]
 """A field, a path of fields (``view.load.requests_waiting``), a key of a mapping, or a function."""
@@ -61,3 +64,40 @@ def objective_families(
             classes.add_metric([*values, name], float(count))
         limited.add_metric(list(values), float(report.plans_limited))
     yield from (kept, classes, limited)
+
+
+def layer_families(
+    prefix: str, whose: str, labels: Sequence[str], sources: Sequence[tuple[Sequence[str], Any]]
+) -> Iterator[Metric]:
+    """KV that lies by layer (``--layerwise``). Of every source: values of ``labels``, ``InstanceStats``."""
+    start, names = f"memserve_{prefix}layerwise_", list(labels)
+    about = f"KV pages of sequences of {whose} that lie by layer, by tier and layer state"
+    pages = GaugeMetricFamily(f"{start}pages", about, labels=[*names, "tier", "state"])
+    about = f"Sequences of {whose} with KV by layer: those that lie so now, and those that are parked in DRAM"
+    now = GaugeMetricFamily(f"{start}sequences", about, labels=[*names, "state"])
+    about = f"Times that sequences of {whose} began by layer, went over to it, were parked, or went on by layer"
+    turns = CounterMetricFamily(f"{start}turns", about, labels=[*names, "turn"])
+    about = f"Bytes of KV by layer that {whose} has copied between HBM and DRAM, by direction"
+    nbytes = CounterMetricFamily(f"{start}bytes", about, labels=[*names, "direction"])
+    about = f"Seconds that copies of KV by layer took at {whose} (busy), and that its steps stood still (waited)"
+    seconds = CounterMetricFamily(f"{start}link_seconds", about, labels=[*names, "state"])
+    about = f"Share (0 to 1) of the busy time of the link of {whose} between HBM and DRAM for which no step stood still"
+    hidden = GaugeMetricFamily(f"{start}hidden_share", about, labels=names)
+    for values, instance in sources:
+        report = instance.layers
+        states = {("dram", "all"): report.dram_pages, ("hbm", "kept"): report.kept_pages}
+        states |= {("hbm", "staging"): report.staging_pages, ("both", "moving"): report.moving_pages}
+        for (tier, state), count in states.items():
+            pages.add_metric([*values, tier, state], float(count))
+        now.add_metric([*values, "by_layer"], float(report.sequences))
+        now.add_metric([*values, "parked"], float(report.parked))
+        counts = {"begun": report.begun, "went_over": report.converted}
+        counts |= {"parked": report.parkings, "went_on": report.resumed}
+        for turn, count in counts.items():
+            turns.add_metric([*values, turn], float(count))
+        nbytes.add_metric([*values, "up"], float(report.link.up_bytes))
+        nbytes.add_metric([*values, "down"], float(report.link.down_bytes))
+        seconds.add_metric([*values, "busy"], report.link.busy_ns / NS_PER_S)
+        seconds.add_metric([*values, "waited"], report.link.waited_ns / NS_PER_S)
+        hidden.add_metric(list(values), report.link.hidden_share)
+    yield from (pages, now, turns, nbytes, seconds, hidden)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from memserve.api.cluster_metrics import cluster_families
-from memserve.api.families import COUNTER, GAUGE, Table, families, objective_families
+from memserve.api.families import COUNTER, GAUGE, Table, families, layer_families, objective_families
 from memserve.runtime.memory import resident_bytes
 from memserve.units import NS_PER_S
 
@@ -214,6 +214,7 @@ class Snapshot:
             yield from families(INSTANCE_METRICS, [((), self._stats.instance)])
             yield from _tiers(self._stats.instance)
             yield from objective_families("", "the engine", (), [((), self._stats.instance)])
+            yield from layer_families("", "the engine", (), [((), self._stats.instance)])
         if getattr(self._stats, "cluster", None) is not None:
             yield from cluster_families(self._stats, self._names_tenants)
 

@@ -25,7 +25,7 @@ from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Phase, Sequence
 from memserve.policy.capacity import headroom_blocks
 from memserve.policy.fairness import SCALE
-from memserve.units import ceil_div
+from memserve.units import NS_PER_MS, ceil_div
 
 _HOLDS_PER_PLAN = 64  # how far behind held-back sequences one plan looks
 _HOLDS_PER_REQUEST = 256  # after N the request no longer steps aside
@@ -108,7 +108,9 @@ class SequenceAdmission:
         if group.admitted_ns is None:
             self._first_time(sequence, now, from_dram)
         if sequence.phase is Phase.PARKED:
-            sequence.parked_ns += now - sequence.parked_since_ns
+            parked_ns = now - sequence.parked_since_ns
+            sequence.parked_ns += parked_ns
+            group.facts.append(("parked_ms", parked_ns // NS_PER_MS))
         state.move(sequence, Cause.ADMITTED)
         return True
 

@@ -135,6 +135,32 @@ NO_TOKEN_LEFT = "penalties, biases and min_tokens leave no token that could come
 """Reason of a row when its own request made every token impossible."""
 
 
+@dataclass(slots=True)
+class LinkUse:
+    """What the link between HBM and DRAM has carried for KV that lies by layer, and how long steps waited for it."""
+
+    up_bytes: int = 0
+    """From DRAM to HBM."""
+    down_bytes: int = 0
+    """From HBM to DRAM."""
+    busy_ns: int = 0
+    """Time of all copies, both directions."""
+    waited_ns: int = 0
+    """Time in which a step stood still for a copy."""
+
+    def add(self, other: LinkUse) -> None:
+        """Count what ``other`` has counted."""
+        self.up_bytes += other.up_bytes
+        self.down_bytes += other.down_bytes
+        self.busy_ns += other.busy_ns
+        self.waited_ns += other.waited_ns
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the copies' time (0 to 1) for which no step stood still."""
+        return 1.0 - min(1.0, self.waited_ns / self.busy_ns) if self.busy_ns else 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class StepFinished:
     """The device executed a plan."""
@@ -149,6 +175,8 @@ class StepFinished:
     failed: dict[int, RowFailed] = field(default_factory=dict)
     """Slots with a row or a draw in the plan that failed alone. A failed draw has a token in ``tokens``, too, any one:
     the device has written it behind the slot's last one, so that a plan under way may name its position."""
+    link: LinkUse | None = None
+    """What the step used. None: nothing lies by layer."""
 
 
 @dataclass(frozen=True, slots=True)

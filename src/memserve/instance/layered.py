@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 
 from memserve.errors import check
 from memserve.instance.arrivals import Arrivals
-from memserve.instance.events import PlaceByLayer, StepPlan
+from memserve.instance.events import LinkUse, PlaceByLayer, StepPlan
 from memserve.instance.layer_moves import LayerMoves
 from memserve.instance.layered_kv import LayeredKV
 from memserve.instance.sequence import Phase
 from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget, LayerPolicy, layer_order
 from memserve.types import Tier
-from memserve.units import ceil_div
+from memserve.units import NS_PER_MS, ceil_div
 
 if TYPE_CHECKING:
     from memserve.instance.sequence import Sequence
@@ -61,6 +61,7 @@ class LayerPlacer:
         "admitted",
         "arrivals",
         "converted",
+        "link",
         "parked",
         "resumed",
         "sequences",
@@ -96,6 +97,7 @@ class LayerPlacer:
         self.converted = 0
         self.parked = 0
         self.resumed = 0
+        self.link = LinkUse()
 
     @property
     def is_busy(self) -> bool:
@@ -103,7 +105,8 @@ class LayerPlacer:
         return bool(self.arrivals or self._lying())
 
     @property
-    def _layers(self) -> int:
+    def num_layers(self) -> int:
+        """Layers of the model: pages of a block."""
         return self._budget.num_layers
 
     @property
@@ -140,7 +143,7 @@ class LayerPlacer:
         block_ns = self._costs.model.prefill.token_ns * self._block_tokens if self._costs.samples else 0.0
         if min(self._budget.chunk_blocks(entries, block_ns), entries) > self._chunk_max:
             return False  # reading back would take longer than computing
-        needed = 2 * ceil_div(complete, self._layers) + entries - complete + headroom
+        needed = 2 * ceil_div(complete, self.num_layers) + entries - complete + headroom
         if needed >= entries + headroom and not crowded:
             return False
         self._wanted = needed
@@ -175,8 +178,8 @@ class LayerPlacer:
         they would wait, or it has no room."""
         pool, complete = self._pool, sequence.computed // self._block_tokens
         dram, tail = sequence.dram_blocks[:complete], sequence.dram_blocks[complete:]
-        needed = 2 * ceil_div(complete, self._layers) + 1 + headroom
-        pages = self._pages_read_back() + complete * self._layers
+        needed = 2 * ceil_div(complete, self.num_layers) + 1 + headroom
+        pages = self._pages_read_back() + complete * self.num_layers
         if not complete or not self.may_lie_by_layer(sequence) or needed > pool.available():
             return False
         if not self._budget.allows(pages * _RESUMES_SHARE[1] // _RESUMES_SHARE[0], self._costs.decode_ns):
@@ -194,7 +197,7 @@ class LayerPlacer:
         return True
 
     def _staging(self, entries: int) -> tuple[list[int], list[int]] | None:
-        each = ceil_div(entries, self._layers)
+        each = ceil_div(entries, self.num_layers)
         frames = self._pool.allocate(2 * each)
         return (frames[:each], frames[each:]) if frames is not None else None
 
@@ -213,7 +216,7 @@ class LayerPlacer:
 
     def convert(self, running: Many[Sequence], head: Sequence) -> None:
         """``head`` waits for room: let the latest of ``running`` that may lie by layer do so from now on."""
-        pool, layers = self._pool, self._layers
+        pool, layers = self._pool, self.num_layers
         if any(kv.moving is not None for _, kv in self._lying()):
             return  # room is on its way
         pages = self._pages_read_back()
@@ -277,7 +280,7 @@ class LayerPlacer:
     def _keep_one_more(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
         policy = self._policy
         if policy.kept_max is None or len(kv.kept) < policy.kept_max:
-            order = layer_order(self._layers, sequence.group.arrival if policy.is_staggered else 0)
+            order = layer_order(self.num_layers, sequence.group.arrival if policy.is_staggered else 0)
             layer = next((layer for layer in order if layer not in kv.kept), None)
             if layer is not None:
                 self._moves.keep(plan, kv, layer)
@@ -293,6 +296,19 @@ class LayerPlacer:
                     staging = list(kv.staging[0]), list(kv.staging[1])
                     order = PlaceByLayer(sequence.slot, kv.first, list(kv.dram_blocks), kept, staging)
                     plan.place.append(order)
+
+    def stepped(self, link: LinkUse) -> None:
+        """A step has used the link: all that lie by layer have waited as long as it has."""
+        self.link.add(link)
+        for _, kv in self._lying():
+            kv.waited_ns += link.waited_ns
+
+    def tell(self, sequence: Sequence) -> None:
+        """``sequence`` lies by layer no more, or ends: say how it lay, for its client."""
+        if (kv := sequence.layered) is not None:
+            waited_ms = kv.waited_ns / NS_PER_MS
+            kept = f"{len(kv.kept)} of {self.num_layers} layers in HBM, waited {waited_ms:.1f} ms for the others"
+            sequence.group.facts.append(("by_layer", kept))
 
     def _lying(self) -> list[tuple[Sequence, LayeredKV]]:
         return [(sequence, kv) for sequence in self.sequences if (kv := sequence.layered) is not None]
@@ -329,7 +345,7 @@ class LayerPlacer:
         return needed <= self._pool.available()
 
     def _passing_pages(self, kv: LayeredKV) -> int:
-        return len(kv.dram_blocks) * (self._layers - len(kv.kept))
+        return len(kv.dram_blocks) * (self.num_layers - len(kv.kept))
 
     # -- going
 
@@ -359,6 +375,7 @@ class LayerPlacer:
         self._pool.release(sequence.blocks[len(whole) :])
         self._pool.release(kv.frames)
         self._pool.release_dram(kv.dram_blocks[by_layer:])
+        self.tell(sequence)
         sequence.layered = None
         return [*below[: kv.first], *kv.dram_blocks[:by_layer], *below[kv.first :]]
 

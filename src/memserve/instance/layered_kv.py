@@ -5,8 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memserve.instance.events import MovePages, StepPlan
+from memserve.instance.events import LinkUse, MovePages, StepPlan
 from memserve.types import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """KV that lies by layer: what there is of it now, and totals since the instance was made."""
+
+    sequences: int = 0
+    """Sequences that lie by layer now."""
+    parked: int = 0
+    """Sequences that are parked now."""
+    dram_pages: int = 0
+    """Pages in DRAM of those that lie by layer: all their layers."""
+    kept_pages: int = 0
+    """Pages in HBM of layers that stay there."""
+    staging_pages: int = 0
+    """Pages in HBM that layers pass through."""
+    moving_pages: int = 0
+    """Pages in HBM and DRAM that copies under way fill."""
+    begun: int = 0
+    """Sequences that began by layer."""
+    converted: int = 0
+    """Running sequences that went over to it so that a prompt had room."""
+    parkings: int = 0
+    """Times that a sequence was parked because steps would have waited for it."""
+    resumed: int = 0
+    """Parked sequences that went on by layer."""
+    link: LinkUse = field(default_factory=LinkUse)
 
 
 @dataclass(slots=True)
@@ -47,6 +74,8 @@ class LayeredKV:
     moving: Moving | None = None
     changed: bool = True
     """The device knows another placement."""
+    waited_ns: int = 0
+    """How long its steps have waited for the link."""
 
     @property
     def frames(self) -> list[int]:

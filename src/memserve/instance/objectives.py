@@ -25,7 +25,7 @@ from memserve.instance.sequence import Group, Sequence
 from memserve.policy.lengths import OutputLengths, Prediction
 from memserve.policy.reuse import PreemptionModel
 from memserve.types import FinishReason
-from memserve.units import ceil_div
+from memserve.units import NS_PER_MS, ceil_div
 
 _AIMS_SHARE = 20  # slack is counted against a twentieth less than the objective: steps become longer as batches grow
 
@@ -68,13 +68,25 @@ class Objectives:
             self._begin(sequence, now)
             ttft_ns = self._ttft_of(group)
             if ttft_ns is not None and len(sequence.out) == 1:
-                self._met["ttft", now - group.arrived_ns <= ttft_ns] += 1
+                took_ns = now - group.arrived_ns
+                self._met["ttft", took_ns <= ttft_ns] += 1
+                group.facts.append(("slo_ttft", f"{took_ns // NS_PER_MS} of {ttft_ns // NS_PER_MS} ms"))
+            self._tell_expected(sequence)
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         self.lengths.learn(group.tenant, sequence.prompt_tokens, len(sequence.out))
         steps = len(sequence.out) - sequence.since_tokens
         if steps and sequence.since_ns is not None:
-            self._met["tpot", now - sequence.since_ns <= self._tpot_of(group) * steps] += 1
+            tpot_ns, took_ns = self._tpot_of(group), now - sequence.since_ns
+            self._met["tpot", took_ns <= tpot_ns * steps] += 1
+            took_ms = took_ns / steps / NS_PER_MS
+            group.facts.append(("slo_tpot", f"{took_ms:.1f} of {tpot_ns // NS_PER_MS} ms"))
+
+    def _tell_expected(self, sequence: Sequence) -> None:
+        expected = self.expected(sequence)
+        if expected.answers:
+            like = f"{expected.lower} tokens or more, {expected.median} at the median of {expected.answers} answers"
+            sequence.group.facts.append(("expected_answer", like))
 
     @staticmethod
     def _begin(sequence: Sequence, now: int) -> None:

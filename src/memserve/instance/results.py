@@ -28,6 +28,8 @@ class StepResults:
         """Deliver the sampled tokens of ``plan``."""
         counters = self.state.counters
         counters.device_ns += event.device_ns
+        if event.link is not None and self.state.memory.layers is not None:
+            self.state.memory.layers.stepped(event.link)
         if plan.void:
             return
         targets, tokens = plan.targets, event.tokens
@@ -87,9 +89,11 @@ class StepResults:
             reason = FinishReason.STOP
         elif generated >= sequence.max_tokens:
             reason = FinishReason.LENGTH
-        self.emit(sequence, () if scoring_only else (token,), logprobs, reason)
         if self.state.objectives is not None:
             self.state.objectives.told(sequence, reason, self.state.now)
+        if reason is not None and self.state.memory.layers is not None:
+            self.state.memory.layers.tell(sequence)
+        self.emit(sequence, () if scoring_only else (token,), logprobs, reason)
         if reason is not None:
             self.state.finish(sequence, reason)
         else:

@@ -220,7 +220,9 @@ class SchedulerState:
         if sequence.phase is Phase.PREEMPTED and not sequence.inflight and sequence.candidates is None:
             is_parked = self.memory.layers is not None and sequence.out and sequence.dram_blocks
             self.move(sequence, Cause.PARKED if is_parked else Cause.RESUMED)
-            sequence.parked_since_ns = self.now
+            if is_parked:
+                sequence.parked_since_ns = self.now
+                sequence.group.facts.append(("parked", f"{len(sequence.dram_blocks)} blocks"))
 
     def preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks away; the sequence continues with the tokens that it has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from memserve.instance.cluster_link import ClusterLink
+from memserve.instance.layered_kv import LayerReport
 from memserve.instance.objectives import ObjectiveReport
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Group
@@ -109,6 +110,8 @@ class InstanceStats:
     """Blocks that were not offered, since the store was slower than the instance."""
     objectives: ObjectiveReport = field(default_factory=ObjectiveReport)
     """All zero: requests have no objectives (``--scheduling fcfs``)."""
+    layers: LayerReport = field(default_factory=LayerReport)
+    """All zero: no KV lies by layer (``--layerwise off``)."""
     messages_ignored: int = 0
     """Messages that only the router may send, from another process or an earlier router."""
 
@@ -230,6 +233,28 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
         prefill_ns_per_token=state.costs.prefill_ns_per_token,
         finished=dict(counters.finished),
         objectives=state.objectives.report() if state.objectives is not None else ObjectiveReport(),
+        layers=_layers(state),
+    )
+
+
+def _layers(state: SchedulerState) -> LayerReport:
+    placer = state.memory.layers
+    if placer is None:
+        return LayerReport()
+    lying = [kv for sequence in placer.sequences if (kv := sequence.layered) is not None]
+    unit = placer.num_layers
+    return LayerReport(
+        sequences=len(lying),
+        parked=len(state.parked),
+        dram_pages=unit * sum(len(kv.dram_blocks) for kv in lying),
+        kept_pages=unit * sum(len(frames) for kv in lying for frames in kv.kept.values()),
+        staging_pages=unit * sum(len(frames) for kv in lying for frames in kv.staging),
+        moving_pages=unit * sum(len(kv.moving.dram_blocks) + len(kv.moving.hbm_frames) for kv in lying if kv.moving),
+        begun=placer.admitted,
+        converted=placer.converted,
+        parkings=placer.parked,
+        resumed=placer.resumed,
+        link=replace(placer.link),
     )
 
 

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from memserve import _core
 from memserve.errors import check
+from memserve.instance.events import LinkUse
+from memserve.types import Tier
 from memserve.units import NS_PER_S
 
 Pages = NDArray[np.int32]
@@ -26,20 +28,6 @@ Pages = NDArray[np.int32]
 
 _WAIT_S = 60.0
 """No copy takes so long: the thread has died."""
-
-
-@dataclass(slots=True)
-class CopierCounters:
-    """Totals since the start."""
-
-    up_bytes: int = 0
-    """From DRAM to HBM."""
-    down_bytes: int = 0
-    """From HBM to DRAM."""
-    busy_ns: int = 0
-    """Time in which the link was busy."""
-    waited_ns: int = 0
-    """Of it: time in which a step stood still for it."""
 
 
 @dataclass(slots=True)
@@ -51,6 +39,8 @@ class Copy:
     src: Pages
     dst: Pages
     page_bytes: int
+    direction: Tier | None = None
+    """The tier that it leads to. None: it stays within one."""
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
@@ -65,7 +55,7 @@ class PageCopier:
 
     def __init__(self, rate_bytes_s: float | None = None) -> None:
         """``rate_bytes_s``: emulate a link of this rate. None: as fast as the memory is."""
-        self.counters = CopierCounters()
+        self._used = LinkUse()
         self._rate_bytes_s = rate_bytes_s
         self._urgent: deque[Copy] = deque()
         self._background: deque[Copy] = deque()
@@ -89,9 +79,16 @@ class PageCopier:
         if not copy.done.is_set():
             began_ns = time.perf_counter_ns()
             check(copy.done.wait(_WAIT_S), f"a copy of {copy.nbytes} bytes takes more than {_WAIT_S} s")
-            self.counters.waited_ns += time.perf_counter_ns() - began_ns
+            self._used.waited_ns += time.perf_counter_ns() - began_ns
         if copy.error is not None:
             raise copy.error
+
+    def take_used(self) -> LinkUse | None:
+        """What was copied since the last call, and what was waited for it; no copy is under way. None: nothing."""
+        if not self._used.busy_ns:
+            return None
+        used, self._used = self._used, LinkUse()
+        return used
 
     def call_off(self) -> None:
         """A step has failed: drop what is not begun, and wait for the rest."""
@@ -119,11 +116,18 @@ class PageCopier:
                 self._keep_to_rate(copy.nbytes, began_ns)
             except BaseException as error:
                 copy.error = error  # raised where it is waited for
-            self.counters.busy_ns += time.perf_counter_ns() - began_ns
+            self._count(copy, time.perf_counter_ns() - began_ns)
             copy.done.set()
             with self._changed:
                 self._copying = False
                 self._changed.notify_all()
+
+    def _count(self, copy: Copy, spent_ns: int) -> None:
+        self._used.busy_ns += spent_ns
+        if copy.direction is Tier.HBM:
+            self._used.up_bytes += copy.nbytes
+        elif copy.direction is Tier.DRAM:
+            self._used.down_bytes += copy.nbytes
 
     def _next(self) -> Copy | None:
         with self._changed:

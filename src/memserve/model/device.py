@@ -87,7 +87,8 @@ class ModelDevice:
         except BaseException:
             self._copier.call_off()  # later plans may use the same pages
             raise
-        return _timed(finished, started_ns)
+        link = self._copier.take_used()
+        return replace(finished, device_ns=time.perf_counter_ns() - started_ns, link=link)
 
     def close(self) -> None:
         """Release the arenas (with the last reference to this device)."""
@@ -130,9 +131,11 @@ class ModelDevice:
             src, dst = np.array(order.src, np.int32), np.array(order.dst, np.int32)
             self._arenas.check_blocks(order.src_tier, src // unit)
             self._arenas.check_blocks(order.dst_tier, dst // unit)
+            direction = order.dst_tier if order.dst_tier is not order.src_tier else None
             for at in range(0, len(src), unit):
                 pages = src[at : at + unit], dst[at : at + unit]
-                begun.append(Copy(address[order.src_tier], address[order.dst_tier], *pages, tiers.page_bytes))
+                ends = address[order.src_tier], address[order.dst_tier]
+                begun.append(Copy(*ends, *pages, tiers.page_bytes, direction))
         for copy in begun:
             self._copier.begin(copy, urgent=False)
         return begun
@@ -229,7 +232,3 @@ class ModelDevice:
     def _send(self, values: Int64s) -> Tensor:
         tensor = torch.from_numpy(values)
         return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
-
-
-def _timed(finished: StepFinished, started_ns: int) -> StepFinished:
-    return replace(finished, device_ns=time.perf_counter_ns() - started_ns)

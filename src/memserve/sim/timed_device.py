@@ -150,4 +150,4 @@ class TimedDevice:
         self.busy_ns += self.spent_ns
         draws = plan.decodes + sum(map(len, plan.sample_slots[plan.decodes :]))
         tokens = self._moments.add([self._clock.now]) * draws if draws else []
-        return StepFinished(plan.step_id, tokens, self.spent_ns)
+        return StepFinished(plan.step_id, tokens, self.spent_ns, link=self.link.used)

@@ -16,22 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from memserve.instance.events import MovePages, PlaceByLayer, StepPlan
+from memserve.instance.events import LinkUse, MovePages, PlaceByLayer, StepPlan
 from memserve.types import KVGeometry, Tier
 from memserve.units import NS_PER_S, ceil_div
 
 
 @dataclass(slots=True)
-class LinkCounters:
-    """Totals since the start."""
+class LinkCounters(LinkUse):
+    """Totals since the start; ``waited_ns``: by how much steps took longer than their computing."""
 
-    up_bytes: int = 0
-    """From DRAM to HBM."""
-    down_bytes: int = 0
-    busy_ns: int = 0
-    """Time of all copies, both directions."""
-    waited_ns: int = 0
-    """By how much steps took longer than their computing."""
     read_pages: list[int] = field(default_factory=list)
     """Pages that steps have read back, layer by layer."""
     worst_ns: int = 0
@@ -50,6 +43,8 @@ class TimedLink:
 
     def __init__(self, geometry: KVGeometry, bytes_per_s: float) -> None:
         self.counters = LinkCounters(read_pages=[0] * geometry.num_layers)
+        self.used: LinkUse | None = None
+        """Of the last step. None: nothing lay by layer."""
         self._layers, self._block_tokens = geometry.num_layers, geometry.block_tokens
         self._page_bytes = geometry.page_bytes
         self._page_ns = geometry.page_bytes / bytes_per_s * NS_PER_S
@@ -58,6 +53,7 @@ class TimedLink:
     def step_ns(self, plan: StepPlan, computed_ns: float) -> int:
         """How long a step takes whose computing takes ``computed_ns``."""
         self._place(plan)
+        self.used = None
         if not plan.moves and not self._placed:
             return round(computed_ns)
         up, down = self._pages(plan)
@@ -68,11 +64,14 @@ class TimedLink:
         moved_up, moved_down = _moved(plan.moves, Tier.HBM), _moved(plan.moves, Tier.DRAM)
         pages_up, pages_down = sum(up) + moved_up, down * self._layers + moved_down
         spent_ns = max(spent_ns, pages_up * self._page_ns, pages_down * self._page_ns)
-        counters.up_bytes += pages_up * self._page_bytes
-        counters.down_bytes += pages_down * self._page_bytes
-        counters.busy_ns += round((pages_up + pages_down) * self._page_ns)
         waited_ns = round(spent_ns - computed_ns)
-        counters.waited_ns += waited_ns
+        self.used = LinkUse(
+            pages_up * self._page_bytes,
+            pages_down * self._page_bytes,
+            round((pages_up + pages_down) * self._page_ns),
+            waited_ns,
+        )
+        counters.add(self.used)
         counters.worst_ns = max(counters.worst_ns, waited_ns)
         return round(spent_ns)
 

@@ -13,11 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
 from memserve.cluster.report import ClusterStats, Counters, InstanceView
+from memserve.instance.events import LinkUse
+from memserve.instance.layered_kv import LayerReport
 from memserve.instance.objectives import ObjectiveReport
 from memserve.instance.stats import InstanceStats, TierReport
 from memserve.messages import Load, Peer
 from memserve.runtime.stats import EngineStats, RouterStats
 from memserve.types import Request, Role
+from memserve.units import NS_PER_S
 
 
 def view(name: str, role: Role, stats: EngineStats | None, load: Load, state: str = "live") -> InstanceView:
@@ -41,6 +44,7 @@ def router_stats() -> RouterStats:
         prompt_tokens=200, cached_tokens=50, fetched_tokens=30, bytes_received=4096, checksum_mismatches=1,
         hbm=TierReport(100, 60, 30), dram=TierReport(10, 4, 6), requests_arrived=9,
         objectives=ObjectiveReport(ttft_met=3),
+        layers=LayerReport(kept_pages=12, parkings=2, link=LinkUse(4096, 8192, 4 * NS_PER_S, 1 * NS_PER_S)),
     )  # fmt: skip
     kept = ObjectiveReport(tpot_missed=2, plans_limited=5, output_classes={"0-10": 1, "10-25": 4})
     d1 = InstanceStats(
@@ -107,6 +111,11 @@ def test_each_instance_has_its_gauges_by_name_and_role(world: World) -> None:
     assert of("memserve_instance_blocks", "p1", "prefill", tier="dram", state="cached") == 6
     assert of("memserve_instance_objectives_total", "p1", "prefill", objective="ttft", result="met") == 3
     assert of("memserve_instance_objectives_total", "d1", "decode", objective="tpot", result="missed") == 2
+    assert of("memserve_instance_layerwise_pages", "p1", "prefill", tier="hbm", state="kept") == 12
+    assert of("memserve_instance_layerwise_turns_total", "p1", "prefill", turn="parked") == 2
+    assert of("memserve_instance_layerwise_bytes_total", "p1", "prefill", direction="down") == 8192
+    assert of("memserve_instance_layerwise_hidden_share", "p1", "prefill") == 0.75
+    assert found["memserve_layerwise_link_seconds_total", frozenset({("state", "busy")})] == 4, "of all"
     assert of("memserve_instance_output_length_classes_total", "d1", "decode", percentiles="10-25") == 4
     assert found["memserve_objectives_total", frozenset({("objective", "ttft"), ("result", "met")})] == 3, "of all"
     assert of("memserve_instance_checksum_mismatches_total", "p1", "prefill") == 1

@@ -140,8 +140,10 @@ def test_what_the_link_does_not_carry_is_parked_behind_its_first_token() -> None
         world.step()
     assert {name for (name, _), tokens in world.got.items() if tokens} == {"long", "second", "third"}
     assert not world.final
+    assert world.machine.stats().layers.parked == 2
     world.drain()
     world.check_all_ended()
+    assert [world.facts.count(name) for name in ("begins_by_layer", "by_layer", "parked", "parked_ms")] == [2, 2, 2, 2]
     assert [name for name, _ in world.final] == ["long", "second", "third"]
     assert set(world.final.values()) == {FinishReason.LENGTH} and layers.resumed == 0
 

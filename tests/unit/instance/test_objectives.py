@@ -30,6 +30,7 @@ class Served:
         self.it = Instance(InstanceConfig(4096, pool=PoolConfig(2000), scheduler=scheduler), 4, COSTS)
         self.now, self.plans, self.told = 0, list[StepPlan](), dict[str, list[int]]()
         self.rejected: dict[str, RejectRequest] = {}
+        self.facts: dict[str, dict[str, str]] = {}
 
     def arrive(self, name: str, prompt_tokens: int, max_tokens: int, **more: Any) -> None:
         prompt = np.arange(prompt_tokens, dtype=np.int32) % 50 + len(name)
@@ -58,6 +59,7 @@ class Served:
             elif isinstance(action, EmitTokens):
                 for output in action.outputs:
                     self.told.setdefault(output.request_id, []).extend([self.now] * len(output.tokens))
+                    self.facts.setdefault(output.request_id, {}).update(output.story)
 
     def run(self, steps: int = 4000) -> None:
         while self.plans:
@@ -90,6 +92,15 @@ def test_a_decoding_request_keeps_its_objective_and_prompts_get_the_rest() -> No
     report = by_objective.it.stats().objectives
     assert (report.tpot_met, report.tpot_missed) == (3, 0) and report.plans_limited > 10
     assert as_it_comes.it.stats().objectives.plans_limited == 0
+
+
+def test_a_client_is_told_what_was_aimed_at_and_what_came() -> None:
+    served = Served(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS, slo_ttft_ns=900 * NS_PER_MS)
+    for number in range(20):
+        served.arrive(f"x{number:02}", 8, 40)
+        served.run()
+    assert served.facts["x00"] == {"slo_ttft": "8 of 900 ms", "slo_tpot": "10.0 of 20 ms"}
+    assert served.facts["x19"]["expected_answer"] == "38 tokens or more, 40 at the median of 19 answers"
 
 
 def test_without_hope_it_is_as_without_objectives() -> None:

@@ -187,11 +187,13 @@ def test_what_is_urgent_goes_first_and_a_link_keeps_to_its_rate() -> None:
     copier = PageCopier(100e6)
     page = [np.array([number], np.int32) for number in range(5)]
     address, order = arena.ctypes.data, list[int]()
-    copies = [Copy(address, address, page[0], page[1 + i], 1_000_000, Noted(order, i)) for i in range(4)]
+    copies = [Copy(address, address, page[0], page[1 + i], 1_000_000, Tier.HBM, Noted(order, i)) for i in range(4)]
     for number, copy in enumerate(copies):
         copier.begin(copy, urgent=number == 3)
     for copy in copies:
         copier.wait(copy)
     assert order.index(3) <= 1 and sorted(order) == [0, 1, 2, 3]
-    assert copier.counters.busy_ns >= 39e6
+    used = copier.take_used()
+    assert used is not None and used.busy_ns >= 39e6 and used.up_bytes == 4_000_000 and not used.down_bytes
+    assert copier.take_used() is None, "nothing since"
     copier.close()

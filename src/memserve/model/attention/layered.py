@@ -23,6 +23,7 @@ from torch import Tensor
 from memserve.instance.events import PlaceByLayer
 from memserve.model.attention.backends import AttentionFactory
 from memserve.model.copier import Copy, PageCopier, Pages
+from memserve.types import Tier
 
 Int32s = NDArray[np.int32]
 
@@ -67,13 +68,13 @@ class PlacedRange:
         """Of the layer that passes ``turn``-th, its first ``entries``."""
         layer, tiers = self.passing[turn], self._tiers
         target = self._buffers[turn % 2][:entries]
-        return Copy(tiers.dram, tiers.hbm, self._dram[:entries] + layer, target, tiers.page_bytes)
+        return Copy(tiers.dram, tiers.hbm, self._dram[:entries] + layer, target, tiers.page_bytes, Tier.HBM)
 
     def write_back(self, layer: int, first: int, end: int) -> Copy:
         """Of what a row has computed of ``layer``: entries ``[first, end)``."""
         tiers = self._tiers
         target = self._dram[first:end] + layer
-        return Copy(tiers.hbm, tiers.dram, self.pages(layer)[first:end], target, tiers.page_bytes)
+        return Copy(tiers.hbm, tiers.dram, self.pages(layer)[first:end], target, tiers.page_bytes, Tier.DRAM)
 
 
 class _Row:
