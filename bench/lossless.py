@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Setting:
     options: dict[str, Any] = field(default_factory=dict)
     warm: bool = False  # run everything twice, compare the second run
     n: int = 1
-    must: tuple[str, ...] = ()  # counters of InstanceStats that must be positive afterwards
+    must: tuple[str, ...] = ()  # fields of InstanceStats that must be positive afterwards
 
 
 def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
@@ -67,10 +68,19 @@ def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
         Setting("n = 4, tiny pool", tight, n=4),
         Setting("one step in flight", {**roomy, "steps_in_flight": 1}),
         *(
-            Setting(f"by layer, {mode}", {**tight, "layerwise": mode, "caching": False, "link_gbps": 16.0})
-            for mode in ("auto", "layerkv", "next-layer", *(f"static-{kept}" for kept in range(0, 31, 5)))
+            Setting(
+                f"by layer, {mode}",
+                {**tight, "layerwise": mode, "caching": False, "link_gbps": 16.0},
+                must=("layers.begun", "layers.link.up_bytes"),
+            )
+            for mode in ("auto", "layerkv", "next-layer", *(f"static-{kept}" for kept in range(31)))
         ),
-        Setting("by layer, caching on, warm", {**tight, "layerwise": "auto"}, warm=True, must=("cached_tokens",)),
+        Setting(
+            "by layer, caching on, warm",
+            {**tight, "layerwise": "auto"},
+            warm=True,
+            must=("cached_tokens", "layers.begun"),
+        ),
         Setting("by layer, n = 4", {**tight, "layerwise": "auto"}, n=4),
     ]
 
@@ -175,7 +185,7 @@ def run(setting: Setting, model: str, prompts: list[list[int]], want: list[dict[
         stats = llm.stats().instance
     verdicts = [compare(list(o.tokens), want[i]) for i, r in enumerate(results) for o in r.outputs]
     wrong = [f"prompt {i // setting.n}: {v}" for i, v in enumerate(verdicts) if v not in ("equal", "tie")]
-    idle = [name for name in setting.must if not getattr(stats, name)]
+    idle = [name for name in setting.must if not attrgetter(name)(stats)]
     return {
         "setting": setting.name,
         "equal": verdicts.count("equal"),
@@ -184,7 +194,7 @@ def run(setting: Setting, model: str, prompts: list[list[int]], want: list[dict[
         "did_not_happen": idle,
         "sequences": len(verdicts),
         "seconds": round(time.perf_counter() - started, 1),
-        "counters": {name: getattr(stats, name) for name in setting.must},
+        "counters": {name: attrgetter(name)(stats) for name in setting.must},
     }
 
 
