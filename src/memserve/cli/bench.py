@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memserve.cli import bench_concurrency, bench_load, bench_serve
+from memserve.cli import bench_concurrency, bench_layerwise, bench_load, bench_serve
 from memserve.cli import options as opt
 from memserve.cli.bench_workload import workload
 from memserve.cli.profile import PROFILED, ProfiledEngine
@@ -87,6 +87,7 @@ app.command("capacity")(bench_load.capacity)
 app.command("pool")(pool)
 app.command("cost")(cost)
 app.command("concurrency")(bench_concurrency.concurrency)
+app.command("layerwise")(bench_layerwise.layerwise)
 
 
 @app.callback()

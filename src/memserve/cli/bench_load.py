@@ -79,6 +79,17 @@ def parse_counts(text: str | None, example: str) -> tuple[int, ...] | None:
     return counts
 
 
+def parse_rates(text: str) -> tuple[float, ...]:
+    """Comma-separated requests a second, sorted, each once. Raises :class:`UserError`."""
+    try:
+        rates = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        rates = []
+    if not rates or not 0 < rates[0] <= rates[-1] < 1e4:
+        raise UserError(f"cannot read {text!r} as rates", hint="for example 0.5,1,2 (requests a second)")
+    return tuple(rates)
+
+
 def run_study(study: Study[Any], folder: RunFolder, *, timed: bool = False) -> None:
     """Measure, write the report, and print where it is; exit status 1 when the results are partial.
 

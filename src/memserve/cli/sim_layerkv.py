@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memserve.cli.bench_load import Folder, command, run_study
+from memserve.cli.bench_load import Folder, command, parse_rates, run_study
 from memserve.errors import UserError
 
 FIGURES = ("context", "devices", "rate")
@@ -37,16 +37,6 @@ def layerkv(
     if not chosen:
         hint = "words of: " + ", ".join(one.name for one in contenders())
         raise UserError(f"no setting has {settings!r} in its name", hint=hint)
-    plan = Plan(sweeps_of(wanted, _numbers(rates)), tuple(chosen), device, requests, seed)
+    plan = Plan(sweeps_of(wanted, parse_rates(rates)), tuple(chosen), device, requests, seed)
     results = LayerKvResults(command=command(), machine={"simulated": f"one instance of {device}, its roofline"})
     run_study(LayerKvStudy(plan, results), RunFolder(out))
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        numbers = sorted({float(part) for part in text.split(",")})
-    except ValueError:
-        numbers = []
-    if not numbers or not 0 < numbers[0] <= numbers[-1] < 1e4:
-        raise UserError(f"cannot read {text!r} as rates", hint="for example --rates 4,5,6")
-    return tuple(numbers)
