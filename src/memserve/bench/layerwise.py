@@ -251,8 +251,8 @@ class LayerwiseStudy(Study[LayerwiseResults]):
 
     def head(self) -> Iterator[str]:
         plan = self._plan
-        yield f"the link between KV memory and DRAM is emulated: {plan.link_gbps:g} Gbit/s"
-        yield f"objectives: {plan.slo_ttft_s:g} s to the first token, {1000 * plan.slo_tpot_s:g} ms a further one"
+        yield f"* the link between KV memory and DRAM is emulated: {plan.link_gbps:g} Gbit/s"
+        yield f"* objectives: {plan.slo_ttft_s:g} s to the first token, {1000 * plan.slo_tpot_s:g} ms a further one"
 
     def tables(self) -> Iterator[Table]:
         plan = self._plan
@@ -262,7 +262,7 @@ class LayerwiseStudy(Study[LayerwiseResults]):
                 "beside by request", "miss an objective", "failed",
             )  # fmt: skip
             rows = [row for at in dict.fromkeys(p.at for p in self._of(figure)) for row in self._rows(figure, at)]
-            title = f"By {AXES[figure]}, emulated link of {plan.link_gbps:g} Gbit/s, medians of {plan.rounds} rounds"
+            title = f"By {AXES[figure]}, emulated link of {plan.link_gbps:g} Gbit/s, medians of rounds: {plan.rounds}"
             yield Table(title, columns, rows)
         if self.results.copied:
             head = ("load", "copies (s)", "waited for (s)", "hidden", "steps (s)", "of the link's time", "up", "down")

@@ -176,7 +176,7 @@ class ThrashStudy(Study[ThrashResults]):
 
     def head(self) -> Iterator[str]:
         results = self.results
-        yield f"{results.fitting} conversations of {results.talk.tokens:,} tokens fit into HBM (1x)"
+        yield f"* {results.fitting} conversations of {results.talk.tokens:,} tokens fit into HBM (1x)"
 
     def tables(self) -> Iterator[Table]:
         results = self.results

@@ -120,11 +120,11 @@ class LayerPlacer:
     def bring_up(self, sequence: Sequence) -> bool:
         """Bring the blocks of a parked sequence up, whole, beside the plan that is being made. False: no room."""
         check(self._plan is not None, "blocks come up, and no plan is being made")
-        return self._plan is not None and self.arrivals.begin(sequence, self._plan)
+        return self._plan is not None and self.arrivals.begin(sequence)
 
     def arrives(self, sequence: Sequence) -> bool:
-        """Whether its blocks come with the plan that is being made: it has rows from the next one on."""
-        return self._plan is not None and self.arrivals.has(sequence, self._plan)
+        """Whether its blocks come up beside the rows of others: it has none yet."""
+        return self.arrivals.has(sequence)
 
     def may_lie_by_layer(self, sequence: Sequence) -> bool:
         """One line of tokens that stays here until it ends."""
@@ -223,7 +223,7 @@ class LayerPlacer:
         pages += ceil_div(head.known + 1, self._block_tokens) * layers if self.may_lie_by_layer(head) else 0
         for sequence in sorted(running, key=lambda sequence: sequence.rank, reverse=True):
             entries = len(sequence.blocks)
-            if sequence.layered is not None or not self.may_lie_by_layer(sequence) or self.arrivals.has(sequence):
+            if sequence.layered is not None or not self.may_lie_by_layer(sequence) or self.arrives(sequence):
                 continue
             if entries < 2 * self._window:
                 continue
@@ -243,10 +243,12 @@ class LayerPlacer:
 
     # -- running
 
-    def begin(self, plan: StepPlan) -> None:
-        """``plan`` is begun: what the last one has moved is where it should be."""
+    def begin(self, plan: StepPlan, *, beside: bool) -> None:
+        """``plan`` is begun: what the last one has moved is where it should be. ``beside``: others decode in it, and
+        shall not wait for what comes up."""
         self._plan, self._wanted = plan, 0
-        self.arrivals.settle()
+        pages_max = self._budget.pages_max(self._costs.decode_ns)
+        self.arrivals.go_on(plan, pages_max // self.num_layers if beside else None)
         self.sequences = [sequence for sequence in self.sequences if sequence.layered is not None]
         for sequence, kv in self._lying():
             if kv.moving is not None:
@@ -288,6 +290,7 @@ class LayerPlacer:
     def place(self, plan: StepPlan) -> None:
         """Behind the rows of a plan: tell the device where everything lies."""
         self._plan = None
+        self.arrivals.made()
         for sequence, kv in self._lying():
             if kv.changed and sequence.opened and sequence.slot is not None:
                 kv.changed = False

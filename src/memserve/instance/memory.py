@@ -225,6 +225,9 @@ class SequenceMemory:
 
     def detach(self, sequence: Sequence) -> None:
         """Publish full blocks, then return every block on every tier."""
+        if self.layers is not None and self.layers.arrives(sequence):
+            self.abandon(sequence)  # its blocks have nothing yet
+            return
         if sequence.dram_blocks:
             self.pool.release_dram(sequence.dram_blocks)
             sequence.dram_blocks = []

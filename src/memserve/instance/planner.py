@@ -91,7 +91,7 @@ class Planner:
         batch = BatchBuilder(self.state, self.next_step_id)
         layers = self.state.memory.layers
         if layers is not None:
-            layers.begin(batch.plan)
+            layers.begin(batch.plan, beside=bool(self.state.decoding.items))
             for sequence in layers.to_park():
                 self.state.preempt(sequence)
             layers.move(batch.plan, keeps=not (self.state.waiting or self.state.parked))
@@ -114,12 +114,17 @@ class Planner:
 
     def _go_on(self, batch: BatchBuilder) -> int:
         """A row for each sequence that was parked and is up again, whatever prompts may have. Returns their number."""
-        rows = 0
-        if self.state.memory.layers is not None:
+        rows, layers = 0, self.state.memory.layers
+        if layers is not None:
             for sequence in self.state.prefilling.items.copy():
                 end = sequence.known
                 is_next = sequence.out and sequence.computed == end - 1 and sequence.phase is Phase.PREFILLING
-                if is_next and sequence.group.beam is None and self._make_writable(batch, sequence, end):
+                if (
+                    is_next
+                    and not layers.arrives(sequence)
+                    and sequence.group.beam is None
+                    and self._make_writable(batch, sequence, end)
+                ):
                     rows += batch.add_chunk(sequence, end)
         return rows
 
@@ -260,7 +265,9 @@ class Planner:
 
     def _chunk(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
         """Tokens of ``sequence`` for this plan. 0: it has to wait for the next one."""
-        block_tokens = self.state.memory.block_tokens
+        block_tokens, layers = self.state.memory.block_tokens, self.state.memory.layers
+        if layers is not None and layers.arrives(sequence):
+            return 0
         chunk_max = self.config.chunk_tokens
         if sequence.layered is not None and sequence.layered.chunk_tokens:
             chunk_max = min(chunk_max, sequence.layered.chunk_tokens)

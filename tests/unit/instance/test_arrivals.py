@@ -1,0 +1,79 @@
+"""Blocks that come up beside the rows of plans: no more with each than the link carries."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memserve.config import PoolConfig
+from memserve.instance.arrivals import Arrivals
+from memserve.instance.events import StepPlan
+from memserve.instance.sequence import Group, Sequence
+from memserve.mempool.pool import BlockPool
+from memserve.types import Request, SamplingParams, StopParams, Tier
+
+LAYERS = 3
+
+
+def parked(pool: BlockPool, name: str, blocks: int) -> Sequence:
+    prompt = np.arange(4 * blocks, dtype=np.int32)
+    sequence = Sequence(Group(Request(name, prompt, SamplingParams(), StopParams(max_tokens=4)), 0, 4, 0), 0)
+    dram_blocks = pool.allocate_dram_ids(blocks)
+    assert dram_blocks is not None
+    sequence.dram_blocks = dram_blocks.tolist()
+    return sequence
+
+
+def moved(plan: StepPlan) -> list[int]:
+    """HBM blocks that the copies of a plan fill."""
+    assert all((order.src_tier, order.dst_tier) == (Tier.DRAM, Tier.HBM) for order in plan.moves)
+    pages = [page for order in plan.moves for page in order.dst]
+    assert len(pages) % LAYERS == 0
+    return [page // LAYERS for page in pages[::LAYERS]]
+
+
+def test_a_plan_copies_what_the_link_carries_beside_its_rows() -> None:
+    pool = BlockPool(PoolConfig(20, 20), 4, "m")
+    arrivals = Arrivals(pool, LAYERS)
+    first, second = parked(pool, "first", 7), parked(pool, "second", 3)
+    plans = [StepPlan(number) for number in range(5)]
+    arrivals.go_on(plans[0], 4)
+    assert arrivals.begin(first) and arrivals.begin(second)
+    arrivals.made()
+    for plan in plans[1:3]:
+        arrivals.go_on(plan, 4)
+        arrivals.check_invariants()
+        arrivals.made()
+    assert [len(moved(plan)) for plan in plans[:3]] == [4, 4, 2], "one after the other"
+    assert [block for plan in plans for block in moved(plan)] == [*first.blocks, *second.blocks]
+    assert arrivals.has(second) and not arrivals.has(first), "the first is up with the plan before"
+    arrivals.go_on(plans[3], 0)
+    assert not arrivals and pool.available(Tier.DRAM) == 20
+    third = parked(pool, "third", 5)
+    assert arrivals.begin(third) and len(moved(plans[3])) == 1, "whatever the link is said to carry, something comes"
+    arrivals.go_on(plans[4], None)
+    assert len(moved(plans[4])) == 4, "where no row waits, everything comes"
+
+
+def test_what_is_called_off_half_way_has_everything_in_dram() -> None:
+    pool = BlockPool(PoolConfig(20, 20), 4, "m")
+    arrivals = Arrivals(pool, LAYERS)
+    sequence, other = parked(pool, "called off", 6), parked(pool, "other", 2)
+    dram_blocks = list(sequence.dram_blocks)
+    plans = [StepPlan(0), StepPlan(1)]
+    arrivals.go_on(plans[0], 4)
+    assert arrivals.begin(sequence)
+    arrivals.made()
+    arrivals.go_on(plans[1], 4)
+    assert arrivals.begin(other)
+    assert arrivals.call_off(sequence) == dram_blocks
+    assert len(moved(plans[0])) == 4, "a plan that was made stays as it is"
+    assert moved(plans[1]) == other.blocks
+    assert pool.available() == 20 - len(other.blocks)
+
+
+def test_no_room_is_an_answer() -> None:
+    pool = BlockPool(PoolConfig(4, 20), 4, "m")
+    arrivals = Arrivals(pool, LAYERS)
+    sequence = parked(pool, "too long", 5)
+    arrivals.go_on(StepPlan(0), None)
+    assert not arrivals.begin(sequence) and not arrivals and len(sequence.dram_blocks) == 5
