@@ -18,7 +18,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from memserve.bench.layerkv import requests
+from memserve.bench.layerkv import requests, sooner
 from memserve.bench.load.client import Target
 from memserve.bench.load.driver import Labels, LoadRun, send
 from memserve.bench.load.prompts import Manner
@@ -278,11 +278,11 @@ class LayerwiseStudy(Study[LayerwiseResults]):
             pairs = list(zip(mine, base, strict=False))
             if not pairs:
                 continue
-            sooner = median(theirs.ttft_mean_s / max(1e-9, one.ttft_mean_s) for one, theirs in pairs)
+            ratio = median(theirs.ttft_mean_s / max(1e-9, one.ttft_mean_s) for one, theirs in pairs)
             more = median(one.tokens_per_s / max(1e-9, theirs.tokens_per_s) for one, theirs in pairs)
             yield [
                 f"{at:g}", name, f"{median(p.ttft_mean_s for p in mine):.2f}",
-                f"{median(p.ttft_p99_s for p in mine):.2f}", f"{sooner:.1f} times less",
+                f"{median(p.ttft_p99_s for p in mine):.2f}", sooner(ratio),
                 f"{1000 * median(p.tpot_mean_s for p in mine):.0f}", f"{median(p.tokens_per_s for p in mine):.0f}",
                 f"{more - 1:+.1%}", f"{median(p.violations for p in mine):.1%}", sum(p.failed for p in mine),
             ]  # fmt: skip
