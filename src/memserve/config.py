@@ -65,7 +65,7 @@ class PoolConfig:
             raise UserError(f"dram_blocks must not be negative, got {self.dram_blocks}", param="dram_blocks")
 
 
-_LAYERWISE = re.compile(r"off|auto|layerkv|next-layer|static-\d{1,4}")
+_LAYERWISE = re.compile(r"off|auto|layerkv(-staggered)?|next-layer|static-\d{1,4}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class SchedulerConfig:
     """Where prompts lie that have no room whole. ``off``: they wait. ``auto``: they are computed with some layers in KV
     memory and all of them in ``--dram-memory``, and go on so as far as the link carries the others beside the computing
     (and within ``--slo-tpot-ms``); the rest is parked behind its first token until there is room. For studies:
-    ``layerkv``, ``next-layer``, ``static-N`` (see ``policy/layers.py``)."""
+    ``layerkv``, ``layerkv-staggered``, ``next-layer``, ``static-N`` (see ``policy/layers.py``)."""
     link_bytes_s: float | None = option(None, "--link-gbps", form=GIGABITS_S, least=0.001)
     """Emulate a link of this many gigabits a second between KV memory and DRAM, for studies of ``--layerwise`` on
     machines where both are the same memory. None: as fast as the memory is."""

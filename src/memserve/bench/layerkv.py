@@ -39,6 +39,8 @@ PAPER = {
     "context": "The paper's figures 1 and 4: TTFT grows sharply with the context by request, and up to an order of "
     "magnitude less by layer; throughput is nearly the same.",
     "devices": "The paper's figure 5: TTFT is lower by layer with any number of devices; throughput nearly the same.",
+    "stagger": "Everything is read back in each step. Staggered, the link has the same work before each layer; how "
+    "long steps wait is bound by all of it together.",
     "rate": "The paper's figures 6, 7 and 8: mean TTFT up to 69 times lower, P99 up to 45 times; throughput within "
     "3 %; 17.7 to 28.7 points fewer requests violate 3 s or 200 ms a token from 6 requests/s on.",
 }
@@ -66,6 +68,12 @@ def contenders() -> tuple[Contender, ...]:
     return tuple(Contender(name, dataclasses.replace(GPU_SCHEDULER, **options)) for name, options in ways.items())
 
 
+def aligned_and_staggered() -> tuple[Contender, ...]:
+    """Everything is read back: requests that keep the same layers, and those that keep other ones than neighbours."""
+    names = {"phase-aligned": "layerkv", "staggered": "layerkv-staggered"}
+    return tuple(Contender(name, dataclasses.replace(GPU_SCHEDULER, layerwise=way)) for name, way in names.items())
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """One contender under one load."""
@@ -87,6 +95,8 @@ class Point:
     """Of the time of all steps: waits for the link."""
     hidden: float
     """Share of the link's time that no step waited for."""
+    read_pages: tuple[int, ...] = ()
+    """Pages that steps have read back, layer by layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,8 @@ class Sweep:
     model: str
     points: tuple[tuple[float, int, float], ...]
     """Where on the axis, devices, and requests a second."""
+    contenders: tuple[Contender, ...] = ()
+    """None: those of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +133,11 @@ def sweeps_of(figures: Sequence[str], rates: Sequence[float]) -> tuple[Sweep, ..
         ]
     if "devices" in figures:
         found.append(Sweep("devices", "yi-34b-200k", tuple((devices, devices, 1.0) for devices in (2, 4, 8))))
+    by_rate = tuple((rate, 1, rate) for rate in rates)
     if "rate" in figures:
-        found.append(Sweep("rate", "llama-2-7b-16k", tuple((rate, 1, rate) for rate in rates)))
+        found.append(Sweep("rate", "llama-2-7b-16k", by_rate))
+    if "stagger" in figures:
+        found.append(Sweep("stagger", "llama-2-7b-16k", by_rate[-1:], aligned_and_staggered()))
     return tuple(found)
 
 
@@ -194,7 +209,7 @@ def _point(figure: str, model: str, devices: int, contender: str, at: float, wor
         figure, model, devices, contender, at, sum(ttfts) / len(ttfts), worst,
         sum(tpots) / len(tpots), sum(len(served.token_ns) for served in done) / elapsed_s, missed / len(done),
         layers.parked if layers is not None else 0, link.waited_ns / max(1, node.device.busy_ns),
-        1 - min(1.0, link.waited_ns / link.busy_ns) if link.busy_ns else 1.0,
+        link.hidden_share, tuple(link.read_pages),
     )  # fmt: skip
 
 
@@ -210,7 +225,7 @@ def _tpot_s(served: Served) -> float:
 # -- the study
 
 
-AXES = {"context": "tokens of context", "devices": "devices", "rate": "requests/s"}
+AXES = {"context": "tokens of context", "devices": "devices", "rate": "requests/s", "stagger": "requests/s"}
 
 
 class LayerKvStudy(Study[LayerKvResults]):
@@ -223,7 +238,10 @@ class LayerKvStudy(Study[LayerKvResults]):
         self._plan = plan
         about = "{} on {}, by {}. Simulated."
         self.drawings = {
-            _file_of(one): Drawing(about.format(one.model, plan.device, AXES[one.figure]), _drawing(one))
+            _file_of(one): Drawing(
+                about.format(one.model, plan.device, AXES[one.figure] if one.figure != "stagger" else "layer"),
+                draw_depth if one.figure == "stagger" else _drawing(one),
+            )
             for one in plan.sweeps
         }
 
@@ -232,16 +250,17 @@ class LayerKvStudy(Study[LayerKvResults]):
         for sweep in plan.sweeps:
             for at, devices, rate in sweep.points:
                 random = Random(f"{plan.seed} {sweep.figure}")  # with each load the same requests
+                contenders = sweep.contenders or plan.contenders
                 shapes = self._shapes(sweep.figure, at, random)
                 workload = requests(shapes, rate, random)
-                for contender in plan.contenders:
+                for contender in contenders:
                     point = measure_point(sweep.figure, sweep.model, plan.device, devices, contender, at, workload)
                     self.results.points.append(point)
                     tell(f"{sweep.model}, {at:g} {AXES[sweep.figure]}, {point.contender}: {point.ttft_mean_s:.2f} s")
 
     def _shapes(self, figure: str, at: float, random: Random) -> list[tuple[int, int]]:
         count = self._plan.requests
-        if figure == "rate":
+        if figure in ("rate", "stagger"):
             return conversation_lengths(count, random)
         return [(int(at) - 512 * (at > 16000) if figure == "context" else 4096, 512)] * max(20, count // 4)
 
@@ -251,8 +270,8 @@ class LayerKvStudy(Study[LayerKvResults]):
             axis = AXES[sweep.figure]
             title = f"{sweep.model} on {self._plan.device}, by {axis} (simulated: a roofline, not measured)"
             columns = (
-                axis, "setting", "TTFT mean (s)", "P99 (s)", "beside by request", "TPOT (ms)", "tokens/s",
-                "beside by request", "miss an objective", "parked", "of the link hidden",
+                axis, "setting", "TTFT mean (s)", "P99 (s)", "beside the first", "TPOT (ms)", "tokens/s",
+                "beside the first", "miss an objective", "parked", "of the link hidden",
             )  # fmt: skip
             yield Table(title, columns, rows, about=PAPER[sweep.figure])
 
@@ -283,12 +302,26 @@ def _file_of(sweep: Sweep) -> str:
     return f"{sweep.figure}-{sweep.model}"
 
 
+def draw_depth(pyplot: Any, results: LayerKvResults) -> Any:
+    """Pages read back, layer by layer."""
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    for point in (point for point in results.points if point.figure == "stagger"):
+        mean = sum(point.read_pages) / max(1, len(point.read_pages))
+        waits = f"{point.contender}: steps wait {point.waited_share:.1%} of their time"
+        axes.plot([pages / max(1e-9, mean) for pages in point.read_pages], marker="o", label=waits)
+    axes.set(xlabel="layer", ylabel="pages read back (mean of layers: 1)", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.suptitle("Work of the link over the depth, simulated")
+    return figure
+
+
 def _drawing(sweep: Sweep) -> Any:
     """Three panels over one axis: time to the first token, throughput, violations."""
 
     def draw(pyplot: Any, results: LayerKvResults) -> Any:
         figure, panels = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True, layout="constrained")
-        for name in dict.fromkeys(point.contender for point in results.points):
+        for name in dict.fromkeys(point.contender for point in results.points if point.figure == sweep.figure):
             points = results.of(sweep.figure, sweep.model, name)
             at, style = [point.at for point in points], {"marker": "x" if "slo" in name else "o", "label": name}
             line = panels[0].plot(at, [point.ttft_mean_s for point in points], **style)[0]

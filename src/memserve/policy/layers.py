@@ -67,13 +67,14 @@ class LayerPolicy:
 
     @staticmethod
     def named(name: str) -> LayerPolicy:
-        """``layerkv``: LayerKV as published. From OrbitFlow's comparison: ``next-layer`` keeps none, the next one comes
-        while one is computed; ``static-N`` keeps N layers, whatever happens."""
+        """``layerkv``: LayerKV as published; ``layerkv-staggered``: but that requests keep other layers than their
+        neighbours. From OrbitFlow's comparison: ``next-layer`` keeps none, the next one comes while one is computed;
+        ``static-N`` keeps N layers, whatever happens."""
         if name == "auto":
             return LayerPolicy()
         what, _, count = name.partition("-")
         kept_max = {"layerkv": None, "next": 0}.get(what, int(count) if count.isdecimal() else 0)
-        return LayerPolicy(kept_max, is_staggered=False, parks=False)
+        return LayerPolicy(kept_max, is_staggered=count == "staggered", parks=False)
 
 
 def layer_order(num_layers: int, number: int) -> list[int]:

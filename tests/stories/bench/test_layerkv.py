@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from memserve.bench.layerkv import contenders, conversation_lengths, measure_point, requests
+from memserve.bench.layerkv import aligned_and_staggered, contenders, conversation_lengths, measure_point, requests
 from memserve.cli.main import run
 
 BY_NAME = {one.name: one for one in contenders()}
@@ -35,12 +35,32 @@ def test_with_room_for_all_nothing_changes() -> None:
     assert by_layer.tokens_per_s == whole.tokens_per_s
 
 
+def test_long_prompts_come_up_without_holding_up_the_steps_of_others() -> None:
+    """Blocks of parked sequences, of 2 GB each, came up within one step, which waited for them."""
+    random = Random("test")
+    workload = requests([(4096, 512)] * 30, 1.0, random)
+    ways = [BY_NAME[name] for name in ("request-wise", "by layer")]
+    whole, by_layer = (measure_point("context", "llama-2-7b-16k", "l20", 1, one, 4096, workload) for one in ways)
+    assert by_layer.parked > 10 and by_layer.hidden > 0.9 and by_layer.waited_share < 0.01
+    assert by_layer.tokens_per_s > 0.98 * whole.tokens_per_s and by_layer.ttft_mean_s * 5 < whole.ttft_mean_s
+
+
+def test_staggered_the_link_has_the_same_work_before_each_layer() -> None:
+    random = Random("test")
+    workload = requests(conversation_lengths(300, random), 10, random)
+    spreads = []
+    for one in aligned_and_staggered():
+        pages = measure_point("stagger", "llama-2-7b-16k", "l20", 1, one, 10, workload).read_pages
+        spreads.append((max(pages) - min(pages)) * len(pages) / sum(pages))
+    assert spreads[0] > 0.4 and spreads[1] < 0.25, spreads
+
+
 def test_the_command_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--figures", "rate", "--rates", "7", "--requests", "40", "--settings", "by layer,request-wise"]
+    flags = ["--figures", "rate,stagger", "--rates", "7", "--requests", "40", "--settings", "by layer,request-wise"]
     assert run(["sim", "layerkv", *flags, "--out", str(tmp_path / "run")]) == 0
     assert "simulated: a roofline, not measured" in capsys.readouterr().out
     results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert len(results["points"]) == 4
+    assert len(results["points"]) == 4 + 2
     assert "69 times lower" in (tmp_path / "run" / "report.md").read_text()
     for wrong in (["--figures", "1"], ["--rates", "many"], ["--settings", "nothing"]):
         assert run(["sim", "layerkv", *wrong]) == 1
