@@ -23,13 +23,15 @@ from memserve.types import FinishReason, TokenArray
 
 @dataclass(frozen=True, slots=True)
 class _Generated:
-    """Generated KV to be sent back: ``blocks[i]`` is block ``first_block + i`` of ``tokens``, one reference each."""
+    """Generated KV to be sent back: ``blocks[i]``, and behind them ``dram_blocks``, is block ``first_block + i`` of
+    ``tokens``, one reference each."""
 
     home: Peer
     tenant: str
     tokens: TokenArray
     first_block: int
     blocks: list[int]
+    dram_blocks: list[int]
 
 
 class HandoffReceiver:
@@ -164,8 +166,12 @@ class HandoffReceiver:
     def clear(self) -> None:
         """The instance was expelled: no generated KV is sent back."""
         for part in self._generated:
-            self._state.memory.pool.release(part.blocks)
+            self._release_generated(part)
         self._generated.clear()
+
+    def _release_generated(self, part: _Generated) -> None:
+        self._state.memory.pool.release(part.blocks)
+        self._state.memory.pool.release_dram(part.dram_blocks)
 
     # -- sending generated KV back
 
@@ -175,21 +181,35 @@ class HandoffReceiver:
         if remote is None or remote.home is None:
             return
         first, end = remote.home_tokens // block_tokens, min(sequence.computed, sequence.known) // block_tokens
-        if first < end <= len(sequence.blocks):
-            blocks = sequence.blocks[first:end]
-            self._state.memory.pool.retain(blocks)
+        by_layer, dram_blocks, pool = sequence.layered, list[int](), self._state.memory.pool
+        blocks = sequence.blocks[first:end]
+        if by_layer is not None:  # what lies in HBM behind it is on its way down
+            end = min(end, by_layer.first + len(by_layer.dram_blocks))
+            blocks = sequence.blocks[first : by_layer.first]
+            dram_blocks = by_layer.dram_blocks[max(0, first - by_layer.first) : max(0, end - by_layer.first)]
+        if first < end <= sequence.entries:
+            pool.retain(blocks)
+            pool.retain_dram(dram_blocks)
             tokens = sequence.known_tokens()[: end * block_tokens]
-            self._generated.append(_Generated(remote.home, sequence.group.isolation, tokens, first, blocks))
+            generated = _Generated(remote.home, sequence.group.isolation, tokens, first, blocks, dram_blocks)
+            self._generated.append(generated)
 
     def send_back(self, now: int) -> None:
         """Offer generated KV to the instances that computed the prompts."""
         for part in self._generated:
             offer_id = self._exchange.offer(
-                part.home, part.tenant, part.tokens, part.blocks, now, first_block=part.first_block
+                part.home,
+                part.tenant,
+                part.tokens,
+                part.blocks,
+                now,
+                first_block=part.first_block,
+                dram_blocks=part.dram_blocks,
             )
-            self._exchange.computed(offer_id, part.first_block, part.first_block + len(part.blocks))
-            self._state.memory.pool.release(part.blocks)
-            self.blocks_sent_back += len(part.blocks)
+            count = len(part.blocks) + len(part.dram_blocks)
+            self._exchange.computed(offer_id, part.first_block, part.first_block + count)
+            self._release_generated(part)
+            self.blocks_sent_back += count
         self._generated.clear()
 
 

@@ -19,7 +19,7 @@ from memserve.instance.intake import RequestIntake
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Group, Phase, RemoteState, Sequence
 from memserve.kv_transfer.exchange import Exchange
-from memserve.types import TransferMode
+from memserve.types import Tier, TransferMode
 from memserve.units import ceil_div
 
 
@@ -86,35 +86,40 @@ class HandoffSender:
 
     def _offer(self, group: Group, remote: RemoteState, sequence: Sequence, start: int, now: int) -> None:
         request = remote.original or group.request
+        by_layer = sequence.layered
+        blocks = sequence.blocks if by_layer is None else sequence.blocks[: by_layer.first]
+        dram_blocks = [] if by_layer is None else by_layer.dram_blocks
         remote.offer_id = self._exchange.offer(
             remote.decode_at,  # type: ignore[arg-type]  # a request that leaves has a destination
             request.isolation,
             sequence.known_tokens(),
-            sequence.blocks,
+            blocks,
             now,
+            dram_blocks=dram_blocks,
             mode=remote.mode,
             insert=request.use_cache,
             request=request,
             deadline_in_ns=None if remote.deadline_ns is None else max(1, remote.deadline_ns - now),
             return_kv=remote.return_kv,
         )
-        remote.offered_blocks = len(sequence.blocks)
+        remote.offered_blocks = len(blocks) + len(dram_blocks)
         remote.named_blocks = start // self._state.memory.block_tokens
         if remote.named_blocks:  # from the cache: computed, or copied, by plans made so far
-            fence = self._exchange.fence_of_cached(sequence.blocks[: remote.named_blocks])
+            places = [(Tier.HBM, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
+            fence = self._exchange.fence_of_cached(places[: remote.named_blocks])
             self._exchange.computed(remote.offer_id, 0, remote.named_blocks, fence=fence)
 
     def _name(self, remote: RemoteState, sequence: Sequence, plan: StepPlan) -> None:
         """Whole blocks up to the row's end; the last one as well when the prompt ends."""
         offer_id, block_tokens = remote.offer_id or "", self._state.memory.block_tokens
-        if len(sequence.blocks) > remote.offered_blocks:
-            self._exchange.more_blocks(offer_id, sequence.blocks[remote.offered_blocks :])
-            remote.offered_blocks = len(sequence.blocks)
+        if sequence.entries > remote.offered_blocks:
+            self._exchange.more_blocks(offer_id, sequence.blocks[remote.offered_blocks - sequence.entries :])
+            remote.offered_blocks = sequence.entries
         end = sequence.computed
         end_block = ceil_div(end, block_tokens) if end == sequence.known else end // block_tokens
         if end_block <= remote.named_blocks:
             return
-        if remote.mode is TransferMode.BY_LAYER:
+        if remote.mode is TransferMode.BY_LAYER and sequence.layered is None:
             plan.report_layers = 1
             self._layers.setdefault(plan.step_id, []).append(_Layers(offer_id, remote.named_blocks, end_block))
         else:

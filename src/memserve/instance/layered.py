@@ -127,11 +127,9 @@ class LayerPlacer:
         return self.arrivals.has(sequence)
 
     def may_lie_by_layer(self, sequence: Sequence) -> bool:
-        """One line of tokens that stays here until it ends."""
-        group, remote = sequence.group, sequence.group.remote
-        plain = group.beam is None and group.request.n == 1 and group.prompt_logprobs is None and not group.muted
-        leaves = group.tokens_here is not None or (remote is not None and (remote.home is not None or remote.return_kv))
-        return plain and not leaves
+        """One line of tokens, of which nothing but tokens is reported."""
+        group = sequence.group
+        return group.beam is None and group.request.n == 1 and group.prompt_logprobs is None and not group.muted
 
     def attach(self, sequence: Sequence, headroom: int, *, reads_cache: bool, crowded: bool) -> bool:
         """Let a waiting sequence begin that has no room whole. False: it cannot, or that would not help. ``crowded``:
@@ -225,6 +223,8 @@ class LayerPlacer:
             entries = len(sequence.blocks)
             if sequence.layered is not None or not self.may_lie_by_layer(sequence) or self.arrives(sequence):
                 continue
+            if sequence.group.tokens_here is not None:
+                continue  # its blocks are offered where they lie
             if entries < 2 * self._window:
                 continue
             fits = 2 * ceil_div(entries, layers) <= pool.available() and entries <= pool.available(Tier.DRAM)

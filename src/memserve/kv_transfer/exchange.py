@@ -348,9 +348,9 @@ class Exchange:
         next one while copies are recorded that no plan carries yet."""
         return self._barriers.all_settled()
 
-    def fence_of_cached(self, blocks: Sequence[int]) -> int:
-        """The plan that has to finish before cached HBM ``blocks`` hold their final bytes: mostly it has."""
-        return self._barriers.safe_to_read([(Tier.HBM, block) for block in blocks])
+    def fence_of_cached(self, places: Sequence[Place]) -> int:
+        """The plan that has to finish before cached blocks at ``places`` hold their final bytes: mostly it has."""
+        return self._barriers.safe_to_read(places)
 
     def plans_before_pull(self, blocks: int) -> int:
         """How many plans a pull into ``blocks`` new HBM blocks is expected to wait for. Plans have mostly finished with
