@@ -75,7 +75,10 @@ def layer_families(
     pages = GaugeMetricFamily(f"{start}pages", about, labels=[*names, "tier", "state"])
     about = f"Sequences of {whose} with KV by layer: those that lie so now, and those that are parked in DRAM"
     now = GaugeMetricFamily(f"{start}sequences", about, labels=[*names, "state"])
-    about = f"Times that sequences of {whose} began by layer, went over to it, were parked, or went on by layer"
+    about = (
+        f"Times that sequences of {whose} began by layer, went over to it, were parked, went on by layer, were handed"
+        " over out of DRAM, or were taken over into it"
+    )
     turns = CounterMetricFamily(f"{start}turns", about, labels=[*names, "turn"])
     about = f"Bytes of KV by layer that {whose} has copied between HBM and DRAM, by direction"
     nbytes = CounterMetricFamily(f"{start}bytes", about, labels=[*names, "direction"])
@@ -93,6 +96,7 @@ def layer_families(
         now.add_metric([*values, "parked"], float(report.parked))
         counts = {"begun": report.begun, "went_over": report.converted}
         counts |= {"parked": report.parkings, "went_on": report.resumed}
+        counts |= {"handed_over": report.handed_over, "taken_over_parked": report.taken_over}
         for turn, count in counts.items():
             turns.add_metric([*values, turn], float(count))
         nbytes.add_metric([*values, "up"], float(report.link.up_bytes))

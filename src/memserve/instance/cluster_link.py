@@ -25,6 +25,7 @@ from memserve.instance.pins import Pins
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Fact, Group, Sequence
 from memserve.instance.store_writer import StoreWriter
+from memserve.kv_transfer.context import Room
 from memserve.kv_transfer.events import (
     FetchEnded,
     HandoffArrived,
@@ -194,7 +195,9 @@ class ClusterLink:
         """Decide about fetches, offer generated KV, let imports go on, and end what has outlived its lease."""
         self.fetches.settle(now)
         self.receiver.send_back(now)
-        self.exchange.headroom_blocks = headroom_blocks(len(self._state.decoding))
+        state, layers = self._state, self._state.memory.layers
+        parked = len(state.parked) if layers is not None and layers.policy.parks else None
+        self.exchange.room = Room(headroom_blocks(len(state.decoding)), parked)
         self._act(self.exchange.advance(now), now)
 
     def planned(self, plan: StepPlan, now: int) -> None:

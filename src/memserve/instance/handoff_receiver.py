@@ -18,7 +18,7 @@ from memserve.kv_transfer.events import HandoffArrived, HandoffFailed, HandoffOf
 from memserve.kv_transfer.exchange import Exchange
 from memserve.messages import Peer
 from memserve.serving import RejectRequest
-from memserve.types import FinishReason, TokenArray
+from memserve.types import FinishReason, Tier, TokenArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class HandoffReceiver:
         "blocks_sent_back",
         "coming",
         "failed",
+        "parked",
         "taken_over",
     )
 
@@ -56,6 +57,8 @@ class HandoffReceiver:
         self.coming: dict[str, Group] = {}
         self._generated: list[_Generated] = []
         self.taken_over = 0
+        #: of them: into DRAM
+        self.parked = 0
         self.failed = 0
         self.blocks_sent_back = 0
 
@@ -107,6 +110,12 @@ class HandoffReceiver:
         self.taken_over += 1
         tokens = len(outcome.offer.tokens)
         first = next(iter(group.sequences.values()))
+        if outcome.tier is Tier.DRAM:
+            first.out, first.computed, first.dram_blocks = list(outcome.first_tokens[0]), tokens, outcome.blocks
+            self._state.park(first)
+            self.parked += 1
+            self._end_early(first, remote, outcome.ended)
+            return True
         self._state.memory.adopt(first, outcome.blocks, outcome.lease, tokens if group.beam is None else tokens - 1)
         self._state.move(first, Cause.REMOTE_KV_ARRIVED)
         if group.beam is None:
@@ -136,7 +145,8 @@ class HandoffReceiver:
     def _release(self, outcome: HandoffArrived) -> None:
         if outcome.lease is not None:
             self._state.memory.pool.unpin(outcome.lease)
-        self._state.memory.pool.release(outcome.blocks)
+        pool = self._state.memory.pool
+        (pool.release if outcome.tier is Tier.HBM else pool.release_dram)(outcome.blocks)
 
     # -- the KV will not come
 

@@ -36,7 +36,17 @@ class _Layers:
 class HandoffSender:
     """All requests that leave after their first token, and the offers of those that have left."""
 
-    __slots__ = ("_exchange", "_intake", "_layers", "_num_layers", "_state", "handed_over", "leaving", "left")
+    __slots__ = (
+        "_exchange",
+        "_intake",
+        "_layers",
+        "_num_layers",
+        "_state",
+        "by_layer",
+        "handed_over",
+        "leaving",
+        "left",
+    )
 
     def __init__(self, state: SchedulerState, intake: RequestIntake, exchange: Exchange, num_layers: int) -> None:
         self._state = state
@@ -50,6 +60,8 @@ class HandoffSender:
         #: plan -> what it computes for offers by layer
         self._layers: dict[int, list[_Layers]] = {}
         self.handed_over = 0
+        #: of them: computed by layer
+        self.by_layer = 0
 
     # -- coming
 
@@ -165,6 +177,7 @@ class HandoffSender:
             self._exchange.hand_off(offer_id, tokens, tuple(i for i in range(request.n) if i not in live))
         self.left[offer_id] = request.request_id
         self.handed_over += 1
+        self.by_layer += any(sequence.layered is not None for sequence in live.values())
         self._state.drop_group(group)
 
     def interrupted(self, group: Group) -> None:

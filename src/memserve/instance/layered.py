@@ -53,7 +53,6 @@ class LayerPlacer:
         "_costs",
         "_moves",
         "_plan",
-        "_policy",
         "_pool",
         "_steps_in_flight",
         "_usual",
@@ -63,6 +62,7 @@ class LayerPlacer:
         "converted",
         "link",
         "parked",
+        "policy",
         "resumed",
         "sequences",
     )
@@ -81,7 +81,7 @@ class LayerPlacer:
         self._pool = pool
         self._block_tokens = block_tokens
         self._budget = budget
-        self._policy = policy
+        self.policy = policy
         self._costs = costs
         self._chunk_max = chunk_blocks_max
         self._steps_in_flight = steps_in_flight
@@ -256,7 +256,7 @@ class LayerPlacer:
 
     def to_park(self) -> list[Sequence]:
         """The latest of those that decode, as many as read back more than the link carries."""
-        if not self._policy.parks:
+        if not self.policy.parks:
             return []
         over = self._pages_read_back() - self._budget.pages_max(self._costs.decode_ns)
         parked: list[Sequence] = []
@@ -280,7 +280,7 @@ class LayerPlacer:
                 self._keep_one_more(plan, sequence, kv)
 
     def _keep_one_more(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
-        policy = self._policy
+        policy = self.policy
         if policy.kept_max is None or len(kv.kept) < policy.kept_max:
             order = layer_order(self.num_layers, sequence.group.arrival if policy.is_staggered else 0)
             layer = next((layer for layer in order if layer not in kv.kept), None)

@@ -33,6 +33,10 @@ class LayerReport:
     """Times that a sequence was parked because steps would have waited for it."""
     resumed: int = 0
     """Parked sequences that went on by layer."""
+    handed_over: int = 0
+    """Requests that left for another instance out of DRAM, computed by layer."""
+    taken_over: int = 0
+    """Requests whose KV came from another instance into DRAM, since HBM had no room: they began parked."""
     link: LinkUse = field(default_factory=LinkUse)
 
 

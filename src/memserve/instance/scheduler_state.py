@@ -4,6 +4,7 @@
 
     WAITING_FOR_REMOTE_KV --fetched--> WAITING                          (KV from another instance)
              +----handed over--> REMOTE_KV_READY --admit--> PREFILLING
+             +----handed over, to DRAM--> PARKED
 
     WAITING --admit--> PREFILLING --prompt scheduled--> DECODING --all tokens scheduled--> IDLE
        ^                ^ |                               |                                  |
@@ -218,11 +219,16 @@ class SchedulerState:
     def resume(self, sequence: Sequence) -> None:
         """A preempted sequence waits for admission again, unless tokens or candidates of it are still under way."""
         if sequence.phase is Phase.PREEMPTED and not sequence.inflight and sequence.candidates is None:
-            is_parked = self.memory.layers is not None and sequence.out and sequence.dram_blocks
-            self.move(sequence, Cause.PARKED if is_parked else Cause.RESUMED)
-            if is_parked:
-                sequence.parked_since_ns = self.now
-                sequence.group.facts.append(("parked", f"{len(sequence.dram_blocks)} blocks"))
+            if self.memory.layers is not None and sequence.out and sequence.dram_blocks:
+                self.park(sequence)
+            else:
+                self.move(sequence, Cause.RESUMED)
+
+    def park(self, sequence: Sequence) -> None:
+        """Its client has tokens, and its KV is in DRAM: it waits for room without holding up prompts."""
+        self.move(sequence, Cause.PARKED)
+        sequence.parked_since_ns = self.now
+        sequence.group.facts.append(("parked", f"{len(sequence.dram_blocks)} blocks"))
 
     def preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks away; the sequence continues with the tokens that it has."""

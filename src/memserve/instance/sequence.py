@@ -91,6 +91,7 @@ SEQUENCE = Transitions(
         (Phase.NEW, Cause.PREEMPTED): Phase.PREEMPTED,
         (Phase.WAITING_FOR_REMOTE_KV, Cause.FETCH_ENDED): Phase.WAITING,
         (Phase.WAITING_FOR_REMOTE_KV, Cause.REMOTE_KV_ARRIVED): Phase.REMOTE_KV_READY,
+        (Phase.WAITING_FOR_REMOTE_KV, Cause.PARKED): Phase.PARKED,
         (Phase.REMOTE_KV_READY, Cause.ADMITTED): Phase.PREFILLING,
         (Phase.WAITING, Cause.ADMITTED): Phase.PREFILLING,
         (Phase.PREFILLING, Cause.PROMPT_SCHEDULED): Phase.DECODING,

@@ -176,6 +176,7 @@ def _with_cluster(stats: InstanceStats, link: ClusterLink) -> InstanceStats:
     counters = link.exchange.counters
     return replace(
         stats,
+        layers=replace(stats.layers, handed_over=link.sender.by_layer, taken_over=link.receiver.parked),
         handed_over=link.sender.handed_over,
         taken_over=link.receiver.taken_over,
         takeovers_failed=link.receiver.failed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 from operator import itemgetter
@@ -135,6 +136,17 @@ class Peers:
         self._gone.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What imports may take."""
+
+    headroom_blocks: int = 0
+    """HBM blocks that an import, or an allocation for a peer, leaves available."""
+    parked: int | None = None
+    """Requests that wait in DRAM for HBM: a handoff that has no room, or would overtake them, waits there too. None:
+    handoffs need HBM."""
+
+
 class TransferContext:
     """Shared by the parts of one exchange."""
 
@@ -148,6 +160,7 @@ class TransferContext:
         self.namespace = namespace
         self.peers = Peers()
         self.counters = ExchangeCounters()
+        self.room = Room()
         self.actions: list[ExchangeAction] = []
         self.outcomes: list[Outcome] = []
         self._transfers = 0
@@ -196,12 +209,12 @@ class TransferContext:
         """One reference less on each block of ``tier``."""
         (self.pool.release if tier == Tier.HBM else self.pool.release_dram)(blocks)
 
-    def allocate(self, tier: Tier, count: int, headroom_blocks: int) -> list[int] | None:
-        """``count`` blocks of a tier, a reference each. None: no room beside ``headroom_blocks`` of HBM."""
+    def allocate(self, tier: Tier, count: int) -> list[int] | None:
+        """``count`` blocks of a tier, a reference each. None: no room beside the headroom of HBM."""
         if count == 0:
             return []
         if tier == Tier.HBM:
-            return self.pool.allocate(count) if count + headroom_blocks <= self.pool.available() else None
+            return self.pool.allocate(count) if count + self.room.headroom_blocks <= self.pool.available() else None
         below = self.pool.allocate_dram_ids(count)
         return None if below is None else below.tolist()
 

@@ -95,8 +95,8 @@ class HandoffArrived:
     sender: Peer
     offer: Offer
     blocks: list[int]
-    """HBM blocks of ``offer.tokens`` in order, the last maybe partly filled. The owner has one reference on each now
-    and ends it by ``pool.release``. Whole blocks may be shared with the index, a partly filled one is private."""
+    """Blocks of ``offer.tokens`` in order, on ``tier``, the last maybe partly filled. The owner has one reference on
+    each now, and ends it. Whole blocks may be shared with the index, a partly filled one is private."""
     lease: Lease | None
     """The pin on the whole blocks, which are in the index; the owner ends it by ``pool.unpin``. Its ``blocks`` are the
     first of ``blocks``, without further references. None: the request may not use the cache. An empty lease: nothing is
@@ -107,6 +107,8 @@ class HandoffArrived:
     """Blocks of which pages were pulled."""
     reused_blocks: int
     """Blocks that were here already."""
+    tier: Tier = Tier.HBM
+    """DRAM: HBM had no room. None of the blocks is in the index."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from memserve.config import ExchangeConfig
 from memserve.errors import check
 from memserve.kv_transfer.barriers import Barriers
-from memserve.kv_transfer.context import Deadlines, ExchangeAction, PeerStatus, Place, TransferContext
+from memserve.kv_transfer.context import Deadlines, ExchangeAction, PeerStatus, Place, Room, TransferContext
 from memserve.kv_transfer.events import ExchangeCounters, Outcome, PagesPulled, PagesSealed
 from memserve.kv_transfer.imports import Fetching, Import
 from memserve.kv_transfer.receiver import Receiver
@@ -189,13 +189,13 @@ class Exchange:
         self._receiver.give_up(transfer_id, reason)
 
     @property
-    def headroom_blocks(self) -> int:
-        """HBM blocks that an import, or an allocation for a peer, leaves available; set by the owner."""
-        return self._receiver.headroom_blocks
+    def room(self) -> Room:
+        """What imports may take; set by the owner."""
+        return self._context.room
 
-    @headroom_blocks.setter
-    def headroom_blocks(self, blocks: int) -> None:
-        self._receiver.headroom_blocks = blocks
+    @room.setter
+    def room(self, room: Room) -> None:
+        self._context.room = room
 
     # -- memory at a peer (MemServe Table 1 with an instance id)
 
@@ -240,7 +240,7 @@ class Exchange:
             case Fetch():
                 self._sender.answer(sender, message, now)
             case Alloc():
-                self._remote.heard_alloc(sender, message, now, self.headroom_blocks)
+                self._remote.heard_alloc(sender, message, now)
             case Allocated():
                 self._remote.heard_allocated(sender, message)
             case Free():

@@ -228,7 +228,7 @@ def _malformed(offer: Offer, block_tokens: int, num_blocks: dict[Tier, int]) -> 
 
 
 def place(
-    context: TransferContext, remote: RemoteAllocation, barriers: Barriers, imported: Import, headroom_blocks: int
+    context: TransferContext, remote: RemoteAllocation, barriers: Barriers, imported: Import
 ) -> ImportPlacement | NoPlace | None:
     """A place for an import to which there was no objection. None: no room now, and nothing is held.
 
@@ -240,22 +240,34 @@ def place(
     if reason is not None:
         return NoPlace(reason)
     if offer.request is None and not offer.insert:
-        return _extend(context, barriers, imported, Lease(), offer.first_block, headroom_blocks)
+        return _extend(context, barriers, imported, Lease(), offer.first_block)
     reach = offer.first_block if offer.dst_blocks else imported.end_block
     reusable = offer.tokens[: reach * pool.block_tokens if imported.uses_index else 0]
     in_hbm, in_dram = pool.match_blocks(offer.tenant, reusable)
     if in_hbm + in_dram < offer.first_block:
         return NoPlace(f"of the {offer.first_block} blocks before the offer {in_hbm + in_dram} are cached here")
     allocates = offer.dst_tier == Tier.HBM and not offer.dst_blocks
-    if allocates and imported.end_block - in_hbm + headroom_blocks > pool.available():
+    room = context.room
+    fits = imported.end_block - in_hbm + room.headroom_blocks <= pool.available()
+    if room.parked is not None and (room.parked or not fits) and _is_one_line(offer):
+        below = _extend(context, barriers, imported, Lease(), 0, Tier.DRAM)
+        if below is not None:
+            return below
+    if allocates and not fits:
         return None  # nothing was touched: this is asked on every event while there is no room
     lease = pool.acquire(offer.tenant, reusable)
     if len(lease.blocks) >= offer.first_block:
-        placed = _extend(context, barriers, imported, lease, 0, headroom_blocks)
+        placed = _extend(context, barriers, imported, lease, 0)
         if placed is not None:
             return placed
     give_up(context, lease)  # no room to bring up from DRAM what comes before the offer, or for the rest of it
     return None
+
+
+def _is_one_line(offer: Offer) -> bool:
+    """Whether a handoff goes on as one line of tokens."""
+    request = offer.request
+    return request is not None and request.n == 1 and not request.beam_width
 
 
 def give_up(context: TransferContext, lease: Lease) -> None:
@@ -265,17 +277,18 @@ def give_up(context: TransferContext, lease: Lease) -> None:
 
 
 def _extend(
-    context: TransferContext, barriers: Barriers, imported: Import, lease: Lease, base: int, headroom_blocks: int
+    context: TransferContext, barriers: Barriers, imported: Import, lease: Lease, base: int, tier: Tier | None = None
 ) -> ImportPlacement | None:
-    """The lease's blocks, which are block ``base`` and following, and new ones up to the import's end."""
-    tier = imported.offer.dst_tier
+    """The lease's blocks, which are block ``base`` and following, and new ones up to the import's end, on ``tier``
+    (None: as the offer says)."""
+    tier = imported.offer.dst_tier if tier is None else tier
     count = imported.end_block - base - len(lease.blocks)
     if imported.offer.dst_blocks:
         new = list(imported.offer.dst_blocks)
         check(len(new) == count, f"{imported!r}: {len(new)} destinations for {count} blocks")
         context.retain(tier, new)
     else:
-        got = context.allocate(tier, count, headroom_blocks)
+        got = context.allocate(tier, count)
         if got is None:
             return None
         new = got
@@ -333,7 +346,7 @@ def _hand_over(context: TransferContext, imported: Import, placed: ImportPlaceme
     """The blocks go to the sequences that decode; whole ones into the index, if the request may use it."""
     lease: Lease | None = None
     blocks, pulled, reused = placed.blocks, len(placed.own), len(placed.lease.blocks)
-    if imported.uses_index:
+    if imported.uses_index and placed.tier is Tier.HBM:
         lease, blocks = _share(context, imported, placed)
     outcome = HandoffArrived(
         transfer_id=imported.transfer_id,
@@ -345,6 +358,7 @@ def _hand_over(context: TransferContext, imported: Import, placed: ImportPlaceme
         ended=handoff.ended,
         pulled_blocks=pulled,
         reused_blocks=reused,
+        tier=placed.tier,
     )
     context.outcomes.append(outcome)
 

@@ -58,7 +58,6 @@ class Receiver:
         self._waiting: FairQueue[Import] = FairQueue()  # for room
         self._strangers: list[Import] = []  # for news of their sender; some may have ended
         self._ended: dict[str, None] = {}  # ids, oldest first
-        self.headroom_blocks = 0
 
     # -- what the owner of the blocks says
 
@@ -164,7 +163,7 @@ class Receiver:
 
     def _try_place(self, imported: Import) -> bool:
         """False: no room now."""
-        placed = place(self._context, self._remote, self._barriers, imported, self.headroom_blocks)
+        placed = place(self._context, self._remote, self._barriers, imported)
         if placed is None:
             return False
         if isinstance(placed, NoPlace):

@@ -56,13 +56,13 @@ class RemoteAllocation:
 
     # -- as the owner of memory
 
-    def heard_alloc(self, sender: Peer, message: Alloc, now: int, headroom_blocks: int) -> None:
+    def heard_alloc(self, sender: Peer, message: Alloc, now: int) -> None:
         """Allocate for a member. A message heard twice is answered twice alike."""
         context, key = self._context, (sender, message.call_id)
         if key not in self._lent:
             may = context.peers.status(sender) is PeerStatus.MEMBER and message.count > 0
             may = may and message.tier in (Tier.HBM, Tier.DRAM)
-            blocks = context.allocate(message.tier, message.count, headroom_blocks) if may else None
+            blocks = context.allocate(message.tier, message.count) if may else None
             if blocks is None:
                 context.send(sender, Allocated(message.call_id, None))
                 return

@@ -27,7 +27,7 @@ from exchange_world import (
 )
 from memserve.errors import InvariantError
 from memserve.kv_transfer.barriers import Barriers
-from memserve.kv_transfer.context import Deadlines
+from memserve.kv_transfer.context import Deadlines, Room
 from memserve.kv_transfer.events import (
     FetchEnded,
     HandoffArrived,
@@ -78,11 +78,11 @@ def test_who_is_first_in_line_is_not_overtaken(world) -> None:
 
 def test_headroom_is_left_alone(world) -> None:
     p, d = pair(world, hbm=4)
-    d.exchange.headroom_blocks = 2
+    d.exchange.room = Room(2)
     p.hand_over(d.peer, p.compute("", PROMPT))
     world.run()
     assert not of(d, HandoffArrived)
-    d.exchange.headroom_blocks = 1
+    d.exchange.room = Room(1)
     d.advance()
     world.run()
     assert len(of(d, HandoffArrived)) == 1

@@ -17,6 +17,7 @@ from exchange_world import (
     settled_world,
 )
 from memserve.errors import InvariantError
+from memserve.kv_transfer.context import Room
 from memserve.kv_transfer.events import (
     Delivered,
     FetchEnded,
@@ -286,7 +287,7 @@ def test_remote_memory_that_nobody_waits_for_comes_back_before_its_lease(world, 
 
 def test_peers_leave_the_headroom_alone_too(world) -> None:
     p, d = pair(world, hbm=4)
-    d.exchange.headroom_blocks = 3
+    d.exchange.room = Room(3)
     for count in (2, 1):
         allocated(p, d, count)
     world.run()

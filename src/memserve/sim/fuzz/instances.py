@@ -113,6 +113,9 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
             kv = self.memory.kv
             done.update({"by layer: admitted": layers.admitted, "by layer: converted": layers.converted})
             done.update({"by layer: parked": layers.parked, "by layer: resumed": layers.resumed})
+            if link is not None:
+                done.update({"by layer: handed_over": link.sender.by_layer})
+                done.update({"by layer: taken_over": link.receiver.parked})
             done.update({"by layer: pages_moved": kv.moved_pages, "by layer: pages_read": kv.read_by_layer})
         return done
 

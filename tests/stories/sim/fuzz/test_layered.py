@@ -20,6 +20,7 @@ def test_scenarios_by_layer_reach_what_they_are_for() -> None:
         assert not verdict.failure, f"{verdict.seed}: {verdict.failure}"
         seen += verdict.happened
     assert seen["by layer: admitted"] > 3 and seen["by layer: converted"] and seen["by layer: parked"], seen
+    assert seen["by layer: handed_over"] and seen["by layer: taken_over"], seen
     assert seen["by layer: pages_moved"] > 500 and seen["by layer: pages_read"] > 5000, seen
     assert all(seen[name] for name in SHARED), seen
 
