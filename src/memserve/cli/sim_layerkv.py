@@ -9,12 +9,15 @@ import typer
 from memserve.cli.bench_load import Folder, command, parse_rates, run_study
 from memserve.errors import UserError
 
-FIGURES = ("context", "devices", "rate")
+FIGURES = ("context", "devices", "rate", "orbitflow")
+DEFAULT_FIGURES = FIGURES[:3]
 
 
 def layerkv(
     *,
-    figures: Annotated[str, typer.Option(help="What to sweep: context, devices, rate.")] = ",".join(FIGURES),
+    figures: Annotated[str, typer.Option(help="What to sweep: context, devices, rate, orbitflow.")] = ",".join(
+        DEFAULT_FIGURES
+    ),
     device: Annotated[str, typer.Option(help="Device of each instance: l20, as in the paper, or h200 ...")] = "l20",
     rates: Annotated[str, typer.Option(help="Requests a second of the sweep of rates.")] = "4,5,5.5,6,7,8,10",
     requests: Annotated[int, typer.Option(min=20, help="Requests of each point; of long prompts a quarter.")] = 400,

@@ -28,7 +28,7 @@ from memserve.instance.events import LinkUse, PlaceByLayer, StepPlan
 from memserve.instance.layer_moves import LayerMoves
 from memserve.instance.layered_kv import LayeredKV
 from memserve.instance.sequence import Phase
-from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget, LayerPolicy, layer_order
+from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget, LayerPolicy, Lying, layer_order
 from memserve.types import Tier
 from memserve.units import NS_PER_MS, ceil_div
 
@@ -53,7 +53,6 @@ class LayerPlacer:
         "_costs",
         "_moves",
         "_plan",
-        "_policy",
         "_pool",
         "_steps_in_flight",
         "_usual",
@@ -63,6 +62,7 @@ class LayerPlacer:
         "converted",
         "link",
         "parked",
+        "policy",
         "resumed",
         "sequences",
     )
@@ -81,7 +81,7 @@ class LayerPlacer:
         self._pool = pool
         self._block_tokens = block_tokens
         self._budget = budget
-        self._policy = policy
+        self.policy = policy
         self._costs = costs
         self._chunk_max = chunk_blocks_max
         self._steps_in_flight = steps_in_flight
@@ -253,24 +253,24 @@ class LayerPlacer:
                 self._moves.settle(sequence, kv, kv.moving)
 
     def to_park(self) -> list[Sequence]:
-        """The latest of those that decode, as many as read back more than the link carries."""
-        if not self._policy.parks:
-            return []
-        over = self._pages_read_back() - self._budget.pages_max(self._costs.decode_ns)
-        parked: list[Sequence] = []
-        for sequence, kv in sorted(self._lying(), key=lambda lying: lying[0].rank, reverse=True):
-            if over <= 0:
-                break
-            left = self._moves.complete(sequence, kv)
-            if sequence.phase is Phase.DECODING and kv.dram_blocks and left <= 1:  # else the most of it still moves
-                over -= self._passing_pages(kv)
-                parked.append(sequence)
-        self.parked += len(parked)
-        return parked
+        """The sequences that decode and give up HBM before the plan that is being made, as the policy has it."""
+        some = sorted(self._lying(), key=lambda lying: lying[0].rank, reverse=True)
+        lying = [self._seen(sequence, kv) for sequence, kv in some]
+        chosen = self.policy.to_park(lying, self._budget, self._costs.decode_ns, self._pool.blocks_free)
+        self.parked += len(chosen)
+        return [some[at][0] for at in chosen]
+
+    def _seen(self, sequence: Sequence, kv: LayeredKV) -> Lying:
+        decodes = sequence.phase is Phase.DECODING
+        settled = bool(kv.dram_blocks) and self._moves.complete(sequence, kv) <= 1  # else the most of it still moves
+        return Lying(sequence.group.arrival, len(kv.dram_blocks), len(kv.kept), decodes, decodes and settled)
 
     def move(self, plan: StepPlan, *, keeps: bool) -> None:
         """Before the rows of ``plan``: what is complete moves. ``keeps``: free HBM may be used to keep layers."""
         for sequence, kv in self._lying():
+            most = self.policy.kept_most(sequence.group.arrival, self.num_layers)
+            while len(kv.kept) > most and self._may_give_up(kv):
+                self._give_up_last(kv)
             if kv.moving is not None or self._moves.spill(plan, sequence, kv, self.make_room) or not keeps:
                 continue
             room = self._window + 2 * len(kv.staging[0])
@@ -278,9 +278,9 @@ class LayerPlacer:
                 self._keep_one_more(plan, sequence, kv)
 
     def _keep_one_more(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
-        policy = self._policy
-        if policy.kept_max is None or len(kv.kept) < policy.kept_max:
-            order = layer_order(self.num_layers, sequence.group.arrival if policy.is_staggered else 0)
+        number = sequence.group.arrival
+        if len(kv.kept) < self.policy.kept_most(number, self.num_layers):
+            order = layer_order(self.num_layers, number if self.policy.is_staggered else 0)
             layer = next((layer for layer in order if layer not in kv.kept), None)
             if layer is not None:
                 self._moves.keep(plan, kv, layer)
@@ -322,13 +322,16 @@ class LayerPlacer:
         for sequence in reversed(self.sequences):
             kv = sequence.layered
             if kv is not None and kv.kept and self._may_give_up(kv):
-                layer = next(reversed(kv.kept))
-                self._pool.release(kv.kept.pop(layer))
-                if kv.moving is not None:
-                    self._pool.release(kv.moving.frames.pop(layer, []))
-                kv.changed = True
+                self._give_up_last(kv)
                 return True
         return False
+
+    def _give_up_last(self, kv: LayeredKV) -> None:
+        layer = next(reversed(kv.kept))
+        self._pool.release(kv.kept.pop(layer))
+        if kv.moving is not None:
+            self._pool.release(kv.moving.frames.pop(layer, []))
+        kv.changed = True
 
     def _may_give_up(self, kv: LayeredKV) -> bool:
         """Whether no copy of the plan that is being made fills frames of it."""
