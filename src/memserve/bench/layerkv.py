@@ -39,7 +39,7 @@ MODELS = {"llama-2-7b-16k": 1, "yi-34b-200k": 2, "llama-3.1-70b": 4}
 """The paper's models, and the devices of each."""
 LONG_TTFT_S = 30.0
 """Objective of the figure ``orbitflow``: computing one of its prompts takes 2 to 50 s on an L20."""
-LONG_RATES = (0.06, 0.08, 0.1, 0.12)
+LONG_RATES = (0.02, 0.04, 0.06, 0.08)
 PAPER = {
     "context": "The paper's figures 1 and 4: TTFT grows sharply with the context by request, and up to an order of "
     "magnitude less by layer; throughput is nearly the same.",

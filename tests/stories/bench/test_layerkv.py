@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from memserve.bench.layerkv import contenders, conversation_lengths, measure_point, requests
+from memserve.bench.layerkv import contenders, conversation_lengths, long_lengths, measure_point, requests
 from memserve.cli.main import run
 
 BY_NAME = {one.name: one for one in contenders()}
@@ -45,3 +45,16 @@ def test_the_command_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixtu
     for wrong in (["--figures", "1"], ["--rates", "many"], ["--settings", "nothing"]):
         assert run(["sim", "layerkv", *wrong]) == 1
         assert "hint: " in capsys.readouterr().err
+
+
+def test_orbitflows_program_places_layers_of_long_prompts() -> None:
+    pytest.importorskip("scipy")
+    random = Random("long")
+    workload = requests(long_lengths(12, random), 0.12, random)
+    names = ["by layer", "integer program (orbitflow)", "next-layer"]
+    ours, program, none_kept = (
+        measure_point("orbitflow", "llama-3-8b", "l20", 1, BY_NAME[name], 0.12, workload, 30.0) for name in names
+    )
+    assert ours.ttft_mean_s <= program.ttft_mean_s and ours.tokens_per_s >= program.tokens_per_s
+    assert program.waited_share <= none_kept.waited_share
+    assert all(0 <= share <= 1 for one in (ours, program) for share in (one.ttft_met, one.tpot_met, one.tbt_met))
