@@ -76,8 +76,8 @@ def layer_families(
     about = f"Sequences of {whose} with KV by layer: those that lie so now, and those that are parked in DRAM"
     now = GaugeMetricFamily(f"{start}sequences", about, labels=[*names, "state"])
     about = (
-        f"Times that sequences of {whose} began by layer, went over to it, were parked, went on by layer, were handed"
-        " over out of DRAM, or were taken over into it"
+        f"Times that sequences of {whose} began by layer, went over to lying by layer, were parked, went on by layer,"
+        " were handed over out of DRAM, or were taken over into DRAM"
     )
     turns = CounterMetricFamily(f"{start}turns", about, labels=[*names, "turn"])
     about = f"Bytes of KV by layer that {whose} has copied between HBM and DRAM, by direction"

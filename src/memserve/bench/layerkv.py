@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from memserve.bench.report_writer import Cell, Drawing, Table
-from memserve.bench.study import Study, StudyResults, Tell
+from memserve.bench.orbitflow import ProgramPolicy
+from memserve.bench.study import StudyResults
 from memserve.config import AdmissionConfig, ClusterConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.sim.hardware import machine
@@ -30,20 +30,15 @@ TTFT_S, TPOT_S = 3.0, 0.2
 """LayerKV's objectives (5.2.4)."""
 DRAM_BYTES = 512 * GIB
 """Of an instance: the paper's servers have 2 TB."""
+ORBITFLOW = "integer program (orbitflow)"
 SHORTEST, LONGEST = 4, 2300
 """Tokens of ShareGPT's sequences, as the paper says."""
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 MODELS = {"llama-2-7b-16k": 1, "yi-34b-200k": 2, "llama-3.1-70b": 4}
 """The paper's models, and the devices of each."""
-PAPER = {
-    "context": "The paper's figures 1 and 4: TTFT grows sharply with the context by request, and up to an order of "
-    "magnitude less by layer; throughput is nearly the same.",
-    "devices": "The paper's figure 5: TTFT is lower by layer with any number of devices; throughput nearly the same.",
-    "stagger": "Everything is read back in each step. Staggered, the link has the same work before each layer; how "
-    "long steps wait is bound by all of it together.",
-    "rate": "The paper's figures 6, 7 and 8: mean TTFT up to 69 times lower, P99 up to 45 times; throughput within "
-    "3 %; 17.7 to 28.7 points fewer requests violate 3 s or 200 ms a token from 6 requests/s on.",
-}
+LONG_TTFT_S = 30.0
+"""Objective of the figure ``orbitflow``: computing one of its prompts takes 2 to 50 s on an L20."""
+LONG_RATES = (0.02, 0.04, 0.06, 0.08)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +47,10 @@ class Contender:
 
     name: str
     scheduler: SchedulerConfig
+    figure: str = ""
+    """The only one that it is in. Empty: in all."""
+    is_program: bool = False
+    """An integer program says what is kept."""
 
 
 def contenders() -> tuple[Contender, ...]:
@@ -65,7 +64,14 @@ def contenders() -> tuple[Contender, ...]:
         "by layer": layers,
         "by layer, slo": {**layers, **slo},
     }
-    return tuple(Contender(name, dataclasses.replace(GPU_SCHEDULER, **options)) for name, options in ways.items())
+    others = {"static-16": "static-16", "next-layer": "next-layer", ORBITFLOW: "auto"}
+    return (
+        *(Contender(name, dataclasses.replace(GPU_SCHEDULER, **options)) for name, options in ways.items()),
+        *(
+            Contender(name, dataclasses.replace(GPU_SCHEDULER, layerwise=mode), "orbitflow", name == ORBITFLOW)
+            for name, mode in others.items()
+        ),
+    )
 
 
 def aligned_and_staggered() -> tuple[Contender, ...]:
@@ -95,6 +101,11 @@ class Point:
     """Of the time of all steps: waits for the link."""
     hidden: float
     """Share of the link's time that no step waited for."""
+    ttft_met: float = 0.0
+    tpot_met: float = 0.0
+    """Share of requests that meet the objective."""
+    tbt_met: float = 0.0
+    """Share of the tokens that are there when an even pace of the objective hands them out."""
     read_pages: tuple[int, ...] = ()
     """Pages that steps have read back, layer by layer."""
 
@@ -107,6 +118,8 @@ class Sweep:
     model: str
     points: tuple[tuple[float, int, float], ...]
     """Where on the axis, devices, and requests a second."""
+    ttft_s: float = TTFT_S
+    """Objective."""
     contenders: tuple[Contender, ...] = ()
     """None: those of the run."""
 
@@ -137,7 +150,9 @@ def sweeps_of(figures: Sequence[str], rates: Sequence[float]) -> tuple[Sweep, ..
     if "rate" in figures:
         found.append(Sweep("rate", "llama-2-7b-16k", by_rate))
     if "stagger" in figures:
-        found.append(Sweep("stagger", "llama-2-7b-16k", by_rate[-1:], aligned_and_staggered()))
+        found.append(Sweep("stagger", "llama-2-7b-16k", by_rate[-1:], contenders=aligned_and_staggered()))
+    if "orbitflow" in figures:
+        found.append(Sweep("orbitflow", "llama-3-8b", tuple((rate, 1, rate) for rate in LONG_RATES), LONG_TTFT_S))
     return tuple(found)
 
 
@@ -181,20 +196,43 @@ def conversation_lengths(count: int, random: Random) -> list[tuple[int, int]]:
     return shapes
 
 
+def long_lengths(count: int, random: Random) -> list[tuple[int, int]]:
+    """Lengths like those of OrbitFlow's traces as far as the model's context goes: prompts of 8,000 tokens or more, of
+    16,000 at the median, and long answers."""
+    shapes: list[tuple[int, int]] = []
+    while len(shapes) < count:
+        prompt = round(random.lognormvariate(math.log(16_000), 0.6))
+        if 8000 <= prompt <= 100_000:
+            shapes.append((prompt, random.randint(1024, 3072)))
+    return shapes
+
+
 def measure_point(
-    figure: str, model: str, device: str, devices: int, contender: Contender, at: float, workload: Workload
+    figure: str,
+    model: str,
+    device: str,
+    devices: int,
+    contender: Contender,
+    at: float,
+    workload: Workload,
+    ttft_s: float = TTFT_S,
 ) -> Point:
     """Simulate one contender with one workload."""
     hardware = machine(model, device, devices, DRAM_BYTES, BLOCK_TOKENS)
     waits = AdmissionConfig(waiting_max=1_000_000, wait_ns=10_000 * NS_PER_S)
     cluster = ClusterConfig(caching=Caching.OFF, admission=waits, stalled_after_ns=100_000 * NS_PER_S)
     scheduler = dataclasses.replace(contender.scheduler, max_waiting=1_000_000)
-    world = ReplayWorld(Setup({Role.COLOCATED: 1}, hardware, cluster, scheduler), workload)
+    if scheduler.slo_ttft_ns is not None:
+        scheduler = dataclasses.replace(scheduler, slo_ttft_ns=round(ttft_s * NS_PER_S))
+    layers = ProgramPolicy() if contender.is_program else None
+    world = ReplayWorld(Setup({Role.COLOCATED: 1}, hardware, cluster, scheduler, layers=layers), workload)
     world.run()
-    return _point(figure, model, devices, contender.name, at, world)
+    return _point(figure, model, devices, contender.name, at, world, ttft_s)
 
 
-def _point(figure: str, model: str, devices: int, contender: str, at: float, world: ReplayWorld) -> Point:
+def _point(
+    figure: str, model: str, devices: int, contender: str, at: float, world: ReplayWorld, ttft_s: float
+) -> Point:
     done = [served for served in world.clients.served if served.answered]
     if len(done) < len(world.clients.served):
         raise UserError(f"{len(world.clients.served) - len(done)} requests of {contender} were not answered")
@@ -203,13 +241,15 @@ def _point(figure: str, model: str, devices: int, contender: str, at: float, wor
     ttfts = sorted(_ttft_s(served) for served in done)
     tpots = [_tpot_s(served) for served in done]
     elapsed_s = max(served.end_ns or 0 for served in done) / NS_PER_S
-    missed = sum(ttft > TTFT_S or tpot > TPOT_S for ttft, tpot in zip(map(_ttft_s, done), tpots, strict=True))
+    missed = sum(ttft > ttft_s or tpot > TPOT_S for ttft, tpot in zip(map(_ttft_s, done), tpots, strict=True))
     worst = ttfts[min(len(ttfts) - 1, len(ttfts) * 99 // 100)]
     return Point(
         figure, model, devices, contender, at, sum(ttfts) / len(ttfts), worst,
         sum(tpots) / len(tpots), sum(len(served.token_ns) for served in done) / elapsed_s, missed / len(done),
         layers.parked if layers is not None else 0, link.waited_ns / max(1, node.device.busy_ns),
-        link.hidden_share, tuple(link.read_pages),
+        link.hidden_share, sum(ttft <= ttft_s for ttft in ttfts) / len(done),
+        sum(tpot <= TPOT_S for tpot in tpots) / len(done),
+        sum(map(_in_time, done)) / sum(len(served.token_ns) for served in done), tuple(link.read_pages),
     )  # fmt: skip
 
 
@@ -222,73 +262,10 @@ def _tpot_s(served: Served) -> float:
     return (served.token_ns[-1] - served.token_ns[0]) / NS_PER_S / (tokens - 1) if tokens > 1 else 0.0
 
 
-# -- the study
-
-
-AXES = {"context": "tokens of context", "devices": "devices", "rate": "requests/s", "stagger": "requests/s"}
-
-
-class LayerKvStudy(Study[LayerKvResults]):
-    """Time to the first token, throughput and violations, by figure."""
-
-    title = "memserve sim layerkv"
-
-    def __init__(self, plan: Plan, results: LayerKvResults) -> None:
-        super().__init__(results)
-        self._plan = plan
-        about = "{} on {}, by {}. Simulated."
-        self.drawings = {
-            _file_of(one): Drawing(
-                about.format(one.model, plan.device, AXES[one.figure] if one.figure != "stagger" else "layer"),
-                draw_depth if one.figure == "stagger" else _drawing(one),
-            )
-            for one in plan.sweeps
-        }
-
-    def measure(self, tell: Tell) -> None:
-        plan = self._plan
-        for sweep in plan.sweeps:
-            for at, devices, rate in sweep.points:
-                random = Random(f"{plan.seed} {sweep.figure}")  # with each load the same requests
-                contenders = sweep.contenders or plan.contenders
-                shapes = self._shapes(sweep.figure, at, random)
-                workload = requests(shapes, rate, random)
-                for contender in contenders:
-                    point = measure_point(sweep.figure, sweep.model, plan.device, devices, contender, at, workload)
-                    self.results.points.append(point)
-                    tell(f"{sweep.model}, {at:g} {AXES[sweep.figure]}, {point.contender}: {point.ttft_mean_s:.2f} s")
-
-    def _shapes(self, figure: str, at: float, random: Random) -> list[tuple[int, int]]:
-        count = self._plan.requests
-        if figure in ("rate", "stagger"):
-            return conversation_lengths(count, random)
-        return [(int(at) - 512 * (at > 16000) if figure == "context" else 4096, 512)] * max(20, count // 4)
-
-    def tables(self) -> Iterator[Table]:
-        for sweep in self._plan.sweeps:
-            rows = [row for at, *_ in sweep.points for row in self._rows(sweep, at)]
-            axis = AXES[sweep.figure]
-            title = f"{sweep.model} on {self._plan.device}, by {axis} (simulated: a roofline, not measured)"
-            columns = (
-                axis, "setting", "TTFT mean (s)", "P99 (s)", "beside the first", "TPOT (ms)", "tokens/s",
-                "beside the first", "miss an objective", "parked", "of the link hidden",
-            )  # fmt: skip
-            yield Table(title, columns, rows, about=PAPER[sweep.figure])
-
-    def _rows(self, sweep: Sweep, at: float) -> Iterator[list[Cell]]:
-        mine = [p for p in self.results.points if (p.figure, p.model, p.at) == (sweep.figure, sweep.model, at)]
-        for point in mine:
-            base = mine[0]
-            yield [
-                f"{at:g}", point.contender, f"{point.ttft_mean_s:.2f}", f"{point.ttft_p99_s:.2f}",
-                sooner(base.ttft_mean_s / point.ttft_mean_s), f"{1000 * point.tpot_mean_s:.0f}",
-                f"{point.tokens_per_s:.0f}", f"{point.tokens_per_s / base.tokens_per_s - 1:+.1%}",
-                f"{point.violations:.1%}", point.parked, f"{point.hidden:.0%}",
-            ]  # fmt: skip
-
-    def told(self) -> Iterator[str]:
-        for table in self.tables():
-            yield from table.text()
+def _in_time(served: Served) -> int:
+    """Tokens that are there when an even pace, from the first one on, hands them out."""
+    first_ns, pace_ns = served.token_ns[0], round(TPOT_S * NS_PER_S)
+    return sum(at_ns <= first_ns + number * pace_ns for number, at_ns in enumerate(served.token_ns))
 
 
 def sooner(ratio: float) -> str:
@@ -296,47 +273,3 @@ def sooner(ratio: float) -> str:
     if abs(ratio - 1) < 0.05:
         return "as soon"
     return f"{ratio:.1f} times sooner" if ratio > 1 else f"{1 / max(1e-9, ratio):.1f} times later"
-
-
-def _file_of(sweep: Sweep) -> str:
-    return f"{sweep.figure}-{sweep.model}"
-
-
-def draw_depth(pyplot: Any, results: LayerKvResults) -> Any:
-    """Pages read back, layer by layer."""
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for point in (point for point in results.points if point.figure == "stagger"):
-        mean = sum(point.read_pages) / max(1, len(point.read_pages))
-        waits = f"{point.contender}: steps wait {point.waited_share:.1%} of their time"
-        axes.plot([pages / max(1e-9, mean) for pages in point.read_pages], marker="o", label=waits)
-    axes.set(xlabel="layer", ylabel="pages read back (mean of layers: 1)", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.suptitle("Work of the link over the depth, simulated")
-    return figure
-
-
-def _drawing(sweep: Sweep) -> Any:
-    """Three panels over one axis: time to the first token, throughput, violations."""
-
-    def draw(pyplot: Any, results: LayerKvResults) -> Any:
-        figure, panels = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True, layout="constrained")
-        for name in dict.fromkeys(point.contender for point in results.points if point.figure == sweep.figure):
-            points = results.of(sweep.figure, sweep.model, name)
-            at, style = [point.at for point in points], {"marker": "x" if "slo" in name else "o", "label": name}
-            line = panels[0].plot(at, [point.ttft_mean_s for point in points], **style)[0]
-            panels[0].plot(at, [point.ttft_p99_s for point in points], linestyle=":", color=line.get_color())
-            panels[1].plot(at, [point.tokens_per_s for point in points], **style)
-            panels[2].plot(at, [100 * point.violations for point in points], **style)
-        panels[0].set(ylabel="TTFT (s): mean, P99 dotted", yscale="log")
-        panels[1].set(ylabel="tokens / s", ylim=(0, None))
-        panels[2].set(ylabel="requests that miss an objective (%)", ylim=(0, 100), xlabel=AXES[sweep.figure])
-        if sweep.figure == "context":
-            panels[2].set_xscale("log", base=2)
-        for axes in panels:
-            axes.grid(alpha=0.3)
-        panels[1].legend(loc="lower left")
-        figure.suptitle(f"{sweep.model}, simulated")
-        return figure
-
-    return draw

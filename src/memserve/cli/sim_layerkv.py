@@ -9,12 +9,13 @@ import typer
 from memserve.cli.bench_load import Folder, command, parse_rates, run_study
 from memserve.errors import UserError
 
-FIGURES = ("context", "devices", "rate", "stagger")
+FIGURES = ("context", "devices", "rate", "stagger", "orbitflow")
+DEFAULT_FIGURES = FIGURES[:3]
 
 
 def layerkv(
     *,
-    figures: Annotated[str, typer.Option(help="What to sweep: context, devices, rate, stagger.")] = ",".join(FIGURES),
+    figures: Annotated[str, typer.Option(help=f"What to sweep: {', '.join(FIGURES)}.")] = ",".join(DEFAULT_FIGURES),
     device: Annotated[str, typer.Option(help="Device of each instance: l20, as in the paper, or h200 ...")] = "l20",
     rates: Annotated[str, typer.Option(help="Requests a second of the sweep of rates.")] = "4,5,5.5,6,7,8,10",
     requests: Annotated[int, typer.Option(min=20, help="Requests of each point; of long prompts a quarter.")] = 400,
@@ -26,7 +27,8 @@ def layerkv(
 
     KV by request beside KV by layer, as published and as ``--layerwise auto`` does it, in the scheduler that serves.
     """
-    from memserve.bench.layerkv import LayerKvResults, LayerKvStudy, Plan, contenders, sweeps_of
+    from memserve.bench.layerkv import LayerKvResults, Plan, contenders, sweeps_of
+    from memserve.bench.layerkv_study import LayerKvStudy
     from memserve.bench.study import RunFolder
 
     wanted = [name.strip() for name in figures.split(",")]

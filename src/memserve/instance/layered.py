@@ -8,13 +8,11 @@ plan's rows::
     held by     | blocks[:first]| dram_blocks                  kept, staging   | blocks[first:]       |
 
 DRAM has all of it, so a kept layer can be given up at no cost, and what the sequence leaves in the prefix cache are
-ordinary DRAM blocks. Sequences keep other layers than their neighbours, evenly over the depth, so that the link has the
-same work before each layer.
+ordinary DRAM blocks.
 
 A prompt that has no room whole is computed by layer, and its client has the first token. What steps would have to wait
 for is *parked* then: it gives up HBM, and goes on, whole or by layer, when there is room. So requests wait behind their
-first token instead of before it, in the same order, and memory that comes free is for those that are parked. Prompts
-take only what they need to be computed.
+first token instead of before it, in the same order, and memory that comes free is for those that are parked.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from memserve.instance.events import LinkUse, PlaceByLayer, StepPlan
 from memserve.instance.layer_moves import LayerMoves
 from memserve.instance.layered_kv import LayeredKV
 from memserve.instance.sequence import Phase
-from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget, LayerPolicy, layer_order
+from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget, LayerPolicy, Lying, layer_order
 from memserve.types import Tier
 from memserve.units import NS_PER_MS, ceil_div
 
@@ -38,9 +36,7 @@ if TYPE_CHECKING:
     from memserve.policy.reuse import PreemptionModel
 
 _RESERVE_SHARE = 16  # of HBM: 1 / this, at most
-_RESUMES_SHARE = 3, 4
-"""Of what the link carries: that much may be read back after a sequence has resumed, so that it is not parked again at
-once."""
+_RESUMES_SHARE = 3, 4  # of what the link carries may be read back once a sequence resumes: else it is parked again
 
 
 class LayerPlacer:
@@ -92,7 +88,6 @@ class LayerPlacer:
         self._plan: StepPlan | None = None  # that is being made
         self._wanted = 0  # blocks that a prompt needs which could begin by layer, and lacks
         self._usual = 0  # blocks that the last one needed
-        # totals
         self.admitted = 0
         self.converted = 0
         self.parked = 0
@@ -138,8 +133,7 @@ class LayerPlacer:
         complete, entries = known // self._block_tokens, ceil_div(known + 1, self._block_tokens)
         if sequence.dram_blocks or not self.may_lie_by_layer(sequence) or complete > pool.available(Tier.DRAM):
             return False
-        block_ns = self._costs.model.prefill.token_ns * self._block_tokens if self._costs.samples else 0.0
-        if min(self._budget.chunk_blocks(entries, block_ns), entries) > self._chunk_max:
+        if self.piece_tokens(sequence) > self._chunk_max * self._block_tokens:
             return False  # reading back would take longer than computing
         needed = 2 * ceil_div(complete, self.num_layers) + entries - complete + headroom
         if needed >= entries + headroom and not crowded:
@@ -163,6 +157,12 @@ class LayerPlacer:
         self._begin_lying(sequence, ("begins_by_layer", f"{needed} of {entries} blocks"))
         self.admitted += 1
         return True
+
+    def piece_tokens(self, sequence: Sequence) -> int:
+        """The least piece of its prompt whose computing hides reading back, were it to lie by layer."""
+        entries = ceil_div(sequence.known + 1, self._block_tokens)
+        block_ns = self._costs.model.prefill.token_ns * self._block_tokens if self._costs.samples else 0.0
+        return min(self._budget.chunk_blocks(entries, block_ns), entries) * self._block_tokens
 
     def writes(self, sequence: Sequence, start: int, end: int) -> None:
         """The plan that is being made computes tokens ``[start, end)`` of ``sequence``."""
@@ -208,9 +208,8 @@ class LayerPlacer:
     def reserve(self, blocks: int) -> int:
         """HBM blocks to leave to prompts where a parked sequence, which needs ``blocks``, may go on: what the next one
         lacks or, if none waits, a little, so that it need not wait until a sequence has ended."""
-        hbm_blocks = self._pool.config.hbm_blocks
-        some = min(self._usual, hbm_blocks // _RESERVE_SHARE)
-        return max(0, min(max(self._wanted, some), hbm_blocks - blocks))
+        total = self._pool.config.hbm_blocks
+        return max(0, min(max(self._wanted, min(self._usual, total // _RESERVE_SHARE)), total - blocks))
 
     def convert(self, running: Many[Sequence], head: Sequence) -> None:
         """``head`` waits for room: let the latest of ``running`` that may lie by layer do so from now on."""
@@ -223,10 +222,8 @@ class LayerPlacer:
             entries = len(sequence.blocks)
             if sequence.layered is not None or not self.may_lie_by_layer(sequence) or self.arrives(sequence):
                 continue
-            if sequence.group.tokens_here is not None:
-                continue  # its blocks are offered where they lie
-            if entries < 2 * self._window:
-                continue
+            if sequence.group.tokens_here is not None or entries < 2 * self._window:
+                continue  # it is offered where it lies, or too short
             fits = 2 * ceil_div(entries, layers) <= pool.available() and entries <= pool.available(Tier.DRAM)
             if fits and self._budget.allows(pages + entries * layers, self._costs.decode_ns):
                 self._begin_by_layer(sequence)
@@ -255,24 +252,24 @@ class LayerPlacer:
                 self._moves.settle(sequence, kv, kv.moving)
 
     def to_park(self) -> list[Sequence]:
-        """The latest of those that decode, as many as read back more than the link carries."""
-        if not self.policy.parks:
-            return []
-        over = self._pages_read_back() - self._budget.pages_max(self._costs.decode_ns)
-        parked: list[Sequence] = []
-        for sequence, kv in sorted(self._lying(), key=lambda lying: lying[0].rank, reverse=True):
-            if over <= 0:
-                break
-            left = self._moves.complete(sequence, kv)
-            if sequence.phase is Phase.DECODING and kv.dram_blocks and left <= 1:  # else the most of it still moves
-                over -= self._passing_pages(kv)
-                parked.append(sequence)
-        self.parked += len(parked)
-        return parked
+        """The sequences that decode and give up HBM before the plan that is being made, as the policy has it."""
+        some = sorted(self._lying(), key=lambda lying: lying[0].rank, reverse=True)
+        lying, step_ns = [self._seen(*one) for one in some], self._costs.decode_ns
+        chosen = self.policy.to_park(lying, self._budget, step_ns, self._pool.blocks_free)
+        self.parked += len(chosen)
+        return [some[at][0] for at in chosen]
+
+    def _seen(self, sequence: Sequence, kv: LayeredKV) -> Lying:
+        decodes = sequence.phase is Phase.DECODING
+        settled = bool(kv.dram_blocks) and self._moves.complete(sequence, kv) <= 1  # else the most of it still moves
+        return Lying(sequence.group.arrival, len(kv.dram_blocks), len(kv.kept), decodes, decodes and settled)
 
     def move(self, plan: StepPlan, *, keeps: bool) -> None:
         """Before the rows of ``plan``: what is complete moves. ``keeps``: free HBM may be used to keep layers."""
         for sequence, kv in self._lying():
+            most = self.policy.kept_most(sequence.group.arrival, self.num_layers)
+            while len(kv.kept) > most and self._may_give_up(kv):
+                self._give_up_last(kv)
             if kv.moving is not None or self._moves.spill(plan, sequence, kv, self.make_room) or not keeps:
                 continue
             room = self._window + 2 * len(kv.staging[0])
@@ -280,11 +277,10 @@ class LayerPlacer:
                 self._keep_one_more(plan, sequence, kv)
 
     def _keep_one_more(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
-        policy = self.policy
-        if policy.kept_max is None or len(kv.kept) < policy.kept_max:
-            order = layer_order(self.num_layers, sequence.group.arrival if policy.is_staggered else 0)
-            layer = next((layer for layer in order if layer not in kv.kept), None)
-            if layer is not None:
+        number = sequence.group.arrival
+        if len(kv.kept) < self.policy.kept_most(number, self.num_layers):
+            order = layer_order(self.num_layers, number if self.policy.is_staggered else 0)
+            for layer in [layer for layer in order if layer not in kv.kept][:1]:
                 self._moves.keep(plan, kv, layer)
 
     def place(self, plan: StepPlan) -> None:
@@ -309,9 +305,9 @@ class LayerPlacer:
     def tell(self, sequence: Sequence) -> None:
         """``sequence`` lies by layer no more, or ends: say how it lay, for its client."""
         if (kv := sequence.layered) is not None:
-            waited_ms = kv.waited_ns / NS_PER_MS
-            kept = f"{len(kv.kept)} of {self.num_layers} layers in HBM, waited {waited_ms:.1f} ms for the others"
-            sequence.group.facts.append(("by_layer", kept))
+            kept = f"{len(kv.kept)} of {self.num_layers} layers in HBM"
+            waited = f"waited {kv.waited_ns / NS_PER_MS:.1f} ms for the others"
+            sequence.group.facts.append(("by_layer", f"{kept}, {waited}"))
 
     def _lying(self) -> list[tuple[Sequence, LayeredKV]]:
         return [(sequence, kv) for sequence in self.sequences if (kv := sequence.layered) is not None]
@@ -325,13 +321,16 @@ class LayerPlacer:
         for sequence in reversed(self.sequences):
             kv = sequence.layered
             if kv is not None and kv.kept and self._may_give_up(kv):
-                layer = next(reversed(kv.kept))
-                self._pool.release(kv.kept.pop(layer))
-                if kv.moving is not None:
-                    self._pool.release(kv.moving.frames.pop(layer, []))
-                kv.changed = True
+                self._give_up_last(kv)
                 return True
         return False
+
+    def _give_up_last(self, kv: LayeredKV) -> None:
+        layer = next(reversed(kv.kept))
+        self._pool.release(kv.kept.pop(layer))
+        if kv.moving is not None:
+            self._pool.release(kv.moving.frames.pop(layer, []))
+        kv.changed = True
 
     def _may_give_up(self, kv: LayeredKV) -> bool:
         """Whether no copy of the plan that is being made fills frames of it."""

@@ -136,7 +136,10 @@ class Planner:
         if state.objectives is None or first is None:
             return budget
         left = state.objectives.prefill_tokens(state.decoding.items, first, budget, begins_ns)
-        return left if left >= min(budget, state.memory.block_tokens) else 0  # crumbs cost more than they bring
+        least, layers = state.memory.block_tokens, state.memory.layers
+        if layers is not None and first.layered is not None:
+            least = min(layers.piece_tokens(first), first.known - first.computed)  # each piece reads back the others
+        return left if left >= min(budget, least) else 0  # crumbs cost more than they bring
 
     def _without_slot(self) -> Sequence | None:
         """The head of the waiting lines, when no slot is free and several tenants want one."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from memserve.units import NS_PER_MS, NS_PER_S
 
@@ -53,7 +55,22 @@ class LayerBudget:
         return max(1, math.ceil(link_ns / block_ns) if block_ns else 0)
 
 
-@dataclass(frozen=True, slots=True)
+class Lying(NamedTuple):
+    """What a policy sees of one sequence that lies by layer."""
+
+    number: int
+    """Of the request, in order of arrival."""
+    entries: int
+    """Blocks that lie by layer."""
+    kept: int
+    """Layers of them that are in HBM."""
+    decodes: bool
+    """Each step reads back what is not kept."""
+    may_park: bool
+    """False: the most of it still moves, or it does not decode."""
+
+
+@dataclass(frozen=True)
 class LayerPolicy:
     """How sequences that lie by layer share HBM and the link. The default is what ``auto`` means; studies compare it
     with those of others."""
@@ -64,6 +81,27 @@ class LayerPolicy:
     """Sequences keep other layers than their neighbours. False: all the same ones."""
     parks: bool = True
     """What steps would have to wait for is parked. False: every step reads everything back, and waits."""
+
+    def to_park(self, lying: Sequence[Lying], budget: LayerBudget, step_ns: int, free_blocks: int) -> list[int]:
+        """Which of ``lying``, the latest first, are parked: as many as read back more than the link carries. Called
+        before each plan; ``free_blocks``: HBM in which layers may be kept. Returns indexes."""
+        parked: list[int] = []
+        if not self.parks:
+            return parked
+        pages = [one.entries * (budget.num_layers - one.kept) for one in lying]
+        over = sum(count for count, one in zip(pages, lying, strict=True) if one.decodes)
+        over -= budget.pages_max(step_ns)
+        for at, one in enumerate(lying):
+            if over <= 0:
+                break
+            if one.may_park:
+                over -= pages[at]
+                parked.append(at)
+        return parked
+
+    def kept_most(self, number: int, num_layers: int) -> int:
+        """Layers that request ``number`` may keep."""
+        return num_layers if self.kept_max is None else self.kept_max
 
     @staticmethod
     def named(name: str) -> LayerPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memserve.policy.layers import LayerBudget, LayerPolicy, layer_order
+from memserve.policy.layers import LayerBudget, LayerPolicy, Lying, layer_order
 from memserve.units import NS_PER_MS
 
 
@@ -45,3 +45,13 @@ def test_policies_by_name() -> None:
     assert LayerPolicy.named("layerkv") == LayerPolicy(None, is_staggered=False, parks=False)
     assert LayerPolicy.named("next-layer") == LayerPolicy(0, is_staggered=False, parks=False)
     assert LayerPolicy.named("static-12") == LayerPolicy(12, is_staggered=False, parks=False)
+
+
+def test_the_latest_are_parked_as_many_as_read_back_too_much() -> None:
+    budget = LayerBudget(4, page_bytes=1_000_000, link_bytes_s=1e9, tpot_ns=100_000_000)  # 100 pages
+    lying = [Lying(3, 20, 0, True, True), Lying(2, 20, 0, True, False), Lying(1, 20, 3, True, True)]
+    assert LayerPolicy().to_park(lying, budget, 0, 0) == [0]  # 180 pages, and 80 of them go
+    assert LayerPolicy().to_park(lying[1:], budget, 0, 0) == []
+    assert LayerPolicy().to_park([*lying, Lying(0, 20, 0, False, False)], budget, 0, 0) == [0]  # it reads nothing
+    assert LayerPolicy(parks=False).to_park(lying, budget, 0, 0) == []
+    assert LayerPolicy().kept_most(1, 4) == 4 and LayerPolicy(kept_max=2).kept_most(1, 4) == 2

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from memserve.config import ClusterConfig, SchedulerConfig
 from memserve.errors import UserError
+from memserve.policy.layers import LayerPolicy
 from memserve.sim.hardware import Machine
 from memserve.sim.replay.lengths import LengthStudy
 from memserve.sim.timed_disk import DISKS, DiskModel
@@ -91,6 +92,8 @@ class Setup:
     """None: instances keep KV alone."""
     lengths: LengthStudy = field(default_factory=LengthStudy)
     """What objectives know of the lengths of answers."""
+    layers: LayerPolicy | None = None
+    """How KV lies by layer in all instances, where the scheduler has it. None: as ``--layerwise`` says."""
     fast_forwards: bool = True
     """Run many like steps in one go (``sim/fast_forward``): the results are equal, and the run is faster."""
 

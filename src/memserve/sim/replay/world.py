@@ -119,6 +119,9 @@ class ReplayWorld:
             state.objectives = StudiedObjectives(
                 self.setup.scheduler, state.costs, self.setup.lengths, machine.context_tokens
             )
+        layers = state.memory.layers
+        if layers is not None and self.setup.layers is not None:
+            layers.policy = self.setup.layers
         return instance
 
     def _config(self, node: InstanceNode) -> InstanceConfig:
