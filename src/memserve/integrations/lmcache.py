@@ -22,7 +22,8 @@ from lmcache.v1.platform import create_event_notifier
 
 from memserve.errors import UserError
 from memserve.integrations.jobs import Jobs
-from memserve.integrations.pool import EnginePool, PoolOptions, Value, name_in, namespace
+from memserve.integrations.pool import EnginePool, PoolOptions
+from memserve.integrations.values import Value, name_in, namespace
 
 _THREADS = 4
 _TASKS_MAX = 256

@@ -12,27 +12,20 @@ forgotten. A store that does not answer is one warning and then a miss at once, 
 
 from __future__ import annotations
 
-import json
 import logging
-import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
-from hashlib import blake2b
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from memserve import _core
 from memserve.client.staging import Staged
 from memserve.client.store_client import StoreClient
 from memserve.client.views import View
 from memserve.errors import StoreUnavailable, UserError
-from memserve.store_messages import NAME_BYTES_MAX
+from memserve.integrations.values import Value, address, copied, places, portions
 from memserve.units import MIB
 
 log = logging.getLogger(__name__)
@@ -43,12 +36,6 @@ _WARN_S = 60.0
 """Between two warnings of one pool."""
 _READ_AT_ONCE = 32
 """Values: as many as are held in the store's memory, and read from its disks side by side, at a time."""
-_TAIL = struct.Struct("<4sI16s")
-"""A mark, the number of pieces, a digest of name and layout; the pieces' checksums follow, 8 bytes each."""
-_MARK = b"MSE1"
-
-Piece = tuple[int, int]
-"""Address and bytes of memory of the engine's, which stays where it is until the call has returned."""
 Answer = TypeVar("Answer")
 
 
@@ -84,54 +71,6 @@ class PoolOptions:
         if "pool" not in given:
             raise UserError("no store is named", hint='"pool": "HOST:PORT" of `memserve store --listen`', param="pool")
         return cls(**given)
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A value of the engine's, where it is read from or written to."""
-
-    name: bytes
-    pieces: Sequence[Piece]
-    layout: bytes = b""
-    """What the bytes mean beside what the name says: a value of another layout is a miss."""
-    at_most: bool = False
-    """The value that is read may be shorter than the one piece that it is read into."""
-
-    @property
-    def payload_bytes(self) -> int:
-        """Of all pieces together."""
-        return sum(nbytes for _, nbytes in self.pieces)
-
-    @property
-    def stored_bytes(self) -> int:
-        """With the tail."""
-        return self.payload_bytes + _TAIL.size + 8 * len(self.pieces)
-
-    def fitted(self, stored_bytes: int) -> Value | None:
-        """This value, if that is the length of what is stored; None: it is another one."""
-        if stored_bytes == self.stored_bytes:
-            return self
-        if not self.at_most or len(self.pieces) != 1 or not _TAIL.size + 8 < stored_bytes < self.stored_bytes:
-            return None
-        return replace(self, pieces=[(self.pieces[0][0], stored_bytes - _TAIL.size - 8)])
-
-    def tail(self, seals: NDArray[np.uint64]) -> bytes:
-        """What stands behind the pieces, of which these are the checksums."""
-        digest = blake2b(len(self.name).to_bytes(4) + self.name + self.layout, digest_size=16).digest()
-        return _TAIL.pack(_MARK, len(self.pieces), digest) + seals.astype("<u8").tobytes()
-
-
-def namespace(engine: str, **facts: object) -> bytes:
-    """The begin of all names of values that may meet: ``engine/DIGEST/`` of everything that decides what bytes mean."""
-    told = json.dumps(facts, sort_keys=True, default=str).encode()
-    return f"{engine}/{blake2b(told, digest_size=12).hexdigest()}/".encode()
-
-
-def name_in(prefix: bytes, key: bytes) -> bytes:
-    """A name in a namespace for a key of any length: the key itself, or a digest of one that is too long."""
-    if len(prefix) + 1 + len(key) <= NAME_BYTES_MAX:
-        return prefix + b"=" + key
-    return prefix + b"#" + blake2b(key, digest_size=32).hexdigest().encode()
 
 
 class EnginePool:
@@ -187,11 +126,13 @@ class EnginePool:
         """Forget values; how many there were."""
         return self._ask(lambda client, end_s: client.delete(names, timeout_s=_left_s(end_s)), 0)
 
-    def clear(self, prefix: bytes) -> bool:
-        """Forget all values whose names begin so. False: not all of them, the store was away."""
+    def clear(self, *prefixes: bytes) -> bool:
+        """Forget all values whose names begin with one of them. False: not all, the store was away."""
 
         def forget(client: StoreClient, end_s: float) -> bool:
-            names = [entry.name for entry in client.entries(timeout_s=_left_s(end_s)) if entry.name.startswith(prefix)]
+            names = [
+                entry.name for entry in client.entries(timeout_s=_left_s(end_s)) if entry.name.startswith(prefixes)
+            ]
             return client.delete(names, timeout_s=_left_s(end_s)) <= len(names)
 
         return self._ask(forget, False)
@@ -260,7 +201,7 @@ class EnginePool:
         stored = client.exists([value.name for value in values], timeout_s=_left_s(end_s))
         longest = min(client.value_bytes_max(timeout_s=_left_s(end_s)), int(self.options.staging_bytes) // 2)
         missing = [at for at, there in enumerate(stored) if not there and values[at].stored_bytes <= longest]
-        for some in _portions(missing, values, int(self.options.staging_bytes) // 2):
+        for some in portions(missing, values, int(self.options.staging_bytes) // 2):
             if not self._putting.acquire(timeout=_left_s(end_s)):  # two that hold half each would wait for each other
                 raise StoreUnavailable("other values are being put", hint="more staging_bytes, or fewer at once")
             try:
@@ -290,9 +231,9 @@ class EnginePool:
             moves = [
                 (place, source, nbytes)
                 for value, memory in zip(values, staged, strict=True)
-                for place, (source, nbytes) in _places(value, _address(memory.data))
+                for place, (source, nbytes) in places(value, address(memory.data))
             ]
-            seals, first = _copied(moves, int(self.options.threads)), 0
+            seals, first = copied(moves, int(self.options.threads)), 0
             for value, memory in zip(values, staged, strict=True):
                 last = first + len(value.pieces)
                 memory.data[value.payload_bytes :] = value.tail(seals[first:last])
@@ -329,9 +270,9 @@ class EnginePool:
             moves = [
                 (target, source, nbytes)
                 for _, value, data in read
-                for source, (target, nbytes) in _places(value, _address(data))
+                for source, (target, nbytes) in places(value, address(data))
             ]
-            seals, first = _copied(moves, int(self.options.threads)), 0
+            seals, first = copied(moves, int(self.options.threads)), 0
             for number, value, data in read:
                 last = first + len(value.pieces)
                 found[number] = bytes(data[value.payload_bytes :]) == value.tail(seals[first:last])
@@ -346,42 +287,6 @@ def _left_s(end_s: float) -> float:
     if left_s <= 0:
         raise StoreUnavailable("the time of this call is over", hint="timeout_s of the pool, or fewer values at once")
     return left_s
-
-
-def _address(data: memoryview) -> int:
-    return np.frombuffer(data, np.uint8).ctypes.data
-
-
-def _places(value: Value, first: int) -> Iterator[tuple[int, Piece]]:
-    """Each piece, and where it lies in a value that begins at ``first``."""
-    for piece in value.pieces:
-        yield first, piece
-        first += piece[1]
-
-
-def _copied(moves: Sequence[tuple[int, int, int]], threads: int) -> NDArray[np.uint64]:
-    """Do each ``(to, from, bytes)``; the checksums of what was written, 0 of nothing."""
-    seals = np.zeros(len(moves), np.uint64)
-    table = np.array(moves, np.int64).reshape(-1, 3)
-    for nbytes in np.unique(table[:, 2]):
-        if nbytes:
-            at = np.flatnonzero(table[:, 2] == nbytes)
-            to, source = np.ascontiguousarray(table[at, 0]), np.ascontiguousarray(table[at, 1])
-            seals[at] = _core.copy_ranges_sealed(0, to, 0, source, int(nbytes), threads)
-    return seals
-
-
-def _portions(numbers: Iterable[int], values: Sequence[Value], bytes_max: int) -> Iterator[list[int]]:
-    """Of ``numbers``, as many together as have room in ``bytes_max``."""
-    some, nbytes = list[int](), 0
-    for at in numbers:
-        if some and nbytes + values[at].stored_bytes > bytes_max:
-            yield some
-            some, nbytes = [], 0
-        some.append(at)
-        nbytes += values[at].stored_bytes
-    if some:
-        yield some
 
 
 def _held(client: StoreClient, names: Sequence[bytes], stack: ExitStack, end_s: float) -> list[memoryview | None]:

@@ -5,7 +5,8 @@
         "secondary_tiers": [{"type": "MemserveTier", "module_path": "memserve.integrations.vllm_tier",
                              "pool": "127.0.0.1:7100", "secret_file": "secret"}]}}
 
-It lives in vLLM's scheduler, which never waits: look-ups are asked in a thread of vLLM's, transfers run in threads here.
+It lives in vLLM's scheduler, which never waits: look-ups are asked in a thread of vLLM's, transfers run in threads of
+the tier.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from memserve.integrations.jobs import Jobs
-from memserve.integrations.pool import EnginePool, PoolOptions, Value, name_in, namespace
+from memserve.integrations.pool import EnginePool, PoolOptions
+from memserve.integrations.values import Value, name_in, namespace
 
 _THREADS = 4
 _JOBS_MAX = 256
