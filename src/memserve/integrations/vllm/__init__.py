@@ -9,7 +9,6 @@ vLLM is imported when the connector is, and not before.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 _CONNECTOR = "MemserveConnector"
@@ -18,7 +17,9 @@ _CONNECTOR = "MemserveConnector"
 def __getattr__(name: str) -> Any:
     if name != _CONNECTOR:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.connector"), name)
+    from memserve.integrations.vllm.connector import MemserveConnector
+
+    return MemserveConnector
 
 
 def register() -> None:

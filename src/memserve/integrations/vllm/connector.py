@@ -178,7 +178,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool | None:
-        """Forget what is kept, since the weights have changed, or an operator asks for it. False: the store was away."""
+        """Forget what is kept, as after a change of weights. False: the store was away."""
         if self._scheduler is None or self._lookups is None:
             return True
         self._scheduler.forget_offers()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from functools import partial
 
 from memserve.integrations.jobs import Jobs
 from memserve.integrations.values import Value
@@ -43,7 +44,7 @@ class WorkerSide:
         """Begin with the step's loads; each ends by the pool's ``timeout_s`` from now."""
         end_s = time.monotonic() + self._pool.options.timeout_s
         for load in orders.loads:
-            if not self._loaders.start(lambda load=load: self._load(load, end_s)):  # type: ignore[misc]
+            if not self._loaders.start(partial(self._load, load, end_s)):
                 self._over(load, [False] * len(load.hashes))
 
     def _load(self, load: Load, end_s: float) -> None:
@@ -79,7 +80,7 @@ class WorkerSide:
         if not values:
             return
         collected = self._pool.collect(values)
-        if collected and not self._savers.start(lambda: self._pool.put_collected(collected)):
+        if collected and not self._savers.start(partial(self._pool.put_collected, collected)):
             for _, memory in collected:
                 memory.release()
 
