@@ -29,7 +29,7 @@ def pages(count: int, seed: int = 1, nbytes: int = PAGE_BYTES) -> NDArray[np.uin
 
 
 def values_of(memory: NDArray[np.uint8], prefix: bytes, names: list[str] | None = None) -> list[Value]:
-    """Each row in two pieces."""
+    """Each row in two pieces; ``memory`` has to live as long as they are used."""
     half, found = memory.shape[1] // 2, []
     for at, row in enumerate(memory):
         key = names[at] if names else str(at)

@@ -96,7 +96,8 @@ def test_a_value_of_another_shape_is_a_miss_and_makes_room(pool: EnginePool, oth
 
 def test_what_is_too_large_is_refused(pool: EnginePool) -> None:
     kept = np.zeros(65 << 20, np.uint8)
-    small = values_of(pages(2), PREFIX)
+    few = pages(2)
+    small = values_of(few, PREFIX)
     large = Value(name_in(PREFIX, b"large"), [(kept.ctypes.data, kept.nbytes)])
     assert pool.put([small[0], large, small[1]]) == [True, False, True]
     assert pool.get([small[0], large, small[1]]) == [True, False, True] and pool.is_up
@@ -126,7 +127,8 @@ def test_namespaces_and_tenants_do_not_meet(store: ServedStore) -> None:
     assert theirs != PREFIX and one.put(values_of(kept, PREFIX)) == [True] * 3
     assert one.get(values_of(read, theirs)) == [False] * 3 and other.get(values_of(read, PREFIX)) == [False] * 3
     assert not read.any()
-    assert one.put(values_of(kept + 1, theirs)) == [True] * 3 and one.clear(PREFIX)
+    others = kept + 1
+    assert one.put(values_of(others, theirs)) == [True] * 3 and one.clear(PREFIX)
     assert one.prefix([value.name for value in values_of(kept, theirs)]) == 3, "only its own was cleared"
     assert one.clear(theirs)
     one.close()
@@ -158,12 +160,12 @@ def test_many_threads(store: ServedStore) -> None:
 def test_a_store_that_is_killed_and_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ServedStore(tmp_path, dram="64MiB") as store:
         pool = EnginePool(PoolOptions.of(options_of(store, timeout_s=1.0)))
-        kept, read = pages(4), np.zeros((4, PAGE_BYTES), np.uint8)
+        kept, late, read = pages(4), pages(4, seed=2), np.zeros((4, PAGE_BYTES), np.uint8)
         assert pool.put(values_of(kept, PREFIX)) == [True] * 4
         store.kill()
         with caplog.at_level(logging.WARNING, "memserve.integrations"):
             for _ in range(20):
-                assert pool.put(values_of(pages(4, seed=2), namespace("test", of="new"))) == [False] * 4
+                assert pool.put(values_of(late, namespace("test", of="new"))) == [False] * 4
                 assert pool.get(values_of(read, namespace("test", of="never"))) == [False] * 4
         assert not pool.is_up and len(caplog.records) == 1, caplog.text
         store.restart()
@@ -177,7 +179,8 @@ def test_an_engine_may_start_before_its_store(tmp_path: Path) -> None:
         given = options_of(store, timeout_s=5.0)
         store.kill()
         pool = EnginePool(PoolOptions.of(given))
-        values = values_of(pages(2), PREFIX)
+        kept = pages(2)
+        values = values_of(kept, PREFIX)
         assert not pool.is_up and pool.put(values) == [False] * 2
         store.restart()
         eventually(lambda: pool.is_up)
@@ -194,7 +197,7 @@ def test_values_on_a_disk(tmp_path: Path) -> None:
         values = values_of(kept, PREFIX)
         for at, value in enumerate(values):
             assert pool.put([value]) == [True]
-            eventually(lambda at=at: store_number(pool, "disk_values") > at)
+            eventually(lambda at=at: store_number(pool, "disk_records") > at)
         read = np.zeros_like(kept)
         found = pool.get(values_of(read, PREFIX))
         assert sum(found) == 48 and (read == kept).all()
