@@ -246,8 +246,8 @@ class EnginePool:
     def _get(self, client: StoreClient, values: Sequence[Value], found: list[bool], end_s: float) -> None:
         there = client.exists([value.name for value in values], timeout_s=_left_s(end_s))
         wanted = [at for at, is_there in enumerate(there) if is_there]
-        for first in range(0, len(wanted), _READ_AT_ONCE):
-            some = wanted[first : first + _READ_AT_ONCE]
+        held_bytes = client.value_bytes_max(timeout_s=_left_s(end_s)) // 2  # a client may hold twice as much
+        for some in portions(wanted, values, held_bytes, _READ_AT_ONCE):
             damaged = self._get_some(client, [values[at] for at in some], some, found, end_s)
             if damaged:
                 self.counts["damaged"] += len(damaged)

@@ -94,11 +94,13 @@ def copied(moves: Sequence[tuple[int, int, int]], threads: int) -> NDArray[np.ui
     return seals
 
 
-def portions(numbers: Iterable[int], values: Sequence[Value], bytes_max: int) -> Iterator[list[int]]:
-    """Of ``numbers``, as many together as have room in ``bytes_max``."""
+def portions(
+    numbers: Iterable[int], values: Sequence[Value], bytes_max: int, count_max: int = 1024
+) -> Iterator[list[int]]:
+    """Of ``numbers``, as many together as have room in ``bytes_max``; at least one."""
     some, nbytes = list[int](), 0
     for at in numbers:
-        if some and nbytes + values[at].stored_bytes > bytes_max:
+        if some and (nbytes + values[at].stored_bytes > bytes_max or len(some) >= count_max):
             yield some
             some, nbytes = [], 0
         some.append(at)
