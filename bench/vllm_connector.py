@@ -1,17 +1,18 @@
-"""vLLM with memserve's connector beside vLLM without it: right answers, the first token after a restart, and what it costs.
+"""vLLM with memserve's connector beside vLLM without it: right answers, the first token after a restart, and the cost.
 
-    python bench/vllm_connector.py --vllm PYTHON [--only answers,restart,cost] [--prompts 120] [--rounds 5] [--json FILE]
+    python bench/vllm_connector.py --vllm PYTHON [--only answers,restart,cost] [--prompts 120] [--rounds 5] [--json F]
 
 PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is this checkout's. Three parts:
 
-* *answers*: two vLLM servers on one store, greedy in float32, compared token by token with one server without a connector.
-  KV memory is so small that requests are preempted; between passes vLLM's own cache is emptied, so that prompts come
-  from the store. One pass runs while bytes of the store's memory are flipped, one while the store is killed (SIGKILL) and
-  started again. An answer that differs where the reference's two best tokens are less than ``TIE`` apart counts as a tie.
-* *restart*: the time to the first token of a long prompt: never seen, again at once (vLLM's own cache), and after vLLM was
-  killed (SIGKILL) and started again (the store).
+* *answers*: two vLLM servers on one store, greedy in float32, compared token by token with one server without a
+  connector. KV memory is so small that requests are preempted; between passes vLLM's own cache is emptied, so that
+  prompts come from the store. Before one pass bytes of the store's memory are flipped; during one the store is killed
+  (SIGKILL) and started again. An answer that differs where the reference's two best tokens are less than ``TIE`` apart
+  counts as a tie.
+* *restart*: the time to the first token of a long prompt: never seen, again at once (vLLM's own cache), and after vLLM
+  was killed (SIGKILL) and started again (the store).
 * *cost*: prompts that are found nowhere, one server without a connector, one with, one whose store does not exist, in
-  turn; the time of whole requests and to the first token, medians of the rounds' ratios.
+  turn; the time to the first token and of each further one, medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -32,24 +33,25 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests" / "support")]
-
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from rivals import bundled_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from served_store import ServedStore
 
+ROOT = Path(__file__).resolve().parent.parent
 START_S = 300.0
 ANSWER_S = 300.0
 TIE = 1e-3
 """Of log probability."""
 VOCAB = 49_000
-SMALL_BLOCKS = 64
-"""Of 32 tokens: about half of what the requests that run at once need."""
+SMALL = ("--num-gpu-blocks-override", "44", "--max-model-len", "1024", "--max-num-seqs", "8")
+"""1,376 tokens of KV, where the four requests that run at once need more: some are preempted."""
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Vllm:
     store: str = ""
     secret_file: str = ""
     cpus: str = "0-1"
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ("--max-model-len", "2048")
     log: Path = field(default_factory=lambda: Path(os.devnull))
 
     def start(self) -> Vllm:
@@ -83,7 +85,7 @@ class Vllm:
         self.url = f"http://127.0.0.1:{port}"
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--port", str(port)]
         command += ["--host", "127.0.0.1", "--served-model-name", "x", "--dtype", "float32", "--block-size", "32"]
-        command += ["--max-model-len", "2048", "--enforce-eager", "--enable-prompt-tokens-details", *self.flags]
+        command += ["--enforce-eager", "--enable-prompt-tokens-details", *self.flags]
         if self.store:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         environment = dict(
@@ -233,20 +235,27 @@ def store_bytes_used(store: ServedStore) -> int:
         return max(1, client.statistics()["dram_bytes_used"])
 
 
-def answers(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    prompts, rng = prompts_of(options.prompts, 1), random.Random(2)
-    print(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, 32 new ones each")
+def reference(options: argparse.Namespace, folder: Path, prompts: list[list[int]]) -> list[Answer]:
+    """The answers of a server without a connector and with room for all; kept in ``folder``."""
+    kept = folder / f"reference-{len(prompts)}.json"
+    if kept.exists():
+        return [Answer(**one) for one in json.loads(kept.read_text())]
     alone = Vllm(options.vllm, options.model, log=folder / "alone.log")
     with running(alone), ThreadPoolExecutor(4) as asking:
         right = list(asking.map(lambda prompt: alone.ask(prompt, 32), prompts))
+    kept.write_text(json.dumps([asdict(one) for one in right]))
+    return right
+
+
+def answers(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    prompts, rng = prompts_of(options.prompts, 1), random.Random(2)
+    print(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, 32 new ones each")
+    right = reference(options, folder, prompts)
     record: dict[str, Any] = {}
-    flags = ("--num-gpu-blocks-override", str(SMALL_BLOCKS), "--max-num-seqs", "8")
     with ServedStore(folder, dram="2GiB") as store:
+        where = store.address, str(store.secret_file)
         servers = [
-            Vllm(
-                options.vllm, options.model, store.address, str(store.secret_file), cpus, flags, folder / f"{cpus}.log"
-            )
-            for cpus in ("0-1", "2-3")
+            Vllm(options.vllm, options.model, *where, cpus, SMALL, folder / f"{cpus}.log") for cpus in ("0-1", "2-3")
         ]
         with running(*servers):
 
