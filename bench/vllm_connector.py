@@ -328,11 +328,13 @@ def restart(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def cost(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    with ServedStore(folder, dram="2GiB") as store, socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # a port at which nothing listens
-        absent = f"127.0.0.1:{nobody.getsockname()[1]}"
-        make = lambda where: Vllm(options.vllm, options.model, where, str(store.secret_file), log=folder / "cost.log")  # noqa: E731
-        servers = {"none": make(""), "connector": make(store.address), "no store": make(absent)}
+    with ServedStore(folder, dram="2GiB") as store, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # a port at which nothing listens
+        absent = f"127.0.0.1:{silent.getsockname()[1]}"
+        servers = {
+            name: Vllm(options.vllm, options.model, where, str(store.secret_file), log=folder / "cost.log")
+            for name, where in (("none", ""), ("connector", store.address), ("no store", absent))
+        }
         rng = random.Random(4)
         ratios: dict[str, list[float]] = {}
         with running(*servers.values()):

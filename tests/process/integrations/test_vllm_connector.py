@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from engine_world import flip_byte, options_of
+from memserve.client import connection
 from memserve.integrations.pool import PoolOptions
 from memserve.integrations.values import namespace
 from memserve.integrations.vllm.block_pool import BlockPool
@@ -152,6 +153,22 @@ def test_one_engine_reads_what_another_computed(engines: tuple[Engine, Engine]) 
     assert second.run(request_of("b", 3)) == (0, set())
 
 
+def test_a_store_on_another_host(store: ServedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is mapped, so nothing can be held: what is damaged is a failed load."""
+    monkeypatch.setattr(connection, "this_host", lambda: "another host")
+    engine = Engine(store)
+    assert engine.run(request_of("far", 6)) == (0, set())
+    engine.saved()
+    assert engine.run(request_of("far", 6)) == (6, set())
+    flip_byte(store, kv_of(b"far/04", 1).numpy().tobytes()[:64])
+    loaded, bad = engine.run(request_of("far", 6))
+    assert loaded == 6 and 4 in bad
+    pools = [engine.worker._pool, engine.lookups.pool]
+    eventually(lambda: all(pool.is_up for pool in pools))
+    assert engine.lookups.forget_everything()
+    engine.close()
+
+
 def test_other_models_find_nothing(store: ServedStore, engines: tuple[Engine, Engine]) -> None:
     engines[0].run(request_of("a", 4))
     engines[0].saved()
@@ -171,7 +188,9 @@ def test_damage_is_found_before_a_promise(store: ServedStore, engines: tuple[Eng
     assert first.run(request_of("a", 6)) == (6, set()), "it was computed, and saved again"
 
 
-def test_damage_after_a_promise_is_a_failed_load(store: ServedStore, engines: tuple[Engine, Engine]) -> None:
+def test_damage_after_a_promise_is_a_failed_load(
+    store: ServedStore, engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = engines
     first.run(request_of("a", 6))
     first.saved()
@@ -183,7 +202,7 @@ def test_damage_after_a_promise_is_a_failed_load(store: ServedStore, engines: tu
             flip_byte(store, kv_of(b"a/03", 1).numpy().tobytes()[:64])
         return count, is_async
 
-    second.side.matched = damaged_once_promised  # type: ignore[method-assign]
+    monkeypatch.setattr(second.side, "matched", damaged_once_promised)
     loaded, bad = second.run(request_of("a", 6))
     assert loaded == 6 and bad == {3}
 
