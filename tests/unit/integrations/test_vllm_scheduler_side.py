@@ -176,6 +176,17 @@ def test_requests_that_must_compute() -> None:
     assert side.matched(request_of(1), 0, 0) == (0, False)
 
 
+def test_engines_that_only_load_or_only_save() -> None:
+    lookups, request = Lookups(b"h0"), request_of(2)
+    reader = SchedulerSide(lookups, BLOCK, 1, WAIT_NS, saves=False)
+    writer = SchedulerSide(lookups, BLOCK, 1, WAIT_NS, loads=False)
+    assert reader.matched(request, 0, 0) == (None, False) and writer.matched(request, 0, 0) == (0, False)
+    for side in (reader, writer):
+        side.allocated(request, ids(3), 0)
+    step = step_of({"r": 9}, {"r": ids(3)})
+    assert reader.step(step, 0).saves == () and writer.step(step, 0).saves == (Save((b"h1",), (11,)),)
+
+
 def test_another_loads_it() -> None:
     """vLLM allocates without what was promised: the plan is forgotten, and nothing is loaded."""
     lookups = Lookups(b"h0")

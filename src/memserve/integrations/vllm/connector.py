@@ -72,7 +72,14 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
             self._lookups = Lookups(self._pool)
             wait_ns = int(self._options.timeout_s * NS_PER_S)
             every = group.block_size // _hash_tokens(vllm_config, kv_cache_config)
-            self._scheduler = SchedulerSide(self._lookups, group.block_size, every, wait_ns)
+            self._scheduler = SchedulerSide(
+                self._lookups,
+                group.block_size,
+                every,
+                wait_ns,
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:

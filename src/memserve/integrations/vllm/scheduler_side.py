@@ -75,8 +75,20 @@ class _Promise:
 class SchedulerSide:
     """One object per engine, used by one thread."""
 
-    def __init__(self, lookups: Lookup, block_tokens: int, hashes_per_block: int, wait_ns: int) -> None:
-        """``wait_ns``: how long a request may wait for a look-up before it computes."""
+    def __init__(
+        self,
+        lookups: Lookup,
+        block_tokens: int,
+        hashes_per_block: int,
+        wait_ns: int,
+        *,
+        loads: bool = True,
+        saves: bool = True,
+    ) -> None:
+        """``wait_ns``: how long a request may wait for a look-up before it computes. ``loads``, ``saves``: this engine
+        does so at all."""
+        self._is_loading = loads
+        self._is_saving = saves
         self._lookups = lookups
         self._block_tokens = block_tokens
         self._hashes_per_block = hashes_per_block
@@ -93,7 +105,8 @@ class SchedulerSide:
     def matched(self, request: Any, computed_tokens: int, now: int) -> tuple[int | None, bool]:
         """Tokens beyond ``computed_tokens`` that can be loaded, and that they are loaded while others run; None: ask
         again. Called many times."""
-        if not self._lookups.is_known or getattr(request, "skip_reading_prefix_cache", False):
+        may = self._is_loading and self._lookups.is_known
+        if not may or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         request_id, begin = request.request_id, computed_tokens // self._block_tokens
         promise = self._promises.get(request_id)
@@ -165,7 +178,7 @@ class SchedulerSide:
         ``num_tokens`` are the known ones.
         """
         request = self._requests.get(request_id)
-        if request is None or not self._lookups.is_known:
+        if request is None or not (self._is_saving and self._lookups.is_known):
             return None
         known = min(request.num_computed_tokens + tokens, request.num_tokens) // self._block_tokens
         begin = self._saved.get(request_id, 0)
