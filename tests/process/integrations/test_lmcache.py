@@ -223,3 +223,13 @@ def test_a_store_that_dies_in_between(tmp_path: Path) -> None:
 def test_parameters_that_cannot_be(given: Any) -> None:
     with pytest.raises(UserError):
         MemserveL2(given)
+
+
+def test_lmcache_loads_it(store: ServedStore) -> None:
+    adapters = pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="LMCache is not installed")
+    plugin = pytest.importorskip("lmcache.v1.distributed.l2_adapters.plugin_l2_adapter", reason="no plugins")
+    where = {"module_path": "memserve.integrations.lmcache", "class_name": "MemserveL2"}
+    config = plugin.PluginL2AdapterConfig.from_dict({**where, "adapter_params": options_of(store)})
+    adapter = adapters.create_l2_adapter(config)
+    assert isinstance(adapter, MemserveL2) and adapter.report_status()["is_healthy"]
+    adapter.close()
