@@ -200,6 +200,11 @@ class Medium(Enum):
     STORAGE = "STORAGE"
 
 
+class Locality(Enum):
+    LOCAL = "LOCAL"
+    REMOTE = "REMOTE"
+
+
 @dataclass
 class RequestOffloadingContext:
     policy: str = "chunk_level"
@@ -292,8 +297,10 @@ class AsyncLookupManager:
 
 
 _VLLM = {
-    "vllm.v1.kv_offload.base": [LookupResult, Medium, ReqContext, RequestOffloadingContext, ScheduleEndContext],
+    "vllm.v1.kv_offload.base": [
+        Locality, LookupResult, Medium, ReqContext, RequestOffloadingContext, ScheduleEndContext,
+    ],
     "vllm.v1.kv_offload.file_mapper": [FileMapper],
     "vllm.v1.kv_offload.tiering.async_lookup": [AsyncLookupManager],
     "vllm.v1.kv_offload.tiering.base": [JobResult, SecondaryTierManager, TransferJob],
-}
+}  # fmt: skip

@@ -163,7 +163,9 @@ class MemserveL2(L2AdapterInterface):
         return name_in(self._prefix, told.encode())
 
     def _value(self, key: Any, thing: Any) -> Value:
-        layout = f"{[tuple(shape) for shape in thing.get_shapes()]} {thing.get_dtypes()} {thing.get_memory_format()}"
+        has = thing.metadata
+        shapes = [tuple(shape) for shape in (has.shapes or [has.shape])]  # of objects with one group, not all are told
+        layout = f"{shapes} {has.dtypes or [has.dtype]} {has.fmt}"
         return Value(self._name(key), [(thing.data_ptr, thing.get_size())], layout.encode(), at_most=True)
 
 

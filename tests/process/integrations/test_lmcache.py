@@ -7,6 +7,7 @@ import select
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,20 +32,11 @@ class Memory:
     """What the adapter asks of LMCache's `MemoryObj`, over a row of an array."""
 
     def __init__(self, row: NDArray[np.uint8], dtype: str = "torch.bfloat16", shape: tuple[int, ...] = (2, 30)) -> None:
-        self.row, self.dtype, self.shape, self.used = row, dtype, shape, row.nbytes
-        self.data_ptr = row.ctypes.data
+        self.row, self.used, self.data_ptr = row, row.nbytes, row.ctypes.data
+        self.metadata = SimpleNamespace(shape=shape, shapes=[shape], dtype=dtype, dtypes=[dtype], fmt="KV_2LTD")
 
     def get_size(self) -> int:
         return self.used
-
-    def get_shapes(self) -> list[tuple[int, ...]]:
-        return [self.shape]
-
-    def get_dtypes(self) -> list[str]:
-        return [self.dtype]
-
-    def get_memory_format(self) -> str:
-        return "KV_2LTD"
 
 
 class Listener:
@@ -150,6 +142,16 @@ def test_models_ranks_and_salts_do_not_meet(adapter: MemserveL2, others: dict[st
     assert load(adapter, keys_of(3, **others), memories(read)) == [False] * 3 and not read.any()
 
 
+def test_an_object_of_which_one_shape_is_told(adapter: MemserveL2) -> None:
+    """As `lmcache bench l2` makes them."""
+    kept, read = pages(1), np.zeros((1, PAGE_BYTES), np.uint8)
+    objects = [*memories(kept), *memories(read)]
+    for one in objects:
+        one.metadata.shapes = one.metadata.dtypes = None
+    assert store_all(adapter, keys_of(1), objects[:1]).is_successful()
+    assert load(adapter, keys_of(1), objects[1:]) == [True] and (read == kept).all()
+
+
 @pytest.mark.parametrize("others", [{"dtype": "torch.float16"}, {"shape": (30, 2)}])
 def test_an_object_of_another_layout_is_a_miss(adapter: MemserveL2, others: dict[str, Any]) -> None:
     """LMCache's key says nothing of it."""
@@ -221,3 +223,13 @@ def test_a_store_that_dies_in_between(tmp_path: Path) -> None:
 def test_parameters_that_cannot_be(given: Any) -> None:
     with pytest.raises(UserError):
         MemserveL2(given)
+
+
+def test_lmcache_loads_it(store: ServedStore) -> None:
+    adapters = pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="LMCache is not installed")
+    plugin = pytest.importorskip("lmcache.v1.distributed.l2_adapters.plugin_l2_adapter", reason="no plugins")
+    where = {"module_path": "memserve.integrations.lmcache", "class_name": "MemserveL2"}
+    config = plugin.PluginL2AdapterConfig.from_dict({**where, "adapter_params": options_of(store)})
+    adapter = adapters.create_l2_adapter(config)
+    assert isinstance(adapter, MemserveL2) and adapter.report_status()["is_healthy"]
+    adapter.close()

@@ -77,7 +77,8 @@ class StatePool:
 
 
 def config_of(store: ServedStore, **named: Any) -> Any:
-    extra = {"backend_name": "memserve", "interface_v1": 1, "memserve": options_of(store)}
+    where = {"module_path": "memserve.integrations.sglang", "class_name": "MemserveHiCache"}
+    extra = {"backend_name": "memserve", **where, "interface_v1": 1, "memserve": options_of(store)}
     config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, True, "m", extra_config=extra)
     return replace(config, **named)
 
@@ -267,3 +268,13 @@ def test_configurations_that_cannot_be(store: ServedStore) -> None:
         MemserveHiCache(config_of(store, extra_config={"backend_name": "memserve"}), {})
     with pytest.raises(UserError, match="no heads apart"):
         MemserveHiCache(config_of(store, should_split_heads=True, tp_lcm_size=4), {})
+
+
+def test_sglang_loads_it(store: ServedStore) -> None:
+    factory = pytest.importorskip("sglang.srt.mem_cache.storage.backend_factory", reason="SGLang is not installed")
+    kept = HostPool(seed=3)
+    backend = factory.StorageBackendFactory.create_backend("dynamic", config_of(store), kept)
+    backend.register_mem_pool_host(kept)
+    backend.on_host_pools_registered()
+    assert backend.batch_set_v1(hashes(2), indices(0, 1)) == [True] * 2 and backend.batch_exists(hashes(3)) == 2
+    backend.close()

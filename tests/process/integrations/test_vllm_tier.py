@@ -192,3 +192,13 @@ def test_a_store_that_dies_in_between(tmp_path: Path) -> None:
 def test_options_that_cannot_be(store: ServedStore) -> None:
     with pytest.raises(UserError, match="knows no option 'n_read_threads'"):
         Engine(store, n_read_threads=4)
+
+
+def test_vllm_loads_it(store: ServedStore) -> None:
+    factory = pytest.importorskip("vllm.v1.kv_offload.tiering.factory", reason="vLLM is not installed")
+    config = {"type": "MemserveTier", "module_path": "memserve.integrations.vllm_tier", "locality": "LOCAL"}
+    config |= options_of(store)
+    memory = np.zeros((CHUNKS, PAGE_BYTES), np.uint8)
+    tier = factory.SecondaryTierFactory.create_secondary_tier(config, memoryview(memory), spec())
+    assert type(tier).__name__ == "MemserveTier" and tier.pool.is_up and tier.locality is not None
+    tier.shutdown()
