@@ -1,6 +1,6 @@
 """vLLM with memserve's connector beside vLLM without it: right answers, the first token after a restart, and the cost.
 
-    python bench/vllm_connector.py --vllm PYTHON [--only answers,restart,cost] [--prompts 120] [--rounds 5] [--json F]
+    python bench/vllm_connector.py --vllm PYTHON [--only answers,restart,cost,calls] [--prompts 120] [--rounds 5]
 
 PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is this checkout's. Three parts:
 
@@ -13,6 +13,8 @@ PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is thi
   was killed (SIGKILL) and started again (the store).
 * *cost*: prompts that are found nowhere, one server without a connector, one with, one whose store does not exist, in
   turn; the time to the first token and of each further one, medians of the rounds' ratios.
+* *calls*: CPU time that vLLM's own threads spend in the connector's calls, without vLLM: a look-up that finds nothing,
+  a step that fills no block, a step that fills 64 blocks of SmolLM2-135M in float32.
 """
 
 from __future__ import annotations
@@ -30,16 +32,24 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from rivals import bundled_model
+
+from memserve.integrations.pool import PoolOptions
+from memserve.integrations.vllm.block_pool import BlockPool
+from memserve.integrations.vllm.lookups import Lookups
+from memserve.integrations.vllm.memory import HostMemory
+from memserve.integrations.vllm.scheduler_side import SchedulerSide
+from memserve.integrations.vllm.worker_side import WorkerSide
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from served_store import ServedStore
@@ -356,12 +366,93 @@ def cost(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return ratios
 
 
-PARTS = {"answers": answers, "restart": restart, "cost": cost}
+# -- calls
+
+
+def calls(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What vLLM's own thread spends in the connector: seconds of CPU time, which other programs do not change."""
+    import torch
+
+    blocks, bench_blocks = 160, 64
+    caches = {f"layers.{at}": torch.rand(blocks, 3, 32, 128) for at in range(30)}
+    record: dict[str, float] = {}
+    with ServedStore(folder, dram="4GiB") as store:
+        where = PoolOptions.of({"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0})
+        worker = WorkerSide(BlockPool(where), HostMemory(caches, blocks), b"vllm/bench/")
+        lookups = Lookups(BlockPool(where))
+        lookups.set_ranks([worker.names])
+        side = SchedulerSide(lookups, 32, 1, 10**10)
+        state = SimpleNamespace(get_block_ids=lambda request_id: (list(range(1, 65)),))
+
+        def request(name: str) -> Any:
+            hashes = [f"{name}/{at}".encode() for at in range(bench_blocks)]
+            return SimpleNamespace(
+                request_id=name, block_hashes=hashes, num_tokens=bench_blocks * 32 + 5, num_computed_tokens=0
+            )
+
+        def timed(name: str, work: Callable[[int], object], times: int) -> None:
+            spent = []
+            for number in range(times + 2):
+                begin = time.thread_time()
+                work(number)
+                spent.append(time.thread_time() - begin)
+            record[name] = median(spent[2:])
+            print(f"  {name:<66} {record[name] * 1e6:10.1f} us", flush=True)
+
+        misses = [request(f"miss {number}") for number in range(102)]
+        timed("look-up of 2,048 tokens that are nowhere", lambda at: side.matched(misses[at], 0, 0), 100)
+        decoding = [request(f"decoding {number}") for number in range(64)]
+        for one in decoding:
+            side.allocated(one, [], 0)
+            side._saved[one.request_id], one.num_computed_tokens = bench_blocks, bench_blocks * 32 + 3
+        output = SimpleNamespace(
+            num_scheduled_tokens={one.request_id: 1 for one in decoding}, kv_connector_block_state=state
+        )
+        timed("a step of 64 requests that fill no block", lambda at: side.step(output, 0), 100)
+        prompts = [request(f"prompt {number}") for number in range(12)]
+        orders = []
+
+        def save(at: int) -> None:
+            side.allocated(prompts[at], [], 0)
+            scheduled = {prompts[at].request_id: 2048}
+            step = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+            orders.append(side.step(step, 0))
+
+        timed("a step that fills 64 blocks: what to save", save, 10)
+
+        def copy(at: int) -> None:
+            worker.save(orders[at])
+            worker._savers.drain()
+
+        # copies run in two threads, and the other one's time does not count here: wall time beside memcpy
+        begin_s = time.perf_counter()
+        for at in range(12):
+            copy(at)
+        record["64 blocks to the store, wall"] = (time.perf_counter() - begin_s) / 12
+        timed(
+            "a step that fills 64 blocks (84 MiB): the copies, this thread's half",
+            lambda at: _collected(worker, orders[at % 12]),
+            10,
+        )
+        waited_ms = record["64 blocks to the store, wall"] * 1e3
+        print(f"  {worker._pool.counts['stored']} blocks stored, 64 of them after {waited_ms:.0f} ms")
+        worker.close()
+        lookups.close()
+    return record
+
+
+def _collected(worker: WorkerSide, orders: Any) -> None:
+    values = [value for save in orders.saves for value in worker._values(save)]
+    for _, memory in worker._pool.collect(values):
+        memory.release()
+
+
+PARTS = {"answers": answers, "restart": restart, "cost": cost, "calls": calls}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", required=True, help="a Python that can import vllm")
+    parser.add_argument("--vllm", default="python", help="a Python that can import vllm")
     parser.add_argument("--model", default="")
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--prompts", type=int, default=120)
