@@ -45,10 +45,15 @@ IMPURE = {
     "queue", "subprocess", "os", "pathlib", "io", "shutil", "tempfile", "glob", "mmap", "signal", "selectors",
     "logging", "torch", "transformers", "starlette", "uvicorn", "httpx", "typer", "prometheus_client",
 }  # fmt: skip
-ONLY_IN = {"vllm": "integrations", "typer": "cli", "starlette": "api", "uvicorn": "api", "aiohttp": "bench"}
+ONLY_IN = {
+    "lmcache": "integrations", "sglang": "integrations", "vllm": "integrations",
+    "typer": "cli", "starlette": "api", "uvicorn": "api", "aiohttp": "bench",
+}  # fmt: skip
 """Outside packages that one package of ours hides from the rest."""
 
 ENTRY_POINTS = {"memserve.cli.main", "memserve.__main__", "memserve"}
+LOADED_BY_ENGINES = {f"memserve.integrations.{name}" for name in ("lmcache", "sglang", "vllm_tier")}
+"""By name, from an engine's own configuration."""
 
 
 @functools.cache
@@ -313,9 +318,8 @@ def test_no_dead_files() -> None:
     used = {target for path in [*SOURCES, *tracked("bench/*.py", "scripts/*.py")] for _, target in imports(path)}
     used |= {f"memserve.{m}" for p in SOURCES for m in re.findall(r"\"memserve\.([\w.]+)\"", text(p))}  # lazy imports
     used |= {name.rpartition(".")[0] for name in used}
-    dead = [
-        where(path) for path in SOURCES if path.name != "__init__.py" and module_name(path) not in used | ENTRY_POINTS
-    ]
+    used |= ENTRY_POINTS | LOADED_BY_ENGINES
+    dead = [where(path) for path in SOURCES if path.name != "__init__.py" and module_name(path) not in used]
     report(dead, "Nothing imports it: use it or delete it. A test alone is not a user.")
 
 

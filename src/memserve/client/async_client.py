@@ -99,6 +99,10 @@ class AsyncStoreClient:
         view = self.client.get_held(key)
         return view if view is not None else await self._in_thread(self.client.get, key, timeout_s=timeout_s)
 
+    async def bring(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> list[int]:
+        """See :meth:`StoreClient.bring`."""
+        return await self._in_thread(self.client.bring, list(keys), timeout_s=timeout_s)
+
     async def get_into(
         self, pairs: Iterable[tuple[bytes, Buffer]], *, threads: int = 1, timeout_s: float = TIMEOUT_S
     ) -> list[int]:

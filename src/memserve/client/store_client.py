@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from memserve import _core
 from memserve.client import arguments
 from memserve.client.connection import Answer, Connection
-from memserve.client.gets import fetch_values, get_held_value, get_value, get_values_into
+from memserve.client.gets import bring, fetch_values, get_held_value, get_value, get_values_into
 from memserve.client.puts import Value, put_values
 from memserve.client.staging import Staged
 from memserve.client.views import View
@@ -149,6 +149,12 @@ class StoreClient:
         """As :meth:`get`, without a word to the store. None: its memory does not have the value, or is not mapped."""
         self.check()
         return get_held_value(self._line, arguments.checked_key(key))
+
+    def bring(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> list[int]:
+        """Have the store read values from its disks into its memory, side by side; the bytes of each, -1: there is
+        none. Raises :class:`memserve.errors.StoreUnavailable`, also when they do not fit there in time."""
+        self.check()
+        return bring(self._line, arguments.checked_keys(keys), time.monotonic() + timeout_s)[1]
 
     def get_into(
         self, pairs: Iterable[tuple[bytes, Buffer]], *, threads: int = 1, timeout_s: float = TIMEOUT_S

@@ -1,0 +1,128 @@
+"""memserve's L2 adapter beside LMCache's own, in LMCache's own tool: `lmcache bench l2`.
+
+    python bench/lmcache_l2.py [--python LMCACHE_PYTHON] [--rounds 5] [--quick] [--json FILE]
+
+LMCache 0.5.6 need not be in this environment: `--python` names the interpreter of another one, which gets this source
+by PYTHONPATH and needs numpy, msgspec and pyzmq for it; a torch for CPUs is enough. Where there is no LMCache, nothing
+is measured and the exit status is 0.
+
+Each round runs the tool once for each adapter, one after the other, another one first each time. The tool stores, looks
+up and loads with one thread that submits and waits, verifies what came back (`--no-skip-verify`), and reports MB/s. A
+figure is the median over rounds of the tool's averages. memserve: a `memserve store` that this script starts, 1 GiB, on
+this host; each value is compared with checksums. fs, fs_native: files, in a folder of --folder (default: the temporary
+one, so the page cache) and, with (shm), in /dev/shm; neither compares anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+from served_store import ServedStore
+
+SOURCES = Path(__file__).resolve().parent.parent / "src"
+TIMEOUT_S = 300
+SIZES = ((256, 64), (1024, 32), (4096, 16))
+"""KiB of an object, objects a task."""
+OPERATIONS = ("store", "load", "lookup")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="interpreter with LMCache")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="where the adapters of LMCache keep their files")
+    parser.add_argument("--quick", action="store_true", help="one round, small objects alone")
+    parser.add_argument("--json", type=Path, default=None)
+    given = parser.parse_args()
+    if missing := absent(given.python):
+        print(f"skipped: {missing}")
+        return 0
+    sizes, rounds = (SIZES[:1], 1) if given.quick else (SIZES, given.rounds)
+    with tempfile.TemporaryDirectory(dir=given.folder) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        found = {size: measure(given.python, size, rounds, Path(disk), Path(memory)) for size in sizes}
+    for (kib, count), table in found.items():
+        print(f"\n{count} objects of {kib} KiB a task; {rounds} rounds; MB/s, look-ups: thousand keys/s")
+        print(f"{'':14}" + "".join(f"{name:>12}" for name in OPERATIONS))
+        for adapter, figures in table.items():
+            print(f"{adapter:14}" + "".join(f"{figures[name]:12,.0f}" for name in OPERATIONS))
+    if given.json is not None:
+        given.json.write_text(json.dumps({f"{kib} KiB": table for (kib, _), table in found.items()}, indent=1))
+    return 0
+
+
+def absent(python: str) -> str | None:
+    """Why there is nothing to measure; None: there is."""
+    told = "import lmcache.cli.main, memserve.integrations.lmcache"
+    run = subprocess.run([python, "-c", told], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    if run.returncode == 0:
+        return None
+    return f"{python} has no LMCache that can be loaded ({(run.stderr.strip().splitlines() or ['no word'])[-1]})"
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(SOURCES), "LMCACHE_LOG_LEVEL": "ERROR"}
+
+
+def measure(python: str, size: tuple[int, int], rounds: int, disk: Path, memory: Path) -> dict[str, dict[str, float]]:
+    """Each adapter's figures. Every run of the tool starts with nothing stored."""
+    taken: dict[str, dict[str, list[float]]] = {}
+    for turn in range(rounds):
+        names = ["memserve", "fs", "fs (shm)", "fs_native", "fs_native (shm)"]
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            for operation, figure in once(python, name, size, disk, memory).items():
+                taken.setdefault(name, {}).setdefault(operation, []).append(figure)
+    order = sorted(taken, key=lambda name: name != "memserve")
+    return {name: {what: statistics.median(figures) for what, figures in taken[name].items()} for name in order}
+
+
+def once(python: str, name: str, size: tuple[int, int], disk: Path, memory: Path) -> dict[str, float]:
+    if name == "memserve":
+        with tempfile.TemporaryDirectory() as folder, ServedStore(Path(folder), dram="1GiB") as store:
+            params = {"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 60}
+            return run_tool(python, size, plugin(params), name)
+    kind, _, where = name.partition(" ")
+    folder = (memory if where else disk) / "l2"
+    folder.mkdir()
+    try:
+        return run_tool(python, size, {"type": kind, "base_path": str(folder)}, name)
+    finally:
+        shutil.rmtree(folder)
+
+
+def plugin(params: dict[str, Any]) -> dict[str, Any]:
+    where = {"module_path": "memserve.integrations.lmcache", "class_name": "MemserveL2"}
+    return {"type": "plugin", **where, "adapter_params": params}
+
+
+def run_tool(python: str, size: tuple[int, int], spec: dict[str, Any], name: str) -> dict[str, float]:
+    kib, count = size
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [python, "-m", "lmcache.cli.main", "bench", "l2", "--l2-adapter", json.dumps(spec), "--quiet"]
+        command += ["--num-keys", str(count), "--data-size-kb", str(kib), "--rounds", "5", "--no-skip-verify"]
+        command += ["--lookup-max-hit-rate", "1", "--format", "json", "--output", str(answer)]
+        run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+        if run.returncode or not answer.is_file():
+            raise SystemExit(f"{name}: lmcache bench l2 ended with {run.returncode}\n{run.stderr[-2000:]}")
+        metrics = json.loads(answer.read_text())["metrics"]
+    found = {one["operation"].lower(): one for key, one in metrics.items() if key.startswith("op_")}
+    for operation, one in found.items():
+        expected = one.get("expected_hit_keys", one["total_keys"])
+        if one["rounds_timed_out"] or one["total_success"] != expected:
+            raise SystemExit(f"{name}: {operation} found {one['total_success']} of {expected}")
+    figures = {name: one["throughput_avg_mbps"] for name, one in found.items() if name != "lookup"}
+    return {**figures, "lookup": found["lookup"]["ops_per_sec_avg"] / 1000}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

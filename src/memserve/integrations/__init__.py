@@ -1,0 +1,1 @@
+"""Parts that other engines load: KV of theirs in a store of ours."""

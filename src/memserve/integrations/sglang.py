@@ -1,0 +1,218 @@
+"""A store of memserve behind SGLang's HiCache: `--hicache-storage-backend dynamic`, with this extra configuration:
+
+    {"backend_name": "memserve", "module_path": "memserve.integrations.sglang", "class_name": "MemserveHiCache",
+     "interface_v1": 1, "memserve": {"pool": "127.0.0.1:7100", "secret_file": "secret"}}
+
+A page is one value, all its pieces in it: K and V of a page-first layout, a piece of each layer of a layer-first one.
+Its name says model, pool, ranks and shape of KV, so that ranks, models and layouts never meet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+
+from memserve.errors import UserError
+from memserve.integrations.pool import EnginePool, PoolOptions
+from memserve.integrations.values import Piece, Value, name_in, namespace
+
+log = logging.getLogger(__name__)
+
+_SHAPE = (
+    "layout", "page_size", "logical_page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim",
+    "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "dtype", "conv_dtype", "temporal_dtype",
+    "indexer_dtype", "item_bytes", "size_per_token",
+)  # fmt: skip
+"""Attributes of SGLang's host pools that decide what the bytes of a page mean."""
+_KV = "kv"
+_REPLICATED = ("kv", "indexer", "deepseek_v4")
+"""Pools whose pages are equal on all ranks of tensor parallelism where the model's KV is (MLA); others are a rank's."""
+
+
+class MemserveHiCache(HiCacheStorage):
+    """Loaded by SGLang, in each rank. Calls wait at most ``timeout_s`` each; what was not done by then is a miss."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        """Raises :class:`memserve.errors.UserError` for a configuration that cannot be."""
+        extra = storage_config.extra_config or {}
+        if storage_config.should_split_heads:
+            hint = "leave tp_lcm_size out: engines of one store then have one --tp-size, or do not share KV"
+            raise UserError("memserve stores no heads apart", hint=hint, param="tp_lcm_size")
+        self._options = PoolOptions.of(extra.get("memserve") or {})
+        self._config = storage_config
+        self._by_pieces = bool(extra.get("interface_v1", 0))
+        self.registered_pools: dict[str, Any] = {}
+        self._prefixes = {_KV: self._prefix(_KV, None)}
+        self._pool = EnginePool(self._options)
+        self.mem_pool_host: Any = None
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._prefixes[_KV] = self._prefix(_KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if _text(host_pool_name) != _KV:
+            self._prefixes[_text(host_pool_name)] = self._prefix(_text(host_pool_name), host_pool)
+
+    def _prefix(self, pool_name: str, host_pool: Any) -> bytes:
+        at = self._config
+        ranks: dict[str, object] = {"pp": (at.pp_rank, at.pp_size), "cp": (at.attn_cp_rank, at.attn_cp_size)}
+        ranks |= {"dcp": (at.dcp_rank, at.dcp_size, at.logical_page_size)}
+        if not (at.is_mla_model and pool_name.startswith(_REPLICATED)):
+            ranks |= {"tp": (at.tp_rank, at.tp_size)}
+        shape = {name: getattr(host_pool, name, None) for name in _SHAPE}
+        shape |= {"pool": type(host_pool).__name__, "pieces": self._by_pieces or pool_name != _KV}
+        return namespace("sglang", given=self._options.namespace, model=at.model_name, of=pool_name, **ranks, **shape)
+
+    def _name(self, pool_name: str, key: str) -> bytes:
+        return name_in(self._prefixes[pool_name], key.encode())
+
+    # -- pages where they lie in host memory: v1
+
+    @property
+    def _is_logical(self) -> bool:
+        """Whether the host pool has no KV of its own, and other pools carry all of it."""
+        return self.mem_pool_host is not None and getattr(self.mem_pool_host, "kv_buffer", self) is None
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        return len(keys) if self._is_logical else self._pool.prefix([self._name(_KV, key) for key in keys])
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self._move_kv(keys, host_indices, self._pool.get)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        return self._move_kv(keys, host_indices, self._pool.put)
+
+    def _move_kv(self, keys: list[str], host_indices: Any, move: Callable[[Sequence[Value]], list[bool]]) -> list[bool]:
+        if self._is_logical:
+            return [True] * len(keys)
+        return move(self._pages(_KV, self.mem_pool_host, keys, host_indices) or []) or [False] * len(keys)
+
+    def _pages(self, pool_name: str, host_pool: Any, keys: Sequence[str], host_indices: Any) -> list[Value] | None:
+        """Each page's value. None: indices and keys do not belong together."""
+        page_tokens = getattr(host_pool, "page_size", 1) or 1
+        if pool_name == _KV and self._config.dcp_size > 1:
+            page_tokens = self._config.logical_page_size
+        if host_indices is None or host_indices.numel() != len(keys) * page_tokens:
+            log.error("%s: %d pages of %d tokens have other indices", pool_name, len(keys), page_tokens)
+            return None
+        addresses, lengths = host_pool.get_page_buffer_meta(host_indices)
+        pieces: list[Piece] = list(zip(_flat(addresses), _flat(lengths), strict=True))
+        each = len(pieces) // max(1, len(keys))
+        if each * len(keys) != len(pieces):
+            log.error("%s: %d pieces are not of %d pages", pool_name, len(pieces), len(keys))
+            return None
+        return [
+            Value(self._name(pool_name, key), pieces[each * number : each * (number + 1)])
+            for number, key in enumerate(keys)
+        ]
+
+    # -- several pools at once: v2
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        transfers, pages = list(pool_transfers or []), self.batch_exists(keys, extra_info)
+        known = [transfer for transfer in transfers if _text(transfer.name) in self._prefixes]
+        there = self._pool.exists([self._name(_text(one.name), key) for one in known for key in keys[:pages]])
+        found = {_text(one.name): there[pages * at : pages * (at + 1)] for at, one in enumerate(known)}
+        hits = {PoolName.KV: pages} if pages else {}
+        restorable = set(range(1, pages + 1))
+        for transfer in transfers:
+            ends = _ends(transfer, found.get(_text(transfer.name), [False] * pages))
+            if restorable and ends:
+                hits[transfer.name] = max(ends)
+            restorable &= ends
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return self._move_pools(transfers, self._pool.get)
+
+    def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        return self._move_pools(transfers, self._pool.put)
+
+    def _move_pools(self, transfers: list[Any], move: Callable[[Sequence[Value]], list[bool]]) -> dict[str, list[bool]]:
+        """All pools' pages in one call of the store."""
+        moved: dict[str, list[bool]] = {}
+        values, parts = list[Value](), list[tuple[Any, int]]()
+        for transfer in transfers:
+            keys, pool = list(transfer.keys or []), self._pool_of(transfer.name)
+            moved[transfer.name] = [False] * len(keys)
+            pages = self._pages(_text(transfer.name), pool, keys, transfer.host_indices) if pool is not None else None
+            if pages:
+                parts.append((transfer.name, len(pages)))
+                values += pages
+        done, first = move(values), 0
+        for name, count in parts:
+            moved[name] = done[first : first + count]
+            first += count
+        return moved
+
+    def _pool_of(self, name: Any) -> Any:
+        return self.mem_pool_host if _text(name) == _KV else self.registered_pools.get(name)
+
+    # -- tensors one by one: SGLang's path without interface_v1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """Each target, filled; None: there is no such page, or its target is no contiguous tensor of the host's."""
+        targets = list(target_locations or [None] * len(keys))
+        usable = [at for at, target in enumerate(targets) if _is_usable(target)]
+        read = self._pool.get([self._tensor(keys[at], targets[at]) for at in usable])
+        filled = {at for at, was_read in zip(usable, read, strict=True) if was_read}
+        return [target if at in filled else None for at, target in enumerate(targets)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        if values is None or any(value is None for value in values):
+            return False
+        tensors = [value.detach().cpu().contiguous() for value in values]
+        return all(self._pool.put([self._tensor(key, one) for key, one in zip(keys, tensors, strict=True)]))
+
+    def _tensor(self, key: str, tensor: Any) -> Value:
+        pieces = [(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
+        return Value(self._name(_KV, key), pieces, str(tensor.dtype).encode())
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    # -- the rest
+
+    def clear(self) -> bool:
+        """Forget what this rank has named: its model, ranks and shape of KV."""
+        return self._pool.clear(*self._prefixes.values())
+
+    def close(self) -> None:
+        """Called by SGLang when it detaches the backend."""
+        self._pool.close()
+
+
+def _text(name: Any) -> str:
+    return str(getattr(name, "value", name))
+
+
+def _flat(given: Sequence[Any]) -> list[int]:
+    return [int(one) for some in given for one in (some if isinstance(some, Sequence) else [some])]
+
+
+def _is_usable(target: Any) -> bool:
+    return target is not None and target.device.type == "cpu" and target.is_contiguous()
+
+
+def _ends(transfer: Any, has: Sequence[bool]) -> set[int]:
+    """The lengths of prefixes, in pages, for which a pool has what it must."""
+    count = len(has)
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return set(range(1, (list(has).index(False) if False in has else count) + 1))
+    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        window = max(1, len(transfer.keys or []))
+        return {end for end in range(1, count + 1) if all(has[max(0, end - window) : end])}
+    raise ValueError(f"pool {transfer.name}: memserve knows no hit policy {transfer.hit_policy}")

@@ -1,0 +1,97 @@
+"""vLLM's KV memory on the host: where the bytes of a block lie, whatever layout the engine has chosen.
+
+Shapes do not say what a dimension means (two KV heads look like K and V), so nothing but the block dimension, which
+must have vLLM's number of blocks, is read from them: strides say which bytes a block has, and in which runs they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from memserve.errors import UserError
+from memserve.integrations.values import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """What the bytes of a stored block mean."""
+
+    piece_bytes: tuple[int, ...]
+    """One run after the other, all layers."""
+    digest: bytes
+    """Of layers, dtypes, shapes and strides within a block."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of a block."""
+        return sum(self.piece_bytes)
+
+
+class HostMemory:
+    """The KV of all layers, in memory that this process can address."""
+
+    def __init__(self, caches: Mapping[str, Any], num_blocks: int) -> None:
+        """``caches``: name of a layer -> tensor with blocks as its first dimension, or several kernel blocks for each
+        block. Raises :class:`UserError` for memory that this class does not understand."""
+        self.num_blocks = num_blocks
+        bases, steps, sizes = list[int](), list[int](), list[int]()
+        told, seen = list[object](), set[tuple[int, tuple[int, ...]]]()
+        for name, tensor in caches.items():
+            _check_host(name, tensor, num_blocks)
+            place = (tensor.data_ptr(), tuple(tensor.stride()))
+            if place in seen:  # layers that share their KV
+                continue
+            seen.add(place)
+            item = tensor.element_size()
+            offsets, run = _runs(tuple(tensor.shape[1:]), tuple(tensor.stride()[1:]))
+            kernel_blocks = tensor.shape[0] // num_blocks
+            step = tensor.stride()[0] * item
+            for kernel_block in range(kernel_blocks):
+                bases += [tensor.data_ptr() + kernel_block * step + offset * item for offset in offsets]
+                steps += [kernel_blocks * step] * len(offsets)
+                sizes += [run * item] * len(offsets)
+            told.append((name, str(tensor.dtype), kernel_blocks, tuple(tensor.shape[1:]), _order(tensor)))
+        if not bases:
+            raise UserError("vLLM has registered no KV memory", hint="a model without attention has nothing to keep")
+        self._bases, self._steps = np.array(bases, np.int64), np.array(steps, np.int64)
+        self.layout = BlockLayout(tuple(sizes), blake2b(repr(told).encode(), digest_size=16).digest())
+        self._caches = caches  # what is addressed stays
+
+    def pieces(self, block_id: int) -> list[Piece]:
+        """Address and length of each run of a block. Raises :class:`UserError` for a block that is not there."""
+        if not 0 <= block_id < self.num_blocks:
+            raise UserError(f"block {block_id} of {self.num_blocks}")
+        return list(zip((self._bases + block_id * self._steps).tolist(), self.layout.piece_bytes, strict=True))
+
+
+def _check_host(name: str, tensor: Any, num_blocks: int) -> None:
+    device = getattr(getattr(tensor, "device", None), "type", None)
+    if device != "cpu":
+        hint = "for a GPU take vLLM's OffloadingConnector with memserve.integrations.vllm_tier behind it"
+        raise UserError(f"the KV of {name} is on {device or type(tensor).__name__}, not in host memory", hint=hint)
+    if tensor.shape[0] == 0 or tensor.shape[0] % num_blocks:
+        message = f"the KV of {name} has {tuple(tensor.shape)} for {num_blocks} blocks"
+        raise UserError(message, hint="this version of vLLM lays KV out in a way that memserve does not know")
+
+
+def _order(tensor: Any) -> tuple[int, ...]:
+    """The dimensions within a block from the widest stride to the closest."""
+    strides = tensor.stride()[1:]
+    return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))
+
+
+def _runs(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[int], int]:
+    """Offsets of the contiguous runs of one block, and the length of each, in items."""
+    dimensions = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
+    run = 1
+    while dimensions and dimensions[0][0] == run:
+        run *= dimensions.pop(0)[1]
+    offsets = [0]
+    for stride, size in reversed(dimensions):
+        offsets = [offset + stride * index for offset in offsets for index in range(size)]
+    return sorted(offsets), run

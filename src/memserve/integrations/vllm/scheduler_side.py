@@ -1,0 +1,271 @@
+"""What the connector thinks in vLLM's scheduler: what to promise a request, what to load, and what to save.
+
+A request goes through this, and a request of which nothing is found through the first line alone::
+
+    unknown --found--> LOOKING --held and compared--> PROMISED --blocks allocated--> LOADING --finished--> (over)
+                          |                               |
+                          +--late, nothing, or ended------+--> NOTHING (it computes)
+
+No IO and no clock of its own: look-ups are asked of what it is given, and times are handed in. Of vLLM's objects only
+the few attributes are used that all versions have.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from memserve.integrations.vllm.orders import Load, Orders, Save
+
+_OFFERED_MAX = 65_536
+"""Blocks that were saved lately and need not be saved again while the store takes them."""
+_OFFERED_NS = 5_000_000_000
+_NULL_BLOCK = 0
+"""vLLM's block without content."""
+
+
+class Lookup(Protocol):
+    """Where blocks are looked up: :class:`memserve.integrations.vllm.lookups.Lookups`."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is anything to ask yet."""
+
+    def prefix_at_once(self, hashes: Sequence[bytes]) -> int | None:
+        """Blocks that seem to be there, from the first on; None: not known without waiting."""
+
+    def missing_at_once(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Whether each is to be saved, as far as is known without waiting."""
+
+    def begin(self, request_id: str, hashes: Sequence[bytes]) -> bool:
+        """Hold and compare them."""
+
+    def result(self, request_id: str) -> int | None:
+        """How many are held."""
+
+    def forget(self, request_id: str) -> None:
+        """Hold them no longer."""
+
+
+class _Phase(Enum):
+    LOOKING = auto()
+    PROMISED = auto()
+    LOADING = auto()
+    NOTHING = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Promise:
+    first: int
+    """The block that the look-up began with."""
+    deadline_ns: int
+    phase: _Phase = _Phase.LOOKING
+    end: int = 0
+    """Behind the last block that is held."""
+    begin: int = 0
+    """The first block that vLLM was promised: it has those before."""
+    block_ids: frozenset[int] = frozenset()
+    """Of vLLM's, that are loaded into."""
+    has_failed: bool = False
+
+
+class SchedulerSide:
+    """One object per engine, used by one thread."""
+
+    def __init__(
+        self,
+        lookups: Lookup,
+        block_tokens: int,
+        hashes_per_block: int,
+        wait_ns: int,
+        *,
+        loads: bool = True,
+        saves: bool = True,
+    ) -> None:
+        """``wait_ns``: how long a request may wait for a look-up before it computes. ``loads``, ``saves``: this engine
+        does so at all."""
+        self._is_loading = loads
+        self._is_saving = saves
+        self._lookups = lookups
+        self._block_tokens = block_tokens
+        self._hashes_per_block = hashes_per_block
+        self._wait_ns = wait_ns
+        self._requests: dict[str, Any] = {}  # those with blocks
+        self._saved: dict[str, int] = {}  # blocks that were looked at, whether they had to be saved or not
+        self._promises: dict[str, _Promise] = {}
+        self._tables: dict[str, list[int]] = {}
+        self._loads: list[Load] = []
+        self._offered: OrderedDict[bytes, int] = OrderedDict()
+
+    # -- before a request has blocks
+
+    def matched(self, request: Any, computed_tokens: int, now: int) -> tuple[int | None, bool]:
+        """Tokens beyond ``computed_tokens`` that can be loaded, and that they are loaded while others run; None: ask
+        again. Called many times."""
+        may = self._is_loading and self._lookups.is_known
+        if not may or getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        request_id, begin = request.request_id, computed_tokens // self._block_tokens
+        promise = self._promises.get(request_id)
+        if promise is None or (begin < promise.first and promise.phase is not _Phase.LOADING):
+            promise = self._looked_up(request, begin, now)
+        if promise is None:
+            return 0, False
+        if promise.phase is _Phase.LOOKING:
+            count = self._lookups.result(request_id)
+            if count is None and now < promise.deadline_ns:
+                return None, False
+            promise.phase, promise.end = _Phase.PROMISED, promise.first + (count or 0)
+        if promise.phase is not _Phase.PROMISED or promise.end <= begin:
+            self._give_up(request_id, promise)
+            return 0, False
+        promise.begin = begin
+        return (promise.end - begin) * self._block_tokens, True
+
+    def _looked_up(self, request: Any, begin: int, now: int) -> _Promise | None:
+        """A look-up that was begun; None: nothing is there."""
+        hashes = self._hashes(request, (request.num_tokens - 1) // self._block_tokens)[begin:]
+        found = self._lookups.prefix_at_once(hashes) if hashes else 0
+        if found != 0 and self._lookups.begin(request.request_id, hashes[:found]):
+            promise = self._promises[request.request_id] = _Promise(begin, now + self._wait_ns)
+            return promise
+        self._promises.pop(request.request_id, None)
+        self._lookups.forget(request.request_id)
+        return None
+
+    def _give_up(self, request_id: str, promise: _Promise) -> None:
+        if promise.phase is not _Phase.LOADING:
+            promise.phase = _Phase.NOTHING
+            self._lookups.forget(request_id)
+
+    # -- blocks
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The request has blocks. ``external_tokens``: it waits for that many to be loaded; 0: for none, whatever it
+        was promised, or the load is over."""
+        request_id = request.request_id
+        self._requests[request_id] = request
+        promise = self._promises.get(request_id)
+        if promise is None or promise.phase is _Phase.LOADING:
+            return
+        if external_tokens == 0:
+            self._give_up(request_id, promise)
+            return
+        begin, count = promise.begin, external_tokens // self._block_tokens
+        chosen = tuple(block_ids[begin : begin + count])
+        promise.phase, promise.block_ids = _Phase.LOADING, frozenset(chosen)
+        hashes = self._hashes(request, begin + count)[begin:]
+        self._loads.append(Load(request_id, tuple(hashes), chosen))
+
+    def step(self, output: Any, now: int) -> Orders:
+        """What the workers shall do in the step that ``output`` describes. Called once for each."""
+        table_of = self._table_of(output)
+        saves = [
+            save
+            for request_id, tokens in output.num_scheduled_tokens.items()
+            if (save := self._save(request_id, tokens, table_of, now)) is not None
+        ]
+        loads, self._loads = tuple(self._loads), []
+        return Orders(loads, tuple(saves))
+
+    def _save(self, request_id: str, tokens: int, table_of: Any, now: int) -> Save | None:
+        """Blocks that are full after a step with ``tokens`` more, and that the store seems not to have.
+
+        Tokens that are only guessed (drafts, or placeholders of tokens that are still being computed) are not counted:
+        ``num_tokens`` are the known ones.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not (self._is_saving and self._lookups.is_known):
+            return None
+        known = min(request.num_computed_tokens + tokens, request.num_tokens) // self._block_tokens
+        begin = self._saved.get(request_id, 0)
+        if known <= begin:
+            return None
+        hashes = self._hashes(request, known)[begin:]
+        table = table_of(request_id)
+        if table is None or not hashes:
+            return None
+        end = begin + len(hashes)
+        self._saved[request_id] = end
+        missing = self._lookups.missing_at_once(hashes)
+        chosen = [
+            (block_hash, block_id)
+            for block_hash, block_id, lacks in zip(hashes, table[begin:end], missing, strict=False)
+            if lacks and block_id != _NULL_BLOCK and self._offer(block_hash, now)
+        ]
+        return Save(tuple(one for one, _ in chosen), tuple(one for _, one in chosen)) if chosen else None
+
+    def _offer(self, block_hash: bytes, now: int) -> bool:
+        """False: it was saved a moment ago."""
+        before = self._offered.get(block_hash)
+        if before is not None and now - before < _OFFERED_NS:
+            return False
+        self._offered[block_hash] = now
+        self._offered.move_to_end(block_hash)
+        if len(self._offered) > _OFFERED_MAX:
+            self._offered.popitem(last=False)
+        return True
+
+    # -- ends
+
+    def received(self, request_ids: Iterable[str], failed_block_ids: Collection[int]) -> None:
+        """Loads are over. A request whose load failed computes, also what could be loaded at a second try: it shall
+        not try again and again."""
+        if failed_block_ids:
+            for promise in self._promises.values():
+                if promise.phase is _Phase.LOADING and not promise.block_ids.isdisjoint(failed_block_ids):
+                    promise.has_failed = True
+        for request_id in request_ids:
+            self._lookups.forget(request_id)
+            over = self._promises.pop(request_id, None)
+            if over is not None and over.has_failed and request_id in self._requests:
+                self._promises[request_id] = _Promise(0, 0, _Phase.NOTHING)
+
+    def finished(self, request_id: str) -> None:
+        """The request is over. A load under way goes on: vLLM keeps its blocks until it is reported."""
+        for known in (self._requests, self._saved, self._tables):
+            known.pop(request_id, None)
+        promise = self._promises.get(request_id)
+        if promise is not None and promise.phase is not _Phase.LOADING:
+            del self._promises[request_id]
+            self._lookups.forget(request_id)
+
+    def forget_offers(self) -> None:
+        """Save everything again: the store was emptied."""
+        self._offered.clear()
+        self._saved.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is remembered of any request."""
+        return not (self._requests or self._saved or self._promises or self._tables or self._loads)
+
+    # -- vLLM's tables
+
+    def _hashes(self, request: Any, blocks: int) -> list[bytes]:
+        """Of the first ``blocks`` blocks, as many as are known: the hash at a block's end has all of it in it."""
+        every = self._hashes_per_block
+        return [bytes(one) for one in request.block_hashes[every - 1 : blocks * every : every]]
+
+    def _table_of(self, output: Any) -> Any:
+        """A function from request to its block table; None: there is none. From vLLM itself where it says it, else
+        kept here from what each step adds."""
+        state = getattr(output, "kv_connector_block_state", None)
+        if state is not None:
+            return lambda request_id: _only_group(state.get_block_ids(request_id))
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = list(_only_group(new.block_ids) or ())
+        cached = output.scheduled_cached_reqs
+        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = list(_only_group(added) or ())
+            elif added is not None:
+                self._tables.setdefault(request_id, []).extend(_only_group(added) or ())
+        return self._tables.get
+
+
+def _only_group(block_ids: Any) -> list[int] | None:
+    return block_ids[0] if block_ids else None

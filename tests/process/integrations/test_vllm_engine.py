@@ -1,0 +1,132 @@
+"""MemserveConnector in vLLM itself: its classes, its factory, and a whole engine on a tiny model."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from engine_world import flip_byte, options_of
+from memserve.integrations.vllm import register
+from served_store import ServedStore
+from waiting import eventually
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here: docs/guides/VLLM.md says how"),
+    pytest.mark.timeout(600),
+]
+
+MODULE = "memserve.integrations.vllm"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStore]:
+    with ServedStore(tmp_path_factory.mktemp("store"), dram="256MiB") as store:
+        yield store
+
+
+def connector_class() -> Any:
+    from memserve.integrations.vllm import MemserveConnector
+
+    return MemserveConnector
+
+
+def transfer_of(store: ServedStore) -> dict[str, Any]:
+    """As the guide has it."""
+    return {
+        "kv_connector": "MemserveConnector", "kv_connector_module_path": MODULE, "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": options_of(store),
+    }  # fmt: skip
+
+
+def test_methods_are_those_of_vllms_base() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
+
+    kind = connector_class()
+    assert not kind.__abstractmethods__ and supports_hma(kind)
+    for name, mine in vars(kind).items():
+        base = getattr(KVConnectorBase_V1, name, None)
+        if name.startswith("_") or not inspect.isfunction(mine) or base is None:
+            continue
+        assert list(inspect.signature(mine).parameters) == list(inspect.signature(base).parameters), name
+
+
+def test_vllm_finds_it_by_path_and_by_name() -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    register()
+    register()
+    by_path = KVTransferConfig(kv_connector="MemserveConnector", kv_role="kv_both", kv_connector_module_path=MODULE)
+    by_name = KVTransferConfig(kv_connector="MemserveConnector", kv_role="kv_both")
+    for config in (by_path, by_name):
+        assert KVConnectorFactory.get_connector_class(config) is connector_class()
+
+
+def test_what_is_said_between_processes_can_be_sent() -> None:
+    from memserve.integrations.vllm.connector import MemserveHandshake, MemserveMetadata
+    from memserve.integrations.vllm.lookups import RankNames
+    from memserve.integrations.vllm.memory import BlockLayout
+    from memserve.integrations.vllm.orders import Load, Orders, Save
+
+    orders = Orders((Load("r", (b"h",), (1,)),), (Save((b"i",), (2,)),))
+    for said in (MemserveMetadata(orders), MemserveHandshake(RankNames(b"prefix", BlockLayout((8,), b"digest")))):
+        assert pickle.loads(pickle.dumps(said)) == said
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.4,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_whole_engine(store: ServedStore, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it computed comes from the store once its own cache is empty; damage and a dead store change nothing."""
+    for name, value in (
+        ("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+    ):  # fmt: skip
+        monkeypatch.setitem(os.environ, name, value)
+    import vllm
+
+    llm = vllm.LLM(
+        model, dtype="float32", block_size=32, max_model_len=512, max_num_seqs=4, enforce_eager=True, seed=0,
+        enable_prefix_caching=True, skip_tokenizer_init=True, num_gpu_blocks_override=40,
+        kv_transfer_config=transfer_of(store),
+    )  # fmt: skip
+    prompts = [[(7 * number + at * (number + 3)) % 512 for at in range(130 + number)] for number in range(8)]
+    greedy = vllm.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
+
+    def answers() -> tuple[list[list[int]], int]:
+        llm.reset_prefix_cache()
+        done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in done], sum(one.num_cached_tokens or 0 for one in done)
+
+    right, cached = answers()
+    assert cached == 0 and len({tuple(one) for one in right}) > 1
+    with store.client() as client:
+        eventually(lambda: client.statistics()["dram_values"] >= 8 * 4)
+    assert answers() == (right, 8 * 128)
+    damaged = flip_byte(store, b"MSE1")  # behind the mark of a tail: the number of its pieces
+    found, cached = answers()
+    assert damaged >= 8 * 4 and found == right and cached < 8 * 128
+    store.kill()
+    for _ in range(3):
+        assert answers()[0] == right
+    store.restart()
+    llm.llm_engine.engine_core.shutdown()

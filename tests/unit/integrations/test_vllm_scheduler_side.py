@@ -1,0 +1,332 @@
+"""What the connector thinks in vLLM's scheduler, call by call as vLLM makes them; look-ups are told what they find."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memserve.integrations.vllm.orders import Load, Save
+from memserve.integrations.vllm.scheduler_side import SchedulerSide
+
+BLOCK = 4
+WAIT_NS = 100
+
+
+class Lookups:
+    """What the store has, and what is held for which request."""
+
+    def __init__(self, *stored: bytes) -> None:
+        self.stored = set(stored)
+        self.is_known = True
+        self.is_mapped = True
+        self.is_full = False
+        self.held: dict[str, int | None] = {}
+        self.asked: dict[str, list[bytes]] = {}
+
+    def prefix_at_once(self, hashes: Sequence[bytes]) -> int | None:
+        if not self.is_mapped:
+            return None
+        return next((at for at, one in enumerate(hashes) if one not in self.stored), len(hashes))
+
+    def missing_at_once(self, hashes: Sequence[bytes]) -> list[bool]:
+        return [one not in self.stored for one in hashes]
+
+    def begin(self, request_id: str, hashes: Sequence[bytes]) -> bool:
+        if self.is_full:
+            return False
+        self.held[request_id], self.asked[request_id] = None, list(hashes)
+        return True
+
+    def result(self, request_id: str) -> int | None:
+        return self.held[request_id]
+
+    def forget(self, request_id: str) -> None:
+        self.held.pop(request_id, None)
+
+    def found(self, request_id: str, count: int | None = None) -> None:
+        """The look-up has come to its end."""
+        self.held[request_id] = len(self.asked[request_id]) if count is None else count
+
+
+def request_of(blocks: int, tokens: int | None = None, request_id: str = "r", every: int = 1) -> Any:
+    """With full blocks ``h0``, ``h1``...; ``tokens``: beyond them one by default."""
+    hashes = [b"h%d" % at for at in range(blocks)] if every == 1 else [b"half%d" % at for at in range(blocks * every)]
+    return SimpleNamespace(
+        request_id=request_id, block_hashes=hashes, num_tokens=tokens or blocks * BLOCK + 1, num_computed_tokens=0
+    )
+
+
+def side_of(lookups: Lookups, every: int = 1) -> SchedulerSide:
+    return SchedulerSide(lookups, BLOCK, every, WAIT_NS)
+
+
+def step_of(tokens: dict[str, int], tables: dict[str, list[int]] | None = None) -> Any:
+    """A step as 0.30 and later describe it."""
+    state = SimpleNamespace(get_block_ids=lambda request_id: (tables[request_id],) if tables else None)
+    return SimpleNamespace(num_scheduled_tokens=tokens, kv_connector_block_state=state)
+
+
+def ids(count: int, first: int = 10) -> list[int]:
+    return list(range(first, first + count))
+
+
+# -- promises
+
+
+def test_what_is_nowhere_costs_no_look_up() -> None:
+    lookups = Lookups()
+    side = side_of(lookups)
+    assert side.matched(request_of(3), 0, 0) == (0, False)
+    assert not lookups.asked and side.is_idle
+
+
+def test_a_hit_is_promised_once_it_is_held_and_compared() -> None:
+    lookups = Lookups(b"h0", b"h1", b"h2")
+    side, request = side_of(lookups), request_of(3)
+    assert side.matched(request, 0, 0) == (None, False)
+    assert side.matched(request, 0, 1) == (None, False)
+    lookups.found("r")
+    assert side.matched(request, 0, 2) == (12, True)
+    assert side.matched(request, 0, 3) == (12, True), "asking changes nothing"
+    side.allocated(request, ids(3), 12)
+    assert side.step(step_of({}), 4).loads == (Load("r", (b"h0", b"h1", b"h2"), (10, 11, 12)),)
+    assert side.step(step_of({}), 5).loads == ()
+    assert "r" in lookups.held, "held until the workers have read it"
+    side.received(["r"], ())
+    assert "r" not in lookups.held
+    side.allocated(request, ids(4), 0)
+    side.finished("r")
+    assert side.is_idle
+
+
+def test_one_token_is_left_to_compute() -> None:
+    lookups = Lookups(b"h0", b"h1")
+    side = side_of(lookups)
+    side.matched(request_of(2, tokens=8), 0, 0)
+    assert lookups.asked["r"] == [b"h0"]
+
+
+def test_blocks_that_vllm_has_are_not_loaded() -> None:
+    lookups = Lookups(b"h0", b"h1", b"h2")
+    side, request = side_of(lookups), request_of(3)
+    side.matched(request, 4, 0)
+    assert lookups.asked["r"] == [b"h1", b"h2"]
+    lookups.found("r")
+    assert side.matched(request, 4, 1) == (8, True)
+    assert side.matched(request, 8, 2) == (4, True), "vLLM has got one more meanwhile"
+    side.allocated(request, ids(3), 4)
+    assert side.step(step_of({}), 3).loads == (Load("r", (b"h2",), (12,)),)
+
+
+def test_vllm_has_fewer_than_at_the_first_question() -> None:
+    lookups = Lookups(b"h0", b"h1", b"h2")
+    side, request = side_of(lookups), request_of(3)
+    side.matched(request, 8, 0)
+    lookups.found("r")
+    assert side.matched(request, 0, 1) == (None, False), "it is looked up again from the first block on"
+    assert lookups.asked["r"] == [b"h0", b"h1", b"h2"]
+
+
+def test_a_damaged_block_ends_what_is_promised() -> None:
+    lookups = Lookups(b"h0", b"h1", b"h2")
+    side, request = side_of(lookups), request_of(3)
+    side.matched(request, 0, 0)
+    lookups.found("r", 1)
+    assert side.matched(request, 0, 1) == (4, True)
+
+
+@pytest.mark.parametrize("how", ["late", "nothing"])
+def test_nothing_in_time_is_computed_and_not_asked_again(how: str) -> None:
+    lookups = Lookups(b"h0")
+    side, request = side_of(lookups), request_of(1)
+    assert side.matched(request, 0, 0) == (None, False)
+    if how == "nothing":
+        lookups.found("r", 0)
+    at = WAIT_NS if how == "late" else 1
+    assert side.matched(request, 0, at) == (0, False)
+    assert not lookups.held
+    assert side.matched(request, 0, at + 1) == (0, False)
+    side.finished("r")
+    assert side.is_idle
+
+
+def test_too_much_under_way() -> None:
+    lookups = Lookups(b"h0")
+    lookups.is_full = True
+    assert side_of(lookups).matched(request_of(1), 0, 0) == (0, False)
+
+
+def test_a_store_that_has_to_be_asked() -> None:
+    lookups = Lookups()
+    lookups.is_mapped = False
+    assert side_of(lookups).matched(request_of(2), 0, 0) == (None, False)
+    assert lookups.asked["r"] == [b"h0", b"h1"]
+
+
+def test_requests_that_must_compute() -> None:
+    lookups = Lookups(b"h0")
+    side, request = side_of(lookups), request_of(1)
+    request.skip_reading_prefix_cache = True
+    assert side.matched(request, 0, 0) == (0, False)
+    lookups.is_known = False
+    assert side.matched(request_of(1), 0, 0) == (0, False)
+
+
+def test_engines_that_only_load_or_only_save() -> None:
+    lookups, request = Lookups(b"h0"), request_of(2)
+    reader = SchedulerSide(lookups, BLOCK, 1, WAIT_NS, saves=False)
+    writer = SchedulerSide(lookups, BLOCK, 1, WAIT_NS, loads=False)
+    assert reader.matched(request, 0, 0) == (None, False) and writer.matched(request, 0, 0) == (0, False)
+    for side in (reader, writer):
+        side.allocated(request, ids(3), 0)
+    step = step_of({"r": 9}, {"r": ids(3)})
+    assert reader.step(step, 0).saves == () and writer.step(step, 0).saves == (Save((b"h1",), (11,)),)
+
+
+def test_another_loads_it() -> None:
+    """vLLM allocates without what was promised: the plan is forgotten, and nothing is loaded."""
+    lookups = Lookups(b"h0")
+    side, request = side_of(lookups), request_of(1)
+    side.matched(request, 0, 0)
+    lookups.found("r")
+    assert side.matched(request, 0, 1) == (4, True)
+    side.allocated(request, ids(2), 0)
+    assert side.step(step_of({}), 2).loads == () and not lookups.held
+
+
+def test_a_request_that_ends_before_its_load() -> None:
+    lookups = Lookups(b"h0")
+    side, request = side_of(lookups), request_of(1)
+    side.matched(request, 0, 0)
+    side.finished("r")
+    assert side.is_idle and not lookups.held
+    side.matched(request, 0, 0)
+    lookups.found("r")
+    side.matched(request, 0, 1)
+    side.allocated(request, ids(1), 4)
+    side.finished("r")
+    assert lookups.held, "its load is under way, and its blocks are kept"
+    side.step(step_of({}), 2)
+    side.received(["r"], ())
+    assert side.is_idle and not lookups.held
+
+
+def test_a_failed_load_is_computed_and_not_tried_again() -> None:
+    lookups = Lookups(b"h0", b"h1")
+    side, request = side_of(lookups), request_of(2)
+    side.matched(request, 0, 0)
+    lookups.found("r")
+    side.matched(request, 0, 1)
+    side.allocated(request, ids(2), 8)
+    side.step(step_of({}), 2)
+    side.received([], {11})  # said a step before the request is
+    side.received(["r"], ())
+    assert side.matched(request, 0, 3) == (0, False) and not lookups.held
+    side.finished("r")
+    assert side.is_idle
+
+
+# -- saves
+
+
+def test_full_blocks_are_saved_from_vllms_table() -> None:
+    lookups, request = Lookups(b"h1"), request_of(3, tokens=14)
+    side = side_of(lookups)
+    side.allocated(request, ids(4), 0)
+    assert side.step(step_of({"r": 6}, {"r": ids(4)}), 0).saves == (Save((b"h0",), (10,)),)
+    request.num_computed_tokens = 6
+    assert side.step(step_of({"r": 8}, {"r": ids(4)}), 0).saves == (Save((b"h2",), (12,)),), "h1 is there"
+    assert side.step(step_of({"r": 8}, {"r": ids(4)}), 0).saves == ()
+
+
+def test_tokens_that_are_only_guessed_are_not_saved() -> None:
+    lookups, request = Lookups(), request_of(2, tokens=9)
+    side = side_of(lookups)
+    request.block_hashes.append(b"never")
+    request.num_computed_tokens = 8
+    side.allocated(request, ids(4), 0)
+    orders = side.step(step_of({"r": 5}, {"r": ids(4)}), 0)  # one token, four drafts
+    assert orders.saves == (Save((b"h0", b"h1"), (10, 11)),)
+
+
+def test_blocks_without_content_are_not_saved() -> None:
+    side, request = side_of(Lookups()), request_of(2)
+    side.allocated(request, [0, 5], 0)
+    assert side.step(step_of({"r": 9}, {"r": [0, 5]}), 0).saves == (Save((b"h1",), (5,)),)
+
+
+def test_a_block_of_two_requests_is_saved_once() -> None:
+    side = side_of(Lookups())
+    for name in "ab":
+        side.allocated(request_of(1, request_id=name), ids(2), 0)
+    tables = {"a": ids(2), "b": ids(2, 20)}
+    assert len(side.step(step_of({"a": 5, "b": 5}, tables), 0).saves) == 1
+    side.forget_offers()
+    assert len(side.step(step_of({"a": 5, "b": 5}, tables), 0).saves) == 1
+
+
+def test_a_block_that_the_store_did_not_take_is_saved_again_later() -> None:
+    side = side_of(Lookups())
+    for name, at in (("a", 0), ("b", 1_000_000), ("c", 60_000_000_000)):
+        side.allocated(request_of(1, request_id=name), ids(2), 0)
+        saves = side.step(step_of({name: 5}, {name: ids(2)}), at).saves
+        assert bool(saves) == (name != "b")
+
+
+def test_hashes_of_parts_of_a_block() -> None:
+    lookups = Lookups()
+    side, request = side_of(lookups, every=2), request_of(2, every=2)
+    side.allocated(request, ids(3), 0)
+    assert side.step(step_of({"r": 9}, {"r": ids(3)}), 0).saves == (Save((b"half1", b"half3"), (10, 11)),)
+
+
+def test_tables_of_versions_that_do_not_say_them() -> None:
+    """Up to 0.28: new requests bring a table, later steps what is added, and preempted ones begin anew."""
+    side, request = side_of(Lookups()), request_of(4, tokens=18)
+    side.allocated(request, [], 0)
+
+    def step(tokens: int, new: Any = (), cached: Any = ((), (), ())) -> Any:
+        more = SimpleNamespace(req_ids=cached[0], new_block_ids=cached[1], resumed_req_ids=set(cached[2]))
+        return SimpleNamespace(
+            num_scheduled_tokens={"r": tokens}, scheduled_new_reqs=list(new), scheduled_cached_reqs=more
+        )
+
+    first = step(5, [SimpleNamespace(req_id="r", block_ids=([10, 11],))])
+    assert side.step(first, 0).saves == (Save((b"h0",), (10,)),)
+    request.num_computed_tokens = 5
+    assert side.step(step(4, cached=(["r"], [([12],)], [])), 0).saves == (Save((b"h1",), (11,)),)
+    request.num_computed_tokens = 9
+    assert side.step(step(1, cached=(["r"], [None], [])), 0).saves == ()
+    request.num_computed_tokens = 0
+    again = step(18, cached=(["r"], [([20, 21, 22, 23, 24],)], ["r"]))
+    assert side.step(again, 0).saves == (Save((b"h2", b"h3"), (22, 23)),)
+
+
+def test_random_lives_leave_nothing_behind() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        lookups = Lookups(*(b"h%d" % at for at in range(rng.randrange(5))))
+        side, request, now = side_of(lookups), request_of(4, tokens=18), 0
+        allocated = False
+        for _ in range(rng.randrange(1, 12)):
+            now += rng.randrange(60)
+            if lookups.held.get("r", 0) is None and rng.random() < 0.5:
+                lookups.found("r", rng.randrange(len(lookups.asked["r"]) + 1))
+            if not allocated:
+                count, is_async = side.matched(request, 4 * rng.randrange(3), now)
+                assert not (is_async and not count)
+                if count is not None and rng.random() < 0.5:
+                    side.allocated(request, ids(5), count)
+                    allocated = True
+            else:
+                orders = side.step(step_of({"r": rng.randrange(1, 18)}, {"r": ids(5)}), now)
+                for load in orders.loads:
+                    assert len(load.hashes) == len(load.block_ids) and "r" in lookups.held
+        side.step(step_of({}), now)
+        side.finished("r")
+        side.received(["r"], ())
+        assert side.is_idle and not lookups.held
