@@ -109,7 +109,8 @@ class EnginePool:
 
     def put(self, values: Sequence[Value]) -> list[bool]:
         """Whether the store has each value now. False: there was no room or no time for it, or it is too large."""
-        stored = self._ask(lambda client, end_s: self._put(client, values, end_s), [False] * len(values))
+        stored = [False] * len(values)
+        self._ask(lambda client, end_s: self._put(client, values, stored, end_s), None)
         self.counts["stored"] += sum(stored)
         self.counts["refused"] += len(stored) - sum(stored)
         return stored
@@ -192,13 +193,15 @@ class EnginePool:
                 self._closing.wait(_RETRY_S)
                 continue
             self._down.clear()
+            if self._closing.is_set():
+                return
             self._up.set()
             log.info("the store at %s answers", self.options.pool)
 
     # -- put
 
-    def _put(self, client: StoreClient, values: Sequence[Value], end_s: float) -> list[bool]:
-        stored = client.exists([value.name for value in values], timeout_s=_left_s(end_s))
+    def _put(self, client: StoreClient, values: Sequence[Value], stored: list[bool], end_s: float) -> None:
+        stored[:] = client.exists([value.name for value in values], timeout_s=_left_s(end_s))
         longest = min(client.value_bytes_max(timeout_s=_left_s(end_s)), int(self.options.staging_bytes) // 2)
         missing = [at for at, there in enumerate(stored) if not there and values[at].stored_bytes <= longest]
         for some in portions(missing, values, int(self.options.staging_bytes) // 2):
@@ -211,7 +214,6 @@ class EnginePool:
             for at, took in zip(some, taken, strict=True):
                 stored[at] = took
             self._note_others(client, values, stored, [at for at in some if not stored[at]], end_s)
-        return stored
 
     @staticmethod
     def _note_others(
@@ -238,6 +240,8 @@ class EnginePool:
                 last = first + len(value.pieces)
                 memory.data[value.payload_bytes :] = value.tail(seals[first:last])
                 first = last
+            # A put that gets no answer may yet be read by the store, out of memory that holds another value by then:
+            # that one's tail belongs to another name.
             pairs: list[tuple[bytes, Staged]] = [(v.name, m) for v, m in zip(values, staged, strict=True)]
             return client.put_many(pairs, overwrite=False, timeout_s=_left_s(end_s))
 

@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 from memserve import _core
 from memserve.store_messages import NAME_BYTES_MAX
+from memserve.units import ceil_div
 
 _TAIL = struct.Struct("<4sI16s")
 """A mark, the number of pieces, a digest of name and layout; the pieces' checksums follow, 8 bytes each."""
 _MARK = b"MSE1"
+_ALIGNMENT = 4096
+"""Of values in memory of the store's and of its clients'."""
 
 Piece = tuple[int, int]
 """Address and bytes of memory of the engine's, which stays where it is until the call has returned."""
@@ -100,10 +103,11 @@ def portions(
     """Of ``numbers``, as many together as have room in ``bytes_max``; at least one."""
     some, nbytes = list[int](), 0
     for at in numbers:
-        if some and (nbytes + values[at].stored_bytes > bytes_max or len(some) >= count_max):
+        room = ceil_div(values[at].stored_bytes, _ALIGNMENT) * _ALIGNMENT
+        if some and (nbytes + room > bytes_max or len(some) >= count_max):
             yield some
             some, nbytes = [], 0
         some.append(at)
-        nbytes += values[at].stored_bytes
+        nbytes += room
     if some:
         yield some

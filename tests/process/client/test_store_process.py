@@ -63,6 +63,12 @@ def test_what_was_put_is_got(client: StoreClient, nbytes: int) -> None:
     assert client.get_copies([key], timeout_s=WAIT_S) == [value]
 
 
+def test_values_that_are_brought(client: StoreClient) -> None:
+    assert client.put_many([(b"one", bytes(100)), (b"other", bytes(20_000))], timeout_s=WAIT_S) == [True, True]
+    assert client.bring([b"other", b"none", b"one"], timeout_s=WAIT_S) == [20_000, -1, 100]
+    assert client.bring([], timeout_s=WAIT_S) == []
+
+
 def test_a_value_of_several_messages(client: StoreClient) -> None:
     value = value_of(2 * INLINE_BYTES_MAX + 12_345)
     assert client.put_many([(b"short", b"value"), (b"long", value)], timeout_s=WAIT_S) == [True, True]

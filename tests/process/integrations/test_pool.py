@@ -103,6 +103,15 @@ def test_what_is_too_large_is_refused(pool: EnginePool) -> None:
     assert pool.get([small[0], large, small[1]]) == [True, False, True] and pool.is_up
 
 
+def test_many_small_values_and_little_staging_memory(store: ServedStore) -> None:
+    """Each takes a page of it."""
+    pool = EnginePool(PoolOptions.of(options_of(store, staging_bytes=1 << 20)))
+    kept, read = pages(2000, nbytes=100), np.zeros((2000, 100), np.uint8)
+    assert all(pool.put(values_of(kept, PREFIX))) and all(pool.get(values_of(read, PREFIX)))
+    assert (read == kept).all() and pool.is_up and pool.clear(PREFIX)
+    pool.close()
+
+
 def test_a_damaged_value_is_a_miss(store: ServedStore) -> None:
     pool = EnginePool(PoolOptions.of(options_of(store)))
     kept, read = pages(4, seed=7), np.zeros((4, PAGE_BYTES), np.uint8)
