@@ -155,7 +155,7 @@ class Engines:
         engine = self._by_name[event.name]
         if event.refuses:
             self.close(engine, event.reason)
-        elif now - engine.answered_ns >= self._dead_after_ns:
+        elif now - max(engine.answered_ns, event.heard_ns) >= self._dead_after_ns:
             self.close(engine, event.reason)
             for request_id in engine.attempts:
                 self._act(Abort(request_id, engine.name, f"it has fallen silent: {event.reason}"))

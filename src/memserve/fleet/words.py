@@ -131,6 +131,8 @@ class EngineMissed:
     reason: str
     refuses: bool = False
     """It said so itself, or its port is closed: it takes no new requests. Else it may only be slow."""
+    heard_ns: int = 0
+    """When bytes of an answer came from it last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,9 @@ class FleetHost:
         try:
             report = await self._report(spec)
         except EngineFault as fault:
-            self.post(EngineMissed(spec.name, fault.reason, fault.refuses))
+            calls = [ticket.call for ticket in self._tickets.values() if ticket.call is not None]
+            heard_ns = max((call.heard_ns for call in calls if call.url == spec.url), default=0)
+            self.post(EngineMissed(spec.name, fault.reason, fault.refuses, heard_ns))
         else:
             self.post(EngineAnswered(spec.name, report))
 
@@ -214,7 +216,10 @@ class FleetHost:
         if status != 200:
             raise EngineFault(f"its /v1/models says {status}", refuses=True)
         models = models_of(body)
-        status, body = await self.fetch(spec, "GET", "/metrics", b"", LOOK_S)
+        try:
+            status, body = await self.fetch(spec, "GET", "/metrics", b"", LOOK_S)
+        except EngineFault:  # what it says about its load is of use, but not needed
+            return EngineReport(models)
         return report_of(spec.kind, models, body.decode("utf-8", "replace") if status == 200 else "")
 
     async def fetch(

@@ -6,6 +6,7 @@ A call costs a tenth of what it costs with httpx, and can be given up from outsi
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from urllib.parse import urlsplit
@@ -37,6 +38,9 @@ class HttpCall:
 
     def __init__(self, url: str) -> None:
         """``url``: scheme, host and port."""
+        self.url = url
+        #: when bytes came last, by ``time.monotonic_ns``; 0: none did
+        self.heard_ns = 0
         parts = urlsplit(url)
         self._host, self._port, self._tls = parts.hostname or "", parts.port or 80, parts.scheme == "https"
         self._writer: asyncio.StreamWriter | None = None
@@ -138,6 +142,7 @@ class HttpCall:
         if not data:
             self._end()
             return 0
+        self.heard_ns = time.monotonic_ns()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:

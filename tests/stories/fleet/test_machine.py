@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,11 +69,11 @@ class World:
                 self.replays.append(action)
         self.machine.check_invariants()
 
-    def well(self, name: str, models: tuple[str, ...] = ("m",), **report: float) -> None:
-        self.tell(EngineAnswered(name, EngineReport({model: model for model in models}, **report)))  # type: ignore[arg-type]
+    def well(self, name: str, models: tuple[str, ...] = ("m",), **report: Any) -> None:
+        self.tell(EngineAnswered(name, EngineReport({model: model for model in models}, **report)))
 
-    def ask(self, name: str, model: str = "m", tokens: list[int] = PROMPT, **request: str) -> str | None:
-        prompt = Request(name, np.array(tokens, np.int32), **request)  # type: ignore[arg-type]
+    def ask(self, name: str, model: str = "m", tokens: list[int] = PROMPT, **request: Any) -> str | None:
+        prompt = Request(name, np.array(tokens, np.int32), **request)
         self.tell(PromptArrived(prompt, model, PromptSpace.TOKENS))
         return self.at.get(name)
 
@@ -147,6 +148,14 @@ def test_silence_aborts_and_refusal_does_not() -> None:
     world.tell(EngineMissed(name, "no answer"), 6 * NS_PER_S)
     assert [abort.request_id for abort in world.aborted] == ["r"]
     assert world.fail("r") not in (None, name)
+
+
+def test_an_engine_that_streams_is_not_silent() -> None:
+    world = World()
+    name = str(world.ask("r"))
+    world.now += 20 * NS_PER_S
+    world.tell(EngineMissed(name, "no answer", heard_ns=world.now - NS_PER_S))
+    assert not world.aborted and world.machine.engines()[NAMES.index(name)].up
 
 
 def test_no_engine_is_one_clear_error() -> None:
