@@ -20,10 +20,13 @@ import typer.main
 from memserve import config, types
 from memserve.api import openapi
 from memserve.api.config import EdgeConfig
+from memserve.api.fleet_metrics import FleetSnapshot
 from memserve.api.metrics import ApiMetrics, Snapshot
 from memserve.cli.main import command_line
 from memserve.cluster.machine import Cluster
+from memserve.cluster.report import AdmissionStats
 from memserve.cluster.requests import REQUEST_PHASES
+from memserve.fleet.words import EngineView
 from memserve.instance.sequence import SEQUENCE
 from memserve.instance.stats import InstanceStats
 from memserve.kv_transfer.imports import IMPORT
@@ -103,11 +106,13 @@ def command_sections(command: Any, name: str) -> list[str]:
 
 
 def metric_families() -> list[Any]:
-    """All metrics that ``/metrics`` can show: of the edge, of one engine, of a router with its instances."""
+    """All metrics that ``/metrics`` can show: of the edge, one engine, a router with its instances, and a fleet."""
     alone = EngineStats(instance=InstanceStats())
     machine = Cluster(config.ClusterConfig())
     router = RouterStats.of(machine.stats(), machine.instances(), 0)
     engine = [*Snapshot(alone, True).collect(), *Snapshot(router, True).collect()]
+    fleet = FleetSnapshot((EngineView("", "", up=False),), AdmissionStats())
+    engine += fleet.collect()
     edge = ApiMetrics()
     families = {family.name: family for family in [*edge.registry.collect(), *edge.by_tenant.collect(), *engine]}
     return [families[name] for name in sorted(families)]

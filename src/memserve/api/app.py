@@ -97,7 +97,7 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _request_log(kind: RequestLogFormat, model: str, closing: ExitStack) -> list[Middleware]:
+def request_log(kind: RequestLogFormat, model: str, closing: ExitStack) -> list[Middleware]:
     """The middleware that logs requests, or none; ``closing`` ends its thread."""
     if kind is RequestLogFormat.NONE:
         return []
@@ -164,7 +164,7 @@ def create_app(
             Route("/openapi.json", pages.openapi),
         ],
         middleware=[
-            *_request_log(limits.log_requests, model.name, closing),
+            *request_log(limits.log_requests, model.name, closing),
             Middleware(Cors, origins=limits.cors_origins),
             Middleware(Guard, keys=KeyRing(api_keys), metrics=metrics),
         ],

@@ -10,13 +10,13 @@ import socket
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
 
 from memserve.api.connection import Connection
 from memserve.api.edge import Edge
-from memserve.api.hub import Hub
 from memserve.config import DRAIN_S
 from memserve.errors import UserError
 from memserve.runtime.process import Askings
@@ -58,6 +58,20 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+class Calls(Protocol):
+    """The requests of an application, as its server sees them (:class:`memserve.api.hub.Hub`)."""
+
+    draining: bool
+    """True: new ones are refused."""
+
+    @property
+    def calls_open(self) -> int:
+        """Requests that are being answered."""
+
+    def end_all(self) -> int:
+        """End all of them with a 503. Returns their number."""
+
+
 class Server(uvicorn.Server):
     """uvicorn with a graceful end: the first signal drains, the second ends every stream, a third the process."""
 
@@ -81,7 +95,7 @@ class Server(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
-        self._hub: Hub = app.state.hub
+        self._hub: Calls = app.state.hub
         self._edge: Edge = app.state.edge
         self._drain_s = drain_s
         self._on_ready = on_ready

@@ -17,11 +17,12 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from memserve.api.config import EdgeConfig
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.options import Option, contradiction, options_of, refuse, refused_names, with_values
@@ -34,6 +35,22 @@ DEFAULT_LOG_LEVEL = "warning"
 DrainS = Annotated[float, typer.Option(min=0, help="Seconds that streams may go on after SIGTERM or SIGHUP.")]
 Link = Annotated[str, typer.Option(help="How KV moves: auto, shm (same host) or nixl.")]
 LogLevel = Annotated[str, typer.Option(help=f"Lowest level that is logged: {', '.join(LOG_LEVELS)}.")]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """The HTTP server: where it listens, its keys, its answers' defaults and limits."""
+
+    host: str
+    port: int
+    api_keys: tuple[str, ...] = field(repr=False)
+    metrics_key: str | None = field(repr=False)
+    served_model_name: str | None
+    generation_config: bool
+    default_max_tokens: int
+    drain_s: float
+    limits: EdgeConfig
+    log_level: str
 
 
 class Only:

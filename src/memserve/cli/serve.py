@@ -18,8 +18,10 @@ from memserve.api.config import EdgeConfig
 from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, running_cluster, shape_text
+from memserve.cli.fleet import run_fleet
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
+from memserve.fleet.words import FleetOptions
 from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
 from memserve.runtime.store_secret import with_absolute_folders
@@ -43,22 +45,12 @@ MetadataOption = Annotated[
     str,
     typer.Option(help="Where the router keeps records: a folder, etcd://HOST:PORT or none; auto: a folder per --port."),
 ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HttpOptions:
-    """The HTTP server: where it listens, its keys, its answers' defaults and limits."""
-
-    host: str
-    port: int
-    api_keys: tuple[str, ...] = dataclasses.field(repr=False)
-    metrics_key: str | None = dataclasses.field(repr=False)
-    served_model_name: str | None
-    generation_config: bool
-    default_max_tokens: int
-    drain_s: float
-    limits: EdgeConfig
-    log_level: str
+ChatTokens = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Longest chat answer of a request without max_tokens, in tokens. 0: what the context has room for."
+    ),
+]
 
 
 @opt.grouped
@@ -73,13 +65,7 @@ def serve(
     generation_config: Annotated[
         bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
     ] = True,
-    default_max_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Longest chat answer of a request without max_tokens, in tokens. 0: what the context has room for.",
-        ),
-    ] = DEFAULT_MAX_TOKENS,
+    default_max_tokens: ChatTokens = DEFAULT_MAX_TOKENS,
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
     metrics_key: credentials.MetricsKey = None,
@@ -102,14 +88,20 @@ def serve(
     metadata: MetadataOption = "auto",
     metadata_credentials: credentials.MetadataCredentials = None,
     in_process: Annotated[bool, typer.Option(help="Run one engine in this process, without a cluster.")] = False,
+    fleet: FleetOptions,
 ) -> None:
     """Serve a model over the OpenAI HTTP API: a router, and one colocated instance, or a prefill and a decode instance
-    where there are eight cores and memory for both; the start says which."""
+    where there are eight cores and memory for both; the start says which. With ``--engine``: a router in front of
+    servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(log_level)
     keys = credentials.api_keys(api_key, api_key_file)
     names = (keys, credentials.metrics_key(metrics_key), served_model_name, generation_config, default_max_tokens)
-    http = HttpOptions(host, port, *names, drain_s, edge, log_level)
+    http = opt.HttpOptions(host, port, *names, drain_s, edge, log_level)
+    if fleet.engines:
+        own = in_process or any(count is not None for count in (prefill, decode, colocated, cluster_port))
+        run_fleet(fleet, http, cluster, None if own else store)
+        return
     if in_process:
         store.refuse("leave out --in-process")
         run_server(_alone(engine, cluster.admission, prefill, decode, colocated, cluster_port), http, None)
@@ -142,7 +134,7 @@ def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: obje
     return dataclasses.replace(options, scheduler=limits)
 
 
-def run_server(engine_options: EngineOptions, http: HttpOptions, cluster: ClusterOptions | None) -> None:
+def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions | None) -> None:
     """Bind, load, serve, drain. ``cluster`` None: one engine in this process.
 
     Raises :class:`UserError`: for wrong options before anything is loaded."""
@@ -206,7 +198,7 @@ def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) ->
 
 
 def _serve_until_signal(
-    served: _Served, source: str, listener: socket.socket, http: HttpOptions, started: float
+    served: _Served, source: str, listener: socket.socket, http: opt.HttpOptions, started: float
 ) -> None:
     from memserve.api.app import create_app
     from memserve.api.edge import make_room_for_connections

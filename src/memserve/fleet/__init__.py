@@ -1,0 +1,1 @@
+"""Engines of other projects behind the router: which of them gets a request, and what they have cached."""

@@ -1,0 +1,204 @@
+"""The engines of a fleet: which are well, how busy they are, and what they have cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from memserve.cluster.loads import LoadTable
+from memserve.cluster.trees import Trees
+from memserve.config import ClusterConfig
+from memserve.errors import check
+from memserve.fleet.kv_feed import KvFeed
+from memserve.fleet.words import (
+    Abort,
+    AskReplay,
+    EngineAnswered,
+    EngineMissed,
+    EngineReport,
+    EngineSpec,
+    EngineView,
+    FleetAction,
+    KvHeard,
+    PromptSpace,
+    ReplayEnded,
+)
+from memserve.mempool.identity import namespace_id
+from memserve.messages import Load
+from memserve.types import Role
+from memserve.units import NS_PER_S
+
+TEXT_BLOCK = 32
+"""Numbers in a block of a prompt in ``PromptSpace.TEXT``: 128 bytes."""
+PROMPT_TOKENS_USUAL = 512
+"""A request that another client sent is taken to have this many tokens."""
+CONTEXT_MAX = 1 << 40
+"""What an engine can run it says itself, with a 400."""
+LISTEN_AGAIN_NS = 5 * NS_PER_S
+"""An engine that was sent prompts and has published nothing for this long is asked what it published."""
+
+
+@dataclass(slots=True)
+class Engine:
+    """One engine."""
+
+    spec: EngineSpec
+    number: int
+    feed: KvFeed | None
+    view: EngineView
+    """Its totals."""
+    is_open: bool = False
+    """It takes new requests."""
+    answered_ns: int = 0
+    reason: str = "it has not answered yet"
+    """Why it is not open."""
+    report: EngineReport = field(default_factory=lambda: EngineReport({}))
+    attempts: dict[str, None] = field(default_factory=dict)
+    """Requests that were sent there and have not ended, in order."""
+    unheard_ns: int | None = None
+    """Since when it has had a prompt without publishing anything; ``None``: nothing is waited for."""
+
+    @property
+    def name(self) -> str:
+        """``HOST:PORT``."""
+        return self.spec.name
+
+    @property
+    def base_model(self) -> str:
+        """The weights behind its KV events; empty: unknown."""
+        return next(iter(self.report.models.values()), "")
+
+    def block_tokens(self, space: PromptSpace) -> int:
+        """Of the blocks by which a prompt in ``space`` is compared."""
+        if space is PromptSpace.TEXT:
+            return TEXT_BLOCK
+        return self.feed.block_tokens if self.feed is not None and self.feed.block_tokens else TEXT_BLOCK
+
+    def seen(self, cached_blocks: int) -> EngineView:
+        """It now, for metrics."""
+        feed = self.feed
+        return replace(
+            self.view,
+            up=self.is_open,
+            models=tuple(self.report.models),
+            requests_open=len(self.attempts),
+            cached_blocks=cached_blocks,
+            kv_batches=feed.batches if feed else 0,
+            kv_gaps=feed.gaps if feed else 0,
+            kv_forgotten=feed.forgotten if feed else 0,
+            report=self.report,
+        )
+
+
+class Engines:
+    """All engines by name, in the order of the options."""
+
+    def __init__(
+        self,
+        specs: list[EngineSpec],
+        config: ClusterConfig,
+        loads: LoadTable,
+        trees: Trees,
+        act: Callable[[FleetAction], None],
+        identity_key: bytes,
+    ) -> None:
+        """``act`` takes what is to be done."""
+        self._dead_after_ns, self._loads, self._trees, self._act = config.dead_after_ns, loads, trees, act
+        self._by_name: dict[str, Engine] = {}
+        for number, spec in enumerate(specs):
+            check(spec.name not in self._by_name, "{} is named twice", spec.name)
+            engine = Engine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
+            self._by_name[spec.name] = engine
+            if spec.events:
+                engine.feed = self._feed(engine, identity_key)
+            trees.enter(number, publishes=bool(spec.events))
+            self._open(engine)
+            self.close(engine, engine.reason)
+
+    def _feed(self, engine: Engine, key: bytes) -> KvFeed:
+        def root(block_tokens: int) -> bytes:
+            return namespace_id("", fingerprint_of(engine.base_model, PromptSpace.TOKENS, block_tokens), key)
+
+        return KvFeed(engine.number, self._trees.directory, key, root, bool(engine.spec.replay))
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._by_name.values())
+
+    # -- health and load
+
+    def _open(self, engine: Engine) -> None:
+        engine.is_open = True
+        self._loads.enter(engine.number, Role.COLOCATED, CONTEXT_MAX, 0)
+
+    def close(self, engine: Engine, reason: str) -> None:
+        """It takes no new requests until it answers again."""
+        engine.is_open, engine.reason = False, reason
+        self._loads.close(engine.number)
+
+    def answered(self, event: EngineAnswered, now: int) -> None:
+        """It is well."""
+        engine, report = self._by_name[event.name], event.report
+        known, engine.report = engine.report, report
+        engine.answered_ns, engine.reason = now, ""
+        if engine.feed is not None and (known.started_s, known.models) != (report.started_s, report.models):
+            engine.feed.restarted()
+        was_open = engine.is_open
+        if not was_open:
+            self._open(engine)
+        if not was_open or (engine.unheard_ns is not None and now - engine.unheard_ns >= LISTEN_AGAIN_NS):
+            self._ask_replay(engine)
+        if report.running is not None:
+            self._loads.heartbeat(engine.number, _load_of(report, report.running))
+
+    def missed(self, event: EngineMissed, now: int) -> None:
+        """It did not answer. An engine that refuses may still finish what it has; a silent one is given up."""
+        engine = self._by_name[event.name]
+        if event.refuses:
+            self.close(engine, event.reason)
+        elif now - max(engine.answered_ns, event.heard_ns) >= self._dead_after_ns:
+            self.close(engine, event.reason)
+            for request_id in engine.attempts:
+                self._act(Abort(request_id, engine.name, f"it has fallen silent: {event.reason}"))
+
+    # -- KV events
+
+    def heard(self, event: KvHeard) -> None:
+        """A batch of its KV events."""
+        engine = self._by_name[event.name]
+        feed, engine.unheard_ns = engine.feed, None
+        if feed is None:
+            return
+        try:
+            if event.replayed:
+                feed.replayed(event.sequence, event.payload)
+            elif (first := feed.live(event.sequence, event.payload)) is not None:
+                self._act(AskReplay(engine.name, first))
+        except ValueError:  # what such an engine says about its cache is worth nothing
+            feed.restarted()
+
+    def replay_ended(self, event: ReplayEnded) -> None:
+        """No more of what it was asked for will come."""
+        feed = self._by_name[event.name].feed
+        if feed is not None:
+            feed.replay_ended()
+
+    def _ask_replay(self, engine: Engine) -> None:
+        engine.unheard_ns = None
+        if engine.feed is not None and engine.spec.replay:
+            self._act(AskReplay(engine.name, engine.feed.expected))
+
+
+def _load_of(report: EngineReport, running: int) -> Load:
+    context = int(report.kv_usage * report.kv_tokens) or running * PROMPT_TOKENS_USUAL
+    return Load(
+        requests_waiting=report.waiting,
+        sequences_running=running,
+        prefill_tokens_queued=report.waiting * PROMPT_TOKENS_USUAL,
+        context_tokens_running=context,
+        hbm_blocks_available=max(0, report.kv_tokens - context),
+    )
+
+
+def fingerprint_of(model: str, space: PromptSpace, block_tokens: int) -> str:
+    """What tells the blocks of one model, space and size from all others."""
+    return f"{model}\x1f{space}\x1f{block_tokens}"

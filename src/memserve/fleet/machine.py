@@ -1,0 +1,302 @@
+"""The fleet machine: which engine gets a request, when another one does, and what all of them have cached.
+
+The sister of ``cluster.machine`` for engines that are no members: they speak OpenAI's HTTP, send no heartbeats and
+answer in text. Admission, load, prefix directory and policies are those of the cluster; what differs is here: health by
+asking, KV events of other engines (``fleet.kv_feed``), and attempts that can be repeated only before the first byte.
+
+::
+
+    waits --admitted--> under way --AnswerBegan--> begun --AnswerEnded--> gone
+      |                  |     ^                    (an engine that falls silent: Abort, and the host ends it)
+      rejected           +-----+ AttemptFailed: another engine, as long as there is one; then GiveUp
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from memserve.cluster.admission import AdmissionController, Rejection
+from memserve.cluster.loads import Charge, LoadTable, Work
+from memserve.cluster.outbox import Timers
+from memserve.cluster.registry import Registry
+from memserve.cluster.report import AdmissionStats, Counters
+from memserve.cluster.requests import RequestState
+from memserve.cluster.trees import Trees
+from memserve.config import ClusterConfig
+from memserve.errors import check
+from memserve.fleet.engines import CONTEXT_MAX, Engine, Engines, fingerprint_of
+from memserve.fleet.words import (
+    AnswerBegan,
+    AnswerEnded,
+    AttemptFailed,
+    EngineAnswered,
+    EngineMissed,
+    EngineSpec,
+    EngineView,
+    FleetAction,
+    FleetEvent,
+    Forward,
+    GiveUp,
+    KvHeard,
+    PromptArrived,
+    PromptSpace,
+    ReplayEnded,
+    TimePassed,
+)
+from memserve.mempool.identity import DEFAULT_KEY
+from memserve.policy.admission import on_terms
+from memserve.policy.candidates import Ask, Candidate
+from memserve.policy.routing import POLICY
+from memserve.serving import RejectRequest
+from memserve.types import Role
+
+RETRY_AFTER_S = 5.0
+"""After which a client may ask again when no engine takes requests."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A request that has not ended."""
+
+    state: RequestState
+    model: str
+    space: PromptSpace
+    engine: Engine | None = None
+    charge: Charge | None = None
+    failures: dict[str, AttemptFailed] = field(default_factory=dict)
+    """By engine."""
+
+
+class Fleet:
+    """Decides; deterministic. Each request ends with one ``RejectRequest`` or ``GiveUp``, or with an
+    ``AnswerEnded`` of its host."""
+
+    def __init__(self, specs: list[EngineSpec], config: ClusterConfig, *, identity_key: bytes = DEFAULT_KEY) -> None:
+        self.config = config
+        self._timers, self._loads, self._actions = Timers(), LoadTable(), list[FleetAction]()
+        self._trees = Trees(config, self._timers, Counters(), identity_key)
+        self._admission = AdmissionController(config.admission, config.policy, Registry(), self._loads)
+        self._entries: dict[str, _Entry] = {}
+        self._engines = Engines(specs, config, self._loads, self._trees, self._actions.append, identity_key)
+
+    # -- the one mutator
+
+    def handle(self, event: FleetEvent, now: int) -> list[FleetAction]:
+        """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order."""
+        if isinstance(event, PromptArrived):
+            self._arrive(event, now)
+        elif isinstance(event, AnswerBegan):
+            self._began(event.request_id)
+        elif isinstance(event, AnswerEnded):
+            self._ended(event, now)
+        elif isinstance(event, AttemptFailed):
+            self._failed(event, now)
+        elif isinstance(event, EngineAnswered):
+            self._engines.answered(event, now)
+        elif isinstance(event, EngineMissed):
+            self._engines.missed(event, now)
+        elif isinstance(event, KvHeard):
+            self._engines.heard(event)
+        elif isinstance(event, ReplayEnded):
+            self._engines.replay_ended(event)
+        else:
+            check(isinstance(event, TimePassed), f"unknown event {event!r}")
+        self._timers.run(now)
+        self._admit(now)
+        actions = self._actions.copy()
+        self._actions.clear()
+        return actions
+
+    # -- requests
+
+    def _arrive(self, event: PromptArrived, now: int) -> None:
+        request = on_terms(event.request, self.config.admission)
+        check(request.request_id not in self._entries, "{} is known", request.request_id)
+        state = RequestState(request, now)
+        entry = self._entries[request.request_id] = _Entry(state, event.model, event.space)
+        if not self._open_for(entry):
+            self._give_up(entry, now)
+            return
+        rejection = self._admission.enqueue(state, now)
+        if rejection is None:
+            self._admit(now)
+            rejection = self._admission.overflow(state)
+        if rejection is not None:
+            self._turn_away(rejection, now)
+        until_ns = self._admission.wait_until_ns(state)
+        if until_ns is not None:
+            self._timers.arm(until_ns, self._waited, request.request_id)
+
+    def _admit(self, now: int) -> None:
+        while (state := self._admission.admit(now)) is not None:
+            self._place(self._entries[state.request_id], now)
+
+    def _waited(self, request_id: str, now: int) -> None:
+        entry = self._entries.get(request_id)
+        rejection = self._admission.waited(entry.state, now) if entry is not None else None
+        if rejection is not None:
+            self._turn_away(rejection, now)
+
+    def _turn_away(self, rejection: Rejection, now: int) -> None:
+        request_id, reason = rejection.req.request_id, rejection.reason
+        self._actions.append(RejectRequest(request_id, reason, rejection.retry_after_s, rejection.is_overload))
+        self._leave(self._entries[request_id], now)
+
+    def _open_for(self, entry: _Entry) -> list[Engine]:
+        """Engines that may be tried."""
+        return [
+            engine
+            for engine in self._engines
+            if engine.is_open and entry.model in engine.report.models and engine.name not in entry.failures
+        ]
+
+    def _place(self, entry: _Entry, now: int) -> None:
+        engines = self._open_for(entry) if len(entry.failures) < self.config.attempts_max else []
+        if not engines:
+            self._give_up(entry, now)
+            return
+        identities = {engine.number: self._identities(entry, engine) for engine in engines}
+        matches = {packed: self._trees.match(packed, len(self._loads)) for packed in set(identities.values())}
+        candidates = [
+            self._candidate(entry, engine, int(matches[identities[engine.number]].blocks[engine.number]))
+            for engine in engines
+        ]
+        request = entry.state.request
+        tokens = max(1, len(request.prompt))
+        ask = Ask(tokens, request.stop.max_tokens, request.n)
+        route = POLICY[self.config.policy](ask, candidates, ())
+        self._dispatch(entry, next(e for e in engines if e.number == route.first.number), route.first, now)
+        self._actions.append(Forward(request.request_id, route.first.name, route.reason))
+        self._trees.expect(route.first.number, identities[route.first.number], now)
+
+    def _identities(self, entry: _Entry, engine: Engine) -> bytes:
+        request, block_tokens = entry.state.request, engine.block_tokens(entry.space)
+        fingerprint = fingerprint_of(engine.report.models[entry.model], entry.space, block_tokens)
+        return self._trees.identities(request.salt, fingerprint, request.prompt, block_tokens)
+
+    def _candidate(self, entry: _Entry, engine: Engine, blocks: int) -> Candidate:
+        work, room = self._loads.work_of(engine.number), int(self._loads.room_blocks[engine.number])
+        return Candidate(
+            engine.number,
+            engine.name,
+            Role.COLOCATED,
+            prefill_tokens=work.prefill_tokens,
+            sequences=work.sequences,
+            context_tokens=work.context_tokens,
+            room_tokens=room if engine.report.kv_tokens else CONTEXT_MAX,
+            matched_tokens=blocks * engine.block_tokens(entry.space),
+        )
+
+    def _dispatch(self, entry: _Entry, engine: Engine, chosen: Candidate, now: int) -> None:
+        request = entry.state.request
+        tokens = len(request.prompt)
+        work = Work(max(1, tokens - chosen.matched_tokens), request.n, request.n * tokens)
+        entry.engine, entry.charge = engine, self._loads.charge(engine.number, work)
+        engine.attempts[request.request_id] = None
+        engine.view = replace(
+            engine.view,
+            requests=engine.view.requests + 1,
+            prompt_tokens=engine.view.prompt_tokens + tokens,
+            matched_tokens=engine.view.matched_tokens + chosen.matched_tokens,
+        )
+        if engine.feed is not None and engine.unheard_ns is None:
+            engine.unheard_ns = now
+
+    def _began(self, request_id: str) -> None:
+        entry = self._entries.get(request_id)
+        if entry is None or entry.charge is None or entry.engine is None:
+            return
+        entry.state.introduced[0] = True
+        computed = entry.charge.work._replace(prefill_tokens=0)
+        self._loads.discharge(entry.charge)
+        entry.charge = self._loads.charge(entry.engine.number, computed)
+
+    def _ended(self, event: AnswerEnded, now: int) -> None:
+        entry = self._entries.get(event.request_id)
+        if entry is None:  # it was rejected meanwhile
+            return
+        if event.is_cut and entry.engine is not None:
+            entry.engine.view = replace(entry.engine.view, failed=entry.engine.view.failed + 1)
+        self._leave(entry, now)
+
+    def _failed(self, event: AttemptFailed, now: int) -> None:
+        entry = self._entries.get(event.request_id)
+        if entry is None or entry.engine is None:
+            return
+        engine = entry.engine
+        engine.view = replace(engine.view, failed=engine.view.failed + 1)
+        entry.failures[engine.name] = event
+        if event.refuses:
+            self._engines.close(engine, event.reason)
+        self._detach(entry)
+        self._place(entry, now)
+
+    def _give_up(self, entry: _Entry, now: int) -> None:
+        failures = entry.failures
+        if failures:
+            last = list(failures.values())[-1]
+            told = "; ".join(f"{name}: {failure.reason}" for name, failure in failures.items())
+            reason = f"No engine answered the request: {told}"
+            waits = [one.retry_after_s for one in failures.values() if one.retry_after_s is not None]
+            action = GiveUp(entry.state.request_id, last.status, reason, min(waits, default=None))
+        else:
+            reasons = "; ".join(f"{e.name}: {e.reason}" for e in self._engines if not e.is_open)
+            reason = f"No engine with this model takes requests now: {reasons}"
+            action = GiveUp(entry.state.request_id, 503, reason, RETRY_AFTER_S)
+        self._actions.append(action)
+        self._leave(entry, now)
+
+    def _detach(self, entry: _Entry) -> None:
+        if entry.engine is not None and entry.charge is not None:
+            self._loads.discharge(entry.charge)
+            del entry.engine.attempts[entry.state.request_id]
+        entry.engine = entry.charge = None
+
+    def _leave(self, entry: _Entry, now: int) -> None:
+        self._detach(entry)
+        del self._entries[entry.state.request_id]
+        self._admission.release(entry.state, now)
+
+    # -- views
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When a ``TimePassed`` is worth sending at the latest; ``None``: nothing is waited for."""
+        return self._timers.next_ns
+
+    def models(self) -> dict[str, list[str]]:
+        """Every model that an engine has shown, with the engines that have it and take requests."""
+        found: dict[str, list[str]] = {}
+        for engine in self._engines:
+            for model in engine.report.models:
+                found.setdefault(model, []).extend([engine.name] if engine.is_open else [])
+        return found
+
+    def tokenizing_engine(self, model: str) -> str | None:
+        """The engine to ask for a prompt's tokens; ``None``: none of those with ``model`` publishes KV events, so that
+        the text will do."""
+        able = [e for e in self._engines if e.is_open and model in e.report.models]
+        if not any(engine.feed is not None for engine in able):
+            return None
+        return min(able, key=lambda engine: (len(engine.attempts), engine.number)).name
+
+    def engines(self) -> list[EngineView]:
+        """All engines, in the order of the options."""
+        return [engine.seen(self._trees.blocks(engine.number)) for engine in self._engines]
+
+    def admission(self) -> AdmissionStats:
+        """Totals and gauges of admission."""
+        return self._admission.snapshot()
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""
+        charges = [entry.charge for entry in self._entries.values() if entry.charge is not None]
+        self._loads.check_invariants(
+            charges, {engine.number: (Role.COLOCATED, engine.is_open) for engine in self._engines}
+        )
+        for engine in self._engines:
+            mine = [name for name, entry in self._entries.items() if entry.engine is engine]
+            check(sorted(mine) == sorted(engine.attempts), "{} has {}, not {}", engine.name, engine.attempts, mine)
+        self._trees.check_invariants()
+        stats = self._admission.snapshot()
+        check(stats.admitted == stats.left + stats.active, "an admitted request was not released once")

@@ -1,0 +1,203 @@
+"""The router in front of scripted servers: bytes in and out, models, keys, health, draining, limits, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from fleet_server import FleetServer, fleet_server, spec_of
+from memserve.config import AdmissionConfig, ClusterConfig
+from memserve.types import Admission
+from memserve.units import NS_PER_S
+from scripted_engine import ANSWER, DONE, EVENTS, Asked, ScriptedEngine, scripted_engines, well, whole
+from waiting import eventually
+
+HELD = {"model": "scripted", "prompt": "held"}
+
+
+@pytest.fixture
+def engines() -> Iterator[list[ScriptedEngine]]:
+    with scripted_engines(2) as started:
+        yield started
+
+
+class Gate:
+    """Engines that answer when they are told to."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+
+    async def script(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        while not self.is_open.is_set():
+            await asyncio.sleep(0.005)
+        await well(asked, writer)
+
+
+def in_background(server: FleetServer, answers: list[httpx.Response]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: answers.append(server.post(prompt="held")))
+    thread.start()
+    return thread
+
+
+def test_bytes_go_through_unchanged(engines: list[ScriptedEngine]) -> None:
+    engine = engines[0]
+    body = b'{ "model":"scripted",\n "prompt" : "\\u00e9", "unknown": [1.0e0], "stream":false}'
+    headers = {"content-type": "application/json", "x-request-id": "mine-1", "authorization": "Bearer theirs"}
+    with fleet_server([spec_of(engine)]) as server:
+        response = httpx.post(f"{server.url}/v1/chat/completions?x=1", content=body, headers=headers)
+        assert (response.status_code, response.content) == (200, ANSWER)
+        assert response.headers["x-request-id"] == "mine-1"
+        (asked,) = engine.asked
+        assert (asked.body, asked.path) == (body, "/v1/chat/completions")
+        assert asked.headers["x-request-id"] == "mine-1" and asked.headers["authorization"] == "Bearer theirs"
+        assert server.post(stream=True).content == b"".join((*EVENTS, DONE))
+
+
+def test_keys_of_clients_are_no_keys_of_engines(engines: list[ScriptedEngine]) -> None:
+    with fleet_server([spec_of(engines[0])], api_keys=["mine"], engine_key="theirs") as server:
+        assert server.post().status_code == 401 and not engines[0].asked
+        headers = {"authorization": "Bearer mine"}
+        response = httpx.post(f"{server.url}/v1/completions", json=HELD, headers=headers)
+        assert response.status_code == 200
+        assert engines[0].asked[0].headers["authorization"] == "Bearer theirs"
+
+
+def test_each_model_has_its_engines(engines: list[ScriptedEngine]) -> None:
+    engines[0].models, engines[1].models = ["a", "both"], ["b", "both"]
+    with fleet_server([spec_of(engine) for engine in engines]) as server:
+        assert {card["id"] for card in server.get("/v1/models").json()["data"]} == {"a", "b", "both"}
+        assert server.get("/v1/models/a").status_code == 200 and server.get("/v1/models/c").status_code == 404
+        for _ in range(3):
+            assert server.post(model="b").status_code == 200
+        assert (len(engines[0].asked), len(engines[1].asked)) == (0, 3)
+        response = server.post(model="c")
+        assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+
+
+def test_an_engine_that_is_not_well_gets_nothing_until_it_is(engines: list[ScriptedEngine]) -> None:
+    async def draining(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(503, b""))
+
+    with fleet_server([spec_of(engine) for engine in engines]) as server:
+        engines[0].health = draining
+        eventually(lambda: server.get("/health").json()["engines"][engines[0].name] is False)
+        for _ in range(4):
+            assert server.post().status_code == 200
+        assert (len(engines[0].asked), len(engines[1].asked)) == (0, 4)
+        engines[1].health = draining
+        eventually(lambda: server.get("/health").status_code == 503)
+        response = server.post()
+        assert response.status_code == 503 and response.headers["retry-after"] == "5"
+        engines[0].health = None
+        eventually(lambda: server.get("/health").status_code == 200)
+        assert server.post().status_code == 200
+
+
+def test_an_engine_that_falls_silent_is_given_up(engines: list[ScriptedEngine]) -> None:
+    """Its requests go elsewhere long before the longest silence."""
+
+    async def silent(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(600)
+
+    config = ClusterConfig(policy="least-load", dead_after_ns=NS_PER_S)
+    with fleet_server([spec_of(engine) for engine in engines], config) as server:
+        engines[0].script = engines[0].health = silent
+        response = server.post()
+        assert (response.status_code, response.content) == (200, ANSWER) and engines[0].asked
+        assert f'memserve_fleet_engine_up{{engine="{engines[0].name}"}} 0.0' in server.get("/metrics").text
+
+
+def test_load_goes_to_the_idle_engine(engines: list[ScriptedEngine]) -> None:
+    gate = Gate()
+    for engine in engines:
+        engine.script = gate.script
+    answers: list[httpx.Response] = []
+    with fleet_server([spec_of(engine) for engine in engines], ClusterConfig(policy="least-load")) as server:
+        threads = [in_background(server, answers) for _ in range(4)]
+        eventually(lambda: len(engines[0].asked) + len(engines[1].asked) == 4)
+        assert len(engines[0].asked) == len(engines[1].asked) == 2
+        gate.is_open.set()
+        for thread in threads:
+            thread.join()
+    assert [answer.status_code for answer in answers] == [200] * 4
+
+
+def test_what_an_engine_says_counts_as_load(engines: list[ScriptedEngine]) -> None:
+    engines[0].metrics = (
+        b"# TYPE vllm:num_requests_running gauge\n"
+        b'vllm:num_requests_running{engine="0"} 9.0\nvllm:num_requests_waiting{engine="0"} 4.0\n'
+        b'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1.0\n'
+        b"process_start_time_seconds 1.7e9\nvllm:num_requests_running nonsense\n\xff\xfe\n"
+    )
+    engines[1].metrics = b'vllm:num_requests_running{engine="0"} 0.0\n'
+    with fleet_server([spec_of(engine) for engine in engines], ClusterConfig(policy="least-load")) as server:
+        (busy, idle) = server.host.machine.engines()
+        report = busy.report
+        assert (report.running, report.waiting, report.kv_usage, report.kv_tokens) == (9, 4, 0.5, 16_000)
+        assert idle.report.running == 0
+        assert server.post().status_code == 200 and len(engines[1].asked) == 1
+        page = server.get("/metrics").text
+        assert f'memserve_fleet_requests_total{{engine="{engines[1].name}"}} 1.0' in page
+        assert f'memserve_fleet_engine_running{{engine="{engines[0].name}"}} 9.0' in page
+
+
+def test_admission_queues_and_rejects(engines: list[ScriptedEngine]) -> None:
+    gate = Gate()
+    engines[0].script = gate.script
+    admission = AdmissionConfig(mode=Admission.BOUNDED, active_max=1, waiting_max=1)
+    answers: list[httpx.Response] = []
+    with fleet_server([spec_of(engines[0])], ClusterConfig(admission=admission)) as server:
+        threads = [in_background(server, answers)]
+        eventually(lambda: len(engines[0].asked) == 1)
+        threads.append(in_background(server, answers))
+        eventually(lambda: "memserve_gate_active 1.0" in server.get("/metrics").text and server.host.requests_open == 2)
+        response = server.post()
+        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+        assert len(engines[0].asked) == 1
+        gate.is_open.set()
+        for thread in threads:
+            thread.join()
+    assert [answer.status_code for answer in answers] == [200, 200]
+
+
+def test_a_client_that_leaves_frees_the_engine(engines: list[ScriptedEngine]) -> None:
+    engines[0].script = Gate().script
+    with fleet_server([spec_of(engines[0])]) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=HELD, timeout=0.2)
+        eventually(lambda: server.host.requests_open == 0)
+
+
+def test_a_stop_lets_requests_finish(engines: list[ScriptedEngine]) -> None:
+    gate = Gate()
+    engines[0].script = gate.script
+    answers: list[httpx.Response] = []
+    with fleet_server([spec_of(engines[0])]) as server:
+        thread = in_background(server, answers)
+        eventually(lambda: len(engines[0].asked) == 1)
+        server.server.should_exit = True
+        gate.is_open.set()
+        thread.join()
+    assert answers[0].status_code == 200
+
+
+def test_a_conversation_stays_where_it_was(engines: list[ScriptedEngine]) -> None:
+    """Without KV events, by the text of what was sent there."""
+    config = ClusterConfig(policy="prompt-tree")
+    with fleet_server([spec_of(engine) for engine in engines], config) as server:
+        chats = [[{"role": "user", "content": f"chat {chat}: " + "word " * 100}] for chat in range(4)]
+        for _ in range(3):
+            for messages in chats:
+                assert server.post("/v1/chat/completions", prompt=None, messages=messages).status_code == 200
+                messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "and " * 50}]
+        places: dict[str, set[str]] = {}
+        for engine in engines:
+            for asked in engine.asked:
+                opening = asked.fields["messages"][0]["content"][:7]
+                places.setdefault(opening, set()).add(engine.name)
+        assert len(places) == 4 and all(len(place) == 1 for place in places.values())
+        assert sum(view.matched_tokens for view in server.host.machine.engines()) > 0

@@ -1,0 +1,222 @@
+"""The fleet machine in virtual time: placement, retries, silence, admission, and random lives."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kv_event_words import BLOCK, batch, stored
+from memserve.config import AdmissionConfig, ClusterConfig
+from memserve.fleet.machine import Fleet
+from memserve.fleet.words import (
+    Abort,
+    AnswerBegan,
+    AnswerEnded,
+    AskReplay,
+    AttemptFailed,
+    EngineAnswered,
+    EngineMissed,
+    EngineReport,
+    FleetAction,
+    FleetEvent,
+    Forward,
+    GiveUp,
+    KvHeard,
+    PromptArrived,
+    PromptSpace,
+    ReplayEnded,
+    TimePassed,
+    read_engine,
+)
+from memserve.serving import RejectRequest
+from memserve.types import Admission, Request
+from memserve.units import NS_PER_S
+
+NAMES = ("a:1", "b:2", "c:3")
+PROMPT = list(range(1, 1 + 16 * BLOCK))
+
+
+class World:
+    """The machine, its clock, and what became of each request."""
+
+    def __init__(self, config: ClusterConfig | None = None, *, events: bool = False, up: bool = True) -> None:
+        more = ",events=tcp://x:1,replay=tcp://x:2" if events else ""
+        specs = [read_engine(f"vllm=http://{name}{more}") for name in NAMES]
+        self.machine, self.now = Fleet(specs, config or ClusterConfig(policy="prompt-tree")), NS_PER_S
+        self.at: dict[str, str] = {}
+        self.ended: dict[str, FleetAction] = {}
+        self.aborted: list[Abort] = []
+        self.replays: list[AskReplay] = []
+        for name in NAMES if up else ():
+            self.well(name)
+
+    def tell(self, event: FleetEvent, after_ns: int = 0) -> None:
+        self.now += after_ns
+        for action in self.machine.handle(event, self.now):
+            if isinstance(action, Forward):
+                assert action.request_id not in self.ended
+                self.at[action.request_id] = action.engine
+            elif isinstance(action, GiveUp | RejectRequest):
+                assert action.request_id not in self.ended, "it ended twice"
+                self.ended[action.request_id] = action
+                self.at.pop(action.request_id, None)
+            elif isinstance(action, Abort):
+                self.aborted.append(action)
+            else:
+                self.replays.append(action)
+        self.machine.check_invariants()
+
+    def well(self, name: str, models: tuple[str, ...] = ("m",), **report: Any) -> None:
+        self.tell(EngineAnswered(name, EngineReport({model: model for model in models}, **report)))
+
+    def ask(self, name: str, model: str = "m", tokens: list[int] = PROMPT, **request: Any) -> str | None:
+        prompt = Request(name, np.array(tokens, np.int32), **request)
+        self.tell(PromptArrived(prompt, model, PromptSpace.TOKENS))
+        return self.at.get(name)
+
+    def fail(self, name: str, status: int = 502) -> str | None:
+        self.tell(AttemptFailed(name, "it broke", status))
+        return self.at.get(name)
+
+
+def test_each_engine_is_tried_once_and_then_none() -> None:
+    world = World()
+    tried = [world.ask("r"), world.fail("r"), world.fail("r")]
+    assert sorted(str(name) for name in tried) == list(NAMES) and world.fail("r", 504) is None
+    end = world.ended["r"]
+    assert isinstance(end, GiveUp) and end.status == 504 and all(name in end.reason for name in NAMES)
+
+
+def test_a_prefix_is_followed_but_not_into_a_queue() -> None:
+    world = World()
+    first = world.ask("r0")
+    world.tell(AnswerBegan("r0"))
+    world.tell(AnswerEnded("r0"))
+    assert all(world.ask(f"r{at}", tokens=[*PROMPT, at]) == first for at in range(1, 4))
+    long = [7] * 20_000
+    assert world.ask("long", tokens=[*PROMPT, *long]) == first
+    assert world.ask("late", tokens=[*PROMPT, 5]) != first
+
+
+def test_salts_and_models_share_no_prefix() -> None:
+    world = World()
+    first = world.ask("r0")
+    assert world.ask("r1", salt="s") != first
+    for name in NAMES:
+        world.well(name, ("m", "other"))
+    assert world.ask("r2", model="other") not in (first, world.at["r1"])
+
+
+def test_published_blocks_decide() -> None:
+    world = World(events=True)
+    assert sorted(ask.engine for ask in world.replays) == list(NAMES)
+    world.tell(KvHeard("c:3", 0, batch(stored(list(range(1, 17)), None, PROMPT))))
+    assert world.ask("r") == "c:3"
+    world.tell(AnswerEnded("r"))
+    world.well("c:3", started_s=5.0)  # it has restarted
+    assert world.machine.engines()[2].cached_blocks == 0
+
+
+def test_a_gap_asks_for_a_replay() -> None:
+    world = World(events=True)
+    world.replays.clear()
+    world.tell(KvHeard("a:1", 3, batch()))
+    assert world.replays == [AskReplay("a:1", 0)]
+    world.tell(KvHeard("a:1", 0, b"garbage", replayed=True))
+    world.tell(ReplayEnded("a:1"))
+    assert world.ask("r") is not None
+
+
+def test_an_engine_that_publishes_nothing_is_asked() -> None:
+    world = World(events=True)
+    name = world.ask("r")
+    world.replays.clear()
+    world.now += 6 * NS_PER_S
+    assert name is not None
+    world.well(name)
+    assert [ask.engine for ask in world.replays] == [name]
+
+
+def test_silence_aborts_and_refusal_does_not() -> None:
+    world = World()
+    name = str(world.ask("r"))
+    world.tell(EngineMissed(name, "it says 503", refuses=True))
+    assert not world.aborted and world.ask("s") != name
+    world.tell(EngineMissed(name, "no answer"), 6 * NS_PER_S)
+    assert [abort.request_id for abort in world.aborted] == ["r"]
+    assert world.fail("r") not in (None, name)
+
+
+def test_an_engine_that_streams_is_not_silent() -> None:
+    world = World()
+    name = str(world.ask("r"))
+    world.now += 20 * NS_PER_S
+    world.tell(EngineMissed(name, "no answer", heard_ns=world.now - NS_PER_S))
+    assert not world.aborted and world.machine.engines()[NAMES.index(name)].up
+
+
+def test_no_engine_is_one_clear_error() -> None:
+    world = World(up=False)
+    assert world.ask("r") is None
+    end = world.ended["r"]
+    assert isinstance(end, GiveUp) and end.status == 503 and end.retry_after_s and "not answered yet" in end.reason
+
+
+def test_load_that_engines_report_counts() -> None:
+    world = World(ClusterConfig(policy="least-load"))
+    world.well("a:1", running=3, waiting=1)
+    world.well("b:2", running=0)
+    world.well("c:3", running=8, kv_usage=0.9, kv_tokens=100_000)
+    assert world.ask("r") == "b:2"
+
+
+def test_admission_queues_by_tenant_and_time() -> None:
+    admission = AdmissionConfig(mode=Admission.BOUNDED, active_max=1, waiting_max=2, wait_ns=5 * NS_PER_S)
+    world = World(ClusterConfig(policy="least-load", admission=admission))
+    assert world.ask("r0", tenant="x") is not None
+    assert world.ask("r1", tenant="x") is None and world.ask("r2", tenant="y") is None
+    world.ask("r3", tenant="x")
+    assert list(world.ended) == ["r3"]
+    world.tell(AnswerEnded("r0"))
+    assert set(world.at) - {"r0"} == {"r2"}  # the other tenant had its turn
+    world.tell(TimePassed(), 6 * NS_PER_S)
+    end = world.ended["r1"]
+    assert isinstance(end, RejectRequest) and end.overloaded and end.retry_after_s
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_lives(seed: int) -> None:
+    """Every request ends once, whatever engines and clients do; all accounts are checked after each event."""
+    draw = random.Random(seed)
+    policy = draw.choice(["cost", "prompt-tree", "least-load", "affinity", "best-fit", "session"])
+    bounded = AdmissionConfig(mode=Admission.BOUNDED, active_max=3, waiting_max=3, wait_ns=3 * NS_PER_S)
+    admission = bounded if draw.random() < 0.5 else AdmissionConfig()
+    world = World(ClusterConfig(policy=policy, admission=admission), events=draw.random() < 0.5)
+    live: list[str] = []
+    for step in range(150):
+        world.now += draw.randrange(NS_PER_S)
+        live = [name for name in live if name not in world.ended]
+        choice, engine = draw.random(), draw.choice(NAMES)
+        if choice < 0.3:
+            live.append(f"r{step}")
+            world.ask(live[-1], tokens=PROMPT[: draw.randrange(1, 64)], model=draw.choice(["m", "m", "m2"]))
+        elif choice < 0.4:
+            world.well(engine, draw.choice([("m",), ("m", "m2"), ()]), running=draw.randrange(5))
+        elif choice < 0.5:
+            world.tell(EngineMissed(engine, "no answer", refuses=draw.random() < 0.5))
+        elif choice < 0.6:
+            world.tell(KvHeard(engine, draw.randrange(30), batch(stored([step], None, PROMPT[:BLOCK]))))
+        elif live:
+            name = draw.choice(live)
+            event = draw.choice([AnswerBegan(name), AnswerEnded(name), AttemptFailed(name, "x", refuses=True)])
+            if isinstance(event, AnswerEnded) or name in world.at:
+                world.tell(event)
+            if isinstance(event, AnswerEnded):
+                live.remove(name)
+                world.at.pop(name, None)
+    for name in [name for name in live if name not in world.ended]:
+        world.tell(AnswerEnded(name))
+    assert world.machine.admission().active == 0 and not any(view.requests_open for view in world.machine.engines())

@@ -1,0 +1,166 @@
+"""KV events of other engines: both encodings, gaps, replays, restarts, tiers, and what is not for every request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kv_event_words import BLOCK, CLEARED, as_array, batch, removed, stored
+from memserve import _core
+from memserve.fleet.kv_feed import KvFeed
+from memserve.mempool.identity import DEFAULT_KEY, namespace_id
+
+TOKENS = list(range(1, 1 + 4 * BLOCK))
+ROOT = namespace_id("", "m")
+
+
+def new_feed(*, replays: bool = True) -> KvFeed:
+    return KvFeed(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT, replays)
+
+
+def cached(feed: KvFeed, tokens: list[int] = TOKENS) -> tuple[int, int]:
+    """Blocks of the prompt that the directory has, and those in the lower tier alone."""
+    packed = _core.block_identities(DEFAULT_KEY, ROOT, np.array(tokens, np.int32), BLOCK)
+    found = feed._directory.match(packed)
+    return (found[0][1], found[0][2]) if found else (0, 0)
+
+
+def chain(count: int = 4) -> list[dict[str, Any]]:
+    """One event a block."""
+    return [stored([at + 1], at or None, TOKENS[at * BLOCK : (at + 1) * BLOCK]) for at in range(count)]
+
+
+@pytest.mark.parametrize("form", [dict, as_array], ids=["map", "array"])
+@pytest.mark.parametrize("named", [lambda one: one, lambda one: b"%032d" % one], ids=["integers", "bytes"])
+def test_blocks_come_and_go(form: Any, named: Any) -> None:
+    feed = new_feed()
+    events = [stored([named(1), named(2)], None, TOKENS[:8]), stored([named(3)], named(2), TOKENS[8:12])]
+    assert feed.live(0, batch(*(form(event) for event in events))) is None
+    assert (cached(feed), feed.block_tokens) == ((3, 0), BLOCK)
+    feed.live(1, batch(form(removed([named(2)]))))
+    assert cached(feed) == (1, 0)
+    feed.live(2, batch(CLEARED if form is dict else ["AllBlocksCleared"]))
+    assert cached(feed) == (0, 0) and feed.counts() == {}
+
+
+def test_each_copy_counts() -> None:
+    feed = new_feed()
+    feed.live(0, batch(*chain(1), *chain(1)))
+    feed.live(1, batch(removed([1])))
+    assert cached(feed) == (1, 0)
+    feed.live(2, batch(removed([1]), removed([1])))
+    assert cached(feed) == (0, 0)
+
+
+def test_memory_behind_is_the_lower_tier() -> None:
+    feed = new_feed()
+    feed.live(0, batch(*chain(2)))
+    feed.live(1, batch(stored([2], 1, TOKENS[4:8], medium="CPU"), removed([2])))
+    assert cached(feed) == (2, 1)
+    feed.live(2, batch(removed([2], medium="CPU")))
+    assert cached(feed) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"lora_name": "x"}, {"lora_id": 1}, {"extra_keys": [["salt"]]}, {"group_idx": 1}, {"locality": "REMOTE"}],
+    ids=["adapter", "old adapter", "salt", "another group", "remote"],
+)
+def test_what_not_every_request_finds_is_left_out(more: dict[str, Any]) -> None:
+    feed = new_feed()
+    feed.live(0, batch(stored([1], None, TOKENS[:4], **more), stored([2], 1, TOKENS[4:8])))
+    assert cached(feed) == (0, 0)
+
+
+def test_a_gap_is_filled_by_a_replay() -> None:
+    feed, blocks = new_feed(), chain()
+    assert feed.live(0, batch(blocks[0])) is None
+    assert feed.live(3, batch(blocks[3])) == 1
+    assert cached(feed) == (1, 0)
+    for number in (1, 2, 3):
+        feed.replayed(number, batch(blocks[number]))
+    feed.replay_ended()
+    assert cached(feed) == (4, 0) and (feed.gaps, feed.forgotten, feed.batches) == (1, 0, 4)
+    assert feed.live(4, batch(removed([4]))) is None and cached(feed) == (3, 0)
+
+
+def test_a_gap_that_no_replay_fills_forgets_all() -> None:
+    feed, blocks = new_feed(), chain()
+    feed.live(0, batch(blocks[0]))
+    feed.live(5, batch(stored([9], None, [7] * BLOCK)))
+    feed.replay_ended()
+    assert cached(feed) == (0, 0) and cached(feed, [7] * BLOCK) == (1, 0) and feed.forgotten == 1
+    assert feed.live(6, batch(*blocks)) is None and cached(feed) == (4, 0)
+
+
+def test_a_replay_that_begins_too_late_forgets_what_was_before() -> None:
+    feed, blocks = new_feed(), chain()
+    feed.live(0, batch(blocks[0]))
+    assert feed.live(9, batch()) == 1
+    feed.replayed(7, batch(stored([9], None, [7] * BLOCK)))
+    feed.replayed(8, batch())
+    feed.replay_ended()
+    assert cached(feed) == (0, 0) and cached(feed, [7] * BLOCK) == (1, 0) and feed.expected == 10
+
+
+def test_without_replay_a_gap_forgets_at_once() -> None:
+    feed, blocks = new_feed(replays=False), chain()
+    assert feed.live(4, batch(blocks[0])) is None and cached(feed) == (1, 0) and feed.forgotten == 0
+    assert feed.live(6, batch(blocks[1])) is None and cached(feed) == (0, 0) and feed.forgotten == 1
+
+
+def test_a_restart_begins_at_zero() -> None:
+    feed, blocks = new_feed(), chain()
+    for number, block in enumerate(blocks):
+        feed.live(number, batch(block))
+    assert feed.live(0, batch(blocks[0])) is None
+    assert cached(feed) == (1, 0) and feed.expected == 1
+
+
+def test_a_live_batch_that_a_replay_has_brought_counts_once() -> None:
+    feed, blocks = new_feed(), chain()
+    for number, block in enumerate(blocks):
+        feed.replayed(number, batch(block))
+    assert feed.live(2, batch(blocks[2])) is None and feed.live(3, batch(blocks[3])) is None
+    assert feed.counts()[4] == (1, 0)
+
+
+def test_ranks_are_numbered_apart() -> None:
+    feed, blocks = new_feed(), chain()
+    assert feed.live(0, batch(blocks[0], rank=0)) is None
+    assert feed.live(0, batch(blocks[0], rank=1)) is None
+    assert feed.live(1, batch(removed([1]), rank=1)) is None
+    assert cached(feed) == (1, 0) and feed.forgotten == 0
+
+
+def test_a_child_of_an_unknown_parent_is_left_out() -> None:
+    feed = new_feed()
+    feed.live(0, batch(stored([2], 1, TOKENS[4:8])))
+    assert feed.counts() == {} and cached(feed) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"\xc1", b"\x00" * 9, msgspec.msgpack.encode({}), msgspec.msgpack.encode([1.0]),
+        msgspec.msgpack.encode([1.0, "events"]), msgspec.msgpack.encode([1.0, [], "rank"]),
+        batch(7), batch([]), batch({"type": "BlockStored"}), batch(stored(["x"], None, TOKENS[:4])),
+        batch(stored([1], None, TOKENS[:5])), batch(stored([1], None, [-1] * 4)),
+        batch(stored([1], None, [1 << 40] * 4)),
+        batch(stored([1], None, TOKENS[:4], block_size=0)), batch(stored([1], 0.5, TOKENS[:4])),
+        batch({"type": "BlockRemoved", "block_hashes": None}),
+    ],
+)  # fmt: skip
+def test_malformed_batches_are_refused(payload: bytes) -> None:
+    feed = new_feed()
+    with pytest.raises(ValueError):
+        feed.live(0, payload)
+
+
+def test_unknown_events_are_passed_over() -> None:
+    feed = new_feed()
+    feed.live(0, batch({"type": "BlockMoved", "x": 1}, *chain(1)))
+    assert cached(feed) == (1, 0)
