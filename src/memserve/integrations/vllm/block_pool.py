@@ -6,6 +6,7 @@ out of vLLM's memory at once, so that vLLM may reuse it, and lets the store take
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from itertools import groupby
@@ -20,6 +21,8 @@ from memserve.client.views import View
 from memserve.errors import UserError
 from memserve.integrations.pool import EnginePool
 from memserve.integrations.values import Value, address, copied, places
+
+log = logging.getLogger(__name__)
 
 _AT_ONCE = 32
 """Values that are read from disks side by side, and compared, at a time."""
@@ -99,6 +102,7 @@ class BlockPool(EnginePool):
             if bytes(data[value.payload_bytes :]) == value.tail(seals):
                 return True
         self.counts["damaged"] += 1
+        log.warning("1 value at %s disagrees with its checksums: forgotten", self.options.pool)
         client.delete([value.name], timeout_s=max(0.0, end_s - time.monotonic()))
         return False
 
