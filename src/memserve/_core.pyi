@@ -219,9 +219,7 @@ class LowerPages:
     """Converts pages of KV to a byte a value with a scale for each K and V of a head, and back: see
     ``src/core/pool/lower_pages.h``."""
 
-    def __init__(
-        self, kv_heads: int, key_values: int, value_values: int, dtype: str, lower_dtype: str
-    ) -> None:
+    def __init__(self, kv_heads: int, key_values: int, value_values: int, dtype: str, lower_dtype: str) -> None:
         """``key_values``, ``value_values``: of one head in a page. ``dtype`` is the KV's, ``lower_dtype`` ``int8`` or
         ``fp8`` (e4m3). Raises :class:`ValueError`."""
 

@@ -11,6 +11,7 @@ from memserve.config import EngineOptions, InstanceConfig
 from memserve.errors import UserError
 from memserve.messages import Peer
 from memserve.runtime.process import set_thread_environment
+from memserve.tiers import lossy_alone
 from memserve.types import Role
 from memserve.units import human_bytes
 
@@ -63,11 +64,13 @@ def build_parts(
     if on_gpu and role in (Role.PREFILL, Role.DECODE):
         hint = "use --colocated 1, or --device cpu"
         raise UserError("KV in the memory of a GPU cannot be handed over to another process", hint=hint, param="device")
+    if options.is_lossy and role in (Role.PREFILL, Role.DECODE):
+        raise lossy_alone(f"a {role.value} instance hands KV over")
     geometry = model.geometry
     config = options.instance_config(
         geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu
     )
-    exchange = dataclasses.replace(config.exchange, shares_kv=not on_gpu)
+    exchange = dataclasses.replace(config.exchange, shares_kv=not on_gpu and not options.is_lossy)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
     config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool)
     check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
@@ -77,6 +80,7 @@ def build_parts(
     note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
     kv_tokens = config.pool.hbm_blocks * geometry.block_tokens
     served = dataclasses.replace(model, max_model_tokens=machine.context_tokens, context_note=note, kv_tokens=kv_tokens)
+    served.kv_lower_dtype = options.kv_lower_dtype
     bound = memory_bound(model_sizes(model), geometry, config, in_cluster=me is not None)  # with its weights
     link_bytes_s = config.scheduler.link_bytes_s
     device = ModelDevice(served, config, best_forward(model.module), shared=me is not None, link_bytes_s=link_bytes_s)

@@ -70,9 +70,7 @@ def plain_down(page: NDArray[np.float32], dtype: str, lower: str, lower_bytes: i
 def plain_up(lower_page: Bytes, lower: str) -> NDArray[np.float32]:
     values = HEADS * (KEYS + VALUES)
     scales = lower_page[values : values + 8 * HEADS].view(np.float32)
-    return np.concatenate(
-        [values_of(lower_page[run], scale, lower) for run, scale in zip(runs(), scales, strict=True)]
-    )
+    return np.concatenate([values_of(lower_page[run], scale, lower) for run, scale in zip(runs(), scales, strict=True)])
 
 
 class Tiers:
