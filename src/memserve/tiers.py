@@ -51,12 +51,6 @@ def check_lower_dtype(lower_dtype: str, dram_memory_bytes: int) -> None:
         raise UserError("there is no lower tier to keep KV in", hint=hint, param="kv_lower_dtype")
 
 
-def lossy_alone(what: str) -> UserError:
-    """The refusal of ``what`` moves KV between processes, where the second tier may round it."""
-    hint = "use --colocated N without a store, or leave out --kv-lower-dtype"
-    return UserError(f"{what}, and rounded KV stays in its instance", hint=hint, param="kv_lower_dtype")
-
-
 def check_tiers(layerwise: str, lower_dtype: str, dram_memory_bytes: int, *, on_gpu: bool) -> None:
     """Raises :class:`UserError` for what needs a second tier, or a CPU."""
     if layerwise != "off" and not dram_memory_bytes:

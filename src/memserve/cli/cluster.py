@@ -126,8 +126,6 @@ def shape_here(engine: EngineOptions) -> Shape:
     """The shape that suits this machine, for engines with these options."""
     from memserve.model.loading.sources import weight_bytes
 
-    if engine.is_lossy:
-        return Shape(0, 0, 1, "KV that is rounded in DRAM stays in one process")
     machine = Machine(usable_cores(), available_memory_bytes(), uses_gpu(engine.device))
     weights = weight_bytes(engine.model) if machine.cores >= APART_CORES_MIN and not machine.gpu else None
     kv_bytes = engine.kv_memory_bytes + engine.dram_memory_bytes

@@ -24,7 +24,7 @@ from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
 from memserve.runtime.store_secret import with_absolute_folders
 from memserve.store_options import StoreOptions
-from memserve.tiers import AS_COMPUTED, lossy_alone
+from memserve.tiers import AS_COMPUTED
 from memserve.types import Admission, Caching
 
 if TYPE_CHECKING:
@@ -107,8 +107,6 @@ def serve(
     """Serve a model over the OpenAI HTTP API: a router, and one colocated instance, or a prefill and a decode instance
     where there are eight cores and memory for both; the start says which."""
     cluster.admission.refuse_idle()
-    if engine.is_lossy and (store.is_used or prefill or decode):
-        raise lossy_alone("stores and pairs of prefill and decode instances move KV")
     opt.set_up_logging(log_level)
     keys = credentials.api_keys(api_key, api_key_file)
     names = (keys, credentials.metrics_key(metrics_key), served_model_name, generation_config, default_max_tokens)

@@ -11,7 +11,6 @@ from memserve.config import EngineOptions, InstanceConfig
 from memserve.errors import UserError
 from memserve.messages import Peer
 from memserve.runtime.process import set_thread_environment
-from memserve.tiers import lossy_alone
 from memserve.types import Role
 from memserve.units import human_bytes
 
@@ -64,13 +63,11 @@ def build_parts(
     if on_gpu and role in (Role.PREFILL, Role.DECODE):
         hint = "use --colocated 1, or --device cpu"
         raise UserError("KV in the memory of a GPU cannot be handed over to another process", hint=hint, param="device")
-    if options.is_lossy and role in (Role.PREFILL, Role.DECODE):
-        raise lossy_alone(f"a {role.value} instance hands KV over")
     geometry = model.geometry
     config = options.instance_config(
         geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu
     )
-    exchange = dataclasses.replace(config.exchange, shares_kv=not on_gpu and not options.is_lossy)
+    exchange = dataclasses.replace(config.exchange, shares_kv=not on_gpu)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
     config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool)
     check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
