@@ -41,10 +41,10 @@ class Copy:
     page_bytes: int
     direction: Tier | None = None
     """The tier that it leads to. None: it stays within one."""
-    lower: _core.LowerPages | None = None
-    """Converts what changes the tier. None: pages lie alike in both."""
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    lower: _core.LowerPages | None = None
+    """Converts what changes the tier. None: pages lie alike in both."""
 
     @property
     def nbytes(self) -> int:

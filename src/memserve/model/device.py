@@ -138,7 +138,7 @@ class ModelDevice:
             for at in range(0, len(src), unit):
                 pages = src[at : at + unit], dst[at : at + unit]
                 ends = address[order.src_tier], address[order.dst_tier]
-                begun.append(Copy(*ends, *pages, tiers.page_bytes, direction, tiers.lower))
+                begun.append(Copy(*ends, *pages, tiers.page_bytes, direction, lower=tiers.lower))
         for copy in begun:
             self._copier.begin(copy, urgent=False)
         return begun

@@ -72,14 +72,14 @@ class PlacedRange:
         layer, tiers = self.passing[turn], self._tiers
         target = self._buffers[turn % 2][:entries]
         source = self._dram[:entries] + layer
-        return Copy(tiers.dram, tiers.hbm, source, target, tiers.page_bytes, Tier.HBM, tiers.lower)
+        return Copy(tiers.dram, tiers.hbm, source, target, tiers.page_bytes, Tier.HBM, lower=tiers.lower)
 
     def write_back(self, layer: int, first: int, end: int) -> Copy:
         """Of what a row has computed of ``layer``: entries ``[first, end)``."""
         tiers = self._tiers
         target = self._dram[first:end] + layer
         source = self.pages(layer)[first:end]
-        return Copy(tiers.hbm, tiers.dram, source, target, tiers.page_bytes, Tier.DRAM, tiers.lower)
+        return Copy(tiers.hbm, tiers.dram, source, target, tiers.page_bytes, Tier.DRAM, lower=tiers.lower)
 
 
 class _Row:
