@@ -61,7 +61,7 @@ class PoolConfig:
     """Key of the identities of cached blocks, 16 bytes. None: a public key, for a pool without a cluster."""
     lower_dtype: str = AS_COMPUTED
     """Of values in the second tier (:data:`memserve.tiers.LOWER_DTYPES`)."""
-    block_bytes: tuple[int, int] = (0, 0)
+    block_bytes_by_tier: tuple[int, int] = (0, 0)
     """Bytes of a block of either tier; 0: not known."""
 
     def __post_init__(self) -> None:
@@ -391,7 +391,7 @@ class EngineOptions:
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
             namespace=f"{namespace}|{lower}" if self.is_lossy else namespace,
-            pool=PoolConfig(*blocks, self.caching, lower_dtype=lower, block_bytes=block_bytes),
+            pool=PoolConfig(*blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes),
             scheduler=dataclasses.replace(
                 self.scheduler, max_step_tokens=self.scheduler.max_step_tokens or default_step_tokens
             ),

@@ -38,7 +38,7 @@ def test_a_lower_dtype_doubles_dram_and_has_its_own_namespace() -> None:
     exact, int8, fp8 = (config.pool for config in configs)
     assert exact.hbm_blocks == int8.hbm_blocks == fp8.hbm_blocks
     assert 1.98 * exact.dram_blocks < int8.dram_blocks == fp8.dram_blocks < 2 * exact.dram_blocks
-    assert int8.block_bytes == (GEOMETRIES[0].block_bytes, lower_block_bytes(GEOMETRIES[0], "int8"))
+    assert int8.block_bytes_by_tier == (GEOMETRIES[0].block_bytes, lower_block_bytes(GEOMETRIES[0], "int8"))
     assert configs[0].namespace == "weights"
     assert len({config.namespace for config in configs}) == 3, "no KV goes from one to another"
 

@@ -207,7 +207,7 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
     counters, pool = state.counters, state.memory.pool.report()
     sequences = [s for group in state.groups.values() for s in group.sequences.values()]
     memory = memory_report(state)
-    hbm_bytes, dram_bytes = state.memory.pool.config.block_bytes
+    hbm_bytes, dram_bytes = state.memory.pool.config.block_bytes_by_tier
     return InstanceStats(
         requests_waiting=sum(s.slot is None for s in sequences),
         sequences_running=sum(s.slot is not None for s in sequences),
