@@ -1,6 +1,7 @@
 """What ``--kv-lower-dtype`` saves, and what it costs in answers: 20 documents with all of their KV gone through DRAM.
 
-    python bench/lower_dtype.py [--data DIR] [--documents 20] [--tokens 1024] [--answer 64] [--model FOLDER] [--dtype D]
+    python bench/lower_dtype.py [--data DIR] [--documents 20] [--tokens 1024] [--answer 64] [--model FOLDER]
+        [--dtype D] [--threads N]
 
 * bytes of a block: resident memory that 256 blocks of each tier take, by the kernel's count;
 * copies: whole blocks down and up, two threads, GB/s of KV as attention reads it;
@@ -38,6 +39,16 @@ from memserve.types import CopyBlocks, SamplingParams, Tier
 from memserve.units import MIB
 from memserve.workloads.builtin import documents as made_documents
 
+COLUMNS = (
+    "KV in DRAM",
+    "bytes of a block: HBM, DRAM",
+    "down, up GB/s",
+    "perplexity",
+    "most probable token as in full precision",
+    "greedy answers alike",
+    "tokens alike from the start",
+    "tokens out of DRAM",
+)
 MEASURED_BLOCKS = 256
 BLOCK = 32
 
@@ -171,29 +182,35 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=64, help="tokens of each greedy answer")
     parser.add_argument("--model", default="smollm2-135m-instruct", help="folder, file or name")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, help="of the engine; default: every core")
     args = parser.parse_args()
     documents = texts(args.data, args.documents)
-    outcomes = {}
+    full: Outcome | None = None
     for lower in LOWER_DTYPES:
-        options = {"model": args.model, "dtype": args.dtype, "kv_lower_dtype": lower}
-        outcomes[lower] = measure(options, args, documents)
-    full = outcomes["auto"]
-    print(f"{len(full.answers)} documents of {args.tokens} tokens, {len(full.logprobs)} of them judged")
-    print(
-        "| KV in DRAM | bytes of a block: HBM, DRAM | down, up GB/s | perplexity | most probable token as in full",
-        end="",
+        options = {"model": args.model, "dtype": args.dtype, "threads": args.threads, "kv_lower_dtype": lower}
+        one = measure(options, args, documents)
+        if full is None:
+            full = one
+            print(f"{len(one.answers)} documents of {args.tokens} tokens, {len(one.logprobs):,} tokens judged")
+            print("| " + " | ".join(COLUMNS) + " |\n" + "| --- " * len(COLUMNS) + "|")
+        print(row(lower, one, full, args.answer), flush=True)
+
+
+def row(lower: str, one: Outcome, full: Outcome, answer: int) -> str:
+    """A row of the table."""
+    best = mean(a == b for a, b in zip(one.best, full.best, strict=True))
+    alike = [common(a, b) for a, b in zip(one.answers, full.answers, strict=True)]
+    cells = (
+        lower,
+        ", ".join(f"{one.block_bytes[tier]:,.0f}" for tier in ("hbm", "dram")),
+        f"{one.down_gb_s:.1f}, {one.up_gb_s:.1f}",
+        f"{math.exp(-mean(one.logprobs)):.4f}",
+        f"{best:.2%}",
+        f"{sum(count == answer for count in alike)} of {len(alike)}",
+        f"{mean(alike):.1f} of {answer}",
+        f"{one.dram_tokens:,}",
     )
-    print(" precision | greedy answers alike | tokens alike from the start | tokens out of DRAM |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for lower, one in outcomes.items():
-        block = ", ".join(f"{one.block_bytes[tier]:,.0f}" for tier in ("hbm", "dram"))
-        best = mean(a == b for a, b in zip(one.best, full.best, strict=True))
-        alike = [common(a, b) for a, b in zip(one.answers, full.answers, strict=True)]
-        whole = sum(count == args.answer for count in alike)
-        print(
-            f"| {lower} | {block} | {one.down_gb_s:.1f}, {one.up_gb_s:.1f} | {math.exp(-mean(one.logprobs)):.4f}"
-            f" | {best:.2%} | {whole} of {len(alike)} | {mean(alike):.1f} of {args.answer} | {one.dram_tokens:,} |"
-        )
+    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

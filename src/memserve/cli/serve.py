@@ -228,10 +228,10 @@ def _serve_until_signal(
 
     def on_ready() -> None:
         typer.echo(ready_text(model.name, http.host, port, time.perf_counter() - started, http.api_keys))
-        if model.kv_lower_dtype != AS_COMPUTED:
-            typer.echo(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
         if served.text:
             typer.echo(served.text)
+        if model.kv_lower_dtype != AS_COMPUTED:
+            typer.echo(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
         sys.stdout.flush()
 
     server = Server(app, drain_s=http.drain_s, log_level=http.log_level, on_ready=on_ready, on_end=served.on_end)

@@ -300,7 +300,8 @@ class Instance:
 def _layer_placer(config: InstanceConfig, memory: SequenceMemory, geometry: KVGeometry) -> LayerPlacer:
     scheduler = config.scheduler
     link_bytes_s = scheduler.link_bytes_s or LINK_BYTES_S
-    page_bytes = lower_page_bytes(geometry, config.pool.lower_dtype)  # what crosses the link
+    # what crosses the link; where there is none, to convert a page takes as long as to copy it whole
+    page_bytes = lower_page_bytes(geometry, config.pool.lower_dtype) if scheduler.link_bytes_s else geometry.page_bytes
     budget = LayerBudget(geometry.num_layers, page_bytes, link_bytes_s, scheduler.slo_tpot_ns or TPOT_NS)
     chunk_blocks_max = ceil_div(scheduler.chunk_tokens, memory.block_tokens)
     policy = LayerPolicy.named(scheduler.layerwise)
