@@ -23,6 +23,7 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
   src/core/pool/arena.cpp
   src/core/pool/copy_engine.cpp
   src/core/pool/copy_pages.cpp
+  src/core/pool/lower_pages.cpp
   src/core/pool/mapping.cpp
   src/core/pool/shared_arena.cpp
   src/core/pool/workers.cpp
@@ -58,6 +59,8 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC
 )
 # The same sums as in Python, to the last bit.
 set_source_files_properties(src/core/routing/cheapest.cpp PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;-fno-math-errno")
+# Codes as on every machine, and as in the tests' twin: a product is rounded before anything is added to it.
+set_source_files_properties(src/core/pool/lower_pages.cpp PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;-fno-trapping-math;-fno-math-errno")
 # gcc 12's own AVX-512 header is what it warns of.
 set_source_files_properties(src/core/transfer/seal_sums.cpp PROPERTIES COMPILE_OPTIONS -Wno-maybe-uninitialized)
 target_compile_options(_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)

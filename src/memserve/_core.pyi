@@ -215,6 +215,27 @@ class Arena(Buffer):
     def nbytes(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+class LowerPages:
+    """Converts pages of KV to a byte a value with a scale for each K and V of a head, and back: see
+    ``src/core/pool/lower_pages.h``."""
+
+    def __init__(self, kv_heads: int, key_values: int, value_values: int, dtype: str, lower_dtype: str) -> None:
+        """``key_values``, ``value_values``: of one head in a page. ``dtype`` is the KV's, ``lower_dtype`` ``int8`` or
+        ``fp8`` (e4m3). Raises :class:`ValueError`."""
+
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def lower_page_bytes(self) -> int:
+        """Bytes of a page in the lower tier: a multiple of 64."""
+
+    def down(self, dst_address: int, src_address: int, src_ids: Ids, dst_ids: Ids, threads: int = 1) -> None:
+        """Write pages ``src_ids[i]`` of the arena at ``src_address`` as lower pages ``dst_ids[i]``, without the GIL, by
+        up to ``threads`` threads. Addresses are trusted; pages must not overlap."""
+
+    def up(self, dst_address: int, src_address: int, src_ids: Ids, dst_ids: Ids, threads: int = 1) -> None:
+        """The other direction: ``src_ids`` are lower pages. :meth:`down` makes the same bytes of what this writes."""
+
 def copy_blocks(
     dst_address: int,
     src_address: int,

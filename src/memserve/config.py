@@ -23,8 +23,9 @@ from memserve.options import (
     check_ranges,
     option,
 )
+from memserve.tiers import AS_COMPUTED, check_lower_dtype, check_tiers, hbm_blocks, lower_block_bytes
 from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode
-from memserve.units import MIB, NS_PER_MS, NS_PER_S, flag_bytes, human_bytes
+from memserve.units import MIB, NS_PER_MS, NS_PER_S
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The bundled model: found in the installed package, no download."""
@@ -58,6 +59,10 @@ class PoolConfig:
     """Keep finished prefixes for reuse."""
     identity_key: bytes | None = field(default=None, repr=False)
     """Key of the identities of cached blocks, 16 bytes. None: a public key, for a pool without a cluster."""
+    lower_dtype: str = AS_COMPUTED
+    """Of values in the second tier (:data:`memserve.tiers.LOWER_DTYPES`)."""
+    block_bytes_by_tier: tuple[int, int] = (0, 0)
+    """Bytes of a block of either tier; 0: not known."""
 
     def __post_init__(self) -> None:
         _positive("hbm_blocks", self.hbm_blocks, "give the pool more memory, e.g. --kv-memory 512MiB")
@@ -334,6 +339,9 @@ class EngineOptions:
     dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE, vllm="swap_space", vllm_form=GIBIBYTES)
     """Memory of the second tier (DRAM), e.g. 4GiB: evicted prefixes and preempted sequences move there. 0: no second
     tier."""
+    kv_lower_dtype: str = option(AS_COMPUTED)
+    """How KV lies in the second tier. ``auto``: as it was computed. ``int8``, ``fp8`` (e4m3): rounded, in about half
+    the bytes of 16-bit values; answers may differ, and requests with ``exact`` are refused."""
     caching: bool = option(True, "--no-cache", form=NEGATED, vllm="enable_prefix_caching")
     """Reuse the KV of shared prefixes. False: Do not reuse the KV of shared prefixes."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -354,6 +362,12 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        check_lower_dtype(self.kv_lower_dtype, self.dram_memory_bytes)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether KV may be rounded."""
+        return self.kv_lower_dtype != AS_COMPUTED
 
     def instance_config(
         self,
@@ -364,29 +378,20 @@ class EngineOptions:
         *,
         on_gpu: bool = False,
     ) -> InstanceConfig:
-        """The configuration of the instance machine, for a model with ``geometry`` on a GPU or a CPU.
+        """The configuration of the instance machine, for a model with ``geometry`` on a GPU or a CPU. KV that may be
+        rounded has a namespace of its own.
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
-        hbm_blocks = self.kv_memory_bytes // geometry.block_bytes
-        if hbm_blocks < 2:
-            need = flag_bytes(2 * geometry.block_bytes)
-            raise UserError(
-                f"kv memory of {human_bytes(self.kv_memory_bytes)} holds {hbm_blocks} blocks of this model",
-                hint=f"give at least --kv-memory {need}",
-                param="kv_memory",
-            )
-        if self.scheduler.layerwise != "off" and not self.dram_memory_bytes:
-            hint = "for example --dram-memory 2GiB, or --layerwise off"
-            raise UserError("KV by layer lies in DRAM, and there is none", hint=hint, param="layerwise")
-        if self.scheduler.layerwise != "off" and on_gpu:
-            hint = "use --layerwise off, or --device cpu"
-            raise UserError("KV by layer is for CPUs so far", hint=hint, param="layerwise")
+        lower, dram_bytes = self.kv_lower_dtype, self.dram_memory_bytes
+        check_tiers(self.scheduler.layerwise, lower, dram_bytes, on_gpu=on_gpu)
+        block_bytes = (geometry.block_bytes, lower_block_bytes(geometry, lower))
+        blocks = (hbm_blocks(geometry, self.kv_memory_bytes), dram_bytes // block_bytes[1])
         default_step_tokens = STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
-            namespace=namespace,
-            pool=PoolConfig(hbm_blocks, self.dram_memory_bytes // geometry.block_bytes, self.caching),
+            namespace=f"{namespace}|{lower}" if self.is_lossy else namespace,
+            pool=PoolConfig(*blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes),
             scheduler=dataclasses.replace(
                 self.scheduler, max_step_tokens=self.scheduler.max_step_tokens or default_step_tokens
             ),

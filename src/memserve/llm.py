@@ -76,6 +76,7 @@ class SamplingOptions(TypedDict, total=False):
     slo_ttft_ms: float
     slo_tpot_ms: float
     use_cache: bool
+    exact: bool
     cache_salt: str
 
 

@@ -81,6 +81,7 @@ class TinyModel:
     context_note: str = ""
     default_max_tokens: int | None = None
     kv_tokens: int = 4 * CONTEXT_TOKENS
+    kv_lower_dtype: str = "auto"
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:

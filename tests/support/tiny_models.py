@@ -110,9 +110,11 @@ def greedy_tokens(module: Any, tokens: np.ndarray, count: int) -> list[int]:
 class Driver:
     """A device and the plans for it, written by hand with little ink. Counts the steps."""
 
-    def __init__(self, model: LoadedModel, *, blocks: int = 64, dram_blocks: int = 8, **options: Any) -> None:
-        scheduler = SchedulerConfig(max_running=8)
-        config = InstanceConfig(CONTEXT_TOKENS, pool=PoolConfig(blocks, dram_blocks), scheduler=scheduler)
+    def __init__(
+        self, model: LoadedModel, *, blocks: int = 64, dram_blocks: int = 8, lower_dtype: str = "auto", **options: Any
+    ) -> None:
+        scheduler, pool = SchedulerConfig(max_running=8), PoolConfig(blocks, dram_blocks, lower_dtype=lower_dtype)
+        config = InstanceConfig(CONTEXT_TOKENS, pool=pool, scheduler=scheduler)
         self.device = ModelDevice(model, config, **options)
         self.steps = 0
 

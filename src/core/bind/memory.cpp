@@ -1,5 +1,8 @@
+#include <nanobind/stl/string.h>
+
 #include "pool/arena.h"
 #include "pool/copy_engine.h"
+#include "pool/lower_pages.h"
 #include "scheduling/sequence.h"
 
 namespace memserve {
@@ -51,6 +54,53 @@ void copy_bytes(uintptr_t dst, uintptr_t src, int64_t count, int threads) {
   copy_pieces({&piece, 1}, bytes, threads);
 }
 
+template <class Enum, size_t count>
+Enum named(const std::string& name, const char* const (&names)[count], const char* what) {
+  for (size_t i = 0; i < count; ++i) {
+    if (name == names[i]) return static_cast<Enum>(i);
+  }
+  throw nb::value_error((std::string("unknown ") + what + " " + name).c_str());
+}
+
+constexpr const char* kPageDtypes[] = {"float32", "bfloat16", "float16"};
+constexpr const char* kLowerDtypes[] = {"int8", "fp8"};
+
+template <bool is_down>
+void convert_pages(const LowerPages& self, uintptr_t dst, uintptr_t src, nb::object from, nb::object to, int threads) {
+  const IntSpan src_ids(from), dst_ids(to);
+  if (src_ids.size() != dst_ids.size()) throw nb::value_error("src_ids and dst_ids differ in length");
+  const size_t src_bytes = is_down ? self.page_bytes() : self.lower_page_bytes();
+  const size_t dst_bytes = is_down ? self.lower_page_bytes() : self.page_bytes();
+  std::vector<LowerPages::Piece> pieces(src_ids.size());
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    pieces[i] = {reinterpret_cast<uint8_t*>(dst) + block_offset(dst_ids.data()[i], dst_bytes),
+                 reinterpret_cast<const uint8_t*>(src) + block_offset(src_ids.data()[i], src_bytes)};
+  }
+  const nb::gil_scoped_release unlocked;
+  is_down ? self.down(pieces, threads) : self.up(pieces, threads);
+}
+
+void bind_lower_pages(nb::module_& m) {
+  nb::class_<LowerPages>(m, "LowerPages", "Converts pages of KV to a byte a value, and back.")
+      .def("__init__",
+           [](LowerPages* self, int64_t kv_heads, int64_t key_values, int64_t value_values, const std::string& dtype,
+              const std::string& lower_dtype) {
+             new (self) LowerPages(static_cast<int>(positive(kv_heads, "kv_heads must be positive")),
+                                   positive(key_values, "key_values must be positive"),
+                                   positive(value_values, "value_values must be positive"),
+                                   named<PageDtype>(dtype, kPageDtypes, "dtype"),
+                                   named<LowerDtype>(lower_dtype, kLowerDtypes, "lower dtype"));
+           },
+           nb::arg("kv_heads"), nb::arg("key_values"), nb::arg("value_values"), nb::arg("dtype"),
+           nb::arg("lower_dtype"))
+      .def_prop_ro("page_bytes", &LowerPages::page_bytes)
+      .def_prop_ro("lower_page_bytes", &LowerPages::lower_page_bytes)
+      .def("down", &convert_pages<true>, nb::arg("dst_address"), nb::arg("src_address"), nb::arg("src_ids"),
+           nb::arg("dst_ids"), nb::arg("threads") = 1)
+      .def("up", &convert_pages<false>, nb::arg("dst_address"), nb::arg("src_address"), nb::arg("src_ids"),
+           nb::arg("dst_ids"), nb::arg("threads") = 1);
+}
+
 }  // namespace
 
 void bind_memory(nb::module_& m) {
@@ -64,6 +114,7 @@ void bind_memory(nb::module_& m) {
         nb::arg("src_ids").none(), nb::arg("dst_ids").none(), nb::arg("threads") = 1);
   m.def("copy_bytes", &copy_bytes, nb::arg("dst_address"), nb::arg("src_address"), nb::arg("count"),
         nb::arg("threads") = 1);
+  bind_lower_pages(m);
 }
 
 }  // namespace memserve

@@ -7,7 +7,15 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from memserve.api.families import COUNTER, GAUGE, Table, families, layer_families, objective_families
+from memserve.api.families import (
+    COUNTER,
+    GAUGE,
+    Table,
+    block_bytes_family,
+    families,
+    layer_families,
+    objective_families,
+)
 from memserve.api.store_metrics import store_families
 from memserve.types import Role
 from memserve.units import NS_PER_S
@@ -351,7 +359,7 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
             for state, count in states.items():
                 blocks.add_metric([view.peer.name, view.role.value, tier, state], float(count))
     yield blocks
-    sources = [((view.peer.name, view.role.value), instance) for view, instance in told]
+    yield block_bytes_family("instance_", "the instance", ("instance", "role"), sources)
     yield from objective_families("instance_", "the instance", ("instance", "role"), sources)
     yield from layer_families("instance_", "the instance", ("instance", "role"), sources)
     rate = GaugeMetricFamily(

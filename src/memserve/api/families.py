@@ -44,6 +44,18 @@ def _number(source: Any, read: Read) -> float | None:
     return number
 
 
+def block_bytes_family(
+    prefix: str, whose: str, labels: Sequence[str], sources: Sequence[tuple[Sequence[str], Any]]
+) -> Metric:
+    """What a block takes in each tier. Of every source: values of ``labels``, ``InstanceStats``."""
+    about = f"Bytes of a KV block of {whose} by tier; smaller in DRAM with --kv-lower-dtype"
+    family = GaugeMetricFamily(f"memserve_{prefix}block_bytes", about, labels=[*labels, "tier"])
+    for values, instance in sources:
+        for tier, report in (("hbm", instance.hbm), ("dram", instance.dram)):
+            family.add_metric([*values, tier], float(report.block_bytes))
+    return family
+
+
 def objective_families(
     prefix: str, whose: str, labels: Sequence[str], sources: Sequence[tuple[Sequence[str], Any]]
 ) -> Iterator[Metric]:

@@ -9,7 +9,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from memserve.api.cluster_metrics import cluster_families
-from memserve.api.families import COUNTER, GAUGE, Table, families, layer_families, objective_families
+from memserve.api.families import (
+    COUNTER,
+    GAUGE,
+    Table,
+    block_bytes_family,
+    families,
+    layer_families,
+    objective_families,
+)
 from memserve.runtime.memory import resident_bytes
 from memserve.units import NS_PER_S
 
@@ -229,6 +237,7 @@ def _tiers(instance: Any) -> Iterator[Metric]:
         for state, count in (("free", report.blocks_free), ("cached", report.blocks_cached), ("used", used)):
             blocks.add_metric([tier, state], count)
     yield blocks
+    yield block_bytes_family("pool_", "the engine", (), [((), instance)])
     preemptions = CounterMetricFamily("memserve_preemptions", "Sequences that were preempted, by kind", labels=["kind"])
     preemptions.add_metric(["swap"], instance.preemptions_swap)
     preemptions.add_metric(["recompute"], instance.preemptions_recompute)

@@ -16,6 +16,7 @@ from memserve.api.prompts import Prompt, context_exceeded
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
 from memserve.api.served import ServedModel, chosen_sampling
 from memserve.errors import UserError
+from memserve.tiers import AS_COMPUTED
 from memserve.types import Request, SamplingParams, StopParams
 from memserve.units import NS_PER_MS, ns_from_s
 from memserve.validation import check_request
@@ -109,6 +110,9 @@ def _plan(
     body: GenerationBody, prompts: list[Prompt], model: ServedModel, caller: Caller, request_id: str, *,
     n: int, drawn: int, max_tokens: int | None, echo: bool, logprobs: int | None,
 ) -> Generation:  # fmt: skip
+    if body.exact and model.kv_lower_dtype != AS_COMPUTED:
+        kept = f"KV may be rounded to {model.kv_lower_dtype} here (--kv-lower-dtype)"
+        raise bad_request(f"{kept}, so no answer is exact: leave out exact, or ask another server", "exact")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     if len(prompts) * drawn > SEQUENCES_MAX:

@@ -124,6 +124,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     planned by it with `--scheduling slo`."""
     use_cache: bool | None = None
     """false: neither read nor fill the prefix cache."""
+    exact: bool | None = None
+    """true: refuse the request where its KV may be rounded, that is with `--kv-lower-dtype` (400)."""
     cache_salt: ShortText | None = None
     """A request shares cached KV only with requests of the same tenant and the same salt."""
     explain: bool | None = None

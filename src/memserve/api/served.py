@@ -36,6 +36,10 @@ class ServedModel(Protocol):
         """Why that is less than the model's own context, and the flag that changes it; empty: it is not less."""
 
     @property
+    def kv_lower_dtype(self) -> str:
+        """How KV lies in the second tier (:data:`memserve.tiers.LOWER_DTYPES`)."""
+
+    @property
     def vocab_size(self) -> int:
         """Token ids that the model can read and draw: ``[0, vocab_size)``. Its tokenizer may know others."""
 

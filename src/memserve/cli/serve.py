@@ -26,6 +26,7 @@ from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
 from memserve.runtime.store_secret import with_absolute_folders
 from memserve.store_options import StoreOptions
+from memserve.tiers import AS_COMPUTED
 from memserve.types import Admission, Caching
 
 if TYPE_CHECKING:
@@ -221,6 +222,8 @@ def _serve_until_signal(
         typer.echo(ready_text(model.name, http.host, port, time.perf_counter() - started, http.api_keys))
         if served.text:
             typer.echo(served.text)
+        if model.kv_lower_dtype != AS_COMPUTED:
+            typer.echo(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
         sys.stdout.flush()
 
     server = Server(app, drain_s=http.drain_s, log_level=http.log_level, on_ready=on_ready, on_end=served.on_end)

@@ -181,7 +181,8 @@ class Registry:
         if info.role is Role.STORE or not others:
             return None
         if info.namespace != self.namespace:
-            return f"its model or weights differ: {info.namespace!r}, the cluster's are {self.namespace!r}"
+            differ = f"{info.namespace!r}, the cluster's are {self.namespace!r}"
+            return f"its model, weights or --kv-lower-dtype differ: {differ}"
         if info.geometry != self.geometry:
             return f"its KV geometry differs: {info.geometry}, the cluster's is {self.geometry}"
         return None

@@ -27,6 +27,7 @@ from memserve.instance.layer_moves import LayerMoves
 from memserve.instance.layered_kv import LayeredKV
 from memserve.instance.sequence import Phase
 from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget, LayerPolicy, Lying, layer_order
+from memserve.tiers import AS_COMPUTED
 from memserve.types import Tier
 from memserve.units import NS_PER_MS, ceil_div
 
@@ -106,8 +107,7 @@ class LayerPlacer:
 
     @property
     def _window(self) -> int:
-        """Blocks that a sequence has whole until they have moved: what plans under way compute, and what the next one
-        does."""
+        """Blocks that a sequence has whole until they have moved: what plans under way, and the next one, compute."""
         return (1 + self._steps_in_flight) * min(CHUNK_BLOCKS, self._chunk_max) + 1
 
     # -- coming
@@ -122,8 +122,11 @@ class LayerPlacer:
         return self.arrivals.has(sequence)
 
     def may_lie_by_layer(self, sequence: Sequence) -> bool:
-        """One line of tokens, of which nothing but tokens is reported."""
-        group = sequence.group
+        """One line of tokens, of which nothing but tokens is reported; where DRAM rounds, one that stays here."""
+        group, remote = sequence.group, sequence.group.remote
+        leaves = group.tokens_here is not None or (remote is not None and (remote.home is not None or remote.return_kv))
+        if leaves and self._pool.config.lower_dtype != AS_COMPUTED:
+            return False
         return group.beam is None and group.request.n == 1 and group.prompt_logprobs is None and not group.muted
 
     def attach(self, sequence: Sequence, headroom: int, *, reads_cache: bool, crowded: bool) -> bool:
@@ -313,7 +316,6 @@ class LayerPlacer:
         return [(sequence, kv) for sequence in self.sequences if (kv := sequence.layered) is not None]
 
     def _pages_read_back(self) -> int:
-        """Pages that a step reads back for those that decode."""
         return sum(self._passing_pages(kv) for sequence, kv in self._lying() if sequence.phase is Phase.DECODING)
 
     def make_room(self) -> bool:
@@ -333,7 +335,6 @@ class LayerPlacer:
         kv.changed = True
 
     def _may_give_up(self, kv: LayeredKV) -> bool:
-        """Whether no copy of the plan that is being made fills frames of it."""
         return kv.moving is None or kv.moving.plan is not self._plan
 
     def give_up_kept(self, needed: int) -> bool:

@@ -53,6 +53,7 @@ from memserve.serving import (
     RequestCancelled,
     SequenceStopped,
 )
+from memserve.tiers import lower_page_bytes
 from memserve.types import KVGeometry, NamedPrefix, Request
 from memserve.units import NS_PER_MS, ceil_div
 
@@ -299,7 +300,9 @@ class Instance:
 def _layer_placer(config: InstanceConfig, memory: SequenceMemory, geometry: KVGeometry) -> LayerPlacer:
     scheduler = config.scheduler
     link_bytes_s = scheduler.link_bytes_s or LINK_BYTES_S
-    budget = LayerBudget(geometry.num_layers, geometry.page_bytes, link_bytes_s, scheduler.slo_tpot_ns or TPOT_NS)
+    # what crosses the link; where there is none, to convert a page takes as long as to copy it whole
+    page_bytes = lower_page_bytes(geometry, config.pool.lower_dtype) if scheduler.link_bytes_s else geometry.page_bytes
+    budget = LayerBudget(geometry.num_layers, page_bytes, link_bytes_s, scheduler.slo_tpot_ns or TPOT_NS)
     chunk_blocks_max = ceil_div(scheduler.chunk_tokens, memory.block_tokens)
     policy = LayerPolicy.named(scheduler.layerwise)
     return LayerPlacer(

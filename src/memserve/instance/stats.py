@@ -25,6 +25,8 @@ class TierReport:
     """Pages not handed out."""
     pages_stranded: int = 0
     """Of them: in blocks that are broken up, so that they serve no request for a block (external fragmentation)."""
+    block_bytes: int = 0
+    """Of one block; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,7 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
     counters, pool = state.counters, state.memory.pool.report()
     sequences = [s for group in state.groups.values() for s in group.sequences.values()]
     memory = memory_report(state)
+    hbm_bytes, dram_bytes = state.memory.pool.config.block_bytes_by_tier
     return InstanceStats(
         requests_waiting=sum(s.slot is None for s in sequences),
         sequences_running=sum(s.slot is not None for s in sequences),
@@ -222,8 +225,8 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
         preemptions_recompute=counters.preempted_by_recompute,
         steps_failed=counters.steps_failed,
         rows_failed=counters.rows_failed,
-        hbm=_tier(pool, Tier.HBM),
-        dram=_tier(pool, Tier.DRAM),
+        hbm=_tier(pool, Tier.HBM, hbm_bytes),
+        dram=_tier(pool, Tier.DRAM, dram_bytes),
         running_slots_tokens=memory.blocks_held * memory.block_tokens,
         running_tokens=memory.tokens_held,
         plans_in_flight=plans_in_flight,
@@ -259,7 +262,7 @@ def _layers(state: SchedulerState) -> LayerReport:
     )
 
 
-def _tier(pool: PoolReport, tier: Tier) -> TierReport:
+def _tier(pool: PoolReport, tier: Tier, block_bytes: int) -> TierReport:
     report = pool.by_tier[tier]
     return TierReport(
         blocks_total=report.blocks_total,
@@ -267,6 +270,7 @@ def _tier(pool: PoolReport, tier: Tier) -> TierReport:
         blocks_cached=report.blocks_evictable,
         pages_free=report.pages_free,
         pages_stranded=report.pages_stranded,
+        block_bytes=block_bytes,
     )
 
 

@@ -25,6 +25,7 @@ from memserve.kv_transfer.exchange import Exchange
 from memserve.messages import Peer, PeerInfo
 from memserve.serving import Send
 from memserve.store_messages import ForgetKv
+from memserve.tiers import AS_COMPUTED
 from memserve.types import KVGeometry, Role, Tier, TokenArray
 
 LENT_SHARE = 8
@@ -176,6 +177,9 @@ class StoreWriter:
             key, later = next(iter(self._later.items()))
             first = later.first_block
             hbm, dram = pool.lend(later.isolation, later.tokens, first)
+            if pool.config.lower_dtype != AS_COMPUTED:  # what lies rounded in DRAM leaves no instance
+                pool.release_dram(dram)
+                dram = dram[:0]
             cached = first + len(hbm) + len(dram)
             end = min(cached, first + offers.room)
             if first < end:

@@ -15,6 +15,7 @@ from memserve.kv_transfer.events import CancelPulls, ExchangeCounters, Outcome, 
 from memserve.kv_transfer.transfer_pool import TransferPool
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.serving import Send
+from memserve.tiers import AS_COMPUTED
 from memserve.types import KVGeometry, Role, Tier
 
 ExchangeAction = Send | SealPages | PullPages | CancelPulls
@@ -163,6 +164,8 @@ class TransferContext:
         self.room = Room()
         self.actions: list[ExchangeAction] = []
         self.outcomes: list[Outcome] = []
+        #: pages of DRAM have a form that no peer knows: all that comes and goes lies in HBM
+        self.hbm_only = pool.config.lower_dtype != AS_COMPUTED
         self._transfers = 0
         self._jobs = 0
 
@@ -215,9 +218,13 @@ class TransferContext:
             return []
         if tier == Tier.HBM:
             return self.pool.allocate(count) if count + self.room.headroom_blocks <= self.pool.available() else None
+        if self.hbm_only:
+            return None
         below = self.pool.allocate_dram_ids(count)
         return None if below is None else below.tolist()
 
     def blocks_total(self, tier: Tier) -> int:
-        """Size of a tier."""
-        return self.pool.config.hbm_blocks if tier == Tier.HBM else self.pool.config.dram_blocks
+        """Size of a tier, as far as peers may use it."""
+        if tier == Tier.HBM:
+            return self.pool.config.hbm_blocks
+        return 0 if self.hbm_only else self.pool.config.dram_blocks

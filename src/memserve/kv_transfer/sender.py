@@ -21,7 +21,7 @@ from memserve.kv_transfer.context import Deadlines, Place, TransferContext, is_g
 from memserve.kv_transfer.events import PagesSealed, Released, SealPages
 from memserve.messages import Fetch, Handoff, MoreBlocks, Offer, Peer, Ready, Release, Wanted, Withdraw
 from memserve.transitions import Transitions
-from memserve.types import Tier
+from memserve.types import Tier, TokenArray
 
 
 class ExportPhase(enum.Enum):
@@ -207,8 +207,22 @@ class Sender:
         """The cached ones of the wanted blocks ``[first_block, end_block)``, up to the first gap, a reference each."""
         context = self._context
         tokens = fetch.tokens[: fetch.end_block * context.pool.block_tokens]
+        if context.hbm_only:
+            return self._lend_from_hbm(fetch.tenant, tokens, fetch.first_block)
         hbm, dram = context.pool.lend(fetch.tenant, tokens, fetch.first_block)
         return [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
+
+    def _lend_from_hbm(self, tenant: str, tokens: TokenArray, first_block: int) -> list[Place]:
+        """As :meth:`_lend`; what lies in DRAM is brought up, into half of the room that there is at most."""
+        pool = self._context.pool
+        in_hbm, _ = pool.match_blocks(tenant, tokens)
+        end_block = in_hbm + pool.available() // 2
+        if first_block >= end_block:
+            return []
+        lease = pool.acquire(tenant, tokens[: end_block * pool.block_tokens])
+        pool.unpin(lease)
+        pool.release(lease.blocks[:first_block])
+        return [(Tier.HBM, block) for block in lease.blocks[first_block:]]
 
     # -- what the host has done
 

@@ -26,6 +26,10 @@ class TierSizes(Protocol):
     def caching(self) -> bool:
         """Whether prefixes are kept."""
 
+    @property
+    def lower_dtype(self) -> str:
+        """Of values in DRAM (:data:`memserve.tiers.LOWER_DTYPES`)."""
+
 
 class TransferPool(Protocol):
     """Blocks of HBM and DRAM that can be lent to peers and filled by them, as :class:`memserve.mempool.pool.BlockPool`

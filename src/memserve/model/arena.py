@@ -6,37 +6,66 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve import _core
-from memserve.types import CopyBlocks, Tier
+from memserve.errors import check
+from memserve.tiers import AS_COMPUTED, lower_page_bytes
+from memserve.types import CopyBlocks, KVGeometry, Tier
 from memserve.units import MIB
+
+Int32s = NDArray[np.int32]
 
 _COPY_THREADS = 2
 _HUGE_STEP_BYTES = 32 * MIB
 
 
+def lower_pages(geometry: KVGeometry, lower_dtype: str) -> _core.LowerPages | None:
+    """What converts pages between the tiers. None: they lie alike in both."""
+    if lower_dtype == AS_COMPUTED:
+        return None
+    tokens = geometry.block_tokens
+    runs = geometry.head_dim_k * tokens, geometry.head_dim_v * tokens
+    pages = _core.LowerPages(geometry.num_kv_heads, *runs, geometry.dtype, lower_dtype)
+    check(pages.lower_page_bytes == lower_page_bytes(geometry, lower_dtype), "a lower page has another size")
+    return pages
+
+
 class KvArenas:
     """The blocks of each tier as bytes: ``[blocks, block_bytes]`` uint8, in device memory (HBM) or host memory (DRAM).
+    With ``lower``, those of DRAM are smaller, and copies between the tiers convert.
 
     On a CPU both tiers are the core's arenas, zeroed by the kernel when first touched; ``shared`` ones lie in memory
     that other processes may map. On CUDA the DRAM tier is pinned, so that copies run at the bus's speed.
     """
 
     def __init__(
-        self, device: torch.device, block_bytes: int, hbm_blocks: int, dram_blocks: int, *, shared: bool = False
+        self,
+        device: torch.device,
+        block_bytes: int,
+        hbm_blocks: int,
+        dram_blocks: int,
+        *,
+        shared: bool = False,
+        lower: _core.LowerPages | None = None,
     ) -> None:
         self.block_bytes = block_bytes
+        self._lower = lower
         #: the tiers that peers can read; only with ``shared``, only those that have blocks
         self.shared: dict[Tier, _core.SharedArena] = {}
+        self._pages = block_bytes // lower.page_bytes if lower is not None else 1  # of a block
+        lower_bytes = self._pages * lower.lower_page_bytes if lower is not None else block_bytes
         self._huge_bytes = 0  # of the HBM arena, from its start: requested to be on huge pages
         if device.type == "cpu" and shared:
             self.hbm = self._share(Tier.HBM, hbm_blocks)
-            self.dram = self._share(Tier.DRAM, dram_blocks)
+            # peers know of one kind of page: with ``lower`` nothing of DRAM is offered to them
+            self.dram = self._share(Tier.DRAM, dram_blocks) if lower is None else _mapped(dram_blocks, lower_bytes)
         elif device.type == "cpu":
             self.hbm = _mapped(hbm_blocks, block_bytes)
-            self.dram = _mapped(dram_blocks, block_bytes)
+            self.dram = _mapped(dram_blocks, lower_bytes)
         else:
+            check(lower is None, "a lower tier with a dtype of its own is for CPUs so far")
             self.hbm = torch.zeros((hbm_blocks, block_bytes), dtype=torch.uint8, device=device)
             self.dram = torch.empty((dram_blocks, block_bytes), dtype=torch.uint8, pin_memory=dram_blocks > 0)
 
@@ -71,7 +100,16 @@ class KvArenas:
         src_ids, dst_ids = np.array(order.src, np.int32), np.array(order.dst, np.int32)
         self._check_ids(source, src_ids)
         self._check_ids(target, dst_ids)
-        _core.copy_blocks(target.data_ptr(), source.data_ptr(), self.block_bytes, src_ids, dst_ids, _COPY_THREADS)
+        ends = target.data_ptr(), source.data_ptr()
+        if self._lower is None or order.src_tier == order.dst_tier:
+            _core.copy_blocks(*ends, source.shape[1], src_ids, dst_ids, _COPY_THREADS)
+            return
+        convert = self._lower.down if order.dst_tier is Tier.DRAM else self._lower.up
+        convert(*ends, self._pages_of(src_ids), self._pages_of(dst_ids), _COPY_THREADS)
+
+    def _pages_of(self, blocks: Int32s) -> Int32s:
+        firsts: Int32s = np.repeat(blocks, self._pages) * np.int32(self._pages)
+        return firsts + np.tile(np.arange(self._pages, dtype=np.int32), len(blocks))
 
     def _share(self, tier: Tier, blocks: int) -> Tensor:
         if blocks == 0:
@@ -82,12 +120,12 @@ class KvArenas:
     def _tier(self, tier: Tier) -> Tensor:
         return self.hbm if tier is Tier.HBM else self.dram
 
-    def check_blocks(self, tier: Tier, blocks: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+    def check_blocks(self, tier: Tier, blocks: Int32s) -> None:
         """Raise :class:`IndexError` unless ``tier`` has all of ``blocks``."""
         self._check_ids(self._tier(tier), blocks)
 
     @staticmethod
-    def _check_ids(tier: Tensor, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+    def _check_ids(tier: Tensor, ids: Int32s) -> None:
         """The core trusts addresses: a wrong id would corrupt memory."""
         if len(ids) and not (ids.min() >= 0 and ids.max() < len(tier)):
             raise IndexError(f"blocks {ids.min()} to {ids.max()} are not all in a tier of {len(tier)} blocks")

@@ -43,11 +43,23 @@ class Copy:
     """The tier that it leads to. None: it stays within one."""
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    lower: _core.LowerPages | None = None
+    """Converts what changes the tier. None: pages lie alike in both."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes to copy."""
-        return len(self.src) * self.page_bytes
+        """Bytes to copy; between tiers, those that cross the link: as they lie in the lower one."""
+        lower = self.lower if self.direction is not None else None
+        return len(self.src) * (self.page_bytes if lower is None else lower.lower_page_bytes)
+
+    def execute(self) -> None:
+        """Copy now, in this thread."""
+        if self.lower is None or self.direction is None:
+            _core.copy_blocks(self.target, self.source, self.page_bytes, self.src, self.dst, 1)
+        elif self.direction is Tier.DRAM:
+            self.lower.down(self.target, self.source, self.src, self.dst)
+        else:
+            self.lower.up(self.target, self.source, self.src, self.dst)
 
 
 class PageCopier:
@@ -112,7 +124,7 @@ class PageCopier:
         while (copy := self._next()) is not None:
             began_ns = time.perf_counter_ns()
             try:
-                _core.copy_blocks(copy.target, copy.source, copy.page_bytes, copy.src, copy.dst, 1)
+                copy.execute()
                 self._keep_to_rate(copy.nbytes, began_ns)
             except BaseException as error:
                 copy.error = error  # raised where it is waited for

@@ -16,7 +16,7 @@ from memserve import _core
 from memserve.config import InstanceConfig
 from memserve.errors import check
 from memserve.instance.events import MovePages, PlaceByLayer, StepFinished, StepPlan
-from memserve.model.arena import KvArenas
+from memserve.model.arena import KvArenas, lower_pages
 from memserve.model.attention.backends import AttentionFactory, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers
@@ -48,7 +48,9 @@ class ModelDevice:
         KV that lies by layer."""
         geometry, scheduler, pool = model.geometry, config.scheduler, config.pool
         self._device = model.device
-        self._arenas = KvArenas(model.device, geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks, shared=shared)
+        lower = lower_pages(geometry, pool.lower_dtype)
+        sizes = geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks
+        self._arenas = KvArenas(model.device, *sizes, shared=shared, lower=lower)
         # a step under way may sample one token beyond the last that the machine will use
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
         self._vocab_size = model.vocab_size
@@ -57,7 +59,8 @@ class ModelDevice:
         self._attention = attention or choose_attention(self._arenas.hbm, geometry)
         #: of pages, as blocks of a model with one layer
         self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1))
-        self._tiers = Tiers(self._arenas.base, self._arenas.dram.data_ptr(), geometry.page_bytes, geometry.num_layers)
+        addresses = self._arenas.base, self._arenas.dram.data_ptr()
+        self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
         self._copier = PageCopier(link_bytes_s)
         self.on_layer: OnLayer | None = None
         #: what this process may have resident at most (:class:`memserve.runtime.memory.MemoryBound`); 0: unknown
@@ -135,7 +138,7 @@ class ModelDevice:
             for at in range(0, len(src), unit):
                 pages = src[at : at + unit], dst[at : at + unit]
                 ends = address[order.src_tier], address[order.dst_tier]
-                begun.append(Copy(*ends, *pages, tiers.page_bytes, direction))
+                begun.append(Copy(*ends, *pages, tiers.page_bytes, direction, lower=tiers.lower))
         for copy in begun:
             self._copier.begin(copy, urgent=False)
         return begun

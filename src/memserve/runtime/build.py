@@ -76,7 +76,13 @@ def build_parts(
     machine = Instance(config, geometry.block_tokens, known, me=me, geometry=geometry)
     note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
     kv_tokens = config.pool.hbm_blocks * geometry.block_tokens
-    served = dataclasses.replace(model, max_model_tokens=machine.context_tokens, context_note=note, kv_tokens=kv_tokens)
+    served = dataclasses.replace(
+        model,
+        max_model_tokens=machine.context_tokens,
+        context_note=note,
+        kv_tokens=kv_tokens,
+        kv_lower_dtype=options.kv_lower_dtype,
+    )
     bound = memory_bound(model_sizes(model), geometry, config, in_cluster=me is not None)  # with its weights
     link_bytes_s = config.scheduler.link_bytes_s
     device = ModelDevice(served, config, best_forward(model.module), shared=me is not None, link_bytes_s=link_bytes_s)

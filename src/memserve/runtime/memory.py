@@ -18,6 +18,7 @@ from typing import Any
 
 from memserve.config import InstanceConfig
 from memserve.errors import UserError
+from memserve.tiers import lower_block_bytes
 from memserve.types import KVGeometry
 from memserve.units import MIB, human_bytes
 
@@ -94,7 +95,8 @@ def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig
     return MemoryBound(
         program_bytes=PROGRAM_BYTES,
         weights_bytes=model.weights_bytes,
-        arenas_bytes=(pool.hbm_blocks + pool.dram_blocks) * geometry.block_bytes,
+        arenas_bytes=pool.hbm_blocks * geometry.block_bytes
+        + pool.dram_blocks * lower_block_bytes(geometry, pool.lower_dtype),
         peers_bytes=PEERS_BYTES + pool.hbm_blocks * geometry.block_bytes if in_cluster else 0,
         primitives_bytes=PRIMITIVES_MAX * PRIMITIVE_BYTES,
         activations_bytes=step_tokens * model.widest * model.value_bytes * ACTIVATION_COPIES,

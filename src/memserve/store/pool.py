@@ -12,6 +12,7 @@ from memserve.mempool.block_access import BlockAccessLog
 from memserve.mempool.identity import NAMES_MAX, namespace_id
 from memserve.mempool.pool import Lease
 from memserve.store_messages import KEY_BYTES
+from memserve.tiers import AS_COMPUTED
 from memserve.types import Tier, TokenArray
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class StoreSizes:
     dram_blocks: int
     hbm_blocks: int = 0
     caching: bool = True
+    lower_dtype: str = AS_COMPUTED
 
 
 class StorePool:

@@ -70,6 +70,22 @@ def test_a_prompt_beyond_the_served_context_is_refused_with_the_way_out() -> Non
     assert "40 tokens (of this server: --kv-memory 2MiB would serve 64)" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+def test_an_exact_answer_is_refused_where_kv_is_rounded(endpoint: str) -> None:
+    """A clear 400, which names the field and the option; elsewhere the field is accepted."""
+    said = {"prompt": "hello"} if endpoint == "completions" else {"messages": [{"role": "user", "content": "hello"}]}
+    for lower in ("auto", "int8"):
+        model = TinyModel(kv_lower_dtype=lower)
+        asked = {"model": model.name, "max_tokens": 2, **said}
+        with running_server(FakeEngine(says("hello")), model) as world:
+            url = f"{world.url}/v1/{endpoint}"
+            exact = httpx.post(url, json=asked | {"exact": True}, timeout=30)
+            others = [httpx.post(url, json=asked | more, timeout=30) for more in ({}, {"exact": False})]
+        assert [answer.status_code for answer in others] == [200, 200]
+        assert exact.status_code == (200 if lower == "auto" else 400)
+    assert exact.json()["error"]["param"] == "exact" and "--kv-lower-dtype" in exact.json()["error"]["message"]
+
+
 def test_a_chat_without_max_tokens_ends_at_the_servers_bound() -> None:
     model = TinyModel(default_max_tokens=3)
     asked = {"model": model.name, "messages": [{"role": "user", "content": "hello"}]}

@@ -40,6 +40,8 @@ GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
         (["serve", "--port", "70000"], 2, "--port", "serve --help"),
         (["serve", "extra"], 2, "extra", "serve --help"),
         (["serve", "--kv-memory", "lots"], 1, "'lots'", "512MiB"),
+        (["serve", "--kv-lower-dtype", "int4"], 1, "'int4'", "int8"),
+        (["serve", "--kv-lower-dtype", "int8"], 1, "no lower tier", "--dram-memory 2GiB"),
         (["serve", "--log-level", "loud"], 1, "'loud'", "warning"),
         (["serve", "--caching", "all"], 2, "'all'", "serve --help"),
         (["serve", "--policy", "best"], 1, "'best'", "least-load"),
@@ -315,7 +317,7 @@ def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch)
         "max_model_tokens": ("--max-model-tokens", "9", 9), "threads": ("--threads", "1", 1),
         "scheduling": ("--scheduling", "slo"), "slo_tpot_ns": ("--slo-tpot-ms", "60.5", 60_500_000),
         "slo_ttft_ns": ("--slo-ttft-ms", "3000", 3_000_000_000), "layerwise": ("--layerwise", "auto"),
-            "link_bytes_s": ("--link-gbps", "16", 2e9),
+            "link_bytes_s": ("--link-gbps", "16", 2e9), "kv_lower_dtype": ("--kv-lower-dtype", "int8"),
     }  # fmt: skip
     assert set(flags) == {one.name for one in options_of(EngineOptions)}
     seen: list[EngineOptions] = []

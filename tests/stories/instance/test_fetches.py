@@ -11,10 +11,11 @@ from instance_world import PROMPT, request
 from memserve.config import ExchangeConfig
 from memserve.instance.fetching import GATHER_NS
 from memserve.instance.machine import Instance
-from memserve.messages import Cancel, Dispatch, Fetch, Holder
+from memserve.messages import Cancel, Dispatch, Fetch, Holder, Offer
 from memserve.policy.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
 from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import ClockTicked
+from memserve.types import Tier
 from memserve.units import NS_PER_S
 
 
@@ -73,6 +74,35 @@ def test_a_prefix_that_went_down_to_dram_is_fetched_from_there():
     assert stats(fleet, "p").dram.blocks_cached > 0
     fetching(fleet)
     assert stats(fleet, "d").fetched_tokens == 16 and computed(fleet, "d") == 4
+    fleet.finish()
+
+
+def test_what_is_rounded_in_dram_is_fetched_through_hbm():
+    """Peers know no rounded pages: the holder brings the blocks up before it offers them."""
+    config = fleet_config(hbm=12, dram=24)
+    rounds = replace(config, namespace="n|int8", pool=replace(config.pool, lower_dtype="int8"))
+    fleet = Fleet(p=rounds, d=rounds)
+    fleet.submit(request("a", PROMPT[:17], max_tokens=3), "p")
+    fleet.run()
+    for number, start in enumerate((7, 11, 3)):
+        fleet.submit(request(f"other-{number}", PROMPT[start : start + 25], max_tokens=3), "p")
+        fleet.run()
+    assert fleet.members["p"].machine.state.memory.pool.match_blocks("", PROMPT[:16])[1] > 0, "some of it is in DRAM"
+    fetching(fleet)
+    offers = [message for message in fleet.members["p"].said if isinstance(message, Offer)]
+    assert offers and all(offer.tier is Tier.HBM and not offer.dram_blocks for offer in offers)
+    assert stats(fleet, "d").fetched_tokens == 16 and computed(fleet, "d") == 4
+    fleet.finish()
+
+
+def test_instances_that_round_otherwise_share_nothing():
+    """Their namespaces differ, so neither takes the other's KV."""
+    config = fleet_config()
+    fleet = Fleet(p=replace(config, namespace="n|int8"), d=replace(config, namespace="n"))
+    fleet.submit(request("a", PROMPT[:17], max_tokens=3), "p")
+    fleet.run()
+    fetching(fleet)
+    assert computed(fleet, "d") == 18 + 2 and stats(fleet, "d").fetched_tokens == 0
     fleet.finish()
 
 

@@ -13,6 +13,7 @@ from memserve.config import ExchangeConfig
 from memserve.instance import store_offers
 from memserve.messages import KEEP, Fetch, Holder, Offer, PeerGone, Pin, Ready, Withdraw
 from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve
+from memserve.serving import ClockTicked
 from memserve.types import Tier
 from memserve.units import NS_PER_MS, NS_PER_S
 
@@ -246,6 +247,26 @@ def test_a_named_prefix_is_kept():
     assert stats(fleet, "p").store_blocks_taken == 20
     p.hear(PeerGone(store.peer, "gone"))
     fleet.pass_time(200 * NS_PER_S)
+    fleet.finish()
+
+
+@pytest.mark.parametrize("lower", ["auto", "int8"])
+def test_what_lies_rounded_in_dram_is_not_offered(lower):
+    """A prefix is named when only a part of it is in HBM: from DRAM the store gets what is there as it was computed."""
+    config = fleet_config(hbm=12, dram=40)
+    fleet = with_store(p=replace(config, pool=replace(config.pool, lower_dtype=lower)))
+    fleet.lose = lambda sender, to, message: isinstance(message, Offer)  # none of the first ones arrives
+    for name, start in (("a", 0), ("b", 9), ("c", 4)):
+        fleet.submit(request(name, PROMPT[start : start + 25], max_tokens=3), "p")
+        fleet.run()
+    fleet.lose = lambda sender, to, message: False
+    fleet.pass_time(200 * NS_PER_S)
+    before, writer = len(offers(fleet)), fleet.members["p"].machine.link.writer
+    writer.keep("", tokens_of(24), fleet.now)
+    fleet.members["p"].post(ClockTicked())
+    fleet.run()
+    last = offers(fleet)[before:]
+    assert any(offer.tier is Tier.DRAM or offer.dram_blocks for offer in last) == (lower == "auto")
     fleet.finish()
 
 

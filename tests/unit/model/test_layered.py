@@ -110,6 +110,35 @@ def test_every_family_reads_its_layers_from_anywhere(family: str, rng: random.Ra
     assert decoded(device(tiny_module(family)), rng, lengths, 4, None) == expected
 
 
+def rounded_whole(driver: Driver, lengths: Sequence[int], count: int, kept: Sequence[int]) -> list[list[int]]:
+    """As :func:`decoded` with KV that lies whole; of layers that are not ``kept`` it has been down in DRAM and up."""
+    free, drawn = list(range(200)), []
+    for slot, length in enumerate(lengths):
+        some, complete = prompt(length, slot), (length - 1) // BLOCK
+        table = [free.pop() for _ in range(-(-(length + count) // BLOCK))]
+        driver.step([(slot, 0, length - 1, ())], open=[sequence(slot, some, table)])
+        layers = [layer for layer in range(LAYERS) if layer not in kept]
+        above = [block * LAYERS + layer for block in table[:complete] for layer in layers]
+        below = [at * LAYERS + layer for at in range(complete) for layer in layers]
+        driver.step(moves=[MovePages(Tier.HBM, Tier.DRAM, above, below)])
+        driver.step(moves=[MovePages(Tier.DRAM, Tier.HBM, below, above)])
+        drawn.append(driver.decode(slot, length - 1, count))
+    return drawn
+
+
+@pytest.mark.parametrize("lower", ["int8", "fp8"])
+@pytest.mark.parametrize("kept", [[], [1], [0, 2], [0, 1, 2]])
+def test_layers_that_pass_are_rounded_once_and_kept_ones_are_not(
+    kept: list[int], lower: str, rng: random.Random
+) -> None:
+    """However often a layer is read back, and whichever way its pages took."""
+    lengths = [200, 40, 131, 20, 65]
+    expected = rounded_whole(device(tiny_module("llama"), lower_dtype=lower), lengths, 6, kept)
+    driver = device(tiny_module("llama"), lower_dtype=lower)
+    assert decoded(driver, rng, lengths, 6, kept) == expected
+    assert set(driver.device.shared_arenas) == {Tier.HBM}, "peers cannot read rounded pages"
+
+
 def computed_by_layer(driver: Driver, rng: random.Random, lengths: Sequence[int], count: int) -> list[list[int]]:
     """Greedy tokens of prompts that are computed where they lie: in pieces of any length, with any layers kept. Neither
     DRAM nor HBM has anything of use before."""

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memserve import _core
 from memserve.instance.events import PlaceByLayer
 from memserve.model.attention.backends import AttentionFactory
 from memserve.model.copier import Copy, PageCopier, Pages
@@ -36,6 +37,8 @@ class Tiers:
     dram: int
     page_bytes: int
     num_layers: int
+    lower: _core.LowerPages | None = None
+    """Converts pages between them. None: they lie alike in both."""
 
 
 class PlacedRange:
@@ -68,13 +71,15 @@ class PlacedRange:
         """Of the layer that passes ``turn``-th, its first ``entries``."""
         layer, tiers = self.passing[turn], self._tiers
         target = self._buffers[turn % 2][:entries]
-        return Copy(tiers.dram, tiers.hbm, self._dram[:entries] + layer, target, tiers.page_bytes, Tier.HBM)
+        source = self._dram[:entries] + layer
+        return Copy(tiers.dram, tiers.hbm, source, target, tiers.page_bytes, Tier.HBM, lower=tiers.lower)
 
     def write_back(self, layer: int, first: int, end: int) -> Copy:
         """Of what a row has computed of ``layer``: entries ``[first, end)``."""
         tiers = self._tiers
         target = self._dram[first:end] + layer
-        return Copy(tiers.hbm, tiers.dram, self.pages(layer)[first:end], target, tiers.page_bytes, Tier.DRAM)
+        source = self.pages(layer)[first:end]
+        return Copy(tiers.hbm, tiers.dram, source, target, tiers.page_bytes, Tier.DRAM, lower=tiers.lower)
 
 
 class _Row:

@@ -15,6 +15,7 @@ import msgspec
 from memserve.config import DEFAULT_MAX_TOKENS
 from memserve.errors import UserError
 from memserve.model.loading.sources import ModelFolder
+from memserve.tiers import AS_COMPUTED
 
 if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
@@ -37,6 +38,8 @@ class ModelCard:
     """What transformers made of the tokenizer's files."""
     context_note: str = ""
     """Why ``max_model_tokens`` is less than the model's own; empty: it is not."""
+    kv_lower_dtype: str = AS_COMPUTED
+    """How KV lies in the second tier (:data:`memserve.tiers.LOWER_DTYPES`)."""
 
     @classmethod
     def of(cls, model: LoadedModel) -> ModelCard:
@@ -49,6 +52,7 @@ class ModelCard:
             dict(model.generation_defaults),
             type(model.tokenizer).__name__,
             model.context_note,
+            model.kv_lower_dtype,
         )
 
     def encode(self) -> bytes:
@@ -77,6 +81,7 @@ class RemoteModel:
     generation_defaults: dict[str, float] = dataclasses.field(default_factory=dict)
     context_note: str = ""
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS
+    kv_lower_dtype: str = AS_COMPUTED
 
 
 def remote_model(card: ModelCard, folder: ModelFolder) -> RemoteModel:
@@ -99,6 +104,7 @@ def remote_model(card: ModelCard, folder: ModelFolder) -> RemoteModel:
         card.eos_token_ids,
         card.generation_defaults,
         card.context_note,
+        kv_lower_dtype=card.kv_lower_dtype,
     )
 
 

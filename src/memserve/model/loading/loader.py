@@ -16,6 +16,7 @@ from memserve.model.loading.cache import whole_digest
 from memserve.model.loading.checkpoint import errors_named, load_module
 from memserve.model.loading.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
 from memserve.runtime.memory import ModelSizes
+from memserve.tiers import AS_COMPUTED
 from memserve.types import KVGeometry
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class LoadedModel:
     context_note: str = ""  # why max_model_tokens is less than the model's own; empty: it is not
     kv_tokens: int = 0  # how many the KV memory holds, once it is known
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # of a chat; None: what the context has room for
+    kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known
 
 
 def model_sizes(model: LoadedModel) -> ModelSizes:

@@ -1,0 +1,217 @@
+"""What ``--kv-lower-dtype`` saves, and what it costs in answers: 20 documents with all of their KV gone through DRAM.
+
+    python bench/lower_dtype.py [--data DIR] [--documents 20] [--tokens 1024] [--answer 64] [--model FOLDER]
+        [--dtype D] [--threads N]
+
+* bytes of a block: resident memory that 256 blocks of each tier take, by the kernel's count;
+* copies: whole blocks down and up, two threads, GB/s of KV as attention reads it;
+* perplexity, and how often the most probable token is that of full precision: the second half of each document is
+  computed block by block, and before each block all KV before it goes down to DRAM and comes up again;
+* greedy answers to the first half of each document, out of the prefix cache in DRAM (``dram_tokens_reused`` says that
+  it was): how many are those of full precision, and how many tokens they have in common from the start.
+
+``--data`` has ``longdocs/``, as for ``lossless.py``; without it documents are made from a seed, whose text has no
+meaning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from chats import read
+
+from memserve import LLM
+from memserve.config import EngineOptions
+from memserve.instance.events import OpenSequence, StepPlan
+from memserve.model.device import ModelDevice
+from memserve.runtime.build import build_parts
+from memserve.runtime.memory import resident_bytes
+from memserve.tiers import LOWER_DTYPES
+from memserve.types import CopyBlocks, SamplingParams, Tier
+from memserve.units import MIB
+from memserve.workloads.builtin import documents as made_documents
+
+COLUMNS = (
+    "KV in DRAM",
+    "bytes of a block: HBM, DRAM",
+    "down, up GB/s",
+    "perplexity",
+    "most probable token as in full precision",
+    "greedy answers alike",
+    "tokens alike from the start",
+    "tokens out of DRAM",
+)
+MEASURED_BLOCKS = 256
+BLOCK = 32
+
+
+@dataclass
+class Outcome:
+    """What was measured with one dtype."""
+
+    block_bytes: dict[str, float]
+    down_gb_s: float
+    up_gb_s: float
+    logprobs: list[float] = field(default_factory=list)
+    best: list[int] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    dram_tokens: int = 0
+
+
+def texts(data: Path | None, count: int) -> list[str]:
+    """Long texts: of real documents where there are any."""
+    if data is None:
+        return [document.text for document in made_documents(1, count)]
+    sources = [data / "longdocs" / f"{name}.jsonl.gz" for name in ("loogle_wikipedia", "qmsum_meetings")]
+    records = [record["document"] for source in sources for record in read(source)]
+    return records[:: max(1, len(records) // count)][:count]
+
+
+class Document:
+    """One document on the device: its tokens, its blocks, and the plans."""
+
+    def __init__(self, device: ModelDevice, tokens: list[int], steps: Iterator[int]) -> None:
+        import numpy as np
+
+        self._device, self._tokens, self._steps = device, np.array(tokens, np.int32), steps
+        self._blocks = list(range(len(tokens) // BLOCK + 1))
+        top = SamplingParams(temperature=0, logprobs=1, prompt_logprobs=True)
+        opened = OpenSequence(0, self._tokens, len(tokens), 0, top, self._blocks)
+        self._run(open=[opened])
+
+    def _run(self, **parts: Any) -> Any:
+        return self._device.execute(StepPlan(next(self._steps), **parts))
+
+    def compute(self, start: int, end: int, *, tell: bool) -> list[tuple[float, int]]:
+        """Of each token but the last: logprob of the one behind it, and the most probable one."""
+        row = {"slots": [0], "starts": [start], "counts": [end - start], "sample_slots": [()]}
+        done = self._run(**row, prompt_logprob_rows=[0] if tell else [])
+        found = done.prompt_logprobs[0] if tell else []
+        return [(entry.logprob, entry.top[0][0]) for entry in found if entry is not None]
+
+    def round_trip(self, end: int) -> None:
+        """All KV before token ``end`` goes down to DRAM, is wiped above, and comes up again."""
+        blocks = self._blocks[: end // BLOCK]
+        self._run(copies=[CopyBlocks(Tier.HBM, Tier.DRAM, blocks, blocks)])
+        self._device._arenas.hbm[: len(blocks)] = 0xFF
+        self._run(copies=[CopyBlocks(Tier.DRAM, Tier.HBM, blocks, blocks)])
+
+    def close(self) -> None:
+        """Free the slot."""
+        self._run(close=[0])
+
+
+def forced(device: ModelDevice, documents: list[list[int]], outcome: Outcome) -> None:
+    """Perplexity and most probable tokens of the second halves."""
+    steps = iter(range(1, 1 << 30))
+    for tokens in documents:
+        document, half = Document(device, tokens, steps), len(tokens) // 2 // BLOCK * BLOCK
+        document.compute(0, half, tell=False)
+        for start in range(half, len(tokens), BLOCK):
+            document.round_trip(start)
+            for logprob, best in document.compute(start, min(start + BLOCK, len(tokens)), tell=True):
+                outcome.logprobs.append(logprob)
+                outcome.best.append(best)
+        document.close()
+
+
+def sizes(device: ModelDevice, block_bytes: int) -> Outcome:
+    """Resident bytes of a block in both tiers, and how quick copies are."""
+    blocks, found = list(range(MEASURED_BLOCKS)), {}
+    down, up = (CopyBlocks(*tiers, blocks, blocks) for tiers in ((Tier.HBM, Tier.DRAM), (Tier.DRAM, Tier.HBM)))
+    before = resident_bytes()
+    device._arenas.hbm[:MEASURED_BLOCKS] = 1
+    found["hbm"] = (resident_bytes() - before) / MEASURED_BLOCKS
+    before = resident_bytes()
+    device.execute(StepPlan(1, copies=[down]))
+    found["dram"] = (resident_bytes() - before) / MEASURED_BLOCKS
+    rates = []
+    for order in (down, up):
+        times = []
+        for _ in range(7):
+            began = time.perf_counter()
+            device.execute(StepPlan(1, copies=[order]))
+            times.append(time.perf_counter() - began)
+        rates.append(MEASURED_BLOCKS * block_bytes / sorted(times)[3] / 1e9)
+    return Outcome(found, *rates)
+
+
+def answered(options: dict[str, Any], prompts: list[list[int]], block_bytes: int, count: int, to: Outcome) -> None:
+    """Greedy answers out of DRAM: HBM has room for little more than one prompt."""
+    room = (len(prompts[0]) + count) // BLOCK + 4
+    with LLM(**options, kv_memory=room * block_bytes, dram_memory=64 * room * block_bytes, max_running=1) as llm:
+        for _ in range(2):
+            results = llm.generate(prompts, temperature=0, max_tokens=count, ignore_eos=True)
+        to.answers = [result.outputs[0].tokens for result in results]
+        stats = llm.stats().instance
+        to.dram_tokens = stats.dram_tokens_reused if stats is not None else 0
+
+
+def measure(options: dict[str, Any], args: argparse.Namespace, documents: list[str]) -> Outcome:
+    """All of it with one dtype."""
+    parts = build_parts(EngineOptions(**options, kv_memory_bytes=800 * MIB, dram_memory_bytes=800 * MIB))
+    tokenizer, block_bytes = parts.model.tokenizer, parts.model.geometry.block_bytes
+    tokens = [tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens] for text in documents]
+    tokens = [some for some in tokens if len(some) == args.tokens]
+    outcome = sizes(parts.device, block_bytes)
+    forced(parts.device, tokens, outcome)
+    parts.device.close()
+    answered(options, [some[: args.tokens // 2] for some in tokens], block_bytes, args.answer, outcome)
+    return outcome
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Tokens that two answers share from the start."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True)))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder with longdocs/; default: made from a seed")
+    parser.add_argument("--documents", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=1024, help="of each document")
+    parser.add_argument("--answer", type=int, default=64, help="tokens of each greedy answer")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="folder, file or name")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, help="of the engine; default: every core")
+    args = parser.parse_args()
+    documents = texts(args.data, args.documents)
+    full: Outcome | None = None
+    for lower in LOWER_DTYPES:
+        options = {"model": args.model, "dtype": args.dtype, "threads": args.threads, "kv_lower_dtype": lower}
+        one = measure(options, args, documents)
+        if full is None:
+            full = one
+            print(f"{len(one.answers)} documents of {args.tokens} tokens, {len(one.logprobs):,} tokens judged")
+            print("| " + " | ".join(COLUMNS) + " |\n" + "| --- " * len(COLUMNS) + "|")
+        print(row(lower, one, full, args.answer), flush=True)
+
+
+def row(lower: str, one: Outcome, full: Outcome, answer: int) -> str:
+    """A row of the table."""
+    best = mean(a == b for a, b in zip(one.best, full.best, strict=True))
+    alike = [common(a, b) for a, b in zip(one.answers, full.answers, strict=True)]
+    cells = (
+        lower,
+        ", ".join(f"{one.block_bytes[tier]:,.0f}" for tier in ("hbm", "dram")),
+        f"{one.down_gb_s:.1f}, {one.up_gb_s:.1f}",
+        f"{math.exp(-mean(one.logprobs)):.4f}",
+        f"{best:.2%}",
+        f"{sum(count == answer for count in alike)} of {len(alike)}",
+        f"{mean(alike):.1f} of {answer}",
+        f"{one.dram_tokens:,}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()

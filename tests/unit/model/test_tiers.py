@@ -1,0 +1,104 @@
+"""Sizes of the tiers, and what is refused of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from memserve.config import EngineOptions, SchedulerConfig
+from memserve.errors import UserError
+from memserve.model.arena import KvArenas, lower_pages
+from memserve.tiers import LOWER_DTYPES, lower_block_bytes, lower_page_bytes
+from memserve.types import CopyBlocks, KVGeometry, Tier
+from memserve.units import MIB
+
+GEOMETRIES = [
+    KVGeometry(30, 3, 64, 64, "bfloat16"),
+    KVGeometry(3, 2, 8, 8, "float32", 8),
+    KVGeometry(2, 1, 192, 128, "float16", 1),
+    KVGeometry(1, 7, 3, 5, "float32", 3),
+]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=repr)
+@pytest.mark.parametrize("lower", LOWER_DTYPES)
+def test_sizes_are_those_of_the_native_conversion(geometry: KVGeometry, lower: str) -> None:
+    native = lower_pages(geometry, lower)
+    page_bytes = geometry.page_bytes if native is None else native.lower_page_bytes
+    assert lower_page_bytes(geometry, lower) == page_bytes
+    assert lower_block_bytes(geometry, lower) == page_bytes * geometry.num_layers
+    assert native is None or native.page_bytes == geometry.page_bytes
+
+
+def test_blocks_are_converted_on_their_way_and_not_inside_a_tier() -> None:
+    """A pool with two sizes of blocks: whatever numbers they have, each page of a block goes to its own place."""
+    geometry = KVGeometry(3, 2, 8, 8, "float32", 8)
+    native = lower_pages(geometry, "int8")
+    assert native is not None
+    lower_bytes = lower_block_bytes(geometry, "int8")
+    arenas = KvArenas(torch.device("cpu"), geometry.block_bytes, 6, 40, shared=True, lower=native)
+    assert arenas.hbm.shape == (6, geometry.block_bytes) and arenas.dram.shape == (40, lower_bytes)
+    assert set(arenas.shared) == {Tier.HBM}, "peers know of one kind of page"
+    values = torch.randn(6, geometry.block_bytes // 4)
+    arenas.hbm.copy_(values.view(torch.uint8))
+
+    arenas.copy(CopyBlocks(Tier.HBM, Tier.DRAM, [5, 0, 2], [39, 1, 0]))
+    pages = np.arange(3, dtype=np.int32)
+    for above, below in ((5, 39), (0, 1), (2, 0)):
+        expected = np.zeros(lower_bytes, np.uint8)
+        native.down(expected.ctypes.data, arenas.hbm[above].data_ptr(), pages, pages)
+        assert np.array_equal(arenas.dram[below].numpy(), expected)
+    assert not arenas.dram[2:39].any()
+
+    arenas.copy(CopyBlocks(Tier.DRAM, Tier.DRAM, [39], [7]))
+    arenas.copy(CopyBlocks(Tier.HBM, Tier.HBM, [1], [5]))
+    arenas.copy(CopyBlocks(Tier.DRAM, Tier.HBM, [7], [2]))
+    assert torch.equal(arenas.hbm[5], arenas.hbm[1]), "copied, and not rounded"
+    came_up = arenas.hbm[2].view(torch.float32)
+    assert not torch.equal(came_up, values[5]) and torch.allclose(came_up, values[5], atol=0.02)
+    for tiers, src, dst in (
+        ((Tier.HBM, Tier.DRAM), 6, 0),
+        ((Tier.DRAM, Tier.HBM), 39, 6),
+        ((Tier.DRAM, Tier.HBM), 40, 0),
+    ):
+        with pytest.raises(IndexError):
+            arenas.copy(CopyBlocks(*tiers, [src], [dst]))
+
+
+def test_a_lower_dtype_doubles_dram_and_has_its_own_namespace() -> None:
+    options = {"kv_memory_bytes": 64 * MIB, "dram_memory_bytes": 128 * MIB}
+    configs = [
+        EngineOptions(**options, kv_lower_dtype=lower).instance_config(GEOMETRIES[0], 8192, "weights")
+        for lower in LOWER_DTYPES
+    ]
+    exact, int8, fp8 = (config.pool for config in configs)
+    assert exact.hbm_blocks == int8.hbm_blocks == fp8.hbm_blocks
+    assert 1.98 * exact.dram_blocks < int8.dram_blocks == fp8.dram_blocks < 2 * exact.dram_blocks
+    assert int8.block_bytes_by_tier == (GEOMETRIES[0].block_bytes, lower_block_bytes(GEOMETRIES[0], "int8"))
+    assert configs[0].namespace == "weights"
+    assert len({config.namespace for config in configs}) == 3, "no KV goes from one to another"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_lower_dtype": "int4", "dram_memory_bytes": MIB}, "int4.*one of auto, int8, fp8"),
+        ({"kv_lower_dtype": "int8"}, "no lower tier.*--dram-memory 2GiB"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        EngineOptions(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EngineOptions(dram_memory_bytes=MIB, kv_lower_dtype="int8"),
+        EngineOptions(dram_memory_bytes=MIB, scheduler=SchedulerConfig(layerwise="auto")),
+    ],
+)
+def test_what_converts_or_passes_layers_needs_a_cpu(options: EngineOptions) -> None:
+    with pytest.raises(UserError, match="for CPUs so far"):
+        options.instance_config(GEOMETRIES[0], 8192, "weights", on_gpu=True)
