@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from memserve.config import PoolConfig
 from memserve.instance.arrivals import Arrivals
 from memserve.instance.events import StepPlan
+from memserve.instance.layered import LayerPlacer
 from memserve.instance.sequence import Group, Sequence
 from memserve.mempool.pool import BlockPool
+from memserve.policy.layers import LayerBudget, LayerPolicy
+from memserve.policy.reuse import PreemptionCosts, PreemptionModel
 from memserve.types import Request, SamplingParams, StopParams, Tier
+from memserve.units import NS_PER_S
 
 LAYERS = 3
 
@@ -77,3 +82,15 @@ def test_no_room_is_an_answer() -> None:
     sequence = parked(pool, "too long", 5)
     arrivals.go_on(StepPlan(0), None)
     assert not arrivals.begin(sequence) and not arrivals and len(sequence.dram_blocks) == 5
+
+
+@pytest.mark.parametrize("lower_dtype", ["auto", "int8"])
+def test_what_lies_rounded_in_dram_leaves_no_instance(lower_dtype: str) -> None:
+    """A sequence that is handed over may lie by layer, unless DRAM has it in a form that no other instance knows."""
+    pool = BlockPool(PoolConfig(20, 20, lower_dtype=lower_dtype), 4, "m")
+    costs, budget = PreemptionModel(PreemptionCosts()), LayerBudget(LAYERS, 64, 1e9, NS_PER_S)
+    placer = LayerPlacer(pool, 4, budget, LayerPolicy(), costs, 4, 1)
+    sequence = parked(pool, "leaves", 3)
+    assert placer.may_lie_by_layer(sequence)
+    sequence.group.tokens_here = 1
+    assert placer.may_lie_by_layer(sequence) == (lower_dtype == "auto")
