@@ -25,7 +25,7 @@ FLEET_METRICS: Table = [
     ("fleet_kv_gaps", COUNTER, "Times that batches of KV events of the engine were missing", "kv_gaps"),
     ("fleet_kv_forgotten", COUNTER, "Times that all cached blocks of the engine were forgotten", "kv_forgotten"),
     ("fleet_engine_running", GAUGE, "Requests that the engine says it computes", lambda v: v.report.running or 0),
-    ("fleet_engine_waiting", GAUGE, "Requests that the engine says are waiting in it", lambda v: v.report.waiting),
+    ("fleet_engine_waiting", GAUGE, "Requests that wait in the engine, by its metrics", lambda v: v.report.waiting),
     ("fleet_engine_kv_usage", GAUGE, "Share (0 to 1) of the engine's KV memory in use, as it says",
      lambda v: v.report.kv_usage),
 ]  # fmt: skip

@@ -181,6 +181,8 @@ ERRORS = (
     Error(429, "rate_limit_exceeded", "too much is waiting already; retry after `Retry-After` seconds"),
     Error(500, "internal_error", "a fault of the server; its log has the details"),
     Error(500, "request_failed", "computing this request failed; sending it again may not help"),
+    Error(502, "engine_failed", "with `--engine`: no engine gave an answer; the message names each with its reason"),
+    Error(503, "no_engine", "with `--engine`: no engine has answered yet, or none is up; retry"),
     Error(503, "overloaded", "the request waited for too long, or there is no room; retry after `Retry-After` seconds"),
     Error(503, "shutting_down", "the server is shutting down"),
     Error(503, "not_durable", "the document could not be made durable; retry"),
