@@ -79,6 +79,7 @@ class Seq:
     fence: int = 0  # contents are right once this plan has finished
     offer_id: str | None = None
     checked: bool = False
+    tier: Tier = Tier.HBM
 
 
 @dataclass(eq=False)
@@ -160,9 +161,10 @@ class Node:
             assert self.expecting.pop(outcome.transfer_id) == "handoff"
             offer = outcome.offer
             assert len(outcome.blocks) == blocks_of(offer.tokens) == outcome.pulled_blocks + outcome.reused_blocks
-            assert (outcome.lease is None) == (not (offer.insert and offer.request.use_cache))
-            fence = self.exchange.fence
-            self.seqs.append(Seq(offer.tenant, offer.tokens, list(outcome.blocks), outcome.lease, fence))
+            published = offer.insert and offer.request.use_cache and outcome.tier is Tier.HBM
+            assert (outcome.lease is not None) == published
+            blocks, fence = list(outcome.blocks), self.exchange.fence
+            self.seqs.append(Seq(offer.tenant, offer.tokens, blocks, outcome.lease, fence, tier=outcome.tier))
         elif isinstance(outcome, HandoffFailed):
             assert self.expecting.pop(outcome.transfer_id) == "handoff"
         elif isinstance(outcome, FetchEnded):
@@ -274,7 +276,8 @@ class Node:
         self.seqs.remove(seq)
         if seq.lease is not None:
             self.pool.unpin(seq.lease)
-        self.pool.release(seq.blocks)
+        give_back = self.pool.release if seq.tier is Tier.HBM else self.pool.release_dram
+        give_back(seq.blocks)
 
     def hand_over(self, to: Peer, seq: Seq, first=((7,),), **options) -> str:
         """Offer all of a sequence, computed by the plans made so far, and its first token."""
@@ -314,7 +317,7 @@ class Node:
             if seq.fence <= finished and not seq.checked:
                 seq.checked = True
                 for place, block in enumerate(seq.blocks):
-                    found = self.arena[Tier.HBM][block]
+                    found = self.arena[seq.tier][block]
                     assert np.array_equal(found, pages(seq.tenant, seq.tokens, place)), f"wrong KV in {seq}"
 
     def check_cache(self, tenant: str, tokens) -> int:
@@ -334,7 +337,7 @@ class Node:
         self.exchange.check_invariants()
         self.check_seqs()
         known = self.exchange.references()
-        known.update((Tier.HBM, block) for seq in self.seqs for block in seq.blocks)
+        known.update((seq.tier, block) for seq in self.seqs for block in seq.blocks)
         known.update(self.held)
         report = self.pool.report().by_tier
         for tier in (Tier.HBM, Tier.DRAM):

@@ -249,7 +249,7 @@ def place(
     allocates = offer.dst_tier == Tier.HBM and not offer.dst_blocks
     room = context.room
     fits = imported.end_block - in_hbm + room.headroom_blocks <= pool.available()
-    if room.parked is not None and (room.parked or not fits) and _is_one_line(offer):
+    if room.parked is not None and (room.parked or not fits) and _is_one_line(offer) and not offer.first_block:
         below = _extend(context, barriers, imported, Lease(), 0, Tier.DRAM)
         if below is not None:
             return below

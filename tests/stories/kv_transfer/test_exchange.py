@@ -88,6 +88,33 @@ def test_headroom_is_left_alone(world) -> None:
     assert len(of(d, HandoffArrived)) == 1
 
 
+def test_a_handoff_that_has_no_room_comes_into_dram_where_it_may_wait_there(world) -> None:
+    p, d = pair(world, hbm=4, dram=4)
+    busy = d.compute("", [1] * 3 * BLOCK)
+    d.exchange.room = Room(0, parked=0)
+    p.hand_over(d.peer, p.compute("", PROMPT))
+    world.run()
+    arrived = last(d)
+    assert (arrived.tier, arrived.pulled_blocks) == (Tier.DRAM, 3)
+    d.end(busy)
+
+
+def test_a_handoff_of_the_end_of_a_prompt_comes_into_hbm_where_its_beginning_is(world) -> None:
+    """What lies before it is cached here, and no peer will send it: DRAM would wait for it for ever."""
+    p, d = pair(world, hbm=4, dram=4)
+    d.end(d.compute("", PROMPT[:BLOCK]))
+    d.make_plan()
+    d.exchange.room = Room(0, parked=1)
+    seq = p.compute("", PROMPT)
+    offer_id = p.offer(d.peer, seq, first_block=1, request=Request("r", seq.tokens))
+    p.exchange.computed(offer_id, 1, len(seq.blocks))
+    p.exchange.hand_off(offer_id, ((7,),))
+    p.take([])
+    world.run()
+    arrived = last(d)
+    assert (arrived.tier, arrived.reused_blocks) == (Tier.HBM, 1)
+
+
 def test_who_waits_for_room_touches_nothing(world) -> None:
     """It is tried on every event: the own prefix is not brought up for it before there is room for all."""
     p, d = pair(world, hbm=4, dram=4)
