@@ -47,6 +47,9 @@ def settings(small: str) -> list[Setting]:
     pulled, cached = ("memserve_instance_received_bytes_total",), ("memserve_instance_cached_tokens_total",)
     from_dram = (*pulled, "memserve_instance_received_dram_bytes_total")
     pd, cramped = roles(1, 1, 0), ("--kv-memory", small, "--dram-memory", "2GiB", "--policy", "least-load")
+    by_layer = (*pd, "--kv-memory", small, "--dram-memory", "2GiB", "--layerwise", "auto")
+    turns = "memserve_instance_layerwise_turns_total"
+    taken, handed = f'{turns}{{turn="taken_over_parked"}}', f'{turns}{{turn="handed_over"}}'
     return [
         Setting("colocated, caching off", (*roles(0, 0, 1), "--caching", "off", *ROOMY)),
         Setting("colocated, caching on", (*roles(0, 0, 1), *ROOMY), cached),
@@ -60,6 +63,8 @@ def settings(small: str) -> list[Setting]:
             Setting(f"1P1D, {mode}, nixl", (*pd, "--transfer", mode, "--link", "nixl", *ROOMY), pulled)
             for mode in ("by-layer", "by-request", "by-request-agg")
         ),
+        Setting("1P1D, KV by layer", by_layer, (*pulled, handed, taken)),
+        Setting("1P1D, KV by layer, nixl", (*by_layer, "--link", "nixl"), (*pulled, handed, taken)),
         Setting("2P1D, DRAM sources", (*roles(2, 1, 0), *cramped), from_dram, in_rounds=True),
         Setting("2P1D, DRAM sources, nixl", (*roles(2, 1, 0), *cramped, "--link", "nixl"), from_dram, in_rounds=True),
     ]
@@ -80,8 +85,9 @@ def play(session: chats.Session, url: str, model: str, new_tokens: int, turns: i
 
 
 def total(metrics: dict[str, float], name: str) -> float:
-    """A counter summed over its labels."""
-    return sum(value for key, value in metrics.items() if key.split("{")[0] == name)
+    """A counter summed over its labels; ``name{label="value"}``: over those with this one."""
+    name, _, label = name.partition("{")
+    return sum(value for key, value in metrics.items() if key.split("{")[0] == name and label.rstrip("}") in key)
 
 
 def run(setting: Setting, sessions: list[chats.Session], want: dict[str, list[str]], args: Any) -> dict[str, Any]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from memserve.policy.reuse import PreemptionModel
 
 _RESERVE_SHARE = 16  # of HBM: 1 / this, at most
+_IDLE_SHARE = 4  # 1 / this of HBM lies idle: rather than leave that to what may come, let a parked sequence have it
 _RESUMES_SHARE = 3, 4  # of what the link carries may be read back once a sequence resumes: else it is parked again
 
 
@@ -210,9 +211,10 @@ class LayerPlacer:
 
     def reserve(self, blocks: int) -> int:
         """HBM blocks to leave to prompts where a parked sequence, which needs ``blocks``, may go on: what the next one
-        lacks or, if none waits, a little, so that it need not wait until a sequence has ended."""
+        lacks or, if none waits, a little, so that it need not wait until a sequence has ended: unless much lies idle."""
         total = self._pool.config.hbm_blocks
-        return max(0, min(max(self._wanted, min(self._usual, total // _RESERVE_SHARE)), total - blocks))
+        little = min(self._usual, total // _RESERVE_SHARE) if self._pool.available() < total // _IDLE_SHARE else 0
+        return max(0, min(max(self._wanted, little), total - blocks))
 
     def convert(self, running: Many[Sequence], head: Sequence) -> None:
         """``head`` waits for room: let the latest of ``running`` that may lie by layer do so from now on."""
@@ -283,8 +285,7 @@ class LayerPlacer:
         number = sequence.group.arrival
         if len(kv.kept) < self.policy.kept_most(number, self.num_layers):
             order = layer_order(self.num_layers, number if self.policy.is_staggered else 0)
-            for layer in [layer for layer in order if layer not in kv.kept][:1]:
-                self._moves.keep(plan, kv, layer)
+            self._moves.keep(plan, kv, next(layer for layer in order if layer not in kv.kept))
 
     def place(self, plan: StepPlan) -> None:
         """Behind the rows of a plan: tell the device where everything lies."""
@@ -321,8 +322,7 @@ class LayerPlacer:
     def make_room(self) -> bool:
         """Give up one kept layer, of the latest request that keeps one. False: none does."""
         for sequence in reversed(self.sequences):
-            kv = sequence.layered
-            if kv is not None and kv.kept and self._may_give_up(kv):
+            if (kv := sequence.layered) is not None and kv.kept and self._may_give_up(kv):
                 self._give_up_last(kv)
                 return True
         return False

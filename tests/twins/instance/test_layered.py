@@ -165,3 +165,21 @@ def test_a_parked_sequence_goes_on_by_layer_when_the_link_carries_it() -> None:
     assert layers.resumed == 1 and not world.final
     world.drain()
     world.check_all_ended()
+
+
+def test_parked_sequences_that_fit_together_go_on_together() -> None:
+    """A little memory is kept for prompts to come, but not so that half of it lies idle."""
+    sizes = {"hbm": 57, "dram": 160, "context": CONTEXT, "running": 3, "step_tokens": 16, "chunk": 4}
+    world = World(config(**sizes, caching=False, layerwise="auto", link_bytes_s=3e9), 4, twin=False)
+    state = world.machine.state
+    world.arrive(request("long", FAMILIES[0][:118], max_tokens=40))
+    for _ in range(10):
+        world.step()
+    world.arrive(request("second", FAMILIES[1][:110], max_tokens=20))
+    world.arrive(request("third", FAMILIES[2][:100], max_tokens=20))
+    together = 0
+    while state.groups:
+        world.step()
+        together += state.groups.keys() == {"second", "third"} and len(state.decoding) == 2
+    world.check_all_ended()
+    assert together
