@@ -211,7 +211,7 @@ class LayerPlacer:
 
     def reserve(self, blocks: int) -> int:
         """HBM blocks to leave to prompts where a parked sequence, which needs ``blocks``, may go on: what the next one
-        lacks or, if none waits, a little, so that it need not wait until a sequence has ended: unless much lies idle."""
+        lacks or, if none waits and not much lies idle, a little, so that it need not wait for an end."""
         total = self._pool.config.hbm_blocks
         little = min(self._usual, total // _RESERVE_SHARE) if self._pool.available() < total // _IDLE_SHARE else 0
         return max(0, min(max(self._wanted, little), total - blocks))
