@@ -39,10 +39,12 @@ class SequenceAdmission:
     """Admits by turns of tenants, in rank order within one. The caller stops at the first sequence that does not fit,
     so that it is not overtaken for ever."""
 
-    __slots__ = ("_overtakes", "state")
+    __slots__ = ("_overtakes", "due", "state")
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
+        #: the head of the line that others have made way for: what is parked for it does not come before it
+        self.due: Sequence | None = None
         self._overtakes = 0  # prompts that began since a parked sequence went on
 
     def remote_kv_ready(self) -> Iterator[Sequence]:
@@ -122,6 +124,7 @@ class SequenceAdmission:
             return memory.attach(sequence, headroom)
         is_parked = sequence.phase is Phase.PARKED
         crowded = not is_parked and bool(self.state.parked) and layers.may_lie_by_layer(sequence)
+        crowded = crowded and sequence is not self.due
         if is_parked:
             headroom += layers.reserve(ceil_div(sequence.known, memory.block_tokens) + headroom)
         if not crowded or sequence.dram_blocks:

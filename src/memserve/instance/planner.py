@@ -88,6 +88,7 @@ class Planner:
     def _fill(self, now: int, begins_ns: int) -> BatchBuilder:
         head, self._no_room_for = self._without_slot() or self._no_room_for, None
         has_room = head is None or self.sharing.make_way(head)
+        self.admission.due = head if has_room else None
         batch = BatchBuilder(self.state, self.next_step_id)
         layers = self.state.memory.layers
         if layers is not None:

@@ -183,3 +183,21 @@ def test_parked_sequences_that_fit_together_go_on_together() -> None:
         together += state.groups.keys() == {"second", "third"} and len(state.decoding) == 2
     world.check_all_ended()
     assert together
+
+
+def test_what_is_parked_for_another_tenant_does_not_come_before_it() -> None:
+    """One of two answers gives its slot up for the prompt of another tenant, which has room, whole; in
+    DRAM there is none for both."""
+    sizes = {"hbm": 80, "dram": 10, "context": CONTEXT, "running": 2, "step_tokens": 16, "chunk": 4}
+    cfg = config(**sizes, caching=False, layerwise="auto", preemption="swap", depth=1)
+    world = World(cfg, 4, twin=False)
+    for name in ("first", "second"):
+        world.arrive(request(name, FAMILIES[0][:20], max_tokens=60))
+    for _ in range(12):
+        world.step()
+    world.arrive(request("other", FAMILIES[1][:20], max_tokens=3, tenant="other"))
+    for _ in range(20):
+        world.step()
+    assert ("other", 0) in world.final and not {("first", 0), ("second", 0)} & world.final.keys()
+    world.drain()
+    world.check_all_ended()
