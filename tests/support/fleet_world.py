@@ -31,11 +31,12 @@ from memserve.messages import (
 )
 from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.sim.fuzz.truth import lone_tokens
-from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
+from memserve.sim.fuzz.truth_device import TruthDevice
 from memserve.types import FinishReason, KVGeometry, Role, Tier, TransferMode
 from memserve.units import NS_PER_S
 
 BLOCK = 4
+LAYERS = 5
 GEOMETRY = KVGeometry(LAYERS, 1, 1, 1, "float32", BLOCK)
 ROUTER_PEER = Peer(ROUTER, 1)
 
@@ -53,7 +54,7 @@ class Member:
     def __init__(self, fleet, name, cfg, generation=1):
         self.fleet, self.cfg, self.peer = fleet, cfg, Peer(name, generation)
         self.machine = Instance(cfg, BLOCK, me=self.peer, geometry=GEOMETRY)
-        self.device = TruthDevice(BLOCK, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB)
+        self.device = TruthDevice(BLOCK, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB, layers=LAYERS)
         self.plans, self.jobs = deque(), deque()
         self.void, self.layers_told = set(), 0
         self.tells_layers = True

@@ -28,7 +28,7 @@ from memserve.instance.layered_kv import LayeredKV
 from memserve.instance.sequence import Phase
 from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget, LayerPolicy, Lying, layer_order
 from memserve.tiers import AS_COMPUTED
-from memserve.types import Tier
+from memserve.types import Tier, TokenArray
 from memserve.units import NS_PER_MS, ceil_div
 
 if TYPE_CHECKING:
@@ -90,10 +90,7 @@ class LayerPlacer:
         self._plan: StepPlan | None = None  # that is being made
         self._wanted = 0  # blocks that a prompt needs which could begin by layer, and lacks
         self._usual = 0  # blocks that the last one needed
-        self.admitted = 0
-        self.converted = 0
-        self.parked = 0
-        self.resumed = 0
+        self.admitted = self.converted = self.parked = self.resumed = 0
         self.link = LinkUse()
 
     @property
@@ -382,12 +379,13 @@ class LayerPlacer:
         sequence.layered = None
         return [*below[: kv.first], *kv.dram_blocks[:by_layer], *below[kv.first :]]
 
-    def detach(self, sequence: Sequence, *, publishes: bool) -> None:
-        """Leave what lies in DRAM to the prefix cache, if ``publishes``, and give up everything but whole blocks."""
+    def detach(self, sequence: Sequence, *, publishes: bool) -> TokenArray | None:
+        """Leave what lies in DRAM to the prefix cache, if ``publishes``, and give up everything but whole blocks.
+        Returns the tokens that the cache has got."""
         self.arrivals.forget(sequence)
-        kv, pool = sequence.layered, self._pool
+        kv, pool, tokens = sequence.layered, self._pool, None
         if kv is None:
-            return
+            return None
         if kv.moving is not None and kv.moving.plan is self._plan:
             self._moves.call_off(kv, kv.moving)
         if publishes and kv.dram_blocks:
@@ -398,3 +396,4 @@ class LayerPlacer:
         pool.release_dram([*kv.dram_blocks, *(kv.moving.dram_blocks if kv.moving is not None else ())])
         pool.release(kv.frames)
         sequence.layered = None
+        return tokens

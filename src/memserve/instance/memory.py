@@ -24,6 +24,9 @@ class PublishListener(Protocol):
     def published(self, sequence: Sequence, tokens: TokenArray, first_block: int) -> None:
         """The cache has got the blocks from ``first_block`` on of ``tokens``; they are the sequence's own now."""
 
+    def left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """The cache has got ``tokens`` from a sequence that lay by layer, and that lets go of them now."""
+
     def discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
         """What the sequence has published, ``tokens``, is not to be trusted."""
 
@@ -233,7 +236,9 @@ class SequenceMemory:
             sequence.dram_blocks = []
         self.publish(sequence)
         if self.layers is not None:
-            self.layers.detach(sequence, publishes=self._shares(sequence.group.request))
+            left = self.layers.detach(sequence, publishes=self._shares(sequence.group.request))
+            if left is not None and self.listener is not None:
+                self.listener.left_in_dram(sequence, left)
         self._drop(sequence)
 
     def abandon(self, sequence: Sequence) -> None:

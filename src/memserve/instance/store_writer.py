@@ -131,6 +131,15 @@ class StoreWriter:
         pool.retain(blocks)
         self._pending.append(Run(owner, isolation, tokens, first_block, blocks, identities, written_by))
 
+    def left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """The cache has got ``tokens`` of ``sequence`` out of DRAM: they are offered out of the cache."""
+        isolation, first, end = sequence.group.isolation, 0, len(tokens) // self._block_tokens
+        identities = self._state.memory.pool.identities(isolation, tokens)
+        while first < end and self.offers.knows(identity_at(identities, first)):
+            first += 1
+        if first < end:
+            self._put_off(id(sequence), _Later(isolation, tokens, first))
+
     def discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
         """The KV of ``sequence`` is not to be trusted: neither offers of it nor what stores have of ``tokens``."""
         owner = id(sequence)

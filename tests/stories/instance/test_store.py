@@ -250,6 +250,20 @@ def test_a_named_prefix_is_kept():
     fleet.finish()
 
 
+def test_what_an_answer_by_layer_leaves_in_dram_is_offered():
+    """Memory is full of one answer; the next prompt lies by layer, and is cached in DRAM when it has ended."""
+    fleet = with_store(p=fleet_config(hbm=20, dram=40, layerwise="auto", link_bytes_s=1e15))
+    fleet.submit(request("whole", PROMPT[:41], max_tokens=12), "p")
+    job = fleet.submit(request("by layer", PROMPT[3:44], max_tokens=9), "p")
+    fleet.run()
+    layers = fleet.members["p"].machine.state.memory.layers
+    assert layers is not None and layers.admitted == 1
+    tokens = as_tokens(PROMPT[3:44] + job.got[0])
+    cached = fleet.members["p"].machine.pool.match("", tokens) // BLOCK
+    assert fleet.members["s"].has(tokens) == cached >= 41 // BLOCK
+    fleet.finish()
+
+
 @pytest.mark.parametrize("lower", ["auto", "int8"])
 def test_what_lies_rounded_in_dram_is_not_offered(lower):
     """A prefix is named when only a part of it is in HBM: from DRAM the store gets what is there as it was computed."""
