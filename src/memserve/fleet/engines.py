@@ -35,7 +35,8 @@ PROMPT_TOKENS_USUAL = 512
 CONTEXT_MAX = 1 << 40
 """What an engine can run it says itself, with a 400."""
 LISTEN_AGAIN_NS = 5 * NS_PER_S
-"""An engine that was sent prompts and has published nothing for this long is asked what it published."""
+"""An engine that publishes nothing for this long after a prompt, or after its last batch, is asked what it published:
+a batch that was lost with none behind it shows no gap."""
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class Engine:
     attempts: dict[str, None] = field(default_factory=dict)
     """Requests that were sent there and have not ended, in order."""
     unheard_ns: int | None = None
-    """Since when it has had a prompt without publishing anything; ``None``: nothing is waited for."""
+    """When it had a prompt, or was heard, without being heard since; ``None``: nothing is waited for."""
 
     @property
     def name(self) -> str:
@@ -162,10 +163,10 @@ class Engines:
 
     # -- KV events
 
-    def heard(self, event: KvHeard) -> None:
+    def heard(self, event: KvHeard, now: int) -> None:
         """A batch of its KV events."""
         engine = self._by_name[event.name]
-        feed, engine.unheard_ns = engine.feed, None
+        feed, engine.unheard_ns = engine.feed, now
         if feed is None:
             return
         try:

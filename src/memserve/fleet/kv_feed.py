@@ -162,6 +162,7 @@ class KvFeed:
         """The engine has nothing any more, and numbers its batches from 0 again."""
         self.forget()
         self._ranks.clear()
+        self.block_tokens = 0
 
     def forget(self) -> None:
         """Its blocks are unknown from now on."""
@@ -196,9 +197,10 @@ class KvFeed:
 
     def _store(self, event: Event) -> None:
         size, hashes, parent = event["block_size"], event["block_hashes"], event.get("parent_block_hash")
-        if size != self.block_tokens:
-            if self.block_tokens:
-                self.forget()
+        if size < self.block_tokens:
+            return  # the rest of a prompt that fills no block
+        if size > self.block_tokens:
+            self.forget()
             self.block_tokens = size
         if parent is None:
             above = self._root(size)
@@ -232,7 +234,6 @@ class KvFeed:
 def _is_ours(event: Event) -> bool:
     """Whether any request with these tokens finds the block: not with an adapter, a salt or an image, nor in memory of
     another process. Of a model with several kinds of layers the first group counts."""
-    is_private = event.get("lora_id") is not None or event.get("lora_name") is not None or any(
-        keys for keys in event.get("extra_keys") or ()
-    )  # fmt: skip
+    is_private = any(event.get(name) is not None for name in ("lora_id", "lora_name", "cache_salt"))
+    is_private = is_private or any(keys for keys in event.get("extra_keys") or ())
     return not is_private and event.get("group_idx") in (None, 0) and event.get("locality") != "REMOTE"

@@ -96,7 +96,7 @@ class Fleet:
         elif isinstance(event, EngineMissed):
             self._engines.missed(event, now)
         elif isinstance(event, KvHeard):
-            self._engines.heard(event)
+            self._engines.heard(event, now)
         elif isinstance(event, ReplayEnded):
             self._engines.replay_ended(event)
         else:
@@ -167,7 +167,8 @@ class Fleet:
         route = POLICY[self.config.policy](ask, candidates, ())
         self._dispatch(entry, next(e for e in engines if e.number == route.first.number), route.first, now)
         self._actions.append(Forward(request.request_id, route.first.name, route.reason))
-        self._trees.expect(route.first.number, identities[route.first.number], now)
+        by_events = entry.space is PromptSpace.TOKENS
+        self._trees.expect(route.first.number, identities[route.first.number], now, by_events=by_events)
 
     def _identities(self, entry: _Entry, engine: Engine) -> bytes:
         request, block_tokens = entry.state.request, engine.block_tokens(entry.space)

@@ -140,6 +140,36 @@ def test_an_engine_that_publishes_nothing_is_asked() -> None:
     assert [ask.engine for ask in world.replays] == [name]
 
 
+def test_an_engine_that_was_heard_is_asked_once_more() -> None:
+    """The last batch may be lost, with none behind it to show a gap."""
+    world = World(events=True)
+    world.replays.clear()
+    world.tell(KvHeard("a:1", 0, batch()))
+    world.well("a:1")
+    assert not world.replays
+    for _ in range(3):
+        world.now += 6 * NS_PER_S
+        world.well("a:1")
+    assert world.replays == [AskReplay("a:1", 1)]
+
+
+def test_prompts_without_tokens_are_followed_for_as_long_as_without_events() -> None:
+    """KV events name no text: none confirms where such a prompt was sent."""
+    world = World(events=True)
+
+    def ask(name: str) -> str:
+        prompt = Request(name, np.array(PROMPT * 8, np.int32))
+        world.tell(PromptArrived(prompt, "m", PromptSpace.TEXT))
+        world.tell(AnswerEnded(name))
+        return world.at[name]
+
+    first = ask("r0")
+    world.now += 300 * NS_PER_S
+    world.tell(TimePassed())
+    assert {ask(f"r{number}") for number in range(1, 4)} == {first}
+    assert sum(view.matched_tokens for view in world.machine.engines()) > 0
+
+
 def test_silence_aborts_and_refusal_does_not() -> None:
     world = World()
     name = str(world.ask("r"))
