@@ -157,16 +157,11 @@ def test_prompts_without_tokens_are_followed_for_as_long_as_without_events() -> 
     """KV events name no text: none confirms where such a prompt was sent."""
     world = World(events=True)
 
-    def ask(name: str) -> str:
+    for name in ("first", "second"):
         prompt = Request(name, np.array(PROMPT * 8, np.int32))
         world.tell(PromptArrived(prompt, "m", PromptSpace.TEXT))
         world.tell(AnswerEnded(name))
-        return world.at[name]
-
-    first = ask("r0")
-    world.now += 300 * NS_PER_S
-    world.tell(TimePassed())
-    assert {ask(f"r{number}") for number in range(1, 4)} == {first}
+        world.tell(TimePassed(), 300 * NS_PER_S)
     assert sum(view.matched_tokens for view in world.machine.engines()) > 0
 
 
