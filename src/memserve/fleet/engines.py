@@ -58,6 +58,10 @@ class Engine:
     """Requests that were sent there and have not ended, in order."""
     unheard_ns: int | None = None
     """When it had a prompt, or was heard, without being heard since; ``None``: nothing is waited for."""
+    is_repeating: bool = False
+    """It was asked for a replay, which has not ended."""
+    asks_again: bool = False
+    """Another gap has begun meanwhile, perhaps behind what that replay brings."""
 
     @property
     def name(self) -> str:
@@ -146,8 +150,9 @@ class Engines:
         was_open = engine.is_open
         if not was_open:
             self._open(engine)
-        if not was_open or (engine.unheard_ns is not None and now - engine.unheard_ns >= LISTEN_AGAIN_NS):
-            self._ask_replay(engine)
+        is_quiet = engine.unheard_ns is not None and now - engine.unheard_ns >= LISTEN_AGAIN_NS
+        if engine.feed is not None and engine.spec.replay and (not was_open or is_quiet):
+            self._ask_replay(engine, engine.feed.expected)
         if report.running is not None:
             self._loads.heartbeat(engine.number, _load_of(report, report.running))
 
@@ -173,20 +178,28 @@ class Engines:
             if event.replayed:
                 feed.replayed(event.sequence, event.payload)
             elif (first := feed.live(event.sequence, event.payload)) is not None:
-                self._act(AskReplay(engine.name, first))
+                self._ask_replay(engine, first)
         except ValueError:  # what such an engine says about its cache is worth nothing
             feed.restarted()
 
     def replay_ended(self, event: ReplayEnded) -> None:
         """No more of what it was asked for will come."""
-        feed = self._by_name[event.name].feed
-        if feed is not None:
-            feed.replay_ended()
+        engine = self._by_name[event.name]
+        feed, is_old = engine.feed, engine.asks_again
+        engine.is_repeating = engine.asks_again = False
+        if feed is None:
+            return
+        first = feed.replay_ended(is_old=is_old)
+        if first is not None or is_old:
+            self._ask_replay(engine, feed.expected)
 
-    def _ask_replay(self, engine: Engine) -> None:
-        engine.unheard_ns = None
-        if engine.feed is not None and engine.spec.replay:
-            self._act(AskReplay(engine.name, engine.feed.expected))
+    def _ask_replay(self, engine: Engine, first: int) -> None:
+        """One replay at a time."""
+        if engine.is_repeating:
+            engine.asks_again = True
+            return
+        engine.is_repeating, engine.unheard_ns = True, None
+        self._act(AskReplay(engine.name, first))
 
 
 def _load_of(report: EngineReport, running: int) -> Load:

@@ -166,7 +166,8 @@ class Fleet:
         ask = Ask(tokens, request.stop.max_tokens, request.n)
         route = POLICY[self.config.policy](ask, candidates, ())
         self._dispatch(entry, next(e for e in engines if e.number == route.first.number), route.first, now)
-        self._actions.append(Forward(request.request_id, route.first.name, route.reason))
+        seen = (entry.space, len(request.prompt), route.first.matched_tokens)
+        self._actions.append(Forward(request.request_id, route.first.name, route.reason, *seen))
         by_events = entry.space is PromptSpace.TOKENS
         self._trees.expect(route.first.number, identities[route.first.number], now, by_events=by_events)
 

@@ -211,6 +211,10 @@ class Forward:
     request_id: str
     engine: str
     reason: str
+    space: PromptSpace = PromptSpace.TOKENS
+    prompt_tokens: int = 0
+    matched_tokens: int = 0
+    """Of the prompt, what this engine is believed to have cached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,9 +170,7 @@ class FleetHost:
 
     def _do(self, action: FleetAction) -> None:
         if isinstance(action, AskReplay):
-            running = self._replays.get(action.engine)
-            if running is None or running.done():
-                self._replays[action.engine] = asyncio.create_task(self._replay(action))
+            self._replays[action.engine] = asyncio.create_task(self._replay(action))
             return
         ticket = self._tickets.get(action.request_id)
         if ticket is None:

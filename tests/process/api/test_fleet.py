@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 
@@ -55,6 +56,22 @@ def test_bytes_go_through_unchanged(engines: list[ScriptedEngine]) -> None:
         assert (asked.body, asked.path) == (body, "/v1/chat/completions")
         assert asked.headers["x-request-id"] == "mine-1" and asked.headers["authorization"] == "Bearer theirs"
         assert server.post(stream=True).content == b"".join((*EVENTS, DONE))
+
+
+def test_a_header_says_why_and_the_bytes_stay(engines: list[ScriptedEngine]) -> None:
+    async def broken(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(500, "caf\u00e9".encode()))
+
+    engines[0].script = broken
+    with fleet_server([spec_of(engine) for engine in engines], ClusterConfig(policy="prompt-tree")) as server:
+        body = {"model": "scripted", "prompt": [1, 2, 3], "stream": True}
+        response = httpx.post(f"{server.url}/v1/completions", json=body, headers={"x-memserve-explain": "1"})
+        told = json.loads(response.headers["x-memserve-explain"])
+        assert response.content == b"".join((*EVENTS, DONE))
+        assert (told["engine"], told["compared_by"]) == (engines[1].name, "tokens")
+        assert (told["prompt_tokens"], told["matched_tokens"]) == (3, 0) and told["reason"]
+        assert list(told["failed"]) == [engines[0].name] and "500" in told["failed"][engines[0].name]
+        assert "x-memserve-explain" not in server.post().headers
 
 
 def test_keys_of_clients_are_no_keys_of_engines(engines: list[ScriptedEngine]) -> None:

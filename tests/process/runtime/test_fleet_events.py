@@ -120,6 +120,20 @@ def test_requests_go_where_their_prefix_lies(
     assert view(server).matched_tokens == 8 * BLOCK
 
 
+def test_a_chat_is_tokenized_as_it_is_rendered(
+    engines: list[ScriptedEngine], server: FleetServer, publisher: Publisher
+) -> None:
+    """With the template's fields that a chat has beside its messages: they change the prompt."""
+    seen: list[dict[str, object]] = []
+    engines[0].tokens = engines[1].tokens = lambda fields: seen.append(fields) or PROMPT
+    asked = {"messages": [{"role": "user", "content": "hi"}], "documents": [{"text": "d"}], "reasoning_effort": "low"}
+    more = {"chat_template_kwargs": {"a": 1}, "tool_choice": "none", "temperature": 0}
+    assert server.post("/v1/chat/completions", prompt=None, **asked, **more).status_code == 200
+    (fields,) = seen
+    assert fields["chat_template_kwargs"] == {"a": 1, "documents": [{"text": "d"}], "reasoning_effort": "low"}
+    assert fields["tool_choice"] == "none" and "temperature" not in fields
+
+
 def test_lost_events_are_asked_for(server: FleetServer, publisher: Publisher) -> None:
     publisher.publish(blocks(0, 2))
     publisher.publish(blocks(2, 4), lost=True)

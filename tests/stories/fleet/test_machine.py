@@ -122,6 +122,7 @@ def test_published_blocks_decide() -> None:
 
 def test_a_gap_asks_for_a_replay() -> None:
     world = World(events=True)
+    world.tell(ReplayEnded("a:1"))
     world.replays.clear()
     world.tell(KvHeard("a:1", 3, batch()))
     assert world.replays == [AskReplay("a:1", 0)]
@@ -133,6 +134,8 @@ def test_a_gap_asks_for_a_replay() -> None:
 def test_an_engine_that_publishes_nothing_is_asked() -> None:
     world = World(events=True)
     name = world.ask("r")
+    for engine in NAMES:
+        world.tell(ReplayEnded(engine))
     world.replays.clear()
     world.now += 6 * NS_PER_S
     assert name is not None
@@ -140,9 +143,25 @@ def test_an_engine_that_publishes_nothing_is_asked() -> None:
     assert [ask.engine for ask in world.replays] == [name]
 
 
+def test_a_gap_during_a_replay_is_asked_for_behind_it() -> None:
+    world = World(events=True)
+    world.tell(ReplayEnded("a:1"))
+    world.replays.clear()
+    world.tell(KvHeard("a:1", 0, batch()))
+    world.tell(KvHeard("a:1", 2, batch()))
+    world.tell(KvHeard("a:1", 1, batch(), replayed=True))
+    world.tell(KvHeard("a:1", 4, batch()))
+    assert world.replays == [AskReplay("a:1", 1)]
+    world.tell(ReplayEnded("a:1"))
+    assert world.replays == [AskReplay("a:1", 1), AskReplay("a:1", 3)]
+    world.tell(ReplayEnded("a:1"))
+    assert world.machine.engines()[0].kv_gaps == 2 and len(world.replays) == 2
+
+
 def test_an_engine_that_was_heard_is_asked_once_more() -> None:
     """The last batch may be lost, with none behind it to show a gap."""
     world = World(events=True)
+    world.tell(ReplayEnded("a:1"))
     world.replays.clear()
     world.tell(KvHeard("a:1", 0, batch()))
     world.well("a:1")

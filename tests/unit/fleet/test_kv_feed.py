@@ -127,6 +127,23 @@ def test_a_replay_that_begins_too_late_forgets_what_was_before() -> None:
     assert cached(feed) == (0, 0) and cached(feed, [7] * BLOCK) == (1, 0) and feed.expected == 10
 
 
+def test_what_a_replay_loses_on_its_way_is_asked_for_again() -> None:
+    """vLLM's socket keeps 1,000 messages, and drops what a longer replay has beyond them."""
+    feed, blocks = new_feed(), chain()
+    feed.live(4, batch())
+    for number in (0, 2, 3):
+        feed.replayed(number, batch(blocks[number]))
+    assert cached(feed) == (1, 0) and feed.replay_ended() == 1
+    feed.replayed(1, batch(blocks[1]))
+    assert cached(feed) == (4, 0) and (feed.replay_ended(), feed.forgotten, feed.expected) == (None, 0, 5)
+
+
+def test_a_gap_is_asked_for_once() -> None:
+    feed = new_feed()
+    feed.live(0, batch())
+    assert [feed.live(number, batch()) for number in (2, 3, 5)] == [1, None, None] and feed.gaps == 1
+
+
 def test_without_replay_a_gap_forgets_at_once() -> None:
     feed, blocks = new_feed(replays=False), chain()
     assert feed.live(4, batch(blocks[0])) is None and cached(feed) == (1, 0) and feed.forgotten == 0
