@@ -9,7 +9,7 @@ from memserve.cluster.loads import LoadTable
 from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.errors import check
-from memserve.fleet.kv_feed import KvFeed
+from memserve.fleet.kv_feed import Hash, KvFeed
 from memserve.fleet.words import (
     Abort,
     AskReplay,
@@ -151,8 +151,10 @@ class Engines:
         if not was_open:
             self._open(engine)
         is_quiet = engine.unheard_ns is not None and now - engine.unheard_ns >= LISTEN_AGAIN_NS
-        if engine.feed is not None and engine.spec.replay and (not was_open or is_quiet):
-            self._ask_replay(engine, engine.feed.expected)
+        if not was_open or is_quiet:
+            engine.unheard_ns = now if engine.attempts else None
+            if engine.feed is not None and engine.spec.replay:
+                self._ask_replay(engine, engine.feed.expected)
         if report.running is not None:
             self._loads.heartbeat(engine.number, _load_of(report, report.running))
 
@@ -167,6 +169,11 @@ class Engines:
                 self._act(Abort(request_id, engine.name, f"it has fallen silent: {event.reason}"))
 
     # -- KV events
+
+    def counts(self, name: str) -> dict[Hash, tuple[int, int]]:
+        """What it has published and not removed, as :meth:`KvFeed.counts` tells it."""
+        feed = self._by_name[name].feed
+        return feed.counts() if feed is not None else {}
 
     def heard(self, event: KvHeard, now: int) -> None:
         """A batch of its KV events."""
@@ -198,7 +205,7 @@ class Engines:
         if engine.is_repeating:
             engine.asks_again = True
             return
-        engine.is_repeating, engine.unheard_ns = True, None
+        engine.is_repeating = True
         self._act(AskReplay(engine.name, first))
 
 

@@ -25,6 +25,7 @@ from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.errors import check
 from memserve.fleet.engines import CONTEXT_MAX, Engine, Engines, fingerprint_of
+from memserve.fleet.kv_feed import Hash
 from memserve.fleet.words import (
     AnswerBegan,
     AnswerEnded,
@@ -285,6 +286,10 @@ class Fleet:
     def engines(self) -> list[EngineView]:
         """All engines, in the order of the options."""
         return [engine.seen(self._trees.blocks(engine.number)) for engine in self._engines]
+
+    def kv_counts(self, name: str) -> dict[Hash, tuple[int, int]]:
+        """Copies of each block that this engine is known to have, upper and lower tier, by its own hash. For checks."""
+        return self._engines.counts(name)
 
     def admission(self) -> AdmissionStats:
         """Totals and gauges of admission."""

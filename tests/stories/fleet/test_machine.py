@@ -115,6 +115,7 @@ def test_published_blocks_decide() -> None:
     assert sorted(ask.engine for ask in world.replays) == list(NAMES)
     world.tell(KvHeard("c:3", 0, batch(stored(list(range(1, 17)), None, PROMPT))))
     assert world.ask("r") == "c:3"
+    assert world.machine.kv_counts("c:3") == {number: (1, 0) for number in range(1, 17)}
     world.tell(AnswerEnded("r"))
     world.well("c:3", started_s=5.0)  # it has restarted
     assert world.machine.engines()[2].cached_blocks == 0
