@@ -14,6 +14,8 @@ from memserve.fleet.words import (
     Abort,
     AskReplay,
     EngineAnswered,
+    EngineGone,
+    EngineLeft,
     EngineMissed,
     EngineReport,
     EngineSpec,
@@ -51,6 +53,8 @@ class Engine:
     is_open: bool = False
     """It takes new requests."""
     answered_ns: int = 0
+    is_leaving: bool = False
+    """It is gone when its last request has ended."""
     reason: str = "it has not answered yet"
     """Why it is not open."""
     report: EngineReport = field(default_factory=lambda: EngineReport({}))
@@ -109,16 +113,37 @@ class Engines:
     ) -> None:
         """``act`` takes what is to be done."""
         self._dead_after_ns, self._loads, self._trees, self._act = config.dead_after_ns, loads, trees, act
+        self._key = identity_key
         self._by_name: dict[str, Engine] = {}
-        for number, spec in enumerate(specs):
-            check(spec.name not in self._by_name, "{} is named twice", spec.name)
-            engine = Engine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
-            self._by_name[spec.name] = engine
-            if spec.events:
-                engine.feed = self._feed(engine, identity_key)
-            trees.enter(number, publishes=bool(spec.events))
-            self._open(engine)
-            self.close(engine, engine.reason)
+        for spec in specs:
+            self.join(spec)
+
+    def join(self, spec: EngineSpec) -> None:
+        """One more, not open yet."""
+        check(spec.name not in self._by_name, "{} is named twice", spec.name)
+        taken = {engine.number for engine in self}
+        number = next(at for at in range(len(taken) + 1) if at not in taken)
+        engine = self._by_name[spec.name] = Engine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
+        if spec.events:
+            engine.feed = self._feed(engine, self._key)
+        self._trees.enter(number, publishes=bool(spec.events))
+        self._open(engine)
+        self.close(engine, engine.reason)
+
+    def leave(self, event: EngineLeft) -> None:
+        """It gets nothing new."""
+        engine = self._by_name[event.name]
+        engine.is_leaving = True
+        self.close(engine, "it leaves")
+        self.let_go(engine)
+
+    def let_go(self, engine: Engine) -> None:
+        """It is gone, if it leaves and its last request has ended."""
+        if engine.is_leaving and not engine.attempts:
+            del self._by_name[engine.name]
+            self._trees.leave(engine.number)
+            self._loads.leave(engine.number)
+            self._act(EngineGone(engine.name))
 
     def _feed(self, engine: Engine, key: bytes) -> KvFeed:
         def root(block_tokens: int) -> bytes:
@@ -147,7 +172,7 @@ class Engines:
         engine.answered_ns, engine.reason = now, ""
         if engine.feed is not None and (known.started_s, known.models) != (report.started_s, report.models):
             engine.feed.restarted()
-        was_open = engine.is_open
+        was_open = engine.is_open or engine.is_leaving
         if not was_open:
             self._open(engine)
         is_quiet = engine.unheard_ns is not None and now - engine.unheard_ns >= LISTEN_AGAIN_NS

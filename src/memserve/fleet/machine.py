@@ -31,6 +31,8 @@ from memserve.fleet.words import (
     AnswerEnded,
     AttemptFailed,
     EngineAnswered,
+    EngineJoined,
+    EngineLeft,
     EngineMissed,
     EngineSpec,
     EngineView,
@@ -100,6 +102,10 @@ class Fleet:
             self._engines.heard(event, now)
         elif isinstance(event, ReplayEnded):
             self._engines.replay_ended(event)
+        elif isinstance(event, EngineJoined):
+            self._engines.join(event.spec)
+        elif isinstance(event, EngineLeft):
+            self._engines.leave(event)
         else:
             check(isinstance(event, TimePassed), f"unknown event {event!r}")
         self._timers.run(now)
@@ -253,6 +259,7 @@ class Fleet:
         if entry.engine is not None and entry.charge is not None:
             self._loads.discharge(entry.charge)
             del entry.engine.attempts[entry.state.request_id]
+            self._engines.let_go(entry.engine)
         entry.engine = entry.charge = None
 
     def _leave(self, entry: _Entry, now: int) -> None:
