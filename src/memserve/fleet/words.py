@@ -77,7 +77,7 @@ class FleetOptions:
     """File with the API key of the servers that ``--engine`` names."""
     admin_key_file: str | None = option(None, "--engine-admin-key-file")
     """File with a key of its own, with which servers join and leave at run time: `memserve engine join`. Without it
-    they do not."""
+    they do not; with it the router may start without any."""
     silence_s: float = option(600.0, "--engine-silence-s", least=0.1)
     """Seconds that a server of ``--engine`` may say nothing in the middle of a request."""
 

@@ -112,14 +112,16 @@ def test_engines_join_and_leave(
 def test_engines_are_fixed_without_a_key_for_them(engines: list[ScriptedEngine]) -> None:
     with fleet_server([spec_of(engines[0])]) as server:
         assert server.get("/engines").status_code == 403
-    with fleet_server([spec_of(engines[0])], engines_key="secret") as server:
+    with fleet_server([], engines_key="secret") as server:
         body = {"engine": f"vllm={engines[1].url}"}
         assert httpx.post(f"{server.url}/engines", json=body).status_code == 401
         headers = {"authorization": "Bearer secret"}
         for wrong in (b"", b"[]", b'{"engine": 1}', b'{"engine": "vllm=x"}', b"x" * 5000):
             answer = httpx.post(f"{server.url}/engines", content=wrong, headers=headers)
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "engine"
+        assert server.post().status_code == server.get("/health").status_code == 503
         assert httpx.post(f"{server.url}/engines", json=body, headers=headers).json()["up"]
+        assert server.post().status_code == 200
 
 
 def test_keys_of_clients_are_no_keys_of_engines(engines: list[ScriptedEngine]) -> None:
