@@ -71,7 +71,7 @@ def show(
 def _call(method: str, router: str, path: str, key_file: Path, body: dict[str, Any] | None = None) -> dict[str, Any]:
     import httpx
 
-    headers = {"authorization": f"Bearer {read_secret(key_file)}"}
+    headers = {"authorization": f"Bearer {read_secret(key_file, 'a key')}"}
     url = f"{router.rstrip('/').removesuffix('/v1')}/engines{path}"
     try:
         answer = httpx.request(method, url, json=body, headers=headers, timeout=CALL_S)

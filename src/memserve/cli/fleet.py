@@ -45,7 +45,8 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
     from memserve.runtime.fleet import FleetHost
 
     engine_key, engines_key = (
-        read_secret(Path(path)) if path is not None else None for path in (options.key_file, options.admin_key_file)
+        read_secret(Path(path), "a key") if path is not None else None
+        for path in (options.key_file, options.admin_key_file)
     )
     host = FleetHost(options.specs(), config, identity_key=secrets.token_bytes(16), engine_key=engine_key)
     app = create_fleet_app(
