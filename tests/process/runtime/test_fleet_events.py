@@ -29,6 +29,8 @@ class Publisher:
         self.kept: list[tuple[int, bytes]] = []
         self._number = 0
         self.asked: list[int] = []
+        self.drops: set[int] = set()
+        """Batches that the next replay loses on its way."""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -56,8 +58,9 @@ class Publisher:
                 continue
             peer, _, start = self._router.recv_multipart()
             self.asked.append(first := int.from_bytes(start, "big"))
+            drops, self.drops = self.drops, set()
             for number, payload in list(self.kept):
-                if number >= first:
+                if number >= first and number not in drops:
                     self._router.send_multipart([peer, b"", b"kv@x", number.to_bytes(8, "big"), payload])
             self._router.send_multipart([peer, b"", b"", END_SEQUENCE, b""])
 
@@ -140,6 +143,18 @@ def test_lost_events_are_asked_for(server: FleetServer, publisher: Publisher) ->
     publisher.publish(blocks(4, 6))
     eventually(lambda: view(server).cached_blocks == 6)
     assert view(server).kv_gaps >= 1 and view(server).kv_forgotten == 0
+
+
+def test_what_a_replay_loses_is_asked_for_again(server: FleetServer, publisher: Publisher) -> None:
+    publisher.publish(blocks(0, 2))
+    eventually(lambda: view(server).cached_blocks == 2)
+    for at in range(2, 6):
+        publisher.publish(blocks(at, at + 1), lost=True)
+    second = publisher.kept[-3][0]
+    publisher.drops = {second}
+    publisher.publish(batch())
+    eventually(lambda: view(server).cached_blocks == 6)
+    assert publisher.asked[-2:] == [second - 1, second] and view(server).kv_forgotten == 0
 
 
 def test_events_that_are_gone_are_forgotten(server: FleetServer, publisher: Publisher) -> None:
