@@ -132,7 +132,7 @@ def main() -> None:
         if {"trace", "chats"} & set(parts):
             flags = ("--num-gpu-blocks-override", str(args.blocks), "--max-model-len", str(TOKENS_MAX))
             flags += ("--dtype", "bfloat16", "--max-num-seqs", "16")
-            servers = [EventServer(args.vllm, model, folder, number, flags, str(number)) for number in range(2)]
+            servers = [EventServer(args.vllm, model, folder, number, flags) for number in range(2)]
             with running(servers):
                 if "trace" in parts:
                     compare_trace(servers, args, folder)

@@ -79,8 +79,14 @@ class Relay:
             self.gaps_of_truth += number != self._last + 1
         self._last = number
         for event in msgspec.msgpack.decode(payload)[1]:
-            keys = event.get("extra_keys") or [None] * len(event.get("block_hashes", ()))
-            self.private.update(one for one, key in zip(event.get("block_hashes", ()), keys, strict=True) if key)
+            if event["type"] != "BlockStored":
+                continue
+            keys = event.get("extra_keys") or [None] * len(event["block_hashes"])
+            is_private = event["parent_block_hash"] in self.private
+            for one, key in zip(event["block_hashes"], keys, strict=True):
+                is_private = is_private or bool(key)  # a salt is named with the first block, and holds for all
+                if is_private:
+                    self.private.add(one)
 
     def close(self) -> None:
         self._ends.set()
@@ -160,6 +166,9 @@ class Run:
             body = {"model": MODEL, "prompt": tokens, "max_tokens": 1}
             headers = {"x-memserve-explain": "1"}
             answer = httpx.post(f"{self.fleet.url}/v1/completions", json=body, headers=headers, timeout=120)
+            if answer.status_code != 200:
+                self.counts["probes refused"] += 1
+                continue
             matched = msgspec.json.decode(answer.headers["x-memserve-explain"])["matched_tokens"]
             cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
             self.counts["probes"] += 1
@@ -197,7 +206,7 @@ def rounds(run: Run, count: int, restarts: int) -> int:
 
 def check(python: str, model: str, folder: Path, count: int, restarts: int, seed: int) -> None:
     """Run it and print what was seen. Raises :class:`SystemExit` when the directory was wrong."""
-    servers = [EventServer(python, model, folder, number, SMALL, str(number)) for number in range(2)]
+    servers = [EventServer(python, model, folder, number, SMALL) for number in range(2)]
     with running(servers):
         relays = [Relay(server, seed + number) for number, server in enumerate(servers)]
         draw = random.Random(seed)

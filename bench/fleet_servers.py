@@ -48,7 +48,6 @@ class EventServer:
     folder: Path
     number: int
     flags: tuple[str, ...] = ()
-    cpus: str = ""
     buffer_steps: int = 10_000
     """Batches of KV events that it can repeat."""
     ports: tuple[int, int, int] = field(default_factory=lambda: (free_port(), free_port(), free_port()))
@@ -89,7 +88,7 @@ class EventServer:
         command += ["--kv-events-config", json.dumps(events), *self.flags]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
             "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": self.cpus or "nobind", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
             "PYTHONPATH": str(self._plugin()), "VLLM_MAP_SOCKET": str(self.map_socket),
         }  # fmt: skip
         with self.log.open("ab") as log:
