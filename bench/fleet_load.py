@@ -20,8 +20,13 @@ import httpx
 BLOCK = 32
 TRACE_BLOCK = 512
 """Tokens behind one hash of a Mooncake trace; here they are :data:`BLOCK`, and all other lengths shrink alike."""
-VOCAB = 49_000
-WORDS = ("river", "stone", "light", "garden", "market", "winter", "engine", "paper", "bridge", "silver", "forest")
+WORDS = tuple(
+    "river stone light garden market winter engine paper bridge silver forest table music letter window summer doctor "
+    "teacher history number island mountain village train station animal picture story question answer road city "
+    "country school family water fire earth wind money house door floor wall king queen army ship horse bird fish tree "
+    "leaf flower seed fruit bread milk salt sugar glass iron gold cotton".split()
+)
+"""Each is one token of SmolLM2 behind a space. Prompts are text, because some routers take no tokens."""
 
 
 @dataclass
@@ -105,7 +110,8 @@ class Call:
     """One request of a trace, scaled."""
 
     at_s: float
-    tokens: list[int]
+    words: list[str]
+    """A token each."""
     output_tokens: int
 
 
@@ -148,19 +154,17 @@ def trace(path: Path, requests: int, rate: float, tokens_max: int, seed: int) ->
     first, last = rows[0]["timestamp"], rows[-1]["timestamp"]
     pace = len(rows) / rate / max(1, last - first)
 
-    def tokens(row: dict[str, Any]) -> list[int]:
+    def words(row: dict[str, Any]) -> list[str]:
         blocks = [_block(seed, block) for block in row["hash_ids"]]
         return list(itertools.chain.from_iterable(blocks))[: max(1, round(row["input_length"] * scale))]
 
     return [
-        Call((row["timestamp"] - first) * pace, tokens(row), max(1, round(row["output_length"] * scale)))
-        for row in rows
+        Call((row["timestamp"] - first) * pace, words(row), max(1, round(row["output_length"] * scale))) for row in rows
     ]
 
 
-def _block(seed: int, number: int) -> list[int]:
-    draw = random.Random(f"{seed}.{number}")
-    return [draw.randrange(5, VOCAB) for _ in range(BLOCK)]
+def _block(seed: int, number: int) -> list[str]:
+    return random.Random(f"{seed}.{number}").choices(WORDS, k=BLOCK)
 
 
 async def run_trace(where: Where, model: str, calls: list[Call], tally: Tally) -> None:
@@ -170,7 +174,8 @@ async def run_trace(where: Where, model: str, calls: list[Call], tally: Tally) -
 
         async def one(call: Call) -> None:
             await asyncio.sleep(max(0.0, call.at_s - (time.perf_counter() - begin)))
-            body = {"model": model, "prompt": call.tokens, "max_tokens": call.output_tokens}
+            prompt = "".join(f" {word}" for word in call.words)
+            body = {"model": model, "prompt": prompt, "max_tokens": call.output_tokens}
             await ask(client, where, "/v1/completions", body, tally)
 
         await asyncio.gather(*(one(call) for call in calls))
@@ -188,12 +193,12 @@ def _hit_share(calls: list[Call], blocks_max: int | None) -> float:
     found = total = 0
     for call in calls:
         names, name = [], 0
-        for at in range(0, len(call.tokens) // BLOCK * BLOCK, BLOCK):
-            name = hash((name, tuple(call.tokens[at : at + BLOCK])))
+        for at in range(0, len(call.words) // BLOCK * BLOCK, BLOCK):
+            name = hash((name, tuple(call.words[at : at + BLOCK])))
             names.append(name)
-        usable = names[: (len(call.tokens) - 1) // BLOCK]  # one token at least is computed
+        usable = names[: (len(call.words) - 1) // BLOCK]  # one token at least is computed
         hits = len(list(itertools.takewhile(cache.__contains__, usable)))
-        found, total = found + hits * BLOCK, total + len(call.tokens)
+        found, total = found + hits * BLOCK, total + len(call.words)
         for one in reversed(names):
             cache[one] = None
             cache.move_to_end(one)
