@@ -20,9 +20,11 @@ import httpx
 BLOCK = 32
 TRACE_BLOCK = 512
 """Tokens behind one hash of a Mooncake trace; here they are :data:`BLOCK`, and all other lengths shrink alike."""
-WORDS = tuple(
-    ["river", "stone", "light", "garden", "market", "winter", "engine", "paper", "bridge", "silver", "forest", "table", "music", "letter", "window", "summer", "doctor", "teacher", "history", "number", "island", "mountain", "village", "train", "station", "animal", "picture", "story", "question", "answer", "road", "city", "country", "school", "family", "water", "fire", "earth", "wind", "money", "house", "door", "floor", "wall", "king", "queen", "army", "ship", "horse", "bird", "fish", "tree", "leaf", "flower", "seed", "fruit", "bread", "milk", "salt", "sugar", "glass", "iron", "gold", "cotton"]
-)
+_TEXT = """river stone light garden market winter engine paper bridge silver forest table music letter window summer
+doctor teacher history number island mountain village train station animal picture story question answer road city
+country school family water fire earth wind money house door floor wall king queen army ship horse bird fish tree leaf
+flower seed fruit bread milk salt sugar glass iron gold cotton"""
+WORDS = tuple(_TEXT.split())
 """Each is one token of SmolLM2 behind a space. Prompts are text, because some routers take no tokens."""
 
 
