@@ -27,6 +27,11 @@ from memserve.api.served import ModelNames, PinningEngine, ServedModel, ServingE
 EXPLAIN_HEADER = "x-memserve-explain"
 
 
+def asks_to_explain(scope: Scope) -> bool:
+    """By its header."""
+    return Headers(scope=scope).get(EXPLAIN_HEADER, "").lower() in ("1", "true", "yes")
+
+
 class Planner(Protocol):
     """What one endpoint does with a body: parse it, tokenize it, plan it."""
 
@@ -133,7 +138,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shared = self._shared
         response_id = self._planner.id_prefix + uuid.uuid4().hex
-        explain = Headers(scope=scope).get(EXPLAIN_HEADER, "").lower() in ("1", "true", "yes")
+        explain = asks_to_explain(scope)
         async with json_body(scope, receive, shared.edge) as data:
             shared.hub.check_busy(scope[TENANT_KEY], data)
             plan = await self._planner.plan(data, Caller(scope[TENANT_KEY], explain), response_id)

@@ -20,6 +20,7 @@ from memserve.api.auth import KeyRing
 from memserve.api.config import EdgeConfig
 from memserve.api.edge import Edge
 from memserve.api.errors import model_not_found, shutting_down
+from memserve.api.fleet_engines import Engines
 from memserve.api.fleet_metrics import FleetSnapshot
 from memserve.api.fleet_relay import Relay
 from memserve.api.guard import Cors, Guard, on_http_error
@@ -80,13 +81,14 @@ def create_fleet_app(
     *,
     api_keys: Sequence[str] = (),
     metrics_key: str | None = None,
+    engines_key: str | None = None,
     limits: EdgeConfig | None = None,
     silence_s: float = SILENCE_S,
 ) -> Starlette:
     """The OpenAI API in front of the engines of ``host``, which starts and ends with it.
 
-    ``silence_s``: seconds that an engine may say nothing in the middle of a request. Raises :class:`UserError` for
-    malformed keys.
+    ``engines_key``: with it engines join and leave; ``None``: they do not. ``silence_s``: seconds that an engine may
+    say nothing in the middle of a request. Raises :class:`UserError` for malformed keys.
     """
     limits = limits or EdgeConfig()
     metrics = ApiMetrics()
@@ -112,6 +114,7 @@ def create_fleet_app(
             Route("/v1/models/{name:path}", pages.model),
             Route("/health", pages.health),
             Route("/metrics", pages.metrics),
+            *Engines(host, engines_key).routes(),
         ],
         middleware=[
             *request_log(limits.log_requests, "", closing),

@@ -24,8 +24,10 @@ import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from memserve.api.edge import TENANT_KEY, ClientGone, Edge, json_body, wait_for_disconnect
+from memserve.api.endpoints import asks_to_explain
 from memserve.api.errors import ApiError, bad_request, echo, model_not_found, rejected, shutting_down
 from memserve.api.exchange import REQUEST_ID_KEY
+from memserve.api.fleet_explain import explanation
 from memserve.api.metrics import ApiMetrics
 from memserve.fleet.words import AnswerBegan, AttemptFailed, Forward, GiveUp, PromptArrived, PromptSpace
 from memserve.runtime.engine import Refusal, Rejected
@@ -51,8 +53,9 @@ _NOT_SENT_BACK = frozenset((
     b"content-length", b"connection", b"keep-alive", b"transfer-encoding", b"trailer", b"upgrade", b"x-request-id",
     b"server", b"date", b"set-cookie",
 ))  # fmt: skip
-_FOR_TOKENS = ("prompt", "messages", "tools", "add_special_tokens", "add_generation_prompt", "continue_final_message",
-               "chat_template", "chat_template_kwargs")  # fmt: skip
+_FOR_TOKENS = ("prompt", "messages", "tools", "tool_choice", "add_special_tokens", "add_generation_prompt",
+               "continue_final_message", "chat_template", "reasoning_effort")  # fmt: skip
+_FOR_TEMPLATE = ("reasoning_effort", "documents")
 _FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
 _DONE = b"[DONE]"
 _encode = msgspec.json.encode
@@ -154,7 +157,7 @@ class Relay:
         return name
 
     async def _numbers(self, asked: Asked, model: str) -> tuple[PromptSpace, TokenArray]:
-        given = _read(asked, "prompt", list[int])
+        given = _read(asked, "prompt", list[int]) or next(iter(_read(asked, "prompt", list[list[int]]) or ()), None)
         if given and all(0 <= token < VOCAB_MAX for token in given):
             return PromptSpace.TOKENS, np.array(given, np.int32)
         engine = self._host.machine.tokenizing_engine(model)
@@ -166,6 +169,9 @@ class Relay:
 
     async def _tokenized(self, engine: str, asked: Asked, model: str) -> TokenArray | None:
         fields: dict[str, Any] = {name: asked[name] for name in _FOR_TOKENS if name in asked}
+        template = _read(asked, "chat_template_kwargs", Asked) or {}
+        template |= {name: asked[name] for name in _FOR_TEMPLATE if name in asked}
+        fields |= {"chat_template_kwargs": template} if template else {}
         several = _read(asked, "prompt", list[str])
         if several:
             fields["prompt"] = several[0]
@@ -181,7 +187,7 @@ class Relay:
 
     async def _begin(self, ticket: Ticket, scope: Scope, body: bytes, stream: bool) -> _Answer:
         """The first answer that an engine gives. Raises :class:`ApiError` when none does."""
-        headers = self._headers(scope)
+        headers, failures = self._headers(scope), dict[str, str]()
         while True:
             decision = await ticket.decision()
             if isinstance(decision, GiveUp):
@@ -193,9 +199,12 @@ class Relay:
             ticket.call = HttpCall(self._host.specs[decision.engine].url)
             try:
                 await ticket.call.send("POST", scope["path"], headers, body, self._silence_s)
-                return await _answer_of(ticket.call, stream, self._silence_s)
+                answer = await _answer_of(ticket.call, stream, self._silence_s)
+                answer.headers += [explanation(decision, failures)] if asks_to_explain(scope) else []
+                return answer
             except EngineFault as fault:
                 ticket.call.close()
+                failures[decision.engine] = fault.reason
                 if ticket.ended is not None:
                     raise ticket.ended from None
                 failed = AttemptFailed(

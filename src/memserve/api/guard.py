@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 KNOWN_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json")
 """Labels of the request counter: paths that clients invent must not add labels."""
 
-NAMED_ROUTES = ("/v1/documents", "/v1/sessions")
+NAMED_ROUTES = ("/v1/documents", "/v1/sessions", "/engines")
 """Routes with names as paths below them."""
 
 

@@ -44,10 +44,18 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
     from memserve.api.server import Server, bind
     from memserve.runtime.fleet import FleetHost
 
-    engine_key = read_secret(Path(options.key_file)) if options.key_file is not None else None
+    engine_key, engines_key = (
+        read_secret(Path(path), "a key") if path is not None else None
+        for path in (options.key_file, options.admin_key_file)
+    )
     host = FleetHost(options.specs(), config, identity_key=secrets.token_bytes(16), engine_key=engine_key)
     app = create_fleet_app(
-        host, api_keys=http.api_keys, metrics_key=http.metrics_key, limits=http.limits, silence_s=options.silence_s
+        host,
+        api_keys=http.api_keys,
+        metrics_key=http.metrics_key,
+        engines_key=engines_key,
+        limits=http.limits,
+        silence_s=options.silence_s,
     )
 
     def on_ready() -> None:

@@ -17,7 +17,7 @@ EXIT_INTERRUPTED = 130
 _ClickException: type = typer.BadParameter.__mro__[2]
 """What typer raises for a wrong command line. It has no public name since typer bundles its own click."""
 
-_COMMANDS = ("serve", "instance", "store", "chat", "doctor", "profile", "bench", "sim")
+_COMMANDS = ("serve", "engine", "instance", "store", "chat", "doctor", "profile", "bench", "sim")
 
 
 def command_line(word: str | None = None) -> typer.Typer:
@@ -42,6 +42,10 @@ def _add(app: typer.Typer, name: str) -> None:
             from memserve.cli.serve import serve
 
             app.command()(serve)
+        case "engine":
+            from memserve.cli import engine
+
+            app.add_typer(engine.app, name=name)
         case "instance":
             from memserve.cli.instance import instance
 

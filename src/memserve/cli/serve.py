@@ -99,7 +99,7 @@ def serve(
     keys = credentials.api_keys(api_key, api_key_file)
     names = (keys, credentials.metrics_key(metrics_key), served_model_name, generation_config, default_max_tokens)
     http = opt.HttpOptions(host, port, *names, drain_s, edge, log_level)
-    if fleet.engines:
+    if fleet.engines or fleet.admin_key_file is not None:
         own = in_process or any(count is not None for count in (prefill, decode, colocated, cluster_port))
         run_fleet(fleet, http, cluster, None if own else store)
         return

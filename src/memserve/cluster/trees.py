@@ -236,10 +236,10 @@ class Trees:
         """How much of a prompt each member has; ``numbers``: length of the arrays."""
         return Matches(*self.directory.match_columns(identities, numbers))
 
-    def expect(self, number: int, identities: bytes, now: int) -> None:
-        """These blocks were sent there to be computed or decoded."""
+    def expect(self, number: int, identities: bytes, now: int, *, by_events: bool = True) -> None:
+        """These blocks were sent there to be computed or decoded. ``by_events``: KV events name them so, too."""
         config = self._config
-        ttl_ns = config.speculative_ttl_ns if self._feeds[number].publishes else config.tree_ttl_ns
+        ttl_ns = config.speculative_ttl_ns if by_events and self._feeds[number].publishes else config.tree_ttl_ns
         self.directory.speculate(number, identities, now + ttl_ns)
         self._wake_for_expiry()
 

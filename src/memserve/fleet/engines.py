@@ -9,11 +9,13 @@ from memserve.cluster.loads import LoadTable
 from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.errors import check
-from memserve.fleet.kv_feed import KvFeed
+from memserve.fleet.kv_feed import Hash, KvFeed
 from memserve.fleet.words import (
     Abort,
     AskReplay,
     EngineAnswered,
+    EngineGone,
+    EngineLeft,
     EngineMissed,
     EngineReport,
     EngineSpec,
@@ -35,7 +37,8 @@ PROMPT_TOKENS_USUAL = 512
 CONTEXT_MAX = 1 << 40
 """What an engine can run it says itself, with a 400."""
 LISTEN_AGAIN_NS = 5 * NS_PER_S
-"""An engine that was sent prompts and has published nothing for this long is asked what it published."""
+"""An engine that publishes nothing for this long after a prompt, or after its last batch, is asked what it published:
+a batch that was lost with none behind it shows no gap."""
 
 
 @dataclass(slots=True)
@@ -50,13 +53,19 @@ class Engine:
     is_open: bool = False
     """It takes new requests."""
     answered_ns: int = 0
+    is_leaving: bool = False
+    """It is gone when its last request has ended."""
     reason: str = "it has not answered yet"
     """Why it is not open."""
     report: EngineReport = field(default_factory=lambda: EngineReport({}))
     attempts: dict[str, None] = field(default_factory=dict)
     """Requests that were sent there and have not ended, in order."""
     unheard_ns: int | None = None
-    """Since when it has had a prompt without publishing anything; ``None``: nothing is waited for."""
+    """When it had a prompt, or was heard, without being heard since; ``None``: nothing is waited for."""
+    is_repeating: bool = False
+    """It was asked for a replay, which has not ended."""
+    asks_again: bool = False
+    """Another gap has begun meanwhile, perhaps behind what that replay brings."""
 
     @property
     def name(self) -> str:
@@ -104,16 +113,37 @@ class Engines:
     ) -> None:
         """``act`` takes what is to be done."""
         self._dead_after_ns, self._loads, self._trees, self._act = config.dead_after_ns, loads, trees, act
+        self._key = identity_key
         self._by_name: dict[str, Engine] = {}
-        for number, spec in enumerate(specs):
-            check(spec.name not in self._by_name, "{} is named twice", spec.name)
-            engine = Engine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
-            self._by_name[spec.name] = engine
-            if spec.events:
-                engine.feed = self._feed(engine, identity_key)
-            trees.enter(number, publishes=bool(spec.events))
-            self._open(engine)
-            self.close(engine, engine.reason)
+        for spec in specs:
+            self.join(spec)
+
+    def join(self, spec: EngineSpec) -> None:
+        """One more, not open yet."""
+        check(spec.name not in self._by_name, "{} is named twice", spec.name)
+        taken = {engine.number for engine in self}
+        number = next(at for at in range(len(taken) + 1) if at not in taken)
+        engine = self._by_name[spec.name] = Engine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
+        if spec.events:
+            engine.feed = self._feed(engine, self._key)
+        self._trees.enter(number, publishes=bool(spec.events))
+        self._open(engine)
+        self.close(engine, engine.reason)
+
+    def leave(self, event: EngineLeft) -> None:
+        """It gets nothing new."""
+        engine = self._by_name[event.name]
+        engine.is_leaving = True
+        self.close(engine, "it leaves")
+        self.let_go(engine)
+
+    def let_go(self, engine: Engine) -> None:
+        """It is gone, if it leaves and its last request has ended."""
+        if engine.is_leaving and not engine.attempts:
+            del self._by_name[engine.name]
+            self._trees.leave(engine.number)
+            self._loads.leave(engine.number)
+            self._act(EngineGone(engine.name))
 
     def _feed(self, engine: Engine, key: bytes) -> KvFeed:
         def root(block_tokens: int) -> bytes:
@@ -142,11 +172,14 @@ class Engines:
         engine.answered_ns, engine.reason = now, ""
         if engine.feed is not None and (known.started_s, known.models) != (report.started_s, report.models):
             engine.feed.restarted()
-        was_open = engine.is_open
+        was_open = engine.is_open or engine.is_leaving
         if not was_open:
             self._open(engine)
-        if not was_open or (engine.unheard_ns is not None and now - engine.unheard_ns >= LISTEN_AGAIN_NS):
-            self._ask_replay(engine)
+        is_quiet = engine.unheard_ns is not None and now - engine.unheard_ns >= LISTEN_AGAIN_NS
+        if not was_open or is_quiet:
+            engine.unheard_ns = now if engine.attempts else None
+            if engine.feed is not None and engine.spec.replay:
+                self._ask_replay(engine, engine.feed.expected)
         if report.running is not None:
             self._loads.heartbeat(engine.number, _load_of(report, report.running))
 
@@ -162,30 +195,43 @@ class Engines:
 
     # -- KV events
 
-    def heard(self, event: KvHeard) -> None:
+    def counts(self, name: str) -> dict[Hash, tuple[int, int]]:
+        """What it has published and not removed, as :meth:`KvFeed.counts` tells it."""
+        feed = self._by_name[name].feed
+        return feed.counts() if feed is not None else {}
+
+    def heard(self, event: KvHeard, now: int) -> None:
         """A batch of its KV events."""
         engine = self._by_name[event.name]
-        feed, engine.unheard_ns = engine.feed, None
+        feed, engine.unheard_ns = engine.feed, now
         if feed is None:
             return
         try:
             if event.replayed:
                 feed.replayed(event.sequence, event.payload)
             elif (first := feed.live(event.sequence, event.payload)) is not None:
-                self._act(AskReplay(engine.name, first))
+                self._ask_replay(engine, first)
         except ValueError:  # what such an engine says about its cache is worth nothing
             feed.restarted()
 
     def replay_ended(self, event: ReplayEnded) -> None:
         """No more of what it was asked for will come."""
-        feed = self._by_name[event.name].feed
-        if feed is not None:
-            feed.replay_ended()
+        engine = self._by_name[event.name]
+        feed, is_old = engine.feed, engine.asks_again
+        engine.is_repeating = engine.asks_again = False
+        if feed is None:
+            return
+        first = feed.replay_ended(is_old=is_old)
+        if first is not None or is_old:
+            self._ask_replay(engine, feed.expected)
 
-    def _ask_replay(self, engine: Engine) -> None:
-        engine.unheard_ns = None
-        if engine.feed is not None and engine.spec.replay:
-            self._act(AskReplay(engine.name, engine.feed.expected))
+    def _ask_replay(self, engine: Engine, first: int) -> None:
+        """One replay at a time."""
+        if engine.is_repeating:
+            engine.asks_again = True
+            return
+        engine.is_repeating = True
+        self._act(AskReplay(engine.name, first))
 
 
 def _load_of(report: EngineReport, running: int) -> Load:

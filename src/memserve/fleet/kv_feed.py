@@ -9,11 +9,12 @@ An engine stores a block once a copy and removes it once a copy; the directory c
 and applied in order. A gap is filled by a replay, else all blocks of the engine are forgotten: an entry too few costs
 time, one too many sends requests to an empty cache::
 
-    live 7      expected 7: applied
-    live 12     expected 8: kept aside, ask for a replay from 8
-    replay 8    applied, ... 11, then 12 from aside
-    replay 10   expected 8: 8 and 9 are gone for good: forget, go on with 10
-    live 3      after live 12: the engine has restarted: forget, expect 0
+    live 7          expected 7: applied
+    live 12         expected 8: kept aside, ask for a replay from 8
+    replay 8        applied, ... 11, then 12 from aside
+    replay 10       its first, expected 8: 8 and 9 are gone for good: forget, go on with 10
+    replay 8, 10    9 was lost on its way: 10 is kept aside, ask for another replay from 9
+    live 3          after live 12: the engine has restarted: forget, expect 0
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class _Rank:
     live: int | None = None
     """The last batch that was not a replay."""
     aside: dict[int, list[Event]] = field(default_factory=dict)
+    is_repeating: bool = False
+    """A replay has brought a batch, and has not ended."""
 
 
 class KvFeed:
@@ -116,7 +119,7 @@ class KvFeed:
         self.batches = self.gaps = self.forgotten = 0
 
     def live(self, sequence: int, payload: bytes) -> int | None:
-        """A new batch. Returns the number to ask a replay from, if one is missing. Raises ``ValueError`` for a
+        """A new batch. Returns the number to ask a replay from, if a gap begins with it. Raises ``ValueError`` for a
         malformed one: the caller forgets the engine's blocks."""
         number, events = decode_batch(payload)
         rank = self._ranks.setdefault(number, _Rank())
@@ -126,15 +129,16 @@ class KvFeed:
         rank.live = sequence
         if sequence < rank.expected:
             return None  # a replay has brought it already
+        is_known_gap = bool(rank.aside)
         rank.aside[sequence] = events
         self._catch_up(rank)
         if not rank.aside:
             return None
-        self.gaps += 1
+        self.gaps += not is_known_gap
         if not self._replays or len(rank.aside) > ASIDE_MAX:
             self._skip_gap(rank)
             return None
-        return rank.expected
+        return None if is_known_gap else rank.expected
 
     def replayed(self, sequence: int, payload: bytes) -> None:
         """A batch of a replay. Raises ``ValueError`` as :meth:`live` does."""
@@ -142,16 +146,26 @@ class KvFeed:
         rank = self._ranks.setdefault(number, _Rank())
         if sequence < rank.expected:
             return
-        rank.aside[sequence] = events
-        if sequence > rank.expected:  # a replay is in order: what is before it is gone for good
+        if sequence == rank.expected or len(rank.aside) < ASIDE_MAX:
+            rank.aside[sequence] = events
+        if (
+            sequence > rank.expected and not rank.is_repeating
+        ):  # replays are in order: what is before it is gone for good
             self._skip_gap(rank)
         self._catch_up(rank)
+        rank.is_repeating = True
 
-    def replay_ended(self) -> None:
-        """What is still missing will not come."""
+    def replay_ended(self, *, is_old: bool = False) -> int | None:
+        """What it did not bring will not come. Returns the number to ask another replay from, if batches of this one
+        were lost on the way: vLLM's socket drops what it cannot send at once. ``is_old``: a gap has begun since it was
+        asked for."""
+        is_short = False
         for rank in self._ranks.values():
-            while rank.aside:
+            while rank.aside and not rank.is_repeating and not is_old:
                 self._skip_gap(rank)
+            is_short = is_short or bool(rank.aside)
+            rank.is_repeating = False
+        return self.expected if is_short else None
 
     @property
     def expected(self) -> int:
@@ -162,6 +176,7 @@ class KvFeed:
         """The engine has nothing any more, and numbers its batches from 0 again."""
         self.forget()
         self._ranks.clear()
+        self.block_tokens = 0
 
     def forget(self) -> None:
         """Its blocks are unknown from now on."""
@@ -196,9 +211,10 @@ class KvFeed:
 
     def _store(self, event: Event) -> None:
         size, hashes, parent = event["block_size"], event["block_hashes"], event.get("parent_block_hash")
-        if size != self.block_tokens:
-            if self.block_tokens:
-                self.forget()
+        if size < self.block_tokens:
+            return  # the rest of a prompt that fills no block
+        if size > self.block_tokens:
+            self.forget()
             self.block_tokens = size
         if parent is None:
             above = self._root(size)
@@ -232,7 +248,6 @@ class KvFeed:
 def _is_ours(event: Event) -> bool:
     """Whether any request with these tokens finds the block: not with an adapter, a salt or an image, nor in memory of
     another process. Of a model with several kinds of layers the first group counts."""
-    is_private = event.get("lora_id") is not None or event.get("lora_name") is not None or any(
-        keys for keys in event.get("extra_keys") or ()
-    )  # fmt: skip
+    is_private = any(event.get(name) is not None for name in ("lora_id", "lora_name", "cache_salt"))
+    is_private = is_private or any(keys for keys in event.get("extra_keys") or ())
     return not is_private and event.get("group_idx") in (None, 0) and event.get("locality") != "REMOTE"

@@ -25,11 +25,14 @@ from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.errors import check
 from memserve.fleet.engines import CONTEXT_MAX, Engine, Engines, fingerprint_of
+from memserve.fleet.kv_feed import Hash
 from memserve.fleet.words import (
     AnswerBegan,
     AnswerEnded,
     AttemptFailed,
     EngineAnswered,
+    EngineJoined,
+    EngineLeft,
     EngineMissed,
     EngineSpec,
     EngineView,
@@ -96,9 +99,13 @@ class Fleet:
         elif isinstance(event, EngineMissed):
             self._engines.missed(event, now)
         elif isinstance(event, KvHeard):
-            self._engines.heard(event)
+            self._engines.heard(event, now)
         elif isinstance(event, ReplayEnded):
             self._engines.replay_ended(event)
+        elif isinstance(event, EngineJoined):
+            self._engines.join(event.spec)
+        elif isinstance(event, EngineLeft):
+            self._engines.leave(event)
         else:
             check(isinstance(event, TimePassed), f"unknown event {event!r}")
         self._timers.run(now)
@@ -166,8 +173,10 @@ class Fleet:
         ask = Ask(tokens, request.stop.max_tokens, request.n)
         route = POLICY[self.config.policy](ask, candidates, ())
         self._dispatch(entry, next(e for e in engines if e.number == route.first.number), route.first, now)
-        self._actions.append(Forward(request.request_id, route.first.name, route.reason))
-        self._trees.expect(route.first.number, identities[route.first.number], now)
+        seen = (entry.space, len(request.prompt), route.first.matched_tokens)
+        self._actions.append(Forward(request.request_id, route.first.name, route.reason, *seen))
+        by_events = entry.space is PromptSpace.TOKENS
+        self._trees.expect(route.first.number, identities[route.first.number], now, by_events=by_events)
 
     def _identities(self, entry: _Entry, engine: Engine) -> bytes:
         request, block_tokens = entry.state.request, engine.block_tokens(entry.space)
@@ -250,6 +259,7 @@ class Fleet:
         if entry.engine is not None and entry.charge is not None:
             self._loads.discharge(entry.charge)
             del entry.engine.attempts[entry.state.request_id]
+            self._engines.let_go(entry.engine)
         entry.engine = entry.charge = None
 
     def _leave(self, entry: _Entry, now: int) -> None:
@@ -283,6 +293,10 @@ class Fleet:
     def engines(self) -> list[EngineView]:
         """All engines, in the order of the options."""
         return [engine.seen(self._trees.blocks(engine.number)) for engine in self._engines]
+
+    def kv_counts(self, name: str) -> dict[Hash, tuple[int, int]]:
+        """Copies of each block that this engine is known to have, upper and lower tier, by its own hash. For checks."""
+        return self._engines.counts(name)
 
     def admission(self) -> AdmissionStats:
         """Totals and gauges of admission."""

@@ -75,6 +75,9 @@ class FleetOptions:
     server instead of instances. Repeatable."""
     key_file: str | None = option(None, "--engine-key-file")
     """File with the API key of the servers that ``--engine`` names."""
+    admin_key_file: str | None = option(None, "--engine-admin-key-file")
+    """File with a key of its own, with which servers join and leave at run time: `memserve engine join`. Without it
+    they do not; with it the router may start without any."""
     silence_s: float = option(600.0, "--engine-silence-s", least=0.1)
     """Seconds that a server of ``--engine`` may say nothing in the middle of a request."""
 
@@ -113,6 +116,20 @@ class EngineReport:
 
 
 # -- events
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJoined:
+    """One more engine. Its name must be new."""
+
+    spec: EngineSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLeft:
+    """It gets no new requests, and is gone when those that it has have ended."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +213,8 @@ class TimePassed:
 
 
 FleetEvent = (
-    EngineAnswered | EngineMissed | PromptArrived | AnswerBegan | AnswerEnded | AttemptFailed | KvHeard | ReplayEnded
-    | TimePassed
+    EngineJoined | EngineLeft | EngineAnswered | EngineMissed | PromptArrived | AnswerBegan | AnswerEnded
+    | AttemptFailed | KvHeard | ReplayEnded | TimePassed
 )  # fmt: skip
 
 
@@ -211,6 +228,10 @@ class Forward:
     request_id: str
     engine: str
     reason: str
+    space: PromptSpace = PromptSpace.TOKENS
+    prompt_tokens: int = 0
+    matched_tokens: int = 0
+    """Of the prompt, what this engine is believed to have cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +261,14 @@ class AskReplay:
     first: int
 
 
-FleetAction = Forward | RejectRequest | GiveUp | Abort | AskReplay
+@dataclass(frozen=True, slots=True)
+class EngineGone:
+    """Look at this engine no more: it has left."""
+
+    name: str
+
+
+FleetAction = Forward | RejectRequest | GiveUp | Abort | AskReplay | EngineGone
 
 
 @dataclass(frozen=True, slots=True)

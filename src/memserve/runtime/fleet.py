@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import re
@@ -15,13 +16,17 @@ import zmq
 import zmq.asyncio
 
 from memserve.config import ClusterConfig
+from memserve.errors import UserError
 from memserve.fleet.machine import Fleet
 from memserve.fleet.words import (
     Abort,
     AnswerEnded,
     AskReplay,
     EngineAnswered,
+    EngineGone,
+    EngineJoined,
     EngineKind,
+    EngineLeft,
     EngineMissed,
     EngineReport,
     EngineSpec,
@@ -110,7 +115,7 @@ class FleetHost:
         self.engine_key = engine_key
         self.machine = Fleet(list(specs), config, identity_key=identity_key)
         self._tickets: dict[str, Ticket] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._replays: dict[str, asyncio.Task[None]] = {}
         self._context: zmq.asyncio.Context | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -120,16 +125,36 @@ class FleetHost:
     async def start(self) -> None:
         """Look at every engine once, and go on looking."""
         self._context = zmq.asyncio.Context()
-        self._tasks += [asyncio.create_task(self._listen(spec)) for spec in self.specs.values() if spec.events]
-        await asyncio.gather(*(self._look(spec) for spec in self.specs.values()))
+        await asyncio.gather(*(self._meet(spec) for spec in self.specs.values()))
         for view in self.machine.engines():
             if not view.up:
                 log.warning("engine %s does not answer yet", view.name)
-        self._tasks += [asyncio.create_task(self._watch(spec)) for spec in self.specs.values()]
+
+    async def _meet(self, spec: EngineSpec) -> None:
+        """Look at it once, and go on looking and listening."""
+        tasks = self._tasks[spec.name] = [asyncio.create_task(self._listen(spec))] if spec.events else []
+        await self._look(spec)
+        if self.specs.get(spec.name) is spec:  # it may have left meanwhile
+            tasks.append(asyncio.create_task(self._watch(spec)))
+
+    async def join_engine(self, spec: EngineSpec) -> None:
+        """One more engine. Raises :class:`UserError` for one that is known."""
+        if spec.name in self.specs:
+            raise UserError(f"{spec.name} has joined already", hint="let it leave first", param="engine")
+        self.specs[spec.name] = spec
+        self.post(EngineJoined(spec))
+        await self._meet(spec)
+
+    def leave_engine(self, name: str) -> None:
+        """It gets no new requests, and is gone when its last one has ended. Raises :class:`UserError` for one that is
+        not known."""
+        if name not in self.specs:
+            raise UserError(f"{name[:200]} is no engine here", hint=f"one of {', '.join(self.specs)}", param="engine")
+        self.post(EngineLeft(name))
 
     async def close(self) -> None:
         """Stop looking and listening."""
-        tasks = [*self._tasks, *self._replays.values()]
+        tasks = [*itertools.chain.from_iterable(self._tasks.values()), *self._replays.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -170,9 +195,12 @@ class FleetHost:
 
     def _do(self, action: FleetAction) -> None:
         if isinstance(action, AskReplay):
-            running = self._replays.get(action.engine)
-            if running is None or running.done():
-                self._replays[action.engine] = asyncio.create_task(self._replay(action))
+            self._replays[action.engine] = asyncio.create_task(self._replay(action))
+            return
+        if isinstance(action, EngineGone):
+            del self.specs[action.name]
+            for task in [*self._tasks.pop(action.name, ()), *filter(None, [self._replays.pop(action.name, None)])]:
+                task.cancel()
             return
         ticket = self._tickets.get(action.request_id)
         if ticket is None:
@@ -199,12 +227,17 @@ class FleetHost:
             await self._look(spec)
 
     async def _look(self, spec: EngineSpec) -> None:
+        report: EngineReport | EngineFault
         try:
             report = await self._report(spec)
         except EngineFault as fault:
+            report = fault
+        if self.specs.get(spec.name) is not spec:
+            return
+        if isinstance(report, EngineFault):
             calls = [ticket.call for ticket in self._tickets.values() if ticket.call is not None]
             heard_ns = max((call.heard_ns for call in calls if call.url == spec.url), default=0)
-            self.post(EngineMissed(spec.name, fault.reason, fault.refuses, heard_ns))
+            self.post(EngineMissed(spec.name, report.reason, report.refuses, heard_ns))
         else:
             self.post(EngineAnswered(spec.name, report))
 

@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 SECRET_FILE_VARIABLE = "MEMSERVE_CLUSTER_SECRET_FILE"
 
 
-def read_secret(path: Path) -> str:
-    """The cluster's secret. Raises :class:`UserError` when the file cannot be read, or is no text."""
+def read_secret(path: Path, what: str = "the cluster secret") -> str:
+    """A secret that fills a file. Raises :class:`UserError` when the file cannot be read, or is no text."""
     hint = f"make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
-    return read_private(path, "the cluster secret", hint).strip()
+    return read_private(path, what, hint).strip()
 
 
 def read_private(path: Path, what: str, hint: str, secret_bits: int = 0o044) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from fleet_server import FleetServer, fleet_server, spec_of
+from memserve.cli.main import run
 from memserve.config import AdmissionConfig, ClusterConfig
 from memserve.types import Admission
 from memserve.units import NS_PER_S
@@ -55,6 +58,70 @@ def test_bytes_go_through_unchanged(engines: list[ScriptedEngine]) -> None:
         assert (asked.body, asked.path) == (body, "/v1/chat/completions")
         assert asked.headers["x-request-id"] == "mine-1" and asked.headers["authorization"] == "Bearer theirs"
         assert server.post(stream=True).content == b"".join((*EVENTS, DONE))
+
+
+def test_a_header_says_why_and_the_bytes_stay(engines: list[ScriptedEngine]) -> None:
+    async def broken(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(500, "caf\u00e9".encode()))
+
+    engines[0].script = broken
+    with fleet_server([spec_of(engine) for engine in engines], ClusterConfig(policy="prompt-tree")) as server:
+        body = {"model": "scripted", "prompt": [1, 2, 3], "stream": True}
+        response = httpx.post(f"{server.url}/v1/completions", json=body, headers={"x-memserve-explain": "1"})
+        told = json.loads(response.headers["x-memserve-explain"])
+        assert response.content == b"".join((*EVENTS, DONE))
+        assert (told["engine"], told["compared_by"]) == (engines[1].name, "tokens")
+        assert (told["prompt_tokens"], told["matched_tokens"]) == (3, 0) and told["reason"]
+        assert list(told["failed"]) == [engines[0].name] and "500" in told["failed"][engines[0].name]
+        assert "x-memserve-explain" not in server.post().headers
+
+
+def test_engines_join_and_leave(
+    engines: list[ScriptedEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command; the last request of the one that leaves ends there."""
+    key_file = tmp_path / "key"
+    key_file.write_text("c2VjcmV0=\n")
+    key_file.chmod(0o600)
+    gate = Gate()
+    engines[0].script = gate.script
+    answers: list[httpx.Response] = []
+    with fleet_server([spec_of(engines[0])], engines_key="c2VjcmV0=") as server:
+        flags = ["--engine-admin-key-file", str(key_file), "--router", f"{server.url}/v1"]
+
+        def told(*words: str) -> str:
+            assert run(["engine", *words, *flags]) == 0
+            return capsys.readouterr().out
+
+        waiting = in_background(server, answers)
+        eventually(lambda: bool(engines[0].asked))
+        assert told("join", f"vllm={engines[1].url}") == f"{engines[1].name} has joined\n"
+        assert told("leave", engines[0].name) == f"{engines[0].name} leaves: 1 requests have not ended\n"
+        assert server.post().status_code == 200 and engines[1].asked
+        gate.is_open.set()
+        waiting.join()
+        assert answers[0].status_code == 200
+        eventually(lambda: told("list").startswith(f"{engines[1].name}  vllm  up  0 requests"))
+        assert run(["engine", "join", f"vllm={engines[1].url}", *flags]) == 1
+        assert "has joined already" in capsys.readouterr().err
+        assert run(["engine", "leave", "x:1", *flags]) == 1 and "is no engine here" in capsys.readouterr().err
+        assert told("leave", engines[1].name) == f"{engines[1].name} has left\n"
+        assert server.post().status_code == 503
+
+
+def test_engines_are_fixed_without_a_key_for_them(engines: list[ScriptedEngine]) -> None:
+    with fleet_server([spec_of(engines[0])]) as server:
+        assert server.get("/engines").status_code == 403
+    with fleet_server([], engines_key="secret") as server:
+        body = {"engine": f"vllm={engines[1].url}"}
+        assert httpx.post(f"{server.url}/engines", json=body).status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        for wrong in (b"", b"[]", b'{"engine": 1}', b'{"engine": "vllm=x"}', b"x" * 5000):
+            answer = httpx.post(f"{server.url}/engines", content=wrong, headers=headers)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "engine"
+        assert server.post().status_code == server.get("/health").status_code == 503
+        assert httpx.post(f"{server.url}/engines", json=body, headers=headers).json()["up"]
+        assert server.post().status_code == 200
 
 
 def test_keys_of_clients_are_no_keys_of_engines(engines: list[ScriptedEngine]) -> None:

@@ -29,6 +29,8 @@ class Publisher:
         self.kept: list[tuple[int, bytes]] = []
         self._number = 0
         self.asked: list[int] = []
+        self.drops: set[int] = set()
+        """Batches that the next replay loses on its way."""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -56,8 +58,9 @@ class Publisher:
                 continue
             peer, _, start = self._router.recv_multipart()
             self.asked.append(first := int.from_bytes(start, "big"))
+            drops, self.drops = self.drops, set()
             for number, payload in list(self.kept):
-                if number >= first:
+                if number >= first and number not in drops:
                     self._router.send_multipart([peer, b"", b"kv@x", number.to_bytes(8, "big"), payload])
             self._router.send_multipart([peer, b"", b"", END_SEQUENCE, b""])
 
@@ -120,12 +123,38 @@ def test_requests_go_where_their_prefix_lies(
     assert view(server).matched_tokens == 8 * BLOCK
 
 
+def test_a_chat_is_tokenized_as_it_is_rendered(
+    engines: list[ScriptedEngine], server: FleetServer, publisher: Publisher
+) -> None:
+    """With the template's fields that a chat has beside its messages: they change the prompt."""
+    seen: list[dict[str, object]] = []
+    engines[0].tokens = engines[1].tokens = lambda fields: seen.append(fields) or PROMPT
+    asked = {"messages": [{"role": "user", "content": "hi"}], "documents": [{"text": "d"}], "reasoning_effort": "low"}
+    more = {"chat_template_kwargs": {"a": 1}, "tool_choice": "none", "temperature": 0}
+    assert server.post("/v1/chat/completions", prompt=None, **asked, **more).status_code == 200
+    (fields,) = seen
+    assert fields["chat_template_kwargs"] == {"a": 1, "documents": [{"text": "d"}], "reasoning_effort": "low"}
+    assert fields["tool_choice"] == "none" and "temperature" not in fields
+
+
 def test_lost_events_are_asked_for(server: FleetServer, publisher: Publisher) -> None:
     publisher.publish(blocks(0, 2))
     publisher.publish(blocks(2, 4), lost=True)
     publisher.publish(blocks(4, 6))
     eventually(lambda: view(server).cached_blocks == 6)
     assert view(server).kv_gaps >= 1 and view(server).kv_forgotten == 0
+
+
+def test_what_a_replay_loses_is_asked_for_again(server: FleetServer, publisher: Publisher) -> None:
+    publisher.publish(blocks(0, 2))
+    eventually(lambda: view(server).cached_blocks == 2)
+    for at in range(2, 6):
+        publisher.publish(blocks(at, at + 1), lost=True)
+    second = publisher.kept[-3][0]
+    publisher.drops = {second}
+    publisher.publish(batch())
+    eventually(lambda: view(server).cached_blocks == 6)
+    assert publisher.asked[-2:] == [second - 1, second] and view(server).kv_forgotten == 0
 
 
 def test_events_that_are_gone_are_forgotten(server: FleetServer, publisher: Publisher) -> None:

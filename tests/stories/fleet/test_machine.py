@@ -18,6 +18,9 @@ from memserve.fleet.words import (
     AskReplay,
     AttemptFailed,
     EngineAnswered,
+    EngineGone,
+    EngineJoined,
+    EngineLeft,
     EngineMissed,
     EngineReport,
     FleetAction,
@@ -50,6 +53,7 @@ class World:
         self.ended: dict[str, FleetAction] = {}
         self.aborted: list[Abort] = []
         self.replays: list[AskReplay] = []
+        self.gone: list[str] = []
         for name in NAMES if up else ():
             self.well(name)
 
@@ -65,6 +69,8 @@ class World:
                 self.at.pop(action.request_id, None)
             elif isinstance(action, Abort):
                 self.aborted.append(action)
+            elif isinstance(action, EngineGone):
+                self.gone.append(action.name)
             else:
                 self.replays.append(action)
         self.machine.check_invariants()
@@ -115,6 +121,7 @@ def test_published_blocks_decide() -> None:
     assert sorted(ask.engine for ask in world.replays) == list(NAMES)
     world.tell(KvHeard("c:3", 0, batch(stored(list(range(1, 17)), None, PROMPT))))
     assert world.ask("r") == "c:3"
+    assert world.machine.kv_counts("c:3") == dict.fromkeys(range(1, 17), (1, 0))
     world.tell(AnswerEnded("r"))
     world.well("c:3", started_s=5.0)  # it has restarted
     assert world.machine.engines()[2].cached_blocks == 0
@@ -122,6 +129,7 @@ def test_published_blocks_decide() -> None:
 
 def test_a_gap_asks_for_a_replay() -> None:
     world = World(events=True)
+    world.tell(ReplayEnded("a:1"))
     world.replays.clear()
     world.tell(KvHeard("a:1", 3, batch()))
     assert world.replays == [AskReplay("a:1", 0)]
@@ -133,11 +141,54 @@ def test_a_gap_asks_for_a_replay() -> None:
 def test_an_engine_that_publishes_nothing_is_asked() -> None:
     world = World(events=True)
     name = world.ask("r")
+    for engine in NAMES:
+        world.tell(ReplayEnded(engine))
     world.replays.clear()
     world.now += 6 * NS_PER_S
     assert name is not None
     world.well(name)
     assert [ask.engine for ask in world.replays] == [name]
+
+
+def test_a_gap_during_a_replay_is_asked_for_behind_it() -> None:
+    world = World(events=True)
+    world.tell(ReplayEnded("a:1"))
+    world.replays.clear()
+    world.tell(KvHeard("a:1", 0, batch()))
+    world.tell(KvHeard("a:1", 2, batch()))
+    world.tell(KvHeard("a:1", 1, batch(), replayed=True))
+    world.tell(KvHeard("a:1", 4, batch()))
+    assert world.replays == [AskReplay("a:1", 1)]
+    world.tell(ReplayEnded("a:1"))
+    assert world.replays == [AskReplay("a:1", 1), AskReplay("a:1", 3)]
+    world.tell(ReplayEnded("a:1"))
+    assert world.machine.engines()[0].kv_gaps == 2 and len(world.replays) == 2
+
+
+def test_an_engine_that_was_heard_is_asked_once_more() -> None:
+    """The last batch may be lost, with none behind it to show a gap."""
+    world = World(events=True)
+    world.tell(ReplayEnded("a:1"))
+    world.replays.clear()
+    world.tell(KvHeard("a:1", 0, batch()))
+    world.well("a:1")
+    assert not world.replays
+    for _ in range(3):
+        world.now += 6 * NS_PER_S
+        world.well("a:1")
+    assert world.replays == [AskReplay("a:1", 1)]
+
+
+def test_prompts_without_tokens_are_followed_for_as_long_as_without_events() -> None:
+    """KV events name no text: none confirms where such a prompt was sent."""
+    world = World(events=True)
+
+    for name in ("first", "second"):
+        prompt = Request(name, np.array(PROMPT * 8, np.int32))
+        world.tell(PromptArrived(prompt, "m", PromptSpace.TEXT))
+        world.tell(AnswerEnded(name))
+        world.tell(TimePassed(), 300 * NS_PER_S)
+    assert sum(view.matched_tokens for view in world.machine.engines()) > 0
 
 
 def test_silence_aborts_and_refusal_does_not() -> None:
@@ -156,6 +207,27 @@ def test_an_engine_that_streams_is_not_silent() -> None:
     world.now += 20 * NS_PER_S
     world.tell(EngineMissed(name, "no answer", heard_ns=world.now - NS_PER_S))
     assert not world.aborted and world.machine.engines()[NAMES.index(name)].up
+
+
+def test_an_engine_joins_and_leaves() -> None:
+    """It gets no new requests at once, and is gone with its last one; another one takes its place."""
+    world = World(ClusterConfig(policy="least-load"), events=True)
+    world.tell(EngineJoined(read_engine("sglang=http://d:4,events=tcp://x:1")))
+    assert not world.machine.engines()[3].up
+    world.well("d:4")
+    names = {world.ask(f"r{number}") for number in range(4)}
+    assert names == {*NAMES, "d:4"}
+    (request,) = (name for name, engine in world.at.items() if engine == "a:1")
+    world.tell(KvHeard("a:1", 0, batch(stored([1], None, PROMPT[:BLOCK]))))
+    world.tell(EngineLeft("a:1"))
+    world.well("a:1")
+    assert world.ask("late") != "a:1" and not world.gone
+    world.tell(AnswerEnded(request))
+    assert world.gone == ["a:1"] and [view.name for view in world.machine.engines()] == ["b:2", "c:3", "d:4"]
+    world.tell(EngineJoined(read_engine("vllm=http://e:5")))
+    assert world.machine.engines()[3].cached_blocks == 0
+    world.tell(EngineLeft("e:5"))
+    assert world.gone == ["a:1", "e:5"]
 
 
 def test_no_engine_is_one_clear_error() -> None:
@@ -200,7 +272,12 @@ def test_random_lives(seed: int) -> None:
         world.now += draw.randrange(NS_PER_S)
         live = [name for name in live if name not in world.ended]
         choice, engine = draw.random(), draw.choice(NAMES)
-        if choice < 0.3:
+        present = {view.name for view in world.machine.engines()}
+        if engine not in present:
+            world.tell(EngineJoined(read_engine(f"vllm=http://{engine},events=tcp://x:1")))
+        elif choice < 0.05:
+            world.tell(EngineLeft(engine))
+        elif choice < 0.3:
             live.append(f"r{step}")
             world.ask(live[-1], tokens=PROMPT[: draw.randrange(1, 64)], model=draw.choice(["m", "m", "m2"]))
         elif choice < 0.4:

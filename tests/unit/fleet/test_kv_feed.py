@@ -66,13 +66,34 @@ def test_memory_behind_is_the_lower_tier() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"lora_name": "x"}, {"lora_id": 1}, {"extra_keys": [["salt"]]}, {"group_idx": 1}, {"locality": "REMOTE"}],
-    ids=["adapter", "old adapter", "salt", "another group", "remote"],
+    [
+        {"lora_name": "x"},
+        {"lora_id": 1},
+        {"extra_keys": [["salt"]]},
+        {"cache_salt": "s"},
+        {"group_idx": 1},
+        {"locality": "REMOTE"},
+    ],
+    ids=["adapter", "old adapter", "salt", "salt of SGLang", "another group", "remote"],
 )
 def test_what_not_every_request_finds_is_left_out(more: dict[str, Any]) -> None:
     feed = new_feed()
     feed.live(0, batch(stored([1], None, TOKENS[:4], **more), stored([2], 1, TOKENS[4:8])))
     assert cached(feed) == (0, 0)
+
+
+def test_a_last_page_that_is_not_full_is_left_out() -> None:
+    feed = new_feed()
+    feed.live(0, batch(*chain(2), stored([3], 2, TOKENS[8:10], block_size=2)))
+    assert (cached(feed), feed.block_tokens) == ((2, 0), BLOCK)
+
+
+def test_after_a_restart_blocks_may_have_another_size() -> None:
+    feed = new_feed()
+    feed.live(0, batch(*chain(2)))
+    feed.restarted()
+    feed.live(0, batch(stored([7], None, TOKENS[:2], block_size=2)))
+    assert (feed.block_tokens, feed.counts()) == (2, {7: (1, 0)})
 
 
 def test_a_gap_is_filled_by_a_replay() -> None:
@@ -104,6 +125,23 @@ def test_a_replay_that_begins_too_late_forgets_what_was_before() -> None:
     feed.replayed(8, batch())
     feed.replay_ended()
     assert cached(feed) == (0, 0) and cached(feed, [7] * BLOCK) == (1, 0) and feed.expected == 10
+
+
+def test_what_a_replay_loses_on_its_way_is_asked_for_again() -> None:
+    """vLLM's socket keeps 1,000 messages, and drops what a longer replay has beyond them."""
+    feed, blocks = new_feed(), chain()
+    feed.live(4, batch())
+    for number in (0, 2, 3):
+        feed.replayed(number, batch(blocks[number]))
+    assert cached(feed) == (1, 0) and feed.replay_ended() == 1
+    feed.replayed(1, batch(blocks[1]))
+    assert cached(feed) == (4, 0) and (feed.replay_ended(), feed.forgotten, feed.expected) == (None, 0, 5)
+
+
+def test_a_gap_is_asked_for_once() -> None:
+    feed = new_feed()
+    feed.live(0, batch())
+    assert [feed.live(number, batch()) for number in (2, 3, 5)] == [1, None, None] and feed.gaps == 1
 
 
 def test_without_replay_a_gap_forgets_at_once() -> None:
