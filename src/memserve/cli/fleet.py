@@ -45,7 +45,13 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
     from memserve.runtime.fleet import FleetHost
 
     engine_key = read_secret(Path(options.key_file)) if options.key_file is not None else None
-    host = FleetHost(options.specs(), config, identity_key=secrets.token_bytes(16), engine_key=engine_key)
+    host = FleetHost(
+        options.specs(),
+        config,
+        identity_key=secrets.token_bytes(16),
+        engine_key=engine_key,
+        prefill_tokens=options.prefill_tokens,
+    )
     app = create_fleet_app(
         host, api_keys=http.api_keys, metrics_key=http.metrics_key, limits=http.limits, silence_s=options.silence_s
     )

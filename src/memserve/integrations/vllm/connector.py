@@ -173,10 +173,16 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.received(connector_output.finished_recving or (), failed)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """No copy uses the request's blocks: vLLM frees them."""
-        if self._scheduler is not None:
-            self._scheduler.finished(request.request_id)
-        return False, None
+        """No copy uses the request's blocks: vLLM frees them. Of a prompt that was computed for another engine, what
+        that one is to be told."""
+        if self._scheduler is None:
+            return False, None
+        params = getattr(request, "kv_transfer_params", None) or {}
+        kept_tokens = self._scheduler.kept_tokens(request) if params.get("do_remote_decode") else 0
+        self._scheduler.finished(request.request_id)
+        if not kept_tokens:
+            return False, None
+        return False, {"do_remote_prefill": True, "do_remote_decode": False, "remote_num_tokens": kept_tokens}
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
