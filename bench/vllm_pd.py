@@ -1,6 +1,6 @@
 """One vLLM computes prompts, another one answers, through a store, behind ``memserve serve``: chats of several turns.
 
-    python bench/vllm_pd.py --vllm PYTHON [--data FOLDER] [--chats 12] [--turns 4] [--tokens 24]
+    python bench/vllm_pd.py --vllm PYTHON [--data FOLDER] [--chats 12] [--turns 4] [--tokens 48]
 
 PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is this checkout's. Every answer, greedy in
 float32, is compared token by token with one server's without a connector; one that differs where the reference's two
@@ -8,7 +8,7 @@ best tokens are less than ``TIE`` apart counts as a tie. Passes:
 
 * *computed elsewhere*: every prompt is computed by the one and answered by the other. Before each turn the first one's
   own cache is emptied: what it does not compute it has from the store, the other one's answers of earlier turns too.
-* *killed*: the store is emptied, and in the middle the first one is killed (SIGKILL): no request may be lost.
+* *killed*: as many other chats, and in the middle the first one is killed (SIGKILL): no request may be lost.
 """
 
 from __future__ import annotations
@@ -79,10 +79,8 @@ def ask(url: str, messages: list[dict[str, str]], tokens: int) -> tuple[Answer, 
 class Chats:
     """The turns, and what the reference answered."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.tokens = options.tokens
-        found = chat_sessions(options.data, options.chats, options.turns, options.system_chars)
-        self.sessions = [session for session in found if len(session.turns) >= options.turns]
+    def __init__(self, sessions: list[Session], tokens: int) -> None:
+        self.sessions, self.tokens = sessions, tokens
         self.right: dict[Key, Answer] = {}
         self.prompt_tokens: dict[Key, int] = {}
         self.messages: dict[Key, list[dict[str, str]]] = {}
@@ -176,11 +174,7 @@ def elsewhere(chats: Chats, url: str, first: Vllm, second: Vllm) -> dict[str, An
     return {**counts, "prefill": of_first, "decode": of_second, "prefills": prefills(url)}
 
 
-def killed(chats: Chats, url: str, first: Vllm, second: Vllm, store: ServedStore) -> dict[str, Any]:
-    with store.client() as client:
-        client.purge(everything=True)
-    first.forget()
-    second.forget()
+def killed(chats: Chats, url: str, first: Vllm, second: Vllm) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     before, earlier = seen(second), prefills(url)
 
@@ -198,14 +192,14 @@ def killed(chats: Chats, url: str, first: Vllm, second: Vllm, store: ServedStore
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    chats = Chats(options)
+    found = chat_sessions(options.data, 2 * options.chats, options.turns, options.system_chars)
+    passes = [Chats(found[at::2], options.tokens) for at in (0, 1)]
     alone = Vllm(options.vllm, options.model, cpus="0-3", log=folder / "alone.log")
     with running(alone):
-        chats.answer_all(alone)
-    lengths = sorted(chats.prompt_tokens.values())
-    print(
-        f"{len(chats.right)} prompts of {lengths[0]} to {lengths[-1]} tokens, {options.tokens} new ones each, answered"
-    )
+        for chats in passes:
+            chats.answer_all(alone)
+            lengths = sorted(chats.prompt_tokens.values())
+            print(f"{len(chats.right)} prompts of {lengths[0]} to {lengths[-1]} tokens, {options.tokens} new ones each")
     with ServedStore(folder, dram="2GiB") as store:
         servers, engines = [], []
         for role, cpus in (("prefill", "0-1"), ("decode", "2-3")):
@@ -218,8 +212,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with running(*servers):
             named = [text.format(f"vllm={server.url}") for text, server in zip(engines, servers, strict=True)]
             with router(named, folder / "router.log") as url:
-                record = {"computed elsewhere": elsewhere(chats, url, *servers)}
-                return {**record, "killed": killed(chats, url, *servers, store)}
+                record = {"computed elsewhere": elsewhere(passes[0], url, *servers)}
+                return {**record, "killed": killed(passes[1], url, *servers)}
 
 
 def main() -> None:
@@ -227,7 +221,7 @@ def main() -> None:
     parser.add_argument("--vllm", required=True, help="a Python that can import vllm")
     parser.add_argument("--model", help="a folder; default: memserve's own, as float32")
     parser.add_argument("--data", type=Path, required=True, help="a folder of prompts, as lossless.py has it")
-    for name, default in (("chats", 12), ("turns", 4), ("tokens", 24), ("system-chars", 1200)):
+    for name, default in (("chats", 12), ("turns", 4), ("tokens", 48), ("system-chars", 1200)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", type=Path, help="for logs; kept")
     parser.add_argument("--json", type=Path)

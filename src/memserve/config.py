@@ -344,6 +344,9 @@ class EngineOptions:
     the bytes of 16-bit values; answers may differ, and requests with ``exact`` are refused."""
     caching: bool = option(True, "--no-cache", form=NEGATED, vllm="enable_prefix_caching")
     """Reuse the KV of shared prefixes. False: Do not reuse the KV of shared prefixes."""
+    foreign_kv: bool = option(True, "--no-foreign-kv", form=NEGATED)
+    """Other engines that share KV with instances, through a store, are believed. False: Share no KV with other engines
+    through a store (vLLM with ``share_with_memserve``)."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Batching of the engine."""
     max_model_tokens: int | None = option(None, least=1, vllm="max_model_len")
@@ -379,7 +382,7 @@ class EngineOptions:
         on_gpu: bool = False,
     ) -> InstanceConfig:
         """The configuration of the instance machine, for a model with ``geometry`` on a GPU or a CPU. KV that may be
-        rounded has a namespace of its own.
+        rounded has a namespace of its own, and so has KV that no other engine shares.
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
@@ -390,7 +393,7 @@ class EngineOptions:
         default_step_tokens = STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
-            namespace=f"{namespace}|{lower}" if self.is_lossy else namespace,
+            namespace=namespace + f"|{lower}" * self.is_lossy + "|own" * (not self.foreign_kv),
             pool=PoolConfig(*blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes),
             scheduler=dataclasses.replace(
                 self.scheduler, max_step_tokens=self.scheduler.max_step_tokens or default_step_tokens
