@@ -337,16 +337,14 @@ class EngineOptions:
     kv_memory_bytes: int = option(384 * MIB, "--kv-memory", form=SIZE, vllm="kv_cache_memory_bytes", vllm_form=SIZE)
     """Memory of the KV cache that attention reads (tier HBM), e.g. 512MiB."""
     dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE, vllm="swap_space", vllm_form=GIBIBYTES)
-    """Memory of the second tier (DRAM), e.g. 4GiB: evicted prefixes and preempted sequences move there. 0: no second
-    tier."""
+    """Memory of the second tier (DRAM), e.g. 4GiB: evicted prefixes and preempted sequences move there. 0: none."""
     kv_lower_dtype: str = option(AS_COMPUTED)
     """How KV lies in the second tier. ``auto``: as it was computed. ``int8``, ``fp8`` (e4m3): rounded, in about half
     the bytes of 16-bit values; answers may differ, and requests with ``exact`` are refused."""
     caching: bool = option(True, "--no-cache", form=NEGATED, vllm="enable_prefix_caching")
     """Reuse the KV of shared prefixes. False: Do not reuse the KV of shared prefixes."""
     foreign_kv: bool = option(True, "--no-foreign-kv", form=NEGATED)
-    """Other engines that share KV with instances, through a store, are believed. False: Share no KV with other engines
-    through a store (vLLM with ``share_with_memserve``)."""
+    """Share KV with engines that ask for it, through a store. False: Share no KV with other engines through a store."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Batching of the engine."""
     max_model_tokens: int | None = option(None, least=1, vllm="max_model_len")

@@ -70,7 +70,7 @@ class Clients:
         hear_of_model: Callable[[Peer, KvModel], None],
     ) -> None:
         """``key``: of the cluster's identities. ``host_id``: of this host; clients with it read the memory in place.
-        ``model``: whose KV is kept, no namespace: nobody's yet; ``hear_of_model`` takes that of a client."""
+        ``model``: whose KV is kept; without a namespace none is known yet; ``hear_of_model`` takes that of a client."""
         self._model, self._hear_of_model = model, hear_of_model
         self._values = values
         self._jobs = jobs

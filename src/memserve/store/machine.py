@@ -268,12 +268,12 @@ class StoreMachine:
             return
         match message:
             case JoinAccepted(peers):
-                self._look_for_models(peers, is_all=True)
+                self._look_for_models(peers)
                 self.kv.act(self.kv.exchange.set_members(peers, now), now)
                 self._tell_router(self._feed.news())
                 self._tell_router(self._feed.snapshot())
             case PeerJoined(info):
-                self._look_for_models((info,), is_all=False)
+                self._look_for_models((info,))
                 if info.peer.name != self.info.peer.name:
                     self.kv.act(self.kv.exchange.peer_joined(info, now), now)
             case PeerGone(peer):
@@ -288,17 +288,16 @@ class StoreMachine:
         if news is not None and self.member.router is not None:
             self.jobs.send(self.member.router, news)
 
-    def _look_for_models(self, members: tuple[PeerInfo, ...], *, is_all: bool) -> None:
+    def _look_for_models(self, members: tuple[PeerInfo, ...]) -> None:
         """Members with a model say what KV looks like. What this store was started with stays once one has it."""
         models = [info for info in members if info.role is not Role.STORE and info.namespace]
         mine = (self.info.namespace, self.info.geometry)
         self._fits_a_model = self._fits_a_model or any((one.namespace, one.geometry) == mine for one in models)
-        if models and not self._fits_a_model and (is_all or not self.info.namespace):
+        if models and not self._fits_a_model:
             self._serve(models[0].namespace, models[0].geometry, models[0].peer.name)
 
     def _hear_of_model(self, client: Peer, model: KvModel) -> None:
-        """A client has KV blocks of this model, which is this store's, or this store's from now on."""
-        self._fits_a_model = self._fits_a_model or bool(self.info.namespace)
+        """A client has KV blocks of this model, which is this store's, or this store's until a member has another."""
         if not self.info.namespace:
             self._serve(model.namespace, model.geometry, client.name)
 

@@ -114,7 +114,7 @@ def pack(keys: torch.Tensor, values: torch.Tensor, at: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStore]:
-    """It knows no model: that of the first who comes is its own."""
+    """It knows no model: that of the first client is its own."""
     with ServedStore(tmp_path_factory.mktemp("store"), dram="32MiB") as store:
         yield store
 
