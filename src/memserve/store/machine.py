@@ -268,6 +268,7 @@ class StoreMachine:
             return
         match message:
             case JoinAccepted(peers):
+                self._fits_a_model = False  # those of an earlier router are no members any more
                 self._look_for_models(peers)
                 self.kv.act(self.kv.exchange.set_members(peers, now), now)
                 self._tell_router(self._feed.news())
